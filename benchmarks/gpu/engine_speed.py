@@ -65,10 +65,15 @@ def measurements(engine: CurrentEngine, part: str) -> Measurements:
     if part == "speed":
         found = _speed(engine, small, part, {}, (32, 1, 256))
         # Profiles last: the profiler takes seconds to start, and slows down what comes after.
-        return found | _profiles(engine, small, part, (32, 1, 256))
+        found |= _profiles(engine, small, part, {}, (32, 1, 256))
+        name = f"{part}/{small.name}/prompts"
+        _, length = _sizes(engine.results.session, ())
+        return found | {name: partial(engine.use, small, {}, _prompt_profile, length)}
     found = {}
     for variant, settings in _VARIANTS.items():
         found |= _speed(engine, small, part, settings, (32, 256), f"/{variant}", has_prompts=False)
+        if "kv_cache_dtype" in settings:
+            found |= _profiles(engine, small, part, settings, (32, 256), f"/{variant}")
     return found
 
 
@@ -89,17 +94,15 @@ def _speed(
 
 
 def _profiles(
-    engine: CurrentEngine, model: Model, part: str, batches: tuple[int, ...]
-) -> Measurements:
-    """What the device does in decode steps and in steps of prompts, and how idle it is."""
-    use = partial(engine.use, model, {})
+    engine: CurrentEngine, model: Model, part: str, settings: dict[str, Any],
+    batches: tuple[int, ...], variant: str = "",
+) -> Measurements:  # fmt: skip
+    """What the device does in decode steps, and how idle it is."""
+    name, use = f"{part}/{model.name}{variant}", partial(engine.use, model, settings)
     batches, length = _sizes(engine.results.session, batches)
-    found: Measurements = {
-        f"{part}/{model.name}/idle/b{batch}": partial(use, _idle_figures, batch, length)
-        for batch in batches
+    return {
+        f"{name}/idle/b{batch}": partial(use, _idle_figures, batch, length) for batch in batches
     }
-    found[f"{part}/{model.name}/prompts"] = partial(use, _prompt_profile, length)
-    return found
 
 
 def _sizes(session: Session, batches: tuple[int, ...]) -> tuple[tuple[int, ...], int]:

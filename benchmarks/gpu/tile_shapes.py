@@ -55,6 +55,13 @@ DECODE: Final[Sizes] = (
 )  # fmt: skip
 """Fields of `DecodeTiles`; of bfloat16, a multiprocessor's shared memory holds all its programs."""
 
+DECODE_QUANTIZED: Final[Sizes] = (
+    (64, 4, 5, 3), (64, 4, 5, 4), (64, 4, 5, 1), (64, 4, 7, 2), (64, 4, 3, 4), (64, 8, 5, 2),
+    (64, 2, 5, 4), (128, 4, 5, 2), (128, 4, 3, 3), (128, 8, 5, 2), (128, 8, 3, 2), (32, 4, 5, 4),
+    (32, 4, 7, 2), (32, 2, 7, 4),
+)  # fmt: skip
+"""The same of quantized caches, half as large, whose numbers are converted."""
+
 INT8: Final[dict[str, dict[int, Sizes]]] = {
     "linear": {
         256: (
@@ -283,11 +290,11 @@ def _decode_cases(session: Session) -> Iterator[TileCase]:
     """One query token for each sequence, heads of group 2."""
     unit, most = (16, 3) if session.small else (1024, 256)
     group, heads = next(iter(groups(session).items()))
-    shapes = tuple(DecodeTiles(*sizes) for sizes in DECODE)
-    some = min(32, most)
+    some, quantized = min(32, most), "int8" if session.small else "fp8"
     steps = [(some, unit, "auto"), (1, unit, "auto"), (most, unit, "auto")]
-    steps += [(some, 8 * unit, "auto"), (some, unit, "int8" if session.small else "fp8")]
+    steps += [(some, 8 * unit, "auto"), (some, unit, quantized), (most, unit, quantized)]
     for rows, context, kv in steps:
+        shapes = tuple(DecodeTiles(*s) for s in (DECODE if kv == "auto" else DECODE_QUANTIZED))
         name = f"decode/{group}/b{rows}/ctx{context}" + ("" if kv == "auto" else f"/{kv}")
         seqs = [(context, 1)] * rows
         yield _attention_case(session, name, "decode_tiles", shapes, heads, seqs, kv)
