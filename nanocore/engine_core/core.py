@@ -95,6 +95,9 @@ class EngineCore:
             and (group := scheduler.next_group()) is not None
         ):
             self._submit(group)
+        if not self._num_in_flight:  # nothing can begin, and nothing will be collected
+            self._fail_stuck_request()
+            return
         result = executor.collect()
         self._num_in_flight -= 1
         self.drain_inbox(wait=False, in_step=True)

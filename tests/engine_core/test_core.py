@@ -192,6 +192,16 @@ def test_what_can_never_run_ends_with_an_error_that_says_so(core: CoreUnderTest)
     assert (finished.handle, finished.finish_reason) == (2, "length")
 
 
+def test_nothing_is_collected_when_no_step_could_begin() -> None:
+    core = CoreUnderTest(num_groups=2)
+    # As if a row that nobody has waited for blocks: a bug that once made the loop wait for ever.
+    core.scheduler.running._stalled.add(7)
+    outputs = core.finish(AddRequest(make_request(1, [1], 1)))
+    (failed,) = ends(outputs)
+    assert (failed.handle, failed.finish_reason) == (1, "error")
+    assert "cannot be scheduled" in (failed.message or "")
+
+
 def test_the_trace_has_one_line_per_step_with_stable_keys(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     trace = StepTrace(str(path))

@@ -53,7 +53,8 @@ from tests.fakes import (
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
-STEMS = ([0, 1, 2, 3, 0, 1, 2, 3, 1], [1] * 12, [2, 3])
+STEMS = ([0, 1, 2, 3, 0, 1, 2, 3, 1], [1] * 12, [2, 3], [3], [2] * 18)
+"""With tails of up to 6 tokens: prompts of several chunks, and of as many blocks as a pool has."""
 
 
 @st.composite
@@ -68,7 +69,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "max_num_batched_tokens": draw(st.integers(max_num_seqs * (1 + num_drafts), 40)),
         "max_model_len": MAX_MODEL_LEN,
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
-        "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 5])),
+        "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 5, 8, 9])),
         "max_num_partial_prefills": draw(st.sampled_from([0, 0, 1, 2])),
         "watermark": draw(st.sampled_from([0.0, 0.0, 0.2])),
         "enable_prefix_caching": draw(st.integers(0, 3).map(bool)),
@@ -90,6 +91,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_stages=st.booleans(),
         collide=st.booleans(),
         withholds=st.booleans(),
+        may_abort=st.booleans(),
         quantum_tokens=st.sampled_from([4, QUANTUM_TOKENS]),
     )
     def start(
@@ -99,6 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         has_stages: bool,
         collide: bool,
         withholds: bool,
+        may_abort: bool,
         quantum_tokens: int,
     ) -> None:
         self.num_groups = depth if has_stages else 1
@@ -117,6 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.matchers: dict[int, FakeMatcher] = {}
         self.failed: dict[int, str] = {}
         self.depth = depth
+        self.may_abort = may_abort  # an abort frees rows and blocks, which hides who lacks them
         self.digest = {"digest": lambda _: b"x" * 16} if collide else {}
         self.deliveries = Deliveries()
         self.expected: dict[int, list[int]] = {}
@@ -179,6 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if goes_on and self.expected:  # from where another one ends, whose blocks may be found
             other = (13 * len(tail) + max_tokens) % len(self.expected) + 1
             prompt = (self.prompts[other] + self.expected[other] + [1])[: MAX_MODEL_LEN - 14]
+        max_tokens = min(max_tokens, MAX_MODEL_LEN - len(prompt))
         expected = expected_tokens if fails_at is None else expected_structured_tokens
         tokens = expected(prompt, max_tokens)
         stops: tuple[int, ...] = ()
@@ -280,7 +285,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         kv_cache.publish_events()
         assert self.findable == {block.key[0] for block in kv_cache.pool.blocks if block.key}
 
-    @precondition(lambda self: self.expected)
+    @precondition(lambda self: self.may_abort and self.expected)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         handle = data.draw(st.integers(1, len(self.expected) + 1))
@@ -293,7 +298,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_rows(self.scheduler)
         check_blocks(self.scheduler)
 
-    @precondition(lambda self: self.samples)
+    @precondition(lambda self: self.may_abort and self.samples)
     @rule(data=st.data())
     def abort_all_samples(self, data: st.DataObject) -> None:
         for handle in data.draw(st.sampled_from(self.samples)):

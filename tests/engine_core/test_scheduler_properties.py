@@ -62,7 +62,7 @@ def workloads(draw: st.DrawFn) -> dict:
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": draw(st.integers(max_num_seqs, 40)),
             "max_model_len": MAX_MODEL_LEN,
-            "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 5])),
+            "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 5, 8, 9])),
             "policy": draw(st.sampled_from(["fcfs", "priority"])),
             "max_num_partial_prefills": draw(st.sampled_from([0, 0, 1])),
             "enable_prefix_caching": draw(st.booleans()),

@@ -356,6 +356,7 @@ class RunningSet:
             return
         last = next_preempted(table, self._precedence)
         plan.blocks.pop(last.row, None)
+        plan.stalled.discard(last.row)  # it waits for a row now, too: nobody else may wait for it
         plan.preempt(last, table.request(row))
         self.preempt(last)
 
