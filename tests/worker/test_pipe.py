@@ -83,7 +83,7 @@ def test_a_message_larger_than_the_sockets_buffer_arrives_whole(pipes: Pipes) ->
 @pytest.mark.parametrize("sent", [b"", encode_frame(RunStep(make_plan()))[:-1]])
 def test_a_closed_end_is_the_end_of_file_even_within_a_message(pipes: Pipes, sent: bytes) -> None:
     engine, rank = pipes
-    engine.send_frame(sent)
+    engine.send_some(memoryview(sent))
     engine.close()
     with pytest.raises(EOFError):
         rank.recv()

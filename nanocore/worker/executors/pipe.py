@@ -8,12 +8,16 @@ from __future__ import annotations
 import select
 import socket
 import struct
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
 T = TypeVar("T")
+R = TypeVar("R")
 _LENGTH: Final = struct.Struct("<I")
+_CHUNK_BYTES: Final = 1 << 20
 
 
 def encode_frame(message: msgspec.Struct) -> bytes:
@@ -32,6 +36,7 @@ class Pipe(Generic[T]):
     def __init__(self, end: socket.socket, message_type: Any) -> None:
         self._end = end
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(message_type)
+        self._taken_in = bytearray()
 
     def fileno(self) -> int:
         """The socket's descriptor; readable when a message, or the end, is there."""
@@ -41,13 +46,32 @@ class Pipe(Generic[T]):
         """Send one message. Raises OSError if nobody holds the other end."""
         self._end.sendall(encode_frame(message))
 
-    def send_frame(self, frame: bytes) -> None:
-        """Send what `encode_frame` made, to several peers perhaps."""
-        self._end.sendall(frame)
+    def send_some(self, frame: memoryview) -> memoryview:
+        """Send as much of `encode_frame`'s bytes as there is room for now; returns the rest.
+
+        Raises OSError if nobody holds the other end.
+        """
+        with suppress(BlockingIOError):
+            frame = frame[self._end.send(frame, socket.MSG_DONTWAIT) :]
+        return frame
+
+    def take_in(self) -> None:
+        """Make room for the other side to send: what has come is kept for `recv`.
+
+        Raises:
+            EOFError: the other side is gone.
+        """
+        with suppress(BlockingIOError):
+            self._taken_in += self._received(self._end.recv, _CHUNK_BYTES, socket.MSG_DONTWAIT)
+
+    @property
+    def has_taken_in(self) -> bool:
+        """Whether `recv` has something that is no longer in the socket."""
+        return bool(self._taken_in)
 
     def has_message(self, timeout_s: float) -> bool:
         """Whether `recv` has something to read, or the end to report, within this time."""
-        return bool(select.select([self._end], [], [], timeout_s)[0])
+        return self.has_taken_in or bool(select.select([self._end], [], [], timeout_s)[0])
 
     def recv(self) -> T:
         """Wait for a message.
@@ -63,14 +87,21 @@ class Pipe(Generic[T]):
         self._end.close()
 
     def _read(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view = memoryview(data)
+        data, self._taken_in = self._taken_in[:size], self._taken_in[size:]
+        num_taken = len(data)
+        data += bytes(size - num_taken)
+        view = memoryview(data)[num_taken:]
         while view:
-            try:
-                count = self._end.recv_into(view)
-            except ConnectionResetError:
-                count = 0
-            if count == 0:
-                raise EOFError("the pipe's other end is closed")
-            view = view[count:]
+            view = view[self._received(self._end.recv_into, view) :]
         return data
+
+    @staticmethod
+    def _received(receive: Callable[..., R], *arguments: Any) -> R:
+        """What a call received, bytes or how many. Raises EOFError if there was nothing left."""
+        try:
+            received = receive(*arguments)
+        except ConnectionResetError:
+            received = None
+        if not received:
+            raise EOFError("the pipe's other end is closed")
+        return received

@@ -176,12 +176,29 @@ class ProcessExecutor:
         )
 
     def _send(self, frame: bytes, ranks: Sequence[RankProcess] | None = None) -> None:
-        """To these ranks, or to all."""
-        for rank in self._ranks if ranks is None else ranks:
-            try:
-                rank.pipe.send_frame(frame)
-            except OSError:
-                raise self._failure_of(rank) from None
+        """To these ranks, or to all. Raises StartError if one is gone.
+
+        A rank whose result does not fit the socket's buffer reads nothing until it is read itself,
+        and others may wait for that rank. So all are read while one has no room.
+        """
+        left = [(rank, memoryview(frame)) for rank in (self._ranks if ranks is None else ranks)]
+        while True:
+            for index, (rank, rest) in enumerate(left):
+                try:
+                    left[index] = rank, rank.pipe.send_some(rest)
+                except OSError:
+                    raise self._failure_of(rank) from None
+            left = [(rank, rest) for rank, rest in left if rest]
+            if not left:
+                return
+            full = [rank.pipe for rank, _ in left]
+            readable = select.select([rank.pipe for rank in self._ranks], full, [])[0]
+            for rank in self._ranks:
+                if rank.pipe in readable:
+                    try:
+                        rank.pipe.take_in()
+                    except EOFError:
+                        raise self._failure_of(rank) from None
 
     def _gather(self, kind: type[M]) -> list[M]:
         """One message of this kind from every rank, in order of rank."""
@@ -199,7 +216,8 @@ class ProcessExecutor:
             StartError: a rank has failed or died.
         """
         while True:
-            ready = dict(self._poll.poll())
+            taken_in = [rank.pipe.fileno() for rank in self._ranks if rank.pipe.has_taken_in]
+            ready = taken_in or dict(self._poll.poll())
             for rank in self._ranks:
                 if rank.pipe.fileno() in ready:
                     try:
@@ -215,7 +233,7 @@ class ProcessExecutor:
         others = [rank for rank in self._ranks if rank is not dead]
         for rank in (dead, *others):
             try:
-                while select.select([rank.pipe], [], [], _FAILURE_GRACE_S)[0]:
+                while rank.pipe.has_message(_FAILURE_GRACE_S):
                     message = rank.pipe.recv()
                     if isinstance(message, RankFailure):
                         return rank.error(message)
