@@ -1,6 +1,6 @@
 """The goals on one H100 and one H200, and what a report says of them: README.md's table.
 
-    python -m benchmarks.gpu.goals FOLDER/gpu.json
+    python -m benchmarks.gpu.goals FOLDER/gpu.json ...
 
 Limits are computed at the rates of `shapes.CARDS`; goals are shares of them, and are shown as an
 H100's figures. What was measured is beside its share of the limit at the rates of the very card
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,7 +23,7 @@ from benchmarks.workloads import nano_vllm_workload
 
 NOT_MEASURED: Final = "not measured yet"
 _HEADING: Final = ["measure (bfloat16, random weights)", "limit H100", "limit H200", "goal H100",
-                   "stretch H100", "measured"]  # fmt: skip
+                   "stretch H100"]  # fmt: skip
 _FORMATS: Final = {
     "ms": "{:.3g} ms", "tok/s": "{:,.0f} tok/s", "TB/s": "{:.2f} TB/s", "x": "{:.2f}x"
 }  # fmt: skip
@@ -46,15 +46,17 @@ class Goal(NamedTuple):
     value: Callable[[dict[str, Any]], float]
     note: Callable[[dict[str, Any]], str] = lambda _: ""
 
-    def row(self, report: dict[str, Any]) -> list[str]:
-        """Of the table."""
-        if found := report["figures"].get(self.measurement):
-            measured = self._describe(found, rates_of(report["figures"], report["device"]["name"]))
-        else:
-            measured = "failed" if self.measurement in report["errors"] else NOT_MEASURED
+    def row(self, reports: Sequence[dict[str, Any]]) -> list[str]:
+        """Of the table, with a cell for each report."""
         limits = ["-" if self.limit is None else self._format(self.limit(CARDS[card]))
                   for card in ("H100", "H200")]  # fmt: skip
-        return [self.measure, *limits, *map(self._describe_goal, self.goals), measured]
+        measured = map(self._measured, reports)
+        return [self.measure, *limits, *map(self._describe_goal, self.goals), *measured]
+
+    def _measured(self, report: dict[str, Any]) -> str:
+        if found := report["figures"].get(self.measurement):
+            return self._describe(found, rates_of(report["figures"], report["device"]["name"]))
+        return "failed" if self.measurement in report["errors"] else NOT_MEASURED
 
     def _describe(self, found: dict[str, Any], rates: Rates) -> str:
         """What was measured, and its share of what this card can do."""
@@ -157,23 +159,33 @@ GOALS: Final = (
 )  # fmt: skip
 
 
-def goals_table(report: dict[str, Any]) -> str:
+def goals_table(*reports: dict[str, Any]) -> str:
     """Markdown."""
-    return table([_HEADING, *(goal.row(report) for goal in GOALS)])
+    cards = [report["device"]["name"].removeprefix("NVIDIA ").split()[0] for report in reports]
+    heading = [*_HEADING, *(f"measured {card}" for card in cards)]
+    return table([heading, *(goal.row(reports) for goal in GOALS)])
 
 
 def main(argv: list[str]) -> int:
-    """Print the table; 2 if that is no report of a GPU."""
-    try:
-        report = json.loads(Path(argv[0]).read_text()) if len(argv) == 1 else {}
-        is_of_gpu = not report["small"] and report["device"]["name"] != "cpu"
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        print(f"{argv[:1]}: {type(error).__name__}: {error}", file=sys.stderr)
-        is_of_gpu = False
-    if not is_of_gpu:
-        print("usage: python -m benchmarks.gpu.goals FOLDER/gpu.json, of a GPU", file=sys.stderr)
+    """Print the table; 2 if one of them is no report of a GPU."""
+    reports = []
+    for path in argv:
+        try:
+            reports.append(json.loads(Path(path).read_text()))
+            is_of_gpu = not reports[-1]["small"] and reports[-1]["device"]["name"] != "cpu"
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            print(f"{path}: {type(error).__name__}: {error}", file=sys.stderr)
+            is_of_gpu = False
+        if not is_of_gpu:
+            reports = []
+            break
+    if not reports:
+        print(
+            "usage: python -m benchmarks.gpu.goals FOLDER/gpu.json ..., each of a GPU",
+            file=sys.stderr,
+        )
         return 2
-    print(goals_table(report))
+    print(goals_table(*reports))
     return 0
 
 

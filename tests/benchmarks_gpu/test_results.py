@@ -154,7 +154,9 @@ def test_a_rehearsal_is_not_in_the_table(
     assert main([str(path)]) == 2
     assert main([]) == 2
     assert "of a GPU" in capsys.readouterr().err
-    nothing: dict[str, Any] = {"figures": {}, "errors": {GOALS[0].measurement: "wrong"}}
+    nothing: dict[str, Any] = {
+        "figures": {}, "errors": {GOALS[0].measurement: "wrong"}, "device": {"name": "NVIDIA H100"}
+    }  # fmt: skip
     assert goals_table(nothing).count(NOT_MEASURED) == len(GOALS) - 1
     assert goals_table(nothing).count("failed") == 1
 
