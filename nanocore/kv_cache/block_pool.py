@@ -42,11 +42,14 @@ class BlockPool:
     Args:
         num_blocks: blocks in the pool, ids 0 to num_blocks - 1.
         on_evict: called with cached blocks whose memory is about to be taken.
+
+    num_freed: how many became free so far.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[list[Block]], None]) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.num_free = num_blocks
+        self.num_freed = 0
         self._on_evict = on_evict
         self._ends = Block(-1)  # both ends of the circular free list: next is head, prev is tail
         last = self._ends
@@ -103,6 +106,7 @@ class BlockPool:
                 before.next = after.prev = block
                 num_freed += 1
         self.num_free += num_freed
+        self.num_freed += num_freed
 
     def take_next(self, block: Block) -> None:
         """Move a free block to the head of the free list, because its content is worthless now."""

@@ -144,6 +144,25 @@ def test_a_row_that_waits_for_blocks_and_is_preempted_waits_no_more(num_groups: 
     assert run((limits, requests, {}), depth=2)[": who waits is preempted"]
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_who_did_not_fit_is_admitted_when_more_of_its_prefix_is_computed(policy: str) -> None:
+    # 2 wants 8 blocks. When 1 holds two and has filled one, 6 are free, and 7 would be taken. When 1
+    # has filled its second, nothing was freed, but 6 will do.
+    scheduler, executor = make_scheduler(
+        num_blocks=8, block_size=BLOCK_SIZE, long_prefill_token_threshold=3, policy=policy
+    )
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, [1] * 8, 3))
+    deliveries.step(scheduler, executor)
+    scheduler.add(make_request(2, [1] * 8 + [2] * 23, 1))
+    plans = []
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+        plans.append([one.handle for one in scheduler.completed.plan.new])
+    assert plans[:2] == [[], [2]]
+    check_idle(scheduler)
+
+
 def test_who_wants_more_blocks_than_there_are_is_served_in_every_way(tmp_path: Path) -> None:
     measured = coverage.Coverage(
         data_file=None, branch=True, include=[running_set.__file__], config_file=False

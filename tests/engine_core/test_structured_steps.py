@@ -326,6 +326,27 @@ def test_a_request_that_waited_to_be_compiled_has_the_place_of_its_submit() -> N
     assert [sample.arrival for sample in late.samples] == [1, 1]
 
 
+def test_the_time_to_compile_counts_as_waiting_where_that_is_worth_priority() -> None:
+    time_s = [0.0]
+    scheduler, executor = make_scheduler(
+        policy="priority", priority_aging_s=60.0, max_num_seqs=1, clock=lambda: time_s[0]
+    )
+    scheduler.add(make_request(1, [1] * 5, 9))
+    scheduler.update(executor.execute(scheduler.schedule()))
+    early, late = make_request(2, [2] * 5, 3), make_request(3, [3] * 5, 3)
+    time_s[0] = late.received_s = 1.0
+    scheduler.update(executor.execute(scheduler.schedule()))
+    time_s[0] = 10.0
+    scheduler.add(make_request(4, [4] * 5, 3))
+    scheduler.update(executor.execute(scheduler.schedule()))
+    time_s[0] = 11.0
+    scheduler.add(late, arrival=1)  # as if its grammar took all that time
+    assert [request.handle for request in scheduler.waiting] == [3, 4]
+    early.received_s = 2.0  # came after another one with as many steps done: they are equals
+    scheduler.add(early, arrival=1)
+    assert [request.handle for request in scheduler.waiting] == [2, 3, 4]
+
+
 def test_a_step_that_waits_for_masks_is_blamed_on_their_requests() -> None:
     engine = Engine()
     assert engine.core.blame() == "the executor"

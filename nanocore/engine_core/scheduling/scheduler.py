@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.scheduling.counters import SchedulerCounters
@@ -27,9 +28,22 @@ from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
 from nanocore.engine_core.scheduling.step_budget import StepBudget
 from nanocore.engine_core.scheduling.urgency import Need, Urgency
 from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
-from nanocore.kv_cache import Block, KVCacheManager
+from nanocore.kv_cache import Block, BlockKey, KVCacheManager
 from nanocore.protocol.messages import Event
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+
+_NUM_ARRIVALS: Final = 1024
+"""Steps of which it is known when their first request came. A request may come late, because its
+grammar had to be compiled; older ones are placed by when they were received themselves."""
+
+
+class _Shortage(NamedTuple):
+    """Of a head that did not fit. num_gains: of the KV cache. missing: of its prefix, the first."""
+
+    handle: int
+    num_free_blocks: int
+    num_gains: int
+    missing: BlockKey | None
 
 
 class Scheduler:
@@ -68,9 +82,9 @@ class Scheduler:
         self._requests: dict[int, Request] = {}
         self._ended: list[Request] = []  # by `end`, since the last update
         self._last_group = 0
-        self._came = (-1, 0.0)  # steps when the last request came, and when the first with so many
-        self._blocked = (-1, -1)  # handle of a head that did not fit, and the blocks then free
-        self._no_way: dict[int, tuple[int, int]] = {}  # by group: nobody could give way for it
+        self._came: dict[int, float] = {}  # by number of steps: when the first request came
+        self._blocked: _Shortage | None = None  # of a head that did not fit
+        self._no_way: dict[int, _Shortage] = {}  # by group: nobody could give way for it
         self._watermark_blocks = int(config.watermark * kv_cache.num_blocks)
 
     @property
@@ -130,15 +144,16 @@ class Scheduler:
 
         arrival: the number of steps when it came, if that was not now.
         """
-        num_steps = self.counters.num_steps
         now_s = self.clock()
-        if num_steps != self._came[0]:
-            self._came = num_steps, now_s
+        came_s = now_s if arrival is None else request.received_s
+        arrival = self.counters.num_steps if arrival is None else arrival
+        came_s = self._came.setdefault(arrival, came_s)
+        if len(self._came) > _NUM_ARRIVALS:
+            del self._came[next(iter(self._came))]
         for sample in request.samples:
             assert sample.handle not in self._requests
             self._requests[sample.handle] = sample
-            sample.arrival = num_steps if arrival is None else arrival
-            sample.arrival_s, sample.life.queued_s = self._came[1], now_s
+            sample.arrival, sample.arrival_s, sample.life.queued_s = arrival, came_s, now_s
             sample.life.move("queued", sample.received_s or now_s)
             self.counters.prompt_tokens += sample.num_prompt_tokens
         self.waiting.push(request)
@@ -240,8 +255,11 @@ class Scheduler:
         """(who was preempted for the head, what to keep of the budget for it: see `Urgency`)."""
         if self._urgency is None or (head := self.waiting.head()) is None:
             return [], None
-        state = head.handle, self.kv_cache.num_free_blocks
-        if state == self._no_way.get(group) or not self._urgency.is_asked(head, group):
+        tried = self._no_way.get(group)
+        if tried is not None and tried.num_free_blocks == self.kv_cache.num_free_blocks:
+            if self._is_still_short(head, tried):
+                return [], None
+        if not self._urgency.is_asked(head, group):
             return [], None
         hits = self._find_prefix(head)
         num_uncached = head.num_tokens - len(hits) * self.kv_cache.block_size
@@ -256,7 +274,7 @@ class Scheduler:
         preempted = self._urgency.make_way(head, group, need)
         is_admitted = need().has_row and self._fits(head, hits)
         if not (preempted or is_admitted):
-            self._no_way[group] = state
+            self._no_way[group] = self._shortage(head, hits)
         return preempted, (self.precedence(head), count) if is_admitted else None
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
@@ -284,7 +302,7 @@ class Scheduler:
                 if count == num_uncached:
                     self.waiting.release(request)
             else:
-                self._blocked = request.handle, self.kv_cache.num_free_blocks
+                self._blocked = self._shortage(request, hits)
                 return
 
     @property
@@ -294,25 +312,39 @@ class Scheduler:
         return not limit or len(self.running.prefilling) < limit
 
     def is_still_blocked(self, request: Request) -> bool:
-        """Whether the head did not fit before, and nothing was freed: spares looking it up again.
+        """Whether the head did not fit before, and cannot fit now: spares looking it up again.
 
         With nothing running it is always tried.
         """
-        handle, num_free_blocks = self._blocked
+        return self.num_running > 0 and self._is_still_short(request, self._blocked)
+
+    def _shortage(self, request: Request, hits: list[Block]) -> _Shortage:
+        """What a head that does not fit is short of, of whose prefix these blocks were found."""
+        kv_cache, keys = self.kv_cache, self._prefix_keys(request)
+        missing = keys[len(hits)] if len(hits) < len(keys) else None
+        return _Shortage(request.handle, kv_cache.num_free_blocks, kv_cache.num_gains, missing)
+
+    def _is_still_short(self, request: Request, shortage: _Shortage | None) -> bool:
+        """Whether nothing was freed since, and no more of its prefix can be found."""
         return (
-            request.handle == handle
-            and self.kv_cache.num_free_blocks <= num_free_blocks
-            and self.num_running > 0
+            shortage is not None
+            and request.handle == shortage.handle
+            and self.kv_cache.num_gains == shortage.num_gains
+            and not (shortage.missing and self.kv_cache.is_findable(shortage.missing))
         )
 
-    def _find_prefix(self, request: Request) -> list[Block]:
+    def _prefix_keys(self, request: Request) -> Sequence[BlockKey]:
+        """Keys of the blocks that may be shared."""
         if request.sampling.skip_reading_prefix_cache or request.sampling.pooling == "mean":
-            return []
-        keys = request.key_chain.keys
+            return ()
+        num_tokens = request.num_tokens - 1  # the last one must be computed to have logits
         if request.num_prompt_logprobs < request.num_asked_prompt_logprobs:
             # Those that are still to be told take the logits of the tokens before them.
-            keys = keys[: request.num_prompt_logprobs // self.kv_cache.block_size]
-        return self.kv_cache.find_prefix(keys, request.num_tokens)
+            num_tokens = min(num_tokens, request.num_prompt_logprobs)
+        return request.key_chain.keys[: num_tokens // self.kv_cache.block_size]
+
+    def _find_prefix(self, request: Request) -> list[Block]:
+        return self.kv_cache.find_prefix(self._prefix_keys(request), request.num_tokens)
 
     def _fits(self, request: Request, hits: list[Block]) -> bool:
         """Whether the whole prompt fits now; while others run, they keep the watermark to grow."""
