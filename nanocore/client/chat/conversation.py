@@ -15,7 +15,7 @@ from typing import Any, Final
 from nanocore.protocol.errors import InvalidRequestError, quoted
 
 _PROBE: Final = "probe 'text'"
-_TEXT_PARTS: Final = ("text", "input_text", "output_text")
+_TEXT_PARTS: Final = ("text", "input_text", "output_text", "refusal")
 Render = Callable[[list[dict[str, Any]]], str]
 
 
@@ -56,6 +56,8 @@ class TemplateDialect:
         if turn.get("role") == "developer" and not self._knows_developer:
             turn["role"] = "system"
         content = turn.get("content")
+        if content is None and isinstance(turn.get("refusal"), str):
+            content = turn["content"] = turn["refusal"]
         if isinstance(content, (list, tuple)):
             texts = [_text_of(i, k, part) for k, part in enumerate(content)]
             if self._takes_parts:
@@ -66,10 +68,13 @@ class TemplateDialect:
         if isinstance(calls, (list, tuple)) and calls:
             as_objects, needs_content = self._calls_form
             turn["tool_calls"] = [_call(call, as_objects) for call in calls]
-            if needs_content and turn.get("content") is None:
+            if needs_content and content is None:
                 turn["content"] = ""
-        elif "tool_calls" in turn and not calls:
+            return turn
+        if "tool_calls" in turn and not calls:
             del turn["tool_calls"]  # clients send empty lists; templates take them for calls
+        if content is None:  # thoughts alone, a tool without a result: many templates add content
+            turn["content"] = ""
         return turn
 
     @cached_property
@@ -169,8 +174,8 @@ def _call(call: Any, as_objects: bool) -> Any:
 def _text_of(i: int, k: int, part: object) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS:
-        text = part.get("text")
+    if isinstance(part, Mapping) and (kind := part.get("type")) in _TEXT_PARTS:
+        text = part.get("refusal" if kind == "refusal" else "text")
         if isinstance(text, str):
             return text
     raise InvalidRequestError(
