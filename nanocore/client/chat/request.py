@@ -20,7 +20,7 @@ from nanocore.client.chat.parsing.formats import (
     reasoning_end,
     wrap_in_reasoning,
 )
-from nanocore.client.chat.parsing.parser import OutputParser
+from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
 from nanocore.client.chat.parsing.reasoning import OPENING_MARKS, prompt_opens_reasoning
 from nanocore.client.chat.parsing.special_text import SpecialTextFilter
 from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
@@ -39,8 +39,8 @@ class ChatOptions(TypedDict, total=False):
     """What may be asked of a chat beside its messages; names are OpenAI's and vLLM's.
 
     tools: in OpenAI's shape. tool_choice: "auto", "none" (the model does not see the tools),
-    "required" or {"type": "function", "function": {"name": ...}}. parallel_tool_calls: more than
-    one call may be forced; True. response_format: see `constraints`. chat_template_kwargs: for the
+    "required" or {"type": "function", "function": {"name": ...}}. parallel_tool_calls: the answer
+    may have more than one call; True. response_format: see `constraints`. chat_template_kwargs: for the
     template; names must be in allowed_template_kwargs, by default DEFAULT_TEMPLATE_KWARGS.
     add_generation_prompt: begin the answer; done unless the last message is continued.
     continue_final_message: the answer goes on where the last message ends. tool_parser,
@@ -108,6 +108,8 @@ def prepare_chat(
 
     def new_parser(index: int) -> OutputParser:
         parser = _parser(formats, tools, choice, in_reasoning, index)
+        if options.get("parallel_tool_calls") is False:
+            parser = _OneCallParser(parser)
         return SpecialTextFilter(parser, dropped) if dropped else parser
 
     return PreparedChat(array("i", token_ids), params, new_parser, reasoning_end(formats))
@@ -125,6 +127,22 @@ def _parser(
     if forced is not None:
         return wrap_in_reasoning(formats, forced, in_reasoning=in_reasoning, index=index)
     return make_parser(formats, tools, in_reasoning=in_reasoning, index=index)
+
+
+class _OneCallParser:
+    """Drops all calls but the first: the model does not know that it may call only once."""
+
+    def __init__(self, inner: OutputParser) -> None:
+        self._inner = inner
+
+    def feed(self, delta: str) -> list[ParsedEvent]:
+        return self._kept(self._inner.feed(delta))
+
+    def finish(self) -> list[ParsedEvent]:
+        return self._kept(self._inner.finish())
+
+    def _kept(self, events: list[ParsedEvent]) -> list[ParsedEvent]:
+        return [event for event in events if not getattr(event, "tool_index", 0)]
 
 
 def _ends_in_reasoning(token_ids: list[int], options: ChatOptions, tokenizer: Tokenizer) -> bool:
