@@ -213,7 +213,9 @@ class Tokenizer:
     def template_dialect(self) -> TemplateDialect:
         """What the chat template takes; it is asked when a conversation needs to know."""
         template = self._template(has_tools=True)
-        return TemplateDialect(lambda messages: "".join(template.render(messages)))
+        return TemplateDialect(
+            lambda messages, **more: "".join(template.render(messages, **more)), template.text
+        )
 
     def close(self) -> None:
         """End the processes of the chat templates; whoever renders again starts new ones."""

@@ -25,6 +25,7 @@ from nanocore.client.chat.parsing.reasoning import OPENING_MARKS, prompt_opens_r
 from nanocore.client.chat.parsing.special_text import SpecialTextFilter
 from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
 from nanocore.client.chat.tool_choice import ToolChoice, read_tool_choice
+from nanocore.client.chat.tool_prompt import GENERIC_FORMAT, ToolPrompt, describe_tools
 from nanocore.client.chat.tools import Tool, read_tools
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import InvalidRequestError, quoted
@@ -40,8 +41,8 @@ class ChatOptions(TypedDict, total=False):
 
     tools: in OpenAI's shape. tool_choice: "auto", "none" (the model does not see the tools),
     "required" or {"type": "function", "function": {"name": ...}}. parallel_tool_calls: the answer
-    may have more than one call; True. response_format: see `constraints`. chat_template_kwargs: for the
-    template; names must be in allowed_template_kwargs, by default DEFAULT_TEMPLATE_KWARGS.
+    may have more than one call; True. response_format: see `constraints`. chat_template_kwargs:
+    for the template; names must be in allowed_template_kwargs, by default DEFAULT_TEMPLATE_KWARGS.
     add_generation_prompt: begin the answer; done unless the last message is continued.
     continue_final_message: the answer goes on where the last message ends. tool_parser,
     reasoning_parser: how the model writes such things; "auto", the default, asks its template, None
@@ -63,13 +64,15 @@ class ChatOptions(TypedDict, total=False):
 class PreparedChat(NamedTuple):
     """What is sent, and what reads the answer. new_parser: of the sample of this index.
 
-    reasoning_end: the mark that ends the model's reasoning, if there is one.
+    reasoning_end: the mark that ends the model's reasoning, if there is one. tool_prompt: see
+    `TemplateDialect`; None without tools, too.
     """
 
     prompt_token_ids: array[int]
     params: SamplingParams
     new_parser: Callable[[int], OutputParser]
     reasoning_end: str | None
+    tool_prompt: ToolPrompt | None
 
 
 def prepare_chat(
@@ -89,8 +92,10 @@ def prepare_chat(
     choice = read_tool_choice(options.get("tool_choice"), tools)
     if choice.mode == "none":
         tools = []
-    token_ids = _encode(messages, tools, options, tokenizer)
-    formats = _formats(options, tokenizer)
+    tool_prompt = tokenizer.template_dialect.tool_prompt if tools else None
+    formats = _formats(options, tokenizer, tool_prompt)
+    described = describe_tools(tools, formats.tools) if tool_prompt == "generic" else ""
+    token_ids = _encode(messages, tools, described, options, tokenizer)
     in_reasoning = formats.reasoning is not None and _ends_in_reasoning(
         token_ids, options, tokenizer
     )
@@ -112,7 +117,8 @@ def prepare_chat(
             parser = _OneCallParser(parser)
         return SpecialTextFilter(parser, dropped) if dropped else parser
 
-    return PreparedChat(array("i", token_ids), params, new_parser, reasoning_end(formats))
+    end = reasoning_end(formats)
+    return PreparedChat(array("i", token_ids), params, new_parser, end, tool_prompt)
 
 
 def _parser(
@@ -171,11 +177,12 @@ def _check(options: ChatOptions, params: SamplingParams) -> None:
 def _encode(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Tool],
+    described: str,
     options: ChatOptions,
     tokenizer: Tokenizer,
 ) -> list[int]:
     return tokenizer.encode_chat(
-        cast("list[ChatMessage]", tokenizer.template_dialect.adapt(messages)),
+        cast("list[ChatMessage]", tokenizer.template_dialect.adapt(messages, described)),
         options.get("add_generation_prompt"),
         tools=[tool.source for tool in tools] or None,
         chat_template_kwargs=options.get("chat_template_kwargs"),
@@ -184,13 +191,14 @@ def _encode(
     )
 
 
-def _formats(options: ChatOptions, tokenizer: Tokenizer) -> Formats:
+def _formats(options: ChatOptions, tokenizer: Tokenizer, tool_prompt: ToolPrompt | None) -> Formats:
     """As the caller names them, or as the template shows them."""
     found = detect_formats(tokenizer.chat_template_text)
     tools = options.get("tool_parser", "auto")
     reasoning = options.get("reasoning_parser", "auto")
+    generic = GENERIC_FORMAT if tool_prompt == "generic" else None
     return Formats(
-        found.tools if tools == "auto" else tools,
+        (found.tools or generic) if tools == "auto" else tools,
         found.reasoning if reasoning == "auto" else reasoning,
     )
 
