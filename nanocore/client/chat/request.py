@@ -21,7 +21,11 @@ from nanocore.client.chat.parsing.formats import (
     wrap_in_reasoning,
 )
 from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
-from nanocore.client.chat.parsing.reasoning import OPENING_MARKS, prompt_opens_reasoning
+from nanocore.client.chat.parsing.reasoning import (
+    DEEPSEEK_TURN,
+    OPENING_MARKS,
+    prompt_opens_reasoning,
+)
 from nanocore.client.chat.parsing.special_text import SpecialTextFilter
 from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
 from nanocore.client.chat.tool_choice import ToolChoice, read_tool_choice
@@ -97,7 +101,7 @@ def prepare_chat(
     described = describe_tools(tools, formats.tools) if tool_prompt == "generic" else ""
     token_ids = _encode(messages, tools, described, options, tokenizer)
     in_reasoning = formats.reasoning is not None and _ends_in_reasoning(
-        token_ids, options, tokenizer
+        token_ids, options, tokenizer, formats.reasoning
     )
     form = _form(tools, choice, options, params, formats)
     if form is not None:
@@ -151,11 +155,16 @@ class _OneCallParser:
         return [event for event in events if not getattr(event, "tool_index", 0)]
 
 
-def _ends_in_reasoning(token_ids: list[int], options: ChatOptions, tokenizer: Tokenizer) -> bool:
+def _ends_in_reasoning(
+    token_ids: list[int], options: ChatOptions, tokenizer: Tokenizer, reasoning: str
+) -> bool:
     if options.get("continue_final_message"):
         return prompt_opens_reasoning(tokenizer.decode(token_ids, skip_special_tokens=False))
     # Templates end with the mark that they open; what users write of marks stands before.
     end = tokenizer.decode(token_ids[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+    if reasoning == "deepseek_r1":  # some templates leave the mark to models that omit it
+        named = options.get("reasoning_parser", "auto") != "auto" and not end.endswith("</think>")
+        return named or end.endswith((*OPENING_MARKS, DEEPSEEK_TURN))
     return end.endswith(OPENING_MARKS)
 
 
