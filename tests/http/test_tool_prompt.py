@@ -124,3 +124,25 @@ def test_the_demo_model_is_shown_no_tools_and_its_answers_say_so(demo_endpoint: 
             assert "nanocore-tool-prompt" not in plain.headers
 
     run(scenario())
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_agents_have_hundreds_of_tools_with_long_names(demo_endpoint: str, path: str) -> None:
+    body = BODIES[path]
+    (tool,) = body["tools"]
+    names = [f"mcp__{i:03}__" + "n" * 118 for i in range(300)]
+    if "function" in tool:
+        tools = [tool | {"function": FUNCTION | {"name": name}} for name in names]
+    else:
+        tools = [tool | {"name": name} for name in names]
+    choice = {"type": "any"} if path == "/v1/messages" else "required"
+
+    async def scenario() -> None:
+        async with app_of(demo_endpoint) as (_, http):
+            limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+            for chosen in ({}, {"tool_choice": choice}):
+                answer = await http.post(path, json={**body, "tools": tools, limit: 200, **chosen})
+                assert answer.status_code == 200, answer.text
+            assert "mcp__" in answer.text
+
+    run(scenario())
