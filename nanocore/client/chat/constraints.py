@@ -15,8 +15,8 @@ from nanocore.client.chat.parsing.formats import REASONING_PARSERS, Formats, beg
 from nanocore.client.chat.tool_choice import ToolChoice, arguments_schema, calls_schema
 from nanocore.client.chat.tools import Tool
 from nanocore.protocol.errors import InvalidRequestError, quoted
+from nanocore.protocol.fields import MAX_FREE_PREFIXES
 from nanocore.protocol.structured_outputs import (
-    MAX_FREE_PREFIXES,
     ReasoningMarks,
     StructuredOutputsParams,
 )
