@@ -61,7 +61,7 @@ def test_a_model_without_a_form_of_tools_is_told_of_them_and_calls(
                 assert "tool_call>" not in reply.body.decode()
                 assert json.dumps({"a": 1}) in str(reply.json()).replace("'", '"')
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         run(scenario())
     assert caplog.text.count("the chat template knows no tools") == 1
 

@@ -83,9 +83,9 @@ class TemplateDialect:
         if text is None or "probe_tool" in text:  # it fails: its error says why
             return None
         if re.search(r"\btools\b", self._source):
-            logger.warning("the chat template leaves tools out: the model does not see them")
+            logger.info("the chat template leaves tools out: the model does not see them")
             return "none"
-        logger.warning("the chat template knows no tools: the system's text describes them")
+        logger.info("the chat template knows no tools: the system's text describes them")
         return "generic"
 
     def _adapted(self, i: int, message: object) -> dict[str, Any]:
