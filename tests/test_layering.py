@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "system": {"protocol"},
     "client": {"protocol", "system"},
     "http": {"client", "protocol"},
-    "bench": {"client", "protocol"},
+    "bench": {"client", "protocol", "system"},
     "tracing": set(),
     "cli": {"bench", "client", "http", "protocol", "system", "tracing"},
     "conformance": {"protocol", "system"},

@@ -28,6 +28,7 @@ from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ConfigError, shorten
 
 CONNECT_TIMEOUT_S: Final = 30.0
+_MAX_BODY_BYTES: Final = 2**20
 _FAILURES: Final = (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError)
 
 
@@ -61,13 +62,13 @@ class HttpTarget:
         try:
             async with self._session.post(self._url, data=body, headers=headers) as response:
                 if response.status != 200:
-                    text = shorten(" ".join((await response.text(errors="replace")).split()))
-                    outcome.error = f"HTTP {response.status}: {text}"
+                    text = (await _beginning(response)).decode(errors="replace")
+                    outcome.error = f"HTTP {response.status}: {shorten(' '.join(text.split()))}"
                     return outcome
                 async for data in response.content.iter_any():
                     answer.feed(data, time.perf_counter())
         except _FAILURES as error:
-            outcome.error = f"{type(error).__name__}: {error}"
+            outcome.error = f"{type(error).__name__}: {shorten(str(error))}"
             return outcome
         answer.end(self._tokenizer)
         return outcome
@@ -206,7 +207,7 @@ async def _first_model(
             async with session.get(url) as response:
                 if response.status != 200:
                     return f"{url}: HTTP {response.status}"
-                models = msgspec.json.decode(await response.read(), type=_Models)
+                models = msgspec.json.decode(await _beginning(response), type=_Models)
         except _FAILURES as error:
             return f"{url}: {type(error).__name__}: {error}"
         if not models.data:
@@ -216,6 +217,16 @@ async def _first_model(
 
     await until_ready(attempt, patience_s)
     return found[0]
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> bytes:
+    """A body, as far as it has a size that one can read."""
+    body = b""
+    async for data in response.content.iter_any():
+        body += data
+        if len(body) > _MAX_BODY_BYTES:
+            break
+    return body[:_MAX_BODY_BYTES]
 
 
 class _Model(msgspec.Struct):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
@@ -23,6 +22,7 @@ from nanocore.bench.result import result_path, serve_result, table, write_result
 from nanocore.bench.serve_flags import parse
 from nanocore.bench.serve_options import NANOCORE, ServeOptions
 from nanocore.protocol.errors import ConfigError
+from nanocore.system.standard_streams import complain, harmless
 
 NOTHING_COMPLETED = 1
 _MAX_ERRORS_SHOWN = 10
@@ -34,9 +34,9 @@ def run(arguments: list[str]) -> int:
     _check_needs(options)
     measured, result = asyncio.run(_measure(options))
     report = options.report
-    print(table(result))
+    print(harmless(table(result)))
     for error in [each.error for each in measured.outcomes if each.error][:_MAX_ERRORS_SHOWN]:
-        print(f"a request failed: {error}", file=sys.stderr)
+        complain(f"a request failed: {error}")
     if report.save_result or report.append_result:
         write_result(report, result_path(options, result), result)
     if report.html is not None:

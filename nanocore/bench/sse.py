@@ -7,6 +7,8 @@ from typing import Any, Final
 import msgspec
 
 DONE: Final = b"[DONE]"
+MAX_EVENT_BYTES: Final = 2**22
+"""Of a line, and of an event's lines together: no chunk of a completion comes near it."""
 
 
 class EventReader:
@@ -19,9 +21,14 @@ class EventReader:
         self._rest = b""
         self._is_behind_cr = False
         self._data: list[bytes] = []
+        self._num_bytes = 0
 
     def feed(self, received: bytes) -> list[bytes]:
-        """The events that these bytes complete."""
+        """The events that these bytes complete.
+
+        Raises:
+            msgspec.DecodeError: an event has more than MAX_EVENT_BYTES.
+        """
         if self._is_behind_cr and received:
             received, self._is_behind_cr = received.removeprefix(b"\n"), False
         if b"\r" in received:
@@ -33,8 +40,12 @@ class EventReader:
             if not line and self._data:
                 events.append(b"\n".join(self._data))
                 self._data = []
+                self._num_bytes = 0
             elif line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
+                self._num_bytes += len(line)
+        if self._num_bytes + len(self._rest) > MAX_EVENT_BYTES:
+            raise msgspec.DecodeError(f"an event has more than {MAX_EVENT_BYTES >> 20} MiB")
         return events
 
 

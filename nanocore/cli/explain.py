@@ -7,6 +7,7 @@ import sys
 import msgspec
 
 from nanocore.cli.trace_arguments import TraceParser, report_errors
+from nanocore.system.standard_streams import harmless
 from nanocore.tracing.explanation import explain
 from nanocore.tracing.words import explanation_text
 
@@ -36,5 +37,5 @@ def _run(arguments: list[str]) -> int:
     if given.json:
         sys.stdout.write(msgspec.json.encode(explanation).decode() + "\n")
     else:
-        print(explanation_text(explanation))
+        print(harmless(explanation_text(explanation)))
     return 0

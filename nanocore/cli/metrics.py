@@ -15,6 +15,7 @@ from nanocore.cli.flag_types import DEFAULT_NAMESPACE, metrics_namespace, port
 from nanocore.client import AsyncEngineClient
 from nanocore.protocol.errors import AddressInUseError, ConfigError, NanocoreError
 from nanocore.protocol.metrics import Metric, MetricSample
+from nanocore.system.standard_streams import harmless
 
 DEFAULT_HOST: Final = "127.0.0.1"
 _PACKAGES: Final = ("prometheus_client",)
@@ -55,7 +56,7 @@ async def _print(given: argparse.Namespace) -> None:
     async with join(given) as client:
         name = given.served_model_name or client.model_card.model
         text = exposition(await client.metrics(), name, given.metrics_namespace)
-    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.write(harmless(text.decode()).encode())
 
 
 async def _serve(given: argparse.Namespace) -> None:

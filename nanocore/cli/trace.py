@@ -11,6 +11,7 @@ from typing import BinaryIO
 import msgspec
 
 from nanocore.cli.trace_arguments import TraceParser, report_errors
+from nanocore.system.standard_streams import harmless
 from nanocore.tracing.perfetto import PerfettoWriter
 from nanocore.tracing.reader import TraceReader
 from nanocore.tracing.run import Run
@@ -84,7 +85,7 @@ def _run(arguments: list[str]) -> int:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
         return 0
     for one in summary.runs:
-        print(summary_text(one))
+        print(harmless(summary_text(one)))
     if summary.num_cut_lines:
         print(f"{summary.num_cut_lines} unfinished lines were left out")
     if given.perfetto:

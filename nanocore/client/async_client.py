@@ -191,7 +191,9 @@ class AsyncEngineClient(LinkedClient):
             timeout_s,
         )
         tokenizer = await session.tokenizer.get()
-        return AnswerStream(stream, chat.new_parser, tokenizer, chat.reasoning_end)
+        return AnswerStream(
+            stream, chat.new_parser, tokenizer, chat.reasoning_end, chat.tool_prompt
+        )
 
     async def complete(
         self,

@@ -7,6 +7,7 @@ model runs. Nothing of torch is imported, nor of transformers but for models wit
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,8 @@ from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
 from nanocore.client.tokenizer_conversion import VOCABULARY_FILES, make_tokenizer_json
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import ModelFileName
+
+logger = logging.getLogger(__name__)
 
 MAX_QUICK_CHARS: Final = 1 << 12
 """Texts above this are tokenized in a thread: one of 16384 characters takes up to 15 ms."""
@@ -125,7 +128,16 @@ class Tokenizer:
             raise InvalidRequestError(
                 f"this text cannot be tokenized ({error}): is half a surrogate pair in it?"
             ) from None
+        if add_special_tokens and ids[:2] == self._doubled_bos:
+            logger.warning("a prompt begins with BOS, which the tokenizer adds: it has two of them")
+            self._doubled_bos = None  # said once
         return ids
+
+    @cached_property
+    def _doubled_bos(self) -> list[int] | None:
+        text = self.named_tokens.get("bos_token")
+        token_id = None if text is None else self.backend.token_to_id(text)
+        return None if token_id is None else [token_id, token_id]
 
     @cached_property
     def num_added_tokens(self) -> tuple[int, int]:
@@ -213,7 +225,9 @@ class Tokenizer:
     def template_dialect(self) -> TemplateDialect:
         """What the chat template takes; it is asked when a conversation needs to know."""
         template = self._template(has_tools=True)
-        return TemplateDialect(lambda messages: "".join(template.render(messages)))
+        return TemplateDialect(
+            lambda messages, **more: "".join(template.render(messages, **more)), template.text
+        )
 
     def close(self) -> None:
         """End the processes of the chat templates; whoever renders again starts new ones."""

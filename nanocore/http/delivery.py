@@ -74,6 +74,8 @@ class Delivery:
         self._blocked: asyncio.Task[None] | None = None
         self._task: asyncio.Task[Any] | None = None
         self._bug: BaseException | None = None
+        for tool_prompt in filter(None, (answer.tool_prompt for answer in answers)):
+            exchange.reply_headers[b"nanocore-tool-prompt"] = tool_prompt.encode()
 
     async def run(self) -> None:
         """Deliver until the end, or until the client leaves: then its requests are aborted."""

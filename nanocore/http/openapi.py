@@ -44,6 +44,8 @@ _ENGINE_ERRORS: Final = (500, 503)
 _HEADERS: Final = {
     "x-request-id": "The request's own, or one of ours.",
     "nanocore-ignored": "Names of fields of the body that are not known, and have no effect.",
+    "nanocore-tool-prompt": "How the model sees tools that its chat template does not show: by a "
+    "generic text of ours, or none.",
     "retry-after": "Seconds.",
 }
 
@@ -141,7 +143,7 @@ def _success(note: EndpointNote, ref: Callable[[type], dict[str, Any]]) -> dict[
         description = "Whole, or as events for a request with stream: true."
     return {
         "description": description,
-        "headers": _headers("x-request-id", "nanocore-ignored"),
+        "headers": _headers("x-request-id", "nanocore-ignored", "nanocore-tool-prompt"),
         "content": content,
     }
 

@@ -34,6 +34,7 @@ from nanocore.protocol.errors import (
     InvalidRequestError,
 )
 from tests.bench.conftest import DEMO_MODEL, MakeFile
+from tests.bench.fake_server import serving
 from tests.http.served_engine import served_engine
 
 EXIT_TIMEOUT_S = 60.0
@@ -131,6 +132,16 @@ def test_a_server_is_measured_over_http(tmp_path: Path) -> None:
             assert result["tokenizer_id"] == str(DEMO_MODEL)  # which the server names as the root
             assert min(result["input_lens"]) >= 11
             assert any(result["generated_texts"])
+
+
+def test_what_a_server_says_moves_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"--num-prompts 1 --dataset-name random --tokenizer {DEMO_MODEL} --disable-tqdm"
+    with serving(lambda body: (500, [b"\x1b]0;pwned\x07\xc2\x9b31m"])) as server:
+        where = ["--backend", "openai", "--base-url", server.url, "--model", "m\x1b[2J"]
+        assert run(["serve", *where, *line.split()]) == 1
+    shown = capsys.readouterr()
+    assert r"HTTP 500: \x1b]0;pwned\x07\x9b31m" in shown.err
+    assert "\x1b" not in shown.out + shown.err
 
 
 def test_throughput_has_vllms_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,9 @@ def test_a_chats_role_and_end_are_no_tokens() -> None:
         (200, [DONE], "no token came"),
         (200, completion(["a", "b"])[:1], "the stream ended before the answer did"),
         (200, [*completion(["a"])[:1], event({"error": {"message": "oh"}})], "error: {'message'"),
+        (500, [b"x" * 2**21], "HTTP 500: xxx"),
+        (200, [b"data: " + b"x" * 2**22, b"x"], "DecodeError: an event has more than 4 MiB"),
+        (200, [b"data: x\n" * 2**20], "DecodeError: an event has more than 4 MiB"),
         (200, [b"data: nonsense\n\n"], "DecodeError"),
         (200, [b'data: {"choices": 3}\n\n'], "ValidationError"),
     ],
@@ -92,7 +95,9 @@ def test_what_fails_is_said_and_ends_nothing_else(
     status: int, pieces: list[bytes], error: str
 ) -> None:
     with serving(lambda body: (status, pieces)) as server:
-        assert error in send(server).error
+        found = send(server).error
+    assert error in found
+    assert len(found) < 2000
 
 
 def test_a_server_that_is_gone_is_an_error_of_the_request() -> None:

@@ -80,6 +80,23 @@ PADDING = {
 }  # fmt: skip
 
 
+def test_a_second_bos_is_said_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    backend = Tokenizer.from_folder(folder).backend
+    backend.post_processor = TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", END)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<|end|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.encode("a")
+    tokenizer.encode("<|end|>a", add_special_tokens=False)
+    assert caplog.text == ""
+    for _ in range(2):
+        assert tokenizer.encode("<|end|>a")[:2] == [END, END]
+    assert caplog.text.count("it has two of them") == 1
+
+
 def test_prompts_are_neither_cut_nor_filled_as_the_training_texts_were(folder: Path) -> None:
     tokenizer = _with_sections(folder, truncation=TRUNCATION, padding=PADDING)
     text = "a long prompt, longer than three tokens"

@@ -24,6 +24,7 @@ MAX_POSITIONS = 2048
 PATTERN = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]|\s"
 
 CHAT_TEMPLATE = (
+    "{# The model knows no tools, and is not shown any. #}"
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}"

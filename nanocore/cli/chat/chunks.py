@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, Final, get_args
 
+import msgspec
+
 from nanocore.bench.sse import DONE, EventReader
 from nanocore.client.chat.events import (
     ChatEvent,
@@ -100,7 +102,10 @@ class AnswerReader:
         Raises:
             NanocoreError: they are no chunks, or the server says that it failed.
         """
-        events = self._events.feed(data)
+        try:
+            events = self._events.feed(data)
+        except msgspec.DecodeError as error:
+            raise NanocoreError(f"what came is no chunk of an answer: {error}") from None
         if not self._has_begun and len(self._unread) < _MAX_WHOLE_BYTES:
             self._unread = b"" if events else self._unread + data
         for event in events:

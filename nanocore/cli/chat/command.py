@@ -17,11 +17,16 @@ def run(arguments: list[str]) -> int:
 
 
 def _chat(options: ChatOptions) -> int:
-    require(("prompt_toolkit", "rich"), "a chat needs", _REMEDY)
+    if options.is_prompted:
+        require(("prompt_toolkit", "rich"), "a chat needs", _REMEDY)
     if options.url is None:
         require_engine(options.engine)
     else:
         require(("aiohttp",), "--url needs", _REMEDY)
-    from nanocore.cli.chat.session import chat
+    if options.is_prompted:
+        from nanocore.cli.chat.interactive import converse
 
-    return chat(options)
+        return converse(options)
+    from nanocore.cli.chat.session import ask
+
+    return ask(options)

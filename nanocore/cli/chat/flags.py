@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -41,6 +42,11 @@ class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
     quick: str | None
     is_plain: bool
     sampling: dict[str, Any]
+
+    @property
+    def is_prompted(self) -> bool:
+        """Whether somebody types at a terminal; else there is one question."""
+        return self.quick is None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def parse(arguments: list[str], environment: Mapping[str, str]) -> ChatOptions:

@@ -20,8 +20,8 @@ from nanocore.cli.chat.commands import Given, help_text, parse
 from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
 from nanocore.cli.chat.target import ChatTarget
 from nanocore.cli.chat.terminal import Interrupts
-from nanocore.cli.chat.turn import Figures, Turn
-from nanocore.cli.chat.view import View, ending, status
+from nanocore.cli.chat.turn import Figures, Turn, ending
+from nanocore.cli.chat.view import View, status
 from nanocore.protocol.errors import InvalidRequestError, NanocoreError, shorten
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ from typing import Any
 
 from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.target import ChatTarget
-from nanocore.cli.chat.turn import Turn
-from nanocore.cli.chat.view import ending
+from nanocore.cli.chat.turn import Turn, ending
 from nanocore.client.chat.events import Text
 from nanocore.protocol.errors import ConfigError, InvalidRequestError, NanocoreError
 from nanocore.system import standard_streams

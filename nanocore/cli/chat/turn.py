@@ -98,3 +98,15 @@ class Turn:
             ttft_s=ttft_s,
             tokens_per_s=num_output / took_s if num_output and took_s > 0 else None,
         )
+
+
+def ending(answer: ChatAnswer, figures: Figures, max_model_len: int | None) -> str:
+    """Why an answer is no whole one, or ''."""
+    used = figures.num_context_tokens
+    if answer.finish_reason == "length":
+        if used is not None and max_model_len is not None and used >= max_model_len:
+            return f"cut: the context of {max_model_len:,} tokens is full; /new begins anew"
+        return "cut: it is as long as max_tokens allows"
+    if answer.finish_reason in ("abort", "timeout", "error"):
+        return f"it ended early: {answer.message or answer.finish_reason}; /retry asks again"
+    return answer.message or ""

@@ -19,7 +19,6 @@ from rich.text import Text as StyledText
 from nanocore.cli.chat.markup import MarkupStream, Piece
 from nanocore.cli.chat.target import Resumed, TargetEvent
 from nanocore.cli.chat.turn import Figures
-from nanocore.client.chat.answer import ChatAnswer
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
 from nanocore.system.standard_streams import harmless
 
@@ -132,18 +131,6 @@ class View:
             self._is_line_start = line.plain.endswith("\n")
             self.console.print(line, end="", soft_wrap=True, highlight=False)
             self.console.file.flush()
-
-
-def ending(answer: ChatAnswer, figures: Figures, max_model_len: int | None) -> str:
-    """Why an answer is no whole one, or ''."""
-    used = figures.num_context_tokens
-    if answer.finish_reason == "length":
-        if used is not None and max_model_len is not None and used >= max_model_len:
-            return f"cut: the context of {max_model_len:,} tokens is full; /new begins anew"
-        return "cut: it is as long as max_tokens allows"
-    if answer.finish_reason in ("abort", "timeout", "error"):
-        return f"it ended early: {answer.message or answer.finish_reason}; /retry asks again"
-    return answer.message or ""
 
 
 def status(model: str, figures: Figures, max_model_len: int | None, num_columns: int) -> str:

@@ -18,6 +18,7 @@ from nanocore.cli.flag_types import seconds
 from nanocore.cli.top.readings import Load, Reading, load_between
 from nanocore.client import AsyncEngineClient
 from nanocore.protocol.errors import NanocoreError
+from nanocore.system.standard_streams import harmless
 
 _HISTORY: Final = 600
 _NOBODY: Final = "no engine answers; waiting for it"
@@ -119,4 +120,6 @@ async def _watch(given: argparse.Namespace) -> None:
 
 def _title(client: AsyncEngineClient) -> str:
     card = client.model_card
-    return f"{card.model} · {card.dtype} · requests of {card.max_model_len:,} tokens at most"
+    return (
+        f"{harmless(card.model)} · {card.dtype} · requests of {card.max_model_len:,} tokens at most"
+    )

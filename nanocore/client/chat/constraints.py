@@ -15,7 +15,11 @@ from nanocore.client.chat.parsing.formats import REASONING_PARSERS, Formats, beg
 from nanocore.client.chat.tool_choice import ToolChoice, arguments_schema, calls_schema
 from nanocore.client.chat.tools import Tool
 from nanocore.protocol.errors import InvalidRequestError, quoted
-from nanocore.protocol.structured_outputs import ReasoningMarks, StructuredOutputsParams
+from nanocore.protocol.fields import MAX_FREE_PREFIXES
+from nanocore.protocol.structured_outputs import (
+    ReasoningMarks,
+    StructuredOutputsParams,
+)
 
 _FORMATS: Final = (
     '{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": '
@@ -91,7 +95,16 @@ def _or_calls(
             'begin with no mark; leave one out, or say by tool_choice "none", "required" or a '
             "tool's name which of them it is"
         )
-    return replace(response_format, free_prefixes=prefixes)
+    return replace(response_format, free_prefixes=_shortened(prefixes))
+
+
+def _shortened(prefixes: list[str]) -> list[str]:
+    """As many as may be sent: those of many tools, cut until enough of them are equal."""
+    length = max(map(len, prefixes))
+    while len(prefixes) > MAX_FREE_PREFIXES:
+        length -= 1
+        prefixes = list(dict.fromkeys(prefix[:length] for prefix in prefixes))
+    return prefixes
 
 
 def with_reasoning(

@@ -1,32 +1,54 @@
 """A conversation as clients send it, made what the model's template takes.
 
 Templates differ in what they know: text in parts, tool calls' arguments as objects or as JSON text,
-the role "developer", a system that speaks late, turns without content. What one knows is found out
+the role "developer", a system that speaks late, tools. What one knows is found out
 by rendering a small conversation, once, and only if a conversation holds such a thing.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
+from nanocore.client.chat.tool_prompt import ToolPrompt, call_text, result_text
 from nanocore.protocol.errors import InvalidRequestError, quoted
 
 _PROBE: Final = "probe 'text'"
-_TEXT_PARTS: Final = ("text", "input_text", "output_text")
-Render = Callable[[list[dict[str, Any]]], str]
+_PROBE_ROLE: Final = "bystander"
+_PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": []},
+    },
+}
+_TEXT_PARTS: Final = ("text", "input_text", "output_text", "refusal")
+Render = Callable[..., str]
+"""(messages) to a prompt; with `tools`, of a request that has them."""
+logger = logging.getLogger(__name__)
 
 
 class TemplateDialect:
-    """What one template takes. render: a conversation to a prompt, by that template."""
+    """What one template takes.
 
-    def __init__(self, render: Render) -> None:
+    render: a conversation to a prompt, by that template. source: the template's.
+    """
+
+    def __init__(self, render: Render, source: str = "") -> None:
         self._render = render
+        self._source = source
 
-    def adapt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def adapt(
+        self, messages: Sequence[Mapping[str, Any]], system_text: str = ""
+    ) -> list[dict[str, Any]]:
         """The messages as the template takes them; those of the caller stay as they are.
+
+        system_text: what the system says beside its own message.
 
         Raises:
             InvalidRequestError: a message is no dict, or a part of its content is no text.
@@ -36,11 +58,35 @@ class TemplateDialect:
                 f"a conversation is a list of messages, not {type(messages).__name__}"
             )
         turns = [self._adapted(i, message) for i, message in enumerate(messages)]
+        if any(turn["role"] == "tool" for turn in turns) and self._writes_calls_as_text:
+            turns = _as_users(turns, "tool")
+        if system_text and turns and turns[0]["role"] == "system":
+            turns[0]["content"] = _joined(turns[0]["content"], system_text)
+        elif system_text and turns:
+            turns.insert(0, {"role": "system", "content": system_text})
+        if system_text and not self._takes_system:
+            return _as_users(turns)
         roles = [turn["role"] for turn in turns]
         first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
         if "system" in roles[first:] and not self._takes_late_system:
             return [*turns[:first], *_as_users(turns[first:])]
         return turns
+
+    @cached_property
+    def tool_prompt(self) -> ToolPrompt | None:
+        """How the model sees a request's tools if the template does not show them; None if it does.
+
+        "generic": the system's text is to describe them. "none": not at all, for the template knows
+        of tools, and leaves them out.
+        """
+        text = self._try([{"role": "user", "content": "hi"}], tools=[_PROBE_TOOL])
+        if text is None or "probe_tool" in text:  # it fails: its error says why
+            return None
+        if re.search(r"\btools\b", self._source):
+            logger.info("the chat template leaves tools out: the model does not see them")
+            return "none"
+        logger.info("the chat template knows no tools: the system's text describes them")
+        return "generic"
 
     def _adapted(self, i: int, message: object) -> dict[str, Any]:
         if not isinstance(message, Mapping):
@@ -53,24 +99,43 @@ class TemplateDialect:
                 f'"tool", not {quoted(message.get("role"))}'
             )
         turn = dict(message)
-        if turn.get("role") == "developer" and not self._knows_developer:
+        if turn["role"] == "developer" and not self._knows_developer:
             turn["role"] = "system"
-        content = turn.get("content")
-        if isinstance(content, (list, tuple)):
-            texts = [_text_of(i, k, part) for k, part in enumerate(content)]
-            if self._takes_parts:
-                turn["content"] = [{"type": "text", "text": text} for text in texts]
-            else:
-                turn["content"] = "\n".join(texts)
+        content = self._content(i, message)
         calls = turn.get("tool_calls")
-        if isinstance(calls, (list, tuple)) and calls:
-            as_objects, needs_content = self._calls_form
+        if not isinstance(calls, (list, tuple)) or not calls:
+            if "tool_calls" in turn and not calls:
+                del turn["tool_calls"]  # clients send empty lists; templates take them for calls
+            # Thoughts alone, a call without a result: many templates add content to a text.
+            turn["content"] = "" if content is None else content
+            if turn["role"] == "tool" and self._writes_calls_as_text:
+                turn["content"] = result_text(turn["content"])
+        elif self._writes_calls_as_text:
+            del turn["tool_calls"]
+            text = "\n".join(map(call_text, calls))
+            turn["content"] = _joined(content, text) if content else text
+        else:
+            as_objects, needs_content = self._calls_form or (True, True)
             turn["tool_calls"] = [_call(call, as_objects) for call in calls]
-            if needs_content and turn.get("content") is None:
-                turn["content"] = ""
-        elif "tool_calls" in turn and not calls:
-            del turn["tool_calls"]  # clients send empty lists; templates take them for calls
+            if content is not None or needs_content:
+                turn["content"] = "" if content is None else content
         return turn
+
+    def _content(self, i: int, message: Mapping[str, Any]) -> Any:
+        """A turn's text, or parts where the template takes them; None if it has none."""
+        content = message.get("content")
+        if content is None and isinstance(message.get("refusal"), str):
+            return message["refusal"]
+        if isinstance(content, str | None):
+            return content
+        if not isinstance(content, (list, tuple)):
+            raise InvalidRequestError(
+                f"messages[{i}].content is a text or a list of parts, not {quoted(content)}"
+            )
+        texts = [_text_of(i, k, part) for k, part in enumerate(content)]
+        if self._takes_parts and not (message["role"] == "tool" and self._writes_calls_as_text):
+            return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(texts)
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -80,8 +145,19 @@ class TemplateDialect:
 
     @cached_property
     def _knows_developer(self) -> bool:
+        """Whether it has a form for this role, and does not print whatever role a turn has."""
         user = {"role": "user", "content": "hi"}
-        text = self._try([{"role": "developer", "content": _PROBE}, user])
+        text, other = (
+            self._try([{"role": role, "content": _PROBE}, user])
+            for role in ("developer", _PROBE_ROLE)
+        )
+        if text is None or _PROBE not in text:
+            return False
+        return other is None or text.replace("developer", _PROBE_ROLE) != other
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        text = self._try([{"role": "system", "content": _PROBE}, {"role": "user", "content": "hi"}])
         return text is not None and _PROBE in text
 
     @cached_property
@@ -91,37 +167,43 @@ class TemplateDialect:
         return text is not None and _PROBE in text
 
     @cached_property
-    def _calls_form(self) -> tuple[bool, bool]:
-        """(arguments are objects and not JSON text, content may not be missing)"""
+    def _calls_form(self) -> tuple[bool, bool] | None:
+        """(arguments are objects and not JSON text, content may not be missing)
+
+        None: it shows no calls, or none like this.
+        """
         for needs_content in (False, True):
             for as_objects in (True, False):
                 text = self._try(_calling(as_objects, needs_content))
                 # Objects may be written in a form of the model's own, but not in Python's.
                 if text is not None and "probe" in text and "'probe'" not in text:
                     return as_objects, needs_content
-        # It shows no calls, or none like this: then its error says why.
-        return True, self._try(_calling(True, False)) is None
+        return None
 
-    def _try(self, messages: list[dict[str, Any]]) -> str | None:
+    @cached_property
+    def _writes_calls_as_text(self) -> bool:
+        return self._calls_form is None and self.tool_prompt == "generic"
+
+    def _try(self, messages: list[dict[str, Any]], **more: Any) -> str | None:
         try:
-            return self._render(messages)
+            return self._render(messages, **more)
         except InvalidRequestError:
             return None
 
 
-def _as_users(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The system's turns as the user's, each one with those of the user around it."""
+def _as_users(turns: list[dict[str, Any]], role: str = "system") -> list[dict[str, Any]]:
+    """The turns of this role as the user's, each one with those of the user around it."""
     said: list[dict[str, Any]] = []
-    was_system = False
+    was_other = False
     for turn in turns:
-        is_system = turn["role"] == "system"
-        user = {**turn, "role": "user"} if is_system else turn
+        is_other = turn["role"] == role
+        user = {**turn, "role": "user"} if is_other else turn
         last = said[-1] if said else {}
-        if (is_system or was_system) and last.get("role") == user["role"] == "user":
+        if (is_other or was_other) and last.get("role") == user["role"] == "user":
             said[-1] = {**last, "content": _joined(last.get("content"), user.get("content"))}
         else:
             said.append(user)
-        was_system = is_system
+        was_other = is_other
     return said
 
 
@@ -169,8 +251,8 @@ def _call(call: Any, as_objects: bool) -> Any:
 def _text_of(i: int, k: int, part: object) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS:
-        text = part.get("text")
+    if isinstance(part, Mapping) and (kind := part.get("type")) in _TEXT_PARTS:
+        text = part.get("refusal" if kind == "refusal" else "text")
         if isinstance(text, str):
             return text
     raise InvalidRequestError(

@@ -22,6 +22,7 @@ from nanocore.client.chat.events import (
     Usage,
 )
 from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
+from nanocore.client.chat.tool_prompt import ToolPrompt
 from nanocore.client.logprobs import SampleLogprobs
 from nanocore.client.resume import Resume
 from nanocore.client.sample import Sample
@@ -38,6 +39,7 @@ class AnswerStream:
         new_parser: of the sample of this index.
         tokenizer: the model's.
         reasoning_end: the mark that ends its reasoning; to count that by tokens.
+        tool_prompt: how the model sees the request's tools, if its template does not show them.
 
     As of the last `read`: finished: everything was read, or reading has failed. is_behind: it has
     left something, so that others have their turn before. num_output_tokens: of all samples.
@@ -49,8 +51,10 @@ class AnswerStream:
         new_parser: Callable[[int], OutputParser],
         tokenizer: Tokenizer,
         reasoning_end: str | None = None,
+        tool_prompt: ToolPrompt | None = None,
     ) -> None:
         self._stream = stream
+        self.tool_prompt = tool_prompt
         self._reasoning_end = None
         if reasoning_end is not None:
             self._reasoning_end = tokenizer.backend.token_to_id(reasoning_end)

@@ -20,11 +20,16 @@ from nanocore.client.chat.parsing.formats import (
     reasoning_end,
     wrap_in_reasoning,
 )
-from nanocore.client.chat.parsing.parser import OutputParser
-from nanocore.client.chat.parsing.reasoning import OPENING_MARKS, prompt_opens_reasoning
+from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
+from nanocore.client.chat.parsing.reasoning import (
+    DEEPSEEK_TURN,
+    OPENING_MARKS,
+    prompt_opens_reasoning,
+)
 from nanocore.client.chat.parsing.special_text import SpecialTextFilter
 from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
 from nanocore.client.chat.tool_choice import ToolChoice, read_tool_choice
+from nanocore.client.chat.tool_prompt import GENERIC_FORMAT, ToolPrompt, describe_tools
 from nanocore.client.chat.tools import Tool, read_tools
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import InvalidRequestError, quoted
@@ -39,9 +44,9 @@ class ChatOptions(TypedDict, total=False):
     """What may be asked of a chat beside its messages; names are OpenAI's and vLLM's.
 
     tools: in OpenAI's shape. tool_choice: "auto", "none" (the model does not see the tools),
-    "required" or {"type": "function", "function": {"name": ...}}. parallel_tool_calls: more than
-    one call may be forced; True. response_format: see `constraints`. chat_template_kwargs: for the
-    template; names must be in allowed_template_kwargs, by default DEFAULT_TEMPLATE_KWARGS.
+    "required" or {"type": "function", "function": {"name": ...}}. parallel_tool_calls: the answer
+    may have more than one call; True. response_format: see `constraints`. chat_template_kwargs:
+    for the template; names must be in allowed_template_kwargs, by default DEFAULT_TEMPLATE_KWARGS.
     add_generation_prompt: begin the answer; done unless the last message is continued.
     continue_final_message: the answer goes on where the last message ends. tool_parser,
     reasoning_parser: how the model writes such things; "auto", the default, asks its template, None
@@ -63,13 +68,15 @@ class ChatOptions(TypedDict, total=False):
 class PreparedChat(NamedTuple):
     """What is sent, and what reads the answer. new_parser: of the sample of this index.
 
-    reasoning_end: the mark that ends the model's reasoning, if there is one.
+    reasoning_end: the mark that ends the model's reasoning, if there is one. tool_prompt: see
+    `TemplateDialect`; None without tools, too.
     """
 
     prompt_token_ids: array[int]
     params: SamplingParams
     new_parser: Callable[[int], OutputParser]
     reasoning_end: str | None
+    tool_prompt: ToolPrompt | None
 
 
 def prepare_chat(
@@ -89,10 +96,12 @@ def prepare_chat(
     choice = read_tool_choice(options.get("tool_choice"), tools)
     if choice.mode == "none":
         tools = []
-    token_ids = _encode(messages, tools, options, tokenizer)
-    formats = _formats(options, tokenizer)
+    tool_prompt = tokenizer.template_dialect.tool_prompt if tools else None
+    formats = _formats(options, tokenizer, tool_prompt)
+    described = describe_tools(tools, formats.tools) if tool_prompt == "generic" else ""
+    token_ids = _encode(messages, tools, described, options, tokenizer)
     in_reasoning = formats.reasoning is not None and _ends_in_reasoning(
-        token_ids, options, tokenizer
+        token_ids, options, tokenizer, formats.reasoning
     )
     form = _form(tools, choice, options, params, formats)
     if form is not None:
@@ -108,9 +117,12 @@ def prepare_chat(
 
     def new_parser(index: int) -> OutputParser:
         parser = _parser(formats, tools, choice, in_reasoning, index)
+        if options.get("parallel_tool_calls") is False:
+            parser = _OneCallParser(parser)
         return SpecialTextFilter(parser, dropped) if dropped else parser
 
-    return PreparedChat(array("i", token_ids), params, new_parser, reasoning_end(formats))
+    end = reasoning_end(formats)
+    return PreparedChat(array("i", token_ids), params, new_parser, end, tool_prompt)
 
 
 def _parser(
@@ -127,11 +139,32 @@ def _parser(
     return make_parser(formats, tools, in_reasoning=in_reasoning, index=index)
 
 
-def _ends_in_reasoning(token_ids: list[int], options: ChatOptions, tokenizer: Tokenizer) -> bool:
+class _OneCallParser:
+    """Drops all calls but the first: the model does not know that it may call only once."""
+
+    def __init__(self, inner: OutputParser) -> None:
+        self._inner = inner
+
+    def feed(self, delta: str) -> list[ParsedEvent]:
+        return self._kept(self._inner.feed(delta))
+
+    def finish(self) -> list[ParsedEvent]:
+        return self._kept(self._inner.finish())
+
+    def _kept(self, events: list[ParsedEvent]) -> list[ParsedEvent]:
+        return [event for event in events if not getattr(event, "tool_index", 0)]
+
+
+def _ends_in_reasoning(
+    token_ids: list[int], options: ChatOptions, tokenizer: Tokenizer, reasoning: str
+) -> bool:
     if options.get("continue_final_message"):
         return prompt_opens_reasoning(tokenizer.decode(token_ids, skip_special_tokens=False))
     # Templates end with the mark that they open; what users write of marks stands before.
     end = tokenizer.decode(token_ids[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+    if reasoning == "deepseek_r1":  # some templates leave the mark to models that omit it
+        named = options.get("reasoning_parser", "auto") != "auto" and not end.endswith("</think>")
+        return named or end.endswith((*OPENING_MARKS, DEEPSEEK_TURN))
     return end.endswith(OPENING_MARKS)
 
 
@@ -153,11 +186,12 @@ def _check(options: ChatOptions, params: SamplingParams) -> None:
 def _encode(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Tool],
+    described: str,
     options: ChatOptions,
     tokenizer: Tokenizer,
 ) -> list[int]:
     return tokenizer.encode_chat(
-        cast("list[ChatMessage]", tokenizer.template_dialect.adapt(messages)),
+        cast("list[ChatMessage]", tokenizer.template_dialect.adapt(messages, described)),
         options.get("add_generation_prompt"),
         tools=[tool.source for tool in tools] or None,
         chat_template_kwargs=options.get("chat_template_kwargs"),
@@ -166,13 +200,14 @@ def _encode(
     )
 
 
-def _formats(options: ChatOptions, tokenizer: Tokenizer) -> Formats:
+def _formats(options: ChatOptions, tokenizer: Tokenizer, tool_prompt: ToolPrompt | None) -> Formats:
     """As the caller names them, or as the template shows them."""
     found = detect_formats(tokenizer.chat_template_text)
     tools = options.get("tool_parser", "auto")
     reasoning = options.get("reasoning_parser", "auto")
+    generic = GENERIC_FORMAT if tool_prompt == "generic" else None
     return Formats(
-        found.tools if tools == "auto" else tools,
+        (found.tools or generic) if tools == "auto" else tools,
         found.reasoning if reasoning == "auto" else reasoning,
     )
 

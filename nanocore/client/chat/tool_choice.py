@@ -66,20 +66,26 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 def calls_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     """An array of calls, [{"name": ..., "parameters": {...}}, ...]; parallel: of more than one.
 
-    A schema's references begin at its root, which is moved here.
+    A schema's references begin at its root, which is moved here. Tools of equal schemas share one.
     """
+    groups: dict[str, list[Tool]] = {}
+    for tool in tools:
+        groups.setdefault(repr(tool.parameters), []).append(tool)
     schemas = {
-        f"tool_{i}": _moved(arguments_schema(tool), f"#/$defs/tool_{i}")
-        for i, tool in enumerate(tools)
+        f"tool_{i}": _moved(arguments_schema(group[0]), f"#/$defs/tool_{i}")
+        for i, group in enumerate(groups.values())
     }
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"enum": [tool.name]}, "parameters": {"$ref": f"#/$defs/{key}"}},
+            "properties": {
+                "name": {"enum": [tool.name for tool in group]},
+                "parameters": {"$ref": f"#/$defs/{key}"},
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for key, tool in zip(schemas, tools, strict=True)
+        for key, group in zip(schemas, groups.values(), strict=True)
     ]
     most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": schemas}

@@ -10,8 +10,9 @@ import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError, quoted
 
-MAX_TOOLS: Final = 128
-MAX_TOOL_NAME_CHARS: Final = 64
+MAX_TOOLS: Final = 1024
+"""Coding agents with several MCP servers send hundreds."""
+MAX_TOOL_NAME_CHARS: Final = 128
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
 
@@ -38,13 +39,14 @@ def read_tools(tools: Sequence[object] | None) -> list[Tool]:
         return []
     if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
         raise InvalidRequestError(f"tools are a list of dicts, not {type(tools).__name__}")
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(f"{len(tools)} tools: at most {MAX_TOOLS} are allowed")
     read = [_read(i, tool) for i, tool in enumerate(tools)]
-    if len(read) > MAX_TOOLS:
-        raise InvalidRequestError(f"{len(read)} tools: at most {MAX_TOOLS} are allowed")
-    names = [tool.name for tool in read]
-    for name in names:
-        if names.count(name) > 1:
-            raise InvalidRequestError(f"two tools have the name {name!r}: rename one of them")
+    names: set[str] = set()
+    for tool in read:
+        if tool.name in names:
+            raise InvalidRequestError(f"two tools have the name {tool.name!r}: rename one of them")
+        names.add(tool.name)
     return read
 
 

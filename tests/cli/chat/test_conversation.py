@@ -12,13 +12,8 @@ import pytest
 
 from nanocore.cli.chat import sampling
 from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
-from nanocore.cli.chat.files import (
-    EngineLog,
-    ErrorLog,
-    InputHistory,
-    open_engine_log,
-    state_directory,
-)
+from nanocore.cli.chat.files import EngineLog, ErrorLog, open_engine_log, state_directory
+from nanocore.cli.chat.history import InputHistory
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 
 HELLO = {"role": "user", "content": "hello"}
@@ -142,7 +137,7 @@ def test_what_cannot_be_is_not_set(name: str, text: str, error: str) -> None:
 def test_what_was_typed_is_kept_for_its_user_alone_and_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.cli.chat.files.MAX_ENTRIES", 3)
+    monkeypatch.setattr("nanocore.cli.chat.history.MAX_ENTRIES", 3)
     path = tmp_path / "history"
     history = InputHistory(path, pytest.fail)
     for number in range(7):

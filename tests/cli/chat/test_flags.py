@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.cli import command
-from nanocore.cli.chat.flags import parse
+from nanocore.cli.chat.flags import ChatOptions, parse
 from nanocore.cli.main import main
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.errors import ConfigError
@@ -96,7 +96,7 @@ def test_what_cannot_be_is_said(arguments: list[str], error: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "package"),
-    [(["-q", "x"], "prompt_toolkit"), (["--url", "http://h", "-q", "x"], "aiohttp")],
+    [([], "prompt_toolkit"), (["--url", "http://h", "-q", "x"], "aiohttp")],
 )
 def test_missing_packages_are_named(
     arguments: list[str],
@@ -105,6 +105,7 @@ def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == package else name)
+    monkeypatch.setattr(ChatOptions, "is_prompted", package == "prompt_toolkit")
     with pytest.raises(SystemExit) as ended:
         main(["chat", *arguments])
     assert ended.value.code == 2

@@ -8,8 +8,8 @@ import pytest
 
 from nanocore.cli.chat.markup import BOLD, CODE, PLAIN, MarkupStream, Piece
 from nanocore.cli.chat.target import Resumed
-from nanocore.cli.chat.turn import Figures, Turn
-from nanocore.cli.chat.view import ending, status
+from nanocore.cli.chat.turn import Figures, Turn, ending
+from nanocore.cli.chat.view import status
 from nanocore.client.chat.answer import ChatAnswer
 from nanocore.client.chat.events import (
     Finished,

@@ -23,6 +23,9 @@ TYPES = {
     "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     "limit": {"type": ["integer", "null"]},
     "place": {"$ref": "#/$defs/Place"},
+    "level": {"enum": [1, 2, None]},
+    "mode": {"const": 5},
+    "size": {"enum": ["1", "2"]},
 }
 TOOLS: list[Tool] = read_tools(
     [

@@ -87,6 +87,12 @@ HERMES_SHAPES = [
         [call("now", '{"a": <1\n'), ("text", "ok")],
     ),
     Shape(
+        "line breaks in a string",
+        "hermes",
+        '<tool_call>{"name": "search", "arguments": {"query":\n "a\nb\t\\\nc"}}</tool_call>',
+        [call("search", '{"query":\n "a\\nb\\t\\nc"}')],
+    ),
+    Shape(
         "malformed",
         "hermes",
         "a <tool_call>\n{name: 1}</tool_call>",
@@ -115,6 +121,16 @@ def parameters(**values: str) -> str:
 
 
 CODER_SHAPES = [
+    Shape(
+        "by the values that there may be",
+        "qwen3_coder",
+        CODER.format("get_weather", parameters(level="2", mode="5", size="1"))
+        + CODER.format("get_weather", parameters(level="null", mode="x")),
+        [
+            call("get_weather", '{"level": 2, "mode": 5, "size": "1"}'),
+            call("get_weather", '{"level": null, "mode": "x"}'),
+        ],
+    ),
     Shape(
         "by the schema",
         "qwen3_coder",
@@ -178,6 +194,27 @@ LLAMA_SHAPES = [
         [call("now", "{}"), call("get_weather", PARIS)],
     ),
     *(
+        Shape(f"between {between!r}", "llama3_json", text, [call("get_weather", PARIS)] * 2)
+        for between in ("", "\n", "; ", ", ", ",\n")
+        for text in (f"{LLAMA}{between}{LLAMA}", f"<|python_tag|>{LLAMA}{between}{LLAMA}")
+    ),
+    *(
+        Shape("list", "llama3_json", text, [call("get_weather", PARIS)] * 2)
+        for text in (f"[{LLAMA}, {LLAMA}]", f" [ {LLAMA}\n,{LLAMA} ]\n", f"[{LLAMA}] {LLAMA}")
+    ),
+    Shape(
+        "in text",
+        "llama3_json",
+        f"I look {{at}} [it]:\n\n{LLAMA} And then\n{LLAMA}\nDone.",
+        [
+            ("text", "I look {at} [it]:"),
+            call("get_weather", PARIS),
+            ("text", "And then"),
+            call("get_weather", PARIS),
+            ("text", "Done."),
+        ],
+    ),
+    *(
         Shape("text", "llama3_json", text, [("text", text)])
         for text in (
             '{"name": "Ann", "parameters": {}}',
@@ -186,6 +223,7 @@ LLAMA_SHAPES = [
             '<|python_tag|>brave_search.call(query="x")',
             " Hello; {} \n",
             '{"name": "no',
+            'The list [1, 2] and {"name": "Ann"}',
         )
     ),
     Shape(
@@ -224,7 +262,7 @@ PYTHONIC_SHAPES = [
         [
             call(
                 "get_weather",
-                '{"city": "It\'s \\"x\\"\\n\\u0041\\u00e9 [](),", "days": -3, "tags": [1, "a"], '
+                '{"city": "It\'s \\"x\\"\\nAé [](),", "days": -3, "tags": [1, "a"], '
                 '"filter": {"a": null, "2": [true, false]}, "scale": 0.5}',
             ),
             call("now", "{}"),
@@ -242,7 +280,42 @@ PYTHONIC_SHAPES = [
         "[search(query = foo, n=None,)]\n",
         [call("search", '{"query": "foo", "n": null}')],
     ),
-    Shape("truncated", "pythonic", "[search(query='ab\\", [call("search", '{"query": "ab')]),
+    *(
+        Shape(
+            f"value {value}",
+            "pythonic",
+            f"[search(query={value})]",
+            [call("search", f'{{"query": {said}}}')],
+        )
+        for value, said in (
+            ("'Par' 'is'", '"Paris"'),
+            (r"r'a\d'", r'"a\\d"'),
+            ("b'ab'", '"ab"'),
+            ("f'ab'", '"ab"'),
+            ("{1, 2}", "[1, 2]"),
+            ("-1", "-1"),
+            ("+1.5", "1.5"),
+            ("0x1F", "31"),
+            ("1e999", '"1e999"'),
+            ("a.b(c)", '"a.b(c)"'),
+            ("Paris is nice", '"Paris is nice"'),
+            (r"'\ud83d\ude00\ud800'", '"😀�"'),
+            ("[1, # one\n 2]", "[1, 2]"),
+            ("{'a': {1: ...}, None: ()}", '{"a": {"1": "..."}, "null": []}'),
+            ("'''a'b'''", '"a\'b"'),
+        )
+    ),
+    Shape(
+        "without a name",
+        "pythonic",
+        "[get_weather('Paris', 3), search(query: 'a', ), search('a', 'b', query='c')]",
+        [
+            call("get_weather", '{"city": "Paris", "days": 3}'),
+            call("search", '{"query": "a"}'),
+            call("search", '{"query": "a", "argument_1": "b"}'),
+        ],
+    ),
+    Shape("truncated", "pythonic", "[search(query='ab\\", [call("search")]),
     *(
         Shape("text", "pythonic", text, [("text", text)])
         for text in ("[unknown(a=1)]", "[1, 2] \n", "Hi [now()]", " [now")

@@ -28,6 +28,7 @@ from nanocore.client.chat.events import (
     ToolBegin,
     Usage,
 )
+from nanocore.client.chat.request import prepare_chat
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.client.tokenizer_loader import NUM_THREADS
 from nanocore.protocol.codec import pack_int32, unpack_int32
@@ -190,6 +191,40 @@ def test_a_prompt_that_opens_the_reasoning_is_seen(endpoint: str, thinker: Path)
             assert joined(events)[1:-1] == [Reasoning("hm"), Text("so")]
 
     run(scenario())
+
+
+R1 = """\
+{%- for m in messages %}{{- m.content.split('</think>')[-1] }}{% endfor %}
+{%- if add_generation_prompt %}{{- '<\uff5cAssistant\uff5c>' + tail | default('') }}{% endif %}"""
+NAMED_R1 = {"reasoning_parser": "deepseek_r1"}
+
+
+@pytest.mark.parametrize(
+    ("template", "tail", "options", "thinks"),
+    [
+        (R1, "", {}, True),
+        (R1, "<think>\n", {}, True),
+        (R1, "</think>", {}, False),
+        (R1, "", {"messages": [USER, {"role": "assistant", "content": "so"}]}, False),
+        (TEMPLATE, "", {}, False),
+        (TEMPLATE, "", NAMED_R1, True),
+    ],
+)
+def test_deepseek_thinks_without_an_opening_mark(
+    tmp_path: Path, template: str, tail: str, options: Any, thinks: bool
+) -> None:
+    write_byte_tokenizer(tmp_path)
+    text = template.replace("tail | default('')", repr(tail))
+    (tmp_path / "chat_template.jinja").write_text(text)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    options = dict(options)
+    messages = options.pop("messages", [USER])
+    if len(messages) > 1:
+        options["continue_final_message"] = True
+    parser = prepare_chat(messages, options, tokenizer, SamplingParams()).new_parser(0)
+    said = joined([*parser.feed("hm</think>so"), *parser.finish()])
+    assert said == ([Reasoning("hm"), Text("so")] if thinks else [Text("hm</think>so")])
+    tokenizer.close()
 
 
 def test_parsers_can_be_named_and_left_out(endpoint: str, thinker: Path) -> None:

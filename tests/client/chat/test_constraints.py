@@ -12,7 +12,11 @@ from nanocore.client.chat.parsing.formats import TOOL_PARSERS, Formats
 from nanocore.client.chat.tool_choice import ToolChoice, calls_schema, read_tool_choice
 from nanocore.client.chat.tools import MAX_TOOLS, read_tools
 from nanocore.protocol.errors import InvalidRequestError
-from nanocore.protocol.structured_outputs import ReasoningMarks, StructuredOutputsParams
+from nanocore.protocol.fields import MAX_FREE_PREFIXES
+from nanocore.protocol.structured_outputs import (
+    ReasoningMarks,
+    StructuredOutputsParams,
+)
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {
@@ -122,7 +126,10 @@ def test_calls_that_begin_with_no_mark_exclude_a_format() -> None:
 def test_as_many_tools_as_are_allowed_may_be_called_beside_a_format() -> None:
     many = [replace(tools()[0], name=f"f{i}") for i in range(MAX_TOOLS)]
     for tool_format in TOOL_PARSERS.keys() - {"harmony", "openai"}:
-        assert constraint(many, AUTO, True, JSON, tool_format) is not None
+        wanted = constraint(many, AUTO, True, JSON, tool_format)
+        assert wanted is not None
+        assert 0 < len(wanted.free_prefixes) <= MAX_FREE_PREFIXES
+        assert all(len(prefix) > 3 for prefix in wanted.free_prefixes)
 
 
 def test_without_a_form_of_calls_or_tools_a_format_binds() -> None:

@@ -91,11 +91,11 @@ def test_a_choice_that_is_none_is_refused(choice: Any, said: str) -> None:
         ([tool("a b")], "name='a b'"),
         ([tool("f\n")], r"name='f\\n'"),
         ([tool("<|im_end|>")], "letters, digits"),
-        ([tool("a" * 65)], "1 to 64"),
+        ([tool("a" * 129)], "1 to 128"),
         ([{"function": {"name": None}}], "name=None"),
         ([{"function": {"name": "f", "parameters": [1]}}], "not list"),
         ([tool("f"), tool("g"), tool("f")], "two tools have the name 'f'"),
-        ([tool(f"f{i}") for i in range(MAX_TOOLS + 1)], "129 tools"),
+        ([tool(f"f{i}") for i in range(MAX_TOOLS + 1)], "1025 tools"),
     ],
 )
 def test_tools_of_another_shape_are_refused_by_place(tools: Any, said: str) -> None:

@@ -119,12 +119,14 @@ class Asked:
 
 
 @asynccontextmanager
-async def asked_app(short_path: Path, **settings: Any) -> AsyncIterator[Asked]:
+async def asked_app(
+    short_path: Path, template: str = TEMPLATE, **settings: Any
+) -> AsyncIterator[Asked]:
     """settings: of the app. The model thinks between <think> marks, and calls as hermes does."""
     folder = short_path / "model"
     folder.mkdir()
     write_byte_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     app = App(AppSettings(served_model_names=("m",), **settings))
     endpoint = f"ipc://{short_path}/engine.sock"
     async with connected(endpoint, ABLE, tokenizer=folder) as (engine, client):

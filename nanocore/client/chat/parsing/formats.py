@@ -19,6 +19,7 @@ from nanocore.client.chat.parsing.parser import OutputParser
 from nanocore.client.chat.parsing.pythonic import PythonicParser
 from nanocore.client.chat.parsing.qwen3_coder import Qwen3CoderParser, SeedOssParser
 from nanocore.client.chat.parsing.reasoning import (
+    DEEPSEEK_TURN,
     MistralThinkParser,
     PlainTextParser,
     SeedOssThinkParser,
@@ -200,7 +201,7 @@ def detect_formats(template_text: str | None) -> Formats:
     if "<seed:think>" in source:
         reasoning = "seed_oss"
     elif "</think>" in source or "<think>" in source:
-        reasoning = "deepseek_r1" if "<\uff5cAssistant\uff5c>" in source else "qwen3"
+        reasoning = "deepseek_r1" if DEEPSEEK_TURN in source else "qwen3"
     elif "[THINK]" in source:
         reasoning = "mistral"
     return Formats(tools, reasoning)

@@ -1,7 +1,8 @@
 """JSON in a text that arrives in pieces: where a value ends, and what a string says.
 
 Values are scanned for strings and brackets only, without recursion, and passed on as they are
-written. That a value is well-formed is not checked.
+written, but for line breaks and the like within strings, which are escaped. That a value is
+well-formed is not checked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import ClassVar, Final
 from nanocore.client.chat.parsing.reading import ReadingParser, Sink, Steps
 
 _IN_STRING: Final = re.compile(r'["\\]')
+_IN_VALUE_STRING: Final = re.compile(r'["\\\x00-\x1f]')
 _IN_BRACKETS: Final = re.compile(r'["{}\[\]<]')
 _IN_SCALAR: Final = re.compile(r'["{}\[\]<,\s]')
 _HEX: Final = re.compile(r"[0-9a-fA-F]{4}")
@@ -41,26 +43,38 @@ class JsonScanner:
     def scan(self, text: str, at: int) -> int:
         """How far from `at` on the text belongs to the value.
 
-        Stops before a "<" outside of strings, which no JSON has there.
+        Stops before what no JSON has: a "<" outside of strings, a control character within one.
         """
         while at < len(text) and not self.is_done:
             if self._is_escaped:
+                if text[at] < " ":
+                    return at
                 self._is_escaped = False
                 at += 1
                 continue
             found = self._pattern().search(text, at)
             if found is None:
                 return len(text)
-            if found[0] == "<" or (not self._depth and found[0] in "}], \t\r\n"):
-                self.is_done = found[0] != "<"
+            if found[0] == "<" or (self._is_in_string and found[0] < " "):
+                return found.start()
+            if not self._is_in_string and not self._depth and found[0] in "}], \t\r\n":
+                self.is_done = True
                 return found.start()
             at = found.end()
             self._follow(found[0])
         return at
 
+    def escape_control(self, character: str) -> str:
+        """A control character that it has stopped before, as JSON within a string has it."""
+        escaped = escape(character)
+        if self._is_escaped:  # the backslash before it is written
+            self._is_escaped = False
+            return escaped[1:]
+        return escaped
+
     def _pattern(self) -> re.Pattern[str]:
         if self._is_in_string:
-            return _IN_STRING
+            return _IN_VALUE_STRING
         return _IN_BRACKETS if self._depth else _IN_SCALAR
 
     def _follow(self, character: str) -> None:
@@ -90,10 +104,17 @@ class JsonReadingParser(ReadingParser):
             end = scanner.scan(self._text, self._at)
             if end > self._at:
                 sink(self.take(end))
+            elif scanner.is_done:
+                return
             elif self._at < len(self._text):
-                if scanner.is_done or (self.closer and (yield from self.sees(self.closer))):
+                character = self._text[self._at]
+                if character < " ":
+                    self.take(self._at + 1)
+                    sink(scanner.escape_control(character))
+                elif self.closer and (yield from self.sees(self.closer)):
                     return
-                sink(self.take(self._at + 1))
+                else:
+                    sink(self.take(self._at + 1))
             elif self._ended:
                 return
             else:

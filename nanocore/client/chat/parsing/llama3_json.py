@@ -1,4 +1,4 @@
-"""Llama 3: the whole text is {"name": ..., "parameters": {...}}, or several joined by ";"."""
+"""Llama 3: calls are objects, {"name": ..., "parameters": {...}}, one or several."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ from nanocore.client.chat.tools import Tool
 
 
 class Llama3JsonParser(ToolParser):
-    """Calls begin the text or follow <|python_tag|>.
+    """Calls may stand in a list, in text, or one after another, with ";" or "," between.
 
     They must name one of the request's tools and have parameters; other JSON is text.
     """
 
     marks: ClassVar[tuple[str, ...]] = ("<|python_tag|>",)
-    openers: ClassVar[Marks] = Marks(marks)
-    is_bare: ClassVar[bool] = True
+    openers: ClassVar[Marks] = Marks((*marks, "{", "["))
 
     @classmethod
     def beginnings(cls, tools: Sequence[Tool]) -> list[str]:
         """The mark, or an object that names a tool."""
-        return [*cls.openers.texts, *(f'{{"name": {json_string(one.name)}' for one in tools)]
+        return [*cls.marks, *(f'{{"name": {json_string(one.name)}' for one in tools)]
 
     def block(self, opener: str) -> Steps[None]:
         """Calls up to what is none."""
-        while (yield from self.call_object(must_be_known=True)):
+        is_open = opener == "{"
+        is_list = opener == "["
+        if opener in self.marks:
             yield from self.space()
-            self.hold()
-            if not (yield from self.accept(";")):
+            is_list = (yield from self.accept("[")) is not None
+        while (yield from self.call_object(must_be_known=True, is_open=is_open)):
+            is_open = False
+            yield from self.space()
+            if is_list and (yield from self.accept("]")):
                 return
+            self.hold()
+            yield from self.accept(";", ",")

@@ -1,53 +1,54 @@
-"""Python's literals, one by one, as JSON."""
+"""Python's literals as JSON. They are parsed by `ast` and read from its tree: nothing is run."""
 
 from __future__ import annotations
 
+import ast
 import json
-import math
-import re
-from typing import Final
+import warnings
+from typing import Any, Final
 
-from nanocore.client.chat.parsing.json_reading import escape, json_string
+from nanocore.client.chat.parsing.json_reading import json_string
 
-_NUMBER: Final = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_HEX: Final = re.compile(r"(?:[0-9a-fA-F]{2}){1,4}")
-_WORDS: Final = {"True": "true", "False": "false", "None": "null"}
-_ESCAPES: Final = {
-    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0",
-    "\\": "\\", "'": "'", '"': '"', "\n": "",
-}  # fmt: skip
+_WORDS: Final = {"true": True, "false": False, "null": None}
+_UNREADABLE: Final = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
 
 
-def atom_to_json(atom: str) -> str:
-    """A word or a number as JSON; what Python would look up is a string."""
-    if atom in ("true", "false", "null") or _NUMBER.fullmatch(atom):
-        return atom
-    if atom in _WORDS:
-        return _WORDS[atom]
-    for parse in (lambda text: int(text, 0), float):
-        try:
-            number = parse(atom)
-            if math.isinf(number) or math.isnan(number):
-                continue
-            return json.dumps(number)
-        except (ValueError, OverflowError):  # the number is none, or too large to be written
-            continue
-    return json_string(atom)
+def python_to_json(text: str) -> str:
+    """A literal as JSON; what Python does not read, or JSON does not have, as a string."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that are none
+            tree = ast.parse(f"({text}\n)", mode="eval")
+        return json.dumps(_value(tree.body), ensure_ascii=False, allow_nan=False)
+    except _UNREADABLE:
+        return json_string(text.strip())
 
 
-def escape_to_json(letter: str, digits: str) -> tuple[str, int]:
-    """What backslash and letter say, within a JSON string; and how many of the digits belong to it.
+def _value(node: ast.expr) -> Any:
+    """Tuples and sets become lists, keys strings, and what Python would look up, a string."""
+    match node:
+        case ast.Constant(value=str() as text):
+            # Escapes may spell halves of surrogate pairs.
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case ast.JoinedStr(values=[ast.Constant() as only]):
+            return _value(only)
+        case ast.Constant(value=bytes() as data):
+            return data.decode("utf-8", "replace")
+        case ast.Constant(value=bool() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values) if None not in keys:
+            return {_key(key): _value(v) for key, v in zip(keys, values, strict=True) if key}
+        case ast.Name(id=name):
+            return _WORDS.get(name, name)
+    return ast.unparse(node)
 
-    digits: for the letters x, u and U the characters that follow. An escape that is none says
-    itself.
-    """
-    if letter in _ESCAPES:
-        return escape(_ESCAPES[letter]), 0
-    if letter in "xuU" and len(digits) == {"x": 2, "u": 4, "U": 8}[letter]:
-        if _HEX.fullmatch(digits):
-            code = int(digits, 16)
-            if code < 0x10000:
-                return f"\\u{code:04x}", len(digits)
-            if code < 0x110000:
-                return chr(code), len(digits)
-    return escape("\\" + letter), 0
+
+def _key(node: ast.expr) -> str:
+    value = _value(node)
+    return value if isinstance(value, str) else json.dumps(value)

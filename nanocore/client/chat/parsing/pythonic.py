@@ -6,24 +6,24 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar, Final
 
-from nanocore.client.chat.parsing.json_reading import escape, json_string
+from nanocore.client.chat.parsing.json_reading import json_string
 from nanocore.client.chat.parsing.marks import Marks
-from nanocore.client.chat.parsing.python_values import atom_to_json, escape_to_json
+from nanocore.client.chat.parsing.python_values import python_to_json
 from nanocore.client.chat.parsing.reading import Steps
 from nanocore.client.chat.parsing.tool_parser import ToolParser
 from nanocore.client.chat.tools import Tool
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]*")
-_ATOM: Final = re.compile(r"""[^\s'"()\[\]{},:=]*""")
-_CLOSERS: Final = {"[": "]", "(": "]", "{": "}"}
+_KEYWORD: Final = re.compile(r"""\s*["']?([A-Za-z0-9_.-]+)["']?\s*[:=](?!=)""")
 _QUOTES: Final = {q: Marks((q, "\\")) for q in ("'", '"', "'" * 3, '"' * 3)}
+_STRUCTURE: Final = Marks((*_QUOTES, *"()[]{},"))
 
 
 class PythonicParser(ToolParser):
     """The list begins the text or follows <|python_start|>, and names only the request's tools.
 
-    Nothing is evaluated: literals are rewritten as JSON as they come. Tuples become arrays, keys
-    strings, and a word that Python would look up, a string.
+    Nothing is evaluated: see `python_to_json`. An argument is shown when it is complete. One
+    without a name has that of the tool's parameter in its place.
     """
 
     marks: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")
@@ -60,66 +60,47 @@ class PythonicParser(ToolParser):
         if name not in self._tools or not (yield from self.accept("(")):
             return False
         self.begin(name)
-        self.add("{")
-        yield from self._literals()
+        properties = self._tools[name].parameters.get("properties")
+        names = list(properties) if isinstance(properties, dict) else []
+        arguments: dict[str, None] = {}  # their keys, in order
+        while (argument := (yield from self._argument())) is not None:
+            found = _KEYWORD.match(argument)
+            place = len(arguments)
+            key = names[place] if place < len(names) else f"argument_{place}"
+            if found is not None:
+                key, argument = found[1], argument[found.end() :]
+            if argument.strip() and key not in arguments:
+                self.add(f"{', ' if arguments else '{'}{json_string(key)}: ")
+                self.add(python_to_json(argument))
+                arguments[key] = None
+            if not (yield from self.accept(",")):
+                yield from self.accept(")")
+                self.add("}" if arguments else "{}")
+                break
         return True
 
-    def _literals(self) -> Steps[None]:
-        """Reads up to the bracket that ends the call.
+    def _argument(self) -> Steps[str | None]:
+        """Reads up to the comma or the bracket that ends an argument; None if neither comes."""
+        pieces: list[str] = []
+        depth = 0
+        while (mark := (yield from self.before(_STRUCTURE, pieces.append))) is not None:
+            if not depth and mark in ",)":
+                return "".join(pieces)
+            yield from self.accept(mark)
+            pieces.append(mark)
+            if mark in _QUOTES:
+                yield from self._string(mark, pieces)
+            elif mark in "([{":
+                depth += 1
+            elif mark in ")]}":
+                depth -= 1
+        return None
 
-        The stack holds how open brackets end in JSON. A comma waits until something follows it.
-        """
-        stack = ["}"]
-        comma = ""
-        is_key = True
-        while stack:
-            yield from self.space()
-            if not (yield from self.fill(1)):
-                return
-            character = self._text[self._at]
-            if character in ")]}":
-                self.take(self._at + 1)
-                self.add(stack.pop())
-                comma = ""
-                continue
-            if character in ",:=":
-                self.take(self._at + 1)
-                comma = ", " if character == "," else ""
-                is_key = character == "," and stack[-1] == "}"
-                if character != ",":
-                    self.add(": ")
-                continue
-            self.add(comma)
-            comma = ""
-            if character in _CLOSERS:
-                self.take(self._at + 1)
-                self.add("{" if character == "{" else "[")
-                stack.append(_CLOSERS[character])
-                is_key = character == "{"
-            elif character in "'\"":
-                yield from self._string()
-            else:
-                atom = (yield from self.span(_ATOM)) or self.take(self._at + 1)
-                self.add(json_string(atom) if is_key else atom_to_json(atom))
-
-    def _string(self) -> Steps[None]:
-        """Reads a string and writes it as JSON, as it comes."""
-        quote = yield from self.accept(*_QUOTES)
-        assert quote is not None
-        self.add('"')
-        while True:
-            mark = yield from self.until(_QUOTES[quote], lambda text: self.add(escape(text)))
-            if mark is None:
-                return
+    def _string(self, quote: str, pieces: list[str]) -> Steps[None]:
+        """Reads the rest of a string as it is written."""
+        while (mark := (yield from self.until(_QUOTES[quote], pieces.append))) is not None:
+            pieces.append(mark)
             if mark == quote:
-                self.add('"')
                 return
-            if not (yield from self.fill(1)):
-                return
-            letter = self.take(self._at + 1)
-            num_digits = {"x": 2, "u": 4, "U": 8}.get(letter, 0)
-            yield from self.fill(num_digits)
-            digits = self._text[self._at : self._at + num_digits]
-            written, num_read = escape_to_json(letter, digits)
-            self.take(self._at + num_read)
-            self.add(written)
+            yield from self.fill(1)
+            pieces.append(self.take(self._at + 1))

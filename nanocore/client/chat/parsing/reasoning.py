@@ -9,6 +9,7 @@ from nanocore.client.chat.parsing.marks import Marks
 from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
 from nanocore.client.chat.parsing.reading import ReadingParser, Steps
 
+DEEPSEEK_TURN: Final = "<\uff5cAssistant\uff5c>"
 _LINE_BREAKS: Final = "\n\r"
 _TURNS: Final = ("<|", "<\uff5c", "[/INST]", "<start_of_turn>", "<end_of_turn>", "</s>")
 """What the marks of turns look like, in the families' templates."""

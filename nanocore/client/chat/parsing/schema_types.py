@@ -10,13 +10,17 @@ from nanocore.client.chat.parsing.json_reading import json_string
 _MAX_SCHEMAS: Final = 64
 """Schemas looked at for one parameter: they may refer to each other in a circle."""
 _LITERALS: Final = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
-_KINDS: Final[dict[type, str]] = {int: "integer", float: "number", list: "array", dict: "object"}
+_KINDS: Final[dict[type, str]] = {
+    str: "string", bool: "boolean", type(None): "null", int: "integer", float: "number",
+    list: "array", dict: "object",
+}  # fmt: skip
 
 
 def types_of(parameters: dict[str, Any], name: str) -> frozenset[str]:
     """The JSON types that a property of a tool's parameters may have; empty if they are unknown.
 
-    Follows type, anyOf, oneOf, allOf, and $ref within the parameters.
+    Follows type, anyOf, oneOf, allOf, and $ref within the parameters; without a type, the values of
+    enum and const say it.
     """
     properties = parameters.get("properties")
     pending = [properties.get(name)] if isinstance(properties, dict) else []
@@ -30,6 +34,10 @@ def types_of(parameters: dict[str, Any], name: str) -> frozenset[str]:
         kinds = schema.get("type")
         kinds = kinds if isinstance(kinds, list) else [kinds]
         found.update(kind for kind in kinds if isinstance(kind, str))
+        if "type" not in schema:
+            values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+            values = [*values, *([schema["const"]] if "const" in schema else [])]
+            found.update(_KINDS[type(value)] for value in values if type(value) in _KINDS)
         for key in ("anyOf", "oneOf", "allOf"):
             if isinstance(schema.get(key), list):
                 pending += schema[key]

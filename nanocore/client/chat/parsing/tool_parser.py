@@ -121,16 +121,16 @@ class ToolParser(JsonReadingParser):
                 return
             self.hold(",")
 
-    def call_object(self, must_be_known: bool = False) -> Steps[bool]:
+    def call_object(self, must_be_known: bool = False, is_open: bool = False) -> Steps[bool]:
         """Reads {"name": ..., "arguments" or "parameters": ...}; whether it was a call.
 
         Arguments that come before the name wait for it; an "id" counts if it comes before the
         arguments. Arguments written as a string are what it says, and null is none at all.
         must_be_known: it is a call only if it has nothing but a call's keys, with arguments, and a
-        tool of this name exists.
+        tool of this name exists. is_open: its bracket was read.
         """
         yield from self.space()
-        if not (yield from self.accept("{")):
+        if not is_open and not (yield from self.accept("{")):
             return False
         words: dict[str, str] = {}
         early: list[str] | None = None
