@@ -43,13 +43,14 @@ class BlockPool:
         num_blocks: blocks in the pool, ids 0 to num_blocks - 1.
         on_evict: called with cached blocks whose memory is about to be taken.
 
-    num_freed: how many became free so far.
+    num_gains: grows when somebody who did not fit may fit, unless more of the prefix is found: when
+    blocks become free, and when a held block takes the place of a free one with the same content.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[list[Block]], None]) -> None:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.num_free = num_blocks
-        self.num_freed = 0
+        self.num_gains = 0
         self._on_evict = on_evict
         self._ends = Block(-1)  # both ends of the circular free list: next is head, prev is tail
         last = self._ends
@@ -106,11 +107,12 @@ class BlockPool:
                 before.next = after.prev = block
                 num_freed += 1
         self.num_free += num_freed
-        self.num_freed += num_freed
+        self.num_gains += num_freed
 
     def take_next(self, block: Block) -> None:
         """Move a free block to the head of the free list, because its content is worthless now."""
         assert block.ref_count == 0
+        self.num_gains += 1
         before, after = block.prev, block.next
         before.next, after.prev = after, before
         ends = self._ends

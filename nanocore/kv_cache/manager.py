@@ -56,7 +56,6 @@ class KVCacheManager:
         self._holdings: dict[int, _Holding] = {}
         self._fenced: deque[tuple[int, list[Block]]] = deque()
         self._completed_step = 0
-        self._num_exchanged = 0
         self._events: EventLog | None = None  # while nobody listens
 
     @property
@@ -105,11 +104,6 @@ class KVCacheManager:
     def is_findable(self, key: BlockKey) -> bool:
         """Whether a block has this content; collisions count."""
         return self._index.get(key) is not None
-
-    @property
-    def num_gains(self) -> int:
-        """Grows whenever a request that did not fit may fit, unless it finds more of its prefix."""
-        return self.pool.num_freed + self._num_exchanged
 
     def num_free_needed(self, handle: int, num_tokens: int, hits: Sequence[Block] = ()) -> int:
         """Free blocks that `allocate` with these arguments takes, exactly.
@@ -241,8 +235,7 @@ class KVCacheManager:
             self._events.removed([other_key])
             self._events.stored(parent, [key])
         self._index.put([block], parent, [key])
-        if other.ref_count == 0:  # who shares that prefix takes no free block for it any more
-            self._num_exchanged += 1
+        if other.ref_count == 0:
             self.pool.take_next(other)
         return key
 

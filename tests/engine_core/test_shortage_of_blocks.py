@@ -146,8 +146,8 @@ def test_a_row_that_waits_for_blocks_and_is_preempted_waits_no_more(num_groups: 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_who_did_not_fit_is_admitted_when_more_of_its_prefix_is_computed(policy: str) -> None:
-    # 2 wants 8 blocks. When 1 holds two and has filled one, 6 are free, and 7 would be taken. When 1
-    # has filled its second, nothing was freed, but 6 will do.
+    # 2 wants 8 blocks. When 1 holds two and has filled one, 6 are free, and 7 would be taken. When
+    # 1 has filled its second, nothing was freed, but 6 will do.
     scheduler, executor = make_scheduler(
         num_blocks=8, block_size=BLOCK_SIZE, long_prefill_token_threshold=3, policy=policy
     )

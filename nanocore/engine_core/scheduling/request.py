@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nanocore.engine_core.scheduling.life import Life
 from nanocore.engine_core.structured.matcher import Grammar, Matcher
-from nanocore.kv_cache import KeyChain
+from nanocore.kv_cache import BlockKey, KeyChain
 from nanocore.protocol.fields import MAX_EXACT_INT
 from nanocore.protocol.sampling import EngineSamplingParams
 
@@ -92,6 +92,16 @@ class Request:
         """Tokens known of a request that waits; of one that runs, the running set knows."""
         assert self.token_ids is not None, f"{self} runs: its tokens are the running set's"
         return len(self.token_ids)
+
+    def prefix_keys(self, block_size: int) -> Sequence[BlockKey]:
+        """Keys of its first blocks, which it may share."""
+        if self.sampling.skip_reading_prefix_cache or self.sampling.pooling == "mean":
+            return ()
+        num_tokens = self.num_tokens - 1  # the last one must be computed to have logits
+        if self.num_prompt_logprobs < self.num_asked_prompt_logprobs:
+            # Those that are still to be told take the logits of the tokens before them.
+            num_tokens = min(num_tokens, self.num_prompt_logprobs)
+        return self.key_chain.keys[: num_tokens // block_size]
 
     @property
     def num_asked_prompt_logprobs(self) -> int:

@@ -14,36 +14,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Final
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.scheduling.counters import SchedulerCounters
 from nanocore.engine_core.scheduling.journal import Journal
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
 from nanocore.engine_core.scheduling.precedence import Precedence, precedence_key
+from nanocore.engine_core.scheduling.preemption import NOT_SHORT, TooFewBlocks
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.running_set import RunningSet
 from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
 from nanocore.engine_core.scheduling.step_budget import StepBudget
 from nanocore.engine_core.scheduling.urgency import Need, Urgency
 from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
-from nanocore.kv_cache import Block, BlockKey, KVCacheManager
+from nanocore.kv_cache import Block, KVCacheManager
 from nanocore.protocol.messages import Event
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 _NUM_ARRIVALS: Final = 1024
-"""Steps of which it is known when their first request came. A request may come late, because its
-grammar had to be compiled; older ones are placed by when they were received themselves."""
-
-
-class _Shortage(NamedTuple):
-    """Of a head that did not fit. num_gains: of the KV cache. missing: of its prefix, the first."""
-
-    handle: int
-    num_free_blocks: int
-    num_gains: int
-    missing: BlockKey | None
+"""Steps whose first arrival is known: a request with a compiled grammar belongs to one of them."""
 
 
 class Scheduler:
@@ -83,8 +74,8 @@ class Scheduler:
         self._ended: list[Request] = []  # by `end`, since the last update
         self._last_group = 0
         self._came: dict[int, float] = {}  # by number of steps: when the first request came
-        self._blocked: _Shortage | None = None  # of a head that did not fit
-        self._no_way: dict[int, _Shortage] = {}  # by group: nobody could give way for it
+        self._blocked = NOT_SHORT  # of a head that did not fit
+        self._no_way: dict[int, TooFewBlocks] = {}  # by group: nobody could give way for it
         self._watermark_blocks = int(config.watermark * kv_cache.num_blocks)
 
     @property
@@ -255,10 +246,10 @@ class Scheduler:
         """(who was preempted for the head, what to keep of the budget for it: see `Urgency`)."""
         if self._urgency is None or (head := self.waiting.head()) is None:
             return [], None
-        tried = self._no_way.get(group)
-        if tried is not None and tried.num_free_blocks == self.kv_cache.num_free_blocks:
-            if self._is_still_short(head, tried):
-                return [], None
+        tried = self._no_way.get(group, NOT_SHORT)
+        is_same = tried.num_free_blocks == self.kv_cache.num_free_blocks
+        if is_same and tried.lasts(self.kv_cache, head):
+            return [], None
         if not self._urgency.is_asked(head, group):
             return [], None
         hits = self._find_prefix(head)
@@ -274,7 +265,7 @@ class Scheduler:
         preempted = self._urgency.make_way(head, group, need)
         is_admitted = need().has_row and self._fits(head, hits)
         if not (preempted or is_admitted):
-            self._no_way[group] = self._shortage(head, hits)
+            self._no_way[group] = TooFewBlocks.of(self.kv_cache, head, hits)
         return preempted, (self.precedence(head), count) if is_admitted else None
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
@@ -302,7 +293,7 @@ class Scheduler:
                 if count == num_uncached:
                     self.waiting.release(request)
             else:
-                self._blocked = self._shortage(request, hits)
+                self._blocked = TooFewBlocks.of(self.kv_cache, request, hits)
                 return
 
     @property
@@ -316,35 +307,11 @@ class Scheduler:
 
         With nothing running it is always tried.
         """
-        return self.num_running > 0 and self._is_still_short(request, self._blocked)
-
-    def _shortage(self, request: Request, hits: list[Block]) -> _Shortage:
-        """What a head that does not fit is short of, of whose prefix these blocks were found."""
-        kv_cache, keys = self.kv_cache, self._prefix_keys(request)
-        missing = keys[len(hits)] if len(hits) < len(keys) else None
-        return _Shortage(request.handle, kv_cache.num_free_blocks, kv_cache.num_gains, missing)
-
-    def _is_still_short(self, request: Request, shortage: _Shortage | None) -> bool:
-        """Whether nothing was freed since, and no more of its prefix can be found."""
-        return (
-            shortage is not None
-            and request.handle == shortage.handle
-            and self.kv_cache.num_gains == shortage.num_gains
-            and not (shortage.missing and self.kv_cache.is_findable(shortage.missing))
-        )
-
-    def _prefix_keys(self, request: Request) -> Sequence[BlockKey]:
-        """Keys of the blocks that may be shared."""
-        if request.sampling.skip_reading_prefix_cache or request.sampling.pooling == "mean":
-            return ()
-        num_tokens = request.num_tokens - 1  # the last one must be computed to have logits
-        if request.num_prompt_logprobs < request.num_asked_prompt_logprobs:
-            # Those that are still to be told take the logits of the tokens before them.
-            num_tokens = min(num_tokens, request.num_prompt_logprobs)
-        return request.key_chain.keys[: num_tokens // self.kv_cache.block_size]
+        return self.num_running > 0 and self._blocked.lasts(self.kv_cache, request)
 
     def _find_prefix(self, request: Request) -> list[Block]:
-        return self.kv_cache.find_prefix(self._prefix_keys(request), request.num_tokens)
+        keys = request.prefix_keys(self.kv_cache.block_size)
+        return self.kv_cache.find_prefix(keys, request.num_tokens)
 
     def _fits(self, request: Request, hits: list[Block]) -> bool:
         """Whether the whole prompt fits now; while others run, they keep the watermark to grow."""
