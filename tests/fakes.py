@@ -174,6 +174,7 @@ class FakeMatcher:
 class FakeGrammar:
     """Implements `Grammar`. matchers: those that it made. output: what these were told."""
 
+    not_held: Sequence[str] = ()
     matchers: list[FakeMatcher] = field(default_factory=list)
     output: Sequence[int] = ()
 

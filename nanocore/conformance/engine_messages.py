@@ -25,6 +25,7 @@ def vectors(peer: Peer, *, before_hello: bool = False) -> list[Vector]:
     if "structured_outputs" in peer.welcome.capabilities:
         has |= {"structured outputs"} | ({"reasoning"} if "protocol 1.7" in has else set())
         has |= {"free prefixes"} if "protocol 1.8" in has else set()
+        has |= {"lenient parts"} if peer.welcome.protocol >= (1, 12) else set()
     has |= {"embeddings"} if "embeddings" in peer.welcome.capabilities else set()
     return [
         vector

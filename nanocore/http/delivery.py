@@ -174,6 +174,8 @@ class Delivery:
         """Before that nothing begins: one of several prompts may be refused, with its status."""
         answers = self._answers
         while self._num_answered < len(answers) and answers[self._num_answered].is_answered:
+            not_held = answers[self._num_answered].not_held
+            self._exchange.note_ignored([f"schema{place}" for place in not_held])
             self._num_answered += 1
         return self._num_answered == len(answers)
 

@@ -33,7 +33,7 @@ from nanocore.protocol.metrics import Metric, Stats
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 from nanocore.protocol.steps import RecentSteps
 
-PROTOCOL_VERSION = (1, 11)
+PROTOCOL_VERSION = (1, 12)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
@@ -201,13 +201,15 @@ class Submit(Message, frozen=True, forbid_unknown_fields=True):
 class Accepted(Message, frozen=True):
     """Engine to client: the request is queued. handle: its short name in OUTPUT.
 
-    Of several samples that of the first; the i-th one's is handle + i. seed: likewise.
+    Of several samples that of the first; the i-th one's is handle + i. seed: likewise. not_held:
+    JSON pointers of what the grammar leaves out of structured_outputs.lenient.
     """
 
     op = Op.ACCEPTED
     request_id: RequestId
     handle: Handle
     seed: Seed
+    not_held: Annotated[list[str], since(12)] = []
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

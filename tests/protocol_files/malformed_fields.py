@@ -106,7 +106,9 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "limits.max_logprobs": "int?", "limits.max_num_queued_bytes": "int?",
         },
         REFUSED: {"message": "str!", "supported": "list!", "retry_after_s": "float?"},
-        ACCEPTED: {"request_id": "str!", "handle": "int!", "seed": "int!"},
+        ACCEPTED: {
+            "request_id": "str!", "handle": "int!", "seed": "int!", "not_held": "list",
+        },
         OUTPUT: {
             "handles": "bin", "tokens": "bin", "counts": "bin?", "events": "list",
             "events.handle": "int!", "events.num_cached_tokens": "int?",

@@ -18,8 +18,8 @@ from nanocore.protocol.errors import InvalidRequestError, quoted
 from nanocore.protocol.structured_outputs import ReasoningMarks, StructuredOutputsParams
 
 _FORMATS: Final = (
-    '{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": '
-    '{...}}} or {"type": "structural_tag", ...}'
+    '{"type": "text"}, {"type": "json_object"}, perhaps with "schema": {...}, {"type": '
+    '"json_schema", "json_schema": {"schema": {...}}} or {"type": "structural_tag", ...}'
 )
 
 
@@ -37,15 +37,16 @@ def read_response_format(response_format: object) -> StructuredOutputsParams | N
         kind = response_format.get("type")
         if kind == "text":
             return None
-        if kind == "json_object":
+        if kind == "json_object" and response_format.get("schema") is None:
             return StructuredOutputsParams(json_object=True)
         if kind == "structural_tag":
             return StructuredOutputsParams(structural_tag=response_format)
-        if kind == "json_schema":
+        if kind in ("json_schema", "json_object"):
             inner = response_format.get("json_schema", response_format)
             schema = inner.get("schema") if isinstance(inner, dict) else None
             if isinstance(schema, (dict, bool)):
-                return StructuredOutputsParams(json=schema)
+                lenient = [] if inner.get("strict") is True else [""]
+                return StructuredOutputsParams(json=schema, lenient=lenient)
     raise InvalidRequestError(
         f"response_format is one of {_FORMATS}, not {quoted(response_format)}"
     )
@@ -68,9 +69,13 @@ def constraint(
         InvalidRequestError: calls of this form have no beginning that tells them from an answer.
     """
     if choice.tool is not None:
-        return StructuredOutputsParams(json=arguments_schema(choice.tool))
+        lenient = [] if choice.tool.strict else [""]
+        return StructuredOutputsParams(json=arguments_schema(choice.tool), lenient=lenient)
     if choice.mode == "required":
-        return StructuredOutputsParams(json=calls_schema(tools, parallel_tool_calls))
+        return StructuredOutputsParams(
+            json=calls_schema(tools, parallel_tool_calls),
+            lenient=[f"/$defs/{tool.name}" for tool in tools if not tool.strict],
+        )
     if choice.mode == "auto" and response_format is not None:
         return _or_calls(response_format, tools, tool_format)
     if choice.mode == "auto" and tool_format == "hermes" and any(tool.strict for tool in tools):

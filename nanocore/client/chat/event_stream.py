@@ -68,6 +68,11 @@ class AnswerStream:
         return self._stream.is_answered
 
     @property
+    def not_held(self) -> Sequence[str]:
+        """JSON pointers of what a lenient schema asks for and the grammar lacks, once answered."""
+        return self._stream.not_held
+
+    @property
     def resumes(self) -> Sequence[Resume]:
         """How often, and how, it has gone on with another engine."""
         return self._stream.resumes
@@ -153,6 +158,7 @@ class AnswerStream:
                 stream.samples[0].num_cached_tokens or 0,
                 stream.seed,
                 stream.prompt_logprobs,
+                stream.not_held,
             )
         )
 

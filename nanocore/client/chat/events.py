@@ -23,7 +23,8 @@ class Started(msgspec.Struct, frozen=True, gc=False):
 
     prompt_token_ids: of the rendered conversation. num_cached_tokens: of them, found in the prefix
     cache. seed: the first sample's, which the engine has drawn if none was given. prompt_logprobs:
-    if they were asked for.
+    if they were asked for. not_held: JSON pointers of what a lenient schema asks for and the
+    engine's grammar lacks.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Started(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int
     seed: int | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    not_held: Sequence[str] = ()
 
 
 class Text(msgspec.Struct, frozen=True, gc=False):

@@ -207,4 +207,9 @@ class RequestDesk:
 
 
 def _accepted(request: Request) -> Accepted:
-    return Accepted(request_id=request.request_id, handle=request.handle, seed=request.seed)
+    return Accepted(
+        request_id=request.request_id,
+        handle=request.handle,
+        seed=request.seed,
+        not_held=list(request.not_held),
+    )

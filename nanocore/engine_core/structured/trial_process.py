@@ -58,8 +58,10 @@ class TrialProcess:
         running = self._running
         return None if running is None else running.process.pid
 
-    def run(self, place: int, wanted: StructuredOutputs) -> str:
-        """llguidance's text for it. place: the asking thread's, from 0 to NUM_TRIALS - 1.
+    def run(self, place: int, wanted: StructuredOutputs) -> tuple[str, list[str]]:
+        """(llguidance's text for it, what was left out).
+
+        place: the asking thread's, from 0 to NUM_TRIALS - 1.
 
         Raises:
             InvalidRequestError: why it is refused; it would be again.
@@ -69,7 +71,7 @@ class TrialProcess:
         if verdict is not None and verdict.signal in _NOT_BY_A_CLOCK:
             verdict = self._verdict(place, wanted)  # a refusal is kept: so not by one accident
         if verdict is not None and verdict.text is not None:
-            return verdict.text
+            return verdict.text, verdict.not_held
         if verdict is not None and verdict.refusal is not None:
             raise InvalidRequestError(verdict.refusal)
         if verdict is not None and verdict.signal in VERDICT_SIGNALS:

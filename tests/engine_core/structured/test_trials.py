@@ -105,7 +105,7 @@ def busy_ticks(trials: TrialProcess) -> dict[int, int]:
 
 def test_what_passes_compiles_to_what_was_tried(trials: TrialProcess) -> None:
     vocabulary = demo_vocabulary()
-    grammar = compile_text(vocabulary, trials.run(0, want("a")))
+    grammar = compile_text(vocabulary, trials.run(0, want("a"))[0])
     assert vocabulary.tokenizer.decode_str(allowed(vocabulary, grammar.matcher())) == "a"
 
 
