@@ -30,8 +30,15 @@ def vectors(peer: Peer, *, before_hello: bool = False) -> list[Vector]:
     return [
         vector
         for vector in load_vectors("client")
-        if vector.before_hello is before_hello and vector.presumes in has
+        if vector.before_hello is before_hello
+        and vector.presumes in has
+        and (peer.welcome.role == "admin" or not _is_before_others(vector))
     ]
+
+
+def _is_before_others(vector: Vector) -> bool:
+    priority = (vector.message or {}).get("priority")
+    return isinstance(priority, int) and priority < 0
 
 
 def answered(peer: Peer, vector: Vector) -> None:

@@ -9,7 +9,7 @@ may grow new fields within a major version, and clients ignore those they do not
 from __future__ import annotations
 
 import enum
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Final, Literal, get_args
 
 import msgspec
 
@@ -40,6 +40,9 @@ FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 ControlOperation = Literal[
     "stats", "reset_prefix_cache", "pause", "resume", "read_file", "drain", "metrics", "steps"
 ]
+ADMIN_OPERATIONS: Final = ("reset_prefix_cache", "pause", "drain")
+"""What concerns all clients: refused to a session whose role is user."""
+Role = Literal["user", "admin"]
 Capability = Literal["prefix_caching", "priority", "structured_outputs", "embeddings"]
 ModelFileName = Literal[
     "tokenizer.json",
@@ -152,7 +155,10 @@ class Hello(Message, frozen=True, forbid_unknown_fields=True):
 
 
 class Welcome(Message, frozen=True):
-    """Engine to client: the session is open. capabilities: what not every engine does."""
+    """Engine to client: the session is open. capabilities: what not every engine does.
+
+    role: what the client may do. ADMIN_OPERATIONS, and priorities below 0, are an admin's.
+    """
 
     op = Op.WELCOME
     protocol: tuple[int, int]
@@ -161,6 +167,7 @@ class Welcome(Message, frozen=True):
     model: ModelCard
     limits: Limits
     capabilities: Annotated[list[str], since(3)] = []
+    role: Annotated[str, since(12), limited(enum=get_args(Role))] = "admin"
 
 
 class Refused(Message, frozen=True):

@@ -126,6 +126,7 @@ FULL_ENGINE: dict[int, Body] = {
             "max_num_clients": 64, "max_logprobs": 20, "max_num_queued_bytes": 2**28,
         },
         "capabilities": ["prefix_caching", "priority", "structured_outputs", "embeddings"],
+        "role": "user",
     },
     REFUSED: {"message": "8 clients are served", "supported": [[1, 12]], "retry_after_s": 1.5},
     ACCEPTED: {"request_id": "a", "handle": 7, "seed": MAX_INT, "not_held": ["/properties/a/not"]},

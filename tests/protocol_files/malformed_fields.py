@@ -95,7 +95,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             **{f"model.{name}": "str!" for name in ("model", "architecture", "dtype")},
             **{f"model.{name}": "int!"
                for name in ("vocab_size", "max_model_len", "block_size", "num_blocks")},
-            "model.eos_token_ids": "list!", "model.default_sampling": "map",
+            "role": "str", "model.eos_token_ids": "list!", "model.default_sampling": "map",
             "model.hidden_size": "int?", "model.numerics_fingerprint": "str?",
             "model.files": "list", "model.files.num_bytes": "int!", "model.files.sha256": "str!",
             **{f"limits.{name}": "int!" for name in
