@@ -87,8 +87,8 @@ class StructuredOutputs(
     json: a JSON Schema, as JSON text. regex: an expression that the whole output matches.
     choice: texts, one of which is the output. grammar: in Lark's notation, as llguidance has it.
     json_object: any JSON object. structural_tag: free text with structures in it.
-    disable_any_whitespace: JSON without white space outside of strings; else there may be a little
-    where JSON allows it. reasoning: free text that comes before. free_prefixes: texts; an output
+    disable_any_whitespace: JSON without white space outside of strings; else a space may follow a
+    colon or a comma. reasoning: free text that comes before. free_prefixes: texts; an output
     that begins with one, after white space perhaps, may go on as it likes. lenient: JSON pointers
     of parts of json; what the grammar lacks for them is left out, and ACCEPTED's not_held names it.
     """
