@@ -224,7 +224,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     num_cached_tokens: with the first token; prompt tokens taken from the prefix cache.
     finish_reason: the last thing said of a request. stop_reason: which of stop_token_ids ended it.
-    message: the cause of an "error", or of an "abort" that the client did not ask for.
+    message: the cause of an "error", or of an "abort" that the client did not ask for. code: of an
+    "error" that the request's own parameters bring about.
     embedding: float32 column, with the "stop" of a request with `pooling`, which has no tokens.
     """
 
@@ -234,6 +235,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_reason: int | None = None
     message: str | None = None
     embedding: Annotated[Float32Column | None, since(7)] = None
+    code: Annotated[Literal["invalid_request"] | None, since(12)] = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

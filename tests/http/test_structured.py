@@ -117,3 +117,20 @@ def test_a_strict_response_format_that_the_grammar_lacks_is_refused(demo_endpoin
     assert ask(demo_endpoint, response_format=strict).status_code == 400
     odd = ask(demo_endpoint, response_format={"type": "json_object", "schema": "object"})
     assert odd.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"structured_outputs": {"choice": ["ab"]}, "min_tokens": 20},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}},
+         "min_tokens": 20},
+        {"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [5]},
+    ],
+)  # fmt: skip
+def test_a_request_whose_own_limits_leave_no_token_is_a_bad_one(
+    demo_endpoint: str, limits: dict[str, Any]
+) -> None:
+    answer = ask(demo_endpoint, **limits)
+    assert answer.status_code == 400, answer.text
+    assert "no token is left to choose" in answer.json()["error"]["message"]

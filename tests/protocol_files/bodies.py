@@ -137,7 +137,8 @@ FULL_ENGINE: dict[int, Body] = {
         "events": [
             {"handle": 7, "num_cached_tokens": 16},
             {"handle": 8, "finish_reason": "stop", "stop_reason": 44},
-            {"handle": 9, "finish_reason": "error", "message": "the step failed"},
+            {"handle": 9, "finish_reason": "error", "message": "the step failed",
+             "code": "invalid_request"},
         ],
         "logprobs": LOGPROBS,
         "prompt_logprobs": PROMPT_LOGPROBS,

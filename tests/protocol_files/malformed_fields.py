@@ -113,6 +113,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "handles": "bin", "tokens": "bin", "counts": "bin?", "events": "list",
             "events.handle": "int!", "events.num_cached_tokens": "int?",
             "events.finish_reason": "str?", "events.stop_reason": "int?", "events.message": "str?",
+            "events.code": "str?",
             "events.embedding": "bin?",
             "logprobs": "map?", "prompt_logprobs": "map?",
             **{f"{name}.{column}": "bin" for name in ("logprobs", "prompt_logprobs")

@@ -249,6 +249,7 @@ class _SampleEvents:
             sample.stop_reason,
             sample.message,
             sample.index,
+            sample.is_invalid,
         )
 
     def _num_reasoning_tokens(self) -> int:

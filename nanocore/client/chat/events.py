@@ -90,7 +90,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     """A sample has ended.
 
     finish_reason: "tool_calls" if it stopped, and called tools. stop_reason, message: as those of
-    CompletionOutput.
+    CompletionOutput. is_invalid: an "error" that the request's own parameters bring about.
     """
 
     finish_reason: ChatFinishReason
@@ -98,6 +98,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     stop_reason: int | str | None = None
     message: str | None = None
     index: int = 0
+    is_invalid: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False):
