@@ -2,7 +2,8 @@
 
 `nanocore-keygen DIR` makes an engine's folder, for `nanocore-engine --curve-dir DIR`.
 `nanocore-keygen DIR --client NAME` makes a client's folder, and puts its public key on the engine's
-allow-list. Nothing is ever overwritten; what holds a secret is its owner's alone.
+allow-list; with `--admin` it may drain and pause the engine, too. Nothing is ever overwritten; what
+holds a secret is its owner's alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NoReturn
 
 from nanocore.protocol.errors import ConfigError, KeyFileError
 from nanocore.protocol.sockets.curve import (
+    ADMINS_FOLDER,
     CLIENT,
     CLIENTS_FOLDER,
     ENGINE,
@@ -39,6 +41,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("directory", metavar="DIR", type=Path, help="the engine's folder")
     parser.add_argument("--client", metavar="NAME", help="make keys for a client of this name")
     parser.add_argument(
+        "--admin",
+        action="store_true",
+        help="let the client drain and pause the engine, reset its cache, and go before others",
+    )
+    parser.add_argument(
         "--out", metavar="FOLDER", type=Path, help="the client's folder (default: ./NAME)"
     )
     return parser
@@ -55,8 +62,10 @@ def create_engine(directory: Path) -> list[Path]:
     return [*create_key_pair(directory, ENGINE)]
 
 
-def create_client(directory: Path, name: str, out: Path) -> list[Path]:
+def create_client(directory: Path, name: str, out: Path, is_admin: bool = False) -> list[Path]:
     """Make a client's folder and put its key on the engine's allow-list; returns the files.
+
+    is_admin: put it among the administrators' keys, too.
 
     Raises:
         ConfigError: a name that is no file name.
@@ -69,16 +78,19 @@ def create_client(directory: Path, name: str, out: Path) -> list[Path]:
         )
     engine_key = directory / f"{ENGINE}.key"
     load_public_key(engine_key)
-    listed, pinned = directory / CLIENTS_FOLDER / f"{name}.key", out / f"{ENGINE}.key"
-    for path in (listed, pinned):
+    pinned = out / f"{ENGINE}.key"
+    folders = [ADMINS_FOLDER] if is_admin else []
+    listed = [directory / folder / f"{name}.key" for folder in (*folders, CLIENTS_FOLDER)]
+    for path in (*listed, pinned):
         if path.exists():
             raise KeyFileError(f"{path} exists, and keys are never overwritten: remove it first")
-    _make_private(directory / CLIENTS_FOLDER)
-    _make_private(out)
+    for folder in (path.parent for path in (*listed, pinned)):
+        _make_private(folder)
     public, secret = create_key_pair(out, CLIENT)
     _copy(engine_key, pinned)
-    _copy(public, listed)  # last: from here on the client is served
-    return [public, secret, pinned, listed]
+    for path in listed:  # the allow-list last: from here on the client is served
+        _copy(public, path)
+    return [public, secret, pinned, *listed]
 
 
 def _make_private(directory: Path) -> None:
@@ -105,13 +117,14 @@ def main(arguments: list[str] | None = None) -> int:
         directory: Path = args.directory
         if args.client is not None:
             out = args.out or Path(args.client)
-            written = create_client(directory, args.client, out)
+            written = create_client(directory, args.client, out, args.admin)
             then = (
                 f"give {out} to the client, which is served from now on:\n"
                 f"  AsyncEngineClient.connect('tcp://ADDRESS:PORT', curve_dir={str(out)!r})"
             )
-        elif args.out is not None:
-            raise ConfigError(f"--out {args.out}: is for --client; an engine's folder is DIR")
+        elif args.out is not None or args.admin:
+            flag = "--admin" if args.out is None else f"--out {args.out}"
+            raise ConfigError(f"{flag}: is for --client; an engine's folder is DIR")
         else:
             written = create_engine(directory)
             then = (

@@ -174,6 +174,7 @@ class FakeMatcher:
 class FakeGrammar:
     """Implements `Grammar`. matchers: those that it made. output: what these were told."""
 
+    not_held: Sequence[str] = ()
     matchers: list[FakeMatcher] = field(default_factory=list)
     output: Sequence[int] = ()
 
@@ -555,12 +556,16 @@ class FakePeers:
         self.sent: list[tuple[bytes, Message]] = []
         self.state: dict[bytes, SendResult] = {}
         self.admitted: set[bytes] = set()
+        self.users: set[bytes] = set()
 
     def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult:
         result = self.state.get(routing_id, SendResult.SENT)
         if result is SendResult.SENT:
             self.sent.append((routing_id, client_decoder().decode(frames)))
         return result
+
+    def is_admin(self, routing_id: bytes) -> bool:
+        return routing_id not in self.users
 
     def admit(self, routing_id: bytes) -> None:
         assert routing_id not in self.admitted

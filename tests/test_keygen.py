@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.keygen import main
+from nanocore.protocol.errors import KeyFileError
 from nanocore.protocol.sockets import ClientKeys, EngineKeys
 
 
@@ -58,6 +59,21 @@ def test_secrets_and_folders_are_private_whatever_the_umask(tmp_path: Path, umas
         "c/client.key_secret": 0o600,
         "c/engine.key": public,
     }
+
+
+def test_an_administrators_key_stands_in_a_folder_of_its_own_too(
+    engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(engine), "--client", "a", "--admin", "--out", str(tmp_path / "c")]) == 0
+    listed = [engine / folder / "a.key" for folder in ("admins", "clients")]
+    assert listed[0].read_text() == listed[1].read_text()
+    assert (engine / "admins").stat().st_mode & 0o777 == 0o700
+    EngineKeys.load(engine)
+    (engine / "admins").chmod(0o770)
+    with pytest.raises(KeyFileError, match="open to other users"):
+        EngineKeys.load(engine)
+    capsys.readouterr()
+    assert "--admin: is for --client" in refused(capsys, engine, "--admin")
 
 
 def test_what_it_makes_can_be_loaded_and_fits_together(engine: Path, tmp_path: Path) -> None:

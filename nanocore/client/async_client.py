@@ -32,7 +32,7 @@ from nanocore.client.stream import RequestStream
 from nanocore.client.submission import Prompt, submit
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError
-from nanocore.protocol.messages import ControlOperation, Reply
+from nanocore.protocol.messages import ADMIN_OPERATIONS, ControlOperation, Reply
 from nanocore.protocol.metrics import Metric, Stats
 from nanocore.protocol.sampling import Pooling, SamplingParams
 from nanocore.protocol.steps import RecentSteps
@@ -51,7 +51,8 @@ class AsyncEngineClient(LinkedClient):
     again. `RequestOutput.resumes` tells. With `resume=False` requests fail, too.
 
     Every method raises ClientStateError before the client is entered, after it is closed, and in
-    another event loop than the one in which it was entered.
+    another event loop than the one in which it was entered. `pause`, `drain` and
+    `reset_prefix_cache` raise InvalidRequestError for a client whose key has the role user.
     """
 
     # -- requests ---------------------------------------------------------------------------------
@@ -369,7 +370,12 @@ class AsyncEngineClient(LinkedClient):
     # -- inside -----------------------------------------------------------------------------------
 
     async def _control(self, operation: ControlOperation) -> Reply:
-        return await (await self._session()).connection.control(operation)
+        connection = (await self._session()).connection
+        reply = await connection.control(operation)
+        is_user = operation in ADMIN_OPERATIONS and connection.welcome.role == "user"
+        if not reply.ok and (is_user or operation in ("pause", "drain")):
+            raise InvalidRequestError(reply.message or f"{operation} is refused")
+        return reply
 
     async def _submit(
         self,

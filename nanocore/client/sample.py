@@ -72,6 +72,7 @@ class Sample:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.message: str | None = None
+        self.is_invalid = False  # it ended with an "error" that its parameters bring about
         self._parts: list[str] = []
 
     # -- called by the connection -----------------------------------------------------------------
@@ -218,6 +219,7 @@ class Sample:
             self._finish("stop", stop)
         elif end is not None:
             assert end.finish_reason is not None, "it is an end"
+            self.is_invalid = end.code == "invalid_request"
             self._finish(end.finish_reason, end.stop_reason, end.message)
         return True
 

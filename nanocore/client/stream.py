@@ -32,7 +32,7 @@ class RequestStream:
             most once for each, and not after its end.
 
     finished: everything was read. num_output_tokens: so many were, of all samples. seed: the first
-    sample's, once the request is accepted.
+    sample's, once the request is accepted; not_held: of its structured output, see ACCEPTED.
     message: with which it was sent. deadline_s: by the monotonic clock, if its time is limited.
     resumes: how it has changed its engine.
     """
@@ -60,6 +60,7 @@ class RequestStream:
         self.finished = False
         self.num_output_tokens = 0
         self.seed: int | None = None
+        self.not_held: list[str] = []
         self.message: Submit | None = None
         self.deadline_s: float | None = None
         self.resumes: list[Resume] = []

@@ -84,6 +84,7 @@ class StreamTable:
         part.is_accepted = True
         if part.stream.seed is None:
             part.stream.seed = accepted.seed
+            part.stream.not_held = accepted.not_held
         for handle, sample in enumerate(part.samples, accepted.handle):
             sample.handle = handle
             self._by_handle[handle] = sample

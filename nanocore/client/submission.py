@@ -36,6 +36,8 @@ class TokensPrompt(TypedDict):
 
 
 _DEFAULTS: Final = EngineSamplingParams()
+LENIENT_SINCE: Final = 12
+"""The minor version of the protocol that can leave out; before, what a grammar lacks is refused."""
 _EMBEDDINGS: Final[Capability] = "embeddings"
 Prompt: TypeAlias = "str | list[int] | array[int] | TokensPrompt"
 
@@ -73,6 +75,9 @@ async def submit(
     if params.bad_words:
         words = await bad_words_token_ids(await session.tokenizer.get(), params.bad_words)
     sampling = params.for_engine(words)
+    wanted = sampling.structured_outputs
+    if wanted is not None and wanted.lenient and welcome.protocol[1] < LENIENT_SINCE:
+        sampling = replace(sampling, structured_outputs=replace(wanted, lenient=[]))
     _check_version(sampling, welcome.protocol, timeout_s)
     _check_capabilities(sampling, welcome.capabilities)
     stream = RequestStream(

@@ -25,12 +25,20 @@ def vectors(peer: Peer, *, before_hello: bool = False) -> list[Vector]:
     if "structured_outputs" in peer.welcome.capabilities:
         has |= {"structured outputs"} | ({"reasoning"} if "protocol 1.7" in has else set())
         has |= {"free prefixes"} if "protocol 1.8" in has else set()
+        has |= {"lenient parts"} if peer.welcome.protocol >= (1, 12) else set()
     has |= {"embeddings"} if "embeddings" in peer.welcome.capabilities else set()
     return [
         vector
         for vector in load_vectors("client")
-        if vector.before_hello is before_hello and vector.presumes in has
+        if vector.before_hello is before_hello
+        and vector.presumes in has
+        and (peer.welcome.role == "admin" or not _is_before_others(vector))
     ]
+
+
+def _is_before_others(vector: Vector) -> bool:
+    priority = (vector.message or {}).get("priority")
+    return isinstance(priority, int) and priority < 0
 
 
 def answered(peer: Peer, vector: Vector) -> None:

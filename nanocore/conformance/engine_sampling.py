@@ -184,7 +184,8 @@ def priority_needs_its_capability(engine: EngineUnderTest) -> None:
     for priority in (MIN_PRIORITY - 1, MAX_PRIORITY + 1, 0.5, "1"):
         refused(peer, f"priority={priority!r}", "priority", "a", priority=priority)
     for priority in (MIN_PRIORITY, -1, 1, MAX_PRIORITY):
-        if "priority" in peer.welcome.capabilities:
+        may = priority > 0 or peer.welcome.role == "admin"
+        if "priority" in peer.welcome.capabilities and may:
             accepted(peer, f"priority={priority}", "a", priority=priority)
         else:
             refused(peer, f"priority={priority}", "priority", "a", priority=priority)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from nanocore.conformance.checked_streams import CheckedStreams, Stream
-from nanocore.conformance.report import BrokenError, require
+from nanocore.conformance.report import BrokenError, SkippedError, require
 from nanocore.protocol.codec import (
     InvalidSubmitError,
     client_decoder,
@@ -23,6 +23,7 @@ from nanocore.protocol.codec import (
 )
 from nanocore.protocol.errors import ProtocolError, shorten
 from nanocore.protocol.messages import (
+    ADMIN_OPERATIONS,
     PROTOCOL_VERSION,
     Accepted,
     Error,
@@ -209,7 +210,13 @@ class Peer:
         require(pong.nonce == self._nonce, f"PONG with nonce {self._nonce}", pong)
 
     def call(self, operation: str, call_id: int = 1, **fields: object) -> Reply:
-        """Send a CONTROL and wait for its REPLY, which must be of this call."""
+        """Send a CONTROL and wait for its REPLY, which must be of this call.
+
+        Raises:
+            SkippedError: it is an administrator's, and this session is none.
+        """
+        if operation in ADMIN_OPERATIONS and self.welcome.role != "admin":
+            raise SkippedError(f"{operation} needs the role admin")
         self.send(Op.CONTROL, {"call_id": call_id, "operation": operation} | fields)
         reply = self.expect(Reply, f"to {operation}")
         require(reply.call_id == call_id, f"REPLY with call_id {call_id}", reply)

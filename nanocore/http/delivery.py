@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from nanocore.client.chat.event_stream import AnswerStream
 from nanocore.client.chat.events import ChatEvent, Finished
-from nanocore.http.errors import HttpError, http_error, unavailable
+from nanocore.http.errors import HttpError, bad_request, http_error, unavailable
 from nanocore.http.exchange import JSON, Exchange
 from nanocore.protocol.errors import NanocoreError
 
@@ -176,6 +176,8 @@ class Delivery:
         """Before that nothing begins: one of several prompts may be refused, with its status."""
         answers = self._answers
         while self._num_answered < len(answers) and answers[self._num_answered].is_answered:
+            not_held = answers[self._num_answered].not_held
+            self._exchange.note_ignored([f"schema{place}" for place in not_held])
             self._num_answered += 1
         return self._num_answered == len(answers)
 
@@ -263,4 +265,6 @@ def _engine_error(end: Finished) -> HttpError:
     """Of a sample that the engine has ended for a reason of its own."""
     if end.finish_reason == "abort":
         return unavailable(end.message or "")
+    if end.is_invalid:
+        return bad_request(end.message or "")
     return HttpError(500, end.message or "", "internal_error")

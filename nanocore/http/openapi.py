@@ -43,7 +43,8 @@ _WORK_ERRORS: Final = (429, 500, 503)
 _ENGINE_ERRORS: Final = (500, 503)
 _HEADERS: Final = {
     "x-request-id": "The request's own, or one of ours.",
-    "nanocore-ignored": "Names of fields of the body that are not known, and have no effect.",
+    "nanocore-ignored": "Fields of the body that are not known and have no effect, and keywords of "
+    "lenient schemas that the answer is not held to.",
     "nanocore-tool-prompt": "How the model sees tools that its chat template does not show: by a "
     "generic text of ours, or none.",
     "retry-after": "Seconds.",

@@ -26,6 +26,7 @@ MAX_STRUCTURED_OUTPUTS_BYTES: Final = 64 * 2**10
 MAX_CHOICES: Final = 4096
 MAX_STRUCTURES: Final = 128
 MAX_FREE_PREFIXES: Final = 256
+MAX_LENIENT_PARTS: Final = 1024
 MAX_EXACT_INT: Final = 2**53 - 1
 """The largest integer that every language's numbers hold exactly."""
 MAX_INT32: Final = 2**31 - 1

@@ -9,7 +9,7 @@ may grow new fields within a major version, and clients ignore those they do not
 from __future__ import annotations
 
 import enum
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import Annotated, ClassVar, Final, Literal, get_args
 
 import msgspec
 
@@ -33,13 +33,16 @@ from nanocore.protocol.metrics import Metric, Stats
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 from nanocore.protocol.steps import RecentSteps
 
-PROTOCOL_VERSION = (1, 11)
+PROTOCOL_VERSION = (1, 12)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
 ControlOperation = Literal[
     "stats", "reset_prefix_cache", "pause", "resume", "read_file", "drain", "metrics", "steps"
 ]
+ADMIN_OPERATIONS: Final = ("reset_prefix_cache", "pause", "drain")
+"""What concerns all clients: refused to a session whose role is user."""
+Role = Literal["user", "admin"]
 Capability = Literal["prefix_caching", "priority", "structured_outputs", "embeddings"]
 ModelFileName = Literal[
     "tokenizer.json",
@@ -152,7 +155,10 @@ class Hello(Message, frozen=True, forbid_unknown_fields=True):
 
 
 class Welcome(Message, frozen=True):
-    """Engine to client: the session is open. capabilities: what not every engine does."""
+    """Engine to client: the session is open. capabilities: what not every engine does.
+
+    role: what the client may do. ADMIN_OPERATIONS, and priorities below 0, are an admin's.
+    """
 
     op = Op.WELCOME
     protocol: tuple[int, int]
@@ -161,6 +167,7 @@ class Welcome(Message, frozen=True):
     model: ModelCard
     limits: Limits
     capabilities: Annotated[list[str], since(3)] = []
+    role: Annotated[str, since(12), limited(enum=get_args(Role))] = "admin"
 
 
 class Refused(Message, frozen=True):
@@ -201,13 +208,15 @@ class Submit(Message, frozen=True, forbid_unknown_fields=True):
 class Accepted(Message, frozen=True):
     """Engine to client: the request is queued. handle: its short name in OUTPUT.
 
-    Of several samples that of the first; the i-th one's is handle + i. seed: likewise.
+    Of several samples that of the first; the i-th one's is handle + i. seed: likewise. not_held:
+    JSON pointers of what the grammar leaves out of structured_outputs.lenient.
     """
 
     op = Op.ACCEPTED
     request_id: RequestId
     handle: Handle
     seed: Seed
+    not_held: Annotated[list[str], since(12)] = []
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -215,7 +224,8 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     num_cached_tokens: with the first token; prompt tokens taken from the prefix cache.
     finish_reason: the last thing said of a request. stop_reason: which of stop_token_ids ended it.
-    message: the cause of an "error", or of an "abort" that the client did not ask for.
+    message: the cause of an "error", or of an "abort" that the client did not ask for. code: of an
+    "error" that the request's own parameters bring about.
     embedding: float32 column, with the "stop" of a request with `pooling`, which has no tokens.
     """
 
@@ -225,6 +235,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_reason: int | None = None
     message: str | None = None
     embedding: Annotated[Float32Column | None, since(7)] = None
+    code: Annotated[Literal["invalid_request"] | None, since(12)] = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol, TypeAlias
 
 import msgspec
 
-from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.errors import InvalidRequestError, shorten
 from nanocore.protocol.fields import (
     MAX_CHOICES,
     MAX_FREE_PREFIXES,
+    MAX_LENIENT_PARTS,
     MAX_STRUCTURED_OUTPUTS_BYTES,
     MAX_STRUCTURES,
     limited,
@@ -86,9 +87,10 @@ class StructuredOutputs(
     json: a JSON Schema, as JSON text. regex: an expression that the whole output matches.
     choice: texts, one of which is the output. grammar: in Lark's notation, as llguidance has it.
     json_object: any JSON object. structural_tag: free text with structures in it.
-    disable_any_whitespace: JSON without white space outside of strings; else there may be a little
-    where JSON allows it. reasoning: free text that comes before. free_prefixes: texts; an output
-    that begins with one, after white space perhaps, may go on as it likes.
+    disable_any_whitespace: JSON without white space outside of strings; else a space may follow a
+    colon or a comma. reasoning: free text that comes before. free_prefixes: texts; an output
+    that begins with one, after white space perhaps, may go on as it likes. lenient: JSON pointers
+    of parts of json; what the grammar lacks for them is left out, and ACCEPTED's not_held names it.
     """
 
     json: str | None = None
@@ -100,10 +102,21 @@ class StructuredOutputs(
     disable_any_whitespace: bool = False
     reasoning: Annotated[ReasoningMarks | None, since(7)] = None
     free_prefixes: Annotated[list[str], since(8), limited(maxItems=MAX_FREE_PREFIXES)] = []
+    lenient: Annotated[list[str], since(12), limited(maxItems=MAX_LENIENT_PARTS)] = []
 
     def __post_init__(self) -> None:
         check_limits(self)
         kind = self.kind
+        if self.lenient and self.json is None:
+            raise InvalidRequestError(
+                f"structured_outputs.lenient names parts of json, and there is {kind}: leave it out"
+            )
+        for pointer in self.lenient:
+            if pointer and pointer[0] != "/":
+                raise InvalidRequestError(
+                    f"structured_outputs.lenient: {shorten(pointer)!r} is no JSON pointer: begin "
+                    'with a slash, or name all of json by ""'
+                )
         if not all(self.free_prefixes):
             raise InvalidRequestError(
                 "structured_outputs.free_prefixes has an empty text: leave it out, or leave out "
@@ -147,7 +160,7 @@ class StructuredOutputs(
                 texts += [one.begin, one.schema, one.end]
         if self.reasoning is not None:
             texts += [self.reasoning.begin, self.reasoning.end]
-        return texts + self.free_prefixes
+        return texts + self.free_prefixes + self.lenient
 
 
 class SchemaClass(Protocol):
@@ -172,6 +185,7 @@ class StructuredOutputsParams(
     structural_tag: {"structures": [{"begin", "schema", "end"}], "triggers": [...]}, as a dict or as
     JSON text. reasoning: a ReasoningMarks, or a dict of its fields.
     free_prefixes: marks of tool calls, if the model may call tools in place of an answer.
+    lenient: JSON pointers of parts of json ("" is all of it) that are held as far as they can be.
     """
 
     json: JsonSchema | None = None
@@ -183,6 +197,7 @@ class StructuredOutputsParams(
     disable_any_whitespace: bool = False
     reasoning: ReasoningMarks | None = None
     free_prefixes: list[str] = []
+    lenient: list[str] = []
 
     def __post_init__(self) -> None:
         if isinstance(self.json, type) and hasattr(self.json, "model_json_schema"):
@@ -214,6 +229,7 @@ class StructuredOutputsParams(
             disable_any_whitespace=self.disable_any_whitespace,
             reasoning=self.reasoning,
             free_prefixes=self.free_prefixes,
+            lenient=self.lenient,
         )
 
 

@@ -14,7 +14,13 @@ from typing import Any
 
 import pytest
 
-from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams, collect
+from nanocore.client import (
+    AsyncEngineClient,
+    EngineDeadError,
+    InvalidRequestError,
+    SamplingParams,
+    collect,
+)
 from nanocore.client.tokenizer import ChatMessage
 from nanocore.demo_model import demo_model_folder
 from tests.end_to_end.engine_process import Engine, engine, run_to_exit
@@ -105,6 +111,35 @@ def test_a_revoked_client_keeps_its_session_and_gets_no_other(
             assert await chat(leaver) == ANSWER
 
     run(main())
+
+
+def test_only_administrators_pause_drain_and_go_before_others(keys: KeyFolders) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    flags = ("--curve-dir", str(keys.engine), "--scheduling-policy", "priority")
+
+    async def main(running: Engine) -> None:
+        async with (
+            connect(running, keys.client("user")) as user,
+            connect(running, keys.client("admin", is_admin=True)) as admin,
+        ):
+            for ask in (user.pause, user.drain, user.reset_prefix_cache):
+                with pytest.raises(InvalidRequestError, match="has the role user"):
+                    await ask()
+            await user.resume()
+            with pytest.raises(InvalidRequestError, match="below 0 it would go before everybody"):
+                await user.complete([1, 2, 3], NO_TEXT, priority=-1)
+            await user.complete([1, 2, 3], NO_TEXT, priority=1)
+            await admin.complete([1, 2, 3], NO_TEXT, priority=-1)
+            await admin.pause()
+            assert (await user.stats()).paused
+            await admin.resume()
+            assert await admin.reset_prefix_cache()
+            assert await chat(user) == ANSWER
+            await admin.drain()
+
+    with engine(DEMO_MODEL, *flags, endpoint=endpoint) as running:
+        run(main(running))
+        assert running.process.wait(PATIENCE_S) == 0
 
 
 def test_no_secret_is_in_the_log(running: Engine, keys: KeyFolders) -> None:

@@ -255,6 +255,41 @@ def test_steps_are_answered_without_the_step_loop_and_foreign_requests_have_no_n
     assert not steps_of(io, b"b").stats.paused
 
 
+@pytest.mark.parametrize("operation", ["pause", "drain", "reset_prefix_cache"])
+def test_what_concerns_all_clients_is_an_administrators(io: Io, operation: str) -> None:
+    io.peers.users = {b"b"}
+    io.receive(Hello(protocol=PROTOCOL_VERSION), b"b")
+    welcome = io.take_sent()[0]
+    assert isinstance(welcome, Welcome)
+    assert welcome.role == "user"
+    io.receive(Control(call_id=7, operation=operation), b"b")
+    (reply,) = io.take_sent()
+    assert isinstance(reply, Reply)
+    assert (reply.call_id, reply.ok) == (7, False)
+    assert reply.message is not None
+    assert reply.message.startswith(f"{operation} concerns all clients")
+    assert io.inbox.empty()
+    assert not io.desk.drain.is_on
+    io.receive(Control(call_id=8, operation="resume"), b"b")  # of its own pause, which it has not
+    assert isinstance(io.inbox.get_nowait(), ControlCall)
+    io.receive(Control(call_id=9, operation=operation))
+    assert io.desk.drain.is_on or isinstance(io.inbox.get_nowait(), ControlCall)
+
+
+def test_only_administrators_go_before_everybody(io: Io) -> None:
+    io.peers.users = {b"b"}
+    io.receive(Hello(protocol=PROTOCOL_VERSION), b"b")
+    io.take_sent()
+    said = {}
+    for peer in (b"a", b"b"):
+        io.receive(Submit(request_id="x", prompt_token_ids=b"\1\0\0\0", priority=-1), peer)
+        (error,) = io.take_sent()
+        assert isinstance(error, Error)
+        said[peer] = error.message
+    assert "first come, first served" in said[b"a"]  # by its admission
+    assert "which is for administrators" in said[b"b"]
+
+
 @pytest.mark.parametrize("operation", ["shutdown", "__class__", "", "STATS"])
 def test_any_other_operation_is_answered_and_goes_nowhere(io: Io, operation: str) -> None:
     io.receive(Control(call_id=7, operation=operation))

@@ -26,11 +26,11 @@ class KeyFolders:
         """The engine's keys."""
         return EngineKeys.load(self.engine)
 
-    def client(self, name: str) -> Path:
+    def client(self, name: str, is_admin: bool = False) -> Path:
         """A client's folder, made and put on the allow-list at its first use."""
         folder = self.root / name
         if not folder.exists():
-            create_client(self.engine, name, folder)
+            create_client(self.engine, name, folder, is_admin)
         return folder
 
     def client_keys(self, name: str) -> ClientKeys:

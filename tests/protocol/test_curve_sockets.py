@@ -107,6 +107,32 @@ def test_clients_on_the_allow_list_are_served(keys: KeyFolders, host: str) -> No
         chat(engine, other, b"other")
 
 
+def test_administrators_are_those_whose_keys_stand_in_their_folder(keys: KeyFolders) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with (
+        closing(EngineSocket(endpoint, keys.engine_keys)) as engine,
+        closing(PeerSocket(endpoint, keys.client_keys("user"))) as user,
+    ):
+
+        def is_admin(peer: PeerSocket) -> bool:
+            peer.send([b"word"])
+            engine.wait(int(PATIENCE_S * 1e3))
+            received = engine.receive()
+            assert received is not None
+            return engine.is_admin(received[0])
+
+        assert not is_admin(user)  # there is no such folder
+        keys.client("admin", is_admin=True)
+        with closing(PeerSocket(endpoint, keys.client_keys("admin"))) as admin:
+            assert is_admin(admin)
+            assert not is_admin(user)
+            assert not engine.is_admin(b"nobody")
+            (keys.engine / "admins").chmod(0)
+            if os.getuid():
+                assert not is_admin(admin)
+            (keys.engine / "admins").chmod(0o700)
+
+
 def test_keys_work_on_ipc_too(keys: KeyFolders, short_path: Path) -> None:
     endpoint = f"ipc://{short_path}/engine.sock"
     with (

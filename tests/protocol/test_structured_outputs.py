@@ -72,7 +72,7 @@ def test_each_kind_is_read_as_it_was_sent(kind: str) -> None:
 def test_every_kind_is_a_field_of_both_structs() -> None:
     for struct in (StructuredOutputs, StructuredOutputsParams):
         assert struct.__struct_fields__ == (
-            *KINDS, "disable_any_whitespace", "reasoning", "free_prefixes",
+            *KINDS, "disable_any_whitespace", "reasoning", "free_prefixes", "lenient",
         )  # fmt: skip
 
 

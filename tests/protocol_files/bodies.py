@@ -98,7 +98,7 @@ PROMPT_LOGPROBS: Body = {
 }  # fmt: skip
 
 FULL_CLIENT: dict[int, Body] = {
-    HELLO: {"protocol": [1, 11], "client": "vectors/1"},
+    HELLO: {"protocol": [1, 12], "client": "vectors/1"},
     SUBMIT: {
         "request_id": "a", "prompt_token_ids": PROMPT, "sampling": SAMPLING, "cache_salt": "pepper",
         "timeout_s": 60.5,
@@ -111,7 +111,7 @@ FULL_CLIENT: dict[int, Body] = {
 }  # fmt: skip
 FULL_ENGINE: dict[int, Body] = {
     WELCOME: {
-        "protocol": [1, 11],
+        "protocol": [1, 12],
         "session": "4f1d2c3b5a697887",
         "engine_instance": "0123456789abcdef0123456789abcdef",
         "model": MODEL
@@ -126,9 +126,10 @@ FULL_ENGINE: dict[int, Body] = {
             "max_num_clients": 64, "max_logprobs": 20, "max_num_queued_bytes": 2**28,
         },
         "capabilities": ["prefix_caching", "priority", "structured_outputs", "embeddings"],
+        "role": "user",
     },
-    REFUSED: {"message": "8 clients are served", "supported": [[1, 11]], "retry_after_s": 1.5},
-    ACCEPTED: {"request_id": "a", "handle": 7, "seed": MAX_INT},
+    REFUSED: {"message": "8 clients are served", "supported": [[1, 12]], "retry_after_s": 1.5},
+    ACCEPTED: {"request_id": "a", "handle": 7, "seed": MAX_INT, "not_held": ["/properties/a/not"]},
     OUTPUT: {
         "handles": handles(7, 8),
         "tokens": column(42, 43, 44),
@@ -136,7 +137,8 @@ FULL_ENGINE: dict[int, Body] = {
         "events": [
             {"handle": 7, "num_cached_tokens": 16},
             {"handle": 8, "finish_reason": "stop", "stop_reason": 44},
-            {"handle": 9, "finish_reason": "error", "message": "the step failed"},
+            {"handle": 9, "finish_reason": "error", "message": "the step failed",
+             "code": "invalid_request"},
         ],
         "logprobs": LOGPROBS,
         "prompt_logprobs": PROMPT_LOGPROBS,

@@ -101,6 +101,8 @@ def valid(
             line["presumes"] = "reasoning"
         if wanted is not None and "free_prefixes" in wanted:
             line["presumes"] = "free prefixes"
+        if wanted is not None and "lenient" in wanted:
+            line["presumes"] = "lenient parts"
     elif sender == "client" and NEW_IN_1_5 & (body.keys() | sampling.keys()):
         line["presumes"] = "protocol 1.5"
     if raw is None and _has_one_form(body):

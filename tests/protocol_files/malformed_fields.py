@@ -95,7 +95,7 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             **{f"model.{name}": "str!" for name in ("model", "architecture", "dtype")},
             **{f"model.{name}": "int!"
                for name in ("vocab_size", "max_model_len", "block_size", "num_blocks")},
-            "model.eos_token_ids": "list!", "model.default_sampling": "map",
+            "role": "str", "model.eos_token_ids": "list!", "model.default_sampling": "map",
             "model.hidden_size": "int?", "model.numerics_fingerprint": "str?",
             "model.files": "list", "model.files.num_bytes": "int!", "model.files.sha256": "str!",
             **{f"limits.{name}": "int!" for name in
@@ -106,11 +106,14 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "limits.max_logprobs": "int?", "limits.max_num_queued_bytes": "int?",
         },
         REFUSED: {"message": "str!", "supported": "list!", "retry_after_s": "float?"},
-        ACCEPTED: {"request_id": "str!", "handle": "int!", "seed": "int!"},
+        ACCEPTED: {
+            "request_id": "str!", "handle": "int!", "seed": "int!", "not_held": "list",
+        },
         OUTPUT: {
             "handles": "bin", "tokens": "bin", "counts": "bin?", "events": "list",
             "events.handle": "int!", "events.num_cached_tokens": "int?",
             "events.finish_reason": "str?", "events.stop_reason": "int?", "events.message": "str?",
+            "events.code": "str?",
             "events.embedding": "bin?",
             "logprobs": "map?", "prompt_logprobs": "map?",
             **{f"{name}.{column}": "bin" for name in ("logprobs", "prompt_logprobs")

@@ -39,6 +39,8 @@ VALID: dict[str, Body] = {
     },
     "free-prefixes-256": {"choice": ["a"], "free_prefixes": [f"b{i:x}" for i in range(256)]},
     "free-prefixes-none": {"choice": ["a"], "free_prefixes": []},
+    "lenient": {"json": SCHEMA, "lenient": [""]},
+    "lenient-parts": {"json": SCHEMA, "lenient": ["/$defs/a", "/$defs/b"]},
     "other-kinds-nil": {
         "json": None, "regex": "a", "choice": None, "grammar": None, "json_object": False,
         "structural_tag": None, "disable_any_whitespace": False, "reasoning": None,
@@ -68,6 +70,7 @@ WRONG_REASONING = (
 )  # fmt: skip
 
 
+WRONG_LENIENT = (1, None, "/a", {}, [1], [None], [b""], ["a"], [""] * 1025)
 WRONG_FREE_PREFIXES = (1, None, "<f>", {}, [1], [None], [b"a"], ["a", ""], ["a"] * 257)
 
 
@@ -106,6 +109,11 @@ def malformed() -> dict[str, Any]:
             f"free-prefixes-wrong-{i}": {"json": "{}", "free_prefixes": value}
             for i, value in enumerate(WRONG_FREE_PREFIXES)
         },
+        **{
+            f"lenient-wrong-{i}": {"json": "{}", "lenient": value}
+            for i, value in enumerate(WRONG_LENIENT)
+        },
+        "lenient-without-json": {"regex": "a", "lenient": [""]},
         "free-prefixes-alone": {"free_prefixes": ["a"]},
         "free-prefixes-too-long": {
             "json": '{"type":"integer"}'.ljust(MAX_BYTES - 4), "free_prefixes": ["abc", "de"]

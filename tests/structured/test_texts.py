@@ -125,15 +125,8 @@ def test_masks_let_through_what_is_wanted_and_nothing_else(
     assert possible(wanted, good + bad) == good
 
 
-@pytest.mark.parametrize(
-    ("text", "is_compact"),
-    [
-        ('{"a":[1,2]}', True),
-        ('{"a": [1, 2]}', False),
-        ('{\n  "a": [\n    1,\n    2\n  ]\n}', False),
-    ],
-)
-def test_white_space_is_possible_unless_it_is_forbidden(text: str, is_compact: bool) -> None:
+@pytest.mark.parametrize(("text", "is_compact"), [('{"a":[1,2]}', True), ('{"a": [1, 2]}', False)])
+def test_spaces_are_possible_unless_they_are_forbidden(text: str, is_compact: bool) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array"}}}
     assert possible({"json": schema}, [text]) == [text]
     compact = {"json": schema, "disable_any_whitespace": True}

@@ -94,6 +94,7 @@ export interface Welcome {
   model: ModelCard;
   limits: Record<string, number | null>;
   capabilities?: string[];
+  role?: "user" | "admin";
 }
 export type Stats = Record<string, number | boolean>;
 export type Reply = {

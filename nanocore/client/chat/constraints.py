@@ -12,7 +12,12 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from nanocore.client.chat.parsing.formats import REASONING_PARSERS, Formats, beginnings_of
-from nanocore.client.chat.tool_choice import ToolChoice, arguments_schema, calls_schema
+from nanocore.client.chat.tool_choice import (
+    ToolChoice,
+    arguments_schema,
+    calls_schema,
+    with_equal_schemas,
+)
 from nanocore.client.chat.tools import Tool
 from nanocore.protocol.errors import InvalidRequestError, quoted
 from nanocore.protocol.fields import MAX_FREE_PREFIXES
@@ -22,8 +27,8 @@ from nanocore.protocol.structured_outputs import (
 )
 
 _FORMATS: Final = (
-    '{"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": '
-    '{...}}} or {"type": "structural_tag", ...}'
+    '{"type": "text"}, {"type": "json_object"}, perhaps with "schema": {...}, {"type": '
+    '"json_schema", "json_schema": {"schema": {...}}} or {"type": "structural_tag", ...}'
 )
 
 
@@ -41,15 +46,16 @@ def read_response_format(response_format: object) -> StructuredOutputsParams | N
         kind = response_format.get("type")
         if kind == "text":
             return None
-        if kind == "json_object":
+        if kind == "json_object" and response_format.get("schema") is None:
             return StructuredOutputsParams(json_object=True)
         if kind == "structural_tag":
             return StructuredOutputsParams(structural_tag=response_format)
-        if kind == "json_schema":
+        if kind in ("json_schema", "json_object"):
             inner = response_format.get("json_schema", response_format)
             schema = inner.get("schema") if isinstance(inner, dict) else None
             if isinstance(schema, (dict, bool)):
-                return StructuredOutputsParams(json=schema)
+                lenient = [] if inner.get("strict") is True else [""]
+                return StructuredOutputsParams(json=schema, lenient=lenient)
     raise InvalidRequestError(
         f"response_format is one of {_FORMATS}, not {quoted(response_format)}"
     )
@@ -72,9 +78,17 @@ def constraint(
         InvalidRequestError: calls of this form have no beginning that tells them from an answer.
     """
     if choice.tool is not None:
-        return StructuredOutputsParams(json=arguments_schema(choice.tool))
+        lenient = [] if choice.tool.strict else [""]
+        return StructuredOutputsParams(json=arguments_schema(choice.tool), lenient=lenient)
     if choice.mode == "required":
-        return StructuredOutputsParams(json=calls_schema(tools, parallel_tool_calls))
+        return StructuredOutputsParams(
+            json=calls_schema(tools, parallel_tool_calls),
+            lenient=[
+                f"/$defs/{name}"
+                for name, group in with_equal_schemas(tools).items()
+                if not group[0].strict
+            ],
+        )
     if choice.mode == "auto" and response_format is not None:
         return _or_calls(response_format, tools, tool_format)
     if choice.mode == "auto" and tool_format == "hermes" and any(tool.strict for tool in tools):

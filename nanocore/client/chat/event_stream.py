@@ -72,6 +72,11 @@ class AnswerStream:
         return self._stream.is_answered
 
     @property
+    def not_held(self) -> Sequence[str]:
+        """JSON pointers of what a lenient schema asks for and the grammar lacks, once answered."""
+        return self._stream.not_held
+
+    @property
     def resumes(self) -> Sequence[Resume]:
         """How often, and how, it has gone on with another engine."""
         return self._stream.resumes
@@ -157,6 +162,7 @@ class AnswerStream:
                 stream.samples[0].num_cached_tokens or 0,
                 stream.seed,
                 stream.prompt_logprobs,
+                stream.not_held,
             )
         )
 
@@ -247,6 +253,7 @@ class _SampleEvents:
             sample.stop_reason,
             sample.message,
             sample.index,
+            sample.is_invalid,
         )
 
     def _num_reasoning_tokens(self) -> int:

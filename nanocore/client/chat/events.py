@@ -23,7 +23,8 @@ class Started(msgspec.Struct, frozen=True, gc=False):
 
     prompt_token_ids: of the rendered conversation. num_cached_tokens: of them, found in the prefix
     cache. seed: the first sample's, which the engine has drawn if none was given. prompt_logprobs:
-    if they were asked for.
+    if they were asked for. not_held: JSON pointers of what a lenient schema asks for and the
+    engine's grammar lacks.
     """
 
     request_id: str
@@ -31,6 +32,7 @@ class Started(msgspec.Struct, frozen=True, gc=False):
     num_cached_tokens: int
     seed: int | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    not_held: Sequence[str] = ()
 
 
 class Text(msgspec.Struct, frozen=True, gc=False):
@@ -88,7 +90,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     """A sample has ended.
 
     finish_reason: "tool_calls" if it stopped, and called tools. stop_reason, message: as those of
-    CompletionOutput.
+    CompletionOutput. is_invalid: an "error" that the request's own parameters bring about.
     """
 
     finish_reason: ChatFinishReason
@@ -96,6 +98,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
     stop_reason: int | str | None = None
     message: str | None = None
     index: int = 0
+    is_invalid: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False):

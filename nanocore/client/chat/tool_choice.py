@@ -63,46 +63,67 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     return {"type": "object", **tool.parameters}
 
 
+def with_equal_schemas(tools: Sequence[Tool]) -> dict[str, list[Tool]]:
+    """Tools whose arguments are the same, and as strict, by the name of the first of them."""
+    first: dict[tuple[str, bool], str] = {}
+    groups: dict[str, list[Tool]] = {}
+    for tool in tools:
+        name = first.setdefault((repr(tool.parameters), tool.strict is True), tool.name)
+        groups.setdefault(name, []).append(tool)
+    return groups
+
+
 def calls_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
     """An array of calls, [{"name": ..., "parameters": {...}}, ...]; parallel: of more than one.
 
-    A schema's references begin at its root, which is moved here. Tools of equal schemas share one.
+    A schema's references begin at its root, which is moved to "/$defs/" and the name of the first
+    tool of `with_equal_schemas`.
     """
-    groups: dict[str, list[Tool]] = {}
-    for tool in tools:
-        groups.setdefault(repr(tool.parameters), []).append(tool)
+    groups = with_equal_schemas(tools)
     schemas = {
-        f"tool_{i}": _moved(arguments_schema(group[0]), f"#/$defs/tool_{i}")
-        for i, group in enumerate(groups.values())
+        name: _moved(arguments_schema(group[0]), f"#/$defs/{name}")
+        for name, group in groups.items()
     }
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"enum": [tool.name for tool in group]},
-                "parameters": {"$ref": f"#/$defs/{key}"},
+                "parameters": {"$ref": f"#/$defs/{name}"},
             },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for key, group in zip(schemas, groups.values(), strict=True)
+        for name, group in groups.items()
     ]
     most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": schemas}
 
 
-def _moved(schema: Any, root: str) -> Any:
-    """The schema with references to its own parts beginning at the root."""
+def _moved(schema: Any, root: str, name: str | None = None) -> Any:
+    """The schema with references to its own parts beginning at the root.
+
+    name: its `$id`, which two tools may share: it goes, and references by it are moved, too. A part
+    with an `$id` of its own is the root of what it refers to, wherever it is.
+    """
     if isinstance(schema, list):
-        return [_moved(item, root) for item in schema]
+        return [_moved(item, root, name) for item in schema]
     if not isinstance(schema, dict):
         return schema
+    if isinstance(schema.get("$id"), str):
+        if name is not None:
+            return schema
+        name = schema["$id"].removesuffix("#")
+        schema = {key: value for key, value in schema.items() if key != "$id"}
+    name = name or ""
     moved: dict[str, Any] = {}
     for key, value in schema.items():
-        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
-            moved[key] = root + value[1:]
+        if key == "$ref" and isinstance(value, str):
+            own = value.removeprefix(name)
+            is_own = own in ("", "#") or own.startswith("#/")
+            moved[key] = f"{root}{own[1:]}" if is_own else value
         elif key in _NAMED_SCHEMAS and isinstance(value, dict):
-            moved[key] = {name: _moved(part, root) for name, part in value.items()}
+            moved[key] = {one: _moved(part, root, name) for one, part in value.items()}
         else:
-            moved[key] = value if key in _UNSCHEMATIC else _moved(value, root)
+            moved[key] = value if key in _UNSCHEMATIC else _moved(value, root, name)
     return moved

@@ -16,9 +16,23 @@ from nanocore.engine_core.mailbox import ControlCall, Inbox
 from nanocore.engine_core.metrics.collector import MetricsCollector
 from nanocore.engine_core.stats import DeskCounts
 from nanocore.protocol.errors import shorten
-from nanocore.protocol.messages import Control, ControlOperation, Reply
+from nanocore.protocol.messages import ADMIN_OPERATIONS, Control, ControlOperation, Reply
 
 MAX_CALLS: Final = 64  # of one session, that wait for the step loop
+
+
+def may_ask(session: Session, operation: str) -> bool:
+    """Whether the session's role allows the operation."""
+    return session.is_admin or operation not in ADMIN_OPERATIONS
+
+
+def not_permitted(control: Control) -> Reply:
+    """The answer to an operation that the session's role does not allow."""
+    text = (
+        f"{control.operation} concerns all clients, and this session's key has the role user: "
+        "ask an administrator, or have the key put into the engine's folder admins"
+    )
+    return Reply(call_id=control.call_id, ok=False, message=text)
 
 
 class ControlHandler:

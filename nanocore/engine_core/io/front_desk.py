@@ -19,7 +19,7 @@ import msgspec
 
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.compiling_requests import CompilingRequests
-from nanocore.engine_core.io.control_handler import ControlHandler
+from nanocore.engine_core.io.control_handler import ControlHandler, may_ask, not_permitted
 from nanocore.engine_core.io.drain import Drain
 from nanocore.engine_core.io.output_frames import output_frames
 from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S, Reception, patience
@@ -61,6 +61,8 @@ class Peers(Protocol):
     """Whoever is connected, by routing id. An `EngineSocket` is one, and says more of each."""
 
     def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult: ...
+
+    def is_admin(self, routing_id: bytes) -> bool: ...
 
     def admit(self, routing_id: bytes) -> None: ...
 
@@ -237,13 +239,17 @@ class FrontDesk:
             return
         self._peers.admit(routing_id)
         session = self.sessions.open(routing_id, now_s)
-        welcome = self._reception.welcome(message, session.session_id)
+        session.is_admin = self._peers.is_admin(routing_id)
+        welcome = self._reception.welcome(message, session.session_id, session.is_admin)
         session.minor = welcome.protocol[1]
         self._send(session, welcome, now_s)
         if self.sessions.has(session):
             self.drain.tell(session, now_s)
 
     def _handle(self, session: Session, message: Message, now_s: float) -> None:
+        if isinstance(message, Control) and not may_ask(session, message.operation):
+            self._send(session, not_permitted(message), now_s)
+            return
         if self.drain.handle(session, message, now_s):
             return
         match message:

@@ -81,7 +81,7 @@ class Reception:
         retry_s = self._turnover.retry_after_s(num_sessions)
         return Refused(message=text, supported=[PROTOCOL_VERSION], retry_after_s=retry_s)
 
-    def welcome(self, hello: Hello, session_id: str) -> Welcome:
+    def welcome(self, hello: Hello, session_id: str, is_admin: bool) -> Welcome:
         """What the client of a new session is told."""
         self._turnover.opened()
         return Welcome(
@@ -91,4 +91,5 @@ class Reception:
             model=self._model,
             limits=self._limits,
             capabilities=self._capabilities,
+            role="admin" if is_admin else "user",
         )

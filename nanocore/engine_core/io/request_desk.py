@@ -66,6 +66,11 @@ class RequestDesk:
             self._send(session, Error(code=code, message=text, request_id=submit.request_id), now_s)
             return
         try:
+            if submit.priority < 0 and not session.is_admin:
+                raise InvalidRequestError(
+                    f"priority={submit.priority}: below 0 it would go before everybody's, which is "
+                    "for administrators; take 0 or more"
+                )
             handle, is_only = self._num_handles + 1, not session.requests
             request = self._admission.build(submit, handle, session.client, is_only)
         except (EngineOverloadedError, InvalidRequestError) as error:
@@ -207,4 +212,9 @@ class RequestDesk:
 
 
 def _accepted(request: Request) -> Accepted:
-    return Accepted(request_id=request.request_id, handle=request.handle, seed=request.seed)
+    return Accepted(
+        request_id=request.request_id,
+        handle=request.handle,
+        seed=request.seed,
+        not_held=list(request.not_held),
+    )

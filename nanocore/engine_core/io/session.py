@@ -111,7 +111,8 @@ class Session:
 
     client: number in the engine, never reused. requests: by request id, of those not ended, the
     handles of the samples that have not.
-    num_calls: CONTROLs that the step loop has yet to answer. has_paused: it holds a pause.
+    is_admin: its key's role. num_calls: CONTROLs that the step loop has yet to answer. has_paused:
+    it holds a pause.
     minor: version of the protocol that is spoken. patience: how many checks in a row may find that
     nothing was heard, while it has requests; None: as the engine has it. num_silent_checks: that
     have, since something was heard.
@@ -122,6 +123,7 @@ class Session:
     last_seen_s: float
     session_id: str = field(default_factory=lambda: secrets.token_hex(8))
     requests: dict[str, list[int]] = field(default_factory=dict)
+    is_admin: bool = True
     num_calls: int = 0
     has_paused: bool = False
     minor: int = 0

@@ -17,7 +17,6 @@ from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.row_table import RowTable
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.messages import Event
-from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.plan import NO_TOKEN
 
 End = tuple[Request, Event]
@@ -97,8 +96,7 @@ def _end(
     request = table.request(row)
     number = int(table.num_tokens[row]) + place - request.num_prompt_tokens + 1
     if token_id == NO_TOKEN:
-        message = _why_no_token(request.sampling, number)
-        return Event(handle=request.handle, finish_reason="error", message=message)
+        return _end_without_token(request, number)
     if embedding is not None:
         if np.isfinite(np.frombuffer(embedding, "<f4")).all():
             return Event(handle=request.handle, finish_reason="stop", embedding=embedding)
@@ -106,16 +104,21 @@ def _end(
     return end_by_stop(request, token_id, number)
 
 
-def _why_no_token(sampling: EngineSamplingParams, number: int) -> str:
-    """For whoever reads the ERROR. number: of the output token that there is not, from 1."""
-    damage = (
+def _end_without_token(request: Request, number: int) -> Event:
+    """The end of a request that gets no output token of this number, from 1."""
+    message = (
         f"the logits of output token {number} are not finite (NaN or infinity): the model's "
         "weights or the KV cache are damaged, or its dtype overflows; try --dtype float32"
     )
-    masks = [name for name in MASKS if getattr(sampling, name)]
-    if not masks:
-        return damage
-    return (
-        f"no token is left to choose for output token {number}: {', '.join(masks)} of this request "
-        f"forbid all, so relax them; if they do not, {damage}"
+    masks = [name for name in MASKS if getattr(request.sampling, name)]
+    if masks:
+        message = (
+            f"no token is left to choose for output token {number}: {', '.join(masks)} of this "
+            f"request forbid all, so relax them; if they do not, {message}"
+        )
+    return Event(
+        handle=request.handle,
+        finish_reason="error",
+        message=message,
+        code="invalid_request" if masks else None,
     )

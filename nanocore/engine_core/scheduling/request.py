@@ -45,7 +45,8 @@ class Request:
     was known, if it had to wait for that. life: what has happened to it since.
     sample: which one it is, from 0. held_back: those that wait until all of this one's prompt is
     planned, because they find it in the prefix cache then; leader: whom this one waits for so.
-    matcher: of a structured output; it has seen the output tokens that were delivered.
+    matcher: of a structured output; it has seen the output tokens that were delivered. not_held:
+    what its grammar leaves out.
     """
 
     handle: int
@@ -73,6 +74,7 @@ class Request:
     held_back: Sequence[Request] = ()
     leader: Request | None = None
     matcher: Matcher | None = None
+    not_held: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = self.num_tokens - self.num_resumed_tokens
@@ -144,6 +146,7 @@ class Request:
 
     def follow(self, grammar: Grammar) -> None:
         """Let each sample's output be what the grammar says."""
+        self.not_held = grammar.not_held
         for sample in self.samples:
             sample.matcher = grammar.matcher()
 

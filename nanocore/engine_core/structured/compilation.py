@@ -9,7 +9,7 @@ have a stack for what is left.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
@@ -23,6 +23,7 @@ from nanocore.engine_core.structured.complexity import (
     check_schema,
     check_triggers,
 )
+from nanocore.engine_core.structured.lenient import relax
 from nanocore.engine_core.structured.refusals import refusal_of
 from nanocore.engine_core.structured.schema_json import parse_schema
 from nanocore.engine_core.structured.token_matcher import TokenMatcher, why, write_mask
@@ -40,7 +41,7 @@ class CompiledGrammar:
     """What every sample of a request begins with; see `Grammar`. Any thread may use it.
 
     on_too_slow: called with the reason when a matcher of it took too long. num_bytes: about what it
-    takes.
+    takes. not_held: see `Grammar`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class CompiledGrammar:
         num_bytes: int,
     ) -> None:
         self.num_bytes: Final = num_bytes
+        self.not_held: Sequence[str] = ()
         self.on_too_slow: Callable[[str], None] = lambda reason: None
         self._vocabulary = vocabulary
         self._beginning = beginning
@@ -66,15 +68,16 @@ class CompiledGrammar:
         )
 
 
-def try_grammar(vocabulary: Vocabulary, wanted: StructuredOutputs) -> str:
-    """llguidance's text for what a request wants, which `compile_text` compiles.
+def try_grammar(vocabulary: Vocabulary, wanted: StructuredOutputs) -> tuple[str, list[str]]:
+    """(llguidance's text for what a request wants, which `compile_text` compiles; what is not held)
 
     May take any time, memory and stack: `trials` has processes for it.
 
     Raises:
         InvalidRequestError: it cannot be compiled, or would take too long; it says where.
     """
-    return _tried(vocabulary, wanted)[0]
+    text, grammar = _tried(vocabulary, wanted)
+    return text, [*grammar.not_held]
 
 
 def compile_grammar(vocabulary: Vocabulary, wanted: StructuredOutputs) -> CompiledGrammar:
@@ -106,6 +109,29 @@ def _compiled(vocabulary: Vocabulary, text: str) -> tuple[CompiledGrammar, str |
 
 def _tried(vocabulary: Vocabulary, wanted: StructuredOutputs) -> tuple[str, CompiledGrammar]:
     schemas = _schemas(wanted)
+    compact = wanted.disable_any_whitespace
+
+    def refusal(schema: Any) -> str | None:
+        beginning = _begin(vocabulary, grammar_text.of_schema(schema, compact))
+        return write_mask(beginning, vocabulary, np.empty(vocabulary.num_words, np.int32))
+
+    try:
+        return _made(vocabulary, wanted, schemas, refusal)
+    except InvalidRequestError:
+        not_held = relax(schemas[0][1], wanted.lenient, refusal) if wanted.lenient else []
+        if not not_held:
+            raise
+    text, grammar = _made(vocabulary, wanted, schemas, refusal)
+    grammar.not_held = not_held
+    return text, grammar
+
+
+def _made(
+    vocabulary: Vocabulary,
+    wanted: StructuredOutputs,
+    schemas: list[tuple[str, Any]],
+    refusal: Callable[[Any], str | None],
+) -> tuple[str, CompiledGrammar]:
     for field, schema in schemas:
         check_schema(field, schema)
     text = _text(vocabulary, wanted, [schema for _, schema in schemas])
@@ -122,14 +148,8 @@ def _tried(vocabulary: Vocabulary, wanted: StructuredOutputs) -> tuple[str, Comp
             f"structured_outputs.{wanted.kind} holds half a surrogate pair, "
             f"{text[error.start : error.end]!a}: no text has that; write the whole character"
         ) from None
-    compact = wanted.disable_any_whitespace
     grammar, reason = _compiled(vocabulary, text)
     if reason is not None:
-
-        def refusal(schema: Any) -> str | None:
-            beginning = _begin(vocabulary, grammar_text.of_schema(schema, compact))
-            return write_mask(beginning, vocabulary, np.empty(vocabulary.num_words, np.int32))
-
         raise refusal_of(wanted, reason, schemas, refusal)
     _walk(grammar, vocabulary)
     return text, grammar

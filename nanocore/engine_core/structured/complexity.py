@@ -11,7 +11,12 @@ from math import lcm
 from typing import Any, Final
 
 from nanocore.engine_core.structured.schema_numbers import MERGING, check_values
-from nanocore.engine_core.structured.schema_parts import check_references, escaped, parts
+from nanocore.engine_core.structured.schema_parts import (
+    SchemaError,
+    check_references,
+    escaped,
+    parts,
+)
 from nanocore.engine_core.structured.schema_patterns import check_pattern
 from nanocore.protocol.errors import InvalidRequestError, shorten
 from nanocore.protocol.structured_outputs import StructuralTag
@@ -65,7 +70,7 @@ def check_schema(field: str, schema: Any) -> None:
     """Refuse a schema that would take minutes, or let through what it calls invalid.
 
     Raises:
-        InvalidRequestError: and where, as a JSON pointer.
+        SchemaError: and where, as a JSON pointer.
     """
     check_references(field, schema)
     check_values(field, schema)
@@ -73,8 +78,11 @@ def check_schema(field: str, schema: Any) -> None:
     is_merged = False
     for place, part in parts(schema):
         for at, pattern in _patterns(place, part):
-            check_regex(f"{field} at {at!r}", pattern)
-            check_pattern(f"{field} at {at!r}", pattern)
+            try:
+                check_regex(f"{field} at {at!r}", pattern)
+                check_pattern(f"{field} at {at!r}", pattern)
+            except InvalidRequestError as error:
+                raise SchemaError(str(error), at) from None
         if isinstance(multiple := part.get("multipleOf"), (int, float)):
             multiples.append((f"{place}/multipleOf", Decimal(str(multiple))))
         _check_min_properties(field, place, part)
@@ -116,10 +124,11 @@ def _check_min_properties(field: str, place: str, part: dict[str, Any]) -> None:
     if not isinstance(least, (int, float)) or least <= max(1, num_required):
         return
     if part.get("additionalProperties", True) is not False or "patternProperties" in part:
-        raise InvalidRequestError(
+        raise SchemaError(
             f"structured_outputs.{field} at '{place}/minProperties': {least} cannot be held where "
             "names are free, for one may come twice: list what is required, or set "
-            "additionalProperties to false"
+            "additionalProperties to false",
+            f"{place}/minProperties",
         )
 
 
@@ -134,10 +143,11 @@ def _check_multiples(field: str, multiples: list[tuple[str, Decimal]], is_merged
         except (InvalidOperation, OverflowError):
             own = MAX_MULTIPLE + 1
         if max(own, common) > MAX_MULTIPLE:
-            raise InvalidRequestError(
+            raise SchemaError(
                 f"structured_outputs.{field} at {place!r}: multipleOf={value} is too much, alone "
                 f"or with the others: without their decimal points, it and what is a multiple of "
-                f"all may be {MAX_MULTIPLE} at most; leave it out"
+                f"all may be {MAX_MULTIPLE} at most; leave it out",
+                place,
             )
 
 

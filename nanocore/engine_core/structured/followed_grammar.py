@@ -22,8 +22,9 @@ _TOKENS_PER_LOOK: Final = 256
 class FollowedGrammar:
     """Implements `Grammar` for one sample. matcher: has taken its output in."""
 
-    def __init__(self, matcher: TokenMatcher) -> None:
+    def __init__(self, matcher: TokenMatcher, not_held: Sequence[str]) -> None:
         self._matcher = matcher
+        self.not_held = not_held
 
     def matcher(self) -> TokenMatcher:
         """The one there is."""
@@ -46,7 +47,7 @@ def followed(
             return _refusal(i, token, matcher.failure)
         if i % _TOKENS_PER_LOOK == 0 and time.thread_time() - start_s > FOLLOW_S:
             return _refusal(i, token, f"to get there takes more than {FOLLOW_S:g} s")
-    return FollowedGrammar(matcher)
+    return FollowedGrammar(matcher, grammar.not_held)
 
 
 def _refusal(i: int, token: int, reason: str) -> InvalidRequestError:

@@ -16,11 +16,6 @@ from nanocore.engine_core.structured.schema_patterns import with_safe_patterns
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.structured_outputs import ReasoningMarks, StructuralTag
 
-_WHITESPACE: Final = r"\x20{1,2}|\n(\x20{0,32}|\t{0,16})"
-"""Between two parts of JSON, at most once: a space or two, or a new line and its indentation.
-
-It is bounded, for a model that cannot end would else write white space until max_tokens.
-"""
 _ESCAPES: Final = 'bfnrt"\\'
 """What follows a backslash in a string: each character can be written in one way alone.
 
@@ -123,7 +118,10 @@ def with_free_prefixes(
     """
     grammars = json.loads(text)["grammars"]
     grammars[0]["name"] = "bound"
-    beginnings = (_told_apart(prefix, vocabulary) for prefix in dict.fromkeys(prefixes))
+    beginnings = (
+        _told_apart(prefix, vocabulary, " ?" if may_be_indented else "")
+        for prefix in dict.fromkeys(prefixes)
+    )
     special = vocabulary.special_ranges()
     lark = [
         f"start: {'SPACE? ' if may_be_indented else ''}@bound | SPACE? beginning rest",
@@ -135,18 +133,24 @@ def with_free_prefixes(
     return _joined({"name": "free", "lark_grammar": "\n".join(lark)}, *grammars)
 
 
-def _told_apart(prefix: str, vocabulary: Vocabulary) -> str:
+def _told_apart(prefix: str, vocabulary: Vocabulary, space: str) -> str:
     """As `_sequence`, but what may begin JSON is cut as JSON is.
 
     A lexer that has begun one long literal does not come back for what a form begins likewise.
-    White space between two parts may lack: it is the form's to read, if that may have some.
+    White space between two parts may lack: it is the form's to read, if that may have some. space:
+    an expression of what the form has after a colon or a comma.
     """
     if prefix[0] not in _OPENS_JSON:
         return _sequence(prefix, vocabulary)
+
+    def terminal(piece: str) -> str:
+        if piece in (":", ","):
+            return f"/{piece}{space}/"
+        return _literal(piece) + ("?" if piece.isspace() else "")
+
     cut = []
     for part, token in _split(prefix, vocabulary):
-        pieces = _JSON_PIECES.findall(part)
-        text = " ".join(_literal(one) + ("?" if one.isspace() else "") for one in pieces)
+        text = " ".join(map(terminal, _JSON_PIECES.findall(part)))
         cut.append(text if token is None else f"({text} | <[{token}]>)")
     return " ".join(cut)
 
@@ -182,9 +186,13 @@ def _guided(schema: Any, compact: bool) -> Any:
         schema = {"allOf": [schema]}
     if not isinstance(schema, dict):
         return schema
+    # Small models fall into white space where it may come before a colon or a comma. llguidance
+    # allows line breaks after these only together with such.
+    space = "" if compact else " ?"
     options = {
-        "whitespace_flexible": not compact,
-        "whitespace_pattern": None if compact else _WHITESPACE,
+        "whitespace_flexible": False,
+        "item_separator": f",{space}",
+        "key_separator": f":{space}",
         "json_allowed_escapes": _ESCAPES,
     }
     return {**with_safe_patterns(schema), "x-guidance": options}

@@ -40,7 +40,7 @@ _END_LIMIT_S: Final = 5.0
 class TrialRunner(Protocol):
     """Tries what requests want, for several threads; see `TrialProcess`."""
 
-    def run(self, place: int, wanted: StructuredOutputs) -> str: ...
+    def run(self, place: int, wanted: StructuredOutputs) -> tuple[str, list[str]]: ...
 
     def close(self) -> None: ...
 
@@ -160,7 +160,7 @@ class Grammars:
     ) -> CompiledGrammar | InvalidRequestError | EngineOverloadedError:
         try:
             start_s = time.monotonic()
-            text = self._trials.run(place, job.wanted)
+            text, not_held = self._trials.run(place, job.wanted)
             if time.monotonic() - start_s <= _QUICK_S:
                 grammar = compile_text(self._vocabulary, text)
             else:
@@ -175,6 +175,7 @@ class Grammars:
         except Exception as error:
             what = f"{type(error).__name__}: {error}"
             return InvalidRequestError(engine_error(job.wanted, what))
+        grammar.not_held = not_held
         grammar.on_too_slow = partial(self._refuse, job.key)
         return grammar
 

@@ -38,7 +38,12 @@ class Matcher(Protocol):
 
 
 class Grammar(Protocol):
-    """What a structured output was compiled to; it serves any number of samples."""
+    """What a structured output was compiled to; it serves any number of samples.
+
+    not_held: JSON pointers of what was left out of its lenient parts.
+    """
+
+    not_held: Sequence[str]
 
     def matcher(self) -> Matcher:
         """A new one, at its beginning."""

@@ -19,20 +19,23 @@ MAX_SEARCH_S: Final = 0.1
 _OF_NAMES: Final = ("properties", "patternProperties")
 _OF_LISTS: Final = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
 _OF_ONE: Final = ("items", "additionalItems", "additionalProperties", "not")
-_KEY_OF: Final = {
-    "Invalid type": "type",
-    "Unknown format": "format",
-    "regex parse error": "pattern",
-    "Pointer ": "$ref",
-    "Resource ": "$ref",
-    "oneOf ": "oneOf",
-}
+_KEY_OF: Final = (
+    ("Invalid type", "type"),
+    ("Unknown format", "format"),
+    ("regex parse error", "pattern"),
+    ("regex parse error", "patternProperties"),
+    ("Pointer ", "$ref"),
+    ("Resource ", "$ref"),
+    ("oneOf ", "oneOf"),
+)
 Part = tuple[str, Any]
 """(JSON pointer, the schema there)"""
 
 
-def place_in_schema(root: Any, reason: str, refusal: Callable[[Any], str | None]) -> str:
-    """The JSON pointer of what a schema is refused for; "" is the whole of it.
+def place_in_schema(
+    root: Any, reason: str, refusal: Callable[[Any], str | None]
+) -> tuple[str, str]:
+    """(JSON pointer of the part that a schema is refused for, the keyword there or "").
 
     refusal: why a schema is refused, compiled alone; None if it is not.
     """
@@ -40,7 +43,7 @@ def place_in_schema(root: Any, reason: str, refusal: Callable[[Any], str | None]
     place, schema = "", root
     while (part := search.deeper(place, schema)) is not None:
         place, schema = part
-    return place + _key(schema, reason)
+    return place, _key(schema, reason)
 
 
 class _Search:
@@ -85,7 +88,7 @@ def _parts(place: str, schema: Any, root: Any) -> Iterator[Part]:
         return
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        found = _at(root, reference[1:])
+        found = at_pointer(root, reference[1:])
         if found is not None:
             yield reference[1:], found
     for name in _OF_NAMES:
@@ -101,7 +104,7 @@ def _parts(place: str, schema: Any, root: Any) -> Iterator[Part]:
             yield f"{place}/{name}", schema[name]
 
 
-def _at(root: Any, pointer: str) -> Any:
+def at_pointer(root: Any, pointer: str) -> Any:
     """What a JSON pointer of a schema leads to; None if to nothing."""
     for key in pointer.split("/")[1:]:
         if isinstance(root, dict):
@@ -114,13 +117,13 @@ def _at(root: Any, pointer: str) -> Any:
 
 
 def _key(schema: Any, reason: str) -> str:
-    """The key of a schema that a reason is about, as the end of a JSON pointer."""
+    """The key of a schema that a reason is about; "" if it names none."""
     if not isinstance(schema, dict):
         return ""
     named = re.findall(r"'([^']+)'|\"([^\"]+)\"", reason)
     keys = [first or second for first, second in named]
-    keys += [key for text, key in _KEY_OF.items() if reason.startswith(text)]
-    return next((f"/{escaped(key)}" for key in keys if key in schema), "")
+    keys += [key for text, key in _KEY_OF if reason.startswith(text)]
+    return next((key for key in keys if key in schema), "")
 
 
 def _first_line(text: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from nanocore.engine_core.structured.places import in_lark, in_regex, place_in_schema
+from nanocore.engine_core.structured.schema_parts import escaped
 from nanocore.protocol.errors import InvalidRequestError, shorten
 from nanocore.protocol.structured_outputs import StructuredOutputs
 
@@ -37,7 +38,8 @@ def refusal_of(
     for field, schema in schemas:
         own = reason if len(schemas) == 1 and wanted.json is not None else schema_refusal(schema)
         if own is not None:
-            place = place_in_schema(schema, own, schema_refusal)
+            place, key = place_in_schema(schema, own, schema_refusal)
+            place += f"/{escaped(key)}" if key else ""
             return _error(field, f" at {place!r}" if place else "", _schema_reason(own), own)
     return _error(wanted.kind, "", in_lark(reason), reason)
 

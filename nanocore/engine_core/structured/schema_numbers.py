@@ -13,8 +13,8 @@ from decimal import Decimal
 from typing import Any, Final
 
 from nanocore.engine_core.structured.schema_json import Rounded
-from nanocore.engine_core.structured.schema_parts import escaped, parts
-from nanocore.protocol.errors import InvalidRequestError, shorten
+from nanocore.engine_core.structured.schema_parts import SchemaError, escaped, parts
+from nanocore.protocol.errors import shorten
 
 MAX_NUMBER: Final = 2**53
 """Beyond it a double does not hold each whole number."""
@@ -32,7 +32,7 @@ def check_values(field: str, schema: Any) -> None:
     """Refuse what would be changed in const, enum, bounds and multipleOf.
 
     Raises:
-        InvalidRequestError: and where, as a JSON pointer.
+        SchemaError: and where, as a JSON pointer.
     """
     for place, part in parts(schema):
         for keyword in ("const", "enum"):
@@ -146,7 +146,7 @@ def _decimal(value: float) -> Decimal:
     return Decimal(str(value)).normalize()
 
 
-def _too_close(field: str, place: str, value: Decimal) -> InvalidRequestError:
+def _too_close(field: str, place: str, value: Decimal) -> SchemaError:
     return _refusal(
         field,
         place,
@@ -155,5 +155,5 @@ def _too_close(field: str, place: str, value: Decimal) -> InvalidRequestError:
     )
 
 
-def _refusal(field: str, place: str, text: str) -> InvalidRequestError:
-    return InvalidRequestError(f"structured_outputs.{field} at {place!r}: {text}")
+def _refusal(field: str, place: str, text: str) -> SchemaError:
+    return SchemaError(f"structured_outputs.{field} at {place!r}: {text}", place)

@@ -20,6 +20,14 @@ VALUES: Final = frozenset({"const", "enum", "default", "examples", "example", "x
 """Keywords that hold values, in which nothing is a keyword."""
 
 
+class SchemaError(InvalidRequestError):
+    """A schema is refused. place: of the keyword to blame, or of a value in it; a JSON pointer."""
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
 def parts(schema: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
     """(JSON pointer, schema) of all schemas that are objects, each before those that it holds.
 
@@ -47,9 +55,10 @@ def check_references(field: str, schema: Any) -> None:
         for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
             reference = part.get(keyword)
             if isinstance(reference, str) and not _leads_to_a_part(reference):
-                raise InvalidRequestError(
+                raise SchemaError(
                     f"structured_outputs.{field} at '{place}/{keyword}': {shorten(reference)} "
-                    "leads to a value, or to schemas by their names: put the schema into $defs"
+                    "leads to a value, or to schemas by their names: put the schema into $defs",
+                    f"{place}/{keyword}",
                 )
 
 

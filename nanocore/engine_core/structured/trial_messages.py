@@ -32,11 +32,12 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """llguidance's text for it, or why it is refused; else the signal that ended its process.
 
     number: its trial's; if the process was ended just after its verdict, there are two of them.
-    signal: 0 if the process ended by itself.
+    not_held: what was left out. signal: 0 if the process ended by itself.
     """
 
     number: int
     text: str | None = None
+    not_held: list[str] = []
     refusal: str | None = None
     signal: int = 0
 

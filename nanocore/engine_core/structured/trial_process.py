@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
@@ -36,7 +37,9 @@ logger = logging.getLogger(__name__)
 
 _COMMAND: Final = module_command("nanocore.engine_core.structured.trials")
 _ANSWER_LIMIT_S: Final = WALL_LIMIT_S + 5.0
-"""Beyond that the process is stuck, or stopped, and another one is started."""
+"""Beyond that the process is stuck, and another one is started."""
+_LOOK_S: Final = 1.0
+"""Silence after which it is looked at: if a signal has stopped it, no answer will come."""
 _NOT_BY_A_CLOCK: Final = {*VERDICT_SIGNALS} - {signal.SIGPROF}
 _RETRY_AFTER_S: Final = 5.0
 
@@ -58,8 +61,10 @@ class TrialProcess:
         running = self._running
         return None if running is None else running.process.pid
 
-    def run(self, place: int, wanted: StructuredOutputs) -> str:
-        """llguidance's text for it. place: the asking thread's, from 0 to NUM_TRIALS - 1.
+    def run(self, place: int, wanted: StructuredOutputs) -> tuple[str, list[str]]:
+        """(llguidance's text for it, what was left out).
+
+        place: the asking thread's, from 0 to NUM_TRIALS - 1.
 
         Raises:
             InvalidRequestError: why it is refused; it would be again.
@@ -69,7 +74,7 @@ class TrialProcess:
         if verdict is not None and verdict.signal in _NOT_BY_A_CLOCK:
             verdict = self._verdict(place, wanted)  # a refusal is kept: so not by one accident
         if verdict is not None and verdict.text is not None:
-            return verdict.text
+            return verdict.text, verdict.not_held
         if verdict is not None and verdict.refusal is not None:
             raise InvalidRequestError(verdict.refusal)
         if verdict is not None and verdict.signal in VERDICT_SIGNALS:
@@ -157,8 +162,22 @@ class _Running:
         number, pipe = self._numbers[place], self.pipes[place]
         try:
             pipe.send(Trial(number, wanted))
-            while (verdict := pipe.recv()).number != number:
-                pass
+            end_s = time.monotonic() + _ANSWER_LIMIT_S
+            while True:
+                while not pipe.has_message(_LOOK_S):
+                    if time.monotonic() > end_s or self._is_stopped():
+                        return None
+                if (verdict := pipe.recv()).number == number:
+                    return verdict
         except (OSError, EOFError, msgspec.DecodeError):
             return None
-        return verdict
+
+    def _is_stopped(self) -> bool:
+        """Whether a signal has stopped the process, or one that it has forked."""
+        pid = self.process.pid
+        try:
+            forked = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            stats = [Path(f"/proc/{one}/stat").read_bytes() for one in (pid, *forked)]
+        except OSError:  # one of them has just ended
+            return False
+        return any(stat.rpartition(b") ")[2].startswith(b"T") for stat in stats)

@@ -154,7 +154,8 @@ def _verdict(vocabulary: Vocabulary, trial: Trial) -> Verdict:
     signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
     _limit_memory(_pages()[0] * resource.getpagesize() + MEMORY_LIMIT_MIB * 2**20)
     try:
-        return Verdict(trial.number, text=try_grammar(vocabulary, trial.wanted))
+        text, not_held = try_grammar(vocabulary, trial.wanted)
+        return Verdict(trial.number, text=text, not_held=not_held)
     except InvalidRequestError as error:
         return Verdict(trial.number, refusal=str(error))
     except MemoryError:

@@ -142,7 +142,7 @@ def _response_format(request: CountTokensRequest) -> dict[str, Any] | None:
         return None
     if wanted.type != "json_schema" or wanted.schema is None:
         raise bad_request('an output format is {"type": "json_schema", "schema": {...}}')
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": wanted.schema}}
+    return {"type": "json_schema", "schema": wanted.schema, "strict": True}
 
 
 def _template_kwargs(request: CountTokensRequest) -> dict[str, Any]:

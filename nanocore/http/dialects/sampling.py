@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
 from msgspec.structs import replace
@@ -19,6 +19,8 @@ _SAME: Final = (
     "prompt_logprobs",
 )  # fmt: skip
 """Fields that SamplingParams has by the same name, and None where they are not given."""
+Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+"""Below 0 a request would go before everybody's, which is for administrators, on the wire alone."""
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -47,7 +49,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     logit_bias: dict[str, float] | None = None
     structured_outputs: dict[str, Any] | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     cache_salt: str | None = None
     request_id: str | None = None
     use_beam_search: bool | None = None

@@ -20,6 +20,7 @@ from nanocore.http.dialects.prompts import (
     tokenize_prompts,
     truncated,
 )
+from nanocore.http.dialects.sampling import Priority
 from nanocore.http.errors import bad_request
 from nanocore.http.exchange import Exchange
 
@@ -40,7 +41,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
-    priority: int | None = None
+    priority: Priority | None = None
     cache_salt: str | None = None
     user: Any = None
 

@@ -30,7 +30,7 @@ class ClientAllowList:
     def callback(self, _domain: str, key: bytes) -> bool:
         """Whether a client with this public key, Z85 text, is served. The name is zmq.auth's."""
         try:
-            name = self._name_of(key)
+            name = name_of(self._folder, key)
         except Exception:  # it would end the thread that asks; whatever it is, the answer is no
             logger.exception("the allow-list %s cannot be read: refusing a client", self._folder)
             return False
@@ -43,16 +43,18 @@ class ClientAllowList:
             )
         return name is not None
 
-    def _name_of(self, key: bytes) -> str | None:
-        for path in sorted(self._folder.iterdir()):
-            if path.suffix != ".key":
-                continue
-            try:
-                if load_public_key(path) == key:
-                    return path.stem
-            except KeyFileError as error:  # one bad file shuts out one client
-                logger.warning("%s", error)
-        return None
+
+def name_of(folder: Path, key: bytes) -> str | None:
+    """The name of the file in a folder that holds this public key, Z85 text."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix != ".key":
+            continue
+        try:
+            if load_public_key(path) == key:
+                return path.stem
+        except KeyFileError as error:  # one bad file shuts out one client
+            logger.warning("%s", error)
+    return None
 
 
 class ClientAuthenticator:

@@ -1,9 +1,10 @@
 """CURVE keys: who an engine is, whom it serves, and the files that say so.
 
-An engine's folder holds engine.key, engine.key_secret and clients/NAME.key, its allow-list; a
-client's holds client.key, client.key_secret and engine.key. The files are zmq.auth's certificates,
-the keys in them Z85 text of 40 characters. A secret that other users can read is refused, and so
-is an allow-list that others can add to. A secret never appears in a message, a log or a repr.
+An engine's folder holds engine.key, engine.key_secret and clients/NAME.key, its allow-list; those
+of its clients that are administrators stand in admins/NAME.key, too. A client's holds client.key,
+client.key_secret and engine.key. The files are zmq.auth's certificates, the keys in them Z85 text
+of 40 characters. A secret that other users can read is refused, and so is an allow-list that others
+can add to. A secret never appears in a message, a log or a repr.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from nanocore.protocol.errors import ConfigError, KeyFileError
 ENGINE: Final = "engine"
 CLIENT: Final = "client"
 CLIENTS_FOLDER: Final = "clients"
+ADMINS_FOLDER: Final = "admins"
 ZAP_DOMAIN: Final = "nanocore"
 _OTHERS_WRITE: Final = 0o022
 _OTHERS_OPEN: Final = 0o077
@@ -33,11 +35,15 @@ _KEY: Final = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 @dataclass(frozen=True, slots=True)
 class EngineKeys:
-    """An engine's key pair, Z85 text, and the folder with the keys of the clients it serves."""
+    """An engine's key pair, Z85 text, and the folders with keys of its clients and of admins.
+
+    Without a folder of admins no client is one.
+    """
 
     public_key: bytes
     secret_key: bytes = field(repr=False)
     clients: Path
+    admins: Path
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -46,11 +52,11 @@ class EngineKeys:
         Raises:
             KeyFileError: a file is missing or none, or open to other users.
         """
-        clients = folder / CLIENTS_FOLDER
-        for directory in (folder, clients):
+        clients, admins = folder / CLIENTS_FOLDER, folder / ADMINS_FOLDER
+        for directory in (folder, clients, *([admins] if admins.exists() else [])):
             _require_directory(directory, f"make it with `nanocore-keygen {folder}`")
             _require_closed(directory, _OTHERS_WRITE, "700")
-        return cls(*_load_pair(folder, ENGINE), clients)
+        return cls(*_load_pair(folder, ENGINE), clients, admins)
 
     @property
     def options(self) -> dict[int, int | bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -12,7 +13,7 @@ import zmq
 
 from nanocore.protocol.endpoint import TCP
 from nanocore.protocol.errors import AddressInUseError, ConfigError
-from nanocore.protocol.sockets.client_authenticator import ClientAuthenticator
+from nanocore.protocol.sockets.client_authenticator import ClientAuthenticator, name_of
 from nanocore.protocol.sockets.curve import EngineKeys
 from nanocore.protocol.sockets.options import (
     BACKLOG,
@@ -24,6 +25,8 @@ from nanocore.protocol.sockets.options import (
     socket_options,
 )
 from nanocore.protocol.sockets.tcp_guard import SWEEP_INTERVAL_S, TcpGuard
+
+logger = logging.getLogger(__name__)
 
 _MAX_SKIPPED_FRAMES: Final = 1000  # by one call; about a millisecond
 _NO_WAIT: Final = int(zmq.NOBLOCK)
@@ -47,6 +50,7 @@ class CurveRouter:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, PEER_HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, PEER_HIGH_WATER_MARK)
+        self._admins = None if keys is None else keys.admins
         self.authenticator: ClientAuthenticator | None = None
         if keys is not None:
             self.authenticator = ClientAuthenticator(self._context, keys.clients)
@@ -109,7 +113,7 @@ class CurveRouter:
             frames.append(frame.bytes)
         self._is_cut = frame.more
         if self._guard is not None:
-            self._guard.note(routing_id, int(frame.get(zmq.SRCFD)))
+            self._guard.note(routing_id, int(frame.get(zmq.SRCFD)), str(frame.get("User-Id")))
         return routing_id, frames
 
     def _skip(self) -> bool:
@@ -133,6 +137,17 @@ class CurveRouter:
 
     def take_gone(self) -> list[bytes]:
         return [] if self._guard is None else self._guard.take_gone()
+
+    def is_admin(self, routing_id: bytes) -> bool:
+        if self._guard is None or self._admins is None:  # ipc
+            return True
+        try:
+            return name_of(self._admins, self._guard.key_of(routing_id)) is not None
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            logger.warning("no client is an administrator: %s", error)
+            return False
 
     def admit(self, routing_id: bytes) -> None:
         if self._guard is not None:

@@ -63,6 +63,10 @@ class EngineSocket:
         """Queue a message for one client; never blocks."""
         return self.router.send(routing_id, frames)
 
+    def is_admin(self, routing_id: bytes) -> bool:
+        """Whether the peer may do what concerns all clients: on ipc, or by its key's file."""
+        return self.router.is_admin(routing_id)
+
     def admit(self, routing_id: bytes) -> None:
         """Keep the connection: it is no guest any more."""
         self.router.admit(routing_id)

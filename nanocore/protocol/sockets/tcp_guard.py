@@ -55,6 +55,7 @@ class _Received:
 class _Connection:
     """has_delivered: a message since the last sweep. num_bytes: received when it last had.
 
+    key: the client's public one, Z85 text.
     unanswered_s: for how long sweeps have found that something was sent and is not acknowledged,
     and that nothing was since the sweep before.
     """
@@ -62,6 +63,7 @@ class _Connection:
     fd: int
     peer: object
     routing_id: bytes | None = None
+    key: str = ""
     has_delivered: bool = False
     num_bytes: int = 0
     unanswered_s: float = 0.0
@@ -91,8 +93,8 @@ class TcpGuard:
         self._gone: list[bytes] = []
         self._last_sweep_s = -math.inf
 
-    def note(self, routing_id: bytes, fd: int) -> None:
-        """A message of this peer has been delivered, over this descriptor."""
+    def note(self, routing_id: bytes, fd: int, key: str = "") -> None:
+        """A message of this peer, with this key, has been delivered, over this descriptor."""
         connection = self._connections.get(fd)
         if connection is None or connection.routing_id not in (None, routing_id):
             self._take_events()  # it has just been accepted
@@ -100,8 +102,13 @@ class TcpGuard:
             if connection is None:
                 return
         connection.has_delivered = True
-        connection.routing_id = routing_id
+        connection.routing_id, connection.key = routing_id, key
         self._by_routing_id[routing_id] = connection
+
+    def key_of(self, routing_id: bytes) -> bytes:
+        """The public key, Z85 text, of a peer that has delivered something; empty of another."""
+        connection = self._by_routing_id.get(routing_id)
+        return b"" if connection is None else connection.key.encode()
 
     def admit(self, routing_id: bytes) -> None:
         """As `EngineSocket.admit`."""

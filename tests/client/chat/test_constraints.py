@@ -24,6 +24,7 @@ TAG = {
     "triggers": ["<f"],
 }
 JSON = StructuredOutputsParams(json=SCHEMA)
+LENIENT = StructuredOutputsParams(json=SCHEMA, lenient=[""])
 AUTO = ToolChoice("auto")
 
 
@@ -48,7 +49,9 @@ class Answer:
         (None, None),
         ({"type": "text"}, None),
         ({"type": "json_object"}, StructuredOutputsParams(json_object=True)),
-        ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, JSON),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}, LENIENT),
+        ({"type": "json_object", "schema": SCHEMA}, LENIENT),
+        ({"type": "json_object", "schema": None}, StructuredOutputsParams(json_object=True)),
         ({"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}, JSON),
         (Answer, JSON),
         ({"type": "structural_tag", **TAG}, StructuredOutputsParams(structural_tag=TAG)),
@@ -63,7 +66,8 @@ def test_response_formats_are_structured_outputs(response_format: Any, wanted: A
     "response_format",
     ["json", 5, [], {}, {"type": "xml"}, {"type": "json_schema"}, object,
      {"type": "json_schema", "json_schema": {"name": "x"}},
-     {"type": "json_schema", "json_schema": {"schema": "{}"}}],
+     {"type": "json_schema", "json_schema": {"schema": "{}"}},
+     {"type": "json_object", "schema": "{}"}],
 )  # fmt: skip
 def test_other_response_formats_are_refused(response_format: Any) -> None:
     with pytest.raises(InvalidRequestError, match="response_format is one of"):
@@ -71,14 +75,17 @@ def test_other_response_formats_are_refused(response_format: Any) -> None:
 
 
 def test_a_named_tool_is_its_arguments() -> None:
-    choice = read_tool_choice({"function": {"name": "g"}}, tools())
-    assert constraint(tools(), choice, True, JSON, "hermes") == JSON
+    for name, wanted in (("f", JSON), ("g", LENIENT)):
+        choice = read_tool_choice({"function": {"name": name}}, tools(strict=True))
+        assert constraint(tools(strict=True), choice, True, JSON, "hermes") == wanted
 
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_required_calls_are_an_array(parallel: bool) -> None:
-    wanted = constraint(tools(), ToolChoice("required"), parallel, None, None)
-    assert wanted == StructuredOutputsParams(json=calls_schema(tools(), parallel))
+    given = tools(strict=True)
+    wanted = constraint(given, ToolChoice("required"), parallel, None, None)
+    schema = calls_schema(given, parallel)
+    assert wanted == StructuredOutputsParams(json=schema, lenient=["/$defs/g"])
 
 
 def test_an_answer_that_may_call_is_free() -> None:

@@ -135,7 +135,7 @@ def test_forced_calls_match_the_schemas_of_their_tools(parallel: bool) -> None:
     bad: list[Any] = [
         {"name": "list", "parameters": {"head": {"other": 1}}},
         {"name": "list", "parameters": {"head": {}, "again": {}}},
-        {"name": "data", "parameters": {"$ref": {"$ref": "#/$defs/tool_1/data"}}},
+        {"name": "data", "parameters": {"$ref": {"$ref": "#/$defs/data/data"}}},
         {"name": "other", "parameters": {}},
         {"name": "bare"},
         {"name": "bare", "parameters": 5},

@@ -46,7 +46,7 @@ class Gate:
         self.begun: Queue[str] = Queue()
         self.ends: dict[str, threading.Event] = {}
 
-    def run(self, place: int, wanted: StructuredOutputs) -> str:
+    def run(self, place: int, wanted: StructuredOutputs) -> tuple[str, list[str]]:
         [name] = wanted.choice or []
         self.begun.put(name)
         if name in self.ends:
@@ -59,7 +59,7 @@ class Gate:
             raise MemoryError
         if name == "broken":
             raise RuntimeError("a mistake of ours")
-        return grammar_text.of_choice([name])
+        return grammar_text.of_choice([name]), []
 
     def close(self) -> None:
         for event in self.ends.values():

@@ -90,17 +90,18 @@ def test_a_json_object_is_one(vocabulary: Vocabulary) -> None:
         assert isinstance(json.loads(text), dict)
 
 
-def test_white_space_is_allowed_where_json_has_it_and_ends(vocabulary: Vocabulary) -> None:
-    schema = '{"type":"object","properties":{"a":{"type":"null"}},"required":["a"]}'
-    pretty = '{\n  "a": null\n}'
-    loose, compact = (
-        compiled(vocabulary, json=schema, disable_any_whitespace=flag) for flag in (False, True)
-    )
-    assert follow(vocabulary, loose.matcher(), pretty)
-    assert not follow(vocabulary, compact.matcher(), pretty)
-    assert follow(vocabulary, compact.matcher(), '{"a":null}')
-    assert not follow(vocabulary, loose.matcher(), "{" + " " * 50)
-    assert not follow(vocabulary, loose.matcher(), "{\n\n")
+@pytest.mark.parametrize("schema", [{"type": "object"}, {"properties": {"a": {"items": {}}}}, True])
+def test_a_space_may_follow_a_colon_or_a_comma_and_no_other_white_space_comes(
+    vocabulary: Vocabulary, schema: Any
+) -> None:
+    spaced, compact = '{"a": [1, {"b": 2, "c": 3}]}', '{"a":[1,{"b":2,"c":3}]}'
+    for flag, texts in ((False, {spaced, compact}), (True, {compact})):
+        grammar = compiled(vocabulary, json=json.dumps(schema), disable_any_whitespace=flag)
+        for text in (spaced, compact):
+            assert follow(vocabulary, grammar.matcher(), text) is (text in texts)
+        for odd in ('{"a"\n', '{"a" ', '{"a":\n', '{"a":  ', '{"a":1\n', '{"a":1 ', '{"a":1,\n',
+                    '{"a":1,  ', "{\n", "{ ", "\n", '{"a":[ ', '{"a":[1 '):  # fmt: skip
+            assert not follow(vocabulary, grammar.matcher(), odd), odd
 
 
 @pytest.mark.parametrize(

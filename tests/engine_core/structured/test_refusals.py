@@ -45,6 +45,7 @@ def many(**last: Any) -> dict[str, Any]:
         ({"properties": {"a": {"$ref": "http://localhost/x"}}}, "/properties/a/$ref"),
         ({"properties": {"a": {"type": "string", "pattern": "x(a"}}}, "/properties/a/pattern"),
         ({"properties": {"a": {"type": "string", "pattern": "(?=a)b"}}}, "/properties/a/pattern"),
+        ({"items": {"patternProperties": {"(?=a)b": {}}}}, "/items/patternProperties"),
         ({"items": {"minLength": -1}}, "/items/minLength"),
         ({"items": {"oneOf": [{"minimum": 1}, {"maximum": 5}]}}, "/items/oneOf"),
         ({"prefixItems": [{}, {"uniqueItems": True}]}, "/prefixItems/1/uniqueItems"),

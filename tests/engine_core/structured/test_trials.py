@@ -105,7 +105,7 @@ def busy_ticks(trials: TrialProcess) -> dict[int, int]:
 
 def test_what_passes_compiles_to_what_was_tried(trials: TrialProcess) -> None:
     vocabulary = demo_vocabulary()
-    grammar = compile_text(vocabulary, trials.run(0, want("a")))
+    grammar = compile_text(vocabulary, trials.run(0, want("a"))[0])
     assert vocabulary.tokenizer.decode_str(allowed(vocabulary, grammar.matcher())) == "a"
 
 
@@ -292,6 +292,22 @@ def test_a_process_that_is_gone_is_told_of_and_started_again() -> None:
     assert trials.pid != before
     assert grammars.close()
     assert trials.pid is None
+
+
+@pytest.mark.parametrize("whom", ["all", "those that try"])
+def test_processes_that_are_stopped_are_told_of_and_started_again(
+    trials: TrialProcess, monkeypatch: pytest.MonkeyPatch, whom: str
+) -> None:
+    monkeypatch.setattr(trial_process, "_LOOK_S", 0.02)
+    assert trials.run(0, want("a"))
+    pid = trials.pid
+    assert pid is not None
+    for one in [*child_pids(pid), *([pid] if whom == "all" else [])]:
+        os.kill(one, signal.SIGSTOP)
+    with pytest.raises(EngineOverloadedError, match="gone or stuck"):
+        trials.run(0, want("b"))
+    assert trials.pid != pid
+    assert trials.run(0, want("b"))
 
 
 def test_closing_ends_a_trial_in_its_midst() -> None:
