@@ -24,7 +24,7 @@ from nanocore.protocol.endpoint import (
 )
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Capability
-from nanocore.worker.messages import WorkerConfig
+from nanocore.worker.messages import MAX_PROMPT_LOGPROBS, WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +41,7 @@ class SchedulerConfig:
     computed beside them; infinity is no target. num_groups: groups of rows, one per pipeline
     stage; see `nanocore.worker.plan`. num_speculative_tokens: drafts that a decoding row computes
     after its token, of which the worker accepts some; no worker drafts yet, so no flag sets it.
+    max_prompt_logprobs: log probabilities of prompt tokens in a step, if it tells those of several.
     """
 
     max_num_seqs: int
@@ -54,6 +55,12 @@ class SchedulerConfig:
     target_itl_ms: float = math.inf
     num_groups: int = 1
     num_speculative_tokens: int = 0
+    max_prompt_logprobs: int = MAX_PROMPT_LOGPROBS
+
+    @property
+    def max_chunk(self) -> int:
+        """Tokens that a prompt may compute in one step."""
+        return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
     def __post_init__(self) -> None:
         most, drafts = f"--max-num-seqs ({self.max_num_seqs})", self.num_speculative_tokens
@@ -212,6 +219,7 @@ class EngineConfig(EngineParameters):
             "policy": self.scheduling_policy,
             "num_groups": self.pipeline_parallel_size,
             "num_speculative_tokens": 0,
+            "max_prompt_logprobs": MAX_PROMPT_LOGPROBS,
         }
         names = (field.name for field in fields(SchedulerConfig))
         return SchedulerConfig(**{name: self._value(name, given) for name in names})

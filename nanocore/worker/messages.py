@@ -22,6 +22,10 @@ Quantization = Literal["int4", "int8", "fp8"]
 ActivationQuantization = Literal["auto", "none"]
 FailureKind = Literal["config", "model_file", "memory", "internal"]
 
+MAX_PROMPT_LOGPROBS = 1 << 21
+"""That a step tells of prompt tokens, if it tells those of more than one. Workers find out at their
+start what memory so many take; on the way to the client they take some hundred megabytes."""
+
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What every rank of an engine is told: `EngineParameters` of the same names, none left open.
@@ -44,6 +48,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_logprobs: int
     gpu_memory_utilization: float
     kv_cache_memory_bytes: int | None
     tensor_parallel_size: int

@@ -40,7 +40,7 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
                 row for row in prompts if precedence(running_set.request(row)) < precedence(head)
             }
         assert prompts <= served | step.stalled
-        decodes = {row for row in running_set.decoding.tolist() if default[row]}
+        decodes = {row for row in running_set.table.decoding.tolist() if default[row]}
         assert decodes <= served | step.stalled
         for chunk in step.chunks:
             is_whole = left[chunk.row] == 1 - default[chunk.row]
@@ -99,8 +99,8 @@ def num_left(scheduler: Scheduler, row: int) -> int:
 def check_rows(scheduler: Scheduler) -> None:
     """Every running row is at one thing, and its counts are in order."""
     running, config, kv_cache = scheduler.running, scheduler.config, scheduler.kv_cache
-    decoding = running.decoding.tolist()
-    at = [*decoding, *running.prefilling, *running.finishing]
+    decoding = running.table.decoding.tolist()
+    at = [*decoding, *running.prefilling, *running.table.finishing]
     assert sorted(at) == sorted(request.row for request in running.requests())
     groups_in_flight = set(running.groups_in_flight)
     for row in at:

@@ -178,6 +178,7 @@ def test_the_workers_part_has_every_parameter_of_the_same_name_and_no_other() ->
         block_size=32,
         max_num_seqs=3,
         max_num_batched_tokens=17,
+        max_logprobs=5,
         gpu_memory_utilization=0.25,
         seed=7,
         kv_cache_memory_bytes=99,

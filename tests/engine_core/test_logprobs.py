@@ -336,3 +336,32 @@ def test_entries_in_another_order_than_the_tokens_go_with_their_own() -> None:
         for handle, (_, candidates) in entries_on_wire(message.logprobs):
             assert [handle] == np.frombuffer(message.handles, "<u4").tolist()
             assert [candidates[0][0]] == np.frombuffer(message.tokens, "<i4").tolist()
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_prompts_are_computed_in_slices_of_so_many_logprobs(num_groups: int) -> None:
+    scheduler, executor = make_scheduler(max_prompt_logprobs=30, num_groups=num_groups)
+    worker, deliveries = PipelinedExecutor(executor), Deliveries()
+    prompts = {1: list(range(20)), 2: [7] * 9, 3: [8] * 12, 4: [9] * 3}
+    numbers = {1: 39, 2: 5, 3: None, 4: 2}  # those of 1 are above the limit, for each token
+    for handle, prompt in prompts.items():
+        scheduler.add(make_request(handle, prompt, 2, prompt_logprobs=numbers[handle]))
+    most_told = 0
+    while scheduler.num_requests:
+        while (group := scheduler.next_group()) is not None and len(worker) < num_groups:
+            worker.submit(scheduler.schedule(group))
+            plan = scheduler.planned
+            told = [(chunk.num_tokens, numbers[scheduler.running.request(chunk.row).handle])
+                    for chunk in plan.chunks]  # fmt: skip
+            told = [(count, 1 + number) for count, number in told if number is not None]
+            num_told = sum(count * number for count, number in told)
+            # Whoever waits is given a row, and a token, all the same.
+            assert num_told <= 30 or {count for count, _ in told} == {1}
+            most_told = max(most_told, num_told if len(told) > 1 else 0)
+        deliveries.take(scheduler, worker.collect())
+    assert most_told > 0, "several share a step"
+    for handle, prompt in prompts.items():
+        number = numbers[handle]
+        expected = [] if number is None else expected_logprobs(prompt[:1], prompt[1:], number)
+        assert deliveries.prompt_logprobs.get(handle, []) == expected
+        assert deliveries.tokens[handle] == expected_tokens(prompt, 2)

@@ -10,6 +10,7 @@ import random
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.queue_limit import QueueLimit
@@ -80,6 +81,8 @@ class Admission:
         sampling = submit.sampling or self._model.default_sampling
         eos_token_ids = () if sampling.ignore_eos else tuple(self._model.eos_token_ids)
         self._check.check(sampling, eos_token_ids)
+        if sampling.prompt_logprobs == -1:  # by the number a step's share of them is computed
+            sampling = replace(sampling, prompt_logprobs=self._model.vocab_size)
         check_outputs(outputs, sampling, eos_token_ids, len(prompt), self._model.max_model_len)
         max_num_tokens = self._max_num_tokens(len(prompt), sampling)
         if handle + sampling.n - 1 > MAX_HANDLE:

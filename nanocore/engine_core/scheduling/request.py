@@ -106,6 +106,12 @@ class Request:
         return self.key_chain.keys[: num_tokens // block_size]
 
     @property
+    def num_logprobs_a_prompt_token(self) -> int:
+        """Its own and the most likely ones; 0 if the prompt's are not asked for."""
+        asked = self.sampling.prompt_logprobs
+        return 0 if asked is None else 1 + asked
+
+    @property
     def num_asked_prompt_logprobs(self) -> int:
         """All that it is to get: of each prompt token but the first, if it asks for them."""
         return 0 if self.sampling.prompt_logprobs is None else self.num_prompt_tokens - 1

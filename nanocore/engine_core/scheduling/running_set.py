@@ -25,6 +25,7 @@ from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.row_table import RowTable
 from nanocore.engine_core.scheduling.spans import IntArray, attended_tokens
 from nanocore.engine_core.scheduling.step import Chunk, StepOutcome, StepPlan, new_row
+from nanocore.engine_core.scheduling.step_budget import chunk_limit
 from nanocore.engine_core.scheduling.step_result import ResultReader
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.kv_cache import Block, KVCacheManager
@@ -48,12 +49,13 @@ class RunningSet:
         precedence: PrecedenceKey,
         journal: Journal,
     ) -> None:
-        self.max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        self.max_chunk = config.max_chunk
         """Tokens that a prompt may compute in one step."""
         self.may_overlap = config.num_groups == 1 and not config.num_speculative_tokens
         """Whether a step may be planned while others are in flight that its rows are in."""
         self._num_groups = config.num_groups
         self._num_drafts = config.num_speculative_tokens
+        self._config = config
         sizes = config.max_num_seqs, config.max_model_len, config.num_groups, self._num_drafts
         self.table = RowTable(*sizes, journal)
         self._results = ResultReader(self.table)
@@ -90,19 +92,9 @@ class RunningSet:
         return structured_rows.are_masks_known(planned, before)
 
     @property
-    def decoding(self) -> IntArray:
-        """Rows that take their next token in every step; replaced, never changed."""
-        return self.table.decoding
-
-    @property
     def prefilling(self) -> Sequence[int]:
         """Rows with tokens to compute before they can, in admission order."""
         return self.table.prefilling
-
-    @property
-    def finishing(self) -> Sequence[int]:
-        """Rows that wait for their last token."""
-        return self.table.finishing
 
     @property
     def is_short_of_blocks(self) -> bool:
@@ -112,7 +104,7 @@ class RunningSet:
     @property
     def can_go_on(self) -> bool:
         """Whether a row has tokens to compute, and does not wait for blocks."""
-        return len(self.decoding) + len(self.prefilling) > len(self._stalled)
+        return len(self.table.decoding) + len(self.prefilling) > len(self._stalled)
 
     def has_work(self, group: int) -> bool:
         """Whether a step of this group, of which none is in flight, has anything to compute."""
@@ -316,18 +308,21 @@ class RunningSet:
         self, plan: StepPlan, budget: int, kept: tuple[Precedence, int] | None
     ) -> tuple[list[tuple[int, int]], int]:
         """(row, its computed tokens after the step) of running prompts, and the rest of budget."""
-        table, chunks, num_kept = self.table, [], 0
+        table, num_kept = self.table, 0
+        chunks: list[tuple[int, int]] = []
         rows = table.prefilling
         if self._by_priority:
             rows = sorted(rows, key=lambda row: self._precedence(table.request(row)))
         for row in rows:
             if kept and not num_kept and self._precedence(table.request(row)) > kept[0]:
                 budget -= (num_kept := min(kept[1], budget))
-            count = min(self.next_chunk(row, plan.group), budget)
+            limit = chunk_limit(self._config, table, table.request(row), chunks)
+            count = min(self.next_chunk(row, plan.group), limit, budget)
             if count and row not in plan.stalled:
-                chunks.append((row, int(table.num_computed[row]) + count))
+                chunks.append((row, count))
                 budget -= count
-        return chunks, budget + num_kept
+        ends = [(row, int(table.num_computed[row]) + count) for row, count in chunks]
+        return ends, budget + num_kept
 
     def _provide(self, plan: StepPlan, row: int, num_tokens: int) -> bool:
         """Let a running row hold blocks for num_tokens; False if another round must be tried."""

@@ -26,7 +26,7 @@ from nanocore.engine_core.scheduling.preemption import NOT_SHORT, TooFewBlocks
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.running_set import RunningSet
 from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
-from nanocore.engine_core.scheduling.step_budget import StepBudget
+from nanocore.engine_core.scheduling.step_budget import StepBudget, chunk_limit
 from nanocore.engine_core.scheduling.urgency import Need, Urgency
 from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
 from nanocore.kv_cache import Block, KVCacheManager
@@ -254,7 +254,7 @@ class Scheduler:
             return [], None
         hits = self._find_prefix(head)
         num_uncached = head.num_tokens - len(hits) * self.kv_cache.block_size
-        count = min(num_uncached, self.running.max_chunk)
+        count = min(num_uncached, chunk_limit(self.config, self.running.table, head, ()))
         if count < num_uncached and not self._may_be_partial:
             return [], None  # it is to step aside
 
@@ -280,9 +280,11 @@ class Scheduler:
                 return
             hits = self._find_prefix(request)
             num_uncached = request.num_tokens - len(hits) * self.kv_cache.block_size
-            count = min(num_uncached, budget, self.running.max_chunk)
+            beside = [chunk[:2] for chunk in plan.chunks]
+            limit = chunk_limit(self.config, self.running.table, request, beside)
+            count = min(num_uncached, budget, max(limit, 1))  # nobody behind it waits for a limit
             if count < num_uncached and not self._may_be_partial:
-                if num_uncached <= self.running.max_chunk:
+                if num_uncached <= chunk_limit(self.config, self.running.table, request, ()):
                     return  # a later step has room for it whole
                 self.waiting.step_aside(request)
             elif self._fits(request, hits):

@@ -73,7 +73,7 @@ class Urgency:
         """
         if self._is_met(need()):
             return []
-        finishing = set(self._running.finishing)
+        finishing = set(self._running.table.finishing)
         candidates = [one for one in self._last[group] if self._gives_way(one, head)]
         if any(one.row in finishing for one in candidates):
             return []  # what it holds is free in a step

@@ -17,7 +17,7 @@ from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.token_mask import TokenMask
 from nanocore.protocol.fields import MAX_STOP_TOKEN_IDS
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.messages import WorkerConfig
+from nanocore.worker.messages import MAX_PROMPT_LOGPROBS, WorkerConfig
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.plan import NewRow, SchedulerOutput, TokenMasks
 from nanocore.worker.sampling.columns import RowColumns, SamplingMetadata, costliest_sampling
@@ -25,9 +25,6 @@ from nanocore.worker.sampling.sampler import TokenSampler
 
 NUM_PROFILED_GRAPHS: Final = 2
 """The largest ones, in whose memory the others live; of what each takes beside it, a sample."""
-
-_NUM_LOGPROBS: Final = 20
-"""What rows ask for at most, as long as the engine's limit is not raised."""
 
 
 def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: WorkerConfig) -> None:
@@ -41,17 +38,17 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     num_tokens = min(config.max_num_batched_tokens, max_len - 1)
     runner.allocate(kv_format, 1, config.block_size, config.max_num_seqs, max_len)
     runner.capture(config.max_num_batched_tokens, NUM_PROFILED_GRAPHS)
-    num_rows = config.max_num_seqs
+    num_rows, vocab_size = config.max_num_seqs, runner.config.vocab_size
+    num_logprobs = vocab_size if config.max_logprobs == -1 else config.max_logprobs
     per_row = max(1, min(config.max_num_batched_tokens // num_rows, max_len - 1))
-    sampling = msgspec.structs.replace(
-        costliest_sampling(runner.config.vocab_size), logprobs=_NUM_LOGPROBS
-    )
+    sampling = msgspec.structs.replace(costliest_sampling(vocab_size), logprobs=num_logprobs)
     rows = [_row(row, per_row, per_row, config.block_size, sampling) for row in range(num_rows)]
     _run_with_masks(runner, _plan(rows, [], per_row))
     if runner.sampler is not None and runner.model.head is not None:
         _sample(runner, runner.sampler, runner.model.head.num_tokens, rows)
+    num_tokens = min(num_tokens, max(1, MAX_PROMPT_LOGPROBS // (1 + num_logprobs)))
     last = _row(0, max_len - 1, num_tokens, config.block_size, sampling)
-    rows = [_with_prompt_logprobs(last)]
+    rows = [_with_prompt_logprobs(last, num_logprobs)]
     runner.execute(_plan(rows, list(range(num_rows)), num_tokens))
     runner.release_kv_memory()
 
@@ -107,9 +104,9 @@ def _row(
     )
 
 
-def _with_prompt_logprobs(new: NewRow) -> NewRow:
+def _with_prompt_logprobs(new: NewRow, number: int) -> NewRow:
     """They are known of what is computed already."""
-    sampling = msgspec.structs.replace(new.sampling, prompt_logprobs=_NUM_LOGPROBS)
+    sampling = msgspec.structs.replace(new.sampling, prompt_logprobs=number)
     return msgspec.structs.replace(
         new, sampling=sampling, num_prompt_logprobs=new.num_computed_tokens
     )
