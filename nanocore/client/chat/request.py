@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypedDict, cast
@@ -77,11 +78,13 @@ def prepare_chat(
     options: ChatOptions,
     tokenizer: Tokenizer,
     params: SamplingParams,
+    max_tokens: float = math.inf,
 ) -> PreparedChat:
     """Render and tokenize it; takes milliseconds, or as long as a template may take.
 
     Raises:
         InvalidRequestError: the template rejects it, or something in it is not what it must be.
+        ContextLengthError: it has far more than max_tokens.
         TypeError: an option of no such name.
     """
     _check(options, params)
@@ -89,7 +92,7 @@ def prepare_chat(
     choice = read_tool_choice(options.get("tool_choice"), tools)
     if choice.mode == "none":
         tools = []
-    token_ids = _encode(messages, tools, options, tokenizer)
+    token_ids = _encode(messages, tools, options, tokenizer, max_tokens)
     formats = _formats(options, tokenizer)
     in_reasoning = formats.reasoning is not None and _ends_in_reasoning(
         token_ids, options, tokenizer
@@ -155,10 +158,12 @@ def _encode(
     tools: Sequence[Tool],
     options: ChatOptions,
     tokenizer: Tokenizer,
+    max_tokens: float,
 ) -> list[int]:
     return tokenizer.encode_chat(
         cast("list[ChatMessage]", tokenizer.template_dialect.adapt(messages)),
         options.get("add_generation_prompt"),
+        max_tokens,
         tools=[tool.source for tool in tools] or None,
         chat_template_kwargs=options.get("chat_template_kwargs"),
         allowed_template_kwargs=options.get("allowed_template_kwargs", DEFAULT_TEMPLATE_KWARGS),

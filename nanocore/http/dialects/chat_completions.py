@@ -13,7 +13,13 @@ from nanocore.client.chat.request import ChatOptions
 from nanocore.http.answer_id import AnswerId
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.chat_encoders import ChatAnswerEncoder, ChatStreamEncoder, ChatStyle
-from nanocore.http.dialects.chat_options import effort_kwargs, is_function, template_options
+from nanocore.http.dialects.chat_options import (
+    check_num_messages,
+    effort_kwargs,
+    is_function,
+    submit_chat,
+    template_options,
+)
 from nanocore.http.dialects.logprobs import MAX_TOP_LOGPROBS
 from nanocore.http.dialects.sampling import SamplingFields
 from nanocore.http.errors import bad_request
@@ -117,15 +123,15 @@ async def serve(exchange: Exchange) -> None:
     client = exchange.client
     params = request.params(client.model_card.default_sampling)
     exchange.note_params(params, request.stream)
+    check_num_messages(exchange, request.messages)
     answer_id = AnswerId("chatcmpl-", request.request_id)
-    answer = await client.submit_chat(
-        request.messages,  # type: ignore[arg-type]
+    answer = await submit_chat(
+        exchange,
+        request,
+        request.messages,
         params,
         answer_id.engine_id(),
-        request.priority or 0,
-        request.cache_salt,
-        True,
-        **request.options(exchange.settings),
+        request.options(exchange.settings),
     )
     style = ChatStyle(
         id=answer_id.text,
