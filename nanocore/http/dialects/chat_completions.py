@@ -15,6 +15,7 @@ from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.chat_encoders import ChatAnswerEncoder, ChatStreamEncoder, ChatStyle
 from nanocore.http.dialects.chat_options import (
     check_num_messages,
+    chosen_tools,
     effort_kwargs,
     is_function,
     submit_chat,
@@ -101,10 +102,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         if self.documents is not None:
             given["documents"] = self.documents
         given |= self.chat_template_kwargs or {}
-        tools = [tool for tool in self.tools or () if is_function(tool)]
+        tools, tool_choice = chosen_tools(self.tools, self.tool_choice)
         return ChatOptions(
-            tools=tools or None,
-            tool_choice=self.tool_choice if tools or self.tool_choice != "auto" else None,
+            tools=tools,
+            tool_choice=tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self.response_format,
             add_generation_prompt=self.add_generation_prompt,

@@ -12,6 +12,7 @@ from nanocore.client.chat.request import ChatOptions, prepare_chat
 from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
 from nanocore.http.attended import attended
 from nanocore.http.dialects.sampling import SamplingFields
+from nanocore.http.errors import bad_request
 from nanocore.http.exchange import Exchange
 from nanocore.http.settings import AppSettings
 from nanocore.protocol.errors import ContextLengthError
@@ -20,6 +21,44 @@ from nanocore.protocol.errors import ContextLengthError
 def is_function(tool: Mapping[str, Any]) -> bool:
     """Whether it is a tool that the client runs; of other types are those of a vendor's servers."""
     return bool(tool.get("type", "function") == "function")
+
+
+def chosen_tools(
+    tools: Sequence[dict[str, Any]] | None, choice: str | dict[str, Any] | None
+) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
+    """The functions that the model sees, and the choice among them.
+
+    Raises:
+        HttpError: as `read_allowed_tools`.
+    """
+    functions = [tool for tool in tools or () if is_function(tool)]
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        names, choice = read_allowed_tools(choice)
+        functions = [tool for tool in functions if _name(tool) in names]
+    return functions or None, choice if functions or choice != "auto" else None
+
+
+def read_allowed_tools(choice: Mapping[str, Any]) -> tuple[set[str], str]:
+    """Names of the tools that a tool_choice of this type allows, and its mode.
+
+    Raises:
+        HttpError: it has none.
+    """
+    told = choice.get("allowed_tools", choice)  # the Responses API has its fields outside
+    tools, mode = (
+        (told.get("tools"), told.get("mode", "auto")) if isinstance(told, dict) else (None, None)
+    )
+    if not isinstance(tools, list) or mode not in ("auto", "required"):
+        raise bad_request(
+            "tool_choice of type allowed_tools has tools, a list, and mode, auto or required",
+            "tool_choice",
+        )
+    return {_name(tool) for tool in tools if isinstance(tool, dict)}, mode
+
+
+def _name(tool: Mapping[str, Any]) -> str:
+    function = tool.get("function", tool)
+    return str(function.get("name")) if isinstance(function, dict) else ""
 
 
 def template_options(settings: AppSettings, given: Mapping[str, Any]) -> ChatOptions:

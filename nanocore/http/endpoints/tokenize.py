@@ -13,7 +13,7 @@ from nanocore.http.attended import attended
 from nanocore.http.dialects.chat_options import (
     chat_token_ids,
     check_num_messages,
-    is_function,
+    chosen_tools,
     template_options,
 )
 from nanocore.http.errors import bad_request
@@ -64,10 +64,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     def options(self, settings: AppSettings) -> ChatOptions:
         """What the conversation is asked for beside its messages."""
-        tools = [tool for tool in self.tools or () if is_function(tool)]
+        tools, tool_choice = chosen_tools(self.tools, self.tool_choice)
         return ChatOptions(
-            tools=tools or None,
-            tool_choice=self.tool_choice if tools else None,
+            tools=tools,
+            tool_choice=tool_choice,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             **template_options(settings, self.chat_template_kwargs or {}),
