@@ -51,6 +51,7 @@ async def serve(exchange: Exchange) -> None:
     client = exchange.client
     params = sampling_params(request, client.model_card.default_sampling)
     exchange.note_params(params, request.stream)
+    check_num_messages(exchange, request.messages)
     messages, options = conversation(exchange, request)
     answer_id = AnswerId("msg_", request.request_id)
     engine_id = answer_id.engine_id()
@@ -64,6 +65,7 @@ async def count_tokens(exchange: Exchange) -> None:
     """How many tokens a request's prompt has, cached ones included; nothing is generated."""
     request = await exchange.read(CountTokensRequest)
     exchange.check_model(request.model)
+    check_num_messages(exchange, request.messages)
     messages, options = conversation(exchange, request)
     token_ids = await chat_token_ids(exchange, messages, options)
     await exchange.reply_json({"input_tokens": len(token_ids)})
@@ -92,7 +94,6 @@ def conversation(
     Raises:
         HttpError: something in it is not served.
     """
-    check_num_messages(exchange, request.messages)
     tools = [tool for tool in request.tools or () if tool.type in (None, "custom")]
     others = [tool for tool in request.tools or () if tool.type not in (None, "custom")]
     exchange.note_ignored([f"tools[{tool.type}]" for tool in others])
