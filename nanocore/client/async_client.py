@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
 from typing import TypeVar, Unpack
 
 from nanocore.client.arguments import (
@@ -22,6 +22,7 @@ from nanocore.client.arguments import (
 from nanocore.client.calls import EngineHealth
 from nanocore.client.chat.event_stream import AnswerStream
 from nanocore.client.chat.events import ChatEvent
+from nanocore.client.chat.messages import is_long
 from nanocore.client.chat.parsing.reasoning import PlainTextParser
 from nanocore.client.chat.request import ChatOptions, prepare_chat
 from nanocore.client.embedding import EmbeddingOutput, embedding_params
@@ -30,7 +31,8 @@ from nanocore.client.outputs import RequestOutput
 from nanocore.client.scoring import ScoreOutput, score_request
 from nanocore.client.stream import RequestStream
 from nanocore.client.submission import Prompt, submit
-from nanocore.client.tokenizer import ChatMessage, Tokenizer
+from nanocore.client.submit_order import Place
+from nanocore.client.tokenizer import ChatMessage
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import ADMIN_OPERATIONS, ControlOperation, Reply
 from nanocore.protocol.metrics import Metric, Stats
@@ -84,7 +86,7 @@ class AsyncEngineClient(LinkedClient):
             EngineDeadError: the engine is gone.
         """
         stream = await self._submit(
-            prompt, sampling_params, request_id, priority, cache_salt, timeout_s=timeout_s
+            prompt, sampling_params, request_id, priority, cache_salt, timeout_s
         )
         try:
             while not stream.finished:  # `async for` would cost a coroutine for each token
@@ -139,6 +141,7 @@ class AsyncEngineClient(LinkedClient):
         cache_salt: str | None = None,
         fit_max_tokens: bool = False,
         timeout_s: float | None = None,
+        place: Place | None = None,
     ) -> AnswerStream:
         """Send a completion; its answer is read as it comes, in the manner of a chat's: all text.
 
@@ -146,19 +149,22 @@ class AsyncEngineClient(LinkedClient):
 
         Args:
             fit_max_tokens: cut max_tokens to the room that the prompt leaves in max_model_len.
+            place: one of `places`.
         """
-        session = await self._session(_patience_s(timeout_s))
-        tokenizer = await session.tokenizer.get()
-        stream = await submit(
-            session,
-            prompt,
-            sampling_params,
-            request_id,
-            priority,
-            cache_salt,
-            fit_max_tokens,
-            timeout_s,
-        )
+        with place or self._order.place() as taken:
+            session = await self._session(_patience_s(timeout_s))
+            tokenizer = await session.tokenizer.get()
+            stream = await submit(
+                session,
+                prompt,
+                sampling_params,
+                request_id,
+                priority,
+                cache_salt,
+                taken,
+                fit_max_tokens,
+                timeout_s,
+            )
         return AnswerStream(stream, PlainTextParser, tokenizer)
 
     async def submit_chat(
@@ -177,24 +183,30 @@ class AsyncEngineClient(LinkedClient):
         if params is None:
             params = SamplingParams.from_engine(self.model_card.default_sampling)
         check_sampling_params(params)
-        session = await self._session(_patience_s(timeout_s))
-        chat = await session.tokenizer.run(
-            lambda tokenizer: prepare_chat(messages, options, tokenizer, params)
-        )
-        stream = await submit(
-            session,
-            chat.prompt_token_ids,
-            chat.params,
-            request_id,
-            priority,
-            cache_salt,
-            fit_max_tokens,
-            timeout_s,
-        )
-        tokenizer = await session.tokenizer.get()
-        return AnswerStream(
-            stream, chat.new_parser, tokenizer, chat.reasoning_end, chat.tool_prompt
-        )
+        with self._order.place() as place:
+            session = await self._session(_patience_s(timeout_s))
+            has_much_text = is_long(messages, options.get("tools"))
+            if has_much_text:
+                place.step_aside()
+            max_model_len = session.connection.welcome.model.max_model_len
+            chat = await session.tokenizer.run(
+                lambda tokenizer: prepare_chat(messages, options, tokenizer, params, max_model_len),
+                has_much_text,
+            )
+            stream = await submit(
+                session,
+                chat.prompt_token_ids,
+                chat.params,
+                request_id,
+                priority,
+                cache_salt,
+                place,
+                fit_max_tokens,
+                timeout_s,
+            )
+            tokenizer = await session.tokenizer.get()
+        end = chat.reasoning_end
+        return AnswerStream(stream, chat.new_parser, tokenizer, end, chat.tool_prompt)
 
     async def complete(
         self,
@@ -204,15 +216,13 @@ class AsyncEngineClient(LinkedClient):
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
+        place: Place | None = None,
     ) -> RequestOutput:
-        """The last output of a completion. Arguments as `generate`."""
+        """The last output of a completion. Arguments as `generate` and `submit`."""
         stream = await self._submit(
-            prompt, sampling_params, request_id, priority, cache_salt, timeout_s=timeout_s
+            prompt, sampling_params, request_id, priority, cache_salt, timeout_s, place
         )
-        try:
-            return await stream.final()
-        finally:
-            stream.close()
+        return await _final(stream)
 
     async def embed(
         self,
@@ -222,18 +232,20 @@ class AsyncEngineClient(LinkedClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        place: Place | None = None,
     ) -> EmbeddingOutput:
         """The embedding of a prompt: the model's hidden state after its last norm.
 
         Args:
             pooling: of the "last" token, or the "mean" over all.
             normalize: to length 1.
+            place: as in `submit`.
 
         Raises:
             NanocoreError: as `generate`; or it was aborted, or ended by the engine.
         """
         params = embedding_params(pooling)
-        output = await self.complete(prompt, params, request_id, priority, cache_salt)
+        output = await self.complete(prompt, params, request_id, priority, cache_salt, place=place)
         return EmbeddingOutput.of(output, normalize, self.model_card.hidden_size)
 
     async def abort(self, request_id: str) -> None:
@@ -243,43 +255,14 @@ class AsyncEngineClient(LinkedClient):
 
     # -- the engine -------------------------------------------------------------------------------
 
-    async def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer: of the folder that was named, or else as the engine serves it.
+    @contextmanager
+    def places(self, number: int) -> Iterator[list[Place]]:
+        """Places in the order in which requests are submitted, for who prepares some at length.
 
-        Raises:
-            InvalidRequestError: there is none, or its files are damaged.
-            ProtocolError, EngineDeadError: the engine sends something else, or nothing.
+        Each is given to one call of `submit`, `complete` or `embed`.
         """
-        return await (await self._session()).tokenizer.get()
-
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """A text's token ids, as `Tokenizer.encode`; a long text holds up nobody else.
-
-        Raises:
-            InvalidRequestError, ProtocolError, EngineDeadError: as `get_tokenizer`; or the text is
-                no Unicode.
-        """
-        return await (await self._session()).tokenizer.encode(text, add_special_tokens)
-
-    async def with_tokenizer(self, work: Callable[[Tokenizer], Result]) -> Result:
-        """What this work returns, done in a thread, so that it may take long.
-
-        Raises:
-            InvalidRequestError, ProtocolError, EngineDeadError: as `get_tokenizer`; and what work
-                raises.
-        """
-        return await (await self._session()).tokenizer.run(work)
-
-    async def read_file(self, name: str) -> bytes:
-        """A file of the model; `model_card.files` names those that the engine serves.
-
-        Raises:
-            InvalidRequestError: it serves no such file.
-            ProtocolError, EngineDeadError: the engine sends something else, or nothing.
-        """
-        if not isinstance(name, str):
-            raise InvalidRequestError(f"a file's name is a str, not {type(name).__name__}")
-        return await (await self._session()).files.read(name)
+        with ExitStack() as stack:
+            yield [stack.enter_context(self._order.place()) for _ in range(number)]
 
     async def stats(self) -> Stats:
         """The engine's counters and gauges."""
@@ -347,13 +330,16 @@ class AsyncEngineClient(LinkedClient):
             ContextLengthError: together they have more tokens than max_model_len.
             EngineDeadError: the engine is gone.
         """
-        session = await self._session(math.inf)
-        vocab_size = session.connection.welcome.model.vocab_size
-        request = await score_request(session.tokenizer, context, continuation, vocab_size)
-        output = await self.complete(
-            request.prompt, request.params, request_id, priority, cache_salt
-        )
-        return request.score(output)
+        with self._order.place() as place:
+            if is_long(*(text for text in (context, continuation) if isinstance(text, str))):
+                place.step_aside()
+            session = await self._session(math.inf)
+            vocab_size = session.connection.welcome.model.vocab_size
+            request = await score_request(session.tokenizer, context, continuation, vocab_size)
+            stream = await self._submit(
+                request.prompt, request.params, request_id, priority, cache_salt, None, place
+            )
+        return request.score(await _final(stream))
 
     async def pause(self) -> None:
         """Stop stepping. Requests are accepted and kept, and go on after `resume`."""
@@ -385,11 +371,20 @@ class AsyncEngineClient(LinkedClient):
         priority: int,
         cache_salt: str | None,
         timeout_s: float | None,
+        place: Place | None = None,
     ) -> RequestStream:
-        session = await self._session(_patience_s(timeout_s))
-        return await submit(
-            session, prompt, params, request_id, priority, cache_salt, timeout_s=timeout_s
-        )
+        with place or self._order.place() as taken:
+            session = await self._session(_patience_s(timeout_s))
+            names = session, prompt, params, request_id, priority, cache_salt, taken
+            return await submit(*names, timeout_s=timeout_s)
+
+
+async def _final(stream: RequestStream) -> RequestOutput:
+    """Its last output; whoever stops waiting aborts it."""
+    try:
+        return await stream.final()
+    finally:
+        stream.close()
 
 
 def _patience_s(timeout_s: float | None) -> float:

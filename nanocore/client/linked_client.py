@@ -1,23 +1,27 @@
-"""A client's beginning and end: it launches or joins an engine, and lives in one event loop."""
+"""A client's engine and its model: it launches or joins one, and lives in one event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from os import PathLike
 from types import NoneType, TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar
 
 from nanocore.client.arguments import check_count, check_endpoints, check_timeout, folder_path
 from nanocore.client.engine_flags import EngineArgument, engine_flags
 from nanocore.client.engine_keeper import EngineKeeper
 from nanocore.client.engine_link import EngineLink
 from nanocore.client.session import Session
-from nanocore.protocol.errors import ClientStateError, ConfigError
+from nanocore.client.submit_order import SubmitOrder
+from nanocore.client.tokenizer import Tokenizer
+from nanocore.protocol.errors import ClientStateError, ConfigError, InvalidRequestError
 from nanocore.protocol.messages import Limits, ModelCard
 from nanocore.protocol.sockets import ClientKeys, client_keys
 from nanocore.system.endpoint_lock import own_default_endpoint
 
+Result = TypeVar("Result")
 _ELSEWHERE: Final = (
     "this client belongs to the event loop in which it was entered, and this is another one: enter "
     "and use it within one asyncio.run(), and in one thread, or make a client for each"
@@ -25,7 +29,7 @@ _ELSEWHERE: Final = (
 
 
 class LinkedClient:
-    """What an AsyncEngineClient is before it asks anything: see there."""
+    """What an AsyncEngineClient is before it asks for anything of its own: see there."""
 
     def __init__(
         self,
@@ -46,6 +50,7 @@ class LinkedClient:
         self._loop: asyncio.AbstractEventLoop | None = None  # while it is entered
         self._keeper: EngineKeeper | None = None
         self._link: EngineLink | None = None
+        self._order = SubmitOrder()
 
     @classmethod
     def launch(
@@ -213,6 +218,55 @@ class LinkedClient:
     def is_draining(self) -> bool:
         """Whether the engine takes no new requests, and no other is known that would."""
         return self._entered().is_draining
+
+    # -- the model's files ------------------------------------------------------------------------
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: of the folder that was named, or else as the engine serves it.
+
+        Waits for an engine that is lost, as requests do.
+
+        Raises:
+            InvalidRequestError: there is none, or its files are damaged.
+            ProtocolError, EngineDeadError: the engine sends something else, or nothing.
+        """
+        return await (await self._session(math.inf)).tokenizer.get()
+
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: float = math.inf
+    ) -> list[int]:
+        """A text's token ids, as `Tokenizer.encode`; a long text holds up nobody else.
+
+        Raises:
+            InvalidRequestError, ProtocolError, EngineDeadError: as `get_tokenizer`; or the text is
+                no Unicode. ContextLengthError: it has far more than max_tokens.
+        """
+        session = await self._session(math.inf)
+        return await session.tokenizer.encode(text, add_special_tokens, max_tokens)
+
+    async def with_tokenizer(
+        self, work: Callable[[Tokenizer], Result], is_long: bool = False
+    ) -> Result:
+        """What this work returns, done in a thread, so that it may take long.
+
+        is_long: it is about more than LONG_CHARS characters, and holds up other such work only.
+
+        Raises:
+            InvalidRequestError, ProtocolError, EngineDeadError: as `get_tokenizer`; and what work
+                raises.
+        """
+        return await (await self._session(math.inf)).tokenizer.run(work, is_long)
+
+    async def read_file(self, name: str) -> bytes:
+        """A file of the model; `model_card.files` names those that the engine serves.
+
+        Raises:
+            InvalidRequestError: it serves no such file.
+            ProtocolError, EngineDeadError: the engine sends something else, or nothing.
+        """
+        if not isinstance(name, str):
+            raise InvalidRequestError(f"a file's name is a str, not {type(name).__name__}")
+        return await (await self._session()).files.read(name)
 
     # -- inside -----------------------------------------------------------------------------------
 

@@ -20,8 +20,10 @@ from nanocore.client.arguments import (
     check_sampling_params,
 )
 from nanocore.client.bad_words import bad_words_token_ids
+from nanocore.client.chat.messages import LONG_CHARS
 from nanocore.client.session import Session
 from nanocore.client.stream import RequestStream
+from nanocore.client.submit_order import Place
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.fields import minor_versions
@@ -49,15 +51,18 @@ async def submit(
     request_id: str | None,
     priority: int,
     cache_salt: str | None,
+    place: Place,
     fit_max_tokens: bool = False,
     timeout_s: float | None = None,
 ) -> RequestStream:
     """Send a request; its output, or why there is none, goes to the stream.
 
-    fit_max_tokens: cut them to the room that the prompt leaves. timeout_s: of all of it.
+    place: when it is sent. fit_max_tokens: cut them to the room that the prompt leaves. timeout_s:
+    of all of it.
 
     Raises:
-        InvalidRequestError: it cannot be sent. EngineDeadError: the engine is gone.
+        InvalidRequestError: it cannot be sent. ContextLengthError: its text is far too long.
+        EngineDeadError: the engine is gone.
     """
     connection = session.connection
     welcome = connection.welcome
@@ -68,16 +73,13 @@ async def submit(
     check_sampling_params(params)
     check_request_timeout(timeout_s)
     check_request_id(request_id, welcome.limits.max_request_id_chars)
-    text, token_ids = await _tokenize(session, prompt)
+    text, token_ids = await _tokenize(session, prompt, place)
     if fit_max_tokens:
         params = _fitted(params, welcome.model.max_model_len - len(token_ids))
     words: list[list[int]] = []
     if params.bad_words:
         words = await bad_words_token_ids(await session.tokenizer.get(), params.bad_words)
-    sampling = params.for_engine(words)
-    wanted = sampling.structured_outputs
-    if wanted is not None and wanted.lenient and welcome.protocol[1] < LENIENT_SINCE:
-        sampling = replace(sampling, structured_outputs=replace(wanted, lenient=[]))
+    sampling = _as_known(params.for_engine(words), welcome.protocol[1])
     _check_version(sampling, welcome.protocol, timeout_s)
     _check_capabilities(sampling, welcome.capabilities)
     stream = RequestStream(
@@ -98,8 +100,17 @@ async def submit(
     )
     if timeout_s is not None:
         stream.deadline_s = time.monotonic() + timeout_s
+    await place.turn()
     await connection.submit(stream, message)
     return stream
+
+
+def _as_known(sampling: EngineSamplingParams, minor: int) -> EngineSamplingParams:
+    """Without what an engine of this minor version does not know and can do without."""
+    wanted = sampling.structured_outputs
+    if wanted is not None and wanted.lenient and minor < LENIENT_SINCE:
+        return replace(sampling, structured_outputs=replace(wanted, lenient=[]))
+    return sampling
 
 
 def _check_capabilities(sampling: EngineSamplingParams, capabilities: Sequence[str]) -> None:
@@ -114,9 +125,14 @@ def _fitted(params: SamplingParams, room: int) -> SamplingParams:
     return replace(params, max_tokens=room)
 
 
-async def _tokenize(session: Session, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+async def _tokenize(
+    session: Session, prompt: Prompt, place: Place
+) -> tuple[str | None, Sequence[int]]:
     if isinstance(prompt, str):
-        return prompt, await session.tokenizer.encode(prompt)
+        if len(prompt) > LONG_CHARS:
+            place.step_aside()
+        max_tokens = session.connection.welcome.model.max_model_len
+        return prompt, await session.tokenizer.encode(prompt, max_tokens=max_tokens)
     return None, given_token_ids(prompt)
 
 

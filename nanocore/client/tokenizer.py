@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Final, Self, Unpack
 import tokenizers
 
 from nanocore.client.chat.conversation import TemplateDialect
+from nanocore.client.chat.messages import LONG_CHARS
 from nanocore.client.chat.messages import ChatMessage as ChatMessage
 from nanocore.client.chat.template import ChatTemplate
 from nanocore.client.chat.template_kwargs import TemplateOptions
@@ -23,7 +25,7 @@ from nanocore.client.chat.token_guard import TokenGuard
 from nanocore.client.special_tokens import SpecialTokens
 from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
 from nanocore.client.tokenizer_conversion import VOCABULARY_FILES, make_tokenizer_json
-from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.errors import ContextLengthError, InvalidRequestError
 from nanocore.protocol.messages import ModelFileName
 
 logger = logging.getLogger(__name__)
@@ -115,23 +117,58 @@ class Tokenizer:
             raise InvalidRequestError(f"{error.filename}: {error.strerror}") from None
         return cls(files, str(folder))
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: float = math.inf
+    ) -> list[int]:
         """Token ids of a text; the model's own special tokens are added as it specifies.
+
+        max_tokens: a long text of more than twice as many is refused before it takes much time and
+        memory. Others are returned whole, however many tokens they have.
 
         Raises:
             InvalidRequestError: the text is no Unicode (a lone surrogate).
+            ContextLengthError: it is far too long.
         """
-        encode = self.backend.encode if len(text) <= MAX_QUICK_CHARS else self._encode_long
-        try:
-            ids: list[int] = encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:
-            raise InvalidRequestError(
-                f"this text cannot be tokenized ({error}): is half a surrogate pair in it?"
-            ) from None
+        if max_tokens < math.inf and len(text) > LONG_CHARS:
+            num_tokens, start = self._count_last(text, 2 * max_tokens)
+            if start:
+                raise _far_too_long(num_tokens, max_tokens)
+        ids = self._encoding(text, add_special_tokens).ids
         if add_special_tokens and ids[:2] == self._doubled_bos:
             logger.warning("a prompt begins with BOS, which the tokenizer adds: it has two of them")
             self._doubled_bos = None  # said once
         return ids
+
+    def cut_beginning(self, text: str, num_tokens: int) -> str:
+        """A part of the text that ends with the same tokens, and has not far more of them."""
+        if len(text) <= LONG_CHARS:
+            return text
+        return text[self._count_last(text, 2 * num_tokens)[1] :]
+
+    def _count_last(self, text: str, max_tokens: float) -> tuple[int, int]:
+        """Tokens at the text's end, and where they start: at 0, or when they are more than these.
+
+        Pieces have a few tokens more than the text that they make.
+        """
+        num_tokens, start = 0, len(text)
+        while start > 0 and num_tokens <= max_tokens:
+            piece = text[max(start - LONG_CHARS, 0) : start]
+            num_tokens += len(self._encoding(piece, False))
+            start -= len(piece)
+        return num_tokens, start
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        """Of a long text as a batch of one: for batches the library lets other threads run."""
+        backend = self.backend
+        try:
+            if len(text) <= MAX_QUICK_CHARS:
+                return backend.encode(text, add_special_tokens=add_special_tokens)
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            return encoding
+        except TypeError as error:
+            raise InvalidRequestError(
+                f"this text cannot be tokenized ({error}): is half a surrogate pair in it?"
+            ) from None
 
     @cached_property
     def _doubled_bos(self) -> list[int] | None:
@@ -151,10 +188,6 @@ class Tokenizer:
     def num_appended_tokens(self) -> int:
         """Those behind it, as models of embeddings want them."""
         return self.num_added_tokens[1]
-
-    def _encode_long(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        """A batch of one: for batches the library lets other threads run meanwhile."""
-        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids. Ids that no token has add nothing."""
@@ -264,17 +297,25 @@ class Tokenizer:
         self,
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool | None = None,
+        max_tokens: float = math.inf,
         **options: Unpack[TemplateOptions],
     ) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer. Arguments: `render_chat`'s.
+        """Token ids of a conversation, ready for the model's answer.
 
         Special tokens are only those that the template writes, whatever texts the messages hold.
+        Arguments as `render_chat` and `encode`.
 
         Raises:
-            InvalidRequestError, RenderProcessError: as render_chat and `encode`.
+            InvalidRequestError, ContextLengthError, RenderProcessError: as render_chat and
+                `encode`.
         """
         parts = self._render_parts(messages, add_generation_prompt, options)
-        return self._guard.encode(parts, lambda text: self.encode(text, add_special_tokens=False))
+        ids = self._guard.encode(
+            parts, lambda text: self.encode(text, False, max_tokens), 2 * max_tokens
+        )
+        if len(ids) > 2 * max_tokens:
+            raise _far_too_long(len(ids), max_tokens)
+        return ids
 
     def _render_parts(
         self,
@@ -295,6 +336,14 @@ class Tokenizer:
                 "default): use generate() with a prompt"
             )
         return template
+
+
+def _far_too_long(num_tokens: int, max_tokens: float) -> ContextLengthError:
+    """num_tokens: that were counted."""
+    return ContextLengthError(
+        f"the prompt has {num_tokens} tokens or more, and max_model_len={max_tokens}: shorten the "
+        "prompt, or start the engine with a larger --max-model-len"
+    )
 
 
 def _parse_object(files: Mapping[str, bytes], name: str, source: str) -> dict[str, Any]:

@@ -7,11 +7,13 @@ leaves the others theirs; a failure is everyone's, and the next to ask tries aga
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
+from nanocore.client.chat.messages import LONG_CHARS
 from nanocore.client.model_files import ModelFiles
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer, needed_files
 
@@ -32,7 +34,8 @@ class TokenizerLoader:
         self._files = files
         self._model = model
         self._loading: asyncio.Task[Tokenizer] | None = None
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="nanocore-chat")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "nanocore-text")
+        self._long_threads = ThreadPoolExecutor(NUM_THREADS, "nanocore-long-text")
         self._is_closed = False
 
     @property
@@ -56,7 +59,9 @@ class TokenizerLoader:
             self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._loading)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    async def encode(
+        self, text: str, add_special_tokens: bool = True, max_tokens: float = math.inf
+    ) -> list[int]:
         """A text's token ids, as `Tokenizer.encode`; a long text holds up nobody else.
 
         Raises:
@@ -65,13 +70,16 @@ class TokenizerLoader:
         tokenizer = await self.get()
         if len(text) <= MAX_QUICK_CHARS:
             return tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(tokenizer.encode, text, add_special_tokens)
+        return await self.run(
+            lambda tokenizer: tokenizer.encode(text, add_special_tokens, max_tokens),
+            is_long=len(text) > LONG_CHARS,
+        )
 
-    async def run(self, work: Callable[[Tokenizer], Result]) -> Result:
+    async def run(self, work: Callable[[Tokenizer], Result], is_long: bool = False) -> Result:
         """What this work returns, done in a thread: rendering a chat may take long.
 
-        In threads of our own, for it shall hold up nobody else's. Once nobody waits for it any more
-        it is not begun.
+        is_long: it is about more than LONG_CHARS, and has other threads, so that the rest never
+        waits for it. Work for which nobody waits any more is not begun.
 
         Raises:
             InvalidRequestError, ProtocolError, EngineDeadError: as `get`; and what work raises.
@@ -79,7 +87,8 @@ class TokenizerLoader:
         tokenizer = await self.get()
         if self._is_closed:
             return await asyncio.to_thread(work, tokenizer)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, tokenizer)
+        threads = self._long_threads if is_long else self._threads
+        return await asyncio.get_running_loop().run_in_executor(threads, work, tokenizer)
 
     async def close(self) -> None:
         """End the tokenizer's processes, and what is done by them.
@@ -87,7 +96,8 @@ class TokenizerLoader:
         Waits until nothing is loading any more; that fails once the session is closed.
         """
         self._is_closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._long_threads):
+            threads.shutdown(wait=False, cancel_futures=True)
         if self._loading is not None:
             (loaded,) = await asyncio.gather(self._loading, return_exceptions=True)
             if isinstance(loaded, Tokenizer):

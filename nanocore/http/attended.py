@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
+from nanocore.client.submit_order import Place
 from nanocore.http.exchange import Disconnected, Exchange
 
 Result = TypeVar("Result")
@@ -28,6 +29,15 @@ async def attended(exchange: Exchange, work: Coroutine[Any, Any, Result]) -> Res
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def attended_aside(
+    exchange: Exchange, places: Sequence[Place], work: Coroutine[Any, Any, Result]
+) -> Result:
+    """As `attended`, for work on much text: the requests that wait for it let others pass."""
+    for place in places:
+        place.step_aside()
+    return await attended(exchange, work)
 
 
 async def _left(exchange: Exchange) -> None:

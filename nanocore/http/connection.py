@@ -2,10 +2,9 @@
 
 Headers of a message have a size and a time, its body has a time, and a connection that says nothing
 ends, as one that takes nothing of its answer. What is no request is answered in JSON and closed,
-without a line in the log. A response that runs is not disturbed by what comes behind its request:
-that is thrown away from the first thing on that is wrong. A lost connection disconnects every
-request of it, which uvicorn does for the last one alone. Sending is uvicorn's; `chunk_writer` is a
-shorter way to it.
+without a line in the log. Whole requests before it have their responses first, in order. A lost
+connection disconnects every request of it, which uvicorn does for the last one alone. Sending is
+uvicorn's; `chunk_writer` is a shorter way to it.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import http
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, NoReturn
+from urllib.parse import urlsplit
 
 import httptools
 from uvicorn.config import Config
@@ -183,11 +183,13 @@ class HttpConnection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._has_headers = self._has_advanced = True
+        self._has_advanced = True
         if self.parser.should_upgrade():
             return  # `_feed` begins this message anew
         if self.parser.get_http_version() not in ("1.1", "1.0"):
             self._fail(400, "this server speaks HTTP/1.1")
+        self._check_host()
+        self._has_headers = True  # and from here on `cycle` is this message's
         super().on_headers_complete()
         cycle = self.cycle
         self._cycles.append(cycle)
@@ -223,7 +225,11 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._is_reading and self._has_begun:
+        if self._is_deaf and self._refusal is not None and self._running is None:
+            self._unset_keepalive_if_required()
+            if not self.transport.is_closing():
+                self._answer(*self._refusal)
+        elif self._is_reading and self._has_begun:
             self._unset_keepalive_if_required()  # a deadline has taken its place
 
     def shutdown(self) -> None:
@@ -274,6 +280,16 @@ class HttpConnection(HttpToolsProtocol):
         lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
         lines += [b"%b: %b" % field for field in self.headers if field[0] != b"upgrade"]
         return b"\r\n".join([*lines, b"", b""])
+
+    def _check_host(self) -> None:
+        """A request says once whom it asks, or twice the same: a target with a host is for proxies,
+        and would else count for nothing.
+        """
+        hosts = [value.strip().lower() for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            self._fail(400, f"a request of HTTP/1.1 has one Host header, and this one {len(hosts)}")
+        if not self.url.startswith((b"/", b"*")) and hosts != [urlsplit(self.url).netloc.lower()]:
+            self._fail(400, "the request's target has another host than its Host header")
 
     def _check_head(self) -> None:
         if self._head_bytes + self._held_bytes > self._limits.max_header_bytes:
@@ -327,15 +343,18 @@ class HttpConnection(HttpToolsProtocol):
             self._stall = None
 
     def _refuse(self, status: int, message: str) -> None:
-        """Read no further. Answer and close; or close behind the response that runs."""
+        """Read no further. Answer and close, behind the responses of whole requests."""
         self._is_deaf = True
         self._cancel_deadline()
         self.flow.resume_reading()
-        self.pipeline.clear()  # these are never begun
         running = self._running
+        is_within_body = self._is_reading and self._has_headers
+        if is_within_body and self.pipeline and self.pipeline[0][0] is self.cycle:
+            self.pipeline.popleft()  # it is never begun
+            self._cycles.pop()
         if running is None:
             self._answer(status, message)
-        elif self.cycle is running and self._is_reading and self._has_headers:  # its own body
+        elif is_within_body and self.cycle is running:
             running.disconnected = True
             running.message_event.set()
             if running.response_started:
@@ -343,7 +362,7 @@ class HttpConnection(HttpToolsProtocol):
             else:
                 self._answer(status, message)
         else:
-            running.keep_alive = False
+            self._refusal = status, message  # `on_response_complete` says it
 
     def _answer(self, status: int, message: str) -> None:
         body = openai_body(HttpError(status, message))

@@ -48,7 +48,7 @@ def test_the_list_of_calls_is_complete() -> None:
         for name, value in vars(owner).items()
         if callable(value) and not name.startswith("_") and name not in ("launch", "connect")
     }
-    assert names == CALLS.keys() | {"close"}
+    assert names == CALLS.keys() | {"close", "places"}
 
 
 async def _call(call: str, client: AsyncEngineClient) -> None:

@@ -169,6 +169,24 @@ def test_a_new_request_waits_for_the_next_engine(endpoint: str, is_noticed: bool
     run(scenario())
 
 
+def test_what_needs_the_tokenizer_waits_for_the_next_engine(
+    endpoint: str, tokenizer_folder: Path
+) -> None:
+    async def scenario() -> None:
+        async with _connected(endpoint, tokenizer=tokenizer_folder) as (old, client):
+            old.close()
+            await _until_lost(client)
+            calls = asyncio.gather(
+                client.get_tokenizer(), client.encode("a"), client.with_tokenizer(id)
+            )
+            async with _next(endpoint, _welcome(1)):
+                tokenizer, token_ids, number = await calls
+                assert token_ids == tokenizer.encode("a")
+                assert number == id(tokenizer)
+
+    run(scenario())
+
+
 def test_a_new_request_waits_no_longer_than_its_own_time(endpoint: str) -> None:
     async def scenario() -> None:
         async with _connected(endpoint) as (old, client):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from nanocore.client import ClientStateError, InvalidRequestError, ProtocolError
 from nanocore.client import tokenizer as module
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
 from nanocore.client.tokenizer_conversion import make_tokenizer_json
+from nanocore.client.tokenizer_loader import NUM_THREADS
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Abort, Control, Event, Reply, Submit
 from tests.client.fake_engine import NO_TEXT, connected, file_entry, welcome_message
-from tests.client.running import run
+from tests.client.running import PATIENCE_S, run
 from tests.client.vocabulary_folders import write_byte_level
 
 NUM_FILES = 2  # of the byte tokenizer, each of one chunk
@@ -230,9 +232,9 @@ def test_a_long_text_holds_up_nobody_while_it_is_tokenized(
     threads: list[threading.Thread] = []
     encode = Tokenizer.encode
 
-    def recording(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    def recording(self: Tokenizer, text: str, *args: Any) -> list[int]:
         threads.append(threading.current_thread())
-        return encode(self, text, add_special_tokens)
+        return encode(self, text, *args)
 
     async def scenario() -> None:
         async with _serving(endpoint, contents) as (engine, client):
@@ -247,5 +249,52 @@ def test_a_long_text_holds_up_nobody_while_it_is_tokenized(
                 request.cancel()
                 await engine.receive(Abort)
             assert [thread is threading.main_thread() for thread in threads] == [False, True]
+
+    run(scenario())
+
+
+def test_short_work_does_not_wait_for_long_work(tokenizer_folder: Path, endpoint: str) -> None:
+    is_begun, may_end = threading.Semaphore(0), threading.Event()
+
+    def work_at_length(_: Tokenizer) -> None:
+        is_begun.release()
+        may_end.wait(PATIENCE_S)
+
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=tokenizer_folder) as (_, client):
+            loop = asyncio.get_running_loop()
+            long = [loop.create_task(client.with_tokenizer(work_at_length, True)) for _ in "abcd"]
+            for _ in range(NUM_THREADS):
+                await asyncio.to_thread(is_begun.acquire)
+            text = "a" * (MAX_QUICK_CHARS + 1)
+            assert await client.encode(text) == (await client.get_tokenizer()).encode(text)
+            may_end.set()
+            await asyncio.gather(*long)
+
+    run(scenario())
+
+
+def test_work_that_nobody_waits_for_any_more_is_not_begun(
+    tokenizer_folder: Path, endpoint: str
+) -> None:
+    may_end = threading.Event()
+    begun: list[str] = []
+
+    def work(name: str, _: Tokenizer) -> None:
+        begun.append(name)
+        may_end.wait(PATIENCE_S)
+
+    async def scenario() -> None:
+        async with connected(endpoint, tokenizer=tokenizer_folder) as (_, client):
+            names = [*map(str, range(NUM_THREADS)), "left", "last"]
+            loop = asyncio.get_running_loop()
+            works = [loop.create_task(client.with_tokenizer(partial(work, n), True)) for n in names]
+            while len(begun) < NUM_THREADS:
+                await asyncio.sleep(0)
+            works[-2].cancel()
+            await asyncio.gather(works[-2], return_exceptions=True)
+            may_end.set()
+            await works[-1]
+            assert "left" not in begun
 
     run(scenario())

@@ -113,7 +113,8 @@ USAGE = {
 def test_usage_is_a_chunk_of_its_own_if_it_is_asked_for() -> None:
     found = streamed([START], [Text("a")], [END], usage=True)
     assert (found[-2]["choices"], found[-2]["usage"]) == ([], USAGE)
-    assert all("usage" not in chunk for chunk in found[:-2])
+    assert [chunk["usage"] for chunk in found[:-2]] == [None] * 3
+    assert all("usage" not in chunk for chunk in streamed([START], [END])[:-1])
 
 
 def test_usage_may_go_with_every_chunk() -> None:
@@ -218,3 +219,17 @@ def test_a_stream_that_fails_ends_with_an_error_and_nothing_more() -> None:
     assert error["error"] == {
         "message": "gone", "type": "server_error", "param": None, "code": "unavailable",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("character", "\u0085\u2028\u2029")
+def test_no_character_of_a_text_ends_a_line(character: str) -> None:
+    """httpx, and all who use Python's splitlines, would cut the event there."""
+    encoder = ChatStreamEncoder(style(echo=character), False, False)
+    events: list[ChatEvent] = [START, Text(character), Reasoning(character), END]
+    body = b"".join(encoder.feed(0, [event], 1) for event in events)
+    body += encoder.fail(HttpError(500, character))
+    lines = body.decode().splitlines()
+    assert all(line.startswith("data: ") for line in lines[::2])
+    assert not any(lines[1::2])
+    deltas = [json.loads(line[6:]).get("choices", [{}])[0].get("delta", {}) for line in lines[::2]]
+    assert [delta.get("content") for delta in deltas[:2]] == [character] * 2

@@ -100,7 +100,7 @@ ODD: Final[dict[str, tuple[bytes, set[int]]]] = {
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9), {400}),
     "HTTP/1.0": (b"GET /version HTTP/1.0\r\n\r\n", {200}),
     "HTTP/0.9": (b"GET /\r\n", {400, 408}),
-    "no host": (b"GET /version HTTP/1.1\r\n\r\n", {200}),
+    "no host": (b"GET /version HTTP/1.1\r\n\r\n", {400}),
     "TRACE": (get("/version", method="TRACE"), {405}),
     "OPTIONS": (get(CHAT, "origin: http://x", method="OPTIONS"), {200, 204, 405}),
     "OPTIONS *": (get("*", method="OPTIONS"), {200, 204, 404, 405}),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nanocore.http.dialects.prompts import MAX_PROMPTS, check_truncation, read_prompts, truncated
+from nanocore.http.dialects.prompts import MAX_PROMPTS, num_kept_tokens, read_prompts
 from nanocore.http.errors import HttpError
 
 
@@ -32,15 +32,12 @@ def test_what_is_none_of_these_is_refused(given: Any) -> None:
     assert raised.value.param == "input"
 
 
-def test_the_last_tokens_are_kept() -> None:
-    prompts = [[1, 2, 3], [4]]
-    assert truncated(prompts, None, 1) == prompts
-    assert truncated(prompts, 2, 1) == [[2, 3], [4]]
-    assert truncated(prompts, -1, 1) == [[3], [4]]
-    assert truncated(prompts, -1, -5) == [[3], [4]]
+def test_so_many_of_the_last_tokens_are_kept() -> None:
+    asked = [(None, 1), (2, 1), (-1, 3), (-1, -5)]
+    assert [num_kept_tokens(*each) for each in asked] == [None, 2, 3, 1]
 
 
 @pytest.mark.parametrize("num_tokens", [0, -2])
 def test_a_truncation_to_nothing_is_refused(num_tokens: int) -> None:
     with pytest.raises(HttpError, match="truncate_prompt_tokens"):
-        check_truncation(num_tokens)
+        num_kept_tokens(num_tokens, 1)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Final, Literal, NotRequired, TypedDict
 
 _MAX_INT_BITS: Final = 8192
+LONG_CHARS: Final = 1 << 16
+"""Above this a text or a conversation is long: to tokenize it takes from 50 ms to seconds."""
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 """What clients and templates call a turn's reasoning; the first that is there is meant."""
 
@@ -62,6 +64,20 @@ def template_message(message: object) -> dict[str, Any]:
     if reasoning is not None:
         turn = {"thinking": reasoning, **turn, "reasoning_content": reasoning}
     return turn
+
+
+def is_long(*given: object) -> bool:
+    """Whether the texts in what JSON can hold have more than LONG_CHARS; each value adds 16."""
+    num_chars = LONG_CHARS
+    values = [*given]
+    while values and num_chars >= 0:
+        value = values.pop()
+        num_chars -= 16 + (len(value) if isinstance(value, str) else 0)
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, (list, tuple)):
+            values += value
+    return num_chars < 0
 
 
 def plain(value: object) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypedDict, cast
@@ -84,11 +85,13 @@ def prepare_chat(
     options: ChatOptions,
     tokenizer: Tokenizer,
     params: SamplingParams,
+    max_tokens: float = math.inf,
 ) -> PreparedChat:
     """Render and tokenize it; takes milliseconds, or as long as a template may take.
 
     Raises:
         InvalidRequestError: the template rejects it, or something in it is not what it must be.
+        ContextLengthError: it has far more than max_tokens.
         TypeError: an option of no such name.
     """
     _check(options, params)
@@ -99,7 +102,7 @@ def prepare_chat(
     tool_prompt = tokenizer.template_dialect.tool_prompt if tools else None
     formats = _formats(options, tokenizer, tool_prompt)
     described = describe_tools(tools, formats.tools) if tool_prompt == "generic" else ""
-    token_ids = _encode(messages, tools, described, options, tokenizer)
+    token_ids = _encode(messages, tools, described, options, tokenizer, max_tokens)
     in_reasoning = formats.reasoning is not None and _ends_in_reasoning(
         token_ids, options, tokenizer, formats.reasoning
     )
@@ -189,10 +192,12 @@ def _encode(
     described: str,
     options: ChatOptions,
     tokenizer: Tokenizer,
+    max_tokens: float,
 ) -> list[int]:
     return tokenizer.encode_chat(
         cast("list[ChatMessage]", tokenizer.template_dialect.adapt(messages, described)),
         options.get("add_generation_prompt"),
+        max_tokens,
         tools=[tool.source for tool in tools] or None,
         chat_template_kwargs=options.get("chat_template_kwargs"),
         allowed_template_kwargs=options.get("allowed_template_kwargs", DEFAULT_TEMPLATE_KWARGS),

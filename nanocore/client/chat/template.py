@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 
-from nanocore.client.chat.messages import REASONING_KEYS, plain, template_message
+from nanocore.client.chat.messages import REASONING_KEYS, is_long, plain, template_message
 from nanocore.client.chat.renderer import Renderer
 from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS, read_template_kwargs
 from nanocore.client.chat.token_guard import TokenGuard
@@ -54,10 +54,12 @@ class ChatTemplate:
         self._guard = guard
         self._now = now
         self._renderer = Renderer(text, source)
+        self._long_renderer = Renderer(text, source)  # the rest does not wait for these
 
     def close(self) -> None:
-        """End the template's process, if there is one."""
+        """End the template's processes, if there are any."""
         self._renderer.end()
+        self._long_renderer.end()
 
     def render(
         self,
@@ -103,7 +105,8 @@ class ChatTemplate:
             raise InvalidRequestError(f"the messages of a chat: {error}") from None
         key = "content" if continue_final_message is True else continue_final_message
         end = _mark_end(conversation["messages"][-1], key, self.text) if key else ""
-        text = self._renderer.render(
+        renderer = self._long_renderer if is_long(messages, tools) else self._renderer
+        text = renderer.render(
             {
                 **self._special_tokens,
                 **conversation,

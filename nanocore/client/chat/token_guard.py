@@ -8,6 +8,7 @@ the prompt is cut into parts that are tokenized apart. No token spans two parts.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from functools import cached_property
@@ -55,8 +56,8 @@ class TokenGuard:
         Raises:
             InvalidRequestError: a token in it cannot be cut, or no sentinel is left.
         """
-        sentinel = _SENTINELS[0]
-        marked = self._marked(conversation, sentinel)
+        first = _SENTINELS[0]
+        marked = self._marked(conversation, first)
         if marked == conversation:
             return conversation, None
         taken = json.dumps([conversation, self._template]).lower()  # its escapes stand for both
@@ -67,7 +68,7 @@ class TokenGuard:
                 "the conversation holds special tokens as text, and every noncharacter from U+FDD0 "
                 "to U+FDEF: leave out either"
             )
-        return self._marked(conversation, sentinel), sentinel
+        return marked if sentinel == first else self._marked(conversation, sentinel), sentinel
 
     def _marked(self, conversation: dict[str, Any], sentinel: str) -> dict[str, Any]:
         def mark(text: str) -> str:
@@ -117,10 +118,14 @@ class TokenGuard:
         # Python's own form of a dict has escapes, too, and they may be escaped again as JSON.
         return re.split(rf"{sentinel}|\\+u{ord(sentinel):x}", text, flags=re.IGNORECASE)
 
-    def encode(self, parts: list[str], encode: Callable[[str], list[int]]) -> list[int]:
-        """Token ids of such parts."""
+    def encode(
+        self, parts: list[str], encode: Callable[[str], list[int]], max_tokens: float = math.inf
+    ) -> list[int]:
+        """Token ids of such parts; not of all of them, if they are more than max_tokens."""
         ids = encode(parts[0])
         for part in filter(None, parts[1:]):
+            if len(ids) > max_tokens:
+                break
             ids += self._encode_within(part, encode)
         return ids
 

@@ -13,7 +13,14 @@ from nanocore.client.chat.request import ChatOptions
 from nanocore.http.answer_id import AnswerId
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.chat_encoders import ChatAnswerEncoder, ChatStreamEncoder, ChatStyle
-from nanocore.http.dialects.chat_options import effort_kwargs, is_function, template_options
+from nanocore.http.dialects.chat_options import (
+    check_num_messages,
+    chosen_tools,
+    effort_kwargs,
+    is_function,
+    submit_chat,
+    template_options,
+)
 from nanocore.http.dialects.logprobs import MAX_TOP_LOGPROBS
 from nanocore.http.dialects.sampling import SamplingFields
 from nanocore.http.errors import bad_request
@@ -95,10 +102,10 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         if self.documents is not None:
             given["documents"] = self.documents
         given |= self.chat_template_kwargs or {}
-        tools = [tool for tool in self.tools or () if is_function(tool)]
+        tools, tool_choice = chosen_tools(self.tools, self.tool_choice)
         return ChatOptions(
-            tools=tools or None,
-            tool_choice=self.tool_choice if tools or self.tool_choice != "auto" else None,
+            tools=tools,
+            tool_choice=tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self.response_format,
             add_generation_prompt=self.add_generation_prompt,
@@ -117,15 +124,15 @@ async def serve(exchange: Exchange) -> None:
     client = exchange.client
     params = request.params(client.model_card.default_sampling)
     exchange.note_params(params, request.stream)
+    check_num_messages(exchange, request.messages)
     answer_id = AnswerId("chatcmpl-", request.request_id)
-    answer = await client.submit_chat(
-        request.messages,  # type: ignore[arg-type]
+    answer = await submit_chat(
+        exchange,
+        request,
+        request.messages,
         params,
         answer_id.engine_id(),
-        request.priority or 0,
-        request.cache_salt,
-        True,
-        **request.options(exchange.settings),
+        request.options(exchange.settings),
     )
     style = ChatStyle(
         id=answer_id.text,

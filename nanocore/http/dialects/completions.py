@@ -16,8 +16,11 @@ from msgspec.structs import replace
 from nanocore.client import AsyncEngineClient, ModelCard, SamplingParams
 from nanocore.client.chat.constraints import read_response_format
 from nanocore.client.chat.event_stream import AnswerStream
+from nanocore.client.chat.messages import is_long
+from nanocore.client.submit_order import Place
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.http.answer_id import AnswerId
+from nanocore.http.attended import attended_aside
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.chat_completions import StreamOptions
 from nanocore.http.dialects.completion_encoders import (
@@ -28,10 +31,9 @@ from nanocore.http.dialects.completion_encoders import (
 from nanocore.http.dialects.prompts import (
     OnePrompt,
     PromptInput,
-    check_truncation,
+    num_kept_tokens,
     read_prompts,
     tokenize_prompts,
-    truncated,
 )
 from nanocore.http.dialects.sampling import SamplingFields
 from nanocore.http.dialects.text_logprobs import Echo, LogprobsShown
@@ -104,26 +106,29 @@ async def serve(exchange: Exchange) -> None:
     client = exchange.client
     params = request.params(client.model_card)
     exchange.note_params(params, request.stream)
-    check_truncation(request.truncate_prompt_tokens)
-    prompts = read_prompts(request.prompt, "prompt")
-    whole = await tokenize_prompts(
-        client, prompts, request.add_special_tokens is not False, "prompt"
-    )
     room = client.model_card.max_model_len - (params.max_tokens or 1)
-    token_ids = truncated(whole, request.truncate_prompt_tokens, room)
+    num_kept = num_kept_tokens(request.truncate_prompt_tokens, room)
+    prompts = read_prompts(request.prompt, "prompt")
     answer_id = AnswerId("cmpl-", request.request_id)
-    style = CompletionStyle(
-        id=answer_id.text,
-        created_s=int(time.time()),
-        model=model,
-        fingerprint=client.model_card.numerics_fingerprint,
-        num_samples=params.n,
-        logprobs=await _shown(client, request),
-        shows_output=request.max_tokens != 0,
-        shows_prompt=request.prompt_logprobs is not None,
-        skip_special_tokens=params.skip_special_tokens,
-        echoes=await _echoes(client, request, prompts, token_ids) if request.echo else (),
-    )
+    with client.places(len(prompts)) as places:
+        token_ids = await tokenize_prompts(
+            exchange, places, prompts, request.add_special_tokens is not False, "prompt", num_kept
+        )
+        style = CompletionStyle(
+            id=answer_id.text,
+            created_s=int(time.time()),
+            model=model,
+            fingerprint=client.model_card.numerics_fingerprint,
+            num_samples=params.n,
+            logprobs=await _shown(client, request),
+            shows_output=request.max_tokens != 0,
+            shows_prompt=request.prompt_logprobs is not None,
+            skip_special_tokens=params.skip_special_tokens,
+            echoes=await _echoes(exchange, places, request, prompts, token_ids)
+            if request.echo
+            else (),
+        )
+        answers = await _submit(client, token_ids, params, request, answer_id, places)
     encoder: CompletionStreamEncoder | CompletionAnswerEncoder
     if request.stream:
         options = request.stream_options or StreamOptions()
@@ -132,7 +137,6 @@ async def serve(exchange: Exchange) -> None:
         )
     else:
         encoder = CompletionAnswerEncoder(style)
-    answers = await _submit(client, token_ids, params, request, answer_id)
     await Delivery(exchange, answers, encoder).run()
 
 
@@ -149,6 +153,7 @@ async def _submit(
     params: SamplingParams,
     request: CompletionRequest,
     answer_id: AnswerId,
+    places: Sequence[Place],
 ) -> list[AnswerStream]:
     """All of them, or none."""
     if len(prompts) > 1:
@@ -166,6 +171,7 @@ async def _submit(
                     request.priority or 0,
                     request.cache_salt,
                     True,
+                    place=places[i],
                 )
             )
     except BaseException:
@@ -187,7 +193,8 @@ def _check_batch(client: AsyncEngineClient, num_samples: int) -> None:
 
 
 async def _echoes(
-    client: AsyncEngineClient,
+    exchange: Exchange,
+    places: Sequence[Place],
     request: CompletionRequest,
     prompts: Sequence[OnePrompt],
     token_ids: Sequence[list[int]],
@@ -211,4 +218,6 @@ async def _echoes(
                 echoes.append(Echo.of(tokenizer, kept, None))
         return echoes
 
-    return await client.with_tokenizer(make)
+    are_long = is_long(*token_ids)
+    making = exchange.client.with_tokenizer(make, are_long)
+    return await (attended_aside(exchange, places, making) if are_long else making)

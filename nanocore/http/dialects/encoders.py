@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanocore.http.dialects.sse import COMMENT, DONE, data
+from nanocore.http.dialects.sse import COMMENT, DONE, data, on_one_line
 from nanocore.http.dialects.usage import UsageSum
 from nanocore.http.errors import HttpError, openai_body
 
@@ -23,14 +23,15 @@ class WholeEncoder:
 class ChunkEncoder:
     """Base of those of OpenAI's streams of chunks.
 
-    head: the fields with which each chunk begins. with_usage: a last chunk has it.
+    head: the fields with which each chunk begins. with_usage: a last chunk has it, and in others it
+    is null.
     """
 
     is_stream = True
     keep_alive = COMMENT
 
     def __init__(self, head: dict[str, Any], with_usage: bool) -> None:
-        self._head = head
+        self._head = {**head, "usage": None} if with_usage else head
         self._with_usage = with_usage
         self._usage = UsageSum()
 
@@ -43,7 +44,7 @@ class ChunkEncoder:
 
     def fail(self, error: HttpError) -> bytes:
         """An error instead of the rest."""
-        return b"data: " + openai_body(error) + b"\n\n"
+        return b"data: " + on_one_line(openai_body(error)) + b"\n\n"
 
     def _with_count(self, chunk: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         """The chunk with the usage so far. num_tokens: of the output."""

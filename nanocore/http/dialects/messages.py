@@ -12,10 +12,15 @@ from msgspec.structs import replace
 
 from nanocore.client import SamplingParams
 from nanocore.client.chat.messages import ChatMessage
-from nanocore.client.chat.request import ChatOptions, prepare_chat
+from nanocore.client.chat.request import ChatOptions
 from nanocore.http.answer_id import AnswerId
 from nanocore.http.delivery import Delivery
-from nanocore.http.dialects.chat_options import template_options
+from nanocore.http.dialects.chat_options import (
+    chat_token_ids,
+    check_num_messages,
+    submit_chat,
+    template_options,
+)
 from nanocore.http.dialects.message_blocks import chat_messages, is_prefilled
 from nanocore.http.dialects.message_encoders import (
     MessageAnswerEncoder,
@@ -46,17 +51,11 @@ async def serve(exchange: Exchange) -> None:
     client = exchange.client
     params = sampling_params(request, client.model_card.default_sampling)
     exchange.note_params(params, request.stream)
+    check_num_messages(exchange, request.messages)
     messages, options = conversation(exchange, request)
     answer_id = AnswerId("msg_", request.request_id)
-    answer = await client.submit_chat(
-        messages,
-        params,
-        answer_id.engine_id(),
-        request.priority or 0,
-        request.cache_salt,
-        True,
-        **options,
-    )
+    engine_id = answer_id.engine_id()
+    answer = await submit_chat(exchange, request, messages, params, engine_id, options)
     style = MessageStyle(answer_id.text, model)
     kind = MessageStreamEncoder if request.stream else MessageAnswerEncoder
     await Delivery(exchange, [answer], kind(style)).run()
@@ -66,11 +65,10 @@ async def count_tokens(exchange: Exchange) -> None:
     """How many tokens a request's prompt has, cached ones included; nothing is generated."""
     request = await exchange.read(CountTokensRequest)
     exchange.check_model(request.model)
+    check_num_messages(exchange, request.messages)
     messages, options = conversation(exchange, request)
-    chat = await exchange.client.with_tokenizer(
-        lambda tokenizer: prepare_chat(messages, options, tokenizer, SamplingParams())
-    )
-    await exchange.reply_json({"input_tokens": len(chat.prompt_token_ids)})
+    token_ids = await chat_token_ids(exchange, messages, options)
+    await exchange.reply_json({"input_tokens": len(token_ids)})
 
 
 def sampling_params(request: MessagesRequest, recommended: EngineSamplingParams) -> SamplingParams:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, TypeAlias
 
-from nanocore.client import AsyncEngineClient
+from nanocore.client.chat.messages import is_long
+from nanocore.client.submit_order import Place
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
+from nanocore.http.attended import attended_aside
 from nanocore.http.errors import bad_request
+from nanocore.http.exchange import Exchange
+from nanocore.protocol.errors import ContextLengthError
 
 MAX_PROMPTS: Final = 1024
 PromptInput: TypeAlias = "str | list[str | int | list[int]]"
@@ -45,50 +50,73 @@ def read_prompts(given: PromptInput, field: str) -> list[OnePrompt]:
 
 
 async def tokenize_prompts(
-    client: AsyncEngineClient, prompts: Sequence[OnePrompt], add_special_tokens: bool, field: str
+    exchange: Exchange,
+    places: Sequence[Place],
+    prompts: Sequence[OnePrompt],
+    add_special_tokens: bool,
+    field: str,
+    num_kept: int | None,
 ) -> list[list[int]]:
     """The token ids of each; many texts, like long ones, hold up nobody else.
 
-    Raises:
-        HttpError: one of them has none.
-    """
+    places: those of the prompts, which step aside if their texts are long. num_kept: keep the last
+    so many tokens of each.
 
-    def encode_all(tokenizer: Tokenizer) -> list[list[int]]:
+    Raises:
+        HttpError: one of them has none. ContextLengthError: one has more than the model takes.
+        Disconnected: the client has left meanwhile.
+    """
+    client = exchange.client
+    max_model_len = client.model_card.max_model_len
+
+    def encode(prompt: OnePrompt, tokenizer: Tokenizer) -> list[int]:
+        if isinstance(prompt, str):
+            if num_kept is None:
+                prompt = tokenizer.encode(prompt, add_special_tokens, max_model_len)
+            else:
+                text = tokenizer.cut_beginning(prompt, min(num_kept, max_model_len))
+                prompt = tokenizer.encode(text, add_special_tokens)
+        return prompt if num_kept is None else prompt[-num_kept:]
+
+    async def encode_all() -> list[list[int]]:
         return [
-            tokenizer.encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-            for prompt in prompts
+            await client.with_tokenizer(partial(encode, prompt), are_long) for prompt in prompts
         ]
 
-    num_chars = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    if num_chars <= MAX_QUICK_CHARS:
-        token_ids = encode_all(await client.get_tokenizer())
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    are_long = is_long(*texts)
+    if sum(map(len, texts)) <= MAX_QUICK_CHARS:
+        tokenizer = await client.get_tokenizer()
+        token_ids = [encode(prompt, tokenizer) for prompt in prompts]
+    elif not are_long:
+        token_ids = await encode_all()
     else:
-        token_ids = await client.with_tokenizer(encode_all)
-    if [] in token_ids:
-        number = token_ids.index([])
+        token_ids = await attended_aside(exchange, places, encode_all())
+    for number, ids in enumerate(token_ids):
         name = f"{field}[{number}]" if len(prompts) > 1 else field
-        raise bad_request(f"{name} has no tokens: give at least one", field)
+        if not ids:
+            raise bad_request(f"{name} has no tokens: give at least one", field)
+        if len(ids) > max_model_len:
+            raise ContextLengthError(
+                f"{name}: the prompt has {len(ids)} tokens, more than max_model_len="
+                f"{max_model_len}: shorten it"
+            )
     return token_ids
 
 
-def check_truncation(num_tokens: int | None) -> None:
-    """Of vLLM's truncate_prompt_tokens.
+def num_kept_tokens(num_tokens: int | None, room: int) -> int | None:
+    """Of each prompt, the last so many tokens, as vLLM's truncate_prompt_tokens says it.
+
+    None: all of them; -1: as many as there is room for.
 
     Raises:
         HttpError: it is no number of tokens.
     """
-    if num_tokens is not None and num_tokens < 1 and num_tokens != -1:
+    if num_tokens is None or num_tokens >= 1:
+        return num_tokens
+    if num_tokens != -1:
         raise bad_request(
             f"truncate_prompt_tokens={num_tokens}: at least 1, or -1 for as many as fit",
             "truncate_prompt_tokens",
         )
-
-
-def truncated(
-    prompts: Sequence[list[int]], num_tokens: int | None, room: int
-) -> Sequence[list[int]]:
-    """The last so many tokens of each; None: all; -1: as many as there is room for."""
-    if num_tokens is None:
-        return prompts
-    num_kept = max(room, 1) if num_tokens == -1 else num_tokens
-    return [prompt[-num_kept:] for prompt in prompts]
+    return max(room, 1)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from nanocore.http.dialects.chat_options import read_allowed_tools
 from nanocore.http.errors import bad_request
 from nanocore.protocol.errors import quoted
 
@@ -66,13 +67,7 @@ def _read_choice(
         return None, choice
     kind = choice.get("type")
     if kind == "allowed_tools":
-        tools, mode = choice.get("tools"), choice.get("mode", "auto")
-        if not isinstance(tools, list) or mode not in ("auto", "required"):
-            raise bad_request(
-                "tool_choice of type allowed_tools has tools, a list, and mode, auto or required",
-                "tool_choice",
-            )
-        return {str(tool.get("name")) for tool in tools if isinstance(tool, dict)}, mode
+        return read_allowed_tools(choice)
     if kind in _OURS:
         return None, {"type": "function", "function": {"name": choice.get("name")}}
     if kind in dropped:

@@ -12,7 +12,12 @@ from nanocore.client import SamplingParams
 from nanocore.client.chat.constraints import read_response_format
 from nanocore.client.chat.request import ChatOptions
 from nanocore.http.delivery import Delivery
-from nanocore.http.dialects.chat_options import effort_kwargs, template_options
+from nanocore.http.dialects.chat_options import (
+    check_num_messages,
+    effort_kwargs,
+    submit_chat,
+    template_options,
+)
 from nanocore.http.dialects.logprobs import MAX_TOP_LOGPROBS
 from nanocore.http.dialects.response_encoders import (
     Keep,
@@ -171,21 +176,16 @@ async def serve(exchange: Exchange) -> None:
     client = exchange.client
     params = request.params(client.model_card.default_sampling)
     exchange.note_params(params, request.stream)
+    check_num_messages(exchange, request.input)
     tools = read_response_tools(request.tools, request.tool_choice)
     exchange.note_ignored([f"tools[type={kind}]" for kind in tools.dropped])
     store = exchange.state.responses
     key = uuid.uuid4().hex
     before = _conversation_before(store, request.previous_response_id)
     items = ItemReader(key, lambda item_id: find_item(store, item_id)).read(request.input)
-    answer = await client.submit_chat(
-        messages_of([*before, *items], request.instructions),  # type: ignore[arg-type]
-        params,
-        f"resp_{key}",
-        request.priority or 0,
-        request.cache_salt,
-        True,
-        **request.options(exchange.settings, tools),
-    )
+    messages = messages_of([*before, *items], request.instructions)
+    options = request.options(exchange.settings, tools)
+    answer = await submit_chat(exchange, request, messages, params, f"resp_{key}", options)
     is_stored = store.is_on and request.store is not False
     asked = request.asked(model, params, tools)
     asked["store"] = is_stored

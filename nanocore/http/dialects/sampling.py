@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from nanocore.client import SamplingParams, StructuredOutputsParams
 from nanocore.http.errors import bad_request
-from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.errors import InvalidRequestError, quoted
+from nanocore.protocol.fields import MAX_EXACT_INT, MAX_INT32
 from nanocore.protocol.sampling import EngineSamplingParams
 
 _SAME: Final = (
@@ -26,7 +27,9 @@ Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 class SamplingFields(msgspec.Struct, kw_only=True):
     """Fields that the dialects have in common. None: as the model's makers recommend.
 
-    Values are `SamplingParams`'s; ranges are checked there and by the engine.
+    Values are `SamplingParams`'s; ranges are checked there and by the engine. Beyond these: top_p=0
+    is greedy, a seed may be any int64 (-1, as with vLLM, has the engine draw one), and max_tokens
+    has no limit.
     """
 
     temperature: float | None = None
@@ -69,11 +72,22 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             given["logit_bias"] = _logit_bias(self.logit_bias)
         if self.structured_outputs is not None:
             given["structured_outputs"] = _structured_outputs(self.structured_outputs)
+        if given.get("top_p") == 0:
+            given |= {"top_p": 1.0, "temperature": 0.0}
+        if self.seed is not None:
+            given["seed"] = _seed(self.seed)
         if max_tokens is not None:
-            given["max_tokens"] = max_tokens
+            given["max_tokens"] = min(max_tokens, MAX_INT32)
         if logprobs is not None:
             given["logprobs"] = logprobs
         return replace(SamplingParams.from_engine(recommended), **given)
+
+
+def _seed(given: int) -> int | None:
+    """The engine's seeds are smaller: of others the lower bits count."""
+    if not -(2**63) <= given < 2**63:
+        raise bad_request(f"seed={quoted(given)} is out of range: it is an int64", "seed")
+    return None if given == -1 else given & MAX_EXACT_INT
 
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:

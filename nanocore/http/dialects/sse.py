@@ -13,8 +13,22 @@ import msgspec
 DONE: Final = b"data: [DONE]\n\n"
 COMMENT: Final = b": still here\n\n"
 """Keeps proxies from closing a stream that has nothing to say yet."""
-escaped = msgspec.json.Encoder().encode
-"""A text as JSON has it, in quotes; lone surrogates cannot come, for texts are decoded UTF-8."""
+_encode: Final = msgspec.json.Encoder().encode
+_LINE_ENDS: Final = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\u0085\u2028\u2029"]
+"""Many clients read lines by Python's splitlines, for which these end one."""
+
+
+def on_one_line(json: bytes) -> bytes:
+    """JSON without line ends of any kind."""
+    if b"\xe2\x80" in json or b"\xc2\x85" in json:
+        for character, escape in _LINE_ENDS:
+            json = json.replace(character, escape)
+    return json
+
+
+def escaped(value: object) -> bytes:
+    """JSON on one line; lone surrogates cannot come, for texts are decoded UTF-8."""
+    return on_one_line(_encode(value))
 
 
 def data(value: object) -> bytes:

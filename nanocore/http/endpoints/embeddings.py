@@ -12,13 +12,13 @@ from typing import Any, Literal
 import msgspec
 
 from nanocore.client import AsyncEngineClient, EmbeddingOutput
+from nanocore.client.submit_order import Place
 from nanocore.http.attended import attended
 from nanocore.http.dialects.prompts import (
     PromptInput,
-    check_truncation,
+    num_kept_tokens,
     read_prompts,
     tokenize_prompts,
-    truncated,
 )
 from nanocore.http.dialects.sampling import Priority
 from nanocore.http.errors import bad_request
@@ -58,13 +58,13 @@ async def serve(exchange: Exchange) -> None:
             "numbers, and were not made to be shortened; leave it out",
             "dimensions",
         )
-    check_truncation(request.truncate_prompt_tokens)
+    num_kept = num_kept_tokens(request.truncate_prompt_tokens, card.max_model_len - 1)
     prompts = read_prompts(request.input, "input")
-    whole = await tokenize_prompts(
-        client, prompts, request.add_special_tokens is not False, "input"
-    )
-    token_ids = truncated(whole, request.truncate_prompt_tokens, card.max_model_len - 1)
-    outputs = await attended(exchange, _embed(client, token_ids, request))
+    with client.places(len(prompts)) as places:
+        token_ids = await tokenize_prompts(
+            exchange, places, prompts, request.add_special_tokens is not False, "input", num_kept
+        )
+        outputs = await attended(exchange, _embed(client, token_ids, request, places))
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
     if exchange.record is not None:
@@ -100,7 +100,10 @@ def in_base64(numbers: array[float]) -> str:
 
 
 async def _embed(
-    client: AsyncEngineClient, prompts: Sequence[list[int]], request: EmbeddingRequest
+    client: AsyncEngineClient,
+    prompts: Sequence[list[int]],
+    request: EmbeddingRequest,
+    places: Sequence[Place],
 ) -> list[EmbeddingOutput]:
     """Of all of them; the first that fails ends the others."""
     try:
@@ -114,9 +117,10 @@ async def _embed(
                         None,
                         request.priority or 0,
                         request.cache_salt,
+                        place,
                     )
                 )
-                for prompt in prompts
+                for prompt, place in zip(prompts, places, strict=True)
             ]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None

@@ -6,11 +6,16 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from nanocore.client import SamplingParams
-from nanocore.client.chat.request import ChatOptions, prepare_chat
+from nanocore.client.chat.request import ChatOptions
 from nanocore.client.special_tokens import STANDARD_NAMES
 from nanocore.client.tokenizer import MAX_QUICK_TOKENS, Tokenizer
-from nanocore.http.dialects.chat_options import is_function, template_options
+from nanocore.http.attended import attended
+from nanocore.http.dialects.chat_options import (
+    chat_token_ids,
+    check_num_messages,
+    chosen_tools,
+    template_options,
+)
 from nanocore.http.errors import bad_request
 from nanocore.http.exchange import Exchange
 from nanocore.http.settings import AppSettings
@@ -59,10 +64,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
     def options(self, settings: AppSettings) -> ChatOptions:
         """What the conversation is asked for beside its messages."""
-        tools = [tool for tool in self.tools or () if is_function(tool)]
+        tools, tool_choice = chosen_tools(self.tools, self.tool_choice)
         return ChatOptions(
-            tools=tools or None,
-            tool_choice=self.tool_choice if tools else None,
+            tools=tools,
+            tool_choice=tool_choice,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
             **template_options(settings, self.chat_template_kwargs or {}),
@@ -83,16 +88,17 @@ async def tokenize(exchange: Exchange) -> None:
     request.check()
     client = exchange.client
     if request.prompt is not None:
-        token_ids = await client.encode(request.prompt, request.add_special_tokens is not False)
+        encoding = client.encode(request.prompt, request.add_special_tokens is not False)
+        token_ids = await attended(exchange, encoding)
     else:
         messages, options = request.messages or [], request.options(exchange.settings)
-        chat = await client.with_tokenizer(
-            lambda tokenizer: prepare_chat(messages, options, tokenizer, SamplingParams())
-        )
-        token_ids = [*chat.prompt_token_ids]
+        check_num_messages(exchange, messages)
+        token_ids = await chat_token_ids(exchange, messages, options)
     token_strs = None
     if request.return_token_strs:
-        token_strs = await client.with_tokenizer(lambda tokenizer: tokenizer.tokens(token_ids))
+        token_strs = await client.with_tokenizer(
+            lambda tokenizer: tokenizer.tokens(token_ids), is_long=len(token_ids) > MAX_QUICK_TOKENS
+        )
     await exchange.reply_json(
         {
             "count": len(token_ids),
@@ -125,7 +131,7 @@ async def detokenize(exchange: Exchange) -> None:
     if len(token_ids) <= MAX_QUICK_TOKENS:
         text = decode(await client.get_tokenizer())
     else:
-        text = await client.with_tokenizer(decode)
+        text = await attended(exchange, client.with_tokenizer(decode, is_long=True))
     await exchange.reply_json({"prompt": text})
 
 

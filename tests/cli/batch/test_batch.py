@@ -123,7 +123,7 @@ def test_an_interrupted_run_ends_in_order_and_leaves_nothing_running(
         command = [sys.executable, "-m", "nanocore.cli", "batch", *flags]
         running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
-            held.wait_for(4)  # a line of two samples among them
+            held.wait_for(5)  # a chat, two samples, and two inputs
             running.send_signal(signal.SIGINT)
             _, log = running.communicate(timeout=EXIT_TIMEOUT_S)
         finally:

@@ -14,6 +14,7 @@ from nanocore.http.connection import MAX_PIPELINED, MAX_URL_BYTES
 from nanocore.http.exchange import CHUNK_WRITER
 from tests.http.server.loopback import GET, RecordingApp, run, serving
 
+CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 CLOSING_GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
@@ -50,12 +51,19 @@ def test_requests_follow_one_another_on_a_connection() -> None:
         (b"GET /\r\n\r\n", 400),
         (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", 400),
         (b"GET http:// HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nhost: x\r\n\r\n", 400),
+        (b"GET http://y/ HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (b"GET http://x:81/ HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (b"GET http://x@y/ HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (b"GET http://[/ HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (b"GET http://x/ HTTP/1.0\r\n\r\n", 400),
         (b"GET /\xff HTTP/1.1\r\n\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
-        (b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n", 400),
-        (b"POST / HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab", 400),
-        (b"POST / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", 400),
-        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab", 400),
+        (CHUNKED[:-2] + b"content-length: 1\r\n\r\n", 400),
+        (CHUNKED + b"zz\r\n", 400),
         (b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n", 405),
         (b"GET /" + b"a" * MAX_URL_BYTES + b" HTTP/1.1\r\n\r\n", 414),
         (b"GET / HTTP/1.1\r\na: " + b"a" * 3000 + b"\r\n\r\n", 431),
@@ -90,13 +98,13 @@ def endless(kind: str) -> Iterator[bytes]:
     """A beginning, and then more of one field or line than anybody may send."""
     yield {
         "url": b"GET /",
-        "name": b"GET / HTTP/1.1\r\nx",
-        "value": b"GET / HTTP/1.1\r\nx: ",
-        "fields": b"GET / HTTP/1.1\r\n",
+        "name": b"GET / HTTP/1.1\r\nhost: x\r\nx",
+        "value": b"GET / HTTP/1.1\r\nhost: x\r\nx: ",
+        "fields": b"GET / HTTP/1.1\r\nhost: x\r\n",
         "empty lines": b"\r\n",
-        "trailer": b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\nx: ",
-        "trailers": b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n0\r\n",
-        "extension": b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1;a=",
+        "trailer": CHUNKED + b"1\r\na\r\n0\r\nx: ",
+        "trailers": CHUNKED + b"1\r\na\r\n0\r\n",
+        "extension": CHUNKED + b"1;a=",
     }[kind]
     piece = {"fields": b"a: b\r\n", "trailers": b"a: b\r\n", "empty lines": b"\r\n"}.get(
         kind, b"aaaa"
@@ -135,11 +143,11 @@ def test_trailers_are_not_taken_for_headers() -> None:
         async with serving(app) as server:
             client = await server.connect()
             status, _ = await client.ask(
-                b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
+                b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
                 b"authorization: Bearer x\r\n\r\n"
             )
             assert (status, app.bodies) == (200, [b"abc"])
-            assert app.scopes[0]["headers"] == [(b"transfer-encoding", b"chunked")]
+            assert [name for name, _ in app.scopes[0]["headers"]] == [b"host", b"transfer-encoding"]
             assert (await client.ask(GET))[0] == 200
 
     run(scenario())
@@ -151,8 +159,8 @@ def test_trailers_are_not_taken_for_headers() -> None:
         (b"", None),
         (b"GET / HT", 408),
         (b"GET / HTTP/1.1\r\nhost: x\r\n", 408),
-        (b"POST / HTTP/1.1\r\ncontent-length: 10\r\n\r\nabc", 408),
-        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n", 408),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\nabc", 408),
+        (CHUNKED + b"3\r\nabc\r\n", 408),
         (GET + b"GET", 408),
     ],
 )
@@ -206,6 +214,24 @@ def test_a_body_that_comes_after_its_answer_is_read_and_the_connection_goes_on()
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET http://X:8000/a?b HTTP/1.1\r\nhost: x:8000\r\n\r\n",
+        b"GET http://[::1]:8000/a HTTP/1.1\r\nhost: [::1]:8000\r\n\r\n",
+        b"GET /a HTTP/1.0\r\n\r\n",
+    ],
+)
+def test_a_target_may_name_the_host_and_http_1_0_needs_none(request_bytes: bytes) -> None:
+    async def scenario() -> None:
+        async with serving(RecordingApp()) as server:
+            client = await server.connect()
+            status, answer = await client.ask(request_bytes)
+            assert (status, json.loads(answer)["path"]) == (200, "/a")
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("behind", [b"", GET])
 def test_the_last_answer_of_a_connection_reaches_a_client_that_is_still_sending(
     behind: bytes,
@@ -241,7 +267,7 @@ def test_the_end_of_a_body_behind_the_last_answer_is_not_waited_for_without_end(
     async def scenario() -> None:
         async with serving(refuse, body_timeout_s=0.2) as server:
             client = await server.connect()
-            client.writer.write(b"POST / HTTP/1.1\r\ncontent-length: 1000000000\r\n\r\n")
+            client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
             assert (await client.answer())[0] == 413
             assert await client.rest() == b""
 
@@ -257,7 +283,7 @@ def test_a_body_that_never_ends_after_its_answer_is_cut() -> None:
     async def scenario() -> None:
         async with serving(refuse, body_timeout_s=0.2) as server:
             client = await server.connect()
-            client.writer.write(b"POST / HTTP/1.1\r\ncontent-length: 1000000000\r\n\r\n")
+            client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
             assert (await client.answer())[0] == 413
             assert (await client.answer())[0] == 408
             assert await client.rest() == b""
@@ -278,6 +304,8 @@ def test_nonsense_behind_a_request_does_not_disturb_its_response() -> None:
                 await asyncio.sleep(0)
             app.release.set()
             assert (await client.answer())[0] == 200
+            status, body = await client.answer()
+            assert (status, error_of(body)["message"]) == (400, "this is no valid HTTP/1.1 request")
             assert await client.rest() == b""
 
     run(scenario())
@@ -297,7 +325,7 @@ def test_requests_that_wait_for_a_response_are_answered_in_order() -> None:
     run(scenario())
 
 
-def test_too_many_requests_that_wait_cost_the_connection_and_not_the_response() -> None:
+def test_too_many_requests_that_wait_cost_the_connection_and_not_the_responses() -> None:
     async def scenario() -> None:
         app = RecordingApp()
         async with serving(app) as server:
@@ -305,9 +333,30 @@ def test_too_many_requests_that_wait_cost_the_connection_and_not_the_response() 
             client.writer.write(post("/hold", b"") + GET * 1000)
             await app.began.wait()
             app.release.set()
-            assert (await client.answer())[0] == 200
+            answers = [await client.answer() for _ in range(MAX_PIPELINED + 2)]
+            assert [status for status, _ in answers] == [200] * (MAX_PIPELINED + 1) + [400]
             assert await client.rest() == b""
-            assert len(app.scopes) == 1
+            assert len(app.scopes) == MAX_PIPELINED + 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [b"\x00nonsense\r\n\r\n", GET[:-2] + b"\x00\r\n\r\n", post("/bad", b"x", "a: b", "host: y")],
+)
+def test_whole_requests_before_a_bad_one_are_answered(behind: bytes) -> None:
+    async def scenario() -> None:
+        app = RecordingApp()
+        async with serving(app) as server:
+            client = await server.connect()
+            client.writer.write(post("/hold", b"") + post("/1", b"x") + GET + behind + GET)
+            await app.began.wait()
+            app.release.set()
+            answers = [await client.answer() for _ in range(4)]
+            assert [status for status, _ in answers] == [200, 200, 200, 400]
+            assert await client.rest() == b""
+            assert [scope["path"] for scope in app.scopes] == ["/hold", "/1", "/"]
 
     run(scenario())
 
@@ -451,9 +500,9 @@ def test_no_bytes_at_all_break_or_leak_anything() -> None:
     rng = random.Random(1)
     parts = [
         GET, post("/", b"abc"), post("/", b"abc", "expect: 100-continue"),
-        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nx: y\r\n\r\n",
+        CHUNKED + b"3\r\nabc\r\n0\r\nx: y\r\n\r\n",
         post("/", b"a", "connection: upgrade", "upgrade: websocket"), b"\r\n", b"\x00", b"a: b\r\n",
-        b"GET / HTTP/1.0\r\n\r\n", b"HEAD / HTTP/1.1\r\nconnection: close\r\n\r\n",
+        b"GET / HTTP/1.0\r\n\r\n", b"HEAD / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n",
     ]  # fmt: skip
 
     def message() -> bytearray:

@@ -91,7 +91,7 @@ def test_a_refusal_during_a_drain_reaches_a_client_that_is_still_sending() -> No
     async def scenario() -> None:
         async with serving(refuse) as loopback:
             client = await loopback.connect()
-            client.writer.write(b"POST / HTTP/1.1\r\ncontent-length: 6\r\n\r\nabc")
+            client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n\r\nabc")
             assert (await client.answer())[0] == 503
             draining = asyncio.create_task(loopback.server.drain(60.0))
             with suppress(ConnectionRefusedError):

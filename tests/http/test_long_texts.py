@@ -1,0 +1,115 @@
+"""Texts that no model can take: refused before they cost others anything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from nanocore.client.chat.messages import LONG_CHARS
+from nanocore.client.tokenizer import Tokenizer
+from tests.client.running import PATIENCE_S, run
+from tests.http.asgi import Connection, scope, turns
+from tests.http.in_process import app_of
+
+LONG = "12 + 13 " * (1 << 17)
+MANY = [{"role": "user", "content": "a"}] * 2049
+"""Messages; the demo model has room for 2048 tokens."""
+TOO_LONG = {
+    "/v1/completions": {"prompt": LONG},
+    "/v1/completions, the last of several": {"prompt": ["a", "b", LONG]},
+    "/v1/completions, echoed": {"prompt": [1] * 2049, "echo": True, "logprobs": 1, "max_tokens": 0},
+    "/v1/embeddings": {"input": LONG},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": LONG}]},
+    "/v1/chat/completions, many messages": {"messages": MANY},
+    "/v1/chat/completions, special tokens": {
+        "messages": [{"role": "user", "content": "<|im_end|>" * LONG_CHARS}]
+    },
+    "/v1/messages": {"max_tokens": 1, "messages": [{"role": "user", "content": LONG}]},
+    "/v1/messages, many messages": {"max_tokens": 1, "messages": MANY},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": LONG}]},
+    "/v1/responses": {"input": LONG},
+    "/v1/responses, many messages": {"input": MANY},
+    "/tokenize": {"messages": [{"role": "user", "content": LONG}]},
+}
+
+
+@pytest.mark.parametrize("what", TOO_LONG)
+def test_what_is_far_too_long_is_refused_without_being_tokenized(
+    demo_endpoint: str, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    encoding = Tokenizer._encoding
+    num_chars = 0
+
+    def counted(self: Tokenizer, text: str, add_special_tokens: bool) -> Any:
+        nonlocal num_chars
+        num_chars += len(text)
+        return encoding(self, text, add_special_tokens)
+
+    async def send() -> Any:
+        async with app_of(demo_endpoint) as (_, http):
+            return await http.post(what.partition(",")[0], json=TOO_LONG[what])
+
+    monkeypatch.setattr(Tokenizer, "_encoding", counted)
+    answer = run(send())
+    assert answer.status_code == 400
+    assert "max_model_len=2048" in answer.json()["error"]["message"]
+    assert num_chars <= 2 * LONG_CHARS
+
+
+def test_the_end_of_a_long_text_is_taken_if_it_is_to_be_truncated(demo_endpoint: str) -> None:
+    text = LONG + "What is 12 + 13?"
+
+    async def send() -> Any:
+        async with app_of(demo_endpoint) as (_, http):
+            asked = {"max_tokens": 4, "temperature": 0, "seed": 1, "truncate_prompt_tokens": 300}
+            cut = await http.post("/v1/completions", json={"prompt": text, **asked})
+            ids = (await http.post("/tokenize", json={"prompt": text[-5000:]})).json()["tokens"]
+            by_ids = await http.post("/v1/completions", json={"prompt": ids, **asked})
+            return cut.json(), by_ids.json()
+
+    cut, by_ids = run(send())
+    assert cut["usage"]["prompt_tokens"] == 300
+    assert cut["choices"] == by_ids["choices"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["a" * 5000] * 100}),
+        ("/v1/embeddings", {"input": ["a" * 5000] * 100}),
+        ("/tokenize", {"prompt": "a" * 500_000}),
+    ],
+)
+def test_who_leaves_ends_the_work_on_its_texts(
+    demo_endpoint: str, monkeypatch: pytest.MonkeyPatch, path: str, body: Any
+) -> None:
+    encode, texts = Tokenizer.encode, []
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def slow(self: Tokenizer, text: str, *args: Any) -> list[int]:
+        texts.append(text)
+        has_begun.set()
+        may_end.wait(PATIENCE_S)
+        return encode(self, text, *args)
+
+    async def scenario() -> None:
+        async with app_of(demo_endpoint) as (app, _):
+            assert app.state.client is not None
+            await app.state.client.get_tokenizer()
+            http = Connection(json.dumps(body).encode())
+            asking = app(scope(path=path, host="localhost"), http.receive, http.send)
+            request = asyncio.ensure_future(asking)
+            await asyncio.to_thread(has_begun.wait)
+            http.leave()
+            await request
+            may_end.set()
+            await turns()
+            await app.state.client.with_tokenizer(str, is_long=True)
+            assert len(texts) == 1
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    run(scenario())
