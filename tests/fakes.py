@@ -481,6 +481,16 @@ class PipelinedExecutor:
         return self._in_flight.popleft()[0]
 
 
+class TalliedScheduler(Scheduler):
+    """A scheduler that knows how many tokens its requests came with, of several samples once."""
+
+    num_added_tokens = 0
+
+    def add(self, request: Request, arrival: int | None = None) -> None:
+        self.num_added_tokens += request.num_submitted_tokens
+        super().add(request, arrival)
+
+
 def make_scheduler(
     *,
     num_blocks: int = 64,
@@ -491,7 +501,7 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     clock: Callable[[], float] = time.monotonic,
     **settings: Any,
-) -> tuple[Scheduler, FakeExecutor]:
+) -> tuple[TalliedScheduler, FakeExecutor]:
     """A scheduler and the fake worker that checks it. settings: more of SchedulerConfig's."""
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -503,7 +513,7 @@ def make_scheduler(
     executor = FakeExecutor(block_size, num_blocks, num_groups=config.num_groups)
     if config.num_speculative_tokens:
         executor.draft = draft_token
-    return Scheduler(config, kv_cache, clock), executor
+    return TalliedScheduler(config, kv_cache, clock), executor
 
 
 def make_request(

@@ -348,7 +348,7 @@ def _far_too_long(num_tokens: int, max_tokens: float) -> ContextLengthError:
 
 def _parse_object(files: Mapping[str, bytes], name: str, source: str) -> dict[str, Any]:
     try:
-        content = json.loads(files.get(name, b"{}").decode())
+        content = json.loads(files.get(name, b"{}").decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name} of {source}: {error}") from None
     if not isinstance(content, dict):

@@ -81,11 +81,16 @@ def _options(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Annotated:
         return _options(get_args(hint)[0])
     if get_origin(hint) is Literal:
-        return {"choices": get_args(hint)}
+        return {"choices": get_args(hint), "type": _choice}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     kind = get_origin(hint) or hint
     return {"type": _READERS[kind]} | ({"metavar": _METAVARS[kind]} if kind in _METAVARS else {})
+
+
+def _choice(text: str) -> str:
+    """The name, also in the spelling of vLLM (FLASH_ATTN) and flash-attn."""
+    return text.lower().replace("-", "_").removesuffix("_attn")
 
 
 def _whole(text: str) -> int | str:

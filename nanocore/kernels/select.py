@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import logging
 from collections.abc import Callable
 from typing import Final
@@ -69,8 +69,12 @@ def _cpu(device: torch.device, batch_invariant: bool, keeps_activations: bool) -
 
 def _triton_lacks(device: torch.device) -> str:
     """Why Triton's kernels cannot run on a CUDA device, or ""."""
-    if importlib.util.find_spec("triton") is None:
-        return "the package triton is not installed; it comes with torch for CUDA"
+    try:
+        importlib.import_module("triton")
+    except Exception as error:  # a damaged installation raises anything
+        if getattr(error, "name", None) != "triton":
+            return f"the package triton does not load: {error or type(error).__name__}"
+        return "the package triton is not installed; pip install '.[cuda]' does it"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return f"{device} is older than Ampere (compute capability 8.0), and has no bfloat16"
     return ""

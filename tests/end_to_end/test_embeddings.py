@@ -69,8 +69,6 @@ def test_in_a_crowd_they_are_transformers_and_alone_they_are_the_same_bits(
             after = await client.stats()
             assert after.num_preemptions > before.num_preemptions
             assert after.generation_tokens == before.generation_tokens + 9 * 120
-            num_prompt_tokens = 2 * sum(map(len, PROMPTS)) + 9 * 3
-            assert after.prompt_tokens == before.prompt_tokens + num_prompt_tokens
             for (i, pooling), output in crowd.items():
                 found, right = np.array(output.embedding), expected[i, pooling]
                 assert len(found) == client.model_card.hidden_size

@@ -6,7 +6,7 @@ import numpy as np
 
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.worker.plan import SchedulerOutput
-from tests.fakes import Deliveries, FakeExecutor, PipelinedExecutor
+from tests.fakes import Deliveries, FakeExecutor, PipelinedExecutor, TalliedScheduler
 
 
 def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
@@ -180,14 +180,8 @@ def check_blocks(scheduler: Scheduler) -> None:
             assert len(prefixes) == 1, "shared by different prefixes"
 
 
-def check_idle(
-    scheduler: Scheduler, num_shared_tokens: int = 0, num_resumed_tokens: int = 0
-) -> None:
-    """Nothing is left of requests that have ended.
-
-    num_shared_tokens: prompt tokens of all samples but each request's first. num_resumed_tokens:
-    outputs that requests came with.
-    """
+def check_idle(scheduler: Scheduler) -> None:
+    """Nothing is left of requests that have ended."""
     kv_cache, running = scheduler.kv_cache, scheduler.running
     assert scheduler.num_requests == scheduler.num_waiting == scheduler.num_running == 0
     assert kv_cache.num_free_blocks == kv_cache.num_blocks
@@ -197,9 +191,8 @@ def check_idle(
     assert not running.table.clients
     assert not running.table.stop_counts.any()
     assert not kv_cache.handles
-    counters = scheduler.counters
-    num_prompt_tokens = counters.prompt_tokens - num_shared_tokens
-    assert counters.dequeued_tokens == num_prompt_tokens + num_resumed_tokens
+    assert isinstance(scheduler, TalliedScheduler)
+    assert scheduler.counters.dequeued_tokens == scheduler.num_added_tokens
     assert not running.table.num_asking
     assert not running.table.asks_logprobs.any()
     assert not running.table.prompt_logprob_rows

@@ -46,7 +46,24 @@ def test_no_more_blocks_than_all_rows_can_use() -> None:
 
 
 def test_the_override_is_taken_as_it_is() -> None:
-    assert size_cache(EngineConfig(num_gpu_blocks_override=5), [rank(1)], 1024) == (5, 1024)
+    assert size_cache(EngineConfig(num_gpu_blocks_override=64), [rank(1)], 1024) == (64, 1024)
+
+
+def test_an_override_that_holds_no_longest_request_bounds_its_length_with_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert size_cache(EngineConfig(num_gpu_blocks_override=5), [rank(1)], 1024) == (5, 80)
+    (message,) = caplog.messages
+    assert message == (
+        "--num-gpu-blocks-override 5: blocks of 16 hold 80 tokens: max_model_len is that, and not "
+        "1024"
+    )
+
+
+def test_an_override_that_holds_no_request_of_the_length_asked_for_is_refused() -> None:
+    config = EngineConfig(num_gpu_blocks_override=5, max_model_len=100)
+    with pytest.raises(ConfigError, match=r"hold 80 tokens, .*-len 100: raise the former to 7, or"):
+        size_cache(config, [rank(1)], 100)
 
 
 def test_auto_cuts_the_length_to_what_fits_and_only_if_it_must() -> None:

@@ -43,6 +43,11 @@ def test_help_has_words_for_every_parameter_under_a_heading() -> None:
         assert not words.lstrip().startswith("--"), flag
 
 
+@pytest.mark.parametrize("name", ["flash", "flash-attn", "flash_attn", "FLASH_ATTN"])
+def test_flash_attn_has_the_names_that_others_give_it(name: str) -> None:
+    assert parse_config(["--attention-backend", name]).attention_backend == "flash"
+
+
 def test_no_flags_is_the_default_configuration() -> None:
     assert parse_config([]) == EngineConfig()
 

@@ -163,7 +163,7 @@ def test_stats_count_what_happened(core: CoreUnderTest) -> None:
     assert (reply.client, reply.reply.call_id) == (4, 9)
     stats = reply.reply.stats
     assert stats is not None
-    assert (stats.prompt_tokens, stats.generation_tokens) == (20, 6)
+    assert (stats.prompt_tokens, stats.generation_tokens) == (10 + 2, 6)
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (20, 8)
     assert stats.num_free_blocks == stats.num_blocks
     assert stats.num_steps == 6

@@ -247,6 +247,30 @@ def test_generation_tokens_are_those_delivered_not_those_of_aborted_requests() -
     assert scheduler.counters.generation_tokens == 1
 
 
+def test_prompt_tokens_count_with_the_result_of_the_step_that_computed_them() -> None:
+    scheduler, executor = make_scheduler(max_num_batched_tokens=8, num_blocks=16, block_size=4)
+    deliveries = Deliveries()
+    scheduler.add(make_request(1, list(range(18)), 2))
+    scheduler.add(make_request(2, list(range(18)), 2))  # 16 of its tokens are found
+    counted = []
+    while scheduler.num_requests:
+        counted.append(scheduler.counters.prompt_tokens)
+        deliveries.step(scheduler, executor)
+    assert counted == [0, 8, 16, 20]
+    assert scheduler.counters.prompt_tokens == 20
+
+
+def test_a_preempted_requests_prompt_counts_again_but_not_its_outputs() -> None:
+    scheduler, executor = make_scheduler(num_blocks=8, block_size=4, enable_prefix_caching=False)
+    deliveries = Deliveries()
+    for handle in (1, 2):
+        scheduler.add(make_request(handle, [handle] * 8, 12))
+    while scheduler.num_requests:
+        deliveries.step(scheduler, executor)
+    assert scheduler.counters.num_preemptions == 1
+    assert scheduler.counters.prompt_tokens == 3 * 8
+
+
 def test_hits_of_a_resumed_request_are_kept_apart_and_not_told_as_its_cached_tokens() -> None:
     # 10 blocks of 4, chunks of 4. 1 and 2 cross into a second block in step 2 and a third in step
     # 6, their last. 3 computes 4 of its 24 tokens in each of steps 2 to 5. In step 6 all want 11

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -76,31 +77,38 @@ def start_compiling(to: Path, instruction_set: str, *flags: str) -> subprocess.P
     """Compile the kernels with more flags; later flags win."""
     found = compiler()
     assert found is not None
+    # At -O1 GCC 12 takes empty structs, which nothing is read of, for uninitialized.
+    optimization = "-O1", "-Wno-maybe-uninitialized"
+    own = INSTRUCTION_SETS[instruction_set]
+    command = [found, *COMPILE_FLAGS, *optimization, *own, *flags, "-shared", "-fPIC"]
+    return start_command([*command, str(SOURCE), "-o", str(to)])
+
+
+def start_command(command: list[str]) -> subprocess.Popen[str]:
+    """Start a compiler; it leads a process group, since it has others work for it."""
     return subprocess.Popen(
-        [
-            found,
-            *COMPILE_FLAGS,
-            "-O1",
-            # At -O1 GCC 12 takes empty structs, which nothing is read of, for uninitialized.
-            "-Wno-maybe-uninitialized",
-            *INSTRUCTION_SETS[instruction_set],
-            *flags,
-            "-shared",
-            "-fPIC",
-            str(SOURCE),
-            "-o",
-            str(to),
-        ],
+        command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 
 def finish_compiling(process: subprocess.Popen[str]) -> None:
     """Wait for it; a compiler that fails, or warns, is an error."""
-    output = process.communicate()[0]
+    try:
+        output = process.communicate()[0]
+    finally:  # at a timeout, or Ctrl-C
+        stop_compiling(process)
     assert (process.returncode, output) == (0, "")
+
+
+def stop_compiling(process: subprocess.Popen[str]) -> None:
+    """End it, if it has not ended, and all that it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @dataclass(frozen=True)

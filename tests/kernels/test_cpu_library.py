@@ -16,7 +16,7 @@ from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.device.device import make_kernels
-from tests.kernels.cpu_case import runnable_libraries
+from tests.kernels.cpu_case import finish_compiling, runnable_libraries, start_compiling
 from tests.worker.configs import make_worker_config
 
 CPU = torch.device("cpu")
@@ -139,3 +139,25 @@ def test_a_file_that_is_no_library_is_an_os_error(tmp_path: Path) -> None:
     path.write_text("not an ELF file")
     with pytest.raises(OSError, match=r"_plain\.so"):
         Library(str(path), "plain")
+
+
+def test_tests_that_are_broken_off_leave_no_compiler_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor what it has started, which holds its output open as long as it lives."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nsleep 600 &\necho started\nwait\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    process = start_compiling(tmp_path / "kernels.so", "plain")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+
+    def interrupted() -> tuple[str, str]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        finish_compiling(process)
+    with process.stdout as output:
+        assert output.read() == ""

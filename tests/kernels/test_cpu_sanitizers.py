@@ -20,7 +20,9 @@ from tests.kernels.cpu_case import (
     compiler,
     finish_compiling,
     runnable_libraries,
+    start_command,
     start_compiling,
+    stop_compiling,
 )
 
 pytestmark = pytest.mark.campaign
@@ -71,21 +73,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
     found = compiler()
     assert found is not None
     for name, (source, flags) in CHECKS.items():
-        running[name] = subprocess.Popen(
-            [
-                found,
-                "-std=c++20",
-                "-pthread",
-                *flags,
-                f"-I{SOURCE.parent}",
-                str(Path(__file__).with_name(source)),
-                "-o",
-                str(folder / name),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        place = Path(__file__).with_name(source)
+        command = [found, "-std=c++20", "-pthread", *flags, f"-I{SOURCE.parent}", str(place)]
+        running[name] = start_command([*command, "-o", str(folder / name)])
     finished = set()
 
     def finish(name: str) -> Path:
@@ -96,7 +86,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
 
     yield finish
     for process in (running[name] for name in running.keys() - finished):
-        process.kill()
+        stop_compiling(process)
         process.communicate()  # closes the pipe, which nobody read if its test was not chosen
 
 

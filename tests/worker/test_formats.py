@@ -384,6 +384,12 @@ def test_a_g_idx_that_is_no_grouping_is_refused(bad: int) -> None:
         unpack(stored, tensors)
 
 
+@pytest.mark.parametrize("text", ["((a{999}){999}){999}", "a{4000000000}"])
+def test_a_pattern_whose_repetitions_take_all_memory_is_refused(text: str) -> None:
+    with pytest.raises(ModelFileError, match="more than 10000 repetitions"):
+        patterns.Pattern("f", text)
+
+
 def test_a_pattern_that_takes_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "_TIMEOUT_S", 0.05)
     config = compressed()

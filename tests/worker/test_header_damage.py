@@ -153,7 +153,7 @@ def test_a_folder_or_a_pipe_in_a_files_place_is_an_error(file: Path) -> None:
 @pytest.mark.parametrize(
     "weight_map",
     [
-        {"b": 1}, {"b": None}, {"b": ["model.safetensors"]}, {"b": {}}, [], "x", None, 3, {},
+        {"b": 1}, {"b": None}, {"b": ["model.safetensors"]}, {"b": {}}, [], "x", None, 3,
         {"b": "../model.safetensors"}, {"b": "/etc/passwd"}, {"b": "sub/model.safetensors"},
         {"b": "model.safetensors\0"}, {"b": ""}, {"b": ".."}, {"b": "x" * 300 + ".safetensors"},
         {"b": "model.safetensors", "x" * 10**6: "model.safetensors"},

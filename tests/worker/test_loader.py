@@ -230,12 +230,36 @@ def test_a_tensor_that_the_index_does_not_list_is_refused(tmp_path: Path) -> Non
     assert f"1.safetensors: tensor 'b' is not in {INDEX_FILE}" in refusal(tmp_path, entries)
 
 
-@pytest.mark.parametrize("stray", ["model.safetensors", "model-00002-of-00002.safetensors"])
-def test_a_shard_that_the_index_does_not_list_is_refused(tmp_path: Path, stray: str) -> None:
-    for name in ("model-00001-of-00001.safetensors", stray):
-        save_file({"a": torch.ones(2)}, tmp_path / name)
-    write_index(tmp_path, {"a": "model-00001-of-00001.safetensors"})
-    assert f"{stray} is not in {INDEX_FILE}" in refusal(tmp_path, one())
+@pytest.mark.parametrize("has_index", [False, True])
+def test_a_single_file_is_read_and_not_shards_beside_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, has_index: bool
+) -> None:
+    """As transformers does: somebody merged the shards, or saved again."""
+    save_file({"a": torch.full((2,), 5.0)}, tmp_path / "model.safetensors")
+    shard = "model-00001-of-00001.safetensors"
+    save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / shard)
+    if has_index:
+        write_index(tmp_path, {"a": shard, "b": shard})
+    entries = one()
+    load_weights(tmp_path, entries, str)
+    assert entries["a"].parts[0].target.tolist() == [5, 5]
+    assert f"model.safetensors is read, and not {shard}" in caplog.text
+
+
+def test_a_stale_shard_beside_an_index_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, stale = "model-00001-of-00001.safetensors", "model-00002-of-00003.safetensors"
+    save_file({"a": torch.full((2,), 5.0)}, tmp_path / whole)
+    save_file({"a": torch.ones(2)}, tmp_path / stale)
+    write_index(tmp_path, {"a": whole})
+    entries = one()
+    for _ in range(2):
+        load_weights(tmp_path, entries, str)
+    assert entries["a"].parts[0].target.tolist() == [5, 5]
+    assert caplog.messages == [
+        f"{tmp_path}: {whole} is read, and not {stale}, which does not belong to it"
+    ]
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.layers.decoder import DecoderLayer
 from nanocore.worker.loading.checked_model import check_files
+from nanocore.worker.loading.formats import patterns
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.lora.adapter import read_adapter
 from nanocore.worker.loading.lora.merged_format import MergedFormat
@@ -44,6 +45,7 @@ from tests.worker.running import make_runner, run_runner, write_script
 from tests.worker.toy_format import ToyFormat
 
 ATTENTION = ("q_proj", "v_proj")
+SLOW = "(?:.|.)*[XY]"  # as many ways as there are parts of the name
 EVERYTHING = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NOT_MERGED = "is not merged: only lora_A and lora_B of linear layers are"
 UNSERVED = r".*(vision_tower|multi_modal_projector).*"
@@ -228,7 +230,15 @@ def test_settings_that_change_nothing_are_read(
         ({"r": None}, "r is missing"),
         ({"r": 8}, "says that its rank is 8"),
         ({"rank_pattern": {"v_proj": 0}}, "has a rank that is not from 1"),
-        ({"alpha_pattern": {"(": 1}}, "alpha_pattern = {"),
+        ({"alpha_pattern": {"(": 1}}, "alpha_pattern: the pattern '(.*"),
+        ({"alpha_pattern": {"((a{999}){999}){999}": 1}}, "more than 10000 repetitions"),
+        ({"rank_pattern": {SLOW: 8}}, "takes more than 0.05 s to match"),
+        ({"exclude_modules": SLOW}, "takes more than 0.05 s to match"),
+        (
+            {"layers_to_transform": [0], "layers_pattern": SLOW},
+            "takes more than 0.05 s to match",
+        ),
+        ({"rank_pattern": {f"v{i}": 1 for i in range(1025)}}, "has 1025 patterns; at most 1024"),
         ({"target_modules": []}, "must name the modules"),
         ({"target_modules": ["k_proj"]}, "is not among the target_modules"),
         ({"target_modules": "q_proj"}, "is not among the target_modules"),
@@ -237,10 +247,27 @@ def test_settings_that_change_nothing_are_read(
     ],
 )
 def test_a_setting_that_is_not_merged_is_refused_by_its_name(
-    llama: Path, adapter: Path, settings: dict[str, Any], words: str
+    llama: Path,
+    adapter: Path,
+    settings: dict[str, Any],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(patterns, "_TIMEOUT_S", 0.05)
     write_config(adapter, read_config(adapter) | settings)
     assert words in refusal(llama, adapter)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_an_adapter_with_values_that_are_no_numbers_is_refused(
+    llama: Path, adapter: Path, value: float
+) -> None:
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.self_attn.q_proj"
+    tensors[f"base_model.model.{name}.lora_B.weight"][1, 1] = value
+    save_file(tensors, path)
+    assert f"module {name!r} has NaN or infinity" in refusal(llama, adapter)
 
 
 def refusal(folder: Path, adapter: Path) -> str:

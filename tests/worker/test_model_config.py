@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto import modeling_auto
 
 from nanocore.protocol.errors import ModelFileError
+from nanocore.worker import models
 from nanocore.worker.config.generation_config import GenerationDefaults, read_generation_defaults
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.config.rope_config import RopeConfig
@@ -485,6 +487,34 @@ def test_gpt2s_names_are_read() -> None:
 def test_what_gpt2_cannot_do_is_refused_by_its_own_names(changes: dict, words: str) -> None:
     with pytest.raises(ModelFileError, match=words):
         parse_gpt2(**changes)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_type_stands_for_the_architecture_that_transformers_knows_by_it(
+    tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        | modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    )
+    types = [kind for kind, found in models._BY_MODEL_TYPE.items() if found == name]
+    assert name in [theirs.get(kind) for kind in types]
+    source = tmp_path / "config.json"
+    for values in ({"architectures": None}, {"architectures": []}, {}):
+        settings = Settings(source, values | {"model_type": types[-1]})
+        assert models._by_model_type(settings) == [name]
+    (message,) = caplog.messages
+    assert message == f"{source} names no architectures: {types[-1]!r} is {name}"
+
+
+def test_a_configuration_with_a_byte_order_mark_and_no_architectures_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = BASE | {"architectures": None, "model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(values), encoding="utf-8-sig")
+    assert load_model_config(tmp_path).architecture == "Qwen3ForCausalLM"
+    assert "config.json begins with a byte order mark, which is skipped" in caplog.text
+    assert "config.json names no architectures: 'qwen3' is Qwen3ForCausalLM" in caplog.text
 
 
 @pytest.mark.parametrize(

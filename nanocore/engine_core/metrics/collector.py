@@ -53,7 +53,7 @@ class MetricsCollector:
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in self._help.items()}
         self._requests = RequestMetrics(self._histograms)
         self._recent = Recent(scheduler)
-        self._prompt_tokens = self._cached_tokens = 0
+        self._cached_tokens = 0
 
     def fold(self) -> None:
         """Take in what the step loop has noted since the last time."""
@@ -65,10 +65,9 @@ class MetricsCollector:
             self._recent.steps.extend(steps)
         self._fold_intervals()
         if first := _take(journal.first_tokens):
-            seconds, prompts, cached = zip(*first, strict=True)
+            seconds, cached = zip(*first, strict=True)
             known = [one for one in seconds if one is not None]
             histograms["time_to_first_token_seconds"].observe(known)
-            self._prompt_tokens += sum(prompts)
             self._cached_tokens += sum(cached)
         ended = _take(journal.ended)
         self._requests.observe(ended)
@@ -126,7 +125,7 @@ class MetricsCollector:
             "prefix_cache_queries": prefixes.queries,
             "prefix_cache_hits": prefixes.hits,
             "num_preemptions": counters.num_preemptions,
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": counters.prompt_tokens + self._cached_tokens,
             "prompt_tokens_cached": self._cached_tokens,
             "generation_tokens": counters.generation_tokens,
             "num_steps": counters.num_steps,
@@ -136,7 +135,6 @@ class MetricsCollector:
         return [_metric(name, "counter", families.COUNTERS[name], values[name]) for name in values]
 
     def _labelled(self, desk: DeskCounts) -> list[Metric]:
-        num_computed = self._prompt_tokens - self._cached_tokens
         ends: dict[str, int] = dict.fromkeys(get_args(FinishReason), 0)
         series: dict[str, dict[tuple[tuple[str, str], ...], float]] = {
             "num_requests_waiting_by_reason": {
@@ -144,7 +142,7 @@ class MetricsCollector:
                 (("reason", "deferred"),): desk.num_compiling,
             },
             "prompt_tokens_by_source": {
-                (("source", "local_compute"),): num_computed,
+                (("source", "local_compute"),): self._scheduler.counters.prompt_tokens,
                 (("source", "local_cache_hit"),): self._cached_tokens,
             },
             "prompt_tokens_cached_by_source": {(("source", "device"),): self._cached_tokens},

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.messages import WorkerInfo
+
+logger = logging.getLogger(__name__)
 
 
 def longest_request(config: EngineConfig, model: ModelConfig) -> int:
@@ -44,15 +48,7 @@ def size_cache(
     fits_auto = config.max_model_len == "auto"
     num_needed = -(-max_model_len // block_size)
     if config.num_gpu_blocks_override is not None:
-        num_blocks = config.num_gpu_blocks_override
-        if fits_auto:
-            max_model_len = min(max_model_len, num_blocks * block_size)
-        if num_blocks * block_size < 2:
-            raise ConfigError(
-                f"--num-gpu-blocks-override {num_blocks}: a block of {block_size} holds no request "
-                "of two tokens; raise it, or --block-size"
-            )
-        return num_blocks, max_model_len
+        return config.num_gpu_blocks_override, _length_in_blocks(config, max_model_len)
     tightest = min(ranks, key=lambda rank: rank.available_kv_bytes // rank.kv_block_bytes)
     num_blocks = tightest.available_kv_bytes // tightest.kv_block_bytes
     if num_blocks >= num_needed:
@@ -60,6 +56,27 @@ def size_cache(
     if fits_auto and num_blocks * block_size >= 2:
         return num_blocks, num_blocks * block_size
     raise CacheMemoryError(_too_long(config, ranks, tightest, max_model_len))
+
+
+def _length_in_blocks(config: EngineConfig, max_model_len: int) -> int:
+    """max_model_len, or what fits --num-gpu-blocks-override if no length was asked for."""
+    num_blocks = config.num_gpu_blocks_override or 0
+    num_tokens = num_blocks * config.sizes.block_size
+    if num_tokens >= max_model_len:
+        return max_model_len
+    blocks = f"--num-gpu-blocks-override {num_blocks}: blocks of {config.sizes.block_size} hold"
+    if num_tokens < 2:
+        raise ConfigError(f"{blocks} no request of two tokens; raise it, or --block-size")
+    if isinstance(config.max_model_len, int):
+        raise ConfigError(
+            f"{blocks} {num_tokens} tokens, and one request may have --max-model-len "
+            f"{max_model_len}: raise the former to {-(-max_model_len // config.sizes.block_size)}, "
+            "or lower the latter (or auto)"
+        )
+    logger.warning(
+        "%s %d tokens: max_model_len is that, and not %d", blocks, num_tokens, max_model_len
+    )
+    return num_tokens
 
 
 def _check_flags(config: EngineConfig, ranks: list[WorkerInfo]) -> None:

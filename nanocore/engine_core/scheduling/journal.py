@@ -52,7 +52,6 @@ class FirstToken(NamedTuple):
     """
 
     seconds: float | None
-    num_prompt_tokens: int
     num_cached_tokens: int
 
 
@@ -93,8 +92,7 @@ class Journal:
         if request.sampling.pooling is None:
             request.life.first_token_s = now_s
             seconds = now_s - request.received_s
-        cached = request.num_cached_tokens or 0
-        self.first_tokens.append(FirstToken(seconds, request.num_prompt_tokens, cached))
+        self.first_tokens.append(FirstToken(seconds, request.num_cached_tokens or 0))
 
     def end(self, request: Request, end: Event, now_s: float) -> None:
         """A request has ended; it has no row any more. What failed is in the log, too."""

@@ -362,6 +362,7 @@ class RunningSet:
         table.num_computed[row] = end
         # At once, so that the next request admitted in this very step can share the blocks.
         request = table.request(row)
+        plan.num_prompt_tokens += max(min(end, request.num_prompt_tokens) - computed, 0)
         self._register(request, end)
         if end < table.num_tokens[row]:
             return

@@ -146,7 +146,6 @@ class Scheduler:
             self._requests[sample.handle] = sample
             sample.arrival, sample.arrival_s, sample.life.queued_s = arrival, came_s, now_s
             sample.life.move("queued", sample.received_s or now_s)
-            self.counters.prompt_tokens += sample.num_prompt_tokens
         self.waiting.push(request)
 
     def abort(self, handle: int) -> Request | None:
@@ -206,6 +205,7 @@ class Scheduler:
         """
         now_s = self.clock()
         self.completed = outcome = self.running.accept(result, now_s)
+        self.counters.prompt_tokens += outcome.plan.num_prompt_tokens
         self.counters.generation_tokens += len(outcome.tokens.token_ids)
         events: list[tuple[int, Event]] = []
         for request in outcome.started:

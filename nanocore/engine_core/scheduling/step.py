@@ -41,9 +41,10 @@ class StepPlan:
     num_groups: how many there are. token_budget: in tokens.
     decoding: rows that go on from their last token; decode_ends: their computed tokens after the
     step; decode_counts: how many it computes of each, None if one: beyond the first these are
-    drafts. chunks: the other rows that take part. completed: rows whose known tokens it completes,
-    and which sample therefore; started: those of them that decode from the next step on. first:
-    rows whose first token it samples. last: those that may have all their tokens with it; without
+    drafts. chunks: the other rows that take part; num_prompt_tokens: their tokens without outputs
+    that are recomputed. completed: rows whose known tokens it completes, and which sample
+    therefore; started: those of them that decode from the next step on. first: rows whose first
+    token it samples. last: those that may have all their tokens with it; without
     drafts they do, if no EOS and no stop id comes first. stalled: rows that wait until an earlier
     step releases blocks. blocks: ids of the blocks given to running rows. added: rows given to
     requests. new, resumed, preempted: requests. cached: tokens found in the prefix cache, by
@@ -53,8 +54,8 @@ class StepPlan:
 
     __slots__ = (
         "added", "blocks", "cached", "chunks", "completed", "decode_counts", "decode_ends",
-        "decoding", "first", "group", "last", "masked", "new", "num_groups", "number", "preempted",
-        "preempters", "resumed", "stalled", "started", "token_budget",
+        "decoding", "first", "group", "last", "masked", "new", "num_groups", "num_prompt_tokens",
+        "number", "preempted", "preempters", "resumed", "stalled", "started", "token_budget",
     )  # fmt: skip
 
     def __init__(self, number: int, token_budget: int, group: int = 0, num_groups: int = 1) -> None:
@@ -65,6 +66,7 @@ class StepPlan:
         self.decoding = self.decode_ends = _NO_ROWS
         self.decode_counts: IntArray | None = None
         self.chunks: list[Chunk] = []
+        self.num_prompt_tokens = 0
         self.completed: list[int] = []
         self.first: list[int] = []
         self.last: list[int] = []

@@ -1,17 +1,19 @@
 """Attention by flash-attn where it is installed, everything else by our kernels.
 
-FlashAttention 3 (module flash_attn_interface, for Hopper) takes any block size and a step's decodes
-and chunks in one call. FlashAttention 2 (module flash_attn) wants blocks of whole 256 tokens, and
-gets decodes and chunks apart. Both choose their work by the batch, so results depend on it, and
-chunks need lengths on the host, so only steps of decodes are recorded as graphs. (Dao et al. 2022,
-Dao 2023, Shah et al. 2024.) Quantized caches and float32 are ours. Shape suffixes: see `interface`.
+FlashAttention 3 (for Hopper, upstream's or vLLM's build) and 4 (for Hopper and Blackwell) take any
+block size and a step's decodes and chunks in one call. FlashAttention 2 wants blocks of whole 256
+tokens, and gets decodes and chunks apart. All choose their work by the batch, so results depend on
+it, and chunks need lengths on the host, so only steps of decodes are recorded as graphs. (Dao et
+al. 2022, Dao 2023, Shah et al. 2024.) Quantized caches, float32 and head sizes that they do not
+take are ours. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Hashable
+import logging
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import ModuleType
@@ -23,22 +25,73 @@ from torch import Tensor
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, GraphSupport, KVCache
 from nanocore.kernels.triton.triton_backend import TritonKernels
 
-_MODULES: Final = {3: "flash_attn_interface", 2: "flash_attn"}
-_BLOCK_MULTIPLES: Final = {3: 1, 2: 256}
+logger = logging.getLogger(__name__)
+
 DTYPES: Final = (torch.bfloat16, torch.float16)
 
 _MAX_SPLITS: Final = 32
 _MAX_SPLIT_TOKENS: Final = 8192
 """Limits for the parts that FlashAttention 3 may split keys into, and for tokens times parts: each
 part has float32 results for every token. How many of them it uses it decides on the device."""
-_STEP_KEY: Final = "FlashAttention 3"
+_STEP_KEY: Final = "flash-attn"
+
+
+@dataclass(frozen=True, slots=True)
+class _Build:
+    """A build of flash-attn: its module, what our calls need of it, and where it runs.
+
+    functions: those that we call; the first one takes sequence lengths and the block table by the
+    names `lengths` and `table`. majors: of compute capabilities.
+    """
+
+    version: int
+    module: str
+    functions: tuple[str, ...]
+    lengths: str
+    table: str
+    majors: Collection[int]
+
+    def load(self, device: torch.device) -> ModuleType:
+        """Import the module.
+
+        Raises:
+            Exception: it is not installed, damaged, lacks what we call, or cannot run here.
+        """
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            if major not in self.majors:
+                raise ValueError(
+                    f"it has no paged attention for compute capability {major}.{minor}"
+                )
+        module = importlib.import_module(self.module)
+        for name in self.functions:
+            if not hasattr(module, name):  # flash-attn-4 alone leaves an empty module flash_attn
+                raise ValueError(f"it has no {name}")
+        needed = {self.lengths, self.table, "softmax_scale", "causal", "window_size", "softcap"}
+        names = inspect.signature(getattr(module, self.functions[0])).parameters
+        if missing := sorted(needed - names.keys()):
+            raise ValueError(f"its {self.functions[0]} takes no {', '.join(missing)}")
+        if "fa_version" in names and (lacks := module.fa_version_unsupported_reason(self.version)):
+            raise ValueError(lacks)  # vLLM's has several versions
+        return module
+
+
+_WITH_KVCACHE: Final = "flash_attn_with_kvcache"
+_VARLEN: Final = "flash_attn_varlen_func"
+_BUILDS: Final = (
+    _Build(3, "flash_attn_interface", (_WITH_KVCACHE,), "cache_seqlens", "page_table", (8, 9)),
+    _Build(3, "vllm.vllm_flash_attn", (_VARLEN,), "seqused_k", "block_table", (9,)),
+    _Build(4, "flash_attn.cute", (_VARLEN,), "seqused_k", "page_table", (9, 10, 11)),
+    _Build(2, "flash_attn", (_WITH_KVCACHE, _VARLEN), "cache_seqlens", "block_table", range(8, 13)),
+)
+"""Those that are looked for, the best one first."""
 
 
 class FlashKernels(TritonKernels):
-    """Implements `interface.Kernels`. version: of flash-attn, 3 where it is there.
+    """Implements `interface.Kernels`. version: of flash-attn.
 
     Raises:
-        ValueError: flash-attn is not installed, or see `TritonKernels`.
+        ValueError: no flash-attn can be used here, or see `TritonKernels`.
     """
 
     name = "flash"
@@ -46,37 +99,53 @@ class FlashKernels(TritonKernels):
 
     def __init__(self, device: torch.device, *, keeps_activations: bool = False) -> None:
         super().__init__(device, keeps_activations=keeps_activations)
-        self.version, self._module = _find()
-        self.block_multiple = _BLOCK_MULTIPLES[self.version]
-        self._flash_3 = _Flash3.of(self._module) if self.version == 3 else None
+        build, self._module = _find(device)
+        self.version = build.version
+        self.block_multiple = 256 if self.version == 2 else 1
+        self._one_call = _OneCall.of(build, self._module) if self.version > 2 else None
+        is_blackwell = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] > 9
+        self._max_head_dim = 128 if is_blackwell and self.version == 4 else 256
 
     def paged_attention(
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
-        if cache.k_scale_NSK is not None or cache.k_NSKD.dtype not in DTYPES:
+        head_dim = q_THD.shape[-1]
+        is_theirs = cache.k_scale_NSK is None and cache.k_NSKD.dtype in DTYPES
+        if not is_theirs or head_dim > self._max_head_dim or head_dim % 8:
             return super().paged_attention(q_THD, cache, metadata, spec)
         out_THD = torch.empty_like(q_THD)
         num_tokens = metadata.query_start[-1]
         out_THD[num_tokens:] = 0  # padding
         operands = q_THD[:num_tokens], cache, metadata, spec, out_THD[:num_tokens]
-        if self._flash_3 is not None:
-            self._flash_3.attend(*operands)
+        if self._one_call is not None:
+            self._one_call.attend(*operands)
         else:
             _attend_2(self._module, *operands)
         return out_THD
 
 
-def _find() -> tuple[int, ModuleType]:
+def _find(device: torch.device) -> tuple[_Build, ModuleType]:
     reasons = []
-    for version, name in _MODULES.items():
+    for build in _BUILDS:
         try:
-            return version, importlib.import_module(name)
-        except ImportError as error:
-            if getattr(error, "name", None) != name:  # it is there, and does not load
-                reasons.append(f"; {name}: {error}")
+            module = build.load(device)
+        except Exception as error:  # a damaged installation raises anything
+            if not (isinstance(error, ImportError) and _is_absent(build.module, error)):
+                reasons.append(f"{build.module}: {error or type(error).__name__}")
+        else:
+            for reason in reasons:
+                logger.warning("flash-attn: cannot use %s", reason)
+            logger.info("attention by FlashAttention %d (%s)", build.version, build.module)
+            return build, module
+    told = "; ".join(reasons) or "pip install '.[flash-attn]' does it, see docs/gpu.md"
     raise ValueError(
-        "flash-attn is not installed (neither 3 nor 2); use auto, or install it" + "".join(reasons)
+        f"no flash-attn that can be used is installed; use auto, or install it; {told}"
     )
+
+
+def _is_absent(module: str, error: ImportError) -> bool:
+    """Whether the module itself, or a package around it, is what was not found."""
+    return error.name is not None and f"{module}.".startswith(f"{error.name}.")
 
 
 def _options(spec: AttentionSpec) -> dict[str, Any]:
@@ -94,21 +163,26 @@ def _window(spec: AttentionSpec) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Flash3:
-    """FlashAttention 3's module. has_out, has_plans: whether its function takes our output and
-    its scheduler's metadata; both depend on the release.
+class _OneCall:
+    """The function of FlashAttention 3 or 4 for a step's decodes and chunks.
+
+    names: what it takes. plan: FlashAttention 3's scheduler, in releases whose function takes its
+    metadata.
     """
 
-    module: ModuleType
-    has_out: bool
-    has_plans: bool
+    build: _Build
+    function: Callable[..., Any]
+    names: Collection[str]
+    plan: Callable[..., Tensor] | None
 
     @classmethod
-    def of(cls, module: ModuleType) -> _Flash3:
+    def of(cls, build: _Build, module: ModuleType) -> _OneCall:
         """Find out what this release takes."""
-        names = inspect.signature(module.flash_attn_with_kvcache).parameters
-        has_plans = "scheduler_metadata" in names and hasattr(module, "get_scheduler_metadata")
-        return cls(module, "out" in names, has_plans)
+        function = getattr(module, build.functions[0])
+        names = inspect.signature(function).parameters.keys()
+        has_plans = build.version == 3 and "scheduler_metadata" in names
+        plan = getattr(module, "get_scheduler_metadata", None) if has_plans else None
+        return cls(build, function, names, plan)
 
     def attend(
         self,
@@ -119,38 +193,44 @@ class _Flash3:
         out_THD: Tensor,
     ) -> None:
         """Decodes and chunks at once: a decode is a chunk of one token."""
-        step = _Step3.of(metadata)
-        options = _options(spec) | {"num_splits": step.num_splits}
-        if self.has_plans:
-            options["scheduler_metadata"] = self._plan(q_THD, cache, metadata, spec)
-        if self.has_out:
-            options["out"] = out_THD
-        result = self.module.flash_attn_with_kvcache(
-            q_THD,
-            cache.k_NSKD,
-            cache.v_NSKD,
-            cache_seqlens=metadata.seq_lens_B,
-            page_table=step.block_table_BM,
-            cu_seqlens_q=metadata.query_start_A,
-            max_seqlen_q=step.longest,
-            **options,
-        )
-        if not self.has_out:
-            out_THD.copy_(result)
+        step, build = _Step.of(metadata), self.build
+        table_BM = step.block_table_BM
+        options = _options(spec) | {
+            build.lengths: metadata.seq_lens_B,
+            build.table: table_BM,
+            "cu_seqlens_q": metadata.query_start_A,
+            "max_seqlen_q": step.longest,
+        }
+        optional = {
+            "max_seqlen_k": table_BM.shape[1] * cache.k_NSKD.shape[1],
+            "fa_version": build.version,
+            "out": out_THD,
+        }
+        if build.version == 3:
+            optional["num_splits"] = step.num_splits
+        elif not spec.window:  # to FlashAttention 4 any number is a window; it splits no keys here
+            options["window_size"] = None, None
+        if self.plan is not None:
+            options["scheduler_metadata"] = self._planned(q_THD, cache, metadata, spec)
+        options |= {name: value for name, value in optional.items() if name in self.names}
+        result = self.function(q_THD, cache.k_NSKD, cache.v_NSKD, **options)
+        if "out" not in self.names:  # FlashAttention 4 returns the logarithms of sums, too
+            out_THD.copy_(result[0] if isinstance(result, tuple) else result)
 
-    def _plan(
+    def _planned(
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         """How the step's work is shared among multiprocessors, for all layers that are alike.
 
         It is computed on the device, by a kernel that a graph records before those that read it.
         """
-        step, (_, num_heads, head_dim) = _Step3.of(metadata), q_THD.shape
+        step, (_, num_heads, head_dim) = _Step.of(metadata), q_THD.shape
         _, block_size, num_kv_heads, _ = cache.k_NSKD.shape
         key = num_heads, num_kv_heads, head_dim, block_size, spec.window, spec.softcap > 0
         if key not in step.plans:
+            assert self.plan is not None
             batch_size, num_columns = step.block_table_BM.shape
-            step.plans[key] = self.module.get_scheduler_metadata(
+            step.plans[key] = self.plan(
                 batch_size,
                 step.longest,
                 num_columns * block_size,  # what the kernel assumes that is given a block table
@@ -170,8 +250,8 @@ class _Flash3:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step3:
-    """What FlashAttention 3 is told of a step. longest: chunk. plans: by what they depend on."""
+class _Step:
+    """What one call is told of a step. longest: chunk. plans: by what they depend on."""
 
     longest: int
     num_splits: int
@@ -179,9 +259,9 @@ class _Step3:
     plans: dict[Hashable, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, metadata: AttentionMetadata) -> _Step3:
+    def of(cls, metadata: AttentionMetadata) -> _Step:
         """That of this step, made by its first layer."""
-        found: _Step3 | None = metadata.scratch.get(_STEP_KEY)
+        found: _Step | None = metadata.scratch.get(_STEP_KEY)
         if found is None:
             starts = metadata.query_start
             found = metadata.scratch[_STEP_KEY] = cls(

@@ -6,6 +6,9 @@ and text that is no JSON, or nested without end, is an error like any other.
 
 from __future__ import annotations
 
+import codecs
+import functools
+import logging
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -13,6 +16,7 @@ import msgspec
 
 from nanocore.protocol.errors import ModelFileError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_INDEX_BYTES: Final = 128 * 2**20
@@ -34,7 +38,10 @@ def read_json(path: Path, kind: type[T], max_bytes: int) -> T:
             raise ModelFileError(f"{path} is not a file")
         if (num_bytes := path.stat().st_size) > max_bytes:
             raise ModelFileError(f"{path}: {num_bytes} bytes, and no model needs {max_bytes}")
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        content = path.read_bytes()
+        if content.startswith(codecs.BOM_UTF8):
+            note_oddity(f"{path} begins with a byte order mark, which is skipped")
+        return msgspec.json.decode(content.removeprefix(codecs.BOM_UTF8), type=kind)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -43,3 +50,9 @@ def read_json(path: Path, kind: type[T], max_bytes: int) -> T:
         raise ModelFileError(f"{path}: JSON nested too deep") from None
     except ValueError as error:  # msgspec's errors are, and those of text that is no UTF-8
         raise ModelFileError(f"{path}: {error}; download it again") from None
+
+
+@functools.cache
+def note_oddity(text: str) -> None:
+    """Log, once, how a model's files were understood that are not as they should be."""
+    logger.warning("%s", text)

@@ -16,7 +16,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from nanocore.protocol.errors import ModelFileError, shorten
-from nanocore.worker.config.json_file import MAX_INDEX_BYTES, read_json
+from nanocore.worker.config.json_file import MAX_INDEX_BYTES, note_oddity, read_json
 from nanocore.worker.loading.gguf.files import is_gguf
 from nanocore.worker.loading.gguf.tensors import gguf_tensors
 
@@ -61,11 +61,12 @@ def all_tensors(folder: Path) -> list[StoredTensor]:
     """Every tensor that the folder's files hold; whether they belong together is not asked.
 
     Raises:
-        ModelFileError: no safetensors files, or ambiguous ones; a file is missing or damaged.
+        ModelFileError: no safetensors files, or several without an index; a file is missing or
+            damaged.
     """
     if is_gguf(folder):
         return _of_gguf(folder)
-    files = _weight_files(folder, _read_index(folder / INDEX_FILE))
+    files = _weight_files(folder, _read_index(folder))
     return [tensor for path in files for tensor in read_header(path)]
 
 
@@ -73,13 +74,13 @@ def stored_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[Sto
     """Every tensor of a model folder whose name is read, file by file, each in file order.
 
     Raises:
-        ModelFileError: no safetensors files, or ambiguous ones; a file is missing or damaged; the
-            index and the files contradict each other; a tensor is stored twice.
+        ModelFileError: no safetensors files, or several without an index; a file is missing or
+            damaged; the index and the files contradict each other; a tensor is stored twice.
     """
     if is_gguf(folder):
         yield from (tensor for tensor in _of_gguf(folder) if is_read(tensor.name))
         return
-    weight_map = _read_index(folder / INDEX_FILE)
+    weight_map = _read_index(folder)
     seen: dict[str, Path] = {}
     for path in _weight_files(folder, weight_map):
         for tensor in read_header(path):
@@ -144,8 +145,10 @@ def _of_gguf(first: Path) -> list[StoredTensor]:
     ]
 
 
-def _read_index(index: Path) -> dict[str, str] | None:
-    """Of each tensor the file that holds it; None if there is no index."""
+def _read_index(folder: Path) -> dict[str, str] | None:
+    """Of each tensor the file that holds it; None if there is no index, or a single file beside it,
+    which transformers prefers."""
+    index = folder / INDEX_FILE
     try:
         weight_map = read_json(index, _Index, MAX_INDEX_BYTES).weight_map
     except FileNotFoundError:
@@ -158,23 +161,24 @@ def _read_index(index: Path) -> dict[str, str] | None:
                 f"{index}: tensor {quoted(name)} is said to be in {quoted(file)}, which is not the "
                 "name of a safetensors file in this folder"
             )
+    if SINGLE_FILE not in weight_map.values() and (folder / SINGLE_FILE).exists():
+        note_oddity(f"{folder}: {SINGLE_FILE} is read, and not the files that {INDEX_FILE} names")
+        return None
     return weight_map
 
 
 def _weight_files(folder: Path, weight_map: dict[str, str] | None) -> list[Path]:
-    """The files to read, in a fixed order."""
+    """The files to read, in a fixed order; of several models the one that transformers reads."""
     present = sorted(path.name for path in folder.glob("*.safetensors"))
     ours = [name for name in present if _MODEL_FILE.fullmatch(name)]
-    if weight_map is not None:
-        listed = sorted(set(weight_map.values()))
+    listed = sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE]
+    if weight_map is not None or SINGLE_FILE in ours:
         if strays := sorted(set(ours).difference(listed)):
-            raise ModelFileError(
-                f"{folder / strays[0]} is not in {INDEX_FILE}: remove whichever is not of this "
-                "model, or download both again"
+            note_oddity(
+                f"{folder}: {', '.join(listed[:2])}{', ...' * (len(listed) > 2)} is read, and not "
+                f"{strays[0]}{' and others' * (len(strays) > 1)}, which does not belong to it"
             )
         return [folder / name for name in listed]
-    if ours == [SINGLE_FILE]:
-        return [folder / SINGLE_FILE]
     if len(present) == 1 and not ours:
         return [folder / present[0]]
     if present:

@@ -29,6 +29,8 @@ from tqdm import tqdm
 
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.loading.checkpoint import StoredTensor, quoted, stored_tensors
+from nanocore.worker.loading.gguf.files import is_gguf
+from nanocore.worker.loading.gguf.format import put_biases_back
 from nanocore.worker.loading.model_folder import display_name
 from nanocore.worker.loading.weights import (
     HEAD,
@@ -144,6 +146,8 @@ def load_weights(
             digests.append((stored.name, start, stored.dtype, read))
     for owner in _owners_of_nothing(entries):
         owner.filled()
+    if is_gguf(folder):
+        put_biases_back(folder, entries)
     if digest is not None:
         digest.update(repr(sorted(digests)).encode())
     return num_bytes

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.config_json import parse_model_config
+from nanocore.worker.config.json_file import note_oddity
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.config.overrides import check_all_read, override
 from nanocore.worker.config.settings import Settings
 from nanocore.worker.loading.gguf.architectures import has_whole_norms
-from nanocore.worker.loading.gguf.files import is_gguf
-from nanocore.worker.loading.gguf.settings import config_settings, generation_settings
+from nanocore.worker.loading.gguf.files import is_gguf, read_headers
+from nanocore.worker.loading.gguf.settings import config_settings, generation_settings, has_bias
 
 if TYPE_CHECKING:
     from nanocore.worker.layers.decoder import DecoderModel
@@ -50,6 +51,11 @@ ARCHITECTURES: Final = {
     "SmolLM3ForCausalLM": "smollm3.SmolLM3Model",
 }
 """The file and the class of each."""
+_BY_MODEL_TYPE: Final = {place.split(".")[0]: name for name, place in ARCHITECTURES.items()} | {
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+"""Architectures by config.json's `model_type`, which our files are called after."""
 
 _MAX_NAME: Final = 80
 """Of a name that is compared: characters of what a file may make as long as it likes."""
@@ -83,9 +89,11 @@ def load_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) 
     if is_gguf(folder):
         settings, generation = config_settings(folder), generation_settings(folder)
         settings = override(settings, overrides or {})
+        config = read_model_config(settings, generation)
         config = replace(
-            read_model_config(settings, generation),
+            config,
             norms_are_whole=has_whole_norms(folder),
+            o_proj_bias=config.o_proj_bias and has_bias(read_headers(folder), "attn_output"),
         )
         check_all_read(settings, overrides or {})
         return config
@@ -109,7 +117,7 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
     Raises:
         ModelFileError: see `load_model_config`.
     """
-    names = settings.get("architectures", list[str], [])
+    names = settings.get("architectures", list[str], []) or _by_model_type(settings)
     if not names:
         known = ", ".join(ARCHITECTURES)
         raise settings.error("architectures", f"must name what the model is; known: {known}")
@@ -121,6 +129,16 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
         )
     family = model_class(architecture).family
     return parse_model_config(architecture, family, settings, generation)
+
+
+def _by_model_type(settings: Settings) -> list[str]:
+    """The architecture of `model_type`, as transformers finds it where none is named."""
+    model_type = settings.get("model_type", str, "")
+    if model_type not in _BY_MODEL_TYPE:
+        return []
+    found = _BY_MODEL_TYPE[model_type]
+    note_oddity(f"{settings.source} names no architectures: {model_type!r} is {found}")
+    return [found]
 
 
 def _nearest(architecture: str) -> str:

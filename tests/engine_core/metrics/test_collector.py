@@ -36,12 +36,15 @@ def test_the_times_of_a_request_are_those_of_its_steps() -> None:
     assert engine.value("generation_tokens") == 3
 
 
-def test_prompt_tokens_count_when_a_request_begins_to_answer_by_where_they_came_from() -> None:
-    engine = Engine()
+def test_prompt_tokens_count_as_they_are_computed_and_when_a_request_begins_if_cached() -> None:
+    engine = Engine(max_num_batched_tokens=8)
     for handle in (1, 2):
         engine.add(make_request(handle, [1] * 9, 1))
         assert engine.value("prompt_tokens") == 9 * (handle - 1)
         engine.step()
+        if handle == 1:
+            assert engine.value("prompt_tokens") == 8
+            engine.step()
     assert engine.value("prompt_tokens") == 18
     assert engine.value("prompt_tokens_cached") == 8
     assert engine.value("prompt_tokens_by_source", ("source", "local_compute")) == 10

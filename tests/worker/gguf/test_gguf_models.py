@@ -9,9 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import tokenizers
 import torch
+import transformers
 from torch import Tensor
 
 from nanocore.client.tokenizer import Tokenizer
@@ -133,6 +135,74 @@ def test_the_chat_template_and_the_names_of_special_tokens_are_there(name: str) 
         assert made.backend.token_to_id(end) in generation["eos_token_id"]
     finally:
         made.close()
+
+
+INSIDE = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+ENDS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def write_llama(path: Path, model: Any, left_out: str) -> None:
+    """A Llama's weights as llama.cpp's converter writes them: pairs that rotate side by side."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in {
+        "block_count": config.num_hidden_layers, "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size, "context_length": 128,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+    }.items():  # fmt: skip
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", config.rms_norm_eps)
+    for name, tensor in model.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        if name.endswith(left_out):
+            continue
+        theirs = ENDS.get(module)
+        if theirs is None:
+            layer, _, rest = module.removeprefix("model.layers.").partition(".")
+            theirs = f"blk.{layer}.{INSIDE[rest]}"
+            if rest.endswith(("q_proj", "k_proj")):
+                halves = tensor.unflatten(0, (-1, 2, config.head_dim // 2))
+                tensor = halves.transpose(1, 2).flatten(0, 2)
+        writer.add_tensor(f"{theirs}.{kind}", tensor.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("left_out", ["(nothing)", "o_proj.bias"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_llama_with_biases_says_what_it_says_in_transformers(
+    tmp_path: Path, left_out: str, tp_size: int
+) -> None:
+    """llama.cpp takes each bias for itself; those of Q and K are in its order of rows, too."""
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, attention_bias=True,
+        mlp_bias=True, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_() if not name.endswith(left_out) else parameter.zero_()
+    write_llama(tmp_path / "model.gguf", model, left_out)
+    prompt = [5, 80, 33, 7, 7, 61]
+    output = greedy(model, prompt)
+    script = write_script([prompt], [output])
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt + output[:-1]])).logits[0, len(prompt) - 1 :]
+    for backend in ("torch", "cpu"):
+        samples = run_script(tmp_path / "model.gguf", script, tp_size, backend=backend)
+        for sample, logits in zip(samples, expected, strict=True):
+            torch.testing.assert_close(sample.logits_V, logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("columns", [slice(0, 128), slice(128, 256)])

@@ -1,10 +1,12 @@
-"""Regular expressions that a checkpoint names modules by, which are a stranger's.
+"""Regular expressions that a checkpoint or an adapter names modules by, which are a stranger's.
 
-They are bounded in length, number and time: a pattern can be written that takes hours.
+They are bounded in length, number, repetitions and time: a pattern can be written that takes hours.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,6 +18,8 @@ MAX_CHARS: Final = 4096
 MAX_PATTERNS: Final = 100_000
 """Module names as they are, for which models with experts have long lists."""
 MAX_REGEXES: Final = 1024
+_MAX_REPETITIONS: Final = 10_000
+"""Of nested ones together: `regex` compiles each of those that are required."""
 _TIMEOUT_S: Final = 1.0
 """Of one pattern and name. Sane ones take microseconds."""
 
@@ -31,15 +35,23 @@ class Pattern:
         self._source, self._text = source, text
         if len(text) > MAX_CHARS:
             raise self._error(f"has {len(text)} characters, and none needs {MAX_CHARS}")
+        if math.prod(int(count) or 1 for count in re.findall(r"\{(\d+)", text)) > _MAX_REPETITIONS:
+            raise self._error(
+                f"has more than {_MAX_REPETITIONS} repetitions, and none needs so many"
+            )
         try:
             self._compiled: Any = regex.compile(text)
-        except (regex.error, RecursionError, OverflowError) as error:
+        except Exception as error:  # besides regex.error some of Python's own
             raise self._error(f"cannot be read: {error}") from None
 
     def matches(self, name: str) -> bool:
         """Whether a name begins so. Raises ModelFileError: that is not found out in time."""
+        return self.match(name) is not None
+
+    def match(self, name: str) -> Any:
+        """The match of a name's beginning, or None. Raises ModelFileError: see `matches`."""
         try:
-            return self._compiled.match(name, timeout=_TIMEOUT_S) is not None
+            return self._compiled.match(name, timeout=_TIMEOUT_S)
         except TimeoutError:
             raise self._error(f"takes more than {_TIMEOUT_S:g} s to match {name!r}") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,14 +20,16 @@ from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.loading.gguf.architectures import ARCHITECTURES, architecture_name
 from nanocore.worker.loading.gguf.blocks import SERVED_TYPES, unpack_blocks
 from nanocore.worker.loading.gguf.files import read_headers
+from nanocore.worker.loading.gguf.settings import config_settings
 from nanocore.worker.loading.gguf.tensor_types import TensorType
 from nanocore.worker.loading.gguf.tensors import BLOCKS, FLOATS, gguf_tensors
 from nanocore.worker.loading.weight_format import Slot, StoredProjection
+from nanocore.worker.loading.weights import Entries
 
 _FLOAT_DTYPES: Final = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
 }  # fmt: skip
-_IN_PAIRS: Final = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj")
+_IN_PAIRS: Final = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj(\.bias)?")
 
 
 class GgufFormat:
@@ -58,9 +61,12 @@ class GgufFormat:
         if tensor is None or (tensor.type.name in FLOATS and not is_in_pairs):
             return None
         kind, where = tensor.type, f"{tensor.path}: {tensor.source}"
+        in_halves = partial(_in_halves, head_dim=self._head_dim)
         if kind.name in FLOATS:
             slot = Slot(shape, self._dtype, (rows, columns), is_exact=False)
-            return StoredProjection({"weight": slot}, self._unpack_floats, is_float=True)
+            return StoredProjection(
+                {"weight": slot}, lambda slots: in_halves(slots["weight"]), is_float=True
+            )
         if kind.name not in SERVED_TYPES:
             raise ModelFileError(
                 f"{where} is stored as {kind.name}, which is not served; known: "
@@ -77,19 +83,32 @@ class GgufFormat:
 
         def unpack(slots: Mapping[str, Tensor]) -> StoredWeight:
             blocks = slots[BLOCKS]
-            return unpack_blocks(kind, self._in_halves(blocks) if is_in_pairs else blocks)
+            return unpack_blocks(kind, in_halves(blocks) if is_in_pairs else blocks)
 
         slot = Slot((shape[0], row_bytes), torch.uint8, index)
         return StoredProjection({BLOCKS: slot}, unpack)
 
-    def _unpack_floats(self, slots: Mapping[str, Tensor]) -> StoredWeight:
-        return self._in_halves(slots["weight"])
 
-    def _in_halves(self, rows: Tensor) -> Tensor:
-        """Rows of heads whose pairs are side by side, as those whose pairs are half a head apart;
-        a rank keeps whole heads."""
-        pairs = rows.unflatten(0, (-1, self._head_dim // 2, 2))
-        return pairs.transpose(1, 2).flatten(0, 2).contiguous()
+def _in_halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Rows of heads whose pairs are side by side, as those whose pairs are half a head apart; a
+    rank keeps whole heads."""
+    pairs = rows.unflatten(0, (-1, head_dim // 2, 2))
+    return pairs.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def put_biases_back(first: Path, entries: Entries) -> None:
+    """Bring loaded biases of Q and K from llama.cpp's order into ours, where it has another."""
+    if not ARCHITECTURES[architecture_name(read_headers(first)[0])].has_pairs:
+        return
+    biases = [entry for name, entry in entries.items() if _is_bias_in_pairs(name)]
+    head_dim = config_settings(first).values["head_dim"] if biases else 0
+    for entry in biases:
+        for part in entry.parts:
+            part.target.copy_(_in_halves(part.target, head_dim))
+
+
+def _is_bias_in_pairs(name: str) -> bool:
+    return name.endswith(".bias") and _IN_PAIRS.fullmatch(name) is not None
 
 
 def _bytes_of(name: str, kind: TensorType, in_features: int, columns: slice) -> slice:

@@ -96,9 +96,16 @@ def _sizes(metadata: Metadata, headers: list[Header]) -> dict[str, Any]:
         "max_position_embeddings": metadata.size("context_length"),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": find_tensor(headers, "output.weight") is None,
+        "attention_bias": has_bias(headers, "attn_q") or has_bias(headers, "attn_qkv"),
+        "mlp_bias": has_bias(headers, "ffn_up"),
         "dtype": _dtype(headers),
         **partial,
     }
+
+
+def has_bias(headers: list[Header], projection: str) -> bool:
+    """Whether this projection of the first layer, by llama.cpp's name, has a bias."""
+    return find_tensor(headers, f"blk.0.{projection}.bias") is not None
 
 
 def _dtype(headers: list[Header]) -> str:

@@ -105,6 +105,8 @@ def read_adapter(folder: Path, names: TensorNames) -> Adapter:
             name = (names(f"{module}.weight") or f"{module}.weight").removesuffix(".weight")
             where = f"{path}: module {quoted(module)}"
             a_RI, b_OR = file.get_tensor(a.name), file.get_tensor(b.name)
+            if not (a_RI.isfinite().all() and b_OR.isfinite().all()):
+                raise ModelFileError(f"{where} has NaN or infinity: download the adapter again")
             modules[name] = LowRank(a_RI, b_OR, config.scale_of(module), where, base)
     digest = xxhash.xxh3_128()
     for stored in (folder / CONFIG_FILE, path):

@@ -7,18 +7,18 @@ name, and so is one that is not known here, unless it is off.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.settings import Range, Settings
+from nanocore.worker.loading.formats.patterns import MAX_REGEXES, Pattern
+
+T = TypeVar("T")
 
 CONFIG_FILE: Final = "adapter_config.json"
 _MAX_RANK: Final = 2**14
-_MAX_PATTERN: Final = 1000
-"""Characters of a pattern that is tried on every module."""
 
 _UNUSED: Final = frozenset(
     (
@@ -42,44 +42,44 @@ _EVERYTHING: Final = "all-linear"
 class AdapterConfig:
     """The settings of an adapter.
 
-    target_modules: ends of modules' names, or a pattern of whole names. layers: numbers of the
-    layers that it changes; None: all. rank_pattern, alpha_pattern: by patterns of modules' ends,
-    of which the first that fits counts.
+    target_modules, exclude_modules: ends of modules' names, or a pattern of whole names; None: all
+    linear layers. layers: numbers of the layers that it changes; None: all. layers_patterns: of
+    names up to such a number. ranks, alphas: by patterns of modules' ends, of which the first that
+    fits counts.
     """
 
     rank: int
     alpha: float
     use_rslora: bool
-    rank_pattern: dict[str, int]
-    alpha_pattern: dict[str, float]
-    target_modules: list[str] | str
-    exclude_modules: list[str] | str
+    ranks: list[tuple[Pattern, int]]
+    alphas: list[tuple[Pattern, float]]
+    target_modules: list[str] | Pattern | None
+    exclude_modules: list[str] | Pattern
     layers: list[int] | None
-    layers_pattern: list[str]
+    layers_patterns: list[Pattern]
 
     def rank_of(self, module: str) -> int:
         """Of a module's two matrices."""
-        return self.rank_pattern.get(_first_that_fits(self.rank_pattern, module), self.rank)
+        return _first_that_fits(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
         """What their product is multiplied by."""
-        alpha = self.alpha_pattern.get(_first_that_fits(self.alpha_pattern, module), self.alpha)
+        alpha = _first_that_fits(self.alphas, module, self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets(self, module: str) -> bool:
         """Whether the adapter is to change this module."""
-        if self.exclude_modules and _is_among(module, self.exclude_modules):
+        if _is_among(module, self.exclude_modules):
             return False
-        if self.target_modules == _EVERYTHING:
+        if self.target_modules is None:
             return module.rpartition(".")[2] != "lm_head"
         if not _is_among(module, self.target_modules):
             return False
-        if self.layers is None or isinstance(self.target_modules, str):
+        if self.layers is None or isinstance(self.target_modules, Pattern):
             return True
-        patterns = self.layers_pattern or [r"[^.]*"]
-        found = (re.match(rf"(?:.*?\.)?{p}\.(\d+)\.", module) for p in patterns)
-        number = next((match[1] for match in found if match), None)
+        found = (pattern.match(module) for pattern in self.layers_patterns)
+        number = next((match[match.lastindex] for match in found if match), None)
         return number is not None and int(number) in self.layers
 
 
@@ -101,23 +101,26 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             "changed the model's own weights, so that the adapter does not fit them: convert it "
             "to a plain one with PEFT (save_pretrained, path_initial_model_for_weight_conversion)",
         )
+    ranks = settings.get("rank_pattern", dict[str, int], {})
+    if any(not 0 < rank <= _MAX_RANK for rank in ranks.values()):
+        raise settings.error("rank_pattern", f"has a rank that is not from 1 to {_MAX_RANK}")
+    targets = _modules(settings, "target_modules")
+    if targets == []:
+        raise settings.error("target_modules", "must name the modules that the adapter changes")
+    everything = settings.values.get("target_modules") == _EVERYTHING
     config = AdapterConfig(
         rank=settings.size("r", most=_MAX_RANK),
         alpha=settings.number("lora_alpha", 8, Range(-1e6, 1e6)),
         use_rslora=settings.get("use_rslora", bool, False),
-        rank_pattern=settings.get("rank_pattern", dict[str, int], {}),
-        alpha_pattern=settings.get("alpha_pattern", dict[str, float], {}),
-        target_modules=_names(settings, "target_modules"),
-        exclude_modules=_names(settings, "exclude_modules"),
+        ranks=_by_end(settings, "rank_pattern", ranks),
+        alphas=_by_end(
+            settings, "alpha_pattern", settings.get("alpha_pattern", dict[str, float], {})
+        ),
+        target_modules=None if everything else targets,
+        exclude_modules=_modules(settings, "exclude_modules"),
         layers=_layers(settings),
-        layers_pattern=_list(_names(settings, "layers_pattern")),
+        layers_patterns=_layers_patterns(settings),
     )
-    for name in ("rank_pattern", "alpha_pattern"):
-        _check_patterns(settings, name, list(getattr(config, name)))
-    if any(not 0 < rank <= _MAX_RANK for rank in config.rank_pattern.values()):
-        raise settings.error("rank_pattern", f"has a rank that is not from 1 to {_MAX_RANK}")
-    if not config.target_modules:
-        raise settings.error("target_modules", "must name the modules that the adapter changes")
     _refuse_what_is_not_known(settings)
     return config
 
@@ -130,15 +133,12 @@ def _refuse_what_is_not_known(settings: Settings) -> None:
             raise settings.error(name)
 
 
-def _names(settings: Settings, name: str) -> list[str] | str:
-    """A pattern, or a list of names; empty where there is none."""
+def _modules(settings: Settings, name: str) -> list[str] | Pattern:
+    """A pattern of whole names, or a list of their ends; empty where there is none."""
     value = settings.get(name, list[str] | str, [])  # type: ignore[arg-type]
-    _check_patterns(settings, name, [value] if isinstance(value, str) else [])
-    return value
-
-
-def _list(value: list[str] | str) -> list[str]:
-    return [value] if isinstance(value, str) else value
+    if isinstance(value, str) and value:
+        return _patterns(settings, name, [rf"(?:{value})\Z"])[0]
+    return list(value)
 
 
 def _layers(settings: Settings) -> list[int] | None:
@@ -146,26 +146,33 @@ def _layers(settings: Settings) -> list[int] | None:
     return [value] if isinstance(value, int) else value or None
 
 
-def _check_patterns(settings: Settings, name: str, patterns: list[str]) -> None:
-    for pattern in patterns:
-        if len(pattern) > _MAX_PATTERN:
-            raise settings.error(name, f"has a pattern of more than {_MAX_PATTERN} characters")
-        try:
-            re.compile(pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise settings.error(name, f"has a pattern that is none: {error}") from None
+def _layers_patterns(settings: Settings) -> list[Pattern]:
+    name = "layers_pattern"
+    value = settings.get(name, list[str] | str, []) or [r"[^.]*"]  # type: ignore[arg-type]
+    texts = [value] if isinstance(value, str) else value
+    return _patterns(settings, name, [rf"(?:.*?\.)?(?:{text})\.(\d+)\." for text in texts])
 
 
-def _is_among(module: str, names: list[str] | str) -> bool:
-    if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+def _by_end(settings: Settings, name: str, values: dict[str, T]) -> list[tuple[Pattern, T]]:
+    """Values by patterns of modules' ends."""
+    patterns = _patterns(settings, name, [rf"(.*\.)?({text})$" for text in values])
+    return list(zip(patterns, values.values(), strict=True))
+
+
+def _patterns(settings: Settings, name: str, texts: list[str]) -> list[Pattern]:
+    if len(texts) > MAX_REGEXES:
+        raise settings.error(name, f"has {len(texts)} patterns; at most {MAX_REGEXES} are read")
+    return [Pattern(f"{settings.source}: {name}", text) for text in texts]
+
+
+def _is_among(module: str, names: list[str] | Pattern) -> bool:
+    if isinstance(names, Pattern):
+        return names.matches(module)
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _first_that_fits(patterns: dict[str, int] | dict[str, float], module: str) -> str:
-    """The pattern, or the module's name if none does."""
-    fitting = (pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module))
-    return next(fitting, module)
+def _first_that_fits(values: list[tuple[Pattern, T]], module: str, default: T) -> T:
+    return next((value for pattern, value in values if pattern.matches(module)), default)
 
 
 def missing_adapter(folder: Path) -> ModelFileError:
