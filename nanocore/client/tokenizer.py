@@ -40,8 +40,15 @@ TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
 )
 """What a Tokenizer is made of; only the first is needed, or VOCABULARY_FILES in its place."""
+
+TEMPLATE_FILES: Final[dict[str, ModelFileName]] = {
+    "default": "chat_template.jinja",
+    "tool_use": "additional_chat_templates/tool_use.jinja",
+}
+"""Chat templates by name, as transformers 4.51 and later save them."""
 
 
 def needed_files(available: Container[str]) -> list[ModelFileName]:
@@ -57,7 +64,8 @@ class Tokenizer:
 
     Args:
         files: contents by name, of the `needed_files` that the model has. The chat template is
-            chat_template.jinja, or else a part of tokenizer_config.json.
+            chat_template.jinja, with another one for tools perhaps, or else a part of
+            tokenizer_config.json.
         source: where they come from, for error messages.
 
     config: what tokenizer_config.json says. named_tokens: texts of special tokens, such as
@@ -107,9 +115,9 @@ class Tokenizer:
         Raises:
             InvalidRequestError: as the constructor, or a file cannot be read.
         """
-        paths = [folder / name for name in (*TOKENIZER_FILES, *VOCABULARY_FILES)]
+        names = (*TOKENIZER_FILES, *VOCABULARY_FILES)
         try:
-            there = {path.name: path for path in paths if path.is_file()}
+            there = {name: folder / name for name in names if (folder / name).is_file()}
             files: dict[str, bytes] = {
                 name: there[name].read_bytes() for name in needed_files(there)
             }
@@ -360,15 +368,19 @@ def _template_texts(
     files: Mapping[str, bytes], config: dict[str, Any], source: str
 ) -> dict[str, str]:
     """The template's own file, or else the configuration's, by name: "default", "tool_use"."""
-    content = files.get("chat_template.jinja")
-    try:
-        template = config.get("chat_template") if content is None else content.decode()
-    except ValueError as error:
-        raise InvalidRequestError(f"chat_template.jinja of {source}: {error}") from None
+    template = config.get("chat_template")
     if isinstance(template, list):
         entries = [e for e in template if isinstance(e, dict) and isinstance(e.get("name"), str)]
         template = {entry["name"]: entry.get("template") for entry in entries}
     elif not isinstance(template, dict):
         template = {"default": template}
-    wanted = {name: template.get(name) for name in ("default", "tool_use")}
+    if TEMPLATE_FILES["default"] in files:
+        template = {}
+    for name, file in TEMPLATE_FILES.items():
+        try:
+            if (content := files.get(file)) is not None:
+                template[name] = content.decode()
+        except ValueError as error:
+            raise InvalidRequestError(f"{file} of {source}: {error}") from None
+    wanted = {name: template.get(name) for name in TEMPLATE_FILES}
     return {name: text for name, text in wanted.items() if isinstance(text, str)}

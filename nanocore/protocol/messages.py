@@ -55,6 +55,7 @@ ModelFileName = Literal[
     "vocab.json",
     "merges.txt",
     "vocab.txt",
+    "additional_chat_templates/tool_use.jinja",
 ]
 """The files of a model that an engine serves to its clients: what tokenizing and chatting need."""
 

@@ -78,6 +78,24 @@ def test_a_template_file_is_preferred_to_several_in_the_config(folder: Path) -> 
     assert _both(folder) == ""
 
 
+def test_a_template_for_tools_may_have_a_file_of_its_own(folder: Path) -> None:
+    _write_config(folder, chat_template=NAMED)
+    (folder / "chat_template.jinja").write_text("the file")
+    additional = folder / "additional_chat_templates"
+    additional.mkdir()
+    (additional / "tool_use.jinja").write_text("TOOLS {{ tools | length }}")
+    assert _both(folder) == "the file"
+    messages: Any = [{"role": "user", "content": "hi"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    rendered = Tokenizer.from_folder(folder).render_chat(messages, tools=tools)
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    assert rendered == reference.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert rendered == "TOOLS 1"
+    (additional / "tool_use.jinja").write_bytes(b"\xff")
+    with pytest.raises(InvalidRequestError, match=r"tool_use\.jinja"):
+        Tokenizer.from_folder(folder)
+
+
 @pytest.mark.parametrize(
     ("content", "rendered"),
     [

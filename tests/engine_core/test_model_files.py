@@ -18,12 +18,16 @@ def test_the_files_of_the_allow_list_are_named_with_size_and_digest(tmp_path: Pa
     (tmp_path / "special_tokens_map.json").write_bytes(b"{ }")
     (tmp_path / "vocab.txt").write_bytes(b"a")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("tool_use.jinja", "other.jinja"):
+        (tmp_path / "additional_chat_templates" / name).write_bytes(b"tools")
     entries = ModelFiles(tmp_path).entries
     assert [(entry.name, entry.num_bytes) for entry in entries] == [
         ("tokenizer.json", 2),
         ("special_tokens_map.json", 3),
         ("chat_template.jinja", 5),
         ("vocab.txt", 1),
+        ("additional_chat_templates/tool_use.jinja", 5),
     ]
     assert entries[2].sha256 == hashlib.sha256(b"hello").hexdigest()
 

@@ -56,6 +56,8 @@ SAME_TABLE: dict[str, Struct] = {"## 9. Sampling parameters": DefaultSampling}
 """Structs with the same fields; they differ in what becomes of unknown ones."""
 ELSEWHERE = {"sampling": "section 9", "default_sampling": "section 9", "code": "section 12"}
 """Fields whose range is a table of its own."""
+BELOW = {(ModelFile, "name"): "one of those below"}
+"""Those that are too long for a cell: the text after the table has them."""
 FIRST_SINCE = {
     ModelFile: "1.3",
     TokenLogprobs: "1.5",
@@ -76,7 +78,7 @@ def expected_rows(struct: Struct) -> list[list[str]]:
         [
             name,
             _type_name(types[name]),
-            ELSEWHERE.get(name) or range_of(properties[name]),
+            ELSEWHERE.get(name) or BELOW.get((struct, name)) or range_of(properties[name]),
             _default(fields[name]),
             keywords(properties[name]).get("since", FIRST_SINCE.get(struct, "1.0")),
         ]

@@ -234,6 +234,8 @@ def hub() -> Iterator[FakeHub]:
         "pytorch_model.bin": b"code",
         "modeling.py": b"code",
         "onnx/model.safetensors": b"other",
+        "onnx/config.json": b"other",
+        "additional_chat_templates/tool_use.jinja": b"tools",
         "consolidated.safetensors": b"again",
     }
     fake = FakeHub(files)
@@ -246,7 +248,8 @@ def hub() -> Iterator[FakeHub]:
         thread.join()
 
 
-WANTED = {"config.json", "model.safetensors", "tokenizer.json", "vocab.json"}
+TOOL_USE = "additional_chat_templates/tool_use.jinja"
+WANTED = {"config.json", "model.safetensors", "tokenizer.json", "vocab.json", TOOL_USE}
 
 
 def test_a_download_fetches_what_is_needed_and_nothing_that_runs(
@@ -254,7 +257,8 @@ def test_a_download_fetches_what_is_needed_and_nothing_that_runs(
 ) -> None:
     folder = Path(resolve_apart(tmp_path, "org/name", hub=hub.endpoint))
     assert folder == tmp_path / "hub" / "models--org--name" / "snapshots" / COMMIT
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+    files = {path for path in folder.rglob("*") if path.is_file()}
+    assert {str(path.relative_to(folder)): path.read_bytes() for path in files} == {
         name: hub.files[name] for name in WANTED
     }
     assert sorted(hub.requests) == sorted((name, None) for name in WANTED)
@@ -282,7 +286,8 @@ def test_a_file_that_was_complete_is_kept_when_a_download_fails(
     assert message.startswith("ModelFileError --model org/name could not be downloaded (")
     hub.broken = None
     folder = Path(resolve_apart(tmp_path, "org/name", hub=hub.endpoint))
-    assert {path.name for path in folder.iterdir()} == WANTED
+    files = {path for path in folder.rglob("*") if path.is_file()}
+    assert {str(path.relative_to(folder)) for path in files} == WANTED
     assert sorted(name for name, _ in hub.requests) == sorted(WANTED)  # nothing twice
 
 

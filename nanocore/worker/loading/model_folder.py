@@ -22,8 +22,8 @@ _ALLOWED = [
     "model.safetensors.index.json",
     *get_args(ModelFileName),
 ]
-_IGNORED = ["*/*", "consolidated*"]
-"""Subfolders, and Mistral's second copy of the weights."""
+_IGNORED = ["*/*.safetensors", "consolidated*"]
+"""Those of subfolders, and Mistral's second copy of the weights."""
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _HUB_ID = re.compile(f"{_WORD}/{_WORD}")
 
