@@ -15,6 +15,7 @@ from nanocore.protocol.messages import (
     FROM_CLIENT,
     FROM_ENGINE,
     Draining,
+    Error,
     Event,
     Limits,
     ModelCard,
@@ -54,10 +55,13 @@ HEADINGS: dict[str, Struct] = {
 """Which struct the table under a heading describes."""
 SAME_TABLE: dict[str, Struct] = {"## 9. Sampling parameters": DefaultSampling}
 """Structs with the same fields; they differ in what becomes of unknown ones."""
-ELSEWHERE = {"sampling": "section 9", "default_sampling": "section 9", "code": "section 12"}
-"""Fields whose range is a table of its own."""
-BELOW = {(ModelFile, "name"): "one of those below"}
-"""Those that are too long for a cell: the text after the table has them."""
+ELSEWHERE: dict[str | tuple[Struct, str], str] = {
+    "sampling": "section 9",
+    "default_sampling": "section 9",
+    (Error, "code"): "section 12",
+    (ModelFile, "name"): "one of those below",
+}
+"""Fields, of one struct or of all, whose range another table has, or the text below."""
 FIRST_SINCE = {
     ModelFile: "1.3",
     TokenLogprobs: "1.5",
@@ -78,7 +82,7 @@ def expected_rows(struct: Struct) -> list[list[str]]:
         [
             name,
             _type_name(types[name]),
-            ELSEWHERE.get(name) or BELOW.get((struct, name)) or range_of(properties[name]),
+            ELSEWHERE.get((struct, name)) or ELSEWHERE.get(name) or range_of(properties[name]),
             _default(fields[name]),
             keywords(properties[name]).get("since", FIRST_SINCE.get(struct, "1.0")),
         ]

@@ -192,7 +192,7 @@ class Weight:
         if run.stored is None or run.stored.is_float:
             return torch.empty(run.shape, dtype=self._placement.dtype, device="meta")
         outlines = [buffer.outline for buffer in run.buffers.values()]
-        num_bytes = sum(outline.nbytes for outline in outlines)
+        num_bytes = run.stored.kept_bytes or sum(outline.nbytes for outline in outlines)
         is_float8 = any(o.dtype == FP8 and o.shape == run.shape for o in outlines)
         return StoredOutline(*run.shape, "float8" if is_float8 else "grouped", num_bytes)
 

@@ -38,12 +38,14 @@ class StoredProjection:
 
     slots: by the tensor's name after the projection's and a dot ("qweight", "scales", ...).
     unpack: what filled slots, by the same names, are a weight [rows, columns] of; it may keep them.
-    is_float: that is a tensor of the model's dtype.
+    is_float: that is a tensor of the model's dtype. kept_bytes: memory of the weight where kernels
+    keep its numbers, if that is not the slots'.
     """
 
     slots: Mapping[str, Slot]
     unpack: Callable[[Mapping[str, Tensor]], StoredWeight]
     is_float: bool = False
+    kept_bytes: int | None = None
 
 
 class WeightFormat(Protocol):

@@ -17,14 +17,18 @@ import transformers
 from torch import Tensor
 
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.kernels.cpu.library import find_library
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.dry_run import dry_run
 from nanocore.worker.layers.packing import Projection
 from nanocore.worker.loading.checkpoint import stored_tensors
 from nanocore.worker.loading.gguf.format import GgufFormat
 from nanocore.worker.loading.gguf.model_files import gguf_model_files
 from nanocore.worker.models import load_model_config
+from nanocore.worker.worker import Worker
 from tests.fixtures.checkpoints.make_gguf import CASES, TEMPLATE, TEXTS, original_model
+from tests.worker.configs import make_worker_config
 from tests.worker.running import run_script, write_script
 
 CHECKPOINTS = Path("tests/fixtures/checkpoints").resolve()
@@ -135,6 +139,18 @@ def test_the_chat_template_and_the_names_of_special_tokens_are_there(name: str) 
         assert made.backend.token_to_id(end) in generation["eos_token_id"]
     finally:
         made.close()
+
+
+@pytest.mark.skipif(find_library() is None, reason="no library was compiled")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_check_reckons_with_the_memory_that_a_start_takes(name: str) -> None:
+    """But for what tiles of so few rows are padded by; numbers of five bits become bytes."""
+    path = str(CHECKPOINTS / f"{name}.gguf")
+    config = make_worker_config(folder=path, load_format="auto", attention_backend="cpu")
+    (checked,) = dry_run(config)
+    worker = Worker(config)
+    worker.load_model()
+    assert checked.weight_bytes == pytest.approx(worker.profile().weight_bytes, rel=0.03)
 
 
 INSIDE = {

@@ -86,7 +86,12 @@ class GgufFormat:
             return unpack_blocks(kind, in_halves(blocks) if is_in_pairs else blocks)
 
         slot = Slot((shape[0], row_bytes), torch.uint8, index)
-        return StoredProjection({BLOCKS: slot}, unpack)
+        # Numbers of five and six bits become bytes, and some scales wider.
+        one_row = unpack_blocks(
+            kind, torch.zeros(1, index[1].stop - index[1].start, dtype=torch.uint8)
+        )
+        num_rows = rows.stop - rows.start
+        return StoredProjection({BLOCKS: slot}, unpack, kept_bytes=num_rows * one_row.nbytes)
 
 
 def _in_halves(rows: Tensor, head_dim: int) -> Tensor:
