@@ -69,7 +69,8 @@ def check_urgency(scheduler: Scheduler) -> None:
 
     Unless another one was admitted, for a step makes way for one, or it is a sample of a prompt
     that this step completes, or blocks are about to be free, or all that such hold were not enough,
-    or chunks are limited, or decodes took blocks that it would have had: the next one makes way.
+    or chunks are limited, or running rows took blocks that it would have had, perhaps with its
+    prefix in them: the next step makes way.
     """
     config, step, kv_cache = scheduler.config, scheduler.planned, scheduler.kv_cache
     running_set, head = scheduler.running, scheduler.waiting.head()
@@ -83,8 +84,7 @@ def check_urgency(scheduler: Scheduler) -> None:
     below = [one for one in own if one.priority > head.priority]
     num_held = sum(len(kv_cache.block_ids(one.handle)) for one in below)
     num_needed = kv_cache.num_free_needed(head.handle, head.num_tokens)
-    num_taken = sum(map(len, step.blocks.values()))
-    if num_needed <= kv_cache.num_free_blocks + num_taken:
+    if step.blocks or num_needed <= kv_cache.num_free_blocks:
         return
     if below and step.num_tokens < step.token_budget:
         assert num_needed > kv_cache.num_free_blocks + num_held
