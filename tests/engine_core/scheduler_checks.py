@@ -33,18 +33,15 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
         served = {chunk.row for chunk in scheduled}
         left = {row: num_left(scheduler, row) for row in running}
         prompts = {r for r in running_set.prefilling if default[r] or left[r] > 1}
-        head = scheduler.waiting.head()
-        if head is not None and config.policy == "priority":  # what is left may be kept for it
-            precedence = scheduler.precedence
-            prompts = {
-                row for row in prompts if precedence(running_set.request(row)) < precedence(head)
-            }
+        after_kept = _rows_after_kept(scheduler)
+        prompts -= after_kept
         assert prompts <= served | step.stalled
         decodes = {row for row in running_set.table.decoding.tolist() if default[row]}
         assert decodes <= served | step.stalled
         for chunk in step.chunks:
             is_whole = left[chunk.row] == 1 - default[chunk.row]
-            assert is_whole or chunk.num_tokens == running_set.max_chunk
+            is_cut = chunk.row in after_kept
+            assert is_whole or is_cut or chunk.num_tokens == running_set.max_chunk
     if not running_set.may_overlap:  # a group is in one step at most
         groups = running_set.groups_in_flight
         assert len(set(groups)) == len(groups)
@@ -62,6 +59,23 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     check_urgency(scheduler)
     check_rows(scheduler)
     check_blocks(scheduler)
+
+
+def _rows_after_kept(scheduler: Scheduler) -> set[int]:
+    """Rows that go after one for whom a part of the step's budget may have been kept.
+
+    Who was admitted needs less than that if the step itself computes more of its prefix.
+    """
+    step, running_set, head = scheduler.planned, scheduler.running, scheduler.waiting.head()
+    if scheduler.config.policy != "priority":
+        return set()
+    urgent = [*step.new, *step.resumed, *([head] if head is not None else [])]
+    first = min(map(scheduler.precedence, urgent), default=None)
+    return {
+        one.row
+        for one in running_set.requests()
+        if first is not None and scheduler.precedence(one) > first
+    }
 
 
 def check_urgency(scheduler: Scheduler) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -328,7 +328,8 @@ def test_on_cuda_it_is_taken_where_it_can_run(
 ) -> None:
     cuda = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: found or None)
+    if not found:
+        monkeypatch.setitem(sys.modules, "triton", None)
     properties = SimpleNamespace(multi_processor_count=132, name="a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     assert select_kernels("auto", cuda).name == name
