@@ -23,12 +23,11 @@ from nanocore.bench.engine_target import engine_client, engine_tokenizer
 from nanocore.bench.opened import Opened, tokenizer_at, until_ready
 from nanocore.bench.outcome import BenchRequest, Outcome
 from nanocore.bench.serve_options import OPENAI_CHAT, Asked, Destination
-from nanocore.bench.sse import DONE, EventReader, chunk_of
+from nanocore.bench.sse import DONE, EventReader, chunk_of, read_body
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ConfigError, shorten
 
 CONNECT_TIMEOUT_S: Final = 30.0
-_MAX_BODY_BYTES: Final = 2**20
 _FAILURES: Final = (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError)
 
 
@@ -62,7 +61,7 @@ class HttpTarget:
         try:
             async with self._session.post(self._url, data=body, headers=headers) as response:
                 if response.status != 200:
-                    text = (await _beginning(response)).decode(errors="replace")
+                    text = (await read_body(response)).decode(errors="replace")
                     outcome.error = f"HTTP {response.status}: {shorten(' '.join(text.split()))}"
                     return outcome
                 async for data in response.content.iter_any():
@@ -207,7 +206,7 @@ async def _first_model(
             async with session.get(url) as response:
                 if response.status != 200:
                     return f"{url}: HTTP {response.status}"
-                models = msgspec.json.decode(await _beginning(response), type=_Models)
+                models = msgspec.json.decode(await read_body(response), type=_Models)
         except _FAILURES as error:
             return f"{url}: {type(error).__name__}: {error}"
         if not models.data:
@@ -217,16 +216,6 @@ async def _first_model(
 
     await until_ready(attempt, patience_s)
     return found[0]
-
-
-async def _beginning(response: aiohttp.ClientResponse) -> bytes:
-    """A body, as far as it has a size that one can read."""
-    body = b""
-    async for data in response.content.iter_any():
-        body += data
-        if len(body) > _MAX_BODY_BYTES:
-            break
-    return body[:_MAX_BODY_BYTES]
 
 
 class _Model(msgspec.Struct):

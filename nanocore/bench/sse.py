@@ -1,14 +1,30 @@
-"""Server-sent events out of bytes as they arrive, and what a completion's events say."""
+"""What an HTTP server sends, within limits: bodies, server-sent events, and what these say."""
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+
+if TYPE_CHECKING:
+    import aiohttp
 
 DONE: Final = b"[DONE]"
 MAX_EVENT_BYTES: Final = 2**22
 """Of a line, and of an event's lines together: no chunk of a completion comes near it."""
+
+MAX_BODY_BYTES: Final = 2**20
+"""Of a body that is read whole: a list of models, or an error."""
+
+
+async def read_body(response: aiohttp.ClientResponse) -> bytes:
+    """Read a body, at most its first MAX_BODY_BYTES."""
+    body = b""
+    async for data in response.content.iter_any():
+        body += data
+        if len(body) > MAX_BODY_BYTES:
+            break
+    return body[:MAX_BODY_BYTES]
 
 
 class EventReader:

@@ -375,8 +375,8 @@ class AsyncEngineClient(LinkedClient):
     ) -> RequestStream:
         with place or self._order.place() as taken:
             session = await self._session(_patience_s(timeout_s))
-            names = session, prompt, params, request_id, priority, cache_salt, taken
-            return await submit(*names, timeout_s=timeout_s)
+            request = prompt, params, request_id, priority, cache_salt
+            return await submit(session, *request, taken, timeout_s=timeout_s)
 
 
 async def _final(stream: RequestStream) -> RequestOutput:

@@ -12,7 +12,7 @@ from typing import Self
 
 
 class SubmitOrder:
-    """Of one client, in one event loop."""
+    """The order of one client's requests, in one event loop."""
 
     def __init__(self) -> None:
         self._places: dict[Place, None] = {}  # the first one's turn it is

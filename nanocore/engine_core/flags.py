@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import types
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import (
@@ -41,17 +42,26 @@ class _Flag:
     help: str
     aliases: tuple[str, ...]
     metavar: str | None
+    reader: Callable[[str], str] | None
 
 
-def parameter(default: T, group: str, help: str, *aliases: str, metavar: str | None = None) -> T:
+def parameter(
+    default: T,
+    group: str,
+    help: str,
+    *aliases: str,
+    metavar: str | None = None,
+    reader: Callable[[str], str] | None = None,
+) -> T:
     """Declare a field of a configuration, a dataclass: its default, and its flag.
 
     group: the heading in --help. help: what it does; a number that is the default is added.
-    aliases: other spellings of the flag. metavar: the name of its value.
+    aliases: other spellings of the flag. metavar: the name of its value. reader: of a choice that
+    has other spellings, too.
     """
     if isinstance(default, (int, float)) and not isinstance(default, bool):
         help = f"{help} (default: {default})"
-    flag = _Flag(group, help, aliases, metavar)
+    flag = _Flag(group, help, aliases, metavar, reader)
     # For the type checker a field is of its default's type, as dataclasses.field has it too.
     return field(default_factory=lambda: copy(default), metadata={"flag": flag})
 
@@ -69,6 +79,8 @@ def add_flags(parser: argparse.ArgumentParser, config: type[DataclassInstance]) 
         options = _options(field_types(config)[declared.name])
         if flag.metavar is not None:
             options["metavar"] = flag.metavar
+        if flag.reader is not None:
+            options["type"] = flag.reader
         groups[flag.group].add_argument(
             flag_name(declared.name), *flag.aliases, help=flag.help, **options
         )
@@ -81,16 +93,11 @@ def _options(hint: Any) -> dict[str, Any]:
     if get_origin(hint) is Annotated:
         return _options(get_args(hint)[0])
     if get_origin(hint) is Literal:
-        return {"choices": get_args(hint), "type": _choice}
+        return {"choices": get_args(hint)}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     kind = get_origin(hint) or hint
     return {"type": _READERS[kind]} | ({"metavar": _METAVARS[kind]} if kind in _METAVARS else {})
-
-
-def _choice(text: str) -> str:
-    """The name, also in the spelling of vLLM (FLASH_ATTN) and flash-attn."""
-    return text.lower().replace("-", "_").removesuffix("_attn")
 
 
 def _whole(text: str) -> int | str:

@@ -61,6 +61,11 @@ _ENGINE: Final = "engine"
 _EVENTS: Final = "KV cache events"
 
 
+def _attention_backend(text: str) -> str:
+    """Return our name of a backend, also for vLLM's spelling FLASH_ATTN and for flash-attn."""
+    return text.lower().replace("-", "_").removesuffix("_attn")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineParameters:
     """All that an engine is started with; None is a default found at start.
@@ -114,7 +119,10 @@ class EngineParameters:
     device: Device = parameter("auto", _DEVICE, "default: cuda where it is")
 
     attention_backend: AttentionBackend = parameter(
-        "auto", _DEVICE, "of all kernels; auto: the fastest that is here"
+        "auto",
+        _DEVICE,
+        "of all kernels; auto: the fastest that is here",
+        reader=_attention_backend,
     )
 
     quantization: Quantization | None = parameter(

@@ -48,6 +48,12 @@ def test_flash_attn_has_the_names_that_others_give_it(name: str) -> None:
     assert parse_config(["--attention-backend", name]).attention_backend == "flash"
 
 
+@pytest.mark.parametrize("flags", [["--device", "cpu-attn"], ["--scheduling-policy", "FCFS"]])
+def test_no_other_choice_has_such_names(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match="invalid choice"):
+        parse_config(flags)
+
+
 def test_no_flags_is_the_default_configuration() -> None:
     assert parse_config([]) == EngineConfig()
 

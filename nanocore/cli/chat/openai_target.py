@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 import msgspec
 
+from nanocore.bench.sse import read_body
 from nanocore.cli.chat.chunks import (
     AnswerReader,
     number_in,
@@ -37,7 +38,6 @@ from nanocore.protocol.errors import (
 )
 
 CONNECT_TIMEOUT_S: Final = 10.0
-_MAX_BODY_BYTES: Final = 2**20
 _FAILURES: Final = (aiohttp.ClientError, OSError, TimeoutError)
 _MIN_SECRET_CHARS: Final = 6
 """Of what is not shown: what is shorter hides nothing, and words would be hidden with it."""
@@ -107,7 +107,7 @@ class OpenAITarget:
             async with self._session.get(url, timeout=timeout) as response:
                 if response.status != 200:
                     raise await self._refusal(response)
-                data = await _body(response)
+                data = await read_body(response)
         except _FAILURES as error:
             raise self._lost(error) from None
         try:
@@ -180,7 +180,7 @@ class OpenAITarget:
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> NanocoreError:
         """What the server says of it, in a line."""
-        text = (await _body(response)).decode(errors="replace")
+        text = (await read_body(response)).decode(errors="replace")
         said = f"{self._url}: HTTP {response.status}: {said_in(text)}"
         wait = response.headers.get("retry-after", "")
         if wait.isdecimal():
@@ -193,16 +193,6 @@ class OpenAITarget:
         if 400 <= response.status < 500:
             return InvalidRequestError(said)
         return NanocoreError(said)
-
-
-async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """All of it, or as much as one reads."""
-    body = b""
-    async for data in response.content.iter_any():
-        body += data
-        if len(body) > _MAX_BODY_BYTES:
-            break
-    return body
 
 
 def _without_reasoning(message: Message) -> Message:

@@ -39,7 +39,7 @@ class TooFewBlocks(NamedTuple):
 
     @classmethod
     def of(cls, kv_cache: KVCacheManager, request: Request, hits: Sequence[Block]) -> TooFewBlocks:
-        """Hits: the blocks of its prefix that were found."""
+        """Note how it is now. hits: the blocks of its prefix that were found."""
         keys = request.prefix_keys(kv_cache.block_size)
         missing = keys[len(hits)] if len(hits) < len(keys) else None
         return cls(request.handle, kv_cache.num_free_blocks, kv_cache.pool.num_gains, missing)
@@ -54,4 +54,4 @@ class TooFewBlocks(NamedTuple):
 
 
 NOT_SHORT: Final = TooFewBlocks(-1, -1, -1, None)
-"""Of no request."""
+"""Stands where no request has failed to fit: no request has this handle."""

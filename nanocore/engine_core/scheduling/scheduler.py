@@ -280,8 +280,7 @@ class Scheduler:
                 return
             hits = self._find_prefix(request)
             num_uncached = request.num_tokens - len(hits) * self.kv_cache.block_size
-            beside = [chunk[:2] for chunk in plan.chunks]
-            limit = chunk_limit(self.config, self.running.table, request, beside)
+            limit = chunk_limit(self.config, self.running.table, request, plan.chunks)
             count = min(num_uncached, budget, max(limit, 1))  # nobody behind it waits for a limit
             if count < num_uncached and not self._may_be_partial:
                 if num_uncached <= chunk_limit(self.config, self.running.table, request, ()):

@@ -130,15 +130,15 @@ class StepBudget:
 
 
 def chunk_limit(
-    config: SchedulerConfig, table: RowTable, request: Request, chunks: Sequence[tuple[int, int]]
+    config: SchedulerConfig, table: RowTable, request: Request, chunks: Sequence[tuple[int, ...]]
 ) -> int:
-    """Tokens of a prompt that a step may compute, beside these chunks of (row, tokens).
+    """Tokens of a prompt that a step may compute, beside these chunks of (row, tokens, ...).
 
     A step tells so many log probabilities of prompt tokens, or one token's. Each may have as many
     as the vocabulary has tokens, and they take memory here and on their way to the client.
     """
     if not (of_token := request.num_logprobs_a_prompt_token):
         return config.max_chunk
-    told = sum(n * table.request(row).num_logprobs_a_prompt_token for row, n in chunks)
+    told = sum(n * table.request(row).num_logprobs_a_prompt_token for row, n, *_ in chunks)
     most = (config.max_prompt_logprobs - told) // of_token
     return min(config.max_chunk, max(most, int(not told)))
