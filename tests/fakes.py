@@ -24,6 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.io.resumed_outputs import longest
 from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
@@ -545,7 +546,7 @@ def make_request(
         request_id=f"r{handle}",
         client=client,
         token_ids=token_ids,
-        max_num_tokens=min(len(prompt) + max_tokens, max_model_len),
+        max_num_tokens=min(len(prompt) + max_tokens, longest(max_model_len, max_tokens)),
         sampling=EngineSamplingParams(
             max_tokens=max_tokens, stop_token_ids=list(stop_token_ids), **sampling
         ),

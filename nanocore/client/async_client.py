@@ -327,7 +327,7 @@ class AsyncEngineClient(LinkedClient):
 
         Raises:
             InvalidRequestError: one of them has no tokens.
-            ContextLengthError: together they have more tokens than max_model_len.
+            ContextLengthError: all but the last token are more than max_model_len.
             EngineDeadError: the engine is gone.
         """
         with self._order.place() as place:

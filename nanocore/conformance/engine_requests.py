@@ -129,7 +129,10 @@ def duplicate_id_leaves_the_first_untouched(engine: EngineUnderTest) -> None:
 
 @ENGINE_RULES.add("11. Flow control and limits")
 def too_long_requests_are_refused(engine: EngineUnderTest) -> None:
-    """What does not fit max_model_len is context_length_exceeded; what just fits is taken."""
+    """What does not fit max_model_len is context_length_exceeded; what just fits is taken.
+
+    From 1.12 on one token may follow a prompt of all of max_model_len.
+    """
     peer = engine.session()
     model = peer.welcome.model
     length = model.max_model_len
@@ -140,6 +143,9 @@ def too_long_requests_are_refused(engine: EngineUnderTest) -> None:
     if len(prompt) < peer.welcome.limits.max_frame_bytes // 2:
         peer.send(Op.SUBMIT, body)
         peer.refused("context_length_exceeded", "prompt")
+        if peer.welcome.protocol >= (1, 12) and length <= model.num_blocks * model.block_size:
+            peer.submit("whole", [1] * length, max_tokens=1)
+            peer.send(Op.ABORT, {"request_ids": ["whole"]})
     if length <= model.num_blocks * model.block_size:
         peer.submit("fits", max_tokens=length - len(PROMPT))
         peer.send(Op.ABORT, {"request_ids": ["fits"]})

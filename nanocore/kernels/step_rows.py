@@ -16,11 +16,11 @@ from torch import Tensor
 class StepRows:
     """Where a step finds its tokens and blocks.
 
-    token_table: int32 [rows, max_model_len]. block_table: int32 [rows, M], of blocks of block_size
-    tokens. rows_T, positions_T: int64, the place of each token in the token table. rows_B: int64,
-    the row of each sequence; seq_lens_B: see `AttentionMetadata`. block_rows_W, block_columns_W:
-    int64, and block_ids_W: int32, blocks that rows got for this step, theirs or others. Places that
-    are there twice, as padding is, have equal ids.
+    token_table: int32 [rows, max_model_len + 1]. block_table: int32 [rows, M], of blocks of
+    block_size tokens. rows_T, positions_T: int64, the place of each token in the token table.
+    rows_B: int64, the row of each sequence; seq_lens_B: see `AttentionMetadata`. block_rows_W,
+    block_columns_W: int64, and block_ids_W: int32, blocks that rows got for this step, theirs or
+    others. Places that are there twice, as padding is, have equal ids.
     """
 
     token_table: Tensor

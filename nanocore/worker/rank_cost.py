@@ -83,7 +83,7 @@ def activation_bytes(model: DecoderModel, config: WorkerConfig) -> int:
 def table_bytes(model: DecoderModel, config: WorkerConfig) -> int:
     """What is known of rows and positions: token ids twice, block ids, and rotations."""
     rows, length = config.max_num_seqs, config.max_model_len
-    token_bytes = 2 * 4 * rows * length + 4 * rows * -(-length // config.block_size)
+    token_bytes = 2 * 4 * rows * (length + 1) + 4 * rows * -(-length // config.block_size)
     return token_bytes + length * _rotary_values(model.config) * model.placement.dtype.itemsize
 
 

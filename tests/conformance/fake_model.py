@@ -182,7 +182,8 @@ class FakeModel:
             return "invalid_request", "timeout_s is out of range"
         if (why := self._objection_to_outputs(submit, sampling)) is not None:
             return why
-        most = MAX_MODEL_LEN - len(prompt) // 4 + (1 if self.has("length-plus-one") else 0)
+        has_one_more = sampling.max_tokens == 1 or self.has("length-plus-one")
+        most = MAX_MODEL_LEN - len(prompt) // 4 + has_one_more
         if (sampling.max_tokens or 1) > most:
             return "context_length_exceeded", "too long"
         full = num_queued and num_queued + sampling.n > MAX_QUEUED + MAX_NUM_SEQS

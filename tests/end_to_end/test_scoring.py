@@ -72,8 +72,8 @@ def test_choices_of_one_token_share_their_context(llm: LLM) -> None:
     assert [score.num_cached_tokens for score in scores] == [96, 96, 96], "whole blocks of 16"
 
 
-def test_both_together_may_have_as_many_tokens_as_the_model(llm: LLM) -> None:
-    context = draw(MAX_MODEL_LEN)
+def test_all_but_the_last_token_may_be_as_many_as_the_model_has(llm: LLM) -> None:
+    context = draw(MAX_MODEL_LEN + 1)
     (score,) = llm.score([(context[:-1], [7])], use_tqdm=False)
     assert score.num_tokens == 1
     with pytest.raises(ContextLengthError, match=f"max_model_len={MAX_MODEL_LEN}"):

@@ -12,6 +12,7 @@ from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.scheduling.counters import SchedulerCounters
 from nanocore.engine_core.structured.matcher import GrammarSource
 from nanocore.engine_core.structured.no_grammars import NoGrammars
+from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.errors import (
     ContextLengthError,
     EngineOverloadedError,
@@ -60,21 +61,34 @@ def test_prompt_and_output_may_fill_the_models_length(
     assert len(request.key_chain.keys) == num_prompt // 4
 
 
-@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(64, 1), (1, 64), (32, 33), (64, None)])
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(65, 1), (1, 64), (32, 33), (64, None)])
 def test_one_token_more_is_refused(num_prompt: int, max_tokens: int | None) -> None:
     with pytest.raises(ContextLengthError, match=f"{num_prompt} tokens.*max_model_len=64"):
         admission().build(submit(num_prompt, max_tokens), handle=1, client=1)
 
 
+def test_a_prompt_of_the_models_length_may_have_the_one_token_that_is_never_computed() -> None:
+    resumed = msgspec.structs.replace(submit(64, 1), output_token_ids=pack_int32([1]))
+    for body in (submit(64, 1), submit(64, 1, prompt_logprobs=0), resumed):
+        assert admission().build(body, handle=1, client=1).max_num_tokens == 65
+    more = msgspec.structs.replace(submit(65, 1), output_token_ids=pack_int32([1]))
+    with pytest.raises(ContextLengthError, match=r"65 tokens and output_token_ids 1, .*len=64"):
+        admission().build(more, handle=1, client=1)
+
+
 @pytest.mark.parametrize("max_tokens", [None, 1])
-def test_a_request_for_an_embedding_has_room_for_a_token(max_tokens: int | None) -> None:
+def test_an_embedding_may_be_of_all_that_the_model_and_the_cache_hold(
+    max_tokens: int | None,
+) -> None:
     build = admission(num_blocks=5).build  # 20 tokens
     request = build(submit(20, max_tokens, pooling="mean"), handle=1, client=1)
     assert request.max_num_tokens == 21
     with pytest.raises(ContextLengthError, match=r"22 tokens .*holds 20"):
         build(submit(21, max_tokens, pooling="mean"), handle=2, client=1)
-    with pytest.raises(ContextLengthError, match="max_model_len=64"):
-        admission().build(submit(64, max_tokens, pooling="last"), handle=2, client=1)
+    build = admission().build
+    assert build(submit(64, max_tokens, pooling="last"), handle=2, client=1).max_num_tokens == 65
+    with pytest.raises(ContextLengthError, match=r"65 tokens and pooling is 'last'.*len=64"):
+        build(submit(65, max_tokens, pooling="last"), handle=2, client=1)
 
 
 def test_what_could_never_fit_an_empty_pool_is_refused() -> None:

@@ -107,11 +107,11 @@ def test_one_block_left_and_two_rows_that_need_it() -> None:
     assert deliveries.tokens[2] == expected_tokens([2] * 8, 4)
 
 
-@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(15, 1), (1, 15), (8, 8), (12, 4)])
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(15, 1), (16, 1), (1, 15), (8, 8), (12, 4)])
 def test_prompt_and_output_at_the_models_length_fill_the_smallest_pool(
     num_prompt: int, max_tokens: int
 ) -> None:
-    # max_model_len 16 needs KV of 15 tokens: 4 blocks of 4.
+    # max_model_len 16 needs KV of 15 tokens, or of 16 that one token follows: 4 blocks of 4.
     scheduler, executor = make_scheduler(num_blocks=4, block_size=4, max_model_len=16)
     deliveries = Deliveries()
     for handle in (1, 2):  # the second one waits for the first, and needs every block, too

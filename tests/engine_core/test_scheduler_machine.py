@@ -53,8 +53,9 @@ from tests.fakes import (
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
-STEMS = ([0, 1, 2, 3, 0, 1, 2, 3, 1], [1] * 12, [2, 3], [3], [2] * 18)
-"""With tails of up to 6 tokens: prompts of several chunks, and of as many blocks as a pool has."""
+STEMS = ([0, 1, 2, 3, 0, 1, 2, 3, 1], [1] * 12, [2, 3], [3], [2] * 18, [0] * 26)
+"""With tails of up to 6 tokens: prompts of several chunks, of as many blocks as a pool has, and of
+MAX_MODEL_LEN."""
 
 
 @st.composite
@@ -183,7 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if goes_on and self.expected:  # from where another one ends, whose blocks may be found
             other = (13 * len(tail) + max_tokens) % len(self.expected) + 1
             prompt = (self.prompts[other] + self.expected[other] + [1])[: MAX_MODEL_LEN - 14]
-        max_tokens = min(max_tokens, MAX_MODEL_LEN - len(prompt))
+        max_tokens = min(max_tokens, max(MAX_MODEL_LEN - len(prompt), 1))
         expected = expected_tokens if fails_at is None else expected_structured_tokens
         tokens = expected(prompt, max_tokens)
         stops: tuple[int, ...] = ()

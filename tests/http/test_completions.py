@@ -87,6 +87,24 @@ def test_a_batch_is_answered_as_its_prompts_alone(demo_endpoint: str) -> None:
     assert as_ids.usage.prompt_tokens * 2 == as_text.usage.prompt_tokens * 2 == 2 * 3 * 18
 
 
+def test_a_prompt_of_the_models_length_can_be_scored(demo_endpoint: str) -> None:
+    """With echo, as harnesses do it, and by the client itself; nothing of it is cut off."""
+
+    async def calls(client: openai.AsyncOpenAI) -> Any:
+        async with AsyncEngineClient.connect(demo_endpoint, timeout_s=60) as direct:
+            length = direct.model_card.max_model_len
+            score = await direct.score([5], [6] * (length - 1))
+        asked = {"model": "demo", "max_tokens": 0, "logprobs": 0, "echo": True}
+        whole = await client.completions.create(prompt=[5] + [6] * (length - 1), **asked)
+        cut = await client.completions.create(
+            prompt=[7, 5] + [6] * (length - 1), extra_body={"truncate_prompt_tokens": -1}, **asked
+        )
+        return score, whole.choices[0].logprobs, cut.choices[0].logprobs
+
+    score, whole, cut = with_client(demo_endpoint, calls)
+    assert whole.token_logprobs[1:] == cut.token_logprobs[1:] == score.token_logprobs
+
+
 def test_harnesses_read_a_prompts_own_logprobs(demo_endpoint: str) -> None:
     """As lm-evaluation-harness does: of its continuation's tokens, not of the one that is made."""
 

@@ -45,6 +45,21 @@ def test_openais_client_gets_the_engines_numbers(demo_endpoint: str) -> None:
     assert math.hypot(*expected[0]) == pytest.approx(1)
 
 
+def test_an_input_may_fill_the_models_length(demo_endpoint: str) -> None:
+    async def send() -> Any:
+        async with app_of(demo_endpoint) as (app, http):
+            assert app.state.client is not None
+            length = app.state.client.model_card.max_model_len
+            inputs = ([1] * length, [2] + [1] * length, [1] * (length + 1))
+            cut = {"truncate_prompt_tokens": -1}
+            bodies = [{"input": inputs[0]}, {"input": inputs[1]} | cut, {"input": inputs[2]}]
+            return [await http.post("/v1/embeddings", json=body) for body in bodies]
+
+    whole, cut, more = run(send())
+    assert whole.json()["data"] == cut.json()["data"]
+    assert more.json()["error"]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("pooling", ["mean", None])
 def test_pooling_and_length_can_be_chosen(demo_endpoint: str, pooling: Any) -> None:
     async def send() -> Any:

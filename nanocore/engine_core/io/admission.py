@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.queue_limit import QueueLimit
-from nanocore.engine_core.io.resumed_outputs import check_outputs
+from nanocore.engine_core.io.resumed_outputs import check_outputs, longest
 from nanocore.engine_core.io.sampling_check import SamplingCheck
 from nanocore.engine_core.io.submit_size import held_bytes
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
@@ -177,7 +177,9 @@ class Admission:
                 "min_tokens, or start the engine with a larger --max-model-len"
             )
         asked = "max_tokens is absent" if max_tokens is None else f"max_tokens is {max_tokens}"
-        if num_prompt + (max_tokens or 1) > max_model_len:
+        if sampling.pooling is not None:
+            asked = f"pooling is {sampling.pooling!r}"
+        if num_prompt + (max_tokens or 1) > longest(max_model_len, max_tokens):
             raise ContextLengthError(
                 f"the prompt has {num_prompt} tokens and {asked}, together "
                 f"more than max_model_len={max_model_len}: shorten the prompt, lower max_tokens, "

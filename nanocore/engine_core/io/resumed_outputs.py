@@ -18,6 +18,15 @@ from nanocore.protocol.messages import Event
 from nanocore.protocol.sampling import EngineSamplingParams
 
 
+def longest(max_model_len: int, max_tokens: int | None) -> int:
+    """Prompt and output tokens of one request together, at most.
+
+    A prompt alone may fill max_model_len: a single token that is sampled after it is delivered
+    and never computed. So a text of that length can be scored, and embedded.
+    """
+    return max_model_len + (max_tokens == 1)
+
+
 def check_outputs(
     outputs: np.ndarray,
     sampling: EngineSamplingParams,
@@ -51,7 +60,7 @@ def check_outputs(
             f"output_token_ids has {num_outputs} tokens, more than max_tokens="
             f"{sampling.max_tokens}, which counts what was produced already, too"
         )
-    if num_prompt + num_outputs > max_model_len:
+    if num_prompt + num_outputs > longest(max_model_len, sampling.max_tokens):
         raise ContextLengthError(
             f"the prompt has {num_prompt} tokens and output_token_ids {num_outputs}, together more "
             f"than max_model_len={max_model_len}: start the engine with a larger --max-model-len"

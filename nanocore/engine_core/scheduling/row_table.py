@@ -24,7 +24,8 @@ from nanocore.engine_core.structured.matcher import Matcher
 class RowTable:
     """Columns indexed by row, and which rows are at what.
 
-    token_ids: int32 [max_num_seqs, max_model_len]; pages are touched only as rows fill.
+    token_ids: int32 [max_num_seqs, max_model_len + 1]; pages are touched only as rows fill. The
+    last column is for the token sampled after a prompt of max_model_len; it is never computed.
     num_tokens: tokens known. num_computed: tokens whose KV is computed or planned to be; with steps
     in flight it may have passed num_tokens. max_computed: the most that it is ever, all but the
     last token. num_cached: those found in the prefix cache.
@@ -56,7 +57,7 @@ class RowTable:
         def column(dtype: type) -> IntArray:
             return np.zeros(max_num_seqs, dtype)
 
-        self.token_ids: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len), TOKEN_DTYPE)
+        self.token_ids: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), TOKEN_DTYPE)
         self.num_tokens = column(np.int64)
         self.num_computed = column(np.int64)
         self.max_computed = column(np.int64)

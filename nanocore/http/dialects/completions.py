@@ -106,7 +106,9 @@ async def serve(exchange: Exchange) -> None:
     client = exchange.client
     params = request.params(client.model_card)
     exchange.note_params(params, request.stream)
-    room = client.model_card.max_model_len - (params.max_tokens or 1)
+    room = client.model_card.max_model_len
+    if request.max_tokens != 0:
+        room -= params.max_tokens or 1
     num_kept = num_kept_tokens(request.truncate_prompt_tokens, room)
     prompts = read_prompts(request.prompt, "prompt")
     answer_id = AnswerId("cmpl-", request.request_id)

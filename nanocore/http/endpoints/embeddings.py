@@ -58,7 +58,7 @@ async def serve(exchange: Exchange) -> None:
             "numbers, and were not made to be shortened; leave it out",
             "dimensions",
         )
-    num_kept = num_kept_tokens(request.truncate_prompt_tokens, card.max_model_len - 1)
+    num_kept = num_kept_tokens(request.truncate_prompt_tokens, card.max_model_len)
     prompts = read_prompts(request.input, "input")
     with client.places(len(prompts)) as places:
         token_ids = await tokenize_prompts(

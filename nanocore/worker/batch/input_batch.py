@@ -105,7 +105,9 @@ class InputBatch:
     ) -> None:
         self.max_num_seqs, self.block_size = max_num_seqs, block_size
         self.group = np.arange(max_num_seqs) % num_groups
-        self.token_ids = np.zeros((max_num_seqs, max_model_len if has_tokens else 0), np.int32)
+        # One more than is ever computed: the token that is sampled after a prompt of max_model_len.
+        num_columns = max_model_len + 1 if has_tokens else 0
+        self.token_ids = np.zeros((max_num_seqs, num_columns), np.int32)
         self.blocks = BlockTable(max_num_seqs, -(-max_model_len // block_size))
         self.is_active = np.zeros(max_num_seqs, bool)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)

@@ -8,6 +8,7 @@ have takes what padding writes. Shape suffixes: see `nanocore.kernels.interface`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -51,16 +52,19 @@ class NewTokens:
 class DeviceRows:
     """Tables of max_num_seqs rows and a spare one.
 
-    token_table: int32 [rows, max_model_len]. block_table: int32, as many blocks as that takes.
+    token_table: int32 [rows, max_model_len + 1]; the last token is never computed. block_table:
+    int32, as many blocks as max_model_len tokens take.
     """
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
         self.spare_row, self.block_size = max_num_seqs, block_size
-        num_rows, num_columns = max_num_seqs + 1, -(-max_model_len // block_size)
-        self.token_table = torch.zeros(num_rows, max_model_len, dtype=torch.int32, device=device)
-        self.block_table = torch.zeros(num_rows, num_columns, dtype=torch.int32, device=device)
+        self.max_model_len = max_model_len
+        num_rows, num_blocks = max_num_seqs + 1, -(-max_model_len // block_size)
+        table = partial(torch.zeros, dtype=torch.int32, device=device)
+        self.token_table = table(num_rows, max_model_len + 1)
+        self.block_table = table(num_rows, num_blocks)
 
     def take(self, column: Tensor, new: NewTokens) -> None:
         """Write what the host knew; column: that of `new`, on the device."""

@@ -109,7 +109,7 @@ class DeviceSteps:
         """Record graphs of these shapes, to be replayed from now on."""
         rows = self._rows
         self._graphs = StepGraphs(
-            shapes, self._compute, recorder, rows.spare_row, rows.token_table.shape[1], self._device
+            shapes, self._compute, recorder, rows.spare_row, rows.max_model_len, self._device
         )
 
     def warm_up(self, shapes: list[StepShape]) -> None:
@@ -118,7 +118,7 @@ class DeviceSteps:
         On all stages together: hidden states pass between them.
         """
         start_s = time.monotonic()
-        max_model_len = self._rows.token_table.shape[1]
+        max_model_len = self._rows.max_model_len
         for shape, memory in padded_steps(shapes, self._rows.spare_row, self._device):
             fields = StepFields.of(memory, shape)
             self._compute(fields, HostBounds.of_shape(shape, max_model_len))
