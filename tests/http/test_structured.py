@@ -175,6 +175,13 @@ def test_strict_tools_whose_schemas_are_too_large_are_refused_by_their_name(
         assert error["param"].startswith("tools")
 
 
+def test_tools_that_are_too_complex_together_are_refused_by_their_name(demo_endpoint: str) -> None:
+    tools = [function(f"t{i}".rjust(128, "n"), {"properties": {f"p{i}": HELD}}) for i in range(200)]
+    error = ask(demo_endpoint, tools=tools, tool_choice="required").json()["error"]
+    assert error["message"].startswith("tools: the schema of all calls is too complex")
+    assert error["param"] == "tools"
+
+
 def test_more_strict_tools_than_a_structural_tag_has_structures_may_be_called(
     demo_endpoint: str,
 ) -> None:

@@ -14,7 +14,7 @@ from nanocore.protocol.errors import InvalidRequestError
 _PART: Final = re.compile(
     r"structured_outputs\.(?:json|structural_tag\.structures\[0\]\.schema) at '/\$defs/(\d+)"
 )
-_WHOLE: Final = re.compile(r"structured_outputs\.(?:json|structural_tag)\b")
+_WHOLE: Final = re.compile(r"structured_outputs(?:\.(?:json|structural_tag)\b|(?![\w.]))")
 
 
 class FormNames(NamedTuple):
