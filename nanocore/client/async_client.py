@@ -205,8 +205,14 @@ class AsyncEngineClient(LinkedClient):
                 timeout_s,
             )
             tokenizer = await session.tokenizer.get()
-        end = chat.reasoning_end
-        return AnswerStream(stream, chat.new_parser, tokenizer, end, chat.tool_prompt)
+        return AnswerStream(
+            stream,
+            chat.new_parser,
+            tokenizer,
+            chat.reasoning_end,
+            chat.tool_prompt,
+            chat.form_names,
+        )
 
     async def complete(
         self,

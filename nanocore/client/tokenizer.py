@@ -341,7 +341,7 @@ class Tokenizer:
         if template is None:
             raise InvalidRequestError(
                 f"{self._source} has no chat template (or has several, and none of them is named "
-                "default): use generate() with a prompt"
+                "default): send a prompt instead, by generate() or to /v1/completions"
             )
         return template
 

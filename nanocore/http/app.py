@@ -8,13 +8,7 @@ import re
 import uuid
 from typing import Final
 
-from nanocore.http.errors import (
-    RETRY_LATER_S,
-    HttpError,
-    anthropic_body,
-    http_error,
-    unavailable,
-)
+from nanocore.http.errors import RETRY_LATER_S, HttpError, anthropic_body, unavailable
 from nanocore.http.exchange import Disconnected, Exchange, Receive, Scope, Send
 from nanocore.http.request_record import RequestRecord
 from nanocore.http.route import Route
@@ -75,7 +69,7 @@ class App:
         except (HttpError, Disconnected):
             raise
         except NanocoreError as error:
-            raise http_error(error) from error
+            raise exchange.http_error(error) from error
         except Exception:
             failure = HttpError(500, "the server has failed, and its log says how")
             if exchange.has_started:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from nanocore.client.chat.event_stream import AnswerStream
 from nanocore.client.chat.events import ChatEvent, Finished
-from nanocore.http.errors import HttpError, bad_request, http_error, unavailable
+from nanocore.http.errors import HttpError, bad_request, unavailable
 from nanocore.http.exchange import JSON, Exchange
 from nanocore.protocol.errors import NanocoreError
 
@@ -151,7 +151,7 @@ class Delivery:
             try:
                 events = answer.read()
             except NanocoreError as error:
-                self._end_with(http_error(error), body)
+                self._end_with(self._exchange.http_error(error), body)
                 return b""
             if events:
                 if self._record is not None:
@@ -176,8 +176,7 @@ class Delivery:
         """Before that nothing begins: one of several prompts may be refused, with its status."""
         answers = self._answers
         while self._num_answered < len(answers) and answers[self._num_answered].is_answered:
-            not_held = answers[self._num_answered].not_held
-            self._exchange.note_ignored([f"schema{place}" for place in not_held])
+            self._exchange.note_ignored(answers[self._num_answered].not_held)
             self._num_answered += 1
         return self._num_answered == len(answers)
 

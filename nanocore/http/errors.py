@@ -82,7 +82,7 @@ def http_error(error: NanocoreError) -> HttpError:
     if isinstance(error, ContextLengthError):
         return HttpError(400, str(error), TOO_LONG)
     if isinstance(error, InvalidRequestError):
-        return HttpError(400, str(error))
+        return HttpError(400, str(error), param=error.param)
     if isinstance(error, EngineDrainingError):
         return unavailable(DRAINING, RETRY_LATER_S)
     if isinstance(error, EngineOverloadedError):

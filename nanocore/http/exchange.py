@@ -14,11 +14,13 @@ from nanocore.http.errors import (
     RETRY_LATER_S,
     HttpError,
     bad_request,
+    http_error,
     openai_body,
     unavailable,
 )
 from nanocore.http.request_record import DISCONNECTED, RequestRecord
 from nanocore.http.state import ServerState
+from nanocore.protocol.errors import NanocoreError
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -27,6 +29,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 JSON: Final = b"application/json"
 _UNSAFE: Final = re.compile(r"[^\x20-\x7e]")
 _PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
+_HALF_PAIR: Final = re.compile(rb"\\u[dD][89abAB]\w\w(?!\\u[dD][c-fC-F])")
+"""What the decoder calls truncated."""
 CHUNK_WRITER: Final = "nanocore.chunk_writer"
 """Of a scope's extensions."""
 MAX_FIELDS: Final = 256
@@ -42,8 +46,9 @@ class Exchange:
     """Made for each request by the app.
 
     state: the server's. path_id: what the path has in the place of an id. reply_headers: of the
-    answer, whatever it will be. error_body: what an error looks like to this client. record: of
-    what is told at the end, if anybody is told.
+    answer, whatever it will be. error_body: what an error looks like to this client. field_names:
+    its dialect's for those of a chat's, where they differ. record: of what is told at the end, if
+    anybody is told.
     """
 
     def __init__(
@@ -63,6 +68,7 @@ class Exchange:
         self.has_started = False
         self.record: RequestRecord | None = None
         self.error_body: Callable[[HttpError], bytes] = openai_body
+        self.field_names: Mapping[str, str] = {}
         self._ignored: set[str] = set()
 
     @property
@@ -144,6 +150,18 @@ class Exchange:
         if self.record is not None:
             self.record.error = error.code or str(error.status)
 
+    def http_error(self, error: NanocoreError) -> HttpError:
+        """The answer to a request that fails so, with fields as its dialect names them."""
+        found = http_error(error)
+        found.message = self._renamed(found.message)
+        found.param = found.param and self._renamed(found.param)
+        return found
+
+    def _renamed(self, text: str) -> str:
+        for name, own in self.field_names.items():
+            text = text.replace(name, own)
+        return text
+
     def note_disconnect(self) -> None:
         """The client has left before its answer was complete."""
         if self.record is not None:
@@ -172,7 +190,7 @@ class Exchange:
 
     def note_ignored(self, names: Collection[str]) -> None:
         """Name, in the answer's header, what of the request has no effect."""
-        self._ignored.update(names)
+        self._ignored.update(map(self._renamed, names))
         if self._ignored:
             text = ", ".join(sorted(self._ignored)[:MAX_IGNORED])
             self.reply_headers[b"nanocore-ignored"] = _UNSAFE.sub("?", text).encode()[:1024]
@@ -189,7 +207,9 @@ class Exchange:
         try:
             fields = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise bad_request(f"the body cannot be read as JSON: {error}") from None
+            half = _HALF_PAIR.search(body)
+            what = f"{half[0].decode()} is half a surrogate pair" if half else str(error)
+            raise bad_request(f"the body cannot be read as JSON: {what}") from None
         except RecursionError:
             raise bad_request("the request is nested too deep") from None
         if not isinstance(fields, dict):

@@ -29,7 +29,7 @@ from nanocore.protocol.wording import explain, why_no_map
 
 MAX_BODY_BYTES: Final = 2**20
 """Of what a client sends, a SUBMIT's tokens apart."""
-MAX_SUBMIT_BYTES: Final = 192 * 2**10
+MAX_SUBMIT_BYTES: Final = 336 * 2**10
 """Of a SUBMIT, its tokens apart: about twice what its fields can need. See `_check_size`."""
 MAX_RETURNED_ID_CHARS: Final = 1024
 """Of a bad request id: an ERROR says it all the same, so that its sender knows which request."""

@@ -53,7 +53,14 @@ class NanocoreError(Exception):
 
 
 class InvalidRequestError(NanocoreError, ValueError):
-    """The request cannot be served as written; sending it again will not help."""
+    """The request cannot be served as written; sending it again will not help.
+
+    param: the field that it is about, where somebody wants to know.
+    """
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class ContextLengthError(InvalidRequestError):

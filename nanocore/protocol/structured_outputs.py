@@ -29,6 +29,10 @@ KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural
 """One of these says what the output must be."""
 
 
+class FormTooLargeError(InvalidRequestError):
+    """The texts of a structured output have more than MAX_STRUCTURED_OUTPUTS_BYTES."""
+
+
 class Structure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A part of a free text that has a form: begin, a value of the JSON Schema, end.
 
@@ -135,7 +139,7 @@ class StructuredOutputs(
         if num_bytes > MAX_STRUCTURED_OUTPUTS_BYTES:
             both = "" if self.reasoning is None else " with its reasoning's marks"
             both += " and free_prefixes" if both and self.free_prefixes else ""
-            raise InvalidRequestError(
+            raise FormTooLargeError(
                 f"structured_outputs.{kind}{both} has {num_bytes} bytes of UTF-8: at most "
                 f"{MAX_STRUCTURED_OUTPUTS_BYTES} are allowed; say less, or split the request"
             )

@@ -315,3 +315,10 @@ def test_a_very_long_template_is_refused_with_both_lengths(folder: Path) -> None
     assert len(_render(folder, "x" * MAX_TEMPLATE_CHARS)) == MAX_TEMPLATE_CHARS
     with pytest.raises(InvalidRequestError, match="65537 characters: at most 65536"):
         _render(folder, "x" * (MAX_TEMPLATE_CHARS + 1))
+
+
+def test_a_model_without_a_template_has_a_remedy_in_python_and_over_http(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    _write_config(folder)
+    with pytest.raises(InvalidRequestError, match=r"by generate\(\) or to /v1/completions"):
+        Tokenizer.from_folder(folder).render_chat(CONVERSATION)

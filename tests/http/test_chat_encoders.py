@@ -76,6 +76,19 @@ def test_a_stream_of_texts_is_the_text() -> None:
         assert (chunk["model"], chunk["system_fingerprint"]) == ("m", "f")
 
 
+def test_texts_around_calls_are_lines_of_their_own() -> None:
+    calls = [(ToolBegin(i, f"c{i}", "f"), ToolArguments(i, "{}")) for i in range(3)]
+    said: list[ChatEvent] = [
+        *calls[0], Text("start"), Text("!"), *calls[1], Text("middle"), *calls[2], Text("end"),
+    ]  # fmt: skip
+    content = "start!\nmiddle\nend"
+    assert whole([START, *said, END])["choices"][0]["message"]["content"] == content
+    for reads in ([[event] for event in said], [said]):
+        found = streamed([START], *reads, [END])
+        deltas = [chunk["choices"][0]["delta"] for chunk in found[:-1] if chunk["choices"]]
+        assert "".join(delta.get("content") or "" for delta in deltas) == content
+
+
 def test_a_text_is_the_same_alone_or_beside_other_events() -> None:
     (_, alone, _, _) = streamed([START], [Text("x")], [END])
     (_, beside, _, _) = streamed([START, Text("x"), END])

@@ -29,6 +29,19 @@ def chat(*messages: Any, system: Any = None) -> list[Any]:
     return [*chat_messages(request.system, request.messages)]
 
 
+def test_a_message_without_content_has_an_empty_text() -> None:
+    for lacking in ({}, {"content": None}):
+        turns = [{"role": role, **lacking} for role in ("user", "assistant", "user")]
+        assert [turn["content"] for turn in chat(*turns)] == ["", "", ""]
+        assert is_prefilled(read(turns[:2]).messages)
+
+
+def test_what_was_said_after_a_call_begins_a_line() -> None:
+    said = [text("a"), text("b"), CALL, CALL, text("c"), text("d")]
+    (turn,) = chat({"role": "assistant", "content": said})
+    assert turn["content"] == "ab\ncd"
+
+
 def test_texts_are_texts_however_they_are_sent() -> None:
     assert chat(HI) == chat({"role": "user", "content": [text("hi")]}) == [HI]
     assert chat({"role": "user", "content": [text("a"), text("b")]})[0]["content"] == "a\nb"

@@ -68,3 +68,11 @@ def test_every_dialect_takes_them(demo_endpoint: str, path: str, name: str, body
             return await http.post(path, json=body | asked)
 
     assert run(send()).status_code == 200
+
+
+@pytest.mark.parametrize("key", [" 5", "5_0", "+5", "-5", "\u0665", "", "a", "1" * 5000])
+def test_a_key_of_logit_bias_is_decimal_digits(key: str) -> None:
+    assert read(logit_bias={"05": 1.0}).logit_bias == {5: 1.0}
+    with pytest.raises(HttpError, match="logit_bias has the key") as refused:
+        read(logit_bias={key: 1.0})
+    assert refused.value.param == "logit_bias"

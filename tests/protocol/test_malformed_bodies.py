@@ -350,9 +350,9 @@ def test_a_submit_that_repeats_a_field_endlessly_is_refused_before_it_is_decoded
 
 
 def test_a_submit_that_repeats_parameters_endlessly_is_refused_before_it_is_decoded() -> None:
-    sampling = b"\xde\x75\x30" + b"\xa5top_k\x00" * 30_000
+    sampling = b"\xde\xc3\x50" + b"\xa5top_k\x00" * 50_000
     body = _submit_with(b"sampling", sampling, 1)
-    with pytest.raises(InvalidSubmitError, match=r"2100.. bytes beside its tokens") as caught:
+    with pytest.raises(InvalidSubmitError, match=r"3500.. bytes beside its tokens") as caught:
         engine_decoder().decode([b"\x10", body])
     assert caught.value.request_id == "r"
 

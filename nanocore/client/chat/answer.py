@@ -32,8 +32,8 @@ class ToolCall(msgspec.Struct):
 class ChatAnswer(msgspec.Struct):
     """One sample's answer, as far as its events go.
 
-    content: its text. finish_reason, usage: None until it has ended. logprobs: of each token, if
-    they were asked for.
+    content: its text; what follows a call begins a line. finish_reason, usage: None until it has
+    ended. logprobs: of each token, if they were asked for.
     """
 
     content: str = ""
@@ -97,17 +97,20 @@ class _Parts:
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[tuple[ToolBegin, list[str]]] = []
+        self._is_split = False
         self._answer = ChatAnswer()
 
     def add(
         self, event: Text | Reasoning | ToolBegin | ToolArguments | Logprobs | Finished
     ) -> None:
         if isinstance(event, Text):
-            self._text.append(event.delta)
+            self._text += ["\n", event.delta] if self._is_split else [event.delta]
+            self._is_split = False
         elif isinstance(event, Reasoning):
             self._reasoning.append(event.delta)
         elif isinstance(event, ToolBegin):
             self._calls.append((event, []))
+            self._is_split = bool(self._text)
         elif isinstance(event, ToolArguments):
             self._calls[event.tool_index][1].append(event.delta)
         elif isinstance(event, Logprobs):

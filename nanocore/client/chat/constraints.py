@@ -6,16 +6,18 @@ model that thinks does so before.
 
 from __future__ import annotations
 
-import json
 from typing import Any, Final
 
 from msgspec.structs import replace
 
+from nanocore.client.chat.form_names import names_of_format
 from nanocore.client.chat.parsing.formats import REASONING_PARSERS, Formats, beginnings_of
 from nanocore.client.chat.tool_choice import (
     ToolChoice,
     arguments_schema,
+    call_schema,
     calls_schema,
+    loosened,
     with_equal_schemas,
 )
 from nanocore.client.chat.tools import Tool
@@ -38,6 +40,11 @@ def read_response_format(response_format: object) -> StructuredOutputsParams | N
     Raises:
         InvalidRequestError: it is none of these, or its schema cannot be sent.
     """
+    with names_of_format(response_format).in_errors():
+        return _read_response_format(response_format)
+
+
+def _read_response_format(response_format: object) -> StructuredOutputsParams | None:
     if response_format is None:
         return None
     if isinstance(response_format, type) and hasattr(response_format, "model_json_schema"):
@@ -54,11 +61,26 @@ def read_response_format(response_format: object) -> StructuredOutputsParams | N
             inner = response_format.get("json_schema", response_format)
             schema = inner.get("schema") if isinstance(inner, dict) else None
             if isinstance(schema, (dict, bool)):
+                schema = _of_object(schema) if kind == "json_object" else schema
                 lenient = [] if inner.get("strict") is True else [""]
                 return StructuredOutputsParams(json=schema, lenient=lenient)
     raise InvalidRequestError(
-        f"response_format is one of {_FORMATS}, not {quoted(response_format)}"
+        f"response_format is one of {_FORMATS}, not {quoted(response_format)}", "response_format"
     )
+
+
+def _of_object(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
+    """The schema, of objects alone: json_object promises one."""
+    if isinstance(schema, bool):
+        return schema and {"type": "object"}
+    types = schema.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise InvalidRequestError(
+            f"response_format.schema has the type {quoted(types)}, and json_object is an object: "
+            'use the type "json_schema" for other values',
+            "response_format.schema",
+        )
+    return {**schema, "type": "object"}
 
 
 def constraint(
@@ -84,8 +106,8 @@ def constraint(
         return StructuredOutputsParams(
             json=calls_schema(tools, parallel_tool_calls),
             lenient=[
-                f"/$defs/{name}"
-                for name, group in with_equal_schemas(tools).items()
+                f"/$defs/{number}"
+                for number, group in with_equal_schemas(tools).items()
                 if not group[0].strict
             ],
         )
@@ -144,12 +166,6 @@ def with_reasoning(
 
 def _hermes_calls(tools: list[Tool]) -> dict[str, Any]:
     """Free text, in which calls are as the model was taught to write them."""
-    structures = [
-        {
-            "begin": f'<tool_call>\n{{"name": {json.dumps(tool.name)}, "arguments": ',
-            "schema": arguments_schema(tool) if tool.strict else {"type": "object"},
-            "end": "}\n</tool_call>",
-        }
-        for tool in tools
-    ]
-    return {"structures": structures, "triggers": ["<tool_call>"]}
+    call = call_schema(loosened(tools), "arguments")
+    structure = {"begin": "<tool_call>\n", "schema": call, "end": "\n</tool_call>"}
+    return {"structures": [structure], "triggers": ["<tool_call>"]}

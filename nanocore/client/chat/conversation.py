@@ -102,16 +102,13 @@ class TemplateDialect:
         if turn["role"] == "developer" and not self._knows_developer:
             turn["role"] = "system"
         content = self._content(i, message)
-        calls = turn.get("tool_calls")
-        if not isinstance(calls, (list, tuple)) or not calls:
-            if "tool_calls" in turn and not calls:
-                del turn["tool_calls"]  # clients send empty lists; templates take them for calls
+        calls = _calls(i, turn.pop("tool_calls", None))
+        if not calls:  # clients send empty lists; templates take them for calls
             # Thoughts alone, a call without a result: many templates add content to a text.
             turn["content"] = "" if content is None else content
             if turn["role"] == "tool" and self._writes_calls_as_text:
                 turn["content"] = result_text(turn["content"])
         elif self._writes_calls_as_text:
-            del turn["tool_calls"]
             text = "\n".join(map(call_text, calls))
             turn["content"] = _joined(content, text) if content else text
         else:
@@ -228,11 +225,37 @@ def _calling(as_objects: bool, has_content: bool) -> list[dict[str, Any]]:
     return [{"role": "user", "content": "hi"}, turn, result]
 
 
-def _call(call: Any, as_objects: bool) -> Any:
+def _calls(i: int, calls: object) -> list[dict[str, Any]]:
+    """The calls of a turn; arguments that are missing are none.
+
+    Raises:
+        InvalidRequestError: they are no list, or one is not what it must be.
+    """
+    where = f"messages[{i}].tool_calls"
+    if not isinstance(calls, list | tuple | None):
+        raise _bad_call(where, "a list of calls", calls)
+    checked = []
+    for k, call in enumerate(calls or ()):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+            raise _bad_call(f"{where}[{k}]", '{"function": {"name": str, "arguments": ...}}', call)
+        if not isinstance(name := function.get("name"), str) or not name:
+            raise _bad_call(f"{where}[{k}].function.name", "the name of a tool", name)
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str | Mapping | None):
+            raise _bad_call(f"{where}[{k}].function.arguments", "JSON text or an object", arguments)
+        arguments = {} if arguments is None else arguments
+        checked.append({**call, "function": {**function, "arguments": arguments}})
+    return checked
+
+
+def _bad_call(where: str, what: str, value: object) -> InvalidRequestError:
+    return InvalidRequestError(f"{where} is {what}, not {quoted(value)}", where)
+
+
+def _call(call: dict[str, Any], as_objects: bool) -> dict[str, Any]:
     """A tool call with its arguments in the other form, where they can be."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or "arguments" not in function:
-        return call
+    function = call["function"]
     arguments = function["arguments"]
     if as_objects and isinstance(arguments, str):
         try:

@@ -21,6 +21,7 @@ from nanocore.client.chat.events import (
     ToolBegin,
     Usage,
 )
+from nanocore.client.chat.form_names import FormNames
 from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
 from nanocore.client.chat.tool_prompt import ToolPrompt
 from nanocore.client.logprobs import SampleLogprobs
@@ -28,7 +29,7 @@ from nanocore.client.resume import Resume
 from nanocore.client.sample import Sample
 from nanocore.client.stream import RequestStream
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.protocol.errors import NanocoreError
+from nanocore.protocol.errors import InvalidRequestError, NanocoreError
 
 
 class AnswerStream:
@@ -40,6 +41,7 @@ class AnswerStream:
         tokenizer: the model's.
         reasoning_end: the mark that ends its reasoning; to count that by tokens.
         tool_prompt: how the model sees the request's tools, if its template does not show them.
+        form_names: what errors and `not_held` call the form that it is held to.
 
     As of the last `read`: finished: everything was read, or reading has failed. is_behind: it has
     left something, so that others have their turn before. num_output_tokens: of all samples.
@@ -52,8 +54,10 @@ class AnswerStream:
         tokenizer: Tokenizer,
         reasoning_end: str | None = None,
         tool_prompt: ToolPrompt | None = None,
+        form_names: FormNames | None = None,
     ) -> None:
         self._stream = stream
+        self.form_names = form_names or FormNames()
         self.tool_prompt = tool_prompt
         self._reasoning_end = None
         if reasoning_end is not None:
@@ -73,8 +77,8 @@ class AnswerStream:
 
     @property
     def not_held(self) -> Sequence[str]:
-        """JSON pointers of what a lenient schema asks for and the grammar lacks, once answered."""
-        return self._stream.not_held
+        """What a lenient schema asks for and the grammar lacks, once answered."""
+        return self.form_names.not_held(self._stream.not_held)
 
     @property
     def resumes(self) -> Sequence[Resume]:
@@ -97,6 +101,9 @@ class AnswerStream:
         events: list[ChatEvent] = []
         try:
             is_new = stream.advance()
+        except InvalidRequestError as error:
+            self.form_names.rename(error)
+            raise
         finally:
             self.finished, self.is_behind = stream.finished, stream.progress.is_behind
             self.num_output_tokens = stream.num_output_tokens
@@ -162,7 +169,7 @@ class AnswerStream:
                 stream.samples[0].num_cached_tokens or 0,
                 stream.seed,
                 stream.prompt_logprobs,
-                stream.not_held,
+                self.not_held,
             )
         )
 

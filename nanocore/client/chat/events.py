@@ -23,8 +23,7 @@ class Started(msgspec.Struct, frozen=True, gc=False):
 
     prompt_token_ids: of the rendered conversation. num_cached_tokens: of them, found in the prefix
     cache. seed: the first sample's, which the engine has drawn if none was given. prompt_logprobs:
-    if they were asked for. not_held: JSON pointers of what a lenient schema asks for and the
-    engine's grammar lacks.
+    if they were asked for. not_held: what a lenient schema asks for and the engine's grammar lacks.
     """
 
     request_id: str

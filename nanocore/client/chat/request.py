@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, TypedDict, cast
 from msgspec.structs import replace
 
 from nanocore.client.chat.constraints import constraint, read_response_format, with_reasoning
+from nanocore.client.chat.form_names import FormNames, names_of_calls, names_of_format
 from nanocore.client.chat.messages import ChatMessage
 from nanocore.client.chat.parsing.forced import NamedToolParser, RequiredToolsParser
 from nanocore.client.chat.parsing.formats import (
@@ -29,13 +30,13 @@ from nanocore.client.chat.parsing.reasoning import (
 )
 from nanocore.client.chat.parsing.special_text import SpecialTextFilter
 from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
-from nanocore.client.chat.tool_choice import ToolChoice, read_tool_choice
+from nanocore.client.chat.tool_choice import ToolChoice, loosened, read_tool_choice
 from nanocore.client.chat.tool_prompt import GENERIC_FORMAT, ToolPrompt, describe_tools
 from nanocore.client.chat.tools import Tool, read_tools
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import InvalidRequestError, quoted
 from nanocore.protocol.sampling import SamplingParams
-from nanocore.protocol.structured_outputs import StructuredOutputsParams
+from nanocore.protocol.structured_outputs import FormTooLargeError, StructuredOutputsParams
 
 _TAIL_TOKENS: Final = 32
 """An open mark stands at the very end of a generation prompt."""
@@ -70,7 +71,7 @@ class PreparedChat(NamedTuple):
     """What is sent, and what reads the answer. new_parser: of the sample of this index.
 
     reasoning_end: the mark that ends the model's reasoning, if there is one. tool_prompt: see
-    `TemplateDialect`; None without tools, too.
+    `TemplateDialect`; None without tools, too. form_names: what the caller calls what is not held.
     """
 
     prompt_token_ids: array[int]
@@ -78,6 +79,7 @@ class PreparedChat(NamedTuple):
     new_parser: Callable[[int], OutputParser]
     reasoning_end: str | None
     tool_prompt: ToolPrompt | None
+    form_names: FormNames
 
 
 def prepare_chat(
@@ -106,9 +108,9 @@ def prepare_chat(
     in_reasoning = formats.reasoning is not None and _ends_in_reasoning(
         token_ids, options, tokenizer, formats.reasoning
     )
-    form = _form(tools, choice, options, params, formats)
+    form, names = _form(tools, choice, options, params, formats, in_reasoning)
     if form is not None:
-        params = replace(params, structured_outputs=with_reasoning(form, formats, in_reasoning))
+        params = replace(params, structured_outputs=form)
     if choice.mode in ("required", "named"):  # what ends a call is no part of its arguments
         params = replace(params, include_stop_str_in_output=False)
     special = tokenizer.special_texts
@@ -125,7 +127,7 @@ def prepare_chat(
         return SpecialTextFilter(parser, dropped) if dropped else parser
 
     end = reasoning_end(formats)
-    return PreparedChat(array("i", token_ids), params, new_parser, end, tool_prompt)
+    return PreparedChat(array("i", token_ids), params, new_parser, end, tool_prompt, names)
 
 
 def _parser(
@@ -223,14 +225,29 @@ def _form(
     options: ChatOptions,
     params: SamplingParams,
     formats: Formats,
-) -> StructuredOutputsParams | None:
-    """What the answer must be."""
-    wanted = read_response_format(options.get("response_format"))
+    in_reasoning: bool,
+) -> tuple[StructuredOutputsParams | None, FormNames]:
+    """What the answer must be, its reasoning included, and what the caller calls that.
+
+    Calls of very many tools are held to names: arguments of those that are not strict are left out.
+    """
+    response_format = options.get("response_format")
+    wanted = read_response_format(response_format)
+    is_format = wanted is not None and choice.mode in ("none", "auto")
+    names = names_of_format(response_format) if is_format else names_of_calls(tools, choice)
     parallel = options.get("parallel_tool_calls") is not False
-    form = constraint(tools, choice, parallel, wanted, formats.tools)
-    if form is not None and params.structured_outputs is not None:
-        raise InvalidRequestError(
-            "sampling_params.structured_outputs beside a response_format or forced tool calls: an "
-            "answer has one form; give one of them"
-        )
-    return form if form is not None else params.structured_outputs
+    try:
+        form = constraint(tools, choice, parallel, wanted, formats.tools)
+    except FormTooLargeError:
+        names = names._replace(left_out=["tools[*].parameters"])
+        with names.in_errors():
+            form = constraint(loosened(tools), choice, parallel, wanted, formats.tools)
+    if params.structured_outputs is not None:
+        if form is not None:
+            raise InvalidRequestError(
+                "structured_outputs beside a response_format or forced tool calls: an answer has "
+                "one form; give one of them"
+            )
+        form, names = params.structured_outputs, FormNames()
+    with names.in_errors():
+        return form and with_reasoning(form, formats, in_reasoning), names

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from nanocore.client.chat.tools import Tool
 from nanocore.protocol.errors import InvalidRequestError, quoted
@@ -63,41 +64,52 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
     return {"type": "object", **tool.parameters}
 
 
-def with_equal_schemas(tools: Sequence[Tool]) -> dict[str, list[Tool]]:
-    """Tools whose arguments are the same, and as strict, by the name of the first of them."""
-    first: dict[tuple[str, bool], str] = {}
-    groups: dict[str, list[Tool]] = {}
-    for tool in tools:
-        name = first.setdefault((repr(tool.parameters), tool.strict is True), tool.name)
-        groups.setdefault(name, []).append(tool)
+def loosened(tools: Sequence[Tool]) -> list[Tool]:
+    """The tools; arguments of those that are not strict are any object."""
+    return [tool if tool.strict else replace(tool, parameters={}) for tool in tools]
+
+
+def with_equal_schemas(tools: Sequence[Tool]) -> dict[int, list[Tool]]:
+    """Tools whose arguments are the same, and as strict, by the number of the first of them."""
+    first: dict[tuple[str, bool], int] = {}
+    groups: dict[int, list[Tool]] = {}
+    for i, tool in enumerate(tools):
+        number = first.setdefault((repr(tool.parameters), tool.strict), i)
+        groups.setdefault(number, []).append(tool)
     return groups
 
 
 def calls_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
-    """An array of calls, [{"name": ..., "parameters": {...}}, ...]; parallel: of more than one.
+    """An array of calls, [{"name": ..., "parameters": {...}}, ...]; parallel: of more than one."""
+    call = call_schema(tools, "parameters")
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": call, "$defs": call.pop("$defs")}
 
-    A schema's references begin at its root, which is moved to "/$defs/" and the name of the first
-    tool of `with_equal_schemas`.
+
+def call_schema(tools: Sequence[Tool], key: str) -> dict[str, Any]:
+    """A call, {"name": ..., key: {...}}.
+
+    A schema's references begin at its root, which is moved to "/$defs/" and the number of the first
+    tool of `with_equal_schemas`: names may be long.
     """
     groups = with_equal_schemas(tools)
-    schemas = {
-        name: _moved(arguments_schema(group[0]), f"#/$defs/{name}")
-        for name, group in groups.items()
-    }
     calls = [
         {
             "type": "object",
             "properties": {
                 "name": {"enum": [tool.name for tool in group]},
-                "parameters": {"$ref": f"#/$defs/{name}"},
+                key: {"$ref": f"#/$defs/{number}"},
             },
-            "required": ["name", "parameters"],
+            "required": ["name", key],
             "additionalProperties": False,
         }
-        for name, group in groups.items()
+        for number, group in groups.items()
     ]
-    most = {} if parallel else {"maxItems": 1}
-    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": schemas}
+    schemas = {
+        str(number): _moved(arguments_schema(group[0]), f"#/$defs/{number}")
+        for number, group in groups.items()
+    }
+    return {"anyOf": calls, "$defs": schemas}
 
 
 def _moved(schema: Any, root: str, name: str | None = None) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from nanocore.client.chat.messages import plain
 from nanocore.client.chat.tools import Tool
@@ -46,16 +46,14 @@ def describe_tools(tools: Sequence[Tool], tool_format: str | None) -> str:
     return text + _CALLS if tool_format == GENERIC_FORMAT else text
 
 
-def call_text(call: object) -> str:
+def call_text(call: Mapping[str, Any]) -> str:
     """A call of the past, as the model was asked to write it.
 
     Raises:
-        InvalidRequestError: it is no call, or holds what JSON cannot.
+        InvalidRequestError: it holds what JSON cannot.
     """
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise InvalidRequestError('a tool call is {"function": {"name": str, "arguments": ...}}')
-    arguments = function.get("arguments", {})
+    function = call["function"]
+    arguments = function["arguments"]
     try:
         if not isinstance(arguments, str):
             arguments = json.dumps(plain(arguments), ensure_ascii=False)

@@ -85,6 +85,7 @@ def check_schema(field: str, schema: Any) -> None:
                 raise SchemaError(str(error), at) from None
         if isinstance(multiple := part.get("multipleOf"), (int, float)):
             multiples.append((f"{place}/multipleOf", Decimal(str(multiple))))
+        _check_required(field, place, part)
         _check_min_properties(field, place, part)
         is_merged = is_merged or not MERGING.isdisjoint(part)
     _check_multiples(field, multiples, is_merged)
@@ -115,6 +116,19 @@ def _patterns(place: str, part: dict[str, Any]) -> list[tuple[str, str]]:
     for key in by_name if isinstance(by_name, dict) else ():
         own[f"{place}/patternProperties/{escaped(key)}"] = key
     return [(at, one) for at, one in own.items() if isinstance(one, str) and one]
+
+
+def _check_required(field: str, place: str, part: dict[str, Any]) -> None:
+    """A property that says itself that it is required, as in draft 3: nothing here reads that."""
+    properties = part.get("properties")
+    for name, one in properties.items() if isinstance(properties, dict) else ():
+        if isinstance(one, dict) and one.get("required") is True:
+            at = f"{place}/properties/{escaped(name)}/required"
+            raise SchemaError(
+                f"structured_outputs.{field} at {at!r}: true has no effect: list the property's "
+                "name in `required` of its object",
+                at,
+            )
 
 
 def _check_min_properties(field: str, place: str, part: dict[str, Any]) -> None:

@@ -62,7 +62,8 @@ class ChatStyle(msgspec.Struct, frozen=True, kw_only=True):
 class ChatStreamEncoder(ChunkEncoder):
     """Implements `delivery.Encoder`.
 
-    with_usage: a last chunk has it. always_usage: every chunk has it, so far.
+    with_usage: a last chunk has it. always_usage: every chunk has it, so far. Texts around a call
+    are lines of their own, as in `ChatAnswer`.
     """
 
     def __init__(self, style: ChatStyle, with_usage: bool, always_usage: bool) -> None:
@@ -73,13 +74,16 @@ class ChatStreamEncoder(ChunkEncoder):
             self._around(index, {"content": _TEXT}) for index in range(style.num_samples)
         ]
         self._num_tokens = 0
+        self._with_text: set[int] = set()
+        self._split: set[int] = set()
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
         """The chunks of these events."""
         self._num_tokens = num_output_tokens
         if len(events) == 1 and not self._always_usage:
             only = events[0]
-            if type(only) is Text:
+            if type(only) is Text and only.index not in self._split:
+                self._with_text.add(only.index)
                 before, after = self._texts[only.index]
                 return before + escaped(only.delta) + after
         chunks: list[bytes] = []
@@ -108,13 +112,17 @@ class ChatStreamEncoder(ChunkEncoder):
             case Started():
                 return self._first_chunks(event)
             case Text():
-                return [self._chunk(event.index, {"content": event.delta}, logprobs)]
+                line_break = "\n" if event.index in self._split else ""
+                self._split.discard(event.index)
+                self._with_text.add(event.index)
+                return [self._chunk(event.index, {"content": line_break + event.delta}, logprobs)]
             case Reasoning():
                 if not self._style.shows_reasoning:
                     return []
                 delta = {"reasoning": event.delta, "reasoning_content": event.delta}
                 return [self._chunk(event.index, delta, logprobs)]
             case ToolBegin():
+                self._split |= self._with_text & {event.index}
                 call = {
                     "index": event.tool_index,
                     "id": event.id,

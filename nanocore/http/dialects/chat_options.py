@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from nanocore.client import SamplingParams
@@ -15,7 +15,7 @@ from nanocore.http.dialects.sampling import SamplingFields
 from nanocore.http.errors import bad_request
 from nanocore.http.exchange import Exchange
 from nanocore.http.settings import AppSettings
-from nanocore.protocol.errors import ContextLengthError
+from nanocore.protocol.errors import ContextLengthError, quoted
 
 
 def is_function(tool: Mapping[str, Any]) -> bool:
@@ -33,16 +33,18 @@ def chosen_tools(
     """
     functions = [tool for tool in tools or () if is_function(tool)]
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        names, choice = read_allowed_tools(choice)
+        names, choice = read_allowed_tools(choice, set(map(_name, functions)))
         functions = [tool for tool in functions if _name(tool) in names]
     return functions or None, choice if functions or choice != "auto" else None
 
 
-def read_allowed_tools(choice: Mapping[str, Any]) -> tuple[set[str], str]:
+def read_allowed_tools(choice: Mapping[str, Any], known: Collection[str]) -> tuple[set[str], str]:
     """Names of the tools that a tool_choice of this type allows, and its mode.
 
+    known: names of the request's tools. Types of tools that are not served are passed over.
+
     Raises:
-        HttpError: it has none.
+        HttpError: it has none, or names one that is not known.
     """
     told = choice.get("allowed_tools", choice)  # the Responses API has its fields outside
     tools, mode = (
@@ -53,7 +55,19 @@ def read_allowed_tools(choice: Mapping[str, Any]) -> tuple[set[str], str]:
             "tool_choice of type allowed_tools has tools, a list, and mode, auto or required",
             "tool_choice",
         )
-    return {_name(tool) for tool in tools if isinstance(tool, dict)}, mode
+    place = "tool_choice.allowed_tools.tools" if told is not choice else "tool_choice.tools"
+    allowed = set()
+    for i, tool in enumerate(tools):
+        if isinstance(tool, dict) and tool.get("type", "function") not in ("function", "custom"):
+            continue
+        name = _name(tool) if isinstance(tool, dict) else ""
+        if name not in known:
+            raise bad_request(
+                f"{place}[{i}] is {quoted(tool)}, which is none of the tools: name one of them",
+                f"{place}[{i}]",
+            )
+        allowed.add(name)
+    return allowed, mode
 
 
 def _name(tool: Mapping[str, Any]) -> str:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from nanocore.client import AsyncEngineClient, ModelCard, SamplingParams
 from nanocore.client.chat.constraints import read_response_format
 from nanocore.client.chat.event_stream import AnswerStream
+from nanocore.client.chat.form_names import names_of_format
 from nanocore.client.chat.messages import is_long
 from nanocore.client.submit_order import Place
 from nanocore.client.tokenizer import Tokenizer
@@ -131,6 +132,9 @@ async def serve(exchange: Exchange) -> None:
             else (),
         )
         answers = await _submit(client, token_ids, params, request, answer_id, places)
+        if request.response_format is not None:
+            for answer in answers:
+                answer.form_names = names_of_format(request.response_format)
     encoder: CompletionStreamEncoder | CompletionAnswerEncoder
     if request.stream:
         options = request.stream_options or StreamOptions()

@@ -65,8 +65,8 @@ def is_prefilled(turns: Sequence[Turn]) -> bool:
     return True
 
 
-def _blocks(content: str | list[Block]) -> list[Block]:
-    return [Block("text", text=content)] if isinstance(content, str) else content
+def _blocks(content: str | list[Block] | None) -> list[Block]:
+    return [Block("text", text=content)] if isinstance(content, str) else content or []
 
 
 def _system_text(content: str | list[Block] | None, where: str) -> str:
@@ -74,7 +74,7 @@ def _system_text(content: str | list[Block] | None, where: str) -> str:
         _BILLING.sub("", _text(block, f"{where}[{i}]"), count=1)
         if _BILLING.match(block.text or "")
         else _text(block, f"{where}[{i}]")
-        for i, block in enumerate(_blocks(content or []))
+        for i, block in enumerate(_blocks(content))
     ]
     return "\n".join(filter(None, texts))
 
@@ -94,7 +94,7 @@ def _user(blocks: list[Block], where: str, tool_names: dict[str, str]) -> list[C
 
 def _tool_result(block: Block, where: str, tool_names: dict[str, str]) -> ChatMessage:
     call_id = _needed(block.tool_use_id, where, "tool_use_id")
-    parts = _blocks(block.content or [])
+    parts = _blocks(block.content)
     text = "\n".join(_text(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
     if block.is_error and "error" not in text.lower():
         text = f"Error: {text}" if text else "Error"  # templates know no other way to say it
@@ -108,6 +108,7 @@ def _assistant(blocks: list[Block], where: str, tool_names: dict[str, str]) -> C
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
+    is_split = False
     for i, block in enumerate(blocks):
         place = f"{where}[{i}]"
         if block.type == "thinking":
@@ -117,11 +118,13 @@ def _assistant(blocks: list[Block], where: str, tool_names: dict[str, str]) -> C
             name = tool_names[call_id] = _needed(block.name, place, "name")
             function = {"name": name, "arguments": block.input or {}}
             calls.append({"id": call_id, "type": "function", "function": function})
+            is_split = bool(texts)
         elif block.type != "redacted_thinking":
-            texts.append(_text(block, place))
+            texts.append("\n" * is_split + _text(block, place))
+            is_split = False
     message: ChatMessage = {"role": "assistant"}
     if texts or not calls:
-        message["content"] = "".join(texts)  # as the model wrote it, whatever stood between
+        message["content"] = "".join(texts)
     if thoughts:
         message["reasoning_content"] = "".join(thoughts)
     if calls:
@@ -150,7 +153,7 @@ def _text(block: Block, where: str) -> str:
 def _titled(titles: list[str | None], content: str | list[Block] | None, where: str) -> str:
     """Texts under their titles; blocks in them are no more than text, so nothing nests."""
     texts = []
-    for i, part in enumerate(_blocks(content or [])):
+    for i, part in enumerate(_blocks(content)):
         if part.type != "text":
             place = f"{where}[{i}]"
             raise bad_request(

@@ -38,7 +38,7 @@ class Turn(msgspec.Struct):
     """A message."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[Block] | None = None
 
 
 class ToolDefinition(msgspec.Struct):

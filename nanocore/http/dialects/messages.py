@@ -98,6 +98,12 @@ def conversation(
     others = [tool for tool in request.tools or () if tool.type not in (None, "custom")]
     exchange.note_ignored([f"tools[{tool.type}]" for tool in others])
     choice = request.tool_choice
+    has_config = request.output_config is not None and request.output_config.format is not None
+    exchange.field_names = {
+        "response_format": "output_config.format" if has_config else "output_format",
+        "].function.": "].",
+        "].parameters": "].input_schema",
+    }
     options = ChatOptions(
         tools=[_function(tool) for tool in tools] or None,
         tool_choice=None if choice is None else _tool_choice(choice, bool(tools)),

@@ -79,9 +79,7 @@ class ItemReader:
             case "function_call" | "custom_tool_call":
                 return self._call(item, kind, place)
             case "function_call_output" | "custom_tool_call_output":
-                output = item.get("output")
-                if not isinstance(output, str):
-                    output = "\n".join(_texts(output, f"{place}.output"))
+                output = "\n".join(_text_or_texts(item.get("output"), f"{place}.output"))
                 call_id = _text(item, "call_id", place)
                 return self._with_id("fco", item, type=kind, call_id=call_id, output=output)
             case str() if kind in _SKIPPED:
@@ -92,8 +90,7 @@ class ItemReader:
         role = item.get("role")
         if role not in ROLES:
             raise _bad(f"{place}.role", f"is one of {', '.join(ROLES)}, not {role!r}")
-        content = item.get("content")
-        texts = [content] if isinstance(content, str) else _texts(content, f"{place}.content")
+        texts = _text_or_texts(item.get("content"), f"{place}.content")
         if role == "assistant":
             parts = [output_text(text) for text in texts]
         else:
@@ -149,6 +146,11 @@ def output_text(text: str, logprobs: list[dict[str, Any]] | None = None) -> dict
 def texts_in(parts: list[Any]) -> list[str]:
     """Of parts that were read before."""
     return [part["text"] for part in parts]
+
+
+def _text_or_texts(content: Any, place: str) -> list[str]:
+    """Of a text, or of parts; without any it is empty."""
+    return [content or ""] if isinstance(content, str | None) else _texts(content, place)
 
 
 def _texts(parts: Any, place: str) -> list[str]:

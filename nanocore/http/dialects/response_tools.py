@@ -46,7 +46,7 @@ def read_response_tools(
     dropped = [str(tool["type"]) for tool in given if tool.get("type", "function") not in _OURS]
     allowed, chosen = None, None
     if ours or not given:  # else what was to be called is not here
-        allowed, chosen = _read_choice(choice, dropped)
+        allowed, chosen = _read_choice(choice, {str(tool.get("name")) for tool in ours}, dropped)
     tools = [
         _chat_tool(tool) for tool in ours if allowed is None or str(tool.get("name")) in allowed
     ]
@@ -60,14 +60,14 @@ def read_response_tools(
 
 
 def _read_choice(
-    choice: str | dict[str, Any] | None, dropped: list[str]
+    choice: str | dict[str, Any] | None, names: set[str], dropped: list[str]
 ) -> tuple[set[str] | None, str | dict[str, Any] | None]:
     """(names of the tools that may be called, None if all; the chat's choice)"""
     if not isinstance(choice, dict):
         return None, choice
     kind = choice.get("type")
     if kind == "allowed_tools":
-        return read_allowed_tools(choice)
+        return read_allowed_tools(choice, names)
     if kind in _OURS:
         return None, {"type": "function", "function": {"name": choice.get("name")}}
     if kind in dropped:

@@ -9,7 +9,6 @@ from typing import Any, Final, Literal
 import msgspec
 
 from nanocore.client import SamplingParams
-from nanocore.client.chat.constraints import read_response_format
 from nanocore.client.chat.request import ChatOptions
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.chat_options import (
@@ -33,7 +32,6 @@ from nanocore.http.errors import bad_request
 from nanocore.http.exchange import Exchange
 from nanocore.http.response_store import ResponseStore, StoredResponse
 from nanocore.http.settings import AppSettings
-from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.sampling import EngineSamplingParams
 
 LOGPROBS: Final = "message.output_text.logprobs"
@@ -119,11 +117,6 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     def options(self, settings: AppSettings, tools: ResponseTools) -> ChatOptions:
         """What the conversation is asked for beside its messages."""
         form = self.text.format if self.text else None
-        try:
-            read_response_format(form)
-        except InvalidRequestError as error:
-            text = str(error).replace("response_format", "text.format", 1)
-            raise bad_request(text, "text.format") from None
         given = effort_kwargs(self.reasoning.effort if self.reasoning else None)
         return ChatOptions(
             tools=tools.tools,
@@ -172,6 +165,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 async def serve(exchange: Exchange) -> None:
     """Answer one."""
     request = await exchange.read(ResponsesRequest)
+    exchange.field_names = {"response_format": "text.format", "].function.": "]."}
     model = exchange.check_model(request.model)
     client = exchange.client
     params = request.params(client.model_card.default_sampling)

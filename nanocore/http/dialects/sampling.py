@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Final, TypeAlias
 
 import msgspec
@@ -20,6 +21,7 @@ _SAME: Final = (
     "prompt_logprobs",
 )  # fmt: skip
 """Fields that SamplingParams has by the same name, and None where they are not given."""
+_TOKEN_ID: Final = re.compile("[0-9]{1,10}")
 Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 """Below 0 a request would go before everybody's, which is for administrators, on the wire alone."""
 
@@ -92,12 +94,13 @@ def _seed(given: int) -> int | None:
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     """JSON's keys are strings."""
-    try:
-        return {int(token_id): bias for token_id, bias in given.items()}
-    except ValueError:
-        raise bad_request(
-            "logit_bias is an object of token ids and numbers", "logit_bias"
-        ) from None
+    for token_id in given:
+        if not _TOKEN_ID.fullmatch(token_id):
+            raise bad_request(
+                f"logit_bias has the key {quoted(token_id)}: keys are token ids, in decimal digits",
+                "logit_bias",
+            )
+    return {int(token_id): bias for token_id, bias in given.items()}
 
 
 def _structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams:

@@ -149,10 +149,36 @@ def test_calls_and_results_are_text_where_a_template_knows_no_tools() -> None:
     assert turn["content"] == call
 
 
-@pytest.mark.parametrize("call", ["f", {}, {"function": {}}, {"function": {"name": 1}}])
-def test_what_is_no_call_cannot_be_written_as_text(call: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=r"a tool call is"):
-        TemplateDialect(plain_template).adapt([{"role": "assistant", "tool_calls": [call]}])
+@pytest.mark.parametrize(
+    ("calls", "place"),
+    [
+        ({"function": {"name": "f"}}, ""),
+        ("f", ""),
+        ([CALL, "f"], "[1]"),
+        ([CALL, {}], "[1]"),
+        ([{"function": "f"}], "[0]"),
+        ([{"function": {}}], "[0].function.name"),
+        ([{"function": {"name": 1}}], "[0].function.name"),
+        ([{"function": {"name": ""}}], "[0].function.name"),
+        ([{"function": {"name": "f", "arguments": [1]}}], "[0].function.arguments"),
+    ],
+)
+@pytest.mark.parametrize("source", ["", "{{ tools }}"])
+def test_what_is_no_call_is_refused_by_its_place(calls: Any, place: str, source: str) -> None:
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": calls}]
+    with pytest.raises(InvalidRequestError) as refused:
+        TemplateDialect(plain_template, source).adapt(turns)
+    assert refused.value.param == f"messages[1].tool_calls{place}"
+    assert str(refused.value).startswith(f"{refused.value.param} is ")
+
+
+def test_a_call_without_arguments_has_none() -> None:
+    for lacking in ({}, {"arguments": None}):
+        call = {"function": {"name": "f", **lacking}}
+        (turn,) = TemplateDialect(plain_template).adapt(
+            [{"role": "assistant", "tool_calls": [call]}]
+        )
+        assert turn["content"] == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 def test_a_template_that_leaves_tools_out_is_left_alone() -> None:

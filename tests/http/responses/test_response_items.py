@@ -102,6 +102,14 @@ def test_a_summary_is_reasoning_where_there_is_no_more_and_a_call_needs_no_text(
     assert (turn["reasoning_content"], turn["content"]) == ("short", None)
 
 
+def test_a_message_or_result_without_content_has_an_empty_text() -> None:
+    for lacking in ({}, {"content": None}):
+        given = [{"role": "user", **lacking}, {"role": "assistant", **lacking}]
+        assert [turn["content"] for turn in read(given)] == ["", ""]
+    for lacking in ({"output": None}, {"output": ""}):
+        assert read([CALL, RESULT | lacking])[-1]["content"] == ""
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [
@@ -109,7 +117,7 @@ def test_a_summary_is_reasoning_where_there_is_no_more_and_a_call_needs_no_text(
         ([HI, {"type": "compaction"}], "input[1].type"),
         ([{"type": ["message"]}], "input[0].type"),
         ([{"role": "tool", "content": "x"}], "input[0].role"),
-        ([{"role": "user"}], "input[0].content"),
+        ([{"role": "user", "content": 5}], "input[0].content"),
         ([{"role": "user", "content": [{"type": "input_image"}]}], "input[0].content[0]"),
         ([{"role": "user", "content": [{"type": {}}]}], "input[0].content[0]"),
         ([{"role": "user", "content": ["x"]}], "input[0].content[0]"),
