@@ -23,7 +23,7 @@ from nanocore.bench.engine_target import engine_client, engine_tokenizer
 from nanocore.bench.opened import Opened, tokenizer_at, until_ready
 from nanocore.bench.outcome import BenchRequest, Outcome
 from nanocore.bench.serve_options import OPENAI_CHAT, Asked, Destination
-from nanocore.bench.sse import DONE, EventReader, chunk_of, read_body
+from nanocore.bench.sse import DONE, EventReader, chunk_of, read_body, within_origin
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ConfigError, shorten
 
@@ -66,7 +66,7 @@ class HttpTarget:
                     return outcome
                 async for data in response.content.iter_any():
                     answer.feed(data, time.perf_counter())
-        except _FAILURES as error:
+        except (*_FAILURES, ConfigError) as error:
             outcome.error = f"{type(error).__name__}: {shorten(str(error))}"
             return outcome
         answer.end(self._tokenizer)
@@ -191,7 +191,12 @@ def _session(destination: Destination) -> aiohttp.ClientSession:
     verified: ssl.SSLContext | bool = not destination.insecure
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0, ssl=verified)
-    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=destination.headers)
+    return aiohttp.ClientSession(
+        connector=connector,
+        timeout=timeout,
+        headers=destination.headers,
+        trace_configs=[within_origin()],
+    )
 
 
 async def _first_model(

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from nanocore.protocol.errors import ConfigError, shorten
+
 if TYPE_CHECKING:
     import aiohttp
 
@@ -25,6 +27,33 @@ async def read_body(response: aiohttp.ClientResponse) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             break
     return body[:MAX_BODY_BYTES]
+
+
+def within_origin() -> aiohttp.TraceConfig:
+    """What refuses redirects to another host for a session: prompts and keys would go there, too.
+
+    Raises:
+        ConfigError: in the request that would be redirected.
+    """
+    import aiohttp
+
+    async def check(_session: object, _context: object, redirect: Any) -> None:
+        url, headers = redirect.response.url, redirect.response.headers
+        location = headers.get("Location") or headers.get("URI") or ""
+        try:
+            there = str(url.join(type(url)(location)).origin())
+        except ValueError:  # none of HTTP
+            there = shorten(repr(location))
+        if there != str(url.origin()):
+            redirect.response.close()
+            raise ConfigError(
+                f"{url.origin()} redirects to {there}, which is not followed, because prompts and "
+                "keys would go there: give that URL, if it is meant"
+            )
+
+    tracing = aiohttp.TraceConfig()
+    tracing.on_request_redirect.append(check)
+    return tracing
 
 
 class EventReader:

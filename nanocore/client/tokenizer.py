@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from codecs import BOM_UTF8
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -76,6 +77,10 @@ class Tokenizer:
     """
 
     def __init__(self, files: Mapping[str, bytes], source: str) -> None:
+        files = {
+            name: content.removeprefix(BOM_UTF8) if name.endswith(".json") else content
+            for name, content in files.items()
+        }
         config = _parse_object(files, "tokenizer_config.json", source)
         older = _parse_object(files, "special_tokens_map.json", source)
         content = files.get("tokenizer.json")
@@ -356,7 +361,7 @@ def _far_too_long(num_tokens: int, max_tokens: float) -> ContextLengthError:
 
 def _parse_object(files: Mapping[str, bytes], name: str, source: str) -> dict[str, Any]:
     try:
-        content = json.loads(files.get(name, b"{}").decode("utf-8-sig"))
+        content = json.loads(files.get(name, b"{}").decode())
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name} of {source}: {error}") from None
     if not isinstance(content, dict):

@@ -73,13 +73,16 @@ class Utilisation:
         """Plain numbers, whose names tell kind and unit; of counters since the start, and shares.
 
         mbu, mfu: shares of bandwidth and of arithmetic that steps of a kind used, 0 to 1 (model
-        bandwidth and model FLOP utilisation; 0 before the first). peak_*: what the machine gives.
+        bandwidth and model FLOP utilisation; 0 before the first). peak_*: what the machine gives,
+        which is not less than steps have had of it.
         """
         speed, numbers = self._speed, dict[str, float]()
         self.fold()
         for kind, totals in (("decode", self._decode), ("prefill", self._prefill)):
             seconds, num_steps = totals.seconds or 1.0, totals.num_steps or 1
             read_s = totals.num_steps * speed.read_s(totals.num_bytes / num_steps)
+            read_s = min(read_s, seconds)
+            peak_flops_per_s = max(speed.flops_per_s, totals.flops / seconds)
             numbers |= {
                 f"{kind}_steps": totals.num_steps,
                 f"{kind}_tokens": totals.num_tokens,
@@ -89,9 +92,9 @@ class Utilisation:
                 f"{kind}_peak_bytes_per_second": totals.num_bytes / read_s
                 if read_s
                 else speed.bytes_per_s,
-                f"{kind}_peak_flops_per_second": speed.flops_per_s,
+                f"{kind}_peak_flops_per_second": peak_flops_per_s,
                 f"{kind}_mbu": read_s / seconds,
-                f"{kind}_mfu": totals.flops / speed.flops_per_s / seconds,
+                f"{kind}_mfu": totals.flops / peak_flops_per_s / seconds,
             }
         return numbers
 

@@ -65,6 +65,12 @@ class GroupedWeight:
         values = self.values_OI.numel() * self.bits // 8
         return values + sum(part.nbytes for part in parts if part is not None)
 
+    @property
+    def float_scales(self) -> list[Tensor]:
+        """What a checkpoint may have NaN in."""
+        parts = (self.scale_OG, self.minimum_OG, self.super_scale_OS, self.super_minimum_OS)
+        return [part for part in parts if part is not None and part.is_floating_point()]
+
     def dequantize(self) -> Tensor:
         """float32 [O, I]; columns are the layer's inputs in their order."""
         scale_OI = self._of_inputs(self._scale(), self.group_size)

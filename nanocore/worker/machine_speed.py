@@ -1,8 +1,8 @@
 """What the machine gives: how fast memory is read and matrices are multiplied, measured briefly.
 
 Memory is read where no cache holds it; and on a CPU whose caches can hold what a step of few tokens
-reads, as much as that, too. A CPU's cores work each for itself: a loop that they share waits for
-the one that another program holds up, and then says little of the others. The best of some
+reads, as much as that, too. A CPU's cores work each for itself, and what counts is the time that
+they are given: another program that holds one up says nothing of the machine. The best of some
 stretches of time counts.
 """
 
@@ -62,13 +62,18 @@ def measure_speed(
     num_cores = torch.get_num_threads() if device.type == "cpu" else 1
     multiplies = [_multiply(device, dtype)] * num_cores
 
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+
+    def rate(works: list[_Work]) -> float:
+        return _rate(works, stretch_s, clock)
+
     def read_rate(num_bytes: int) -> float:
-        return _rate([_read(device, num_bytes // num_cores) for _ in multiplies], stretch_s)
+        return rate([_read(device, num_bytes // num_cores) for _ in multiplies])
 
     try:
         return MachineSpeed(
             bytes_per_s=read_rate(far_bytes),
-            flops_per_s=_rate(multiplies, stretch_s),
+            flops_per_s=rate(multiplies),
             near_bytes=near_bytes,
             near_bytes_per_s=read_rate(near_bytes) if near_bytes else 0.0,
         )
@@ -107,25 +112,26 @@ def _multiply(device: torch.device, dtype: torch.dtype) -> _Work:
     return multiply
 
 
-def _rate(works: list[_Work], stretch_s: float) -> float:
+def _rate(works: list[_Work], stretch_s: float, clock: Callable[[], float]) -> float:
     """How much a second all works do at once, each on a thread of its own, at the best."""
     with ThreadPoolExecutor(len(works), initializer=torch.set_num_threads, initargs=(1,)) as cores:
-        return max(_stretch(cores, works, stretch_s) for _ in range(_NUM_STRETCHES))
+        return max(_stretch(cores, works, stretch_s, clock) for _ in range(_NUM_STRETCHES))
 
 
-def _stretch(cores: ThreadPoolExecutor, works: list[_Work], stretch_s: float) -> float:
+def _stretch(
+    cores: ThreadPoolExecutor, works: list[_Work], stretch_s: float, clock: Callable[[], float]
+) -> float:
     meet = Barrier(len(works))
 
-    def run(work: _Work) -> tuple[float, float, int]:
+    def run(work: _Work) -> float:
         meet.wait()
-        begun_s = time.perf_counter()
+        begun_s = clock()
         done = work()
-        while (now_s := time.perf_counter()) - begun_s < stretch_s:
+        while (now_s := clock()) - begun_s < stretch_s:
             done += work()
-        return begun_s, now_s, done
+        return done / (now_s - begun_s)
 
-    begun, ended, done = zip(*cores.map(run, works), strict=True)
-    return sum(done) / (max(ended) - min(begun))
+    return sum(cores.map(run, works))
 
 
 def _join(device: torch.device) -> None:

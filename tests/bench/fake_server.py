@@ -16,12 +16,16 @@ Script = Callable[[dict[str, Any]], "tuple[int, Sequence[bytes]]"]
 
 @dataclass
 class FakeServer:
-    """requests: (path, headers, body) of each that came. models_status: of /v1/models."""
+    """requests: (path, headers, body) of each that came. models_status: of /v1/models.
+
+    location: where all requests are redirected to, if it is set.
+    """
 
     url: str
     script: Script
     requests: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
     models_status: int = 200
+    location: str = ""
 
 
 def event(value: object) -> bytes:
@@ -65,7 +69,10 @@ def serving(script: Script) -> Iterator[FakeServer]:
             self._answer(*server.script(body))
 
         def _answer(self, status: int, pieces: Sequence[bytes]) -> None:
-            self.send_response(status)
+            is_moved = server.location not in ("", self.path)
+            self.send_response(307 if is_moved else status)
+            if is_moved:
+                self.send_header("Location", server.location)
             self.end_headers()  # HTTP/1.0: the body ends with the connection
             for piece in pieces:
                 self.wfile.write(piece)

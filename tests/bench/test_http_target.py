@@ -170,3 +170,33 @@ def test_shares_are_even() -> None:
         [0],
     ]
     assert shares(0, 0) == []
+
+
+@pytest.mark.parametrize("location", ["{other}/v1/completions", "ftp://[", "mailto:me"])
+def test_a_redirect_to_another_host_is_an_error_and_nothing_is_sent_there(location: str) -> None:
+    async def one() -> Outcome:
+        where = destination(server, model="fake")
+        async with open_server(where, Asked(), 0) as found:
+            return await found.target.send(TEXT, "", 1.0)
+
+    with serving(lambda body: (200, [])) as other, serving(lambda body: (200, [])) as server:
+        server.location = location.format(other=other.url)
+        error = asyncio.run(one()).error
+        with pytest.raises(ConfigError, match=f"{server.url} redirects to .* not followed"):
+            opened(destination(server))
+    assert f"{server.url} redirects to " in error
+    assert not other.requests
+    if "{" in location:
+        assert f"redirects to {other.url}, which is not followed" in error
+        assert "give that URL" in error
+
+
+def test_a_redirect_within_a_host_is_followed() -> None:
+    async def one() -> Outcome:
+        async with open_server(destination(server, model="fake"), Asked(), 0) as found:
+            return await found.target.send(TEXT, "", 1.0)
+
+    with serving(lambda body: (200, completion(["a"]))) as server:
+        server.location = "/v1/elsewhere"
+        assert asyncio.run(one()).text == "a"
+    assert [path for path, _, _ in server.requests] == ["/v1/completions", "/v1/elsewhere"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,16 @@ def test_contents_make_the_same_tokenizer_as_the_folder_they_are_from(folder: Pa
     assert tokenizer.encode_chat(messages) == expected.encode_chat(messages)
     with pytest.raises(InvalidRequestError, match=r"here has no tokenizer\.json"):
         Tokenizer({}, "here")
+
+
+def test_a_byte_order_mark_before_a_json_file_is_skipped(folder: Path) -> None:
+    plain = Tokenizer.from_folder(folder)
+    for path in folder.glob("*.json"):
+        path.write_bytes(BOM_UTF8 + path.read_bytes())
+    marked = Tokenizer.from_folder(folder)
+    assert (folder / "tokenizer.json").read_bytes().startswith(BOM_UTF8)
+    assert marked.encode("aé") == plain.encode("aé")
+    assert marked.config == plain.config
 
 
 def test_a_folder_without_a_config_has_text_but_no_chat(folder: Path) -> None:

@@ -175,6 +175,17 @@ def test_shares_are_of_what_the_machine_gives() -> None:
         assert totals[f"{kind}_peak_flops_per_second"] == 1e7
 
 
+def test_no_share_is_above_one_where_the_machine_was_measured_too_slow() -> None:
+    used = Utilisation(COST, MachineSpeed(bytes_per_s=1, flops_per_s=1))
+    Worker().run(used, seed=1)
+    totals = used.totals()
+    for kind in ("decode", "prefill"):
+        assert totals[f"{kind}_mbu"] == totals[f"{kind}_mfu"] == 1
+        had = totals[f"{kind}_flops"] / totals[f"{kind}_seconds"]
+        assert totals[f"{kind}_peak_flops_per_second"] == had
+    assert all("100.0% of the FLOP/s (MFU)" in line for line in used.summary())
+
+
 def test_the_log_has_a_line_for_each_kind_of_steps() -> None:
     used = Utilisation(COST, SPEED)
     assert list(used.summary()) == []

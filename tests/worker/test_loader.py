@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.loading.loader import check_weights, load_weights
 from nanocore.worker.loading.weights import Entries, Entry, Index, Part, TensorNames, whole
 
+FLOAT8 = torch.float8_e4m3fn
+
 
 def numbered(*shape: int) -> Tensor:
     """Distinct values that bfloat16 holds exactly, as long as they are below 256."""
@@ -30,7 +33,8 @@ def write_index(folder: Path, weight_map: dict[str, str]) -> None:
 def load_part(folder: Path, stored: Tensor, index: Index, dtype: torch.dtype) -> Tensor:
     save_file({"a": stored}, folder / "model.safetensors")
     target = torch.empty_like(stored[index], dtype=dtype)
-    load_weights(folder, {"a": Entry(tuple(stored.shape), [Part(target, index)])}, str)
+    exact = dtype if dtype == FLOAT8 else None
+    load_weights(folder, {"a": Entry(tuple(stored.shape), [Part(target, index)], dtype=exact)}, str)
     return target
 
 
@@ -404,3 +408,36 @@ def test_a_bar_counts_bytes_on_a_terminal_if_asked(
     load_weights(folder, one((1000,)), str, progress=progress)
     text = "".join(terminal)
     assert ("Loading my-model: 100%" in text and "4.00k/4.00k" in text) if progress else not text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FLOAT8])
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("target_dtype", [torch.float32, torch.bfloat16])
+def test_a_number_that_is_not_finite_is_refused_with_its_tensors_name(
+    tmp_path: Path, dtype: torch.dtype, value: float, target_dtype: torch.dtype
+) -> None:
+    stored = -numbered(4, 6)
+    stored[2, 3] = math.copysign(math.nan, value) if dtype == FLOAT8 else value
+    target_dtype = dtype if dtype == FLOAT8 else target_dtype
+    with pytest.raises(ModelFileError, match=r"model\.safetensors: tensor 'a' has NaN or infinity"):
+        load_part(tmp_path, stored.to(dtype), (slice(2, 3),), target_dtype)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_number_beyond_the_models_dtype_is_refused_with_the_flag(
+    tmp_path: Path, dtype: torch.dtype, sign: int
+) -> None:
+    stored = torch.tensor([1.0, 65280.0 * sign, 0.0], dtype=dtype)
+    assert load_part(tmp_path, stored, (), torch.float16).tolist() == stored.tolist()
+    stored[1] = 65536.0 * sign
+    words = "tensor 'a' has numbers beyond 65504, the largest of --dtype float16: use bfloat16"
+    with pytest.raises(ModelFileError, match=words):
+        load_part(tmp_path, stored, (), torch.float16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FLOAT8])
+def test_the_largest_numbers_of_a_dtype_are_loaded(tmp_path: Path, dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    stored = torch.tensor([info.min, -0.0, info.tiny, info.max]).to(dtype)
+    assert torch.equal(load_part(tmp_path, stored, (), dtype).float(), stored.float())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import pytest
@@ -96,3 +98,12 @@ def test_where_memory_is_short_less_is_read(
     speed = measure_speed(CPU, torch.float32, 4 << 20, 0, room_bytes)
     assert sum(read_bytes) == total
     assert speed.near_bytes == 0
+
+
+def test_time_that_other_programs_take_does_not_count(
+    num_cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "perf_counter", count(step=1000).__next__)
+    monkeypatch.setattr(time, "thread_time", count(step=0.5).__next__)
+    speed = measure_speed(CPU, torch.float32, step_bytes=10**9, stretch_s=0)
+    assert speed.flops_per_s > 2 * 128 * 1024**2 / 100

@@ -270,6 +270,26 @@ def test_an_adapter_with_values_that_are_no_numbers_is_refused(
     assert f"module {name!r} has NaN or infinity" in refusal(llama, adapter)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_an_adapter_that_makes_infinity_of_a_weight_is_refused_at_load(
+    llama: Path, adapter: Path, dtype: str, quantization: Quantization | None
+) -> None:
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    module = f"{PREFIX}model.layers.0.self_attn.q_proj"
+    for end in ("A", "B"):
+        tensors[f"{module}.lora_{end}.weight"] *= 0
+        tensors[f"{module}.lora_{end}.weight"] += 1e30
+    save_file(tensors, path)
+    config = make_worker_config(
+        folder=str(llama), load_format="auto", merge_lora=str(adapter), dtype=dtype,
+        quantization=quantization,
+    )  # fmt: skip
+    with pytest.raises(ModelFileError, match="q_proj' makes infinity of its weight, by numbers"):
+        Worker(config).load_model()
+
+
 def refusal(folder: Path, adapter: Path) -> str:
     config = make_worker_config(folder=str(folder), load_format="auto", merge_lora=str(adapter))
     with pytest.raises(ModelFileError) as checked:

@@ -25,7 +25,7 @@ from nanocore.worker.messages import Quantization
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from tests.campaign import in_campaign
-from tests.model_families import BUILDERS, Continuation, greedy_continuations
+from tests.model_families import BUILDERS, Continuation, greedy_continuations, reference_model
 from tests.worker.running import Sample, Script, make_runner, run_runner, run_script, write_script
 
 CPU = torch.device("cpu")
@@ -336,6 +336,22 @@ def test_gpt2s_files_of_2019_have_no_prefix_and_hold_causal_masks(
     tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(tensors, tmp_path / "model.safetensors")
     check(run_script(tmp_path, family("gpt2").script()), family("gpt2").expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+def test_a_model_saved_without_its_head_has_the_embedding_for_one(
+    name: str, family: Families, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As models for embeddings are: of the base class, and without "model." in names."""
+    whole = reference_model(family(name).folder)
+    whole.model.save_pretrained(tmp_path / "base")
+    whole.lm_head.weight = whole.model.embed_tokens.weight
+    whole.config.tie_word_embeddings = True
+    whole.save_pretrained(tmp_path / "tied")
+    expected = greedy_continuations(tmp_path / "tied", PROMPTS, NUM_TOKENS)
+    tied = Family(tmp_path / "tied", expected)
+    check(run_script(tmp_path / "base", tied.script()), tied.expected)
+    assert "ForCausalLM without its head: the embedding is used for one" in caplog.text
 
 
 class _CountingRank(SingleRank):

@@ -29,6 +29,9 @@ async function modelFile(engine, name) {
   return content.toString();
 }
 
+/** JSON that may begin with a byte order mark. */
+const parse = (text) => JSON.parse(text.replace(/^\uFEFF/, ""));
+
 /** tokenizer_config.json gives a special token as its text, or as an object around it. */
 const tokenText = (token) => token?.content ?? token ?? "";
 
@@ -51,8 +54,8 @@ export class Tokenizer {
       ),
     );
     if (tokenizer === undefined) throw new Error("this engine's model has no tokenizer.json");
-    const parsed = JSON.parse(config ?? "{}");
-    return new Tokenizer(JSON.parse(tokenizer), parsed, template ?? parsed.chat_template);
+    const parsed = parse(config ?? "{}");
+    return new Tokenizer(parse(tokenizer), parsed, template ?? parsed.chat_template);
   }
 
   encode(text, addSpecialTokens = true) {

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 import aiohttp
 import msgspec
 
-from nanocore.bench.sse import read_body
+from nanocore.bench.sse import read_body, within_origin
 from nanocore.cli.chat.chunks import (
     AnswerReader,
     number_in,
@@ -71,7 +71,9 @@ class OpenAITarget:
     async def open(self) -> None:
         """See `ChatTarget`: finds a model if none was named."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        self._session = aiohttp.ClientSession(timeout=timeout, headers=self._headers)
+        self._session = aiohttp.ClientSession(
+            timeout=timeout, headers=self._headers, trace_configs=[within_origin()]
+        )
         try:
             models = await self.models()
         except InvalidRequestError as error:  # it lists none, as some proxies do

@@ -9,6 +9,7 @@ llguidance is imported when a vocabulary is loaded: an engine without it serves 
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.protocol.errors import InvalidRequestError, ModelFileError, shorten
+from nanocore.worker.config.json_file import note_oddity
 from nanocore.worker.loading.gguf.files import is_gguf
 from nanocore.worker.loading.gguf.model_files import tokenizer_json
 
@@ -67,28 +69,26 @@ class Vocabulary:
                 f"{_WHY}it has no EOS token, so that an output could not end; give its "
                 "generation_config.json an eos_token_id"
             )
-        if is_gguf(folder):
-            return cls._of_gguf(folder, eos, vocab_size)
-        if not path.is_file():
+        if not is_gguf(folder) and not path.is_file():
             raise InvalidRequestError(
                 f"{_WHY}its folder {str(folder)!r} has no tokenizer.json, which says what text its "
                 "tokens stand for; put it there"
             )
-        return cls._read(str(path), str(path), eos, vocab_size)
-
-    @classmethod
-    def _of_gguf(cls, first: Path, eos: list[int], vocab_size: int) -> Vocabulary:
         try:
-            content = tokenizer_json(first)
-        except ModelFileError as error:
+            content = tokenizer_json(folder) if is_gguf(folder) else path.read_bytes()
+        except (ModelFileError, OSError) as error:
             raise InvalidRequestError(f"{_WHY}{error}") from None
-        return cls._read(content.decode(), str(first), eos, vocab_size)
+        return cls._read(content, str(folder if is_gguf(folder) else path), eos, vocab_size)
 
     @classmethod
-    def _read(cls, tokenizer: str, source: str, eos: list[int], vocab_size: int) -> Vocabulary:
-        """tokenizer: the file's path, or its content."""
+    def _read(cls, content: bytes, source: str, eos: list[int], vocab_size: int) -> Vocabulary:
         try:
-            return cls(_tokenizer(tokenizer, eos), vocab_size)
+            if content.startswith(BOM_UTF8):
+                note_oddity(f"{source} begins with a byte order mark, which is skipped")
+            text = content.decode("utf-8-sig").lstrip()
+            if not text.startswith("{"):  # llguidance would take it for a path
+                raise ValueError("it is no JSON object")
+            return cls(_tokenizer(text, eos), vocab_size)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of Rust is not an Exception

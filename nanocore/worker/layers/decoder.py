@@ -168,9 +168,11 @@ class DecoderModel:
     def common_name(cls, stored: str) -> str | None:
         """What `entries` calls a checkpoint's tensor; None for one that no such model reads.
 
-        Families whose checkpoints call things otherwise translate here. Old files hold the
-        frequencies of the rotation.
+        Families whose checkpoints call things otherwise translate here. Models that were saved
+        without a head leave "model." out, and old files hold the frequencies of the rotation.
         """
+        if stored.startswith(("embed_tokens.", "layers.", "norm.")):
+            stored = f"model.{stored}"
         return None if stored.endswith(".self_attn.rotary_emb.inv_freq") else stored
 
     def entry_name(self, stored: str) -> str | None:

@@ -41,6 +41,7 @@ from nanocore.worker.loading.weights import (
     Owner,
     TensorNames,
     Unfilled,
+    are_within,
 )
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -118,7 +119,7 @@ def load_weights(
 
     Raises:
         ModelFileError: a file is missing, damaged, incomplete or no safetensors; a tensor is
-            missing, unexpected, repeated, or of another shape or kind.
+            missing, unexpected, repeated, not finite, or of another shape or kind.
     """
     expected = _expected_tensors(folder, entries, names)
     pieces = _by_owner(
@@ -331,15 +332,19 @@ class _Reader:
     @torch.inference_mode()  # each thread has its own mode
     def fill(self, piece: _Piece) -> bytes:
         """Read a piece into its target; returns the xxh3-128 of what was read."""
-        target = piece.target
-        is_whole = math.prod(piece.shape) == target.numel()
+        target, shape = piece.target, piece.shape
+        is_whole = math.prod(shape) == target.numel()
         is_same = target.dtype == piece.dtype and target.device.type == "cpu" and not piece.add
         if is_whole and is_same and target.is_contiguous():
-            return self._read(piece, target.view(-1).view(torch.uint8))
-        num_bytes = math.prod(piece.shape) * piece.dtype.itemsize
+            digest = self._read(piece, target.view(-1).view(torch.uint8))
+            _check_range(piece, target)
+            return digest
+        num_bytes = math.prod(shape) * piece.dtype.itemsize
         buffer = self._buffer(pinned=target.is_cuda)[:num_bytes]
         digest = self._read(piece, buffer)
-        values = buffer.view(piece.dtype).view(piece.shape)[piece.index]
+        values = buffer.view(piece.dtype)
+        _check_range(piece, values)
+        values = values.view(shape)[piece.index]
         target.copy_(values.float() + piece.add if piece.add else values)
         return digest
 
@@ -363,3 +368,24 @@ class _Reader:
                 raise ModelFileError(f"{path} became shorter while it was read, at byte {offset}")
             view, offset = view[count:], offset + count
         return xxhash.xxh3_128_digest(memory.numpy().data)  # while a cache still has them
+
+
+def _check_range(piece: _Piece, values: Tensor) -> None:
+    """Refuse numbers that no request could be answered with, in what was read of a tensor.
+
+    Raises:
+        ModelFileError: they are not finite, or would not be in the parameter's dtype.
+    """
+    if not values.is_floating_point():
+        return
+    limit, target = torch.finfo(values.dtype).max, piece.target.dtype
+    target_limit = torch.finfo(target).max if target.is_floating_point else limit
+    if are_within(values, min(limit, target_limit)):
+        return
+    where = f"{piece.stored.path}: tensor {quoted(piece.stored.name)} has"
+    if are_within(values, limit):
+        raise ModelFileError(
+            f"{where} numbers beyond {target_limit:g}, the largest of --dtype "
+            f"{str(target).removeprefix('torch.')}: use bfloat16 or float32"
+        )
+    raise ModelFileError(f"{where} NaN or infinity: download the model again, or take another")

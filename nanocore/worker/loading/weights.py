@@ -114,6 +114,26 @@ EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 POSITIONS: Final = "model.embed_positions.weight"
 
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no float is NaN or infinite: by the least and the greatest, which is fastest."""
+    return values.numel() == 0 or all(bool(end.isfinite()) for end in values.aminmax())
+
+
+def are_within(values: Tensor, limit: float) -> bool:
+    """Whether all are between -limit and limit, by their bits, whose order is that of numbers.
+
+    By numpy: torch would begin threads beside those that load, and take longer.
+    """
+    edge, size = torch.tensor(limit, dtype=values.dtype), values.itemsize
+    last = int(edge.view(_BITS[size])) - (edge.item() > limit)  # it may have been rounded up
+    bits = values.view(_BITS[size]).numpy()
+    return bool(bits.max() <= last and bits.view(f"u{size}").max() <= last + (1 << 8 * size - 1))
+
+
+_BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Integers of so many bytes."""
+
 TensorNames = Callable[[str], str | None]
 """From a checkpoint's name of a tensor to that in `Entries`; None if it is not to be read."""
 

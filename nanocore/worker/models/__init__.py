@@ -122,6 +122,13 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
         known = ", ".join(ARCHITECTURES)
         raise settings.error("architectures", f"must name what the model is; known: {known}")
     architecture = names[0]
+    if (whole := f"{architecture.removesuffix('Model')}ForCausalLM") in ARCHITECTURES:
+        note_oddity(
+            f"{settings.source}: {architecture} is {whole} without its head: the embedding is used "
+            "for one, so text may make no sense where embeddings do"
+        )
+        architecture = whole
+        settings = settings.with_values({**settings.values, "tie_word_embeddings": True})
     if architecture not in ARCHITECTURES:
         raise ModelFileError(
             f"{settings.source}: architecture {shorten(repr(architecture))} is unknown"

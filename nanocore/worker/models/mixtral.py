@@ -42,7 +42,8 @@ class MixtralModel(DecoderModel):
 
     @classmethod
     def common_name(cls, stored: str) -> str | None:
-        before, is_expert, after = stored.partition(".block_sparse_moe.")
+        name = super().common_name(stored) or ""
+        before, is_expert, after = name.partition(".block_sparse_moe.")
         if not is_expert:
-            return super().common_name(stored)
+            return name or None
         return f"{before}.mlp." + ".".join(_PROJECTIONS.get(x, x) for x in after.split("."))

@@ -347,3 +347,21 @@ def test_what_is_wrong_with_tls_is_said(speaks_tls: bool, words: str, tmp_path: 
         with pytest.raises(ConfigError, match=words):
             opening(f"https://127.0.0.1:{server.server_port}/v1")
         thread.join()
+
+
+def test_a_redirect_to_another_host_is_refused_with_both_names_and_without_the_key() -> None:
+    async def run() -> tuple[str, str]:
+        async with opened(server, model="fake", api_key="secret-key") as target:
+            server.location = f"{other.url}/secret-key"
+            errors = []
+            for refused in (target.models(), collected(target)):
+                with pytest.raises(ConfigError) as raised:
+                    await refused
+                errors.append(str(raised.value))
+            return errors[0], errors[1]
+
+    with serving(answering(*chat(["a"]))) as other, serving(answering()) as server:
+        for error in asyncio.run(run()):
+            assert error.startswith(f"{server.url} redirects to {other.url}, which is not followed")
+            assert "secret-key" not in error
+    assert not other.requests

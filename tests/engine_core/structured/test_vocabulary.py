@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from codecs import BOM_UTF8
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,22 @@ def test_a_package_that_is_damaged_or_of_another_release_is_told(
     with pytest.raises(InvalidRequestError, match=rf"{reason}.*pip install 'llguidance>=1.9,<2'"):
         Vocabulary.load(tmp_path, BYTE_LEVEL_TOKENS, [BYTE_LEVEL_EOS])
     monkeypatch.delitem(sys.modules, "llguidance", raising=False)
+
+
+def test_a_byte_order_mark_before_the_tokenizer_is_skipped_and_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    byte_level_vocabulary(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(BOM_UTF8 + b"\n" + path.read_bytes())
+    vocabulary = Vocabulary.load(tmp_path, BYTE_LEVEL_TOKENS, [BYTE_LEVEL_EOS])
+    assert vocabulary.eos_token_ids == {BYTE_LEVEL_EOS}
+    assert f"{path} begins with a byte order mark, which is skipped" in caplog.text
+
+
+def test_a_tokenizer_that_is_the_path_of_another_is_not_followed(tmp_path: Path) -> None:
+    byte_level_vocabulary(tmp_path)
+    other = (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
+    (tmp_path / "tokenizer.json").write_text(str(other))
+    with pytest.raises(InvalidRequestError, match="it is no JSON object"):
+        Vocabulary.load(tmp_path, BYTE_LEVEL_TOKENS, [BYTE_LEVEL_EOS])

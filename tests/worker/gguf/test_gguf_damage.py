@@ -25,6 +25,8 @@ from nanocore.worker.loading.gguf.model_files import gguf_model_files
 from nanocore.worker.loading.gguf.tensors import gguf_tensors
 from nanocore.worker.loading.model_folder import resolve_model
 from nanocore.worker.models import load_model_config
+from nanocore.worker.worker import Worker
+from tests.worker.configs import make_worker_config
 
 QWEN_3 = Path("tests/fixtures/checkpoints/qwen3-q8_0.gguf").resolve()
 
@@ -283,3 +285,18 @@ def test_a_header_of_many_chunks_is_read_as_one_of_one(
     assert whole["texts"] == texts
     monkeypatch.setattr(header_bytes, "_CHUNK_BYTES", chunk_bytes)
     assert read_vocabulary(path) == whole
+
+
+@pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
+def test_a_scale_that_is_not_finite_is_refused_with_its_tensors_name(
+    tmp_path: Path, scale: float
+) -> None:
+    path = shutil.copy(QWEN_3, tmp_path / "model.gguf")
+    name = "model.layers.0.mlp.down_proj.blocks"
+    (stored,) = (t for t in stored_tensors(path, lambda found: found == name))
+    with path.open("r+b") as file:
+        file.seek(stored.offset + 2 * 34)  # each block of Q8_0 begins with its scale
+        file.write(np.float16(scale).tobytes())
+    worker = Worker(make_worker_config(folder=str(path), load_format="auto"))
+    with pytest.raises(ModelFileError, match=r"ffn_down.weight.* has NaN or infinity in"):
+        worker.load_model()

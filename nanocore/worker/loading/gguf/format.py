@@ -24,7 +24,7 @@ from nanocore.worker.loading.gguf.settings import config_settings
 from nanocore.worker.loading.gguf.tensor_types import TensorType
 from nanocore.worker.loading.gguf.tensors import BLOCKS, FLOATS, gguf_tensors
 from nanocore.worker.loading.weight_format import Slot, StoredProjection
-from nanocore.worker.loading.weights import Entries
+from nanocore.worker.loading.weights import Entries, is_finite
 
 _FLOAT_DTYPES: Final = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -83,7 +83,12 @@ class GgufFormat:
 
         def unpack(slots: Mapping[str, Tensor]) -> StoredWeight:
             blocks = slots[BLOCKS]
-            return unpack_blocks(kind, in_halves(blocks) if is_in_pairs else blocks)
+            weight = unpack_blocks(kind, in_halves(blocks) if is_in_pairs else blocks)
+            if not all(is_finite(scales) for scales in weight.float_scales):
+                raise ModelFileError(
+                    f"{where} has NaN or infinity in its scales: download the model again"
+                )
+            return weight
 
         slot = Slot((shape[0], row_bytes), torch.uint8, index)
         # Numbers of five and six bits become bytes, and some scales wider.

@@ -24,7 +24,7 @@ from nanocore.worker.loading.lora.adapter_config import (
     missing_adapter,
     read_adapter_config,
 )
-from nanocore.worker.loading.weights import TensorNames
+from nanocore.worker.loading.weights import TensorNames, is_finite
 
 _FILE: Final = "adapter_model.safetensors"
 _OLD_FILE: Final = "adapter_model.bin"
@@ -105,7 +105,7 @@ def read_adapter(folder: Path, names: TensorNames) -> Adapter:
             name = (names(f"{module}.weight") or f"{module}.weight").removesuffix(".weight")
             where = f"{path}: module {quoted(module)}"
             a_RI, b_OR = file.get_tensor(a.name), file.get_tensor(b.name)
-            if not (a_RI.isfinite().all() and b_OR.isfinite().all()):
+            if not (is_finite(a_RI) and is_finite(b_OR)):
                 raise ModelFileError(f"{where} has NaN or infinity: download the adapter again")
             modules[name] = LowRank(a_RI, b_OR, config.scale_of(module), where, base)
     digest = xxhash.xxh3_128()

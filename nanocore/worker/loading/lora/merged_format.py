@@ -15,7 +15,7 @@ from torch import Tensor
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.loading.lora.adapter import Adapter, LowRank
 from nanocore.worker.loading.weight_format import Slot, StoredProjection, WeightFormat
-from nanocore.worker.loading.weights import Entries
+from nanocore.worker.loading.weights import Entries, is_finite
 
 
 class MergedFormat:
@@ -76,4 +76,10 @@ def _merged(
 ) -> Tensor:
     weight = slots["weight"]
     module.add_to(weight, rows, columns)
-    return weight.to(dtype)
+    merged = weight.to(dtype)
+    if not is_finite(merged):
+        raise ModelFileError(
+            f"{module.where} makes infinity of its weight, by numbers that are too large or their "
+            f"scale, {module.scale:g}: download the adapter again, or take another"
+        )
+    return merged
