@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from nanocore.client import AsyncEngineClient, SamplingParams
+from nanocore.http.body_bounds import check_bounds
 from nanocore.http.errors import (
     RETRY_LATER_S,
     HttpError,
@@ -186,6 +187,7 @@ class Exchange:
                 f"the content type {kind.decode('latin-1')!r} is not served: send application/json",
             )
         body = await self.read_body()
+        check_bounds(body)
         try:
             fields = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
