@@ -185,7 +185,13 @@ class EngineCore:
         """Tell clients of requests that ended outside a step's result."""
         events, now_s = [], self.scheduler.clock()
         for request in requests:
-            event = Event(handle=request.handle, finish_reason=reason, message=message)
+            is_invalid = reason == "error" and request.matcher and request.matcher.failure
+            event = Event(
+                handle=request.handle,
+                finish_reason=reason,
+                message=message,
+                code="invalid_request" if is_invalid else None,
+            )
             events.append((request.client, event))
             self.scheduler.journal.end(request, event, now_s)
         for output in split_events(events):
