@@ -43,8 +43,8 @@ class Exchange:
     """Made for each request by the app.
 
     state: the server's. path_id: what the path has in the place of an id. reply_headers: of the
-    answer, whatever it will be. error_body: what an error looks like to this client. record: of
-    what is told at the end, if anybody is told.
+    answer, whatever it will be. num_body_bytes: read so far. error_body: what an error looks like
+    to this client. record: of what is told at the end, if anybody is told.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class Exchange:
         self.path_id = ""
         self.reply_headers: dict[bytes, bytes] = {}
         self.has_started = False
+        self.num_body_bytes = 0
         self.record: RequestRecord | None = None
         self.error_body: Callable[[HttpError], bytes] = openai_body
         self._ignored: set[str] = set()
@@ -217,6 +218,7 @@ class Exchange:
             if message["type"] == "http.disconnect":
                 raise Disconnected
             body += message.get("body", b"")
+            self.num_body_bytes = len(body)
             if len(body) > limit:
                 raise too_large
             if not message.get("more_body", False):
