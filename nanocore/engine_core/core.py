@@ -24,6 +24,7 @@ from nanocore.engine_core.mailbox import (
     Outbox,
     Shutdown,
 )
+from nanocore.engine_core.scheduling.ends import end_outside_a_step
 from nanocore.engine_core.scheduling.outputs import split_events
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
@@ -32,7 +33,7 @@ from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.engine_core.structured.mask_filler import MaskFiller
 from nanocore.engine_core.structured.step_masks import StepMasks
-from nanocore.protocol.messages import Event, FinishReason, Reply
+from nanocore.protocol.messages import FinishReason, Reply
 from nanocore.worker.executors.executor import StepExecutor
 
 
@@ -185,7 +186,7 @@ class EngineCore:
         """Tell clients of requests that ended outside a step's result."""
         events, now_s = [], self.scheduler.clock()
         for request in requests:
-            event = Event(handle=request.handle, finish_reason=reason, message=message)
+            event = end_outside_a_step(request, reason, message)
             events.append((request.client, event))
             self.scheduler.journal.end(request, event, now_s)
         for output in split_events(events):

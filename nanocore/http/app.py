@@ -51,6 +51,7 @@ class App:
         except Disconnected:
             exchange.note_disconnect()
         finally:
+            self.state.freed_memory.note(exchange.num_body_bytes)
             if exchange.record is not None:
                 self._write(exchange, exchange.record)
 

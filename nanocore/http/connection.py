@@ -33,6 +33,8 @@ LINGER_S: Final = 2.0
 """For a client to read why it was refused: to close with unread data would take that from it."""
 MAX_UNSENT_BYTES: Final = 16 * 1024
 """Of a response whose client is slow; small chunks cost several times their size there."""
+_DEFAULT_PORTS: Final = {b"http": b":80", b"https": b":443"}
+_MAX_SHOWN: Final = 64
 
 
 class ServerConnections(ServerState):
@@ -189,6 +191,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.parser.get_http_version() not in ("1.1", "1.0"):
             self._fail(400, "this server speaks HTTP/1.1")
         self._check_host()
+        self._check_coding()
         self._has_headers = True  # and from here on `cycle` is this message's
         super().on_headers_complete()
         cycle = self.cycle
@@ -200,7 +203,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.pipeline:
             self.flow.resume_reading()  # or the end of the connection would not be seen
             if len(self.pipeline) > MAX_PIPELINED:
-                self._fail(400, "too many requests at once on one connection")
+                self._fail(400, f"more than {MAX_PIPELINED} requests wait on this connection")
 
     def on_chunk_header(self) -> None:
         self._has_advanced = True
@@ -283,13 +286,28 @@ class HttpConnection(HttpToolsProtocol):
 
     def _check_host(self) -> None:
         """A request says once whom it asks, or twice the same: a target with a host is for proxies,
-        and would else count for nothing.
+        and would else count for nothing. Of such a target the path is kept.
         """
         hosts = [value.strip().lower() for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             self._fail(400, f"a request of HTTP/1.1 has one Host header, and this one {len(hosts)}")
-        if not self.url.startswith((b"/", b"*")) and hosts != [urlsplit(self.url).netloc.lower()]:
+        if self.url.startswith((b"/", b"*")):
+            return
+        target = urlsplit(self.url)
+        if target.scheme not in _DEFAULT_PORTS:
+            self._fail(400, "the request's target is no path, and no URL of http or https")
+        port = _DEFAULT_PORTS[target.scheme]
+        host = target.netloc.lower().removesuffix(port)
+        if [value.removesuffix(port) for value in hosts] != [host]:
             self._fail(400, "the request's target has another host than its Host header")
+        self.url = (target.path or b"/") + (target.query and b"?" + target.query)
+
+    def _check_coding(self) -> None:
+        """The parser would pass on what is compressed, if it is chunked, too."""
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and [value.strip().lower() for value in codings] != [b"chunked"]:
+            shown = b", ".join(codings).decode("latin-1")[:_MAX_SHOWN]
+            self._fail(400, f"the transfer coding {shown!r} is not served: send it plain, chunked")
 
     def _check_head(self) -> None:
         if self._head_bytes + self._held_bytes > self._limits.max_header_bytes:

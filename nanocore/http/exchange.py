@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from nanocore.client import AsyncEngineClient, SamplingParams
+from nanocore.http.body_bounds import check_bounds
 from nanocore.http.errors import (
     RETRY_LATER_S,
     HttpError,
@@ -46,9 +47,9 @@ class Exchange:
     """Made for each request by the app.
 
     state: the server's. path_id: what the path has in the place of an id. reply_headers: of the
-    answer, whatever it will be. error_body: what an error looks like to this client. field_names:
-    its dialect's for those of a chat's, where they differ. record: of what is told at the end, if
-    anybody is told.
+    answer, whatever it will be. num_body_bytes: read so far. error_body: what an error looks like
+    to this client. field_names: its dialect's for those of a chat's, where they differ. record: of
+    what is told at the end, if anybody is told.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Exchange:
         self.path_id = ""
         self.reply_headers: dict[bytes, bytes] = {}
         self.has_started = False
+        self.num_body_bytes = 0
         self.record: RequestRecord | None = None
         self.error_body: Callable[[HttpError], bytes] = openai_body
         self.field_names: Mapping[str, str] = {}
@@ -204,6 +206,7 @@ class Exchange:
                 f"the content type {kind.decode('latin-1')!r} is not served: send application/json",
             )
         body = await self.read_body()
+        check_bounds(body)
         try:
             fields = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -235,6 +238,7 @@ class Exchange:
             if message["type"] == "http.disconnect":
                 raise Disconnected
             body += message.get("body", b"")
+            self.num_body_bytes = len(body)
             if len(body) > limit:
                 raise too_large
             if not message.get("more_body", False):

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from nanocore.client import AsyncEngineClient
 from nanocore.http.delivery_loop import DeliveryLoop
+from nanocore.http.freed_memory import FreedMemory
 from nanocore.http.request_record import RecordWriter
 from nanocore.http.response_store import ResponseStore
 from nanocore.http.settings import AppSettings
@@ -25,6 +26,7 @@ class ServerState:
         self.spans: RecordWriter | None = None
         self.is_draining = False
         self.started = datetime.now(UTC)
+        self.freed_memory = FreedMemory()
         self.responses = ResponseStore(settings.stored_responses_bytes)
 
     @cached_property

@@ -203,6 +203,7 @@ def test_a_matcher_that_fails_ends_its_own_request(depth: int, num_groups: int) 
     engine.run(request, other, make_request(4, [4] * 6, 8))
     assert engine.ends[1].finish_reason == "error"
     assert engine.ends[1].message == "the fake grammar is too complex"
+    assert engine.ends[1].code == "invalid_request"
     assert engine.tokens == {
         1: expected_structured_tokens([1] * 9, 3),
         2: expected_structured_tokens([1] * 9, 8),
@@ -223,6 +224,7 @@ def test_a_bug_in_a_mask_ends_its_own_request(
     engine.run(request, structured(2, [2] * 5, 8))
     assert engine.ends[1].finish_reason == "error"
     assert engine.ends[1].message == "internal error: RuntimeError in its structured output"
+    assert engine.ends[1].code is None
     assert engine.tokens[1] == expected_structured_tokens([1] * 9, 2)
     assert engine.tokens[2] == expected_structured_tokens([2] * 5, 8)
     assert "in fill" in caplog.text

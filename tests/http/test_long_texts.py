@@ -60,6 +60,57 @@ def test_what_is_far_too_long_is_refused_without_being_tokenized(
     assert num_chars <= 2 * LONG_CHARS
 
 
+@pytest.mark.parametrize(
+    ("prompts", "named"),
+    [
+        (["a" * 10_000] * 100, "[0]"),
+        (["a"] * 9 + ["a" * 10_000], "[9]"),
+        ([[1], [1] * 2049], "[1]"),
+        (["a b " * 200, "a b " * 2000, LONG], "max_model_len"),
+    ],
+)
+def test_a_batch_costs_no_more_than_its_first_prompt_that_does_not_fit(
+    demo_endpoint: str, monkeypatch: pytest.MonkeyPatch, prompts: Any, named: str
+) -> None:
+    encode, texts = Tokenizer.encode, []
+
+    def counted(self: Tokenizer, text: str, *args: Any) -> list[int]:
+        texts.append(text)
+        return encode(self, text, *args)
+
+    async def send() -> list[Any]:
+        async with app_of(demo_endpoint) as (_, http):
+            return [
+                await http.post("/v1/completions", json={"prompt": prompts}),
+                await http.post("/v1/embeddings", json={"input": prompts}),
+            ]
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    answers = run(send())
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert all(named in answer.json()["error"]["message"] for answer in answers)
+    assert len(texts) <= len(answers)
+
+
+def test_a_batch_of_too_many_samples_is_refused_before_it_is_tokenized(
+    demo_endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def send() -> Any:
+        async with app_of(demo_endpoint) as (app, http):
+            assert app.state.client is not None
+            assert app.state.client.limits.max_num_queued_reqs == 4096
+            asked = {"prompt": ["a" * 5000] * 1000, "n": 5}
+            return await http.post("/v1/completions", json=asked)
+
+    def encode(self: Tokenizer, *_: Any) -> None:
+        raise AssertionError("a prompt is tokenized")
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    answer = run(send())
+    assert answer.status_code == 400
+    assert "send fewer prompts" in answer.json()["error"]["message"]
+
+
 def test_the_end_of_a_long_text_is_taken_if_it_is_to_be_truncated(demo_endpoint: str) -> None:
     text = LONG + "What is 12 + 13?"
 

@@ -108,7 +108,8 @@ class Renderer:
     def _rendered(self, request: bytes) -> tuple[str, str]:
         """Status and text; once more with a new process if somebody has killed this one."""
         is_old = self._process is not None
-        if self._process is None or self._process.poll() is not None:
+        process = self._process
+        if process is None or process.poll() is not None or _is_stopped(process.pid):
             self.close()
             self._start()
         try:
@@ -242,6 +243,14 @@ class Renderer:
 
     def _failure(self, reason: str) -> InvalidRequestError:
         return InvalidRequestError(f"the chat template of {self._source} failed: {shorten(reason)}")
+
+
+def _is_stopped(pid: int) -> bool:
+    """By a signal: nobody would wake it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except OSError:  # there is no /proc
+        return False
 
 
 def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:

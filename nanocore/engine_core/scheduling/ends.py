@@ -16,7 +16,7 @@ import numpy as np
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.row_table import RowTable
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
-from nanocore.protocol.messages import Event
+from nanocore.protocol.messages import Event, FinishReason
 from nanocore.worker.plan import NO_TOKEN
 
 End = tuple[Request, Event]
@@ -87,6 +87,17 @@ def end_by_stop(request: Request, token_id: int, number: int) -> Event | None:
         stop_reason = None if is_eos else token_id
         return Event(handle=request.handle, finish_reason="stop", stop_reason=stop_reason)
     return None
+
+
+def end_outside_a_step(request: Request, reason: FinishReason, message: str | None) -> Event:
+    """An abort, or an error; that of a grammar that cannot be followed further is the request's."""
+    is_invalid = reason == "error" and request.matcher is not None and request.matcher.failure
+    return Event(
+        handle=request.handle,
+        finish_reason=reason,
+        message=message,
+        code="invalid_request" if is_invalid else None,
+    )
 
 
 def _end(

@@ -112,6 +112,8 @@ async def serve(exchange: Exchange) -> None:
         room -= params.max_tokens or 1
     num_kept = num_kept_tokens(request.truncate_prompt_tokens, room)
     prompts = read_prompts(request.prompt, "prompt")
+    if len(prompts) > 1:
+        _check_batch(client, len(prompts) * params.n)
     answer_id = AnswerId("cmpl-", request.request_id)
     with client.places(len(prompts)) as places:
         token_ids = await tokenize_prompts(
@@ -162,8 +164,6 @@ async def _submit(
     places: Sequence[Place],
 ) -> list[AnswerStream]:
     """All of them, or none."""
-    if len(prompts) > 1:
-        _check_batch(client, len(prompts) * params.n)
     answers: list[AnswerStream] = []
     try:
         for i, prompt in enumerate(prompts):

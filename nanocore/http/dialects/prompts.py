@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, cast
 
 from nanocore.client.chat.messages import is_long
 from nanocore.client.submit_order import Place
@@ -29,17 +29,16 @@ def read_prompts(given: PromptInput, field: str) -> list[OnePrompt]:
         return [given]
     if not given:
         raise bad_request(f"{field} is empty: give a text, or token ids", field)
-    ids = [one for one in given if isinstance(one, int)]
-    if len(ids) == len(given):
-        return [ids]
-    texts: list[OnePrompt] = [one for one in given if isinstance(one, str)]
-    prompts = texts or [one for one in given if isinstance(one, list)]
-    if len(prompts) != len(given):
+    kinds = set(map(type, given))
+    if len(kinds) > 1:
         raise bad_request(
             f"{field} is a text, a list of texts, a list of token ids or a list of lists of those, "
             "and nothing mixed",
             field,
         )
+    if kinds == {int}:
+        return [cast("list[int]", given)]
+    prompts = cast("list[OnePrompt]", given)
     if len(prompts) > MAX_PROMPTS:
         raise bad_request(
             f"{field} has {len(prompts)} prompts: at most {MAX_PROMPTS} are taken; send several "
@@ -69,30 +68,15 @@ async def tokenize_prompts(
     client = exchange.client
     max_model_len = client.model_card.max_model_len
 
-    def encode(prompt: OnePrompt, tokenizer: Tokenizer) -> list[int]:
+    def encode(number: int, tokenizer: Tokenizer) -> list[int]:
+        prompt = prompts[number]
         if isinstance(prompt, str):
             if num_kept is None:
                 prompt = tokenizer.encode(prompt, add_special_tokens, max_model_len)
             else:
                 text = tokenizer.cut_beginning(prompt, min(num_kept, max_model_len))
                 prompt = tokenizer.encode(text, add_special_tokens)
-        return prompt if num_kept is None else prompt[-num_kept:]
-
-    async def encode_all() -> list[list[int]]:
-        return [
-            await client.with_tokenizer(partial(encode, prompt), are_long) for prompt in prompts
-        ]
-
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    are_long = is_long(*texts)
-    if sum(map(len, texts)) <= MAX_QUICK_CHARS:
-        tokenizer = await client.get_tokenizer()
-        token_ids = [encode(prompt, tokenizer) for prompt in prompts]
-    elif not are_long:
-        token_ids = await encode_all()
-    else:
-        token_ids = await attended_aside(exchange, places, encode_all())
-    for number, ids in enumerate(token_ids):
+        ids = prompt if num_kept is None else prompt[-num_kept:]
         name = f"{field}[{number}]" if len(prompts) > 1 else field
         if not ids:
             raise bad_request(f"{name} has no tokens: give at least one", field)
@@ -101,7 +85,27 @@ async def tokenize_prompts(
                 f"{name}: the prompt has {len(ids)} tokens, more than max_model_len="
                 f"{max_model_len}: shorten it"
             )
-    return token_ids
+        return ids
+
+    # The longest first: one that does not fit ends the work before much is done.
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+
+    async def encode_all() -> dict[int, list[int]]:
+        return {
+            number: await client.with_tokenizer(partial(encode, number), are_long)
+            for number in order
+        }
+
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    are_long = is_long(*texts)
+    if sum(map(len, texts)) <= MAX_QUICK_CHARS:
+        tokenizer = await client.get_tokenizer()
+        token_ids = {number: encode(number, tokenizer) for number in order}
+    elif not are_long:
+        token_ids = await encode_all()
+    else:
+        token_ids = await attended_aside(exchange, places, encode_all())
+    return [token_ids[number] for number in range(len(prompts))]
 
 
 def num_kept_tokens(num_tokens: int | None, room: int) -> int | None:

@@ -198,11 +198,22 @@ def test_why_a_process_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -
         Renderer("fine", "here").render({}, NOW)
 
 
+def test_a_process_that_a_signal_has_stopped_is_replaced() -> None:
+    rendering = Renderer("fine", "here")
+    rendering.render({}, NOW)
+    pid = _pid(rendering)
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    assert rendering.render({}, NOW) == "fine"
+    assert _is_gone(pid)
+
+
 def test_a_process_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rendering = Renderer("fine", "here")
     rendering.render({}, NOW)
     os.kill(_pid(rendering), signal.SIGSTOP)
     monkeypatch.setattr(renderer, "MAX_WALL_S", 0.0)
+    monkeypatch.setattr(renderer, "_is_stopped", lambda pid: False)  # not yet
     with pytest.raises(InvalidRequestError, match="takes more than 0 s, the limit"):
         rendering.render({"x": "x" * 10**6}, NOW)
     monkeypatch.undo()

@@ -58,6 +58,11 @@ def test_requests_follow_one_another_on_a_connection() -> None:
         (b"GET http://x@y/ HTTP/1.1\r\nhost: x\r\n\r\n", 400),
         (b"GET http://[/ HTTP/1.1\r\nhost: x\r\n\r\n", 400),
         (b"GET http://x/ HTTP/1.0\r\n\r\n", 400),
+        (b"GET ftp://x/ HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (b"GET http://x:443/ HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+        (CHUNKED.replace(b"chunked", b"gzip, chunked"), 400),
+        (CHUNKED.replace(b"chunked", b"gzip\r\ntransfer-encoding: chunked"), 400),
+        (CHUNKED.replace(b"chunked", b"gzip"), 400),
         (b"GET /\xff HTTP/1.1\r\n\r\n", 400),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400),
@@ -217,6 +222,9 @@ def test_a_body_that_comes_after_its_answer_is_read_and_the_connection_goes_on()
 @pytest.mark.parametrize(
     "request_bytes",
     [
+        b"GET http://x:80/a HTTP/1.1\r\nhost: X\r\n\r\n",
+        b"GET http://x/a?b HTTP/1.1\r\nhost: x:80\r\n\r\n",
+        b"GET HTTPS://x:443/a HTTP/1.1\r\nhost: x\r\n\r\n",
         b"GET http://X:8000/a?b HTTP/1.1\r\nhost: x:8000\r\n\r\n",
         b"GET http://[::1]:8000/a HTTP/1.1\r\nhost: [::1]:8000\r\n\r\n",
         b"GET /a HTTP/1.0\r\n\r\n",
@@ -228,6 +236,19 @@ def test_a_target_may_name_the_host_and_http_1_0_needs_none(request_bytes: bytes
             client = await server.connect()
             status, answer = await client.ask(request_bytes)
             assert (status, json.loads(answer)["path"]) == (200, "/a")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("target", [b"http://x", b"http://x:80", b"http://x?b=c"])
+def test_a_target_that_is_a_host_alone_asks_for_the_root(target: bytes) -> None:
+    async def scenario() -> None:
+        app = RecordingApp()
+        async with serving(app) as server:
+            client = await server.connect()
+            status, answer = await client.ask(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % target)
+            assert (status, json.loads(answer)["path"]) == (200, "/")
+            assert app.scopes[0]["query_string"] == target.partition(b"?")[2]
 
     run(scenario())
 
