@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.fields import MAX_STRUCTURED_OUTPUTS_BYTES
 from nanocore.protocol.structured_outputs import ReasoningMarks
 from tests.engine_core.structured.walks import DEMO_MODEL, compiled
 
@@ -94,8 +95,9 @@ def test_the_first_end_counts(tokens: tuple[Vocabulary, Tokenizer]) -> None:
 
 
 def test_marks_count_among_the_texts(tokens: tuple[Vocabulary, Tokenizer]) -> None:
-    with pytest.raises(InvalidRequestError, match="65538 bytes"):
-        compiled(tokens[0], regex="a", reasoning=ReasoningMarks(begin="b", end="c" * 2**16))
+    end = "c" * MAX_STRUCTURED_OUTPUTS_BYTES
+    with pytest.raises(InvalidRequestError, match=f"{len(end) + 2} bytes"):
+        compiled(tokens[0], regex="a", reasoning=ReasoningMarks(begin="b", end=end))
 
 
 def test_an_end_without_text_is_refused() -> None:
