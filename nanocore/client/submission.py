@@ -119,10 +119,10 @@ def _check_capabilities(sampling: EngineSamplingParams, capabilities: Sequence[s
 
 
 def _fitted(params: SamplingParams, room: int) -> SamplingParams:
-    """Without room it is for the engine to refuse the prompt."""
-    if params.max_tokens is None or params.max_tokens <= room or room < 1:
+    """A full prompt leaves room for one token; what is longer is for the engine to refuse."""
+    if params.max_tokens is None or params.max_tokens <= room or room < 0:
         return params
-    return replace(params, max_tokens=room)
+    return replace(params, max_tokens=max(room, 1))
 
 
 async def _tokenize(

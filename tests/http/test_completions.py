@@ -87,6 +87,15 @@ def test_a_batch_is_answered_as_its_prompts_alone(demo_endpoint: str) -> None:
     assert as_ids.usage.prompt_tokens * 2 == as_text.usage.prompt_tokens * 2 == 2 * 3 * 18
 
 
+def test_a_prompt_of_the_models_length_leaves_room_for_one_token(demo_endpoint: str) -> None:
+    async def calls(client: openai.AsyncOpenAI) -> Any:
+        async with AsyncEngineClient.connect(demo_endpoint, timeout_s=60) as direct:
+            prompt = [5] * direct.model_card.max_model_len
+        return await client.completions.create(model="demo", prompt=prompt, max_tokens=9)
+
+    assert with_client(demo_endpoint, calls).usage.completion_tokens == 1
+
+
 def test_a_prompt_of_the_models_length_can_be_scored(demo_endpoint: str) -> None:
     """With echo, as harnesses do it, and by the client itself; nothing of it is cut off."""
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nanocore.kernels.group_quantization import MAX_INT4
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, join_adjacent
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
@@ -285,3 +286,17 @@ def test_a_check_reckons_with_the_bytes_that_are_kept(tmp_path: Path) -> None:
     saved = params * (4 - 1) - params // 16 * 2  # as ToyFormat stores them, a byte a value
     assert floats.held_bytes - kept.held_bytes == saved
     assert (floats.num_params, floats.token_params) == (kept.num_params, kept.token_params)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_number_that_no_scale_of_four_bits_has_room_for_is_refused(backend: str) -> None:
+    packer = WeightPacker(make_kernels(backend), torch.float32, "int4")
+    weight_OI = torch.ones(32, 64)
+    weight_OI[3, 5] = -0.999 * MAX_INT4
+    packed = packer.linear([weight_OI.clone()])
+    x_TI = torch.zeros(1, 64)
+    x_TI[0, 5] = 1
+    assert make_kernels(backend).linear(x_TI, packed).isfinite().all()
+    weight_OI[3, 5] *= 1.1
+    with pytest.raises(ModelFileError, match=r"number 403101: --quantization int4 takes up to 366822"):
+        packer.linear([weight_OI])

@@ -29,7 +29,7 @@ from nanocore.client.resume import Resume
 from nanocore.client.sample import Sample
 from nanocore.client.stream import RequestStream
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.protocol.errors import InvalidRequestError, NanocoreError
+from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError, NanocoreError
 
 
 class AnswerStream:
@@ -101,7 +101,7 @@ class AnswerStream:
         events: list[ChatEvent] = []
         try:
             is_new = stream.advance()
-        except InvalidRequestError as error:
+        except (InvalidRequestError, EngineOverloadedError) as error:
             self.form_names.rename(error)
             raise
         finally:

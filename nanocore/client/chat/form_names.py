@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from nanocore.client.chat.tool_choice import ToolChoice
 from nanocore.client.chat.tools import Tool
-from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.errors import InvalidRequestError, NanocoreError
 
 _PART: Final = re.compile(
     r"structured_outputs\.(?:json|structural_tag\.structures\[0\]\.schema) at '/\$defs/(\d+)"
@@ -36,11 +36,13 @@ class FormNames(NamedTuple):
             self.rename(error)
             raise
 
-    def rename(self, error: InvalidRequestError) -> None:
+    def rename(self, error: NanocoreError) -> None:
         """Let an error of the form speak of what the caller wrote."""
         text = self._named(str(error))
         if text != str(error):
-            error.args, error.param = (text,), self.whole.partition(":")[0]
+            error.args = (text,)
+            if isinstance(error, InvalidRequestError):
+                error.param = self.whole.partition(":")[0]
 
     def not_held(self, pointers: Sequence[str]) -> list[str]:
         """Names of what is not held. pointers: of keywords in the schema that was sent."""

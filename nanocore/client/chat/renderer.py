@@ -29,6 +29,7 @@ MAX_OUTPUT_FACTOR: Final = 4
 MAX_OUTPUT_CHARS: Final = 1 << 20
 """A prompt has at most MAX_OUTPUT_FACTOR times the request's characters, and these."""
 _MAX_REASON_CHARS: Final = 200
+_MAX_TRIES: Final = 3
 _LENGTH: Final = struct.Struct("!I")
 _ENVIRONMENT: Final = ("TZ", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH")
 """All that the process sees of ours."""
@@ -41,7 +42,7 @@ class RenderProcessError(NanocoreError):
 class _ProcessKilledError(Exception):
     """By somebody else: no limit does that. failure: what it is if it happens again."""
 
-    def __init__(self, failure: InvalidRequestError) -> None:
+    def __init__(self, failure: NanocoreError) -> None:
         super().__init__()
         self.failure = failure
 
@@ -106,23 +107,19 @@ class Renderer:
         raise self._failure(text)
 
     def _rendered(self, request: bytes) -> tuple[str, str]:
-        """Status and text; once more with a new process if somebody has killed this one."""
-        is_old = self._process is not None
-        process = self._process
-        if process is None or process.poll() is not None or _is_stopped(process.pid):
-            self.close()
-            self._start()
-        try:
-            return self._exchange(request)
-        except _ProcessKilledError as killed:
-            if self._is_ending or not is_old:
-                raise killed.failure from None
-        self.close()
-        self._start()
-        try:
-            return self._exchange(request)
-        except _ProcessKilledError as killed:
-            raise killed.failure from None
+        """Status and text; again with a new process if somebody has killed this one."""
+        for num_left in reversed(range(_MAX_TRIES)):
+            process = self._process
+            try:
+                if process is None or process.poll() is not None or _is_stopped(process.pid):
+                    self.close()
+                    self._start()
+                return self._exchange(request)
+            except _ProcessKilledError as killed:
+                self.close()
+                if self._is_ending or not num_left:
+                    raise killed.failure from None
+        raise AssertionError("the last try returns or raises")
 
     def end(self) -> None:
         """End the process, if there is one, whatever it renders; any thread may call this."""
@@ -185,14 +182,18 @@ class Renderer:
             self._send(self._template, deadline)
         except (OSError, EOFError) as error:
             ours.close()
+            was_killed = isinstance(error, EOFError | ConnectionError) and (
+                process.poll() == -signal.SIGKILL
+            )
             process.kill()
             assert process.stderr is not None
             words = process.stderr.read().decode("utf-8", "replace").strip()
-            raise RenderProcessError(
+            failure = RenderProcessError(
                 f"the process to render chat templates in ({sys.executable}) does not start: "
                 f"{words[-_MAX_REASON_CHARS:] or str(error) or 'it ended at once'}; is jinja2 "
                 "installed there?"
-            ) from None
+            )
+            raise (_ProcessKilledError(failure) if was_killed else failure) from None
         finally:
             assert process.stderr is not None
             process.stderr.close()

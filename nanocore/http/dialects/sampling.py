@@ -97,7 +97,8 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     for token_id in given:
         if not _TOKEN_ID.fullmatch(token_id):
             raise bad_request(
-                f"logit_bias has the key {quoted(token_id)}: keys are token ids, in decimal digits",
+                f"logit_bias has the key {quoted(token_id)}: keys are token ids, of at most ten "
+                "decimal digits",
                 "logit_bias",
             )
     return {int(token_id): bias for token_id, bias in given.items()}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.experts import Experts, ExpertWeights
-from nanocore.kernels.group_quantization import packed_bytes
+from nanocore.kernels.group_quantization import MAX_INT4, packed_bytes
 from nanocore.kernels.grouped_weight import StoredForm, StoredWeight, join_adjacent
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import FP8, LinearWeight, in_segments
@@ -289,6 +289,14 @@ class WeightPacker:
             num_bytes = packed_bytes(out_features, in_features)
             outline = StoredOutline(out_features, in_features, "grouped", num_bytes)
             return self._pack_outline(outline)
+        if quantization == "int4" and weight.numel():
+            largest = max(abs(end.item()) for end in weight.aminmax())
+            if largest > MAX_INT4:
+                raise ModelFileError(
+                    f"a weight of shape {list(weight.shape)} has the number {largest:g}: "
+                    f"--quantization int4 takes up to {MAX_INT4:g}, because its scales are "
+                    "float16; use int8, or no quantization"
+                )
         return self._kernels.pack_linear(weight, quantization, self._dtype)
 
     def _pack_outline(self, outline: StoredOutline) -> LinearWeight:

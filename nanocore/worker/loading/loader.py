@@ -386,6 +386,7 @@ def _check_range(piece: _Piece, values: Tensor) -> None:
     if are_within(values, limit):
         raise ModelFileError(
             f"{where} numbers beyond {target_limit:g}, the largest of --dtype "
-            f"{str(target).removeprefix('torch.')}: use bfloat16 or float32"
+            f"{str(target).removeprefix('torch.')}: use "
+            f"{'bfloat16 or ' * (target is torch.float16)}float32"
         )
     raise ModelFileError(f"{where} NaN or infinity: download the model again, or take another")

@@ -153,6 +153,32 @@ def test_a_process_that_somebody_kills_is_replaced(monkeypatch: pytest.MonkeyPat
     assert rendering.render({}, NOW) == "fine"
 
 
+def test_a_process_that_somebody_kills_while_it_starts_is_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[int] = []
+
+    def start(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        process = subprocess_popen(*args, **kwargs)
+        started.append(process.pid)
+        if len(started) < num_good:
+            process.kill()
+            process.wait()
+        return process
+
+    subprocess_popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    num_good = 3
+    rendering = Renderer("fine", "here")
+    assert rendering.render({}, NOW) == "fine"
+    rendering.close()
+    started.clear()
+    num_good = 9  # it never starts
+    with pytest.raises(RenderProcessError, match="does not start"):
+        rendering.render({}, NOW)
+    assert len(started) == 3
+
+
 def test_ending_frees_all_and_what_is_rendered_next_starts_anew() -> None:
     rendering = Renderer("fine", "here")
     rendering.end()
