@@ -298,5 +298,5 @@ def test_a_number_that_no_scale_of_four_bits_has_room_for_is_refused(backend: st
     x_TI[0, 5] = 1
     assert make_kernels(backend).linear(x_TI, packed).isfinite().all()
     weight_OI[3, 5] *= 1.1
-    with pytest.raises(ModelFileError, match=r"number 403101: --quantization int4 takes up to 366822"):
+    with pytest.raises(ModelFileError, match="403101: --quantization int4 takes up to 366822"):
         packer.linear([weight_OI])
