@@ -13,7 +13,7 @@ from tests.protocol_files.lines import Body
 SCHEMA = '{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}'
 STRUCTURE: Body = {"begin": "<f>", "schema": '{"type":"integer"}', "end": "</f>"}
 TAG: Body = {"structures": [STRUCTURE], "triggers": ["<f"]}
-MAX_BYTES = 2**16
+MAX_BYTES = 136 * 2**10
 VALID: dict[str, Body] = {
     "json": {"json": SCHEMA},
     "json-of-anything": {"json": "true"},
