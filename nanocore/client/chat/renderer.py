@@ -182,9 +182,7 @@ class Renderer:
             self._send(self._template, deadline)
         except (OSError, EOFError) as error:
             ours.close()
-            was_killed = isinstance(error, EOFError | ConnectionError) and (
-                process.poll() == -signal.SIGKILL
-            )
+            was_killed = not isinstance(error, TimeoutError) and self._status() == -signal.SIGKILL
             process.kill()
             assert process.stderr is not None
             words = process.stderr.read().decode("utf-8", "replace").strip()
@@ -228,13 +226,17 @@ class Renderer:
             length -= len(content)
         return b"".join(pieces)
 
-    def _death(self) -> Exception:
-        """Why the process is gone."""
+    def _status(self) -> int | None:
+        """How the process ended, seen up to a second after its socket closes; None: it runs."""
         assert self._process is not None
         try:
-            status = self._process.wait(timeout=1.0)
+            return self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            status = None
+            return None
+
+    def _death(self) -> Exception:
+        """Why the process is gone."""
+        status = self._status()
         if status == -signal.SIGPROF:
             return self._failure(f"it takes more than {MAX_CPU_S:g} s of CPU time, the limit")
         failure = self._failure(

@@ -113,6 +113,8 @@ Entries = dict[str, Entry]
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 POSITIONS: Final = "model.embed_positions.weight"
+_BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+"""Integers of so many bytes."""
 
 
 def is_finite(values: Tensor) -> bool:
@@ -130,9 +132,6 @@ def are_within(values: Tensor, limit: float) -> bool:
     bits = values.view(_BITS[size]).numpy()
     return bool(bits.max() <= last and bits.view(f"u{size}").max() <= last + (1 << 8 * size - 1))
 
-
-_BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Integers of so many bytes."""
 
 TensorNames = Callable[[str], str | None]
 """From a checkpoint's name of a tensor to that in `Entries`; None if it is not to be read."""
