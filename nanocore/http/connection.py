@@ -203,7 +203,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.pipeline:
             self.flow.resume_reading()  # or the end of the connection would not be seen
             if len(self.pipeline) > MAX_PIPELINED:
-                self._fail(400, f"more than {MAX_PIPELINED} requests wait on this connection")
+                self._fail(400, f"more than {MAX_PIPELINED} requests wait: read responses first")
 
     def on_chunk_header(self) -> None:
         self._has_advanced = True

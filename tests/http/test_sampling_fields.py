@@ -76,3 +76,9 @@ def test_a_key_of_logit_bias_is_decimal_digits(key: str) -> None:
     with pytest.raises(HttpError, match="logit_bias has the key") as refused:
         read(logit_bias={key: 1.0})
     assert refused.value.param == "logit_bias"
+
+
+def test_two_keys_of_logit_bias_for_one_token_are_refused() -> None:
+    with pytest.raises(HttpError, match="two keys for one token id") as refused:
+        read(logit_bias={"5": 1.0, "05": 2.0})
+    assert refused.value.param == "logit_bias"

@@ -126,20 +126,25 @@ def test_a_strict_response_format_that_the_grammar_lacks_is_refused(demo_endpoin
 
 
 @pytest.mark.parametrize(
-    "limits",
+    ("limits", "names"),
     [
-        {"structured_outputs": {"choice": ["ab"]}, "min_tokens": 20},
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}},
-         "min_tokens": 20},
-        {"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [5]},
+        ({"structured_outputs": {"choice": ["ab"]}, "min_tokens": 20},
+         "structured_outputs, min_tokens"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}},
+          "min_tokens": 20},
+         "response_format.json_schema.schema, min_tokens"),
+        ({"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [5]},
+         "structured_outputs, allowed_token_ids"),
     ],
 )  # fmt: skip
 def test_a_request_whose_own_limits_leave_no_token_is_a_bad_one(
-    demo_endpoint: str, limits: dict[str, Any]
+    demo_endpoint: str, limits: dict[str, Any], names: str
 ) -> None:
     answer = ask(demo_endpoint, **limits)
     assert answer.status_code == 400, answer.text
-    assert "no token is left to choose" in answer.json()["error"]["message"]
+    message = answer.json()["error"]["message"]
+    assert "no token is left to choose" in message
+    assert f": {names} of this request" in message
 
 
 def many(number: int, **schema: Any) -> list[dict[str, Any]]:

@@ -163,6 +163,8 @@ class OpenAITarget:
             raise
 
     def _lost(self, error: Exception) -> NanocoreError:
+        if isinstance(error, aiohttp.TooManyRedirects):
+            return ConfigError(f"{self._url} redirects without end: give another URL")
         reason = str(error) or f"no answer within {CONNECT_TIMEOUT_S:g} s"
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             cause = getattr(error.certificate_error, "verify_message", "") or reason

@@ -158,7 +158,12 @@ class AnswerStream:
         self._has_started = True
         self._samples = [
             _SampleEvents(
-                sample, self._new_parser(sample.index), self._tokenizer, stream, self._reasoning_end
+                sample,
+                self._new_parser(sample.index),
+                self._tokenizer,
+                stream,
+                self._reasoning_end,
+                self.form_names,
             )
             for sample in stream.samples
         ]
@@ -184,8 +189,10 @@ class _SampleEvents:
         tokenizer: Tokenizer,
         stream: RequestStream,
         reasoning_end: int | None,
+        form_names: FormNames,
     ) -> None:
         self._reasoning_end = reasoning_end
+        self._form_names = form_names
         self._sample = sample
         self._parser = parser
         self._tokenizer = tokenizer
@@ -258,7 +265,7 @@ class _SampleEvents:
             "tool_calls" if reason == "stop" and self._has_called and not is_cut else reason,
             usage,
             sample.stop_reason,
-            sample.message,
+            self._form_names.named(sample.message) if sample.message is not None else None,
             sample.index,
             sample.is_invalid,
         )

@@ -38,7 +38,7 @@ class FormNames(NamedTuple):
 
     def rename(self, error: NanocoreError) -> None:
         """Let an error of the form speak of what the caller wrote."""
-        text = self._named(str(error))
+        text = self.named(str(error))
         if text != str(error):
             error.args = (text,)
             if isinstance(error, InvalidRequestError):
@@ -46,10 +46,11 @@ class FormNames(NamedTuple):
 
     def not_held(self, pointers: Sequence[str]) -> list[str]:
         """Names of what is not held. pointers: of keywords in the schema that was sent."""
-        places = [self._named(f"structured_outputs.json at '{pointer}") for pointer in pointers]
+        places = [self.named(f"structured_outputs.json at '{pointer}") for pointer in pointers]
         return [*self.left_out, *(place.replace(" at '", "", 1) for place in places)]
 
-    def _named(self, text: str) -> str:
+    def named(self, text: str) -> str:
+        """The text, with the caller's names in place of the engine's."""
         if self.parts:
             text = _PART.sub(lambda found: f"{self.parts[int(found[1])]} at '", text)
         return _WHOLE.sub(self.whole, text) if self.whole else text

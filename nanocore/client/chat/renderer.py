@@ -239,10 +239,16 @@ class Renderer:
         status = self._status()
         if status == -signal.SIGPROF:
             return self._failure(f"it takes more than {MAX_CPU_S:g} s of CPU time, the limit")
-        failure = self._failure(
+        if status == -signal.SIGKILL:
+            return _ProcessKilledError(
+                RenderProcessError(
+                    f"the process that renders the chat template of {self._source} was killed "
+                    "(SIGKILL): is the machine out of memory?"
+                )
+            )
+        return self._failure(
             f"its process ended (status {status}): does it pass a limit of memory or depth?"
         )
-        return _ProcessKilledError(failure) if status == -signal.SIGKILL else failure
 
     def _failure(self, reason: str) -> InvalidRequestError:
         return InvalidRequestError(f"the chat template of {self._source} failed: {shorten(reason)}")

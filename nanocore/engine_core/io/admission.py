@@ -180,9 +180,10 @@ class Admission:
         if sampling.pooling is not None:
             asked = f"pooling is {sampling.pooling!r}"
         if num_prompt + (max_tokens or 1) > longest(max_model_len, max_tokens):
+            shorter = "" if sampling.pooling is not None else "lower max_tokens, "
             raise ContextLengthError(
                 f"the prompt has {num_prompt} tokens and {asked}, together "
-                f"more than max_model_len={max_model_len}: shorten the prompt, lower max_tokens, "
+                f"more than max_model_len={max_model_len}: shorten the prompt, {shorter}"
                 "or start the engine with a larger --max-model-len"
             )
         total = max_model_len if max_tokens is None else num_prompt + max_tokens

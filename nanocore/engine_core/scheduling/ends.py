@@ -117,15 +117,16 @@ def _end(
 
 def _end_without_token(request: Request, number: int) -> Event:
     """The end of a request that gets no output token of this number, from 1."""
-    message = (
-        f"the logits of output token {number} are not finite (NaN or infinity): the model's "
-        "weights or the KV cache are damaged, or its dtype overflows; try --dtype float32"
-    )
     masks = [name for name in MASKS if getattr(request.sampling, name)]
     if masks:
         message = (
             f"no token is left to choose for output token {number}: {', '.join(masks)} of this "
-            f"request forbid all, so relax them; if they do not, {message}"
+            "request forbid all, so relax them; or the model's logits are not finite (NaN)"
+        )
+    else:
+        message = (
+            f"the logits of output token {number} are not finite (NaN or infinity): the model's "
+            "weights or the KV cache are damaged, or its dtype overflows; try --dtype float32"
         )
     return Event(
         handle=request.handle,

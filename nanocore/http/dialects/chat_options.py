@@ -52,7 +52,8 @@ def read_allowed_tools(choice: Mapping[str, Any], known: Collection[str]) -> tup
     )
     if not isinstance(tools, list) or mode not in ("auto", "required"):
         raise bad_request(
-            "tool_choice of type allowed_tools has tools, a list, and mode, auto or required",
+            "tool_choice of type allowed_tools has tools, a list, and mode, auto or required, not "
+            f"{quoted(choice)}",
             "tool_choice",
         )
     place = "tool_choice.allowed_tools.tools" if told is not choice else "tool_choice.tools"

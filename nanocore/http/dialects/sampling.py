@@ -101,7 +101,10 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
                 "decimal digits",
                 "logit_bias",
             )
-    return {int(token_id): bias for token_id, bias in given.items()}
+    biases = {int(token_id): bias for token_id, bias in given.items()}
+    if len(biases) < len(given):
+        raise bad_request("logit_bias has two keys for one token id", "logit_bias")
+    return biases
 
 
 def _structured_outputs(given: dict[str, Any]) -> StructuredOutputsParams:

@@ -349,6 +349,17 @@ def test_what_is_wrong_with_tls_is_said(speaks_tls: bool, words: str, tmp_path: 
         thread.join()
 
 
+def test_a_server_that_redirects_without_end_is_named() -> None:
+    async def run() -> None:
+        async with opened(server, model="fake") as target:
+            server.location = f"{server.url}/v1/models"
+            with pytest.raises(ConfigError, match="redirects without end"):
+                await target.models()
+
+    with serving(answering()) as server:
+        asyncio.run(run())
+
+
 def test_a_redirect_to_another_host_is_refused_with_both_names_and_without_the_key() -> None:
     async def run() -> tuple[str, str]:
         async with opened(server, model="fake", api_key="secret-key") as target:

@@ -200,7 +200,7 @@ def test_ending_stops_what_is_rendered_in_another_thread() -> None:
         while not rendering._lock.locked():
             pass
         rendering.end()
-        with pytest.raises(InvalidRequestError):
+        with pytest.raises(RenderProcessError):
             endless.result()
     assert _is_gone(pid)
     assert rendering.render({}, NOW) == ""
