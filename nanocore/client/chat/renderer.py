@@ -114,6 +114,10 @@ class Renderer:
                 if process is None or process.poll() is not None or _is_stopped(process.pid):
                     self.close()
                     self._start()
+                # `end` sets this before it looks for the process: it kills the new one, or this
+                # sees that it came before there was one.
+                if self._is_ending:
+                    raise RenderProcessError("the process that renders chat templates was ended")
                 return self._exchange(request)
             except _ProcessKilledError as killed:
                 self.close()

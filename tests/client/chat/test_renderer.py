@@ -206,6 +206,23 @@ def test_ending_stops_what_is_rendered_in_another_thread() -> None:
     assert rendering.render({}, NOW) == ""
 
 
+def test_ending_before_a_new_process_runs_stops_what_it_would_render(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rendering = Renderer("text", "here")
+    start = rendering._start
+
+    def end_and_start() -> None:
+        rendering.end()
+        start()
+
+    monkeypatch.setattr(rendering, "_start", end_and_start)
+    with pytest.raises(RenderProcessError, match="was ended"):
+        rendering.render({}, NOW)
+    monkeypatch.undo()
+    assert rendering.render({}, NOW) == "text"
+
+
 def test_a_users_module_of_a_standard_name_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
