@@ -28,22 +28,22 @@ help:
 	@echo "make lint   style and types alone"
 	@echo "make docs   the documents as a site, in site/"
 	@echo "make bench  our engine alone on the workloads W1-W5, to benchmarks/results/"
-	@echo "make wheel  what would be published, to dist/: wheels and source distributions of nanocore and its demo model"
+	@echo "make wheel  what would be published, to dist/: wheels and source distributions of nanocore, its demo model and its conformance kit"
 	@echo "make clean  remove the environment and caches"
 
 # The kernels are compiled with each installation, so tests do with one: it has all that engines need.
-SOURCES := pyproject.toml demo_model/pyproject.toml setup.py constraints-cpu.txt $(wildcard nanocore/kernels/cpu/*.h nanocore/kernels/cpu/*.cpp) nanocore/kernels/cpu/build.py
+SOURCES := pyproject.toml demo_model/pyproject.toml conformance/pyproject.toml setup.py constraints-cpu.txt $(wildcard nanocore/kernels/cpu/*.h nanocore/kernels/cpu/*.cpp) nanocore/kernels/cpu/build.py
 
 $(VENV)/.engine: $(SOURCES)
-	@echo "setting up $(VENV) with nanocore[engine,server,chat,top]: $(SIZES)"
+	@echo "setting up $(VENV) with nanocore-engine[engine,server,chat,top]: $(SIZES)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e ".[engine,server,chat,top]" -e ./demo_model
+	@$(PIP) -e ".[engine,server,chat,top]" -e ./demo_model -e ./conformance
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES)
-	@echo "setting up $(VENV) with nanocore[engine,server,dev]: $(SIZES)"
+	@echo "setting up $(VENV) with nanocore-engine[engine,server,dev]: $(SIZES)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e ".[engine,server,dev]" -e ./demo_model
+	@$(PIP) -e ".[engine,server,dev]" -e ./demo_model -e ./conformance
 	@touch $(VENV)/.engine $@
 
 demo: $(VENV)/.engine
@@ -89,4 +89,4 @@ wheel: $(BUILD)/.made
 	@$(BUILD)/bin/python -m tools.build_packages $(WHEEL_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(BUILD) build dist site *.egg-info demo_model/build demo_model/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BUILD) build dist site *.egg-info */build */*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

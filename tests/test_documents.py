@@ -160,7 +160,7 @@ def test_the_bytes_of_an_example_read_off_the_page_are_its_message(name: str) ->
 
 
 def test_the_schema_is_up_to_date() -> None:
-    schema = (ROOT / "nanocore" / "conformance" / "schema.json").read_text("utf-8")
+    schema = (ROOT / "conformance" / "nanocore_conformance" / "schema.json").read_text("utf-8")
     assert schema == make_schema(PROTOCOL), "run python -m tests.protocol_files"
 
 

@@ -64,7 +64,7 @@ def test_what_is_not_published_would_be_noticed() -> None:
     for text, bad in {
         "pip install nanocore": ["nanocore"],
         "pip install 'nanocore[engine,server]'": ["nanocore[engine,server]"],
-        "uv pip install -U nanocore-demo-model==0.1.0": ["nanocore-demo-model==0.1.0"],
+        "uv pip install -U nanocore-engine-demo==0.1.0": ["nanocore-engine-demo==0.1.0"],
         "npm install nanocore-client, and": ["nanocore-client"],
         "npm i nanocore-client@^0.1": ["nanocore-client@^0.1"],
         "cargo add nanocore-client": ["nanocore-client"],

@@ -24,7 +24,6 @@ ALLOWED: dict[str, set[str]] = {
     "bench": {"client", "protocol", "system"},
     "tracing": set(),
     "cli": {"bench", "client", "http", "protocol", "system", "tracing"},
-    "conformance": {"protocol", "system"},
     "worker": {"kernels", "protocol", "system"},
     "engine_core": {"protocol", "kv_cache", "worker", "system"},
 }
@@ -177,8 +176,8 @@ def test_llguidance_is_imported_in_one_room() -> None:
         ("nanocore.cli.chat.command", "prompt_toolkit rich aiohttp torch numpy"),
         ("nanocore.cli.trace,nanocore.cli.explain",
          "torch triton flash_attn transformers numpy tokenizers zmq uvicorn"),
-        ("nanocore.conformance.vectors", "torch triton flash_attn transformers numpy zmq"),
-        ("nanocore.conformance.cli", "torch triton flash_attn transformers numpy tokenizers"),
+        ("nanocore_conformance.vectors", "torch triton flash_attn transformers numpy zmq"),
+        ("nanocore_conformance.cli", "torch triton flash_attn transformers numpy tokenizers"),
         ("nanocore.protocol.messages,nanocore.protocol.codec,nanocore.protocol.sockets,"
          "nanocore.worker.plan", "torch triton flash_attn transformers numpy"),
         ("nanocore.kv_cache", "torch triton flash_attn transformers numpy zmq"),

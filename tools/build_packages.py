@@ -1,10 +1,11 @@
 """Build what would be published: python -m tools.build_packages [--out dist].
 
-A source distribution and a wheel of nanocore and of its demo model. Each wheel is built from the
-unpacked source distribution, in a folder and an environment of its own, so it has nothing of a
-working tree that no source names. nanocore's has the four kernel libraries in it, and its platform
-is what auditwheel finds that these need. The last commit's time is that of all files, so that one
-compiler makes the same bytes of a commit, whenever it does. What no commit has is refused.
+A source distribution and a wheel of nanocore, its demo model and its conformance kit. Each wheel is
+built from the unpacked source distribution, in a folder and an environment of its own, so it has
+nothing of a working tree that no source names. nanocore's has the four kernel libraries in it, and
+its platform is what auditwheel finds that these need. The last commit's time is that of all files,
+so that one compiler makes the same bytes of a commit, whenever it does. What no commit has is
+refused.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKED: Final = (
-    "nanocore", "demo_model", "pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE",
+    "nanocore", "demo_model", "conformance", "pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE",
     "docs/index-page.md",
 )  # fmt: skip
+OTHERS: Final = ("demo_model", "conformance")
 
 
 def run(*command: str | Path, environment: dict[str, str]) -> None:
@@ -97,11 +99,14 @@ def build_packages(out: Path) -> list[Path]:
     """Build all, and move them to `out` when all are there; returns what is there."""
     environment = build_environment()
     with tempfile.TemporaryDirectory(prefix="nanocore-packages-") as name:
-        ours, repaired, demo = (Path(name) / part for part in ("ours", "repaired", "demo"))
-        for folder in (ours, repaired, demo):
+        folders = [Path(name) / part for part in ("ours", "repaired", *OTHERS)]
+        for folder in folders:
             folder.mkdir()
+        ours, repaired, *others = folders
         source, wheel = build(ROOT, ours, environment)
-        made = [source, *build(ROOT / "demo_model", demo, environment)]
+        made = [source]
+        for project, folder in zip(OTHERS, others, strict=True):
+            made += build(ROOT / project, folder, environment)
         made.append(for_its_platform(wheel, repaired, environment))
         out.mkdir(parents=True, exist_ok=True)
         return [Path(shutil.move(path, out / path.name)) for path in made]

@@ -22,7 +22,7 @@ from tests.conformance.fake_grammar import EOS_ID, PIECES
 from tests.end_to_end.engine_process import engine
 
 ROOT = Path(__file__).parents[2]
-VECTORS = ROOT / "nanocore" / "conformance" / "vectors.jsonl"
+VECTORS = ROOT / "conformance" / "nanocore_conformance" / "vectors.jsonl"
 QUESTION = "What is 123 + 456?"
 MAX_TOKENS = 32
 MANY_TOKENS = 1500
@@ -157,7 +157,7 @@ def assert_conforms(*command: str) -> None:
         [
             sys.executable,
             "-m",
-            "nanocore.conformance",
+            "nanocore_conformance",
             "--client",
             "--patience-s",
             "30",

@@ -24,7 +24,7 @@ from nanocore.protocol.messages import (
     Refused,
     Welcome,
 )
-from nanocore.protocol.sockets import PeerSocket
+from nanocore_conformance.peer_socket import PeerSocket
 
 
 class StreamClient:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.conformance.cli import main
-from nanocore.conformance.client_scenarios import CLIENT_SCENARIOS
-from nanocore.conformance.engine_rules import ENGINE_RULES
+from nanocore_conformance.cli import main
+from nanocore_conformance.client_scenarios import CLIENT_SCENARIOS
+from nanocore_conformance.engine_rules import ENGINE_RULES
 from tests.conformance import stream_client
 from tests.conformance.fake_engine import fake_engine
 from tests.protocol.keys import free_port, make_key_folders
@@ -142,6 +142,6 @@ def test_what_cannot_work_is_said(
 
 
 def test_it_is_a_module_and_its_help_shows_the_command_of_a_client() -> None:
-    command = [sys.executable, "-m", "nanocore.conformance", "--help"]
+    command = [sys.executable, "-m", "nanocore_conformance", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "node stream.js {endpoint} {prompt} {max_tokens}" in result.stdout

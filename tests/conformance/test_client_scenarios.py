@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.conformance.client_scenarios import CLIENT_SCENARIOS
-from nanocore.conformance.client_under_test import ClientUnderTest
 from nanocore.protocol.sockets import EngineSocket
+from nanocore_conformance.client_scenarios import CLIENT_SCENARIOS
+from nanocore_conformance.client_under_test import ClientUnderTest
 from tests.conformance import stream_client
 
 PATIENCE_S = 60.0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.conformance.engine_rules import ENGINE_RULES
-from nanocore.conformance.engine_under_test import EngineUnderTest
-from nanocore.protocol.sockets import PeerSocket
+from nanocore_conformance.engine_rules import ENGINE_RULES
+from nanocore_conformance.engine_under_test import EngineUnderTest
+from nanocore_conformance.peer_socket import PeerSocket
 from tests.conformance.fake_engine import fake_engine
 from tests.end_to_end.forked import engine
 
@@ -17,9 +17,9 @@ PATIENCE_S = 60.0
 SHORT_PATIENCE_S = 3.0
 """For engines that owe an answer: it is never given, however long one waits."""
 SINCE_1_5 = {
-    f"nanocore.conformance.engine_{name}" for name in ("samples", "logprobs", "parameters")
+    f"nanocore_conformance.engine_{name}" for name in ("samples", "logprobs", "parameters")
 }
-STRUCTURED = "nanocore.conformance.engine_structured"
+STRUCTURED = "nanocore_conformance.engine_structured"
 EMBEDDINGS = "embeddings-are-of-the-prompts-tokens"
 RESUMED = "resumed-requests-go-on-as-they-would-have"
 METRICS, STEPS = "metrics-say-what-they-are", "steps-tell-what-was-computed"
@@ -29,12 +29,12 @@ USUAL = [rule.name for rule in ENGINE_RULES.all if not rule.slow and not rule.fl
 SINCE_1_9 = {
     rule.name
     for rule in ENGINE_RULES.all
-    if rule.body.__module__ == "nanocore.conformance.engine_resumed" and not rule.flag
+    if rule.body.__module__ == "nanocore_conformance.engine_resumed" and not rule.flag
 }
 WATCHED = {
     rule.name
     for rule in ENGINE_RULES.all
-    if rule.body.__module__ == "nanocore.conformance.engine_watched"
+    if rule.body.__module__ == "nanocore_conformance.engine_watched"
 }
 """Of 1.10 and 1.11."""
 

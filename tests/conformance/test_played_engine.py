@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from nanocore.conformance.played_engine import PlayedEngine
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Hello
 from nanocore.protocol.sockets import EngineSocket
+from nanocore_conformance.played_engine import PlayedEngine
 
 
 class SocketReadByWaiting(EngineSocket):

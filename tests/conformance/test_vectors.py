@@ -9,7 +9,6 @@ import jsonschema
 import msgspec
 import pytest
 
-from nanocore.conformance.vectors import Vector, load_vectors
 from nanocore.protocol.codec import (
     InvalidSubmitError,
     MessageDecoder,
@@ -30,6 +29,7 @@ from nanocore.protocol.messages import (
     Submit,
     TokenLogprobs,
 )
+from nanocore_conformance.vectors import Vector, load_vectors
 from tests.protocol_files.__main__ import SCHEMA
 from tests.protocol_files.make_vectors import VECTORS, text
 

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from nanocore.conformance.peer import Peer
 from nanocore.protocol.messages import Bye, Error, Op, Pong
-from nanocore.protocol.sockets import PeerSocket
+from nanocore_conformance.peer import Peer
+from nanocore_conformance.peer_socket import PeerSocket
 from tests.end_to_end import forked, hanging_engine
 
 PATIENCE_S = 60.0

@@ -25,7 +25,7 @@ from nanocore.protocol.messages import (
     Welcome,
 )
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.sockets import PeerSocket
+from nanocore_conformance.peer_socket import PeerSocket
 from tests.hostile import attack
 from tests.protocol.zmtp_peer import ZmtpPeer
 

@@ -12,7 +12,7 @@ import msgspec
 
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Op, Reply
-from nanocore.protocol.sockets import PeerSocket
+from nanocore_conformance.peer_socket import PeerSocket
 from tests.hostile.messages import frames, hello
 
 TIMEOUT_S: Final = 60.0

@@ -19,7 +19,7 @@ import msgspec
 
 from nanocore.client import AsyncEngineClient, SamplingParams
 from nanocore.protocol.messages import Op
-from nanocore.protocol.sockets import PeerSocket
+from nanocore_conformance.peer_socket import PeerSocket
 from tests.hostile.messages import BYSTANDER_IDS, draw, frames, hello, submit
 
 BYSTANDER_TOKENS: Final = 32

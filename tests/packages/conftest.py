@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from nanocore import __version__
 from tools.build_packages import build_packages
 
 
 @dataclass(frozen=True)
 class Packages:
-    """Source distributions and wheels of nanocore and of its demo model."""
+    """Source distributions and wheels of nanocore, its demo model and its conformance kit."""
 
     source: Path
     wheel: Path
     demo_source: Path
     demo_wheel: Path
+    kit_source: Path
+    kit_wheel: Path
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +35,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.exists():
             build_packages(out)
-    (source,), (demo_source,) = out.glob("nanocore-*.tar.gz"), out.glob("*demo_model*.tar.gz")
-    (wheel,), (demo_wheel,) = out.glob("nanocore-*.whl"), out.glob("*demo_model*.whl")
-    return Packages(source, wheel, demo_source, demo_wheel)
+    made = [
+        next(out.glob(f"{name}-{__version__}{suffix}"))
+        for name in ("nanocore_engine", "nanocore_engine_demo", "nanocore_conformance")
+        for suffix in (".tar.gz", "-*.whl")
+    ]
+    return Packages(*made)

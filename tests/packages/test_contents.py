@@ -46,7 +46,7 @@ def metadata(wheel: Path) -> Message:
 
 def test_one_wheel_serves_every_python_wherever_torch_runs(packages: Packages) -> None:
     name, version, _, tags = parse_wheel_filename(packages.wheel.name)
-    assert (name, str(version)) == ("nanocore", nanocore.__version__)
+    assert (name, str(version)) == ("nanocore-engine", nanocore.__version__)
     assert {(tag.interpreter, tag.abi) for tag in tags} == {("py3", "none")}
     for tag in tags:
         found = re.fullmatch(r"manylinux_(\d+)_(\d+)_\w+", tag.platform)
@@ -57,9 +57,7 @@ def test_one_wheel_serves_every_python_wherever_torch_runs(packages: Packages) -
 def test_the_wheel_has_all_libraries_and_modules_and_nothing_else(packages: Packages) -> None:
     names = {name for name in contents(packages.wheel) if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nanocore").rglob("*.py")}
-    data = {f"nanocore/{name}" for name in (
-        "py.typed", "conformance/vectors.jsonl", "conformance/schema.json",
-    )}  # fmt: skip
+    data = {"nanocore/py.typed"}
     page = (ROOT / "nanocore" / "http" / "page").iterdir()
     data |= {path.relative_to(ROOT).as_posix() for path in page if path.is_file()}
     assert names == modules | data | LIBRARIES
@@ -88,13 +86,22 @@ def test_the_demo_models_wheel_has_the_model_and_no_code(packages: Packages) -> 
     assert wheel["nanocore_demo_model/model.safetensors"] == weights
 
 
+def test_the_conformance_kit_has_its_modules_schema_and_vectors(packages: Packages) -> None:
+    folder = ROOT / "conformance" / "nanocore_conformance"
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    assert {"schema.json", "vectors.jsonl", "cli.py"} <= files
+    assert {name for name in contents(packages.kit_wheel) if ".dist-info/" not in name} == {
+        f"nanocore_conformance/{name}" for name in files
+    }
+
+
 def test_the_license_goes_with_everything(packages: Packages) -> None:
     license_text = (ROOT / "LICENSE").read_bytes()
-    for wheel in (packages.wheel, packages.demo_wheel):
+    for wheel in (packages.wheel, packages.demo_wheel, packages.kit_wheel):
         (found,) = (data for name, data in contents(wheel).items() if name.endswith("/LICENSE"))
         assert found == license_text
         assert metadata(wheel)["License-Expression"] == "Apache-2.0"
-    for source in (packages.source, packages.demo_source):
+    for source in (packages.source, packages.demo_source, packages.kit_source):
         assert "LICENSE" in names_in_source(source)
 
 
@@ -106,12 +113,11 @@ def test_a_source_distribution_has_what_compiles_the_kernels_and_no_tests(
     sources = [path for path in folder.iterdir() if path.suffix in (".h", ".cpp")]
     kernels = {path.relative_to(ROOT).as_posix() for path in sources}
     assert kernels | {"setup.py", "pyproject.toml"} <= names
-    assert not {
-        name for name in names if name.endswith(".so") or name.startswith(("tests", "demo"))
-    }
+    others = ("tests", "demo", "conformance")
+    assert not {name for name in names if name.endswith(".so") or name.startswith(others)}
 
 
-@pytest.mark.parametrize("which", ["wheel", "demo_wheel"])
+@pytest.mark.parametrize("which", ["wheel", "demo_wheel", "kit_wheel"])
 def test_the_long_description_is_fit_for_an_index_page(packages: Packages, which: str) -> None:
     """It has no links into the repository, which would lead nowhere."""
     told = metadata(getattr(packages, which))

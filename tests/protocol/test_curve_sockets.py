@@ -17,8 +17,9 @@ from zmq.auth.base import Authenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from nanocore.protocol.errors import AddressInUseError, ConfigError
-from nanocore.protocol.sockets import EngineSocket, PeerSocket, SendResult
+from nanocore.protocol.sockets import EngineSocket, SendResult
 from nanocore.protocol.sockets.curve_router import CurveRouter
+from nanocore_conformance.peer_socket import PeerSocket
 from tests.port_scanner import PROBES, scan
 from tests.protocol.keys import KeyFolders, free_port, make_key_folders
 

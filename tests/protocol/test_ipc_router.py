@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from nanocore.protocol.errors import AddressInUseError, ConfigError
-from nanocore.protocol.sockets import MAX_FRAME_BYTES, IpcRouter, PeerSocket, SendResult
+from nanocore.protocol.sockets import MAX_FRAME_BYTES, IpcRouter, SendResult
 from nanocore.protocol.sockets import ipc_router as module
 from nanocore.protocol.sockets.options import MAX_FRAMES, PEER_HIGH_WATER_MARK
 from nanocore.protocol.sockets.zmtp import (
@@ -27,6 +27,7 @@ from nanocore.protocol.sockets.zmtp import (
     command_frame,
     pack_message,
 )
+from nanocore_conformance.peer_socket import PeerSocket
 from tests.protocol.zmtp_peer import DEALER, PATIENCE_S, ZmtpPeer
 
 T = TypeVar("T")

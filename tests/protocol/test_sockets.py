@@ -11,13 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.protocol.sockets import (
-    MAX_FRAME_BYTES,
-    ClientSocket,
-    EngineSocket,
-    PeerSocket,
-    SendResult,
-)
+from nanocore.protocol.sockets import MAX_FRAME_BYTES, ClientSocket, EngineSocket, SendResult
+from nanocore_conformance.peer_socket import PeerSocket
 
 PATIENCE_MS = 10_000
 

@@ -19,7 +19,8 @@ SWEEP_S = guard.SWEEP_INTERVAL_S
 SLOW_READER = """
 import sys
 from pathlib import Path
-from nanocore.protocol.sockets import ClientKeys, PeerSocket
+from nanocore.protocol.sockets import ClientKeys
+from nanocore_conformance.peer_socket import PeerSocket
 peer = PeerSocket(sys.argv[1], ClientKeys.load(Path(sys.argv[2])))
 peer.send([b"hello"])
 peer.receive(60)

@@ -16,7 +16,7 @@ from tests.protocol_files.schema import make_schema
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "PROTOCOL.md"
 CLIENT_DOCUMENT = ROOT / "docs" / "client.md"
-SCHEMA = ROOT / "nanocore" / "conformance" / "schema.json"
+SCHEMA = ROOT / "conformance" / "nanocore_conformance" / "schema.json"
 
 
 def main() -> None:

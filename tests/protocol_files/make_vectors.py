@@ -1,7 +1,7 @@
-"""The text of nanocore/conformance/vectors.jsonl: messages, and what they are answered.
+"""The text of conformance/nanocore_conformance/vectors.jsonl: messages, and what they are answered.
 
 `python -m tests.protocol_files` writes it; a test compares. The format is described in
-nanocore/conformance/vectors.py.
+conformance/nanocore_conformance/vectors.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.protocol_files.malformed_shapes import shape_lines
 from tests.protocol_files.valid_client import valid_client_lines
 from tests.protocol_files.valid_engine import either_way, valid_engine_lines
 
-VECTORS = Path(__file__).parents[2] / "nanocore" / "conformance" / "vectors.jsonl"
+VECTORS = Path(__file__).parents[2] / "conformance" / "nanocore_conformance" / "vectors.jsonl"
 
 
 def vectors() -> list[Line]:

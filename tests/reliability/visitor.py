@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Message, Op, Reply
 from nanocore.protocol.metrics import Stats
-from nanocore.protocol.sockets import PeerSocket
+from nanocore_conformance.peer_socket import PeerSocket
 from tests.hostile.messages import frames, hello
 
 PATIENCE_S: Final = 60.0

@@ -63,7 +63,10 @@ def commands() -> dict[str, tuple[argparse.ArgumentParser, str]]:
 
 def _scripts() -> dict[str, str]:
     """Those beside `nanocore` itself, and their modules."""
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["scripts"]
+    scripts: dict[str, str] = {}
+    for project in (ROOT, ROOT / "conformance"):
+        settings = tomllib.loads((project / "pyproject.toml").read_text("utf-8"))
+        scripts |= settings["project"]["scripts"]
     return {name: at.partition(":")[0] for name, at in scripts.items() if name != "nanocore"}
 
 

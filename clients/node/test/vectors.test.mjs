@@ -4,7 +4,7 @@ import { test } from "node:test";
 import { Engine } from "nanocore-client";
 import { PlayedEngine } from "./played_engine.mjs";
 
-const path = new URL("../../../nanocore/conformance/vectors.jsonl", import.meta.url);
+const path = new URL("../../../conformance/nanocore_conformance/vectors.jsonl", import.meta.url);
 const vectors = readFileSync(path, "utf8")
   .trim()
   .split("\n")

@@ -16,7 +16,6 @@ from nanocore.protocol.sockets.curve import ClientKeys, EngineKeys, client_keys
 from nanocore.protocol.sockets.engine_socket import EngineSocket
 from nanocore.protocol.sockets.ipc_router import IpcRouter
 from nanocore.protocol.sockets.options import MAX_FRAME_BYTES, MAX_OBSERVERS, SendResult
-from nanocore.protocol.sockets.peer_socket import PeerSocket
 from nanocore.protocol.sockets.publisher_socket import PublisherSocket
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "EngineKeys",
     "EngineSocket",
     "IpcRouter",
-    "PeerSocket",
     "PublisherSocket",
     "SendResult",
     "client_keys",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import time
 
-from nanocore.conformance.engine_sessions import longest
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import Peer
-from nanocore.conformance.report import BrokenError, SkippedError, require
 from nanocore.protocol.messages import MAX_FILE_BYTES, ModelFile, Op, Pong, Reply
 from nanocore.protocol.metrics import Stats
+from nanocore_conformance.engine_sessions import longest
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import Peer
+from nanocore_conformance.report import BrokenError, SkippedError, require
 
 NUM_CALLS_UNDER_WAY = 8
 NOT_SERVED = (

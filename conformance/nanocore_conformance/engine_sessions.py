@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import re
 
-from nanocore.conformance.checked_streams import Stream
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import Peer, submit_body
-from nanocore.conformance.report import require
-from nanocore.conformance.vectors import load_vectors
 from nanocore.protocol.messages import (
     MAX_FILE_BYTES,
     PROTOCOL_VERSION,
@@ -18,6 +13,11 @@ from nanocore.protocol.messages import (
     Refused,
     Welcome,
 )
+from nanocore_conformance.checked_streams import Stream
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import Peer, submit_body
+from nanocore_conformance.report import require
+from nanocore_conformance.vectors import load_vectors
 
 LATEST_MINOR = PROTOCOL_VERSION[1]
 MORE_TOKENS = 32

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 
-from nanocore.conformance.checked_streams import Stream
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import Body, Peer
-from nanocore.conformance.report import SkippedError, require
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.messages import Op
+from nanocore_conformance.checked_streams import Stream
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import Body, Peer
+from nanocore_conformance.report import SkippedError, require
 
 CAPABILITY = "embeddings"
 PROMPT = [1, 2, 3, 1, 0]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanocore.conformance.engine_ends import UNIFORM
-from nanocore.conformance.engine_samples import session_of_1_5
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import PROMPT, Peer, submit_body
-from nanocore.conformance.report import SkippedError, require
 from nanocore.protocol.messages import Op
+from nanocore_conformance.engine_ends import UNIFORM
+from nanocore_conformance.engine_samples import session_of_1_5
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import PROMPT, Peer, submit_body
+from nanocore_conformance.report import SkippedError, require
 
 FEW = [1, 2, 3, 4, 6, 7, 8, 9]
 """Tokens of every vocabulary; what is allowed is these, so that all of them come up."""

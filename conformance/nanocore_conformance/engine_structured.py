@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from nanocore.conformance.checked_streams import Stream
-from nanocore.conformance.engine_control import read_file
-from nanocore.conformance.engine_ends import UNIFORM
-from nanocore.conformance.engine_sessions import longest
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import Body, Peer, submit_body
-from nanocore.conformance.report import BrokenError, SkippedError, require
 from nanocore.protocol.messages import Accepted, Error, Op, Output
+from nanocore_conformance.checked_streams import Stream
+from nanocore_conformance.engine_control import read_file
+from nanocore_conformance.engine_ends import UNIFORM
+from nanocore_conformance.engine_sessions import longest
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import Body, Peer, submit_body
+from nanocore_conformance.report import BrokenError, SkippedError, require
 
 CAPABILITY = "structured_outputs"
 MAX_TOKENS = 64

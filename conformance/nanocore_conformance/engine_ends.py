@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanocore.conformance.checked_streams import Stream
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import Peer
-from nanocore.conformance.report import SkippedError, require
+from nanocore_conformance.checked_streams import Stream
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import Peer
+from nanocore_conformance.report import SkippedError, require
 
 NUM_SEEDS, NUM_AT_ONCE = 64, 4
 NUM_TOKENS = 64

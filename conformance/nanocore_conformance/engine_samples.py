@@ -5,12 +5,12 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from nanocore.conformance.engine_requests import require_whole
-from nanocore.conformance.engine_sessions import longest, runs_on
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import Peer, submit_body
-from nanocore.conformance.report import BrokenError, SkippedError, require
 from nanocore.protocol.messages import Op
+from nanocore_conformance.engine_requests import require_whole
+from nanocore_conformance.engine_sessions import longest, runs_on
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import Peer, submit_body
+from nanocore_conformance.report import BrokenError, SkippedError, require
 
 NUM_SAMPLES, NUM_TOKENS = 3, 16
 UNIFORM = 1e300

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 
-from nanocore.conformance.engine_samples import session_of_1_5
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import Peer, submit_body
-from nanocore.conformance.report import BrokenError, require
 from nanocore.protocol.errors import shorten
 from nanocore.protocol.messages import MAX_PRIORITY, MIN_PRIORITY, Op
+from nanocore_conformance.engine_samples import session_of_1_5
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import Peer, submit_body
+from nanocore_conformance.report import BrokenError, require
 
 MAX_SEED = 2**53 - 1
 ACCEPTED: dict[str, tuple[object, ...]] = {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from nanocore.conformance.checked_streams import Stream
-from nanocore.conformance.engine_sessions import longest
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import PROMPT, Peer
-from nanocore.conformance.report import BrokenError, SkippedError, require
 from nanocore.protocol.messages import Op
 from nanocore.protocol.metrics import Metric
 from nanocore.protocol.steps import RecentSteps, RequestWay
+from nanocore_conformance.checked_streams import Stream
+from nanocore_conformance.engine_sessions import longest
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import PROMPT, Peer
+from nanocore_conformance.report import BrokenError, SkippedError, require
 
 NUM_TOKENS = 5
 MAX_STEPS, MAX_REQUESTS = 512, 256 + 64

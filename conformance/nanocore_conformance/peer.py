@@ -13,8 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from nanocore.conformance.checked_streams import CheckedStreams, Stream
-from nanocore.conformance.report import BrokenError, SkippedError, require
 from nanocore.protocol.codec import (
     InvalidSubmitError,
     client_decoder,
@@ -36,7 +34,9 @@ from nanocore.protocol.messages import (
     Submit,
     Welcome,
 )
-from nanocore.protocol.sockets import PeerSocket
+from nanocore_conformance.checked_streams import CheckedStreams, Stream
+from nanocore_conformance.peer_socket import PeerSocket
+from nanocore_conformance.report import BrokenError, SkippedError, require
 
 Expected = TypeVar("Expected", bound=Message)
 Body = dict[str, Any]

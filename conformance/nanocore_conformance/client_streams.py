@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from nanocore.conformance.client_under_test import CLIENT_SCENARIOS, ClientUnderTest
-from nanocore.conformance.played_engine import (
+from nanocore.protocol.messages import Op, Pong
+from nanocore_conformance.client_under_test import CLIENT_SCENARIOS, ClientUnderTest
+from nanocore_conformance.played_engine import (
     HANDLE,
     WELCOME,
     Body,
@@ -16,8 +17,7 @@ from nanocore.conformance.played_engine import (
     logprobs_body,
     output_body,
 )
-from nanocore.conformance.report import require
-from nanocore.protocol.messages import Op, Pong
+from nanocore_conformance.report import require
 
 TOKENS = [11, 0, 2**31 - 2, 13]
 FIRST: Body = {"handle": HANDLE, "num_cached_tokens": 0}

@@ -20,11 +20,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from nanocore.conformance.report import BrokenError, require
 from nanocore.protocol.codec import InvalidSubmitError, engine_decoder, pack_int32, unpack_int32
 from nanocore.protocol.errors import ConfigError, ProtocolError
 from nanocore.protocol.messages import Bye, Hello, Message, Op, Ping, Pong, Submit
 from nanocore.protocol.sockets import EngineSocket, SendResult
+from nanocore_conformance.report import BrokenError, require
 
 Expected = TypeVar("Expected", bound=Message)
 Body = dict[str, Any]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanocore.conformance.checked_streams import Stream
-from nanocore.conformance.engine_requests import require_whole
-from nanocore.conformance.engine_sessions import longest
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import PROMPT, Body, Peer, submit_body
-from nanocore.conformance.report import SkippedError, require
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.messages import Draining, Error, Op
+from nanocore_conformance.checked_streams import Stream
+from nanocore_conformance.engine_requests import require_whole
+from nanocore_conformance.engine_sessions import longest
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import PROMPT, Body, Peer, submit_body
+from nanocore_conformance.report import SkippedError, require
 
 SECTION = "Going on after the engine is gone"
 NUM_TOKENS = 12

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-from nanocore.conformance.checked_streams import Stream
-from nanocore.conformance.engine_sessions import longest, runs_on
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import PROMPT, Peer, submit_body
-from nanocore.conformance.report import BrokenError, SkippedError, require
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.messages import Op, Pong
+from nanocore_conformance.checked_streams import Stream
+from nanocore_conformance.engine_sessions import longest, runs_on
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import PROMPT, Peer, submit_body
+from nanocore_conformance.report import BrokenError, SkippedError, require
 
 NUM_INTERLEAVED = 32
 NUM_UNREAD_PINGS = 20_000

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanocore.conformance.checked_streams import Stream
-from nanocore.conformance.engine_samples import NUM_SAMPLES, UNIFORM, session_of_1_5
-from nanocore.conformance.engine_sessions import longest
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import PROMPT, Peer, submit_body
-from nanocore.conformance.report import SkippedError, require
 from nanocore.protocol.messages import Op
+from nanocore_conformance.checked_streams import Stream
+from nanocore_conformance.engine_samples import NUM_SAMPLES, UNIFORM, session_of_1_5
+from nanocore_conformance.engine_sessions import longest
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import PROMPT, Peer, submit_body
+from nanocore_conformance.report import SkippedError, require
 
 NUM_TOKENS = 8
 MANY = 2**31 - 1

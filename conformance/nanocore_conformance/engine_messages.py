@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from nanocore.conformance.engine_sessions import longest, runs_on
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import Peer
-from nanocore.conformance.report import BrokenError, require
-from nanocore.conformance.vectors import Vector, load_vectors
 from nanocore.protocol.messages import FROM_CLIENT, Op, Pong, Refused, Reply, Welcome
+from nanocore_conformance.engine_sessions import longest, runs_on
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import Peer
+from nanocore_conformance.report import BrokenError, require
+from nanocore_conformance.vectors import Vector, load_vectors
 
 PROBE_EVERY = 20
 """A whole request after so many messages: each would cost a slow model minutes."""

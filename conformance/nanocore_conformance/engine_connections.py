@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 
-from nanocore.conformance.engine_sessions import longest, runs_on
-from nanocore.conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
-from nanocore.conformance.peer import Peer, submit_body
-from nanocore.conformance.report import BrokenError, SkippedError, require
 from nanocore.protocol.messages import Error, Op, Refused, Welcome
+from nanocore_conformance.engine_sessions import longest, runs_on
+from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
+from nanocore_conformance.peer import Peer, submit_body
+from nanocore_conformance.report import BrokenError, SkippedError, require
 
 NUM_FRAMES = (3, 7, 1000)
 MAX_CLIENTS = 64

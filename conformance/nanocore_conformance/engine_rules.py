@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanocore.conformance import (  # noqa: F401 - they add their rules
+from nanocore_conformance import (  # noqa: F401 - they add their rules
     engine_connections,
     engine_control,
     engine_embeddings,
@@ -18,6 +18,6 @@ from nanocore.conformance import (  # noqa: F401 - they add their rules
     engine_structured,
     engine_watched,
 )
-from nanocore.conformance.engine_under_test import ENGINE_RULES
+from nanocore_conformance.engine_under_test import ENGINE_RULES
 
 __all__ = ["ENGINE_RULES"]

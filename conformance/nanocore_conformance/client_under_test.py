@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nanocore.conformance.played_engine import PROMPT, PlayedEngine
-from nanocore.conformance.report import Check, Checks, Result, run_check
 from nanocore.protocol.sockets import EngineSocket
+from nanocore_conformance.played_engine import PROMPT, PlayedEngine
+from nanocore_conformance.report import Check, Checks, Result, run_check
 
 SILENCE_S = 10.0
 """After so long a silence a client takes the engine for dead."""

@@ -10,11 +10,11 @@ import itertools
 import time
 from collections.abc import Callable
 
-from nanocore.conformance.peer import Peer
-from nanocore.conformance.report import BrokenError, Check, Checks, Result, run_check
 from nanocore.protocol.messages import Op
 from nanocore.protocol.metrics import Stats
-from nanocore.protocol.sockets import PeerSocket
+from nanocore_conformance.peer import Peer
+from nanocore_conformance.peer_socket import PeerSocket
+from nanocore_conformance.report import BrokenError, Check, Checks, Result, run_check
 
 IDLE_PATIENCES = 10
 """Time for an engine to finish what it was given, in units of the patience for an answer."""

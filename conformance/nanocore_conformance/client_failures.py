@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-from nanocore.conformance.client_streams import FIRST, TOKENS
-from nanocore.conformance.client_under_test import CLIENT_SCENARIOS, ClientUnderTest
-from nanocore.conformance.played_engine import WELCOME, Body, PlayedEngine, end
-from nanocore.conformance.report import BrokenError, require
-from nanocore.conformance.vectors import Vector, load_vectors
 from nanocore.protocol.messages import Op
+from nanocore_conformance.client_streams import FIRST, TOKENS
+from nanocore_conformance.client_under_test import CLIENT_SCENARIOS, ClientUnderTest
+from nanocore_conformance.played_engine import WELCOME, Body, PlayedEngine, end
+from nanocore_conformance.report import BrokenError, require
+from nanocore_conformance.vectors import Vector, load_vectors
 
 SAMPLE_EVERY = 20
 """Of malformed vectors; each starts the client's process."""

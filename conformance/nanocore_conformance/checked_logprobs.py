@@ -10,10 +10,10 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from nanocore.conformance.report import BrokenError, require
 from nanocore.protocol.codec import unpack_logprobs
 from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.messages import TokenLogprobs
+from nanocore_conformance.report import BrokenError, require
 
 TOLERANCE = 1e-2
 """Of sums of probabilities: engines compute in float32 or less."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from nanocore.conformance.checked_logprobs import TokenEntry, check_entry, entries_by_handle
-from nanocore.conformance.report import BrokenError, require
 from nanocore.protocol.codec import unpack_float32, unpack_int32, unpack_output
 from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.messages import Accepted, Event, Output, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore_conformance.checked_logprobs import TokenEntry, check_entry, entries_by_handle
+from nanocore_conformance.report import BrokenError, require
 
 NUM_SEEDS = 2**53
 

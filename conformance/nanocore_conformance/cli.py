@@ -14,14 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from nanocore.conformance.client_scenarios import CLIENT_SCENARIOS
-from nanocore.conformance.client_under_test import ClientUnderTest
-from nanocore.conformance.engine_rules import ENGINE_RULES
-from nanocore.conformance.engine_under_test import EngineUnderTest
-from nanocore.conformance.report import Check, Result, as_json, summary
 from nanocore.protocol.errors import ConfigError, StartError
-from nanocore.protocol.sockets import EngineSocket, PeerSocket, client_keys
+from nanocore.protocol.sockets import EngineSocket, client_keys
 from nanocore.system.endpoint_lock import EndpointLock
+from nanocore_conformance.client_scenarios import CLIENT_SCENARIOS
+from nanocore_conformance.client_under_test import ClientUnderTest
+from nanocore_conformance.engine_rules import ENGINE_RULES
+from nanocore_conformance.engine_under_test import EngineUnderTest
+from nanocore_conformance.peer_socket import PeerSocket
+from nanocore_conformance.report import Check, Result, as_json, summary
 
 Bench = TypeVar("Bench")
 PATIENCE_S = 10.0
