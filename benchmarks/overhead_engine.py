@@ -120,7 +120,7 @@ class _Engine:
         """Bring so many requests to decoding."""
         for _ in range(num_requests):
             self.add(self.submit(NUM_PROMPT_TOKENS))
-        while self.scheduler.num_waiting or self.scheduler.running.prefilling:
+        while self.scheduler.num_waiting or self.scheduler.running.table.prefilling:
             self.step()
 
     def step(self) -> None:
@@ -178,7 +178,7 @@ def admit_us(num_tokens: int, repeats: int, cached: bool = False) -> list[float]
                 (new,) = plan.added
                 num_cached = new.num_computed_tokens
                 scheduler.update(engine.executor.execute(plan))
-                while scheduler.running.prefilling:  # the rest of a long prompt
+                while scheduler.running.table.prefilling:  # the rest of a long prompt
                     engine.step()
                 engine.clear()
             figures.append(spent_ns / 1e3 / count)

@@ -25,8 +25,8 @@ from nanocore.client.stream_table import StreamTable
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.output_frames import output_frames
+from nanocore.engine_core.scheduling.columns import TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import (
     client_decoder,
     encode,

@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.io.resumed_outputs import longest
-from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.requests.request import Request
+from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.engine_core.structured.matcher import Compiled
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.kv_cache.block_key import DigestFunction
@@ -556,7 +555,7 @@ def make_request(
         priority=priority,
         num_resumed_tokens=len(outputs),
     )
-    request.hold_back_samples(request.sampling.n - 1)
+    request.add_siblings(request.sampling.n - 1)
     return request
 
 

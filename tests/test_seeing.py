@@ -13,7 +13,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.metrics import families
 from nanocore.engine_core.process.forecast import forecast
 from nanocore.engine_core.process.forecast_table import table
-from nanocore.engine_core.scheduling.step import Chunk, StepPlan
+from nanocore.engine_core.scheduling.step_plan import Chunk, StepPlan
 from nanocore.engine_core.utilisation import Utilisation
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.model_cost import MachineSpeed, ModelCost

@@ -24,9 +24,9 @@ from nanocore.engine_core.mailbox import (
     Outbox,
     Shutdown,
 )
-from nanocore.engine_core.scheduling.ends import end_outside_a_step
+from nanocore.engine_core.requests.ends import end_outside_a_step
+from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import split_events
-from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.stats import stats_of
 from nanocore.engine_core.step_clock import StepClock
@@ -188,7 +188,7 @@ class EngineCore:
         for request in requests:
             event = end_outside_a_step(request, reason, message)
             events.append((request.client, event))
-            self.scheduler.journal.end(request, event, now_s)
+            self.scheduler.step_log.end(request, event, now_s)
         for output in split_events(events):
             self._outbox.put(output)
 

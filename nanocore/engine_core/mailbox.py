@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final
 
+from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.structured.matcher import Compiled
 from nanocore.protocol.messages import ControlOperation, FinishReason, Reply
 

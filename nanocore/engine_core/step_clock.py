@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 from nanocore.system.standard_streams import STDERR_FD
 
 if TYPE_CHECKING:
-    from nanocore.engine_core.scheduling.step import StepPlan
+    from nanocore.engine_core.scheduling.step_plan import StepPlan
     from nanocore.engine_core.utilisation import Utilisation
 
 _REARM_S: Final = 1.0

@@ -16,10 +16,9 @@ from typing import Any
 
 import msgspec
 
+from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.scheduling.request import Request
-from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.scheduling.shortage import first_in_line
+from nanocore.engine_core.scheduling.scheduler import Scheduler, blocked_head
 from nanocore.engine_core.traced_requests import TracedRequests
 from nanocore.protocol.errors import ConfigError
 
@@ -62,8 +61,10 @@ class StepTrace:
     def begin(self, scheduler: Scheduler) -> None:
         """After `schedule`: what is planned."""
         step, running = scheduler.planned, scheduler.running
-        chunks = [(running.request(chunk.row).request_id, chunk) for chunk in step.scheduled()]
-        head = first_in_line(scheduler)
+        chunks = [
+            (running.table.request(chunk.row).request_id, chunk) for chunk in step.scheduled()
+        ]
+        head = blocked_head(scheduler)
         blocked = head and {"id": head[0].request_id, "by": head[1]}
         line = {
             "step": step.number,

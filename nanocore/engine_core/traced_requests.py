@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 
 
@@ -34,7 +34,7 @@ class TracedRequests:
         now_s = time.monotonic()
         for sample in request.samples:
             self._ids[sample.handle] = sample.request_id
-            leader = None if sample.leader is None else sample.leader.request_id
+            leader = None if sample.awaited_sibling is None else sample.awaited_sibling.request_id
             self._arrived.append((sample, now_s, leader))
 
     def sent(self, output: ClientOutput) -> None:
@@ -49,10 +49,10 @@ class TracedRequests:
         plan, running = scheduler.planned, scheduler.running
         block_size, owners = scheduler.kv_cache.block_size, self._block_owners
         for row, block_ids in plan.blocks.items():
-            owners.update(dict.fromkeys(block_ids, running.request(row).request_id))
+            owners.update(dict.fromkeys(block_ids, running.table.request(row).request_id))
         hits = {}
         for added in plan.added:
-            request_id = running.request(added.row).request_id
+            request_id = running.table.request(added.row).request_id
             block_ids = np.frombuffer(added.block_ids, TOKEN_DTYPE).tolist()
             num_hits = added.num_computed_tokens // block_size
             if num_hits:

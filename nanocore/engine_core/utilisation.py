@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nanocore.engine_core.scheduling.spans import IntArray
-from nanocore.engine_core.scheduling.step import Chunk, StepPlan
+from nanocore.engine_core.scheduling.columns import IntArray
+from nanocore.engine_core.scheduling.step_plan import Chunk, StepPlan
 from nanocore.worker.model_cost import MachineSpeed, ModelCost
 
 _Note = tuple[float, IntArray, IntArray | None, list[Chunk], int]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 
 
 class FairnessWatch:
-    """Holds admissions of one priority to the bound of `Turns`, as they come.
+    """Holds admissions of one priority to the bound of `DeficitRoundRobin`, as they come.
 
     Each other session is given at most what a waiting one was given the last time, one quantum, and
     one largest request; who never was given anything waits for one request of each.

@@ -22,7 +22,7 @@ from nanocore.protocol.codec import client_decoder, encode, unpack_output
 from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.messages import Accepted, Error, Message, Op, Output, Reply
 from nanocore.protocol.sockets import SendResult
-from tests.engine_core.scripted_io import Io, held_back
+from tests.engine_core.scripted_io import Io, waiting_siblings
 
 PEERS: Final = [b"a", b"b", b"c"]
 MAX_ANSWER_BYTES: Final = 8192  # of anything but an OUTPUT or a file's chunk
@@ -162,5 +162,5 @@ def _check_size(message: Message) -> None:
 
 def _answers_held_back(session: Session | None) -> list[Message]:
     """What waits for this client, but for the tokens, which come last."""
-    messages = [_CLIENT_DECODER.decode(frames) for frames in held_back(session)]
+    messages = [_CLIENT_DECODER.decode(frames) for frames in waiting_siblings(session)]
     return [message for message in messages if not isinstance(message, Output)]

@@ -18,7 +18,7 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     assert all(chunk.num_tokens > 0 for chunk in scheduled)
     rows = [chunk.row for chunk in scheduled]
     assert len(set(rows)) == len(rows), "a row is scheduled twice"
-    running = {request.row for request in running_set.requests()}
+    running = {request.row for request in running_set.table.running()}
     assert set(rows) <= running
     assert len(running) == scheduler.num_running <= config.max_num_seqs
     exceptions = dict(zip(_ints(plan.chunk_rows), _ints(plan.chunk_counts), strict=True))
@@ -32,7 +32,7 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
     if plan.num_tokens < step.token_budget:  # nobody is passed by while budget is left
         served = {chunk.row for chunk in scheduled}
         left = {row: num_left(scheduler, row) for row in running}
-        prompts = {r for r in running_set.prefilling if default[r] or left[r] > 1}
+        prompts = {r for r in running_set.table.prefilling if default[r] or left[r] > 1}
         after_kept = _rows_after_kept(scheduler)
         prompts -= after_kept
         assert prompts <= served | step.stalled
@@ -41,7 +41,7 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
         for chunk in step.chunks:
             is_whole = left[chunk.row] == 1 - default[chunk.row]
             is_cut = chunk.row in after_kept
-            assert is_whole or is_cut or chunk.num_tokens == running_set.max_chunk
+            assert is_whole or is_cut or chunk.num_tokens == scheduler.config.max_chunk
     if not running_set.may_overlap:  # a group is in one step at most
         groups = running_set.groups_in_flight
         assert len(set(groups)) == len(groups)
@@ -51,9 +51,9 @@ def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
         n <= 1 + config.num_speculative_tokens for _, n, _ in scheduled[: len(step.decoding)]
     )
     if config.max_num_partial_prefills:
-        assert len(running_set.prefilling) <= config.max_num_partial_prefills
+        assert len(running_set.table.prefilling) <= config.max_num_partial_prefills
     if step.preempted and plan.added:
-        first = running_set.request(plan.added[0].row)
+        first = running_set.table.request(plan.added[0].row)
         assert config.policy == "priority", "admission in a step that preempted"
         assert all(one.priority > first.priority for one in step.preempted)
     check_urgency(scheduler)
@@ -73,7 +73,7 @@ def _rows_after_kept(scheduler: Scheduler) -> set[int]:
     first = min(map(scheduler.precedence, urgent), default=None)
     return {
         one.row
-        for one in running_set.requests()
+        for one in running_set.table.running()
         if first is not None and scheduler.precedence(one) > first
     }
 
@@ -94,7 +94,7 @@ def check_urgency(scheduler: Scheduler) -> None:
         return
     if config.max_num_partial_prefills or config.watermark:
         return
-    own = [one for one in running_set.requests() if one.row % config.num_groups == step.group]
+    own = [one for one in running_set.table.running() if one.row % config.num_groups == step.group]
     below = [one for one in own if one.priority > head.priority]
     num_held = sum(len(kv_cache.block_ids(one.handle)) for one in below)
     num_needed = kv_cache.num_free_needed(head.handle, head.num_tokens)
@@ -107,27 +107,30 @@ def check_urgency(scheduler: Scheduler) -> None:
 def num_left(scheduler: Scheduler, row: int) -> int:
     """Tokens known of a row that are not computed."""
     running = scheduler.running
-    return len(running.known_tokens(row)) - running.num_computed_tokens(row)
+    return len(running.table.known_tokens(row)) - running.table.num_computed[row]
 
 
 def check_rows(scheduler: Scheduler) -> None:
     """Every running row is at one thing, and its counts are in order."""
     running, config, kv_cache = scheduler.running, scheduler.config, scheduler.kv_cache
     decoding = running.table.decoding.tolist()
-    at = [*decoding, *running.prefilling, *running.table.finishing]
-    assert sorted(at) == sorted(request.row for request in running.requests())
+    at = [*decoding, *running.table.prefilling, *running.table.finishing]
+    assert sorted(at) == sorted(request.row for request in running.table.running())
     groups_in_flight = set(running.groups_in_flight)
     for row in at:
-        request = running.request(row)
+        request = running.table.request(row)
         assert request.row == row
-        num_tokens, num_computed = len(running.known_tokens(row)), running.num_computed_tokens(row)
+        num_tokens, num_computed = (
+            len(running.table.known_tokens(row)),
+            running.table.num_computed[row],
+        )
         num_blocks = len(kv_cache.block_ids(request.handle))
         assert num_computed <= num_blocks * kv_cache.block_size
         assert num_tokens <= request.max_num_tokens
         assert num_computed < request.max_num_tokens, "the last token is never computed"
         assert request.token_ids is None, "its tokens are the running set's"
         is_in_flight = row % config.num_groups in groups_in_flight
-        if row in running.prefilling:
+        if row in running.table.prefilling:
             assert num_computed < num_tokens
         elif running.may_overlap:  # ahead of the known tokens by the steps in flight
             assert num_computed <= num_tokens + max(running.num_in_flight - 1, 0)
@@ -135,9 +138,9 @@ def check_rows(scheduler: Scheduler) -> None:
             assert num_computed <= num_tokens + config.num_speculative_tokens
         else:  # what was not accepted is taken back
             assert num_computed == num_tokens - 1
-    waiting = [request.handle for queue in (scheduler.waiting, scheduler.waiting.long)
+    waiting = [request.handle for queue in (scheduler.waiting, scheduler.waiting.deferred)
                for request in queue]  # fmt: skip
-    for queue in (scheduler.waiting, scheduler.waiting.long):
+    for queue in (scheduler.waiting, scheduler.waiting.deferred):
         assert all(request.num_tokens >= request.num_prompt_tokens for request in queue)
     assert len(waiting) == len(scheduler.waiting) == len(set(waiting))
     check_samples(scheduler, waiting)
@@ -147,18 +150,18 @@ def check_rows(scheduler: Scheduler) -> None:
 def check_samples(scheduler: Scheduler, waiting: list[int]) -> None:
     """Who is held back is so by one whose prompt is not all planned, and by no other."""
     running = scheduler.running
-    leaders = [*running.requests(), *scheduler.waiting, *scheduler.waiting.long]
-    held_back = [sample for leader in leaders for sample in leader.held_back]
+    leaders = [*running.table.running(), *scheduler.waiting, *scheduler.waiting.deferred]
+    waiting_siblings = [sample for leader in leaders for sample in leader.waiting_siblings]
     for leader in leaders:
-        assert leader.leader is None
-        assert all(sample.leader is leader for sample in leader.held_back)
-        if leader.held_back and leader.row >= 0:
-            assert leader.row in running.prefilling, "its prompt is planned"
-    handles = [sample.handle for sample in held_back]
+        assert leader.awaited_sibling is None
+        assert all(sample.awaited_sibling is leader for sample in leader.waiting_siblings)
+        if leader.waiting_siblings and leader.row >= 0:
+            assert leader.row in running.table.prefilling, "its prompt is planned"
+    handles = [sample.handle for sample in waiting_siblings]
     assert len(set(handles)) == len(handles)
     assert not set(handles).intersection(waiting)
-    assert all(sample.row < 0 and not sample.held_back for sample in held_back)
-    assert scheduler.num_waiting == len(scheduler.waiting) + len(held_back)
+    assert all(sample.row < 0 and not sample.waiting_siblings for sample in waiting_siblings)
+    assert scheduler.num_waiting == len(scheduler.waiting) + len(waiting_siblings)
 
 
 def check_blocks(scheduler: Scheduler) -> None:
@@ -166,7 +169,7 @@ def check_blocks(scheduler: Scheduler) -> None:
     kv_cache, running = scheduler.kv_cache, scheduler.running
     holders = [0] * kv_cache.num_blocks
     owners: dict[int, set[int]] = {}
-    for request in running.requests():
+    for request in running.table.running():
         block_ids = kv_cache.block_ids(request.handle)
         held_tokens = running.table.held_tokens[request.row]
         assert len(block_ids) * kv_cache.block_size == held_tokens
@@ -187,8 +190,8 @@ def check_blocks(scheduler: Scheduler) -> None:
             (position,) = positions
             num_tokens = (position + 1) * kv_cache.block_size
             prefixes = {
-                tuple(running.known_tokens(request.row)[:num_tokens].tolist())
-                for request in running.requests()
+                tuple(running.table.known_tokens(request.row)[:num_tokens].tolist())
+                for request in running.table.running()
                 if request.handle in handles
             }
             assert len(prefixes) == 1, "shared by different prefixes"
@@ -200,7 +203,7 @@ def check_idle(scheduler: Scheduler) -> None:
     assert scheduler.num_requests == scheduler.num_waiting == scheduler.num_running == 0
     assert kv_cache.num_free_blocks == kv_cache.num_blocks
     num_groups = scheduler.config.num_groups
-    num_free = sum(running.row_counts(group)[1] for group in range(num_groups))
+    num_free = sum(running.table.row_counts(group)[1] for group in range(num_groups))
     assert num_free == scheduler.config.max_num_seqs
     assert not running.table.clients
     assert not running.table.stop_counts.any()

@@ -22,8 +22,8 @@ from nanocore.engine_core.io.reception import Reception
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES, MAX_BACKLOGS_BYTES, Session
 from nanocore.engine_core.mailbox import AddRequest, GrammarDone, Inbox, Outbox
 from nanocore.engine_core.metrics.collector import MetricsCollector
+from nanocore.engine_core.scheduling.columns import TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Event, Hello, Message, ModelCard, Output, Submit, Welcome
 from nanocore.protocol.sampling import EngineSamplingParams
@@ -179,7 +179,7 @@ def step_output(
     return ClientOutput(client, columns, events)
 
 
-def held_back(session: Session | None) -> list[list[bytes]]:
+def waiting_siblings(session: Session | None) -> list[list[bytes]]:
     """The frames of each message that waits for this client, in order; they go on waiting."""
     backlog = None if session is None else copy.deepcopy(session.backlog)
     messages = []

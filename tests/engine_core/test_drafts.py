@@ -12,10 +12,9 @@ import pytest
 from nanocore.engine_core.io.output_frames import output_frames
 from nanocore.engine_core.io.session import Backlog
 from nanocore.engine_core.io.token_log import TokenLog
-from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
+from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import client_decoder, unpack_output
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Event, Output
@@ -93,7 +92,7 @@ def test_wrong_drafts_are_taken_back_and_their_blocks_stay_held() -> None:
     scheduler.add(make_request(1, PROMPT, 20))
     engine.step()
     assert engine.step().num_tokens == 4
-    assert scheduler.running.num_computed_tokens(0) == 6  # of 7 known; 5 + 4 were computed
+    assert scheduler.running.table.num_computed[0] == 6  # of 7 known; 5 + 4 were computed
     assert len(scheduler.kv_cache.block_ids(1)) == 3
     engine.run()
     assert engine.deliveries.tokens[1] == TOKENS

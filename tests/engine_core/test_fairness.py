@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocore.engine_core.scheduling.precedence import precedence_key
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.policy.order import precedence_key
+from nanocore.engine_core.policy.waiting_queue import DeficitRoundRobin, WaitingQueue
+from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.scheduling.turns import Turns
-from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
 from tests.campaign import examples
 from tests.engine_core.fairness_checks import FairnessWatch
 from tests.engine_core.scheduler_checks import run
@@ -204,7 +203,7 @@ def test_sessions_that_come_and_go_behind_a_head_leave_nothing_behind() -> None:
         assert queue.head() is head
         queue.remove(request)
     (level,) = queue._levels.values()
-    assert len(level._turns) == 1
+    assert len(level._fairness) == 1
     assert len(level._others._order) < 100
     assert len(level._others._listed) < 100
     queue.remove(head)
@@ -213,7 +212,7 @@ def test_sessions_that_come_and_go_behind_a_head_leave_nothing_behind() -> None:
 
 
 def test_debts_are_kept_until_their_round_and_not_longer() -> None:
-    turns = Turns(QUANTUM)
+    turns = DeficitRoundRobin(QUANTUM)
     for client, num_tokens in ((1, 8), (2, 80), (3, 16)):
         turns.enter(client)
         turns.charge(client, num_tokens)
@@ -221,7 +220,7 @@ def test_debts_are_kept_until_their_round_and_not_longer() -> None:
     assert len(turns) == 3
     sizes = []
     for number in range(1, 12):
-        turns.come_to((number, 0))
+        turns.advance_to((number, 0))
         sizes.append(len(turns))
     assert sizes == [2, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]
 

@@ -22,8 +22,8 @@ from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlCall, ControlReply
+from nanocore.engine_core.scheduling.columns import TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import encode, unpack_output
 from nanocore.protocol.messages import (
     Abort,

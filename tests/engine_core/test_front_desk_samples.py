@@ -11,9 +11,8 @@ from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest
-from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
+from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.messages import Abort, Accepted, Error, Event, Hello, Output, Submit, Welcome
 from nanocore.protocol.sampling import EngineSamplingParams

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from nanocore.engine_core.io.output_frames import output_frames
-from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
+from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Event, Output, TokenLogprobs
 from nanocore.worker.plan import ModelRunnerOutput
@@ -351,7 +350,7 @@ def test_prompts_are_computed_in_slices_of_so_many_logprobs(num_groups: int) -> 
         while (group := scheduler.next_group()) is not None and len(worker) < num_groups:
             worker.submit(scheduler.schedule(group))
             plan = scheduler.planned
-            told = [(chunk.num_tokens, numbers[scheduler.running.request(chunk.row).handle])
+            told = [(chunk.num_tokens, numbers[scheduler.running.table.request(chunk.row).handle])
                     for chunk in plan.chunks]  # fmt: skip
             told = [(count, 1 + number) for count, number in told if number is not None]
             num_told = sum(count * number for count, number in told)

@@ -51,7 +51,7 @@ class Pipeline:
 def known(scheduler: Scheduler, row: int) -> tuple[int, int]:
     """(tokens known, tokens computed or planned) of a row."""
     running = scheduler.running
-    return len(running.known_tokens(row)), running.num_computed_tokens(row)
+    return len(running.table.known_tokens(row)), running.table.num_computed[row]
 
 
 def test_a_token_is_planned_before_it_is_known() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from nanocore.engine_core.scheduling.precedence import precedence_key
-from nanocore.engine_core.scheduling.request_heap import RequestHeap
+from nanocore.engine_core.policy.order import precedence_key
+from nanocore.engine_core.policy.waiting_queue import RequestHeap
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.scheduling.step import StepPlan
+from nanocore.engine_core.scheduling.step_plan import StepPlan
 from tests.fakes import Deliveries, expected_tokens, make_request, make_scheduler
 
 
@@ -182,7 +182,7 @@ def test_one_long_prompt_at_a_time_lets_short_ones_pass() -> None:
     plan = scheduler.schedule()
     assert handles(scheduler.planned.new) == [1, 3]
     assert plan.num_tokens == 8 + 5
-    assert handles(scheduler.waiting.long) == [2]
+    assert handles(scheduler.waiting.deferred) == [2]
     deliveries.take(scheduler, executor.execute(plan))
     scheduler.add(make_request(4, [4] * 30, 2))
     while scheduler.num_requests:
@@ -310,7 +310,7 @@ def test_a_prompt_that_fits_one_chunk_waits_for_a_step_with_room_and_is_not_set_
     assert handles(scheduler.waiting) == [3, 4]
     assert deliveries.step(scheduler, executor).num_tokens == 1 + 8 + 8
     assert handles(scheduler.completed.plan.new) == [3]
-    assert not len(scheduler.waiting.long)
+    assert not len(scheduler.waiting.deferred)
 
 
 @pytest.mark.parametrize(("urgency", "order"), [(0, [2, 3]), (-1, [3, 2])])
@@ -328,7 +328,7 @@ def test_a_prompt_that_stepped_aside_keeps_its_precedence(urgency: int, order: l
     scheduler.add(make_request(2, [2] * 30, 2))
     for _ in range(3):
         deliveries.step(scheduler, executor)
-    assert handles(scheduler.waiting.long) == [2]
+    assert handles(scheduler.waiting.deferred) == [2]
     scheduler.add(make_request(3, [3] * 2, 2, priority=urgency))
     deliveries.step(scheduler, executor)
     assert handles(scheduler.completed.plan.new) == order
@@ -418,7 +418,7 @@ def test_chunks_of_prompts_go_by_priority_and_behind_an_urgent_one_that_waits() 
         plan = deliveries.step(scheduler, executor)
         assert plan.num_tokens <= 16
         step = scheduler.completed.plan
-        return {scheduler.running.request(c.row).handle: c.num_tokens for c in step.chunks}
+        return {scheduler.running.table.request(c.row).handle: c.num_tokens for c in step.chunks}
 
     assert chunks() == {2: 8, 1: 8}
     scheduler.add(make_request(3, [3] * 40, 2, priority=-1))

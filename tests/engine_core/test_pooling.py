@@ -8,9 +8,9 @@ from msgspec.structs import replace
 
 from nanocore.engine_core.io.output_frames import output_frames
 from nanocore.engine_core.io.session import Backlog
+from nanocore.engine_core.scheduling.columns import TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Event, Output
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput

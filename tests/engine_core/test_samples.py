@@ -52,7 +52,7 @@ class Engine:
 
 
 def running(scheduler: Scheduler) -> list[int]:
-    return sorted(request.handle for request in scheduler.running.requests())
+    return sorted(request.handle for request in scheduler.running.table.running())
 
 
 def computed(plan: SchedulerOutput) -> list[tuple[int, int]]:
@@ -113,7 +113,7 @@ def test_without_a_prefix_cache_each_sample_computes_the_prompt() -> None:
 def test_handles_and_seeds_count_on_and_seeds_wrap() -> None:
     request = make_request(7, PROMPT, 4, n=1)
     request.seed = MAX_EXACT_INT - 1
-    request.hold_back_samples(3)
+    request.add_siblings(3)
     assert [one.handle for one in request.samples] == [7, 8, 9, 10]
     assert [one.seed for one in request.samples] == [MAX_EXACT_INT - 1, MAX_EXACT_INT, 0, 1]
     assert [one.request_id for one in request.samples] == ["r7", "r7#1", "r7#2", "r7#3"]
@@ -171,7 +171,9 @@ def test_a_first_sample_that_is_preempted_in_its_prompt_holds_the_others_back_me
     while engine.scheduler.num_requests:
         engine.step()
         leader = engine.scheduler.waiting.head()
-        preempted_at_prompt |= leader is not None and leader.handle == 2 and bool(leader.held_back)
+        preempted_at_prompt |= (
+            leader is not None and leader.handle == 2 and bool(leader.waiting_siblings)
+        )
     assert preempted_at_prompt
     assert engine.scheduler.counters.num_preemptions > 0
     assert engine.deliveries.tokens == {
@@ -209,7 +211,9 @@ def test_pipeline_groups_share_the_samples_evenly(num_groups: int) -> None:
             plan = scheduler.schedule(group)
             check_plan(scheduler, plan)
             worker.submit(plan)
-        sizes.add(tuple(scheduler.running.row_counts(group)[0] for group in range(num_groups)))
+        sizes.add(
+            tuple(scheduler.running.table.row_counts(group)[0] for group in range(num_groups))
+        )
         deliveries.take(scheduler, worker.collect())
     assert (6 // num_groups,) * num_groups in sizes
     assert deliveries.tokens == {handle: expected_tokens(PROMPT, 6) for handle in range(1, 7)}

@@ -20,7 +20,7 @@ import pytest
 
 from nanocore.engine_core.scheduling import running_set
 from nanocore.engine_core.scheduling.running_set import RunningSet
-from nanocore.engine_core.scheduling.step import StepPlan
+from nanocore.engine_core.scheduling.step_plan import StepPlan
 from tests.engine_core.scheduler_checks import check_idle, check_plan
 from tests.fakes import (
     Deliveries,
@@ -73,7 +73,9 @@ def run(workload: Workload, depth: int, kind: str = "") -> Situations:
                 plan = scheduler.schedule(group)
             check_plan(scheduler, plan)
             assert not scheduler.is_stuck
-            assert scheduler.planned.stalled <= {one.row for one in scheduler.running.requests()}
+            assert scheduler.planned.stalled <= {
+                one.row for one in scheduler.running.table.running()
+            }
             worker.submit(plan)
         assert len(worker) or not scheduler.num_requests, "requests wait, and no step can begin"
         if len(worker):
@@ -93,7 +95,7 @@ def observed(running: RunningSet, kind: str, situations: Situations) -> Iterator
     make_room = running._make_room
 
     def note(plan: StepPlan, row: int, num_tokens: int) -> None:
-        waiting = [running.request(waiting) for waiting in plan.stalled]
+        waiting = [running.table.request(waiting) for waiting in plan.stalled]
         num_preempted = len(plan.preempted)
         make_room(plan, row, num_tokens)
         if len(plan.preempted) == num_preempted:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.policy.step_budget import MIN_PROMPT_TOKENS, CostModel, StepBudget
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.scheduling.step_budget import MIN_PROMPT_TOKENS, CostModel, StepBudget
 from nanocore.kv_cache import KVCacheManager
 from tests.fakes import Deliveries, FakeExecutor, make_request
 

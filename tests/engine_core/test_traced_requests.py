@@ -180,7 +180,7 @@ def test_a_trace_changes_nobodys_turn(path: Path, policy: str) -> None:
             events = [] if i % 3 else [add(2 * i + 1, 9, 3, client=1 + i % 4, priority=i % 2)]
             events += [add(2 * i + 2, 5 + i % 7, 2, client=5 + i // 20)]
             core.step(*events)
-            running = core.scheduler.running.requests()
+            running = core.scheduler.running.table.running()
             found.append([request.request_id for request in running])
         return found
 

@@ -12,7 +12,7 @@ import pytest
 
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.mailbox import AddRequest, Outbox
-from nanocore.engine_core.scheduling.step import StepPlan
+from nanocore.engine_core.scheduling.step_plan import StepPlan
 from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.utilisation import Utilisation
 from nanocore.worker.model_cost import AttentionCost, MachineSpeed, ModelCost

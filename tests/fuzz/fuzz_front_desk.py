@@ -86,8 +86,8 @@ def seeds() -> Iterator[bytes]:
         op, body = encode(message)
         own = (Kind.TO_ENGINE, 1, op[0], body)
         yield encode_script([hello, own, (Kind.STEP, 1, 1, b""), own])
-        held_back = [stops_reading, own, (Kind.STEP, 1, 0, b""), reads_again]
-        yield encode_script([hello, submit, *held_back, (Kind.TIME, 0, 1, b"")])
+        waiting_siblings = [stops_reading, own, (Kind.STEP, 1, 0, b""), reads_again]
+        yield encode_script([hello, submit, *waiting_siblings, (Kind.TIME, 0, 1, b"")])
     for message in ENGINE_MESSAGES:
         op, body = encode(message)
         yield encode_script([(Kind.TO_CLIENT, 0, op[0], body)])

@@ -159,7 +159,7 @@ def test_who_leaves_ends_the_work_on_its_texts(
             await request
             may_end.set()
             await turns()
-            await app.state.client.with_tokenizer(str, is_long=True)
+            await app.state.client.with_tokenizer(str, is_deferred=True)
             assert len(texts) == 1
 
     monkeypatch.setattr(Tokenizer, "encode", slow)

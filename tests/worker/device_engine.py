@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.requests.request import Request
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,

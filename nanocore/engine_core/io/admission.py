@@ -17,7 +17,7 @@ from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.io.resumed_outputs import check_outputs, longest
 from nanocore.engine_core.io.sampling_check import SamplingCheck
 from nanocore.engine_core.io.submit_size import held_bytes
-from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
+from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.structured.matcher import Grammar, GrammarSource
 from nanocore.kv_cache import KeyChain
 from nanocore.protocol.errors import ContextLengthError, EngineOverloadedError, InvalidRequestError
@@ -112,7 +112,7 @@ class Admission:
             num_bytes=num_bytes,
         )
         if sampling.n > 1:
-            request.hold_back_samples(sampling.n - 1)
+            request.add_siblings(sampling.n - 1)
         if grammar is not None and not len(outputs):  # else it is to follow them first
             request.follow(grammar)
         return request

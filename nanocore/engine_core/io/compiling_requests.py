@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.mailbox import GrammarDone
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.structured.matcher import GrammarSource
 
 

@@ -11,11 +11,14 @@ from typing import Final
 
 import numpy as np
 
-from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
+from nanocore.engine_core.requests.request import TOKEN_DTYPE
+from nanocore.engine_core.scheduling.columns import (
+    IntArray,
+    LogprobColumns,
+    TokenColumns,
+    places_of,
+)
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
-from nanocore.engine_core.scheduling.spans import IntArray, places_of
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Output, TokenLogprobs
 

@@ -17,8 +17,8 @@ from nanocore.engine_core.io.resumed_outputs import end_by_outputs
 from nanocore.engine_core.io.session import Session
 from nanocore.engine_core.io.session_table import SessionTable
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, GrammarDone, Inbox
+from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_events
-from nanocore.engine_core.scheduling.request import Request
 from nanocore.protocol.codec import abort_handles, returned_id
 from nanocore.protocol.errors import (
     ContextLengthError,

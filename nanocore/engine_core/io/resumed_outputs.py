@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nanocore.engine_core.scheduling.ends import end_by_stop
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.requests.ends import end_by_stop
+from nanocore.engine_core.requests.request import Request
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError
 from nanocore.protocol.messages import Event
 from nanocore.protocol.sampling import EngineSamplingParams

@@ -16,7 +16,7 @@ from typing import Final
 
 from nanocore.engine_core.io.output_frames import output_frames
 from nanocore.engine_core.io.token_log import TokenLog
-from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
+from nanocore.engine_core.scheduling.columns import LogprobColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.messages import Event
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
-from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
+from nanocore.engine_core.requests.request import TOKEN_DTYPE
+from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""What the engine counts and times, made of the step loop's journal, on the io thread."""
+"""What the engine counts and times, made of the step log, on the io thread."""

@@ -1,7 +1,7 @@
 """The metrics of an engine: what the step loop has noted, brought into histograms and counters.
 
 Belongs to the io thread, which reads what the step loop writes; each number is whole, and numbers
-of one moment may differ by the step that is under way. The journal is emptied often, so that it
+of one moment may differ by the step that is under way. The step log is emptied often, so that it
 stays small whether or not anybody asks.
 """
 
@@ -28,10 +28,10 @@ T = TypeVar("T")
 
 
 class MetricsCollector:
-    """Makes metrics of a scheduler's journal, which it alone reads.
+    """Makes metrics of a scheduler's step log, which it alone reads.
 
     Args:
-        scheduler: whose journal, counters and sizes are read.
+        scheduler: whose step log, counters and sizes are read.
         rejections: of requests that might not wait, by the limit.
         utilisation: what steps use of the machine, if it is known.
         cache: labels that describe the KV cache.
@@ -45,7 +45,7 @@ class MetricsCollector:
         utilisation: Utilisation | None = None,
     ) -> None:
         self._scheduler = scheduler
-        self._journal = scheduler.journal
+        self._step_log = scheduler.step_log
         self._rejections = rejections
         self._utilisation = utilisation
         self._cache = dict(cache)
@@ -57,19 +57,19 @@ class MetricsCollector:
 
     def fold(self) -> None:
         """Take in what the step loop has noted since the last time."""
-        journal, histograms = self._journal, self._histograms
+        step_log, histograms = self._step_log, self._histograms
         if self._utilisation is not None:
             self._utilisation.fold()
-        if steps := _take(journal.steps):
+        if steps := _take(step_log.steps):
             histograms["iteration_tokens_total"].observe([step.num_tokens for step in steps])
             self._recent.steps.extend(steps)
         self._fold_intervals()
-        if first := _take(journal.first_tokens):
+        if first := _take(step_log.first_tokens):
             seconds, cached = zip(*first, strict=True)
             known = [one for one in seconds if one is not None]
             histograms["time_to_first_token_seconds"].observe(known)
             self._cached_tokens += sum(cached)
-        ended = _take(journal.ended)
+        ended = _take(step_log.ended)
         self._requests.observe(ended)
         self._recent.ended.extend(ended)
 
@@ -95,7 +95,7 @@ class MetricsCollector:
         ]
 
     def _fold_intervals(self) -> None:
-        taken = _take(self._journal.intervals)
+        taken = _take(self._step_log.intervals)
         alike = [one for one in taken if isinstance(one, tuple)]
         columns = [one for one in taken if not isinstance(one, tuple)]
         histogram = self._histograms["inter_token_latency_seconds"]

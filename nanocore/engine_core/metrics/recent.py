@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from nanocore.engine_core.scheduling.journal import Ended, StepNote
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.requests.request import Request
+from nanocore.engine_core.requests.step_log import EndedRequest, StepEntry
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.metrics import Stats
 from nanocore.protocol.steps import RecentSteps, RequestWay, StepColumns
@@ -27,8 +27,8 @@ class Recent:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self.steps: deque[StepNote] = deque(maxlen=MAX_STEPS)
-        self.ended: deque[Ended] = deque(maxlen=MAX_ENDED)
+        self.steps: deque[StepEntry] = deque(maxlen=MAX_STEPS)
+        self.ended: deque[EndedRequest] = deque(maxlen=MAX_ENDED)
 
     def tell(
         self, after: int, client: int, open_requests: Sequence[Request], stats: Stats
@@ -48,7 +48,7 @@ class Recent:
             requests=list(ways.values()),
         )
 
-    def _columns(self, steps: Sequence[StepNote]) -> StepColumns:
+    def _columns(self, steps: Sequence[StepEntry]) -> StepColumns:
         num_blocks = self._scheduler.kv_cache.num_blocks
         return StepColumns(
             number=[step.number for step in steps],
@@ -69,7 +69,7 @@ class Recent:
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=request.num_cached_tokens or 0,
             num_output_tokens=max(num_outputs, 0),
-            way=list(request.life.way),
+            way=list(request.times.phases),
             request_id=request.client_request_id if request.client == client else "",
         )
 
@@ -81,7 +81,7 @@ class Recent:
             if request.row == row:
                 return num_tokens
         token_ids = request.token_ids
-        return request.life.num_tokens if token_ids is None else len(token_ids)
+        return request.times.num_tokens if token_ids is None else len(token_ids)
 
 
 def _most_telling(requests: Sequence[Request]) -> Sequence[Request]:
@@ -93,13 +93,13 @@ def _most_telling(requests: Sequence[Request]) -> Sequence[Request]:
     return [*waiting, *running][-MAX_OPEN:]
 
 
-def _ended_way(ended: Ended, client: int) -> RequestWay:
+def _ended_way(ended: EndedRequest, client: int) -> RequestWay:
     return RequestWay(
         handle=ended.handle,
         num_prompt_tokens=ended.num_prompt_tokens,
         num_cached_tokens=ended.num_cached_tokens,
         num_output_tokens=ended.num_output_tokens,
-        way=list(ended.life.way),
+        way=list(ended.times.phases),
         request_id=ended.request_id if ended.client == client else "",
         finish_reason=ended.reason,
     )

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from nanocore.engine_core.metrics.histogram import Histogram
-from nanocore.engine_core.scheduling.journal import Ended
+from nanocore.engine_core.requests.step_log import EndedRequest
 
 
 class RequestMetrics:
@@ -18,32 +18,33 @@ class RequestMetrics:
         self._unfinished: dict[int, tuple[int, int]] = {}
         """Of requests with several samples: those that have not ended, and the most tokens."""
 
-    def observe(self, ended: Sequence[Ended]) -> None:
+    def observe(self, ended: Sequence[EndedRequest]) -> None:
         """Count these in. A request that never ran, or had no token, has no such times."""
         if not ended:
             return
         self.num_by_reason.update([one.reason for one in ended])
         self._observe("e2e_request_latency_seconds", [one.at_s - one.received_s for one in ended])
-        self._observe("request_num_preemptions", [one.life.num_preemptions for one in ended])
+        self._observe("request_num_preemptions", [one.times.num_preemptions for one in ended])
         self._observe("request_prompt_tokens", [one.num_prompt_tokens for one in ended])
         self._observe("request_generation_tokens", [one.num_output_tokens for one in ended])
         self._observe("request_params_max_tokens", [one.max_tokens for one in ended])
         for one in ended:
             self._join_samples(one)
-        self._observe_running([one for one in ended if one.life.admitted_s])
-        self._observe_answered([one for one in ended if one.life.first_token_s])
+        self._observe_running([one for one in ended if one.times.admitted_s])
+        self._observe_answered([one for one in ended if one.times.first_token_s])
 
-    def _observe_running(self, ended: Sequence[Ended]) -> None:
+    def _observe_running(self, ended: Sequence[EndedRequest]) -> None:
         self._observe(
-            "request_queue_time_seconds", [one.life.admitted_s - one.life.queued_s for one in ended]
+            "request_queue_time_seconds",
+            [one.times.admitted_s - one.times.queued_s for one in ended],
         )
         self._observe(
             "request_prefill_kv_computed_tokens",
             [one.num_prompt_tokens - one.num_cached_tokens for one in ended],
         )
 
-    def _observe_answered(self, ended: Sequence[Ended]) -> None:
-        lives = [one.life for one in ended]
+    def _observe_answered(self, ended: Sequence[EndedRequest]) -> None:
+        lives = [one.times for one in ended]
         decodes = [life.last_token_s - life.first_token_s for life in lives]
         self._observe(
             "request_prefill_time_seconds", [life.first_token_s - life.admitted_s for life in lives]
@@ -62,7 +63,7 @@ class RequestMetrics:
             ],
         )
 
-    def _join_samples(self, one: Ended) -> None:
+    def _join_samples(self, one: EndedRequest) -> None:
         """Of several samples the last one to end is the request's end."""
         default = one.num_samples, 0
         num_left, most = self._unfinished.pop(one.first_handle, default)

@@ -1,7 +1,7 @@
-"""What a step produced, split into one columnar OUTPUT per client.
+"""A step's tokens and events, split into one columnar output per client.
 
-Built on the step loop from the rows that sampled; the io thread only encodes and sends it, or
-merges what a slow client has yet to get.
+Built on the step loop; the io thread only encodes and sends it, or merges outputs that wait for a
+slow client.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from itertools import pairwise
 
 import numpy as np
 
-from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
-from nanocore.engine_core.scheduling.spans import IntArray, places_of
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
+from nanocore.engine_core.scheduling.columns import (
+    IntArray,
+    LogprobColumns,
+    TokenColumns,
+    places_of,
+)
 from nanocore.protocol.messages import Event
 
 
 @dataclass(slots=True)
 class ClientOutput:
-    """One client's share of a step.
-
-    tokens: by handle, uint32. prompt_logprobs: likewise, a request's prompt tokens in their order.
-    """
+    """One client's share of a step. Owners of tokens and of prompt_logprobs are handles, uint32."""
 
     client: int
     tokens: TokenColumns
@@ -32,7 +32,7 @@ class ClientOutput:
 
     @property
     def num_logprobs_bytes(self) -> int:
-        """Of all log probabilities and embeddings, as they travel."""
+        """Size of logprobs and embeddings on the wire."""
         tokens, prompts = self.tokens.logprobs, self.prompt_logprobs
         num_bytes = sum([len(event.embedding or b"") for event in self.events])
         num_bytes += 0 if tokens is None else tokens.num_bytes
@@ -45,9 +45,9 @@ def split_by_client(
     events: list[tuple[int, Event]],
     prompt_logprobs: Sequence[tuple[int, LogprobColumns]] = (),
 ) -> list[ClientOutput]:
-    """Group a step's tokens, and its (client, event) and (client, entries) pairs, by client.
+    """Group a step's tokens, (client, event) pairs and (client, logprobs) pairs by client.
 
-    clients: of each owner of tokens; or the one client that all belong to.
+    clients: the client of each owner of tokens, or the one client of all.
     """
     outputs: dict[int, ClientOutput] = {}
     if isinstance(clients, int):
@@ -72,7 +72,7 @@ def split_by_client(
 
 
 def split_events(events: list[tuple[int, Event]]) -> list[ClientOutput]:
-    """Group (client, event) pairs by client: outputs without tokens."""
+    """Group (client, event) pairs by client, as outputs without tokens."""
     outputs: dict[int, ClientOutput] = {}
     _add_events(outputs, events)
     return list(outputs.values())
@@ -81,7 +81,7 @@ def split_events(events: list[tuple[int, Event]]) -> list[ClientOutput]:
 def _split_logprobs(
     outputs: dict[int, ClientOutput], clients: IntArray, owners: IntArray, entries: LogprobColumns
 ) -> None:
-    """Give each client's tokens their entries. clients: of each of these owners of tokens."""
+    """Add logprobs to the outputs. clients: the client of each owner."""
     clients_of_each = clients[places_of(entries.owners, owners)]
     for client in np.unique(clients_of_each).tolist():
         outputs[client].tokens.logprobs = entries.take(clients_of_each == client)

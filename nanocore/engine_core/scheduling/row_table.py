@@ -1,9 +1,8 @@
 """The running requests as numpy columns, one row each, so that a step costs vector operations.
 
-A running request owns a fixed row, the same here and on every worker, until it finishes or is
-preempted. Walking requests in Python would cost microseconds per request per step; here only rows
-to which something happens are ever looked at one by one. A part of the running set, which alone
-writes it.
+A running request owns a fixed row, the same here and on every worker, until it ends or is
+preempted. A Python loop over requests would cost microseconds per request and step (8 µs in vLLM);
+here only rows to which something happens are looked at one by one. Only the running set writes it.
 """
 
 from __future__ import annotations
@@ -13,37 +12,38 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore.engine_core.scheduling.journal import Journal
-from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
-from nanocore.engine_core.scheduling.spans import IntArray, places
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
-from nanocore.engine_core.scheduling.token_times import TokenTimes
+from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
+from nanocore.engine_core.requests.step_log import StepLog, TokenTimes
+from nanocore.engine_core.scheduling.columns import IntArray, TokenColumns, places
 from nanocore.engine_core.structured.matcher import Matcher
 
 
 class RowTable:
-    """Columns indexed by row, and which rows are at what.
+    """Columns indexed by row, and which state each row is in.
 
-    token_ids: int32 [max_num_seqs, max_model_len + 1]; pages are touched only as rows fill. The
-    last column is for the token sampled after a prompt of max_model_len; it is never computed.
-    num_tokens: tokens known. num_computed: tokens whose KV is computed or planned to be; with steps
-    in flight it may have passed num_tokens. max_computed: the most that it is ever, all but the
-    last token. num_cached: those found in the prefix cache.
-    held_tokens: tokens that fit the row's blocks. client, handle: where its output goes, and under
-    which name. quiet_until: while num_computed is at most this, a decoding row needs nothing but
-    its next token: no block, and it is not about to reach its length.
+    Rows belong to num_groups groups (row modulo num_groups), of which a step serves one.
 
-    decoding: rows that take their next token in every step, in the order in which they began to;
-    the array is replaced, never changed, because steps in flight refer to it. prefilling: rows with
-    tokens to compute before they can, in admission order. finishing: rows that wait for their last
-    token. clients: rows per client. stop_counts: rows that end at a token id, by id; its last
-    element stands for all larger ids. pooled_rows: those that end with an embedding. matchers: of
-    rows whose output is structured. num_drafts: tokens that a row may compute beyond its known
-    ones; a mask is for one token, so a structured row has none.
+    token_ids: int32 [max_num_seqs, max_model_len + 1]; memory pages are touched only as rows fill.
+        The last column is for a token sampled after a prompt of max_model_len, never computed.
+    num_tokens: known tokens.
+    num_computed: tokens whose KV is computed or planned; with steps in flight it may exceed
+        num_tokens. max_computed: its limit, all tokens but the last.
+    num_cached: tokens found in the prefix cache.
+    held_tokens: tokens that fit the row's blocks.
+    quiet_until: while num_computed is at most this, a decode needs no block and does not reach its
+        length, so no Python runs for the row.
+    num_drafts: draft tokens that a row may compute beyond its known ones; 0 for structured output,
+        because a mask is for one token.
+    client, handle: of the row's request.
 
-    times: of their last tokens, which the journal's intervals follow from.
-
-    Rows are dealt out to num_groups groups (row modulo their number), of which a step serves one.
+    decoding: rows that compute their newest token in every step, in the order in which they began
+        to. The array is replaced, never changed: steps in flight refer to it.
+    prefilling: rows with more than that to compute, in admission order.
+    finishing: rows that only wait for the result with their last token.
+    clients: number of rows per client.
+    stop_counts: number of rows that stop at a token id, by id; the last element stands for all
+        larger ids.
+    pooled_rows: rows that end with an embedding. matchers: by row with structured output.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RowTable:
         max_model_len: int,
         num_groups: int = 1,
         num_drafts: int = 0,
-        journal: Journal | None = None,
+        step_log: StepLog | None = None,
     ) -> None:
         def column(dtype: type) -> IntArray:
             return np.zeros(max_num_seqs, dtype)
@@ -83,22 +83,21 @@ class RowTable:
         self._group_sizes = [len(rows) for rows in self._free_rows]
         self._num_rows = 0
         self.stop_counts = np.zeros(1, np.int32)
-        self.times = TokenTimes(max_num_seqs, journal or Journal())
+        self.times = TokenTimes(max_num_seqs, step_log or StepLog())
 
     def __len__(self) -> int:
         return self._num_rows
 
     def row_counts(self, group: int) -> tuple[int, int]:
-        """(rows of the group that requests own, rows that none does)."""
+        """Return (owned rows, free rows) of the group."""
         num_free = len(self._free_rows[group])
         return self._group_sizes[group] - num_free, num_free
 
     def running(self) -> list[Request]:
-        """The requests that own rows, by row."""
+        """Return the requests that own rows, by row."""
         return [request for request in self.requests if request is not None]
 
     def request(self, row: int) -> Request:
-        """The request that owns this row."""
         request = self.requests[row]
         assert request is not None, f"row {row} is free"
         return request
@@ -111,20 +110,24 @@ class RowTable:
         held_tokens: int,
         group: int = 0,
     ) -> int:
-        """Give a request, whose tokens these are, the lowest free row of the group to prefill."""
+        """Give a request the lowest free row of the group; returns the row.
+
+        token_ids: its known tokens. held_tokens: tokens that fit its blocks.
+        """
         row = heapq.heappop(self._free_rows[group])
         self._num_rows += 1
         self.requests[row] = request
         self.token_ids[row, : len(token_ids)] = token_ids
         self.num_tokens[row] = len(token_ids)
-        request.row = row  # only now: another thread that looks there finds the request's own count
+        # After the tokens: the live view reads `row` from another thread, then the row's tokens.
+        request.row = row
         self.num_computed[row] = self.num_cached[row] = num_computed
         self.max_computed[row] = request.max_num_tokens - 1
         self.hold(request, held_tokens)
         self.client[row] = request.client
         self.handle[row] = request.handle
         self.clients[request.client] = self.clients.get(request.client, 0) + 1
-        self.times.set(row, request.life.last_token_s)
+        self.times.set(row, request.times.last_token_s)
         self._count_stop_ids(request, 1)
         if request.sampling.logprobs is not None:
             self.asks_logprobs[row] = True
@@ -140,10 +143,10 @@ class RowTable:
         return row
 
     def remove(self, row: int) -> Request:
-        """Free a row; returns the request that owned it."""
+        """Free a row; returns its request."""
         request = self.request(row)
-        request.life.last_token_s = self.times.of(row)
-        request.life.num_tokens = int(self.num_tokens[row])
+        request.times.last_token_s = self.times.of(row)
+        request.times.num_tokens = int(self.num_tokens[row])
         request.row = -1
         self.requests[row] = None
         if row in self.finishing:
@@ -167,29 +170,28 @@ class RowTable:
         return request
 
     def hold(self, request: Request, held_tokens: int) -> None:
-        """The request's blocks fit so many tokens now."""
+        """Record how many tokens fit the request's blocks."""
         row = request.row
         self.held_tokens[row] = held_tokens
         # Computing token number max_num_tokens - 2 (from 0) samples the last one.
         self.quiet_until[row] = min(held_tokens, request.max_num_tokens - 2)
 
     def start_decoding(self, rows: list[int]) -> None:
-        """These rows take their next token from the next step on."""
         started = np.array(rows, np.int64)
         decoding = self.decoding
         self.decoding = np.concatenate((decoding, started)) if len(decoding) else started
 
     def finish_decoding(self, rows: list[int]) -> None:
-        """These decoding rows only wait for their last token."""
+        """Move decoding rows to those that only wait for their last token."""
         self.decoding = self.decoding[~np.isin(self.decoding, rows)]
         self.finishing += rows
 
     def known_tokens(self, row: int) -> NDArray[np.int32]:
-        """A view of the row's prompt and output tokens so far."""
+        """Return a view of the row's prompt and output tokens."""
         return self.token_ids[row, : self.num_tokens[row]]
 
     def append(self, sampled: TokenColumns, now_s: float) -> None:
-        """Append tokens, sampled by now, to their rows, which have room for them."""
+        """Append sampled tokens to their rows."""
         rows, counts = sampled.owners, sampled.counts
         self.times.stamp(rows, now_s)
         num_tokens = self.num_tokens[rows]
@@ -202,15 +204,15 @@ class RowTable:
             self.num_tokens[rows] = num_tokens + counts
 
     def rewind(self, rows: IntArray) -> None:
-        """Take back what was computed of these decoding rows beyond their known tokens.
+        """Take back draft tokens: the last known token of each row is computed next.
 
-        The last of those is to be computed next, so that it samples. Blocks stay held; what was
-        computed into them is overwritten, and nobody finds it: it is not of known tokens.
+        Blocks stay held. What was computed into them is overwritten, and no prefix hit finds it,
+        because only blocks of known tokens are registered.
         """
         self.num_computed[rows] = self.num_tokens[rows] - 1
 
     def may_stop(self, token_ids: NDArray[np.int32]) -> list[int]:
-        """Indices of those tokens that are EOS or a stop id of some row, perhaps another one."""
+        """Return indices of tokens that are EOS or a stop id of some row, not always their own."""
         counts = self.stop_counts
         if len(counts) == 1:
             return []

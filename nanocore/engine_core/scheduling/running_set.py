@@ -1,10 +1,12 @@
-"""The running set: rows, their tokens, states and blocks, and the steps in flight.
+"""The running set: rows, their tokens and blocks, and the steps in flight.
 
-Their one owner: the scheduler decides who runs and reads what it needs here. A step's life is
-`compute` (what running rows compute of it), `admit` (new rows), `begin` (it is in flight) and
-`accept` (its tokens are in). A step may compute drafts beyond a row's known tokens; those that were
-not accepted are taken back. Python per request runs only for rows that are admitted,
-chunked, cross a block, end or are preempted; the others cost a few vector operations together.
+The scheduler decides who runs; this class owns the state of those who do. A step goes through
+
+    compute (tokens and blocks of running rows) → admit (new rows) → begin (in flight) → accept
+
+Python per request runs only for rows that are admitted, computed in chunks, cross a block, end or
+are preempted; all other rows cost a few vector operations together. A step may compute draft tokens
+beyond a row's known ones; drafts that were not accepted are taken back (`RowTable.rewind`).
 """
 
 from __future__ import annotations
@@ -13,21 +15,17 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.scheduling import structured_rows
-from nanocore.engine_core.scheduling.ends import ends_by_length, ends_by_token
-from nanocore.engine_core.scheduling.journal import Journal
-from nanocore.engine_core.scheduling.precedence import Precedence, PrecedenceKey
-from nanocore.engine_core.scheduling.preemption import next_preempted
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.policy.order import Precedence, PrecedenceKey, next_preempted
+from nanocore.engine_core.policy.step_budget import chunk_limit
+from nanocore.engine_core.requests.ends import ends_by_length, ends_by_token
+from nanocore.engine_core.requests.request import Request
+from nanocore.engine_core.requests.step_log import StepLog
+from nanocore.engine_core.scheduling.columns import IntArray, TokenColumns, attended_tokens
 from nanocore.engine_core.scheduling.row_table import RowTable
-from nanocore.engine_core.scheduling.spans import IntArray, attended_tokens
-from nanocore.engine_core.scheduling.step import Chunk, StepOutcome, StepPlan, new_row
-from nanocore.engine_core.scheduling.step_budget import chunk_limit
+from nanocore.engine_core.scheduling.step_plan import Chunk, StepOutcome, StepPlan, new_row
 from nanocore.engine_core.scheduling.step_result import ResultReader
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.kv_cache import Block, KVCacheManager
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
@@ -36,10 +34,12 @@ class RunningSet:
     """The requests that own rows.
 
     Args:
-        config: the limits. kv_cache: where their blocks are.
-        precedence: sort key of requests; the largest is preempted first. journal: of tokens' times.
+        config: the limits.
+        kv_cache: the manager of their blocks.
+        precedence: sort key of requests; the largest is preempted first.
+        step_log: gets the inter-token times.
 
-    table: the rows, which the running set alone writes.
+    table: the rows; only the running set writes it.
     """
 
     def __init__(
@@ -47,22 +47,28 @@ class RunningSet:
         config: SchedulerConfig,
         kv_cache: KVCacheManager,
         precedence: PrecedenceKey,
-        journal: Journal,
+        step_log: StepLog,
     ) -> None:
-        self.max_chunk = config.max_chunk
-        """Tokens that a prompt may compute in one step."""
+        # With groups and with drafts, a row's next step needs the result of its last one.
         self.may_overlap = config.num_groups == 1 and not config.num_speculative_tokens
-        """Whether a step may be planned while others are in flight that its rows are in."""
         self._num_groups = config.num_groups
         self._num_drafts = config.num_speculative_tokens
         self._config = config
-        sizes = config.max_num_seqs, config.max_model_len, config.num_groups, self._num_drafts
-        self.table = RowTable(*sizes, journal)
+        self.table = RowTable(
+            config.max_num_seqs,
+            config.max_model_len,
+            config.num_groups,
+            config.num_speculative_tokens,
+            step_log,
+        )
         self._results = ResultReader(self.table)
         self._in_flight: deque[StepOutcome] = deque()
-        self._stalled: set[int] = set()  # rows that wait for blocks
-        self._removed_rows: list[int] = []  # since the last plan; workers learn of them with it
-        self._sampled: list[TokenColumns] = []  # since then, too, if earlier stages are to learn it
+        # Rows that wait for blocks, over all groups. A row in here must be running: nobody is
+        # admitted while this is not empty, so a stale entry would stop admission for ever.
+        self._stalled: set[int] = set()
+        # Both since the last plan; workers learn of them with the next one.
+        self._removed_rows: list[int] = []
+        self._sampled: list[TokenColumns] = []  # for pipeline stages that do not sample
         self._kv_cache = kv_cache
         self._precedence = precedence
         self._by_priority = config.policy == "priority"
@@ -72,89 +78,75 @@ class RunningSet:
 
     @property
     def num_in_flight(self) -> int:
-        """Steps whose results are not in."""
         return len(self._in_flight)
 
     @property
     def groups_in_flight(self) -> list[int]:
-        """The group of each step in flight, the oldest first."""
         return [outcome.plan.group for outcome in self._in_flight]
 
     @property
     def planned(self) -> StepPlan:
-        """The step that began last, and is in flight."""
+        """The step that began last."""
         return self._in_flight[-1].plan
 
     @property
     def are_masks_known(self) -> bool:
-        """Whether the tokens are known that the planned step's masks follow from."""
-        *before, planned = [outcome.plan for outcome in self._in_flight]
-        return structured_rows.are_masks_known(planned, before)
+        """Whether the masks of the planned step can be computed now.
 
-    @property
-    def prefilling(self) -> Sequence[int]:
-        """Rows with tokens to compute before they can, in admission order."""
-        return self.table.prefilling
+        A mask follows from the request's tokens so far, so no earlier step in flight may still
+        sample one of them.
+        """
+        *before, planned = [outcome.plan for outcome in self._in_flight]
+        sampling = {request for earlier in before for _, request in earlier.masked}
+        return sampling.isdisjoint(request for _, request in planned.masked)
 
     @property
     def is_short_of_blocks(self) -> bool:
-        """Whether a row waits for blocks: nobody is admitted meanwhile, who could take them."""
+        """Whether a row waits for blocks. Nobody is admitted then, who would take them from it."""
         return bool(self._stalled)
 
     @property
     def can_go_on(self) -> bool:
         """Whether a row has tokens to compute, and does not wait for blocks."""
-        return len(self.table.decoding) + len(self.prefilling) > len(self._stalled)
+        table = self.table
+        return len(table.decoding) + len(table.prefilling) > len(self._stalled)
 
     def has_work(self, group: int) -> bool:
-        """Whether a step of this group, of which none is in flight, has anything to compute."""
+        """Whether a step of this group, which has none in flight, would compute anything."""
         num_taken, _ = self.table.row_counts(group)
         return num_taken > 0 or any(self.next_chunk(row, group) for row in self.table.prefilling)
 
-    def row_counts(self, group: int) -> tuple[int, int]:
-        """(rows of the group that requests own, rows that none does)."""
-        return self.table.row_counts(group)
-
-    def requests(self) -> list[Request]:
-        """The requests that own rows, by row."""
-        return self.table.running()
-
-    def request(self, row: int) -> Request:
-        """The request that owns this row."""
-        return self.table.request(row)
-
-    def known_tokens(self, row: int) -> NDArray[np.int32]:
-        """A view of the row's prompt and output tokens so far."""
-        return self.table.known_tokens(row)
-
-    def num_computed_tokens(self, row: int) -> int:
-        """Tokens whose KV is computed or planned to be; may have passed those known."""
-        return int(self.table.num_computed[row])
-
     def decode_load(self, group: int) -> tuple[int, int]:
-        """(tokens, context) of what decoding rows would compute in a step of the group."""
+        """Return (tokens, tokens attended to) of the decodes in a step of the group."""
         _, ends, counts = self._decodes(group, set())
         counts = np.ones_like(ends) if counts is None else counts
         return int(counts.sum()), int(attended_tokens(counts, ends).sum())
 
     def next_chunk(self, row: int, group: int) -> int:
-        """Tokens of a prefilling row that a step of the group may compute, if it has the budget.
+        """Return how many tokens of a prefilling row a step of the group may compute.
 
-        The last token, which samples, is for the row's own group: other steps may be in flight
-        beside this one, and the next one of the group is planned when this one's tokens are known.
+        A step of any group may compute a prompt, but for its last token. That one samples, so it
+        belongs to the row's own group: the group's next step is planned only when its result is in,
+        while steps of other groups are in flight at the same time.
         """
         table = self.table
         num_left = int(table.num_tokens[row] - table.num_computed[row])
-        return min(num_left - (row % self._num_groups != group), self.max_chunk)
+        return min(num_left - (row % self._num_groups != group), self._config.max_chunk)
 
     def compute(
-        self, number: int, group: int, token_budget: int, kept: tuple[Precedence, int] | None = None
+        self,
+        number: int,
+        group: int,
+        token_budget: int,
+        reserved: tuple[Precedence, int] | None = None,
     ) -> tuple[StepPlan, int]:
-        """Begin a plan: give every running row its tokens and blocks. Also returns the budget left.
+        """Begin a plan: give every running row of the group its tokens and blocks.
 
-        kept: so many tokens are for one that waits, and goes before prompts of later precedence.
-        Each round either provides for all rows or lets one of them go, whose tokens return to the
-        budget; nothing is settled before the last round.
+        Args:
+            reserved: (precedence, tokens) of a waiting request for which others were preempted: its
+                tokens are kept free before prompts of later precedence get theirs.
+
+        Returns the plan and the budget that is left.
         """
         table = self.table
         plan = StepPlan(number, token_budget, group, self._num_groups)
@@ -163,14 +155,22 @@ class RunningSet:
         )
         if not (len(table) or self._num_drafts):
             return plan, token_budget
+        # One pass may fail for lack of blocks. Then a row was stalled or preempted, its tokens
+        # return to the budget, and the next pass shares it out anew. Each failed pass takes one row
+        # out, so this ends. Blocks that a pass has allocated stay with their rows: `_provide` finds
+        # them next time. Everything else that a pass computes is dropped: computed counts advance
+        # only below, after the pass that succeeds.
         while True:
             decoding, ends, counts = self._decodes(group, plan.stalled)
             num_decoded = len(decoding) if counts is None else int(counts.sum())
+            # Only these decodes cross a block or reach their length; the others need no Python.
             notable = (ends > table.quiet_until[decoding]).nonzero()[0]
             decodes = list(zip(decoding[notable].tolist(), ends[notable].tolist(), strict=True))
-            chunks, budget = self._share_budget(plan, token_budget - num_decoded, kept)
+            chunks, budget = self._share_budget(plan, token_budget - num_decoded, reserved)
             if all(self._provide(plan, row, end) for row, end in decodes + chunks):
                 break
+        # What stalls rows of this group is decided anew in each of its plans; rows of other groups
+        # keep their state.
         self._stalled = {r for r in self._stalled if r % self._num_groups != group}
         self._stalled |= plan.stalled
         plan.decoding, plan.decode_ends, plan.decode_counts = decoding, ends, counts
@@ -185,16 +185,16 @@ class RunningSet:
         return plan, budget
 
     def admit(self, plan: StepPlan, request: Request, hits: list[Block], count: int) -> None:
-        """Give a request a row, and `count` tokens after those whose blocks were found cached.
+        """Give a request a row, its cached blocks `hits`, and `count` tokens to compute after them.
 
-        Too few blocks being free is the caller's error.
+        The caller has checked that the blocks fit.
         """
         block_size = self._kv_cache.block_size
         num_cached = len(hits) * block_size
         end = num_cached + count
         block_ids = self._kv_cache.allocate(request.handle, end, hits)
         assert block_ids is not None, "the whole prompt fits, so its first chunk does"
-        resumed = request.num_cached_tokens is not None
+        resumed = request.was_admitted
         self._kv_cache.stats.record(request.num_tokens, num_cached, resumed)
         token_ids = request.give_tokens()
         held_tokens = len(block_ids) * block_size
@@ -210,19 +210,19 @@ class RunningSet:
         self._compute_chunk(plan, row, num_cached, end)
 
     def begin(self, plan: StepPlan) -> SchedulerOutput:
-        """The plan is complete and in flight from here on; returns it as workers are told it."""
+        """Put the complete plan in flight; returns the message to workers."""
         if plan.started:
             self.table.start_decoding(plan.started)
-        plan.masked = structured_rows.masked_rows(self.table, plan)
+        plan.masked = self._masked_rows(plan)
         self._in_flight.append(StepOutcome(plan))
         removed_rows, self._removed_rows = self._removed_rows, []
         sampled, self._sampled = self._sampled, []
         return plan.message(self._idle_rows(plan), removed_rows, sampled)
 
     def accept(self, result: ModelRunnerOutput, now_s: float) -> StepOutcome:
-        """Take the result of the oldest step in flight: 0 to as many tokens per row as it computed.
+        """Take in the result of the oldest step in flight.
 
-        Requests that end with it keep their rows until they `leave`.
+        A row may get no token, or several. Requests that end keep their rows until they `leave`.
 
         Raises:
             ValueError: the result does not fit the step.
@@ -230,15 +230,16 @@ class RunningSet:
         table = self.table
         outcome = self._in_flight.popleft()
         plan, dead_rows = outcome.plan, outcome.dead_rows
-        self._kv_cache.complete(plan.number)
+        self._kv_cache.complete(plan.number)  # first: what only this step could write is free now
         sampled = self._results.read(outcome, result)
         self._results.take_prompt_logprobs(outcome, result)
         pooled = self._results.read_pooled(outcome, result)
         sampled, ends = ends_by_token(table, sampled, pooled)
         table.append(sampled, now_s)
-        structured_rows.tell_matchers(table, sampled)
+        self._advance_matchers(sampled)
         if plan.decode_counts is not None:
-            table.rewind(plan.decoding)  # dead ones, too: nobody has them yet
+            # Dead rows, too: with drafts no other request can have got them before this result.
+            table.rewind(plan.decoding)
         if self._num_groups > 1:
             self._sampled.append(sampled)
         clients = table.clients
@@ -254,15 +255,18 @@ class RunningSet:
         return outcome
 
     def preempt(self, request: Request) -> None:
-        """Take a request's row and blocks, between steps; it is to be recomputed later."""
-        token_ids = self.known_tokens(request.row).copy()
+        """Take a request's row and blocks; its tokens go back to it, to be recomputed later."""
+        token_ids = self.table.known_tokens(request.row).copy()
         self.leave(request)
         request.token_ids = token_ids
 
     def leave(self, request: Request, keeps_blocks: bool = True) -> None:
-        """Take a request's row and blocks; steps in flight may write those until they are over.
+        """Take a request's row and blocks.
 
-        keeps_blocks: False if nobody shall find what they hold.
+        Steps in flight may still write the blocks, so they are fenced until the last of these is
+        over; and their results for the row are void, whoever owns it by then.
+
+        keeps_blocks: False if the blocks' content must not be found: it is damaged.
         """
         row = request.row
         if keeps_blocks:
@@ -277,10 +281,27 @@ class RunningSet:
         last_step = self._in_flight[-1].plan.number if self._in_flight else 0
         self._kv_cache.free(request.handle, after_step=last_step)
 
-    def _decodes(self, group: int, stalled: set[int]) -> tuple[IntArray, IntArray, IntArray | None]:
-        """(rows, their computed tokens after the step, how many it computes) of a group's decodes.
+    def _masked_rows(self, plan: StepPlan) -> list[tuple[int, Request]]:
+        table = self.table
+        if not table.matchers:
+            return []
+        rows = plan.decoding[np.isin(plan.decoding, list(table.matchers))].tolist()
+        rows += [row for row in plan.completed if row in table.matchers]
+        return [(row, table.request(row)) for row in rows]
 
-        None stands for one each. Drafts are computed only as far as all would be wanted.
+    def _advance_matchers(self, sampled: TokenColumns) -> None:
+        """Tell the matchers of structured rows which tokens are delivered."""
+        matchers = self.table.matchers
+        if not matchers:
+            return
+        rows = sampled.owner_of_each()
+        for i in np.isin(rows, list(matchers)).nonzero()[0].tolist():
+            matchers[int(rows[i])].append((int(sampled.token_ids[i]),))
+
+    def _decodes(self, group: int, stalled: set[int]) -> tuple[IntArray, IntArray, IntArray | None]:
+        """Return (rows, their computed tokens after the step, tokens each computes) of decodes.
+
+        None stands for one token each. Drafts beyond a request's length are not computed.
         """
         table = self.table
         decoding, num_groups = table.decoding, self._num_groups
@@ -296,7 +317,7 @@ class RunningSet:
         return decoding, ends, ends - num_computed
 
     def _idle_rows(self, plan: StepPlan) -> list[int]:
-        """The group's rows of which the plan computes nothing."""
+        """Return the group's rows that compute nothing in this step, which workers must be told."""
         table = self.table
         if len(plan.decoding) + len(plan.chunks) == len(table):
             return []
@@ -305,32 +326,38 @@ class RunningSet:
         return [r for r in held if r not in served and r % self._num_groups == plan.group]
 
     def _share_budget(
-        self, plan: StepPlan, budget: int, kept: tuple[Precedence, int] | None
+        self, plan: StepPlan, budget: int, reserved: tuple[Precedence, int] | None
     ) -> tuple[list[tuple[int, int]], int]:
-        """(row, its computed tokens after the step) of running prompts, and the rest of budget."""
-        table, num_kept = self.table, 0
+        """Share the budget among running prompts.
+
+        Returns (row, its computed tokens after the step) of each, and the budget that is left.
+        """
+        table = self.table
+        num_reserved = 0
         chunks: list[tuple[int, int]] = []
-        rows = table.prefilling
+        rows: Sequence[int] = table.prefilling
         if self._by_priority:
             rows = sorted(rows, key=lambda row: self._precedence(table.request(row)))
         for row in rows:
-            if kept and not num_kept and self._precedence(table.request(row)) > kept[0]:
-                budget -= (num_kept := min(kept[1], budget))
+            if reserved and not num_reserved and self._precedence(table.request(row)) > reserved[0]:
+                num_reserved = min(reserved[1], budget)
+                budget -= num_reserved
             limit = chunk_limit(self._config, table, table.request(row), chunks)
             count = min(self.next_chunk(row, plan.group), limit, budget)
             if count and row not in plan.stalled:
                 chunks.append((row, count))
                 budget -= count
         ends = [(row, int(table.num_computed[row]) + count) for row, count in chunks]
-        return ends, budget + num_kept
+        return ends, budget + num_reserved  # the reserved tokens are for the waiting request
 
     def _provide(self, plan: StepPlan, row: int, num_tokens: int) -> bool:
-        """Let a running row hold blocks for num_tokens; False if another round must be tried."""
+        """Let a running row hold blocks for num_tokens; False if another pass is needed."""
         table = self.table
         held_tokens = int(table.held_tokens[row])
         if num_tokens <= held_tokens:
             return True
         request = table.request(row)
+        # Before new blocks are appended: its full blocks become findable as soon as they can be.
         self._register(request, int(table.num_computed[row]))
         block_ids = self._kv_cache.allocate(request.handle, num_tokens)
         if block_ids is None:
@@ -341,26 +368,34 @@ class RunningSet:
         return True
 
     def _make_room(self, plan: StepPlan, row: int, num_tokens: int) -> None:
-        """Let the row wait, if steps in flight are about to release blocks; else preempt."""
+        """Stall the row if blocks are about to be released; else preempt somebody for it.
+
+        Blocks come back soon from fences, which end with steps in flight, and from rows that only
+        wait for their last token. If these suffice, a step's wait is cheaper than recomputing a
+        request. If not, the last running request by precedence is preempted; that may be this row.
+        """
         table, kv_cache = self.table, self._kv_cache
         num_needed = kv_cache.num_free_needed(table.request(row).handle, num_tokens)
-        ending = [table.request(finishing).handle for finishing in table.finishing]
-        num_held = sum(len(kv_cache.block_ids(handle)) for handle in ending)
+        finishing = [table.request(other).handle for other in table.finishing]
+        num_held = sum(len(kv_cache.block_ids(handle)) for handle in finishing)
         if num_needed <= kv_cache.num_free_blocks + kv_cache.num_fenced_blocks + num_held:
             plan.stalled.add(row)
             return
         last = next_preempted(table, self._precedence)
+        # The plan must forget the row: it was given blocks or stalled in an earlier pass. A stalled
+        # row that no request owns would never leave `_stalled`, and nobody would be admitted again.
         plan.blocks.pop(last.row, None)
-        plan.stalled.discard(last.row)  # it waits for a row now, too: nobody else may wait for it
+        plan.stalled.discard(last.row)
         plan.preempt(last, table.request(row))
         self.preempt(last)
 
     def _compute_chunk(self, plan: StepPlan, row: int, computed: int, end: int) -> None:
-        """Plan a prefilling row's tokens from number `computed` up to `end`."""
+        """Plan tokens `computed` to `end` - 1 of a prefilling row."""
         table = self.table
         plan.chunks.append(Chunk(row, end - computed, computed))
         table.num_computed[row] = end
-        # At once, so that the next request admitted in this very step can share the blocks.
+        # Now, not when the result is in: a request admitted later in this very step can share the
+        # blocks, because all KV writes of a layer precede its reads.
         request = table.request(row)
         plan.num_prompt_tokens += max(min(end, request.num_prompt_tokens) - computed, 0)
         self._register(request, end)
@@ -377,13 +412,16 @@ class RunningSet:
             plan.started.append(row)
 
     def _register(self, request: Request, num_computed: int) -> None:
-        """Make a running request's full blocks findable, as far as their tokens are known."""
+        """Make a running request's full blocks findable, as far as their tokens are known.
+
+        With steps in flight more tokens may be computed than are known; a key needs known ones.
+        """
         if not self._kv_cache.enable_prefix_caching:
             return
         block_size = self._kv_cache.block_size
         num_full = num_computed // block_size
         keys = request.key_chain.keys
-        if len(keys) < num_full:  # output tokens have filled a block
+        if len(keys) < num_full:  # output tokens have filled a block: extend the chain of keys
             table, row = self.table, request.row
             end = min(num_computed, int(table.num_tokens[row]))
             request.key_chain.extend(table.token_ids[row, len(keys) * block_size : end].tobytes())

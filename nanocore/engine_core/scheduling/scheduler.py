@@ -1,13 +1,13 @@
 """The unified token-budget scheduler: one kind of step, no prefill or decode phases.
 
-Each request has tokens known and tokens computed; a step lets the second catch up with the first
-within a budget (vLLM V1's scheduler; chunked prefill as in Sarathi-Serve, Agrawal et al. 2024).
-Decoding rows take their token first, then running prompts their chunks, then waiting requests are
-admitted. When blocks run out a running request is preempted and recomputed later.
+Each request has known tokens and computed tokens; a step lets the second catch up with the first
+within a token budget (vLLM V1's scheduler; chunked prefill as in Sarathi-Serve, Agrawal et al.
+2024). Decodes take their token first, then running prompts their chunks, then waiting requests are
+admitted. When blocks run out, a running request is preempted and recomputed later.
 
-Runs on the step loop's thread. A plan needs counts only, never the tokens of the step before, so
-several steps may be in flight. Who runs is decided here; rows, tokens, states and steps in flight
-are the `RunningSet`'s, which this file only reads and tells.
+Runs on the step loop's thread. A plan needs token counts only, never the tokens of the step before,
+so several steps may be in flight. This file decides who runs; the state of those who do (rows,
+tokens, blocks, steps in flight) belongs to the `RunningSet`.
 """
 
 from __future__ import annotations
@@ -15,37 +15,67 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Literal
 
 from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.scheduling.counters import SchedulerCounters
-from nanocore.engine_core.scheduling.journal import Journal
+from nanocore.engine_core.policy.order import NO_SHORTAGE, BlockShortage, Precedence, precedence_key
+from nanocore.engine_core.policy.step_budget import StepBudget, chunk_limit
+from nanocore.engine_core.policy.waiting_queue import WaitingQueue
+from nanocore.engine_core.requests.request import Request
+from nanocore.engine_core.requests.step_log import StepLog
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
-from nanocore.engine_core.scheduling.precedence import Precedence, precedence_key
-from nanocore.engine_core.scheduling.preemption import NOT_SHORT, TooFewBlocks
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.scheduling.priority_preemption import Need, PriorityPreemption
 from nanocore.engine_core.scheduling.running_set import RunningSet
-from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
-from nanocore.engine_core.scheduling.step_budget import StepBudget, chunk_limit
-from nanocore.engine_core.scheduling.urgency import Need, Urgency
-from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
+from nanocore.engine_core.scheduling.step_plan import StepOutcome, StepPlan
 from nanocore.kv_cache import Block, KVCacheManager
 from nanocore.protocol.messages import Event
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start. Each sample counts as a request.
+
+    dequeued_*: requests that left the queue for good; their submitted tokens, and the bytes that
+    they held while they waited, count once for all samples.
+    """
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_aborts: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    dequeued_reqs: int = 0
+    dequeued_tokens: int = 0
+    dequeued_bytes: int = 0
+
+    def count_dequeued(self, request: Request) -> None:
+        """Count a request when it is first admitted, or when it ends before that."""
+        if request.was_admitted:
+            return
+        self.dequeued_reqs += 1
+        if request.sample == 0:
+            self.dequeued_tokens += request.num_submitted_tokens
+            self.dequeued_bytes += request.num_bytes
+
+
 _NUM_ARRIVALS: Final = 1024
-"""Steps whose first arrival is known: a request with a compiled grammar belongs to one of them."""
+"""Steps whose arrival times are remembered, for requests whose grammar is compiled meanwhile."""
 
 
 class Scheduler:
     """Decides which tokens of which requests a step computes, and takes its result in.
 
-    `add` and `abort` at any time; `schedule` plans a step, `update` takes in the result of the
-    oldest step in flight. An abort between the two wins over the step's own result.
+    `add` and `abort` may be called at any time; `schedule` plans a step, `update` takes in the
+    result of the oldest step in flight. An abort between the two wins over the step's result.
 
     Args:
-        config: the limits. kv_cache: owned by the scheduler from here on.
-        clock: seconds, of steps and of the journal.
+        config: the limits.
+        kv_cache: owned by the scheduler from here on.
+        clock: returns seconds, for steps, ageing and the step log.
+
+    completed: the step whose result came in last.
     """
 
     def __init__(
@@ -58,24 +88,27 @@ class Scheduler:
         self.kv_cache = kv_cache
         self.precedence = precedence_key(config.policy, config.priority_aging_s)
         self.waiting = WaitingQueue(self.precedence, config.policy == "priority")
-        self.journal = Journal()
-        self.running = RunningSet(config, kv_cache, self.precedence, self.journal)
-        self._urgency: Urgency | None = None
+        self.step_log = StepLog()
+        self.running = RunningSet(config, kv_cache, self.precedence, self.step_log)
+        self._priority_preemption: PriorityPreemption | None = None
         if config.policy == "priority":
-            self._urgency = Urgency(self.running, kv_cache, self.precedence, config.num_groups)
+            self._priority_preemption = PriorityPreemption(
+                self.running, kv_cache, self.precedence, config.num_groups
+            )
         self.counters = SchedulerCounters()
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
         self.completed = StepOutcome(StepPlan(0, 0))
-        """The step whose result came in last."""
         self.clock = clock
-        self._begun_s: deque[float] = deque()  # steps in flight
+        self._begun_s: deque[float] = deque()  # by step in flight
         self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
-        self._ended: list[Request] = []  # by `end`, since the last update
+        self._ended: list[Request] = []  # outside a step's result, since the last update
         self._last_group = 0
-        self._came: dict[int, float] = {}  # by number of steps: when the first request came
-        self._blocked = NOT_SHORT  # of a head that did not fit
-        self._no_way: dict[int, TooFewBlocks] = {}  # by group: nobody could give way for it
+        self._arrivals_s: dict[int, float] = {}  # by step number: when its first request arrived
+        # Why the head did not fit: it is not looked up again while that persists.
+        self._blocked_head = NO_SHORTAGE
+        # By group: a head for which priority preemption could not free enough.
+        self._failed_preemption: dict[int, BlockShortage] = {}
         self._watermark_blocks = int(config.watermark * kv_cache.num_blocks)
 
     @property
@@ -84,40 +117,38 @@ class Scheduler:
         return len(self._requests)
 
     def open_requests(self) -> list[Request]:
-        """Those, in the order in which they came; for any thread."""
+        """Return the requests that have not ended, by arrival. Any thread may call this."""
         return list(self._requests.values())
 
     @property
     def num_running(self) -> int:
-        """Requests that own a row."""
         return len(self.running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not."""
         return len(self._requests) - len(self.running)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether requests wait although nothing runs, was preempted, or is in flight: a bug."""
+        """Whether requests wait although nothing runs, is in flight or was preempted: a bug."""
         busy = self.num_running or self.planned.preempted or self.num_in_flight > 1
         return bool(self.waiting) and not busy
 
     @property
     def planned(self) -> StepPlan:
-        """The step that was planned last, and is in flight."""
+        """The step that was planned last."""
         return self.running.planned
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were planned and whose results are not in."""
         return self.running.num_in_flight
 
     def next_group(self) -> int | None:
-        """The group of rows that the next step is for; None if none has anything to do.
+        """Return the group of rows that the next step serves; None if there is nothing to do.
 
-        With one group steps may be planned while others are in flight. With several, and with
-        drafts, a group is in one step at most, so that no step needs what is not known yet.
+        With one group, steps may be planned while others are in flight (async scheduling). With
+        several groups (pipeline stages), and with drafts, a group is in at most one step, because
+        its next step needs that one's result.
         """
         running = self.running
         if running.may_overlap:
@@ -131,25 +162,28 @@ class Scheduler:
         return None
 
     def add(self, request: Request, arrival: int | None = None) -> None:
-        """Queue a request; samples that it holds back come behind it, see `WaitingQueue`.
+        """Queue a request; its sibling samples wait behind it, see `WaitingQueue`.
 
-        arrival: the number of steps when it came, if that was not now.
+        arrival: the step number at its SUBMIT, if its grammar had to be compiled since. It keeps
+            the place in line of that time, and ages from then on.
         """
         now_s = self.clock()
-        came_s = now_s if arrival is None else request.received_s
+        arrival_s = now_s if arrival is None else request.received_s
         arrival = self.counters.num_steps if arrival is None else arrival
-        came_s = self._came.setdefault(arrival, came_s)
-        if len(self._came) > _NUM_ARRIVALS:
-            del self._came[next(iter(self._came))]
+        # Requests of one step are equals: they share the arrival time of the first.
+        arrival_s = self._arrivals_s.setdefault(arrival, arrival_s)
+        if len(self._arrivals_s) > _NUM_ARRIVALS:
+            del self._arrivals_s[next(iter(self._arrivals_s))]
         for sample in request.samples:
             assert sample.handle not in self._requests
             self._requests[sample.handle] = sample
-            sample.arrival, sample.arrival_s, sample.life.queued_s = arrival, came_s, now_s
-            sample.life.move("queued", sample.received_s or now_s)
+            sample.arrival, sample.arrival_s = arrival, arrival_s
+            sample.times.queued_s = now_s
+            sample.times.enter("queued", sample.received_s or now_s)
         self.waiting.push(request)
 
     def abort(self, handle: int) -> Request | None:
-        """End a request as its client wants; returns it, or None if it has ended already."""
+        """End a request for its client; returns it, or None if it has ended already."""
         request = self.end(handle)
         self.counters.num_aborts += request is not None
         return request
@@ -172,33 +206,35 @@ class Scheduler:
         return [request for request in ended if request is not None]
 
     def schedule(self, group: int = 0) -> SchedulerOutput:
-        """Plan the next step, for the group that `next_group` names.
+        """Plan the next step, for the group that `next_group` returned.
 
-        Computed counts advance now, not when the result is in.
+        Computed counts advance now, not when the result is in: so the next step can be planned
+        before this one's result.
         """
         running, counters = self.running, self.counters
         counters.num_steps += 1
         self._last_group = group
-        gave_way, urgent = self._make_way(group)
+        preempted, reserved = self._preempt_for_head(group)
         token_budget = self._token_budget(group)
-        plan, budget = running.compute(counters.num_steps, group, token_budget, urgent)
+        plan, budget = running.compute(counters.num_steps, group, token_budget, reserved)
+        # Who was preempted in this step would take the blocks back from the one it gave them to.
         may_admit = not plan.preempted and not running.is_short_of_blocks
-        plan.preempt_first(gave_way, self.waiting.peek() if gave_way else None)
+        plan.preempt_first(preempted, self.waiting.peek() if preempted else None)
         for request in plan.preempted:
             self.waiting.push(request)
-            request.life.preempt(self.clock())
-            if self._urgency is not None:
-                self._urgency.left(request)
+            request.times.preempt(self.clock())
+            if self._priority_preemption is not None:
+                self._priority_preemption.removed(request)
         counters.num_preemptions += len(plan.preempted)
         for row in plan.completed:
-            self.waiting.release(running.request(row))
+            self.waiting.release_siblings(running.table.request(row))
         if self.waiting and may_admit:
             self._schedule_waiting(plan, budget)
         self._begun_s.append(self.clock())
         return running.begin(plan)
 
     def update(self, result: ModelRunnerOutput) -> list[ClientOutput]:
-        """Take in the tokens of the oldest step in flight; returns what clients get.
+        """Take in the result of the oldest step in flight; returns the clients' outputs.
 
         Raises:
             ValueError: the result does not fit the step.
@@ -211,16 +247,16 @@ class Scheduler:
         for request in outcome.started:
             started = Event(handle=request.handle, num_cached_tokens=request.num_cached_tokens)
             events.append((request.client, started))
-            self.journal.begin(request, now_s)
+            self.step_log.begin(request, now_s)
         for request, ended in outcome.ends:
             events.append((request.client, ended))
             outcome.finished.append(request)
             self._end(request, keeps_blocks=ended.finish_reason != "error")
-            self.journal.end(request, ended, now_s)
+            self.step_log.end(request, ended, now_s)
         outcome.finished += self._ended
         self._ended = []
         outcome.begin_decodes(self.running.table.requests, now_s)
-        self._note(outcome.plan, now_s)
+        self._log(outcome.plan, now_s)
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
 
     def _can_admit(self, group: int) -> bool:
@@ -229,49 +265,53 @@ class Scheduler:
         return may_fit and not self.running.is_short_of_blocks and self.num_admissible(group) > 0
 
     def num_admissible(self, group: int) -> int:
-        """Rows that a step of this group may give away: groups are kept equally large."""
-        num_taken, num_free = self.running.row_counts(group)
+        """Return how many rows a step of this group may give away: groups stay equally large."""
+        num_taken, num_free = self.running.table.row_counts(group)
         fair_share = -(-self.num_requests // self.config.num_groups)
         return min(num_free, fair_share - num_taken)
 
     def _token_budget(self, group: int) -> int:
         running = self.running
-        if not self.budget.has_target or not (self.waiting or running.prefilling):
+        if not self.budget.has_target or not (self.waiting or running.table.prefilling):
             return self.config.max_num_batched_tokens
         num_decodes, context = running.decode_load(group)
-        prompts = [running.num_computed_tokens(row) for row in running.prefilling]
+        prompts = [int(running.table.num_computed[row]) for row in running.table.prefilling]
         return self.budget.num_tokens(num_decodes, context, max(prompts, default=0))
 
-    def _make_way(self, group: int) -> tuple[list[Request], tuple[Precedence, int] | None]:
-        """(who was preempted for the head, what to keep of the budget for it: see `Urgency`)."""
-        if self._urgency is None or (head := self.waiting.head()) is None:
+    def _preempt_for_head(self, group: int) -> tuple[list[Request], tuple[Precedence, int] | None]:
+        """Preempt lower priorities for the head of the queue, if that lets it be admitted.
+
+        Returns (preempted requests, (precedence, tokens) to reserve of the budget for the head).
+        """
+        if self._priority_preemption is None or (head := self.waiting.head()) is None:
             return [], None
-        tried = self._no_way.get(group, NOT_SHORT)
-        is_same = tried.num_free_blocks == self.kv_cache.num_free_blocks
-        if is_same and tried.lasts(self.kv_cache, head):
+        failed = self._failed_preemption.get(group, NO_SHORTAGE)
+        is_same = failed.num_free_blocks == self.kv_cache.num_free_blocks
+        if is_same and failed.persists(self.kv_cache, head):
             return [], None
-        if not self._urgency.is_asked(head, group):
+        if not self._priority_preemption.may_preempt_for(head, group):
             return [], None
         hits = self._find_prefix(head)
         num_uncached = head.num_tokens - len(hits) * self.kv_cache.block_size
         count = min(num_uncached, chunk_limit(self.config, self.running.table, head, ()))
         if count < num_uncached and not self._may_be_partial:
-            return [], None  # it is to step aside
+            return [], None  # the partial-prefill limit will defer it
 
         def need() -> Need:
             num_blocks = self.kv_cache.num_free_needed(head.handle, head.num_tokens, hits)
             return Need(self.num_admissible(group) > 0, num_blocks + self._num_reserved_blocks)
 
-        preempted = self._urgency.make_way(head, group, need)
+        preempted = self._priority_preemption.preempt_for(head, group, need)
         is_admitted = need().has_row and self._fits(head, hits)
         if not (preempted or is_admitted):
-            self._no_way[group] = TooFewBlocks.of(self.kv_cache, head, hits)
+            self._failed_preemption[group] = BlockShortage.of(self.kv_cache, head, hits)
         return preempted, (self.precedence(head), count) if is_admitted else None
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
-        """Admit waiting requests while budget, rows and blocks last; none passes the head by.
+        """Admit waiting requests while budget, rows and blocks last; none passes the head.
 
-        Except that prompts of several chunks, when no more of them may be running, step aside.
+        Except for the partial-prefill limit: a prompt of several chunks is deferred while as many
+        as the limit are running, and those behind it go on.
         """
         num_rows = self.num_admissible(plan.group)
         while budget > 0 and num_rows > 0:
@@ -281,41 +321,41 @@ class Scheduler:
             hits = self._find_prefix(request)
             num_uncached = request.num_tokens - len(hits) * self.kv_cache.block_size
             limit = chunk_limit(self.config, self.running.table, request, plan.chunks)
-            count = min(num_uncached, budget, max(limit, 1))  # nobody behind it waits for a limit
+            count = min(num_uncached, budget, max(limit, 1))  # 1: a limit must not block the queue
             if count < num_uncached and not self._may_be_partial:
                 if num_uncached <= chunk_limit(self.config, self.running.table, request, ()):
-                    return  # a later step has room for it whole
-                self.waiting.step_aside(request)
+                    return  # a later step has the budget for all of it
+                self.waiting.defer(request)
             elif self._fits(request, hits):
                 self.waiting.admit(request, num_uncached)
                 self._admit(plan, request, hits, count)
                 budget -= count
                 num_rows -= 1
                 if count == num_uncached:
-                    self.waiting.release(request)
+                    self.waiting.release_siblings(request)
             else:
-                self._blocked = TooFewBlocks.of(self.kv_cache, request, hits)
+                self._blocked_head = BlockShortage.of(self.kv_cache, request, hits)
                 return
 
     @property
     def _may_be_partial(self) -> bool:
-        """Whether one more prompt may be computed in chunks."""
+        """Whether the partial-prefill limit allows one more prompt in chunks."""
         limit = self.config.max_num_partial_prefills
-        return not limit or len(self.running.prefilling) < limit
+        return not limit or len(self.running.table.prefilling) < limit
 
     def is_still_blocked(self, request: Request) -> bool:
-        """Whether the head did not fit before, and cannot fit now: spares looking it up again.
+        """Whether the head did not fit before and cannot fit now, without looking it up again.
 
-        With nothing running it is always tried.
+        With nothing running it is always tried: a wrong answer here would be a deadlock.
         """
-        return self.num_running > 0 and self._blocked.lasts(self.kv_cache, request)
+        return self.num_running > 0 and self._blocked_head.persists(self.kv_cache, request)
 
     def _find_prefix(self, request: Request) -> list[Block]:
         keys = request.prefix_keys(self.kv_cache.block_size)
         return self.kv_cache.find_prefix(keys, request.num_tokens)
 
     def _fits(self, request: Request, hits: list[Block]) -> bool:
-        """Whether the whole prompt fits now; while others run, they keep the watermark to grow."""
+        """Whether the whole prompt fits now, beside the watermark that others need to grow."""
         num_reserved = self._num_reserved_blocks
         return self.kv_cache.can_allocate(request.handle, request.num_tokens, hits, num_reserved)
 
@@ -327,26 +367,51 @@ class Scheduler:
         """Give a waiting request a row and its first tokens."""
         self.counters.count_dequeued(request)
         self.running.admit(plan, request, hits, count)
-        request.life.admit(self.clock())
-        if self._urgency is not None:
-            self._urgency.admitted(request)
+        request.times.admit(self.clock())
+        if self._priority_preemption is not None:
+            self._priority_preemption.admitted(request)
 
     def _end(self, request: Request, keeps_blocks: bool = True) -> None:
-        """Forget a request; its blocks stay findable by their content, unless it is damaged."""
+        """Forget a request. keeps_blocks: False if their content is damaged."""
         if request.row >= 0:
             self.running.leave(request, keeps_blocks)
-            if self._urgency is not None:
-                self._urgency.left(request)
+            if self._priority_preemption is not None:
+                self._priority_preemption.removed(request)
         del self._requests[request.handle]
-        if request.held_back:
-            self.waiting.replace(request)
+        if request.waiting_siblings:
+            self.waiting.promote_sibling(request)
 
-    def _note(self, plan: StepPlan, now_s: float) -> None:
-        """Note a step, and teach the cost model how long it took since the one before it ended."""
+    def _log(self, plan: StepPlan, now_s: float) -> None:
+        """Log a step, and teach the cost model its duration."""
+        # With steps in flight, a step begins to run when the one before it has ended.
         seconds = now_s - max(self._begun_s.popleft(), self._last_update_s)
         self._last_update_s = now_s
         if self.budget.has_target:
             self.budget.observe(plan.num_tokens, plan.context, seconds)
         rows = len(self.running.table)
-        load = rows, len(self._requests) - rows, self.kv_cache.num_free_blocks
-        self.journal.steps.append(plan.note(now_s, seconds, *load))
+        num_waiting, num_free = len(self._requests) - rows, self.kv_cache.num_free_blocks
+        self.step_log.steps.append(plan.log_entry(now_s, seconds, rows, num_waiting, num_free))
+
+
+MissingResource = Literal["rows", "stage", "budget", "kv_blocks", "partial_prefills"]
+"""What the head of the queue waits for: a row; a row of another pipeline group, which has its share
+of requests; token budget; KV blocks; or the partial-prefill limit."""
+
+
+def blocked_head(scheduler: Scheduler) -> tuple[Request, MissingResource] | None:
+    """Return the request that the planned step left at the head, and what it waits for.
+
+    For the step trace, right after `schedule`. It changes nothing: no turn advances.
+    """
+    plan, head = scheduler.planned, scheduler.waiting.peek()
+    if head is None:
+        return None
+    if scheduler.num_admissible(plan.group) <= 0:
+        is_full = scheduler.num_running >= scheduler.config.max_num_seqs
+        return head, "rows" if is_full else "stage"
+    if plan.num_tokens >= plan.token_budget:
+        return head, "budget"
+    is_short = bool(plan.preempted) or scheduler.running.is_short_of_blocks
+    if is_short or scheduler.is_still_blocked(head):
+        return head, "kv_blocks"
+    return head, "partial_prefills"

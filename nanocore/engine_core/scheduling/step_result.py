@@ -1,7 +1,7 @@
-"""A step's result as it comes from a worker, checked and brought into columns.
+"""A worker's result, checked against the plan and read into columns.
 
-Workers are ours, but a result that does not fit its plan would put tokens into the wrong places
-and be seen only in what clients read: so it ends the engine instead.
+Workers are our own code. Still, a result that does not fit its plan would put tokens into the wrong
+rows, and only clients would notice; so it ends the engine instead.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from collections import Counter
 
 import numpy as np
 
-from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
-from nanocore.engine_core.scheduling.request import TOKEN_DTYPE
+from nanocore.engine_core.requests.request import TOKEN_DTYPE
+from nanocore.engine_core.scheduling.columns import IntArray, LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.row_table import RowTable
-from nanocore.engine_core.scheduling.spans import IntArray
-from nanocore.engine_core.scheduling.step import StepOutcome, StepPlan
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
+from nanocore.engine_core.scheduling.step_plan import StepOutcome, StepPlan
 from nanocore.protocol.codec import pack_int32
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, RowLogprobs
 
 
 class ResultReader:
-    """Reads results for the running set, whose table this is."""
+    """Reads results for the running set. table: the running set's."""
 
     def __init__(self, table: RowTable) -> None:
         self._table = table
@@ -31,7 +29,7 @@ class ResultReader:
         self._rows: IntArray = np.zeros(0, np.int64)
 
     def read(self, outcome: StepOutcome, result: ModelRunnerOutput) -> TokenColumns:
-        """What the step sampled, by row: of rows that are alive and have any token.
+        """Return the sampled tokens by row, without dead rows and rows that got none.
 
         Raises:
             ValueError: the result's columns do not fit together, or not to what the step computed.
@@ -52,10 +50,10 @@ class ResultReader:
         return sampled
 
     def take_prompt_logprobs(self, outcome: StepOutcome, result: ModelRunnerOutput) -> None:
-        """Note what the step says of prompts of rows that are alive: it is delivered from here on.
+        """Move the step's prompt logprobs, without those of dead rows, to the outcome.
 
         Raises:
-            ValueError: it is not what the step computed and nobody knew.
+            ValueError: they are not those of the tokens that the step computed first.
         """
         asking = self._table.prompt_logprob_rows
         if result.prompt_logprobs is None and not asking:
@@ -63,25 +61,25 @@ class ResultReader:
         expected: Counter[int] = Counter()
         for row, num_tokens, start in outcome.plan.chunks:
             if row in asking and row not in outcome.dead_rows:
-                # The logits of a token tell of the next one, and the first entry is the second's.
+                # Logits of a token give the logprob of the next one: entry 0 is of token 1.
                 request = self._table.request(row)
-                end = min(start + num_tokens, request.num_asked_prompt_logprobs)
+                end = min(start + num_tokens, request.num_requested_prompt_logprobs)
                 expected[row] = max(end - max(start, request.num_prompt_logprobs), 0)
-        said = _of_the_living(result.prompt_logprobs, outcome)
-        counts = Counter([] if said is None else said.owners.tolist())
+        logprobs = _living(result.prompt_logprobs, outcome)
+        counts = Counter([] if logprobs is None else logprobs.owners.tolist())
         if counts != +expected:
             raise ValueError(
                 f"step {outcome.plan.number} has log probabilities of prompt tokens, by row, "
                 f"{dict(counts)}: it must have {dict(+expected)}"
             )
         for row, count in counts.items():
-            assert said is not None
-            request, own = self._table.request(row), said.take(said.owners == row)
+            assert logprobs is not None
+            request, own = self._table.request(row), logprobs.take(logprobs.owners == row)
             request.num_prompt_logprobs += count
             outcome.prompt_logprobs.append((request.client, own.renamed(self._table.handle)))
 
     def read_pooled(self, outcome: StepOutcome, result: ModelRunnerOutput) -> dict[int, bytes]:
-        """The embeddings of rows that are alive, each a float32 column.
+        """Return the embeddings, float32 bytes, by row; without dead rows.
 
         Raises:
             ValueError: they are not those of the prompts that the step has completed.
@@ -108,24 +106,24 @@ class ResultReader:
     def _logprobs(
         self, outcome: StepOutcome, sampled: TokenColumns, result: ModelRunnerOutput
     ) -> LogprobColumns | None:
-        """Of each of these tokens whose row asks for them; NO_TOKEN has none."""
-        said = _of_the_living(result.logprobs, outcome)
+        """Return logprobs for the tokens whose row requested them; NO_TOKEN gets none."""
+        logprobs = _living(result.logprobs, outcome)
         rows = sampled.owner_of_each()
         asked = self._table.asks_logprobs[rows] & (sampled.token_ids != NO_TOKEN)
         expected = np.sort(rows[asked])
-        owners = np.zeros(0, np.int64) if said is None else np.sort(said.owners)
+        owners = np.zeros(0, np.int64) if logprobs is None else np.sort(logprobs.owners)
         if not np.array_equal(owners, expected):
             raise ValueError(
                 f"step {outcome.plan.number} has log probabilities of tokens of rows "
                 f"{owners.tolist()}: they must be of {expected.tolist()}"
             )
-        return said
+        return logprobs
 
     def _columns(self, result: ModelRunnerOutput) -> TokenColumns:
-        """The rows are the same array as before, if they are the same rows."""
+        """Read the columns. Equal rows give the same array object, which later steps compare by."""
         if result.rows != self._rows_bytes:
             self._rows_bytes = result.rows
-            # As wide as an index, because they will be one several times.
+            # int64, because they are used as an index several times.
             self._rows = np.frombuffer(result.rows, TOKEN_DTYPE).astype(np.int64)
         rows, token_ids = self._rows, np.frombuffer(result.token_ids, TOKEN_DTYPE)
         if not result.counts and len(rows) == len(token_ids):
@@ -141,9 +139,9 @@ class ResultReader:
         return TokenColumns(rows, token_ids, counts)
 
     def _usual_rows(self, plan: StepPlan) -> bytes:
-        """The rows that sample, as workers tell them: decodes ascending, then prompts' ends.
+        """Return the expected column of rows: decodes ascending, then completed prompts.
 
-        A result that has them so is as it should be without another look.
+        A result with exactly this column needs no further check of its rows.
         """
         if plan.decoding is not self._decoding:
             self._decoding = plan.decoding
@@ -153,11 +151,11 @@ class ResultReader:
         return self._ascending + pack_int32(sorted(plan.completed))
 
 
-def _of_the_living(said: RowLogprobs | None, outcome: StepOutcome) -> LogprobColumns | None:
-    """What a worker says, without that of rows whose request has ended or was preempted."""
-    if said is None:
+def _living(logprobs: RowLogprobs | None, outcome: StepOutcome) -> LogprobColumns | None:
+    """Read logprobs without those of dead rows; None if none are left."""
+    if logprobs is None:
         return None
-    columns = LogprobColumns.of_rows(said)
+    columns = LogprobColumns.of_rows(logprobs)
     alive = ~np.isin(columns.owners, list(outcome.dead_rows))
     if alive.all():
         return columns if len(columns) else None
@@ -165,28 +163,28 @@ def _of_the_living(said: RowLogprobs | None, outcome: StepOutcome) -> LogprobCol
 
 
 def _check_rows(plan: StepPlan, rows: IntArray) -> None:
-    """Each row that samples is there once, and no other; one that computed drafts may be missing.
+    """Check that each row that samples is there once, and no other.
 
-    A step that completes a prompt has a token for it: nothing was guessed then.
+    A row that computed drafts may be missing. A completed prompt has a token in any case.
     """
-    said, completed = rows.tolist(), set(plan.completed)
+    present, completed = rows.tolist(), set(plan.completed)
     expected = completed.union(plan.decoding.tolist())
-    missing = (expected if plan.decode_counts is None else completed).difference(said)
+    missing = (expected if plan.decode_counts is None else completed).difference(present)
     for words, wrong in (
-        ("has rows that do not sample", set(said) - expected),
+        ("has rows that do not sample", set(present) - expected),
         ("has no token for rows that sample", missing),
-        ("has rows twice", {row for row, count in Counter(said).items() if count > 1}),
+        ("has rows twice", {row for row, count in Counter(present).items() if count > 1}),
     ):
         if wrong:
             raise ValueError(f"step {plan.number} {words}: {sorted(wrong)}")
 
 
 def _check_counts(table: RowTable, plan: StepPlan, sampled: TokenColumns) -> None:
-    """A row has at most a token for each that was computed from its last known one on."""
+    """Check that no row has more tokens than it computed from its last known one on."""
     rows = sampled.owners
     counts = np.ones_like(rows) if sampled.counts is None else sampled.counts
     most = np.ones_like(rows)
-    if plan.decode_counts is not None:  # no other step of the row is in flight
+    if plan.decode_counts is not None:  # with drafts no other step of the row is in flight
         most = table.num_computed[rows] + 1 - table.num_tokens[rows]
     for i in (counts > most).nonzero()[0].tolist():
         raise ValueError(

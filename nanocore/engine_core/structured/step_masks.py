@@ -7,7 +7,7 @@ when that one's result is in. Rows that have ended meanwhile have none.
 
 from __future__ import annotations
 
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.structured.mask_filler import MaskFiller
 from nanocore.protocol.codec import pack_int32

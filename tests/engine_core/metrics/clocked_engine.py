@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanocore.engine_core.metrics.collector import MetricsCollector
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.stats import DeskCounts
 from nanocore.engine_core.utilisation import Utilisation

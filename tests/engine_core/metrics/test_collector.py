@@ -57,7 +57,7 @@ def test_what_never_ran_has_an_end_and_no_other_time() -> None:
     request = engine.add(make_request(1, [1] * 6, 3))
     engine.now_s += 2
     engine.scheduler.abort(request.handle)
-    engine.scheduler.journal.end(request, ABORT, engine.now_s)
+    engine.scheduler.step_log.end(request, ABORT, engine.now_s)
     assert engine.value("request_success", ("finished_reason", "abort")) == 1
     assert engine.observed("e2e_request_latency_seconds") == (1, 2)
     for name in ("queue_time", "prefill_time", "decode_time", "inference_time"):
@@ -97,9 +97,9 @@ def test_samples_are_requests_and_together_one_with_n() -> None:
     engine.add(request)
     engine.step()
     engine.step()
-    (short, *_) = request.held_back or [request]
+    (short, *_) = request.waiting_siblings or [request]
     engine.scheduler.abort(short.handle)
-    engine.scheduler.journal.end(short, ABORT, engine.now_s)
+    engine.scheduler.step_log.end(short, ABORT, engine.now_s)
     assert engine.observed("request_params_n") == (0, 0)
     while engine.scheduler.num_requests:
         engine.step()
@@ -135,10 +135,10 @@ def test_the_journal_is_emptied_whoever_asks() -> None:
         engine.add(make_request(handle, [1] * 5, 3))
     while engine.scheduler.num_requests:
         engine.step()
-    journal = engine.scheduler.journal
-    assert len(journal.ended) == 3
+    step_log = engine.scheduler.step_log
+    assert len(step_log.ended) == 3
     engine.collector.fold()
-    for noted in (journal.ended, journal.intervals, journal.steps, journal.first_tokens):
+    for noted in (step_log.ended, step_log.intervals, step_log.steps, step_log.first_tokens):
         assert not noted
     assert engine.observed("e2e_request_latency_seconds")[0] == 3
 
@@ -153,8 +153,8 @@ def test_a_step_of_the_same_rows_notes_as_much_however_many_they_are(num_others:
     for _ in range(4):
         engine.step()
     engine.collector.fold()
-    journal = engine.scheduler.journal
+    step_log = engine.scheduler.step_log
     for _ in range(3):
         engine.step()
-    assert list(journal.intervals) == [(1.0, num_others + 1)] * 3
-    assert [step.num_tokens for step in journal.steps] == [num_others + 1] * 3
+    assert list(step_log.intervals) == [(1.0, num_others + 1)] * 3
+    assert [step.num_tokens for step in step_log.steps] == [num_others + 1] * 3

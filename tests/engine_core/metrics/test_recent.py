@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from nanocore.engine_core.metrics.recent import MAX_ENDED, MAX_OPEN, MAX_STEPS
-from nanocore.engine_core.scheduling.life import Life
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.requests.request import Request, RequestTimes
 from nanocore.engine_core.stats import DeskCounts
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.messages import Event
@@ -43,7 +42,7 @@ def end(engine: Engine, request: Request) -> None:
     """As the step loop ends what a client aborts."""
     assert engine.scheduler.abort(request.handle) is request
     event = Event(handle=request.handle, finish_reason="abort")
-    engine.scheduler.journal.end(request, event, engine.now_s)
+    engine.scheduler.step_log.end(request, event, engine.now_s)
 
 
 def test_a_request_goes_from_the_queue_through_its_chunks_to_its_end() -> None:
@@ -128,7 +127,7 @@ def test_what_is_lost_in_flight_did_not_decode() -> None:
     late = engine.add(make_request(2, [2] * 8, 4))
     first = engine.executor.execute(scheduler.schedule())
     scheduler.running.preempt(late)
-    late.life.preempt(engine.now_s)
+    late.times.preempt(engine.now_s)
     scheduler.waiting.push(late)
     engine.now_s += 1
     scheduler.update(first)
@@ -201,12 +200,12 @@ def test_steps_above_a_number_are_told() -> None:
 
 
 def test_a_long_way_keeps_its_beginning_and_its_end() -> None:
-    life = Life()
+    life = RequestTimes()
     for i in range(5 * MAX_MOVES):
-        life.move("preempted" if i else "queued", float(i))
-    assert len(life.way) == MAX_MOVES
-    assert [at_s for _, at_s in life.way[:2]] == [0, 4 * MAX_MOVES + 1]
-    assert life.way[-1] == ("preempted", 5 * MAX_MOVES - 1)
+        life.enter("preempted" if i else "queued", float(i))
+    assert len(life.phases) == MAX_MOVES
+    assert [at_s for _, at_s in life.phases[:2]] == [0, 4 * MAX_MOVES + 1]
+    assert life.phases[-1] == ("preempted", 5 * MAX_MOVES - 1)
 
 
 def test_what_is_kept_is_bounded_whether_or_not_anybody_looks() -> None:
@@ -217,10 +216,10 @@ def test_what_is_kept_is_bounded_whether_or_not_anybody_looks() -> None:
     while engine.scheduler.num_requests:
         engine.step()
         engine.collector.fold()  # as the io thread does once a second
-    kept, journal = engine.collector._recent, engine.scheduler.journal
+    kept, step_log = engine.collector._recent, engine.scheduler.step_log
     assert (len(kept.steps), len(kept.ended)) == (MAX_STEPS, MAX_ENDED)
-    assert not journal.steps
-    assert not journal.ended
+    assert not step_log.steps
+    assert not step_log.ended
     told = recent(engine)
     last = num_requests * num_tokens
     assert told.steps.number == [*range(last - MAX_STEPS + 1, last + 1)]

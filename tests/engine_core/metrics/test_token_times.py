@@ -6,16 +6,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanocore.engine_core.scheduling.journal import Journal
-from nanocore.engine_core.scheduling.token_times import TokenTimes
+from nanocore.engine_core.requests.step_log import StepLog, TokenTimes
 
 NUM_ROWS = 4
 STEPS = st.lists(st.tuples(st.sets(st.integers(0, NUM_ROWS - 1)), st.booleans()), max_size=30)
 
 
-def intervals_of(journal: Journal) -> list[float]:
+def intervals_of(step_log: StepLog) -> list[float]:
     found: list[float] = []
-    for one in journal.intervals:
+    for one in step_log.intervals:
         found += [one[0]] * one[1] if isinstance(one, tuple) else one.tolist()
     return sorted(found)
 
@@ -25,8 +24,8 @@ def test_intervals_are_those_of_each_row(
     steps: list[tuple[set[int], bool]], given_away: dict[int, int]
 ) -> None:
     """given_away: rows that another request gets, by the step before which it does."""
-    journal = Journal()
-    times = TokenTimes(NUM_ROWS, journal)
+    step_log = StepLog()
+    times = TokenTimes(NUM_ROWS, step_log)
     last: dict[int, float] = {}
     expected = []
     rows = np.zeros(0, np.int64)
@@ -41,25 +40,25 @@ def test_intervals_are_those_of_each_row(
         times.stamp(rows, now_s)
         expected += [now_s - last[row] for row in sampled if row in last]
         last |= dict.fromkeys(sampled, now_s)
-    assert intervals_of(journal) == sorted(expected)
+    assert intervals_of(step_log) == sorted(expected)
     assert [times.of(row) for row in range(NUM_ROWS)] == [last.get(r, 0.0) for r in range(NUM_ROWS)]
 
 
 def test_steps_of_the_same_rows_write_no_column() -> None:
-    journal = Journal()
-    times = TokenTimes(2, journal)
+    step_log = StepLog()
+    times = TokenTimes(2, step_log)
     rows = np.array([0, 1])
     for now_s in (1.0, 2.0, 4.0):
         times.stamp(rows, now_s)
-    first, *others = journal.intervals
+    first, *others = step_log.intervals
     assert not isinstance(first, tuple)
     assert others == [(1.0, 2), (2.0, 2)]
 
 
 def test_a_preempted_request_takes_its_time_along() -> None:
-    journal = Journal()
-    times = TokenTimes(2, journal)
+    step_log = StepLog()
+    times = TokenTimes(2, step_log)
     times.stamp(np.array([0]), 1.0)
     times.set(1, times.of(0))
     times.stamp(np.array([1]), 5.0)
-    assert intervals_of(journal) == [4.0]
+    assert intervals_of(step_log) == [4.0]

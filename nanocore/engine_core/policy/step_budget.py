@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.row_table import RowTable
 
 MIN_PROMPT_TOKENS = 16
@@ -137,8 +137,8 @@ def chunk_limit(
     A step tells so many log probabilities of prompt tokens, or one token's. Each may have as many
     as the vocabulary has tokens, and they take memory here and on their way to the client.
     """
-    if not (of_token := request.num_logprobs_a_prompt_token):
+    if not (of_token := request.num_logprobs_per_prompt_token):
         return config.max_chunk
-    told = sum(n * table.request(row).num_logprobs_a_prompt_token for row, n, *_ in chunks)
+    told = sum(n * table.request(row).num_logprobs_per_prompt_token for row, n, *_ in chunks)
     most = (config.max_prompt_logprobs - told) // of_token
     return min(config.max_chunk, max(most, int(not told)))

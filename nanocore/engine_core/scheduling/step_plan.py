@@ -1,8 +1,8 @@
-"""One step as the scheduler remembers it: its plan, and what came of it.
+"""A step inside the scheduler: its plan (`StepPlan`), and what came of it (`StepOutcome`).
 
-Several may be in flight: a step is planned from counts alone, before the tokens of the previous one
-are known. A plan is filled by the running set (`RunningSet.compute`, `admit`) and fixed when the
-step begins (`begin`); what happens from then on is the outcome's.
+Several steps may be in flight: a step is planned from counts alone, before the tokens of the
+previous one are known. The running set fills a plan (`RunningSet.compute`, `admit`), which is fixed
+when the step begins (`begin`); what happens from then on is recorded in the outcome.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore.engine_core.scheduling.ends import End
-from nanocore.engine_core.scheduling.journal import StepNote
-from nanocore.engine_core.scheduling.logprob_columns import LogprobColumns
-from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
-from nanocore.engine_core.scheduling.spans import IntArray, attended_tokens
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
+from nanocore.engine_core.requests.ends import End
+from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
+from nanocore.engine_core.requests.step_log import StepEntry
+from nanocore.engine_core.scheduling.columns import (
+    IntArray,
+    LogprobColumns,
+    TokenColumns,
+    attended_tokens,
+)
 from nanocore.protocol.codec import pack_int32
 from nanocore.worker.plan import NewRow, SchedulerOutput
 
@@ -37,19 +40,24 @@ class Chunk(NamedTuple):
 class StepPlan:
     """What one step computes.
 
-    group: of rows, see `RowTable`; its rows alone take their next tokens or finish their prompt.
-    num_groups: how many there are. token_budget: in tokens.
-    decoding: rows that go on from their last token; decode_ends: their computed tokens after the
-    step; decode_counts: how many it computes of each, None if one: beyond the first these are
-    drafts. chunks: the other rows that take part; num_prompt_tokens: their tokens without outputs
-    that are recomputed. completed: rows whose known tokens it completes, and which sample
-    therefore; started: those of them that decode from the next step on. first: rows whose first
-    token it samples. last: those that may have all their tokens with it; without
-    drafts they do, if no EOS and no stop id comes first. stalled: rows that wait until an earlier
-    step releases blocks. blocks: ids of the blocks given to running rows. added: rows given to
-    requests. new, resumed, preempted: requests. cached: tokens found in the prefix cache, by
-    request id. preempters: for whom requests were preempted, by the ids of these. masked: (row,
-    request) of rows that sample a structured output, so that the step awaits their masks.
+    Args:
+        group: the group of rows it serves, see `RowTable`: only these decode or finish a prompt.
+
+    decoding: rows that compute from their last token on. decode_ends: their computed tokens after
+        the step. decode_counts: how many each computes; None if one each. Beyond the first, these
+        are draft tokens.
+    chunks: the other rows that take part. num_prompt_tokens: their tokens without recomputed
+        outputs.
+    completed: rows whose known tokens the step completes, so that they sample. started: those of
+        them that decode from the next step on. first: rows that sample their first token.
+    last: rows that may reach their length with it; without drafts they will, unless EOS or a stop
+        id comes first.
+    stalled: running rows that get nothing until an earlier step releases blocks.
+    blocks: ids of the blocks given to running rows.
+    added: rows given to requests. new, resumed, preempted: requests.
+    cached: tokens found in the prefix cache, by request id.
+    preempters: for each preempted request's id, the id of the request it was preempted for.
+    masked: (row, request) of rows with structured output that sample: the step needs their masks.
     """
 
     __slots__ = (
@@ -83,32 +91,29 @@ class StepPlan:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens computed of rows that decode."""
         counts = self.decode_counts
         return len(self.decoding) if counts is None else int(counts.sum())
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens computed of the others."""
         return sum([chunk.num_tokens for chunk in self.chunks])
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed, over all rows."""
         return self.num_decode_tokens + self.num_prefill_tokens
 
     @property
     def context(self) -> int:
-        """Over all tokens of the step, the tokens that each attends to."""
+        """Tokens attended to, summed over all tokens of the step."""
         counts = 1 if self.decode_counts is None else self.decode_counts
         decoded = int(attended_tokens(counts, self.decode_ends).sum())
         return decoded + sum([int(attended_tokens(n, n + start)) for _, n, start in self.chunks])
 
-    def note(
+    def log_entry(
         self, ended_s: float, seconds: float, num_running: int, num_waiting: int, num_free: int
-    ) -> StepNote:
-        """What is noted of the step at its end, quickly. num_free: blocks."""
-        return StepNote(
+    ) -> StepEntry:
+        """Make the step log's entry. num_free: blocks."""
+        return StepEntry(
             self.number,
             ended_s,
             seconds,
@@ -121,18 +126,17 @@ class StepPlan:
         )
 
     def preempt(self, request: Request, preempter: Request) -> None:
-        """Say that a request has lost its row, and for whom."""
         self.preempted.append(request)
         self.preempters[request.request_id] = preempter.request_id
 
     def preempt_first(self, requests: list[Request], preempter: Request | None) -> None:
-        """Say so of those that have lost theirs before anything was planned."""
+        """Record requests that lost their rows before anything was planned."""
         self.preempted[:0] = requests
         if preempter is not None:
             self.preempters |= {one.request_id: preempter.request_id for one in requests}
 
     def scheduled(self) -> Iterator[Chunk]:
-        """Every row that takes part, decoding ones first."""
+        """Iterate over all rows that take part, decoding ones first."""
         counts = np.ones_like(self.decoding) if self.decode_counts is None else self.decode_counts
         starts = self.decode_ends - counts
         yield from map(Chunk, self.decoding.tolist(), counts.tolist(), starts.tolist())
@@ -141,10 +145,12 @@ class StepPlan:
     def message(
         self, idle_rows: list[int], removed_rows: list[int], sampled: list[TokenColumns]
     ) -> SchedulerOutput:
-        """The plan as workers are told it, by its differences.
+        """Make the message to workers: the differences from "every row takes one token".
 
-        idle_rows: the group's rows of which it computes nothing. removed_rows, sampled: rows taken
-        from requests, and tokens that became known, since the last plan.
+        Args:
+            idle_rows: the group's rows that compute nothing in this step.
+            removed_rows: rows freed since the last plan.
+            sampled: tokens that became known since the last plan.
         """
         rows: list[int] = []
         counts: list[int] = []
@@ -175,13 +181,15 @@ class StepPlan:
 
 
 class StepOutcome:
-    """What happens to a step from its begin until its result is in.
+    """What becomes of a step from its begin until its result is in.
 
-    dead_rows: those whose request ended or was preempted while the step was in flight, so that its
-    result for them is void. tokens: what it sampled and counts, by handle; clients: of each of
-    these, or the one client that has all. prompt_logprobs: by client and handle. started: requests
-    that have their first token. ends: requests that end with its tokens, and what is said of them.
-    finished: all that ended since the step before it was taken in.
+    dead_rows: rows whose request ended or was preempted while the step was in flight; its result
+        for them is void, and the row may belong to another request by then.
+    tokens: the tokens that count, by handle. clients: the client of each owner of tokens, or the
+        one client of all.
+    prompt_logprobs: by client and handle.
+    started: requests that got their first token. ends: requests that end with this step's tokens.
+    finished: all requests that ended since the previous step's result.
     """
 
     __slots__ = (
@@ -200,21 +208,17 @@ class StepOutcome:
         self.prompt_logprobs: list[tuple[int, LogprobColumns]] = []
 
     def begin_decodes(self, requests: Sequence[Request | None], now_s: float) -> None:
-        """Note whose known tokens it has completed, but of those that have ended.
-
-        requests: by row, after its ends.
-        """
+        """Record the phase of rows that decode from now on. requests: by row; None: it ended."""
         for row in self.plan.completed:
             if (request := requests[row]) is not None and row not in self.dead_rows:
-                request.life.move("decode", now_s)
+                request.times.enter("decode", now_s)
 
 
 def new_row(
     request: Request, token_ids: NDArray[np.int32], num_computed: int, block_ids: list[int]
 ) -> NewRow:
-    """A request that was given a row, as workers are told it; of a grammar they need masks only."""
     sampling = request.sampling
-    if sampling.structured_outputs is not None:
+    if sampling.structured_outputs is not None:  # workers get masks, never the grammar
         sampling = msgspec.structs.replace(sampling, structured_outputs=None)
     return NewRow(
         row=request.row,

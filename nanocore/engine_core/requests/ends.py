@@ -1,10 +1,9 @@
-"""Which requests a step's result ends, and the last thing that is said of each.
+"""Stop checks: which requests end with a step's result, and their final event.
 
-A request ends at an EOS token or a stop id, but not before its min_tokens, at its length, or
-because a row of its logits is not finite: then there is no token, and what was computed of it is
-not to be found by others. A row's tokens are looked at in their order, so an end may come in their
-middle. An embedding is an end, too, in place of the token that was sampled with it. Called by the
-running set. Python runs only for rows that may end.
+In this order: min_tokens, EOS, stop ids, length. A request also ends when it gets no token because
+its logits are not finite; then its blocks must not be found by others. An embedding ends a request,
+too, in place of the token that was sampled with it. With several tokens a row they are checked in
+order, so an end may come in their middle. Python runs only for rows that may end.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ from typing import Final
 
 import numpy as np
 
-from nanocore.engine_core.scheduling.request import Request
+from nanocore.engine_core.requests.request import Request
+from nanocore.engine_core.scheduling.columns import TokenColumns
 from nanocore.engine_core.scheduling.row_table import RowTable
-from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.protocol.messages import Event, FinishReason
 from nanocore.worker.plan import NO_TOKEN
 
@@ -39,15 +38,17 @@ _NO_TOKEN_BYTES: Final = np.array(NO_TOKEN, "<i4").tobytes()
 def ends_by_token(
     table: RowTable, sampled: TokenColumns, pooled: dict[int, bytes]
 ) -> tuple[TokenColumns, dict[int, End]]:
-    """The tokens that count, and the ends that they bring, by row; nothing follows a row's end.
+    """Return the tokens that count, cut after a row's end, and the ends by row.
 
-    sampled: not yet in the table. pooled: embeddings by row, whose tokens do not count.
+    Args:
+        sampled: tokens that are not in the table yet.
+        pooled: embeddings by row; the tokens of these rows do not count.
     """
     notable = table.may_stop(sampled.token_ids)
     if pooled:
         places = np.isin(sampled.owner_of_each(), list(pooled)).nonzero()[0]
         notable = sorted({*notable, *places.tolist()})
-    # Costs next to nothing where there is none. (It may be found across two other ids.)
+    # A search of bytes is the cheapest test. It may match across two ids, hence the second look.
     if _NO_TOKEN_BYTES in sampled.token_ids.tobytes():
         notable = sorted({*notable, *(sampled.token_ids == NO_TOKEN).nonzero()[0].tolist()})
     if not notable:
@@ -69,7 +70,7 @@ def ends_by_token(
 
 
 def ends_by_length(table: RowTable, rows: list[int]) -> dict[int, End]:
-    """Those of the rows that have all their tokens."""
+    """Return the ends of those rows that have reached their length."""
     ends = {}
     for row in rows:
         request = table.request(row)
@@ -79,7 +80,7 @@ def ends_by_length(table: RowTable, rows: list[int]) -> dict[int, End]:
 
 
 def end_by_stop(request: Request, token_id: int, number: int) -> Event | None:
-    """What output token `number`, from 1, ends a request with, if it is one to stop at."""
+    """Return the end event if output token `number`, from 1, is EOS or a stop id."""
     if number <= request.sampling.min_tokens:
         return None
     is_eos = token_id in request.eos_token_ids
@@ -90,7 +91,7 @@ def end_by_stop(request: Request, token_id: int, number: int) -> Event | None:
 
 
 def end_outside_a_step(request: Request, reason: FinishReason, message: str | None) -> Event:
-    """An abort, or an error; that of a grammar that cannot be followed further is the request's."""
+    """Make the event of an abort or an error. A grammar that fails is the request's own fault."""
     is_invalid = reason == "error" and request.matcher is not None and request.matcher.failure
     return Event(
         handle=request.handle,
@@ -103,7 +104,7 @@ def end_outside_a_step(request: Request, reason: FinishReason, message: str | No
 def _end(
     table: RowTable, row: int, token_id: int, place: int, embedding: bytes | None
 ) -> Event | None:
-    """What this token, `place` tokens after the row's known ones, ends the row with, if it does."""
+    """Return the end that this token brings, if any. place: its index after the known tokens."""
     request = table.request(row)
     number = int(table.num_tokens[row]) + place - request.num_prompt_tokens + 1
     if token_id == NO_TOKEN:
@@ -116,7 +117,6 @@ def _end(
 
 
 def _end_without_token(request: Request, number: int) -> Event:
-    """The end of a request that gets no output token of this number, from 1."""
     masks = [name for name in MASKS if getattr(request.sampling, name)]
     if masks:
         message = (

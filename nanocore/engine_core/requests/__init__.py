@@ -1,0 +1,1 @@
+"""A request inside the engine: its tokens and limits, its times, and how it ends."""
