@@ -3,9 +3,10 @@
     drain the inbox → schedule → submit → (masks → sample) → collect → drain again → update → outbox
 
 It touches no socket. The second drain lets an abort that arrived while the model ran win over the
-same step's result. As many steps are in flight as the executor takes (pipeline stages). A step with
-structured outputs samples when their masks are filled, before the next is submitted. Sleeps on the
-inbox when there is nothing to run.
+same step's result. As many steps are in flight as the executor takes: several with async scheduling
+and with pipeline stages. A step with structured outputs runs in two phases: its forward pass is
+submitted at once, and it samples when its token masks are filled, which happens meanwhile. The loop
+sleeps on the inbox when there is nothing to run.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ class EngineCore:
     """Runs requests from the inbox to outputs in the outbox.
 
     Args:
-        scheduler, executor: what to run and where; the core owns both.
+        scheduler, executor: owned by the core.
         inbox, outbox: shared with the io thread.
-        trace: if given, every step is written to it. clock: tells others when a step began.
-        masks: fills those of structured outputs, if there can be any.
+        trace: if given, every step is written to it.
+        clock: lets the watchdog see how long a step takes.
+        masks: fills the token masks of structured outputs; None if there cannot be any.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class EngineCore:
         self._masks = StepMasks(scheduler, executor, masks)
         self._num_in_flight = 0
         self._deferred: list[ControlCall] = []
-        self._pausing: set[int] = set()  # clients; while there is one, no step begins
+        self._pausing: set[int] = set()  # clients that hold a pause; then no step begins
         self._shutdown: Shutdown | None = None
 
     def run(self) -> Shutdown:
@@ -81,26 +83,28 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can be done before another event comes in."""
+        """Whether there is nothing to do before another event arrives."""
         nothing_to_begin = bool(self._pausing) or self.scheduler.num_requests == 0
         return not self._num_in_flight and nothing_to_begin
 
     def step(self) -> None:
-        """Submit what the executor takes, then see the oldest step through to its outputs."""
+        """Submit as many steps as the executor takes, then complete the oldest one."""
         scheduler, executor = self.scheduler, self._executor
         self.clock.begin()
         while (
             self._num_in_flight < executor.max_concurrent_steps
             and not self._pausing
+            # The awaited masks may follow from results that are not in: first things first.
             and not self._masks.is_awaited
             and (group := scheduler.next_group()) is not None
         ):
             self._submit(group)
-        if not self._num_in_flight:  # nothing can begin, and nothing will be collected
+        if not self._num_in_flight:  # `collect` would wait for ever
             self._fail_stuck_request()
             return
         result = executor.collect()
         self._num_in_flight -= 1
+        # Before `update`: an abort that has arrived by now wins over the step's own result.
         self.drain_inbox(wait=False, in_step=True)
         for output in scheduler.update(result):
             self._outbox.put(output)
@@ -126,16 +130,19 @@ class EngineCore:
         self._sample()
 
     def _sample(self) -> None:
-        """If a step awaits masks that are known now, let it sample; end who cannot go on."""
+        """Second phase of a step with structured outputs: let it sample once its masks are filled.
+
+        A request whose grammar cannot go on fails alone.
+        """
         for request, message in self._masks.sample():
             self._fail(request, message)
 
     def blame(self) -> str:
-        """What keeps a step that hangs from being done, as a clause; from any thread."""
+        """Say what a hanging step waits for, as a clause. Any thread may call this."""
         return self._masks.blame() or self._executor.blame()
 
     def drain_inbox(self, wait: bool, in_step: bool = False) -> None:
-        """Handle what has arrived. Control operations run between steps: in one they wait."""
+        """Handle the events that have arrived. Control operations wait until the step is over."""
         if wait:
             self.clock.rest()
         with suppress(Empty):
@@ -146,7 +153,7 @@ class EngineCore:
                 else:
                     self._handle(event)
                 event = self._inbox.get_nowait()
-        if not in_step:  # no step may follow for long
+        if not in_step:  # the next step may be far away
             self.scheduler.kv_cache.publish_events()
 
     def _handle(self, event: InboxEvent) -> None:
@@ -183,7 +190,7 @@ class EngineCore:
     def _send_ends(
         self, requests: list[Request], reason: FinishReason, message: str | None
     ) -> None:
-        """Tell clients of requests that ended outside a step's result."""
+        """Send the final events of requests that ended outside a step's result."""
         events, now_s = [], self.scheduler.clock()
         for request in requests:
             event = end_outside_a_step(request, reason, message)
@@ -193,7 +200,7 @@ class EngineCore:
             self._outbox.put(output)
 
     def _fail_stuck_request(self) -> None:
-        """What waits can never run. A bug, reported with the state, and survived."""
+        """Fail a request that can never run: a bug, which is reported and survived."""
         scheduler = self.scheduler
         kv_cache = scheduler.kv_cache
         request = scheduler.waiting.head()
@@ -207,6 +214,5 @@ class EngineCore:
         self._fail(request, message)
 
     def _fail(self, request: Request, message: str) -> None:
-        """End a request that cannot go on; the others do."""
         self.scheduler.end(request.handle)
         self._send_ends([request], "error", message)

@@ -12,13 +12,13 @@ import logging
 import os
 import time
 from collections import deque
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.scheduling.scheduler import Scheduler, blocked_head
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.traced_requests import TracedRequests
 from nanocore.protocol.errors import ConfigError
 
@@ -116,3 +116,27 @@ class StepTrace:
                 "--step-trace %s: %s; the engine goes on without it", self._path, error.strerror
             )
             self.close()
+
+
+MissingResource = Literal["rows", "stage", "budget", "kv_blocks", "partial_prefills"]
+"""What the head of the queue waits for: a row; a row of another pipeline group, which has its share
+of requests; token budget; KV blocks; or the partial-prefill limit."""
+
+
+def blocked_head(scheduler: Scheduler) -> tuple[Request, MissingResource] | None:
+    """Return the request that the planned step left at the head, and what it waits for.
+
+    For the step trace, right after `schedule`. It changes nothing: no turn advances.
+    """
+    plan, head = scheduler.planned, scheduler.waiting.peek()
+    if head is None:
+        return None
+    if scheduler.num_admissible(plan.group) <= 0:
+        is_full = scheduler.num_running >= scheduler.config.max_num_seqs
+        return head, "rows" if is_full else "stage"
+    if plan.num_tokens >= plan.token_budget:
+        return head, "budget"
+    is_short = bool(plan.preempted) or scheduler.running.is_short_of_blocks
+    if is_short or scheduler.is_still_blocked(head):
+        return head, "kv_blocks"
+    return head, "partial_prefills"

@@ -1,8 +1,8 @@
-"""What identifies a full KV block: a chain of digests over its tokens and all before them.
+"""Block keys: a chain of digests that identifies a full block by its tokens and all before them.
 
-A block's digest chains its parent's digest with its own content, so equal digests mean equal
-prefixes, collisions aside. The digest (xxh3-128) is not cryptographic: it only says where to look,
-see `prefix_index`.
+A block's digest is computed over its parent's digest and its own content, so equal digests mean
+equal prefixes, apart from collisions. The digest (xxh3-128) is not cryptographic: it tells where to
+look, and `prefix_index` confirms each hit.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ TOKEN_BYTES = 4
 DigestFunction = Callable[[bytes], bytes]
 
 BlockKey = tuple[bytes, bytes]
-"""What identifies a full block, given its parent: (digest, content).
+"""(digest, content) of a full block.
 
 digest: 16 bytes, over the parent's digest and the content. content: the block's token ids as int32
-bytes; the first block's is preceded by the request's tagged extra keys. A plain tuple, because a
-long prompt has thousands of them.
+bytes; in a prompt's first block the tagged extra keys precede them. A plain tuple, because a long
+prompt has thousands of them.
 """
 
 
 class KeyChain:
-    """The block keys of one request, growing as its tokens become known.
+    """The block keys of one request; grows as its tokens become known.
 
     Args:
         block_size: tokens per block.
-        extra_keys: requests share blocks only with requests of the same names and values, such as
+        extra_keys: requests share blocks only if these are equal, such as
             {"cache_salt": "tenant-7"}; None values are left out.
-        digest: 16-byte hash of bytes; replaceable so that tests can make it collide.
+        digest: 16-byte hash of bytes; tests replace it by one that collides.
     """
 
     __slots__ = ("_blocks", "_digest", "_extra", "_num_bytes", "keys")
@@ -52,11 +52,11 @@ class KeyChain:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens covered by the keys: where the next `extend` continues."""
+        """Number of tokens covered by the keys, where the next `extend` continues."""
         return len(self.keys) * self._num_bytes // TOKEN_BYTES
 
     def copy(self) -> KeyChain:
-        """The same keys, for a request that goes on in its own way."""
+        """Return a copy, for a sibling sample whose outputs will differ."""
         other = KeyChain.__new__(KeyChain)
         for name in self.__slots__:
             setattr(other, name, getattr(self, name))
@@ -64,9 +64,9 @@ class KeyChain:
         return other
 
     def extend(self, token_ids: bytes) -> None:
-        """Append the keys of the full blocks in `token_ids`, an int32 column.
+        """Append the keys of the full blocks in `token_ids`; a final partial block is ignored.
 
-        The column continues at token number `num_tokens`; a final partial block is left out.
+        token_ids: int32 column that continues at token number `num_tokens`.
         """
         size, digest, keys = self._num_bytes, self._digest, self.keys
         parent = keys[-1][0] if keys else b""
@@ -84,12 +84,12 @@ class KeyChain:
 
 @cache
 def _block_struct(num_bytes: int) -> struct.Struct:
-    """Cuts a column into blocks: the fastest way to slice bytes evenly."""
+    """Return a struct that cuts a column into blocks: the fastest way to slice bytes evenly."""
     return struct.Struct(f"{num_bytes}s")
 
 
 def _tagged(extra_keys: Mapping[str, str | None]) -> bytes:
-    """Extra keys with their names and lengths, so that no two kinds or values can be confused."""
+    """Encode extra keys with names and lengths, so that no two different sets look equal."""
     parts = []
     for name, value in sorted(extra_keys.items()):
         if value is not None:

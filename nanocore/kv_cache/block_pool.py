@@ -1,10 +1,10 @@
 """The block pool: every KV block, its reference count, and the free list in eviction order.
 
-The free list is an intrusive doubly linked list, so a block that is found again by the prefix index
-leaves its middle in O(1). Eviction is lazy: a freed block keeps its content until its memory is
-taken. Blocks without content are taken first, then those with, least recently used first.
+The free list is an intrusive doubly linked list, so a prefix hit takes a free block out of its
+middle in O(1). Eviction is lazy: a freed block keeps its content until its memory is needed. Blocks
+without cached content are taken first, then cached ones, least recently used first (as in vLLM V1).
 
-The loops here run once per block and are the cost of a long prompt: they stay free of calls.
+The loops here run once per block, which dominates the cost of a long prompt: they make no calls.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from nanocore.kv_cache.block_key import BlockKey
 
 
 class Block:
-    """One KV block's bookkeeping; the memory is the workers' slice number `block_id`.
+    """One KV block; its memory is slice `block_id` of the workers' KV memory.
 
-    key: its content, while the prefix index finds it under that. parent: the key of the block
-    before it in the prefix, or None if it is the first.
+    key: key of its content while it is in the prefix index, else None. parent: key of the block
+    before it in the prefix; None if it is the first.
     """
 
     __slots__ = ("block_id", "key", "next", "parent", "prev", "ref_count")
@@ -41,10 +41,11 @@ class BlockPool:
 
     Args:
         num_blocks: blocks in the pool, ids 0 to num_blocks - 1.
-        on_evict: called with cached blocks whose memory is about to be taken.
+        on_evict: called with cached blocks whose memory is about to be reused.
 
-    num_gains: grows when somebody who did not fit may fit, unless more of the prefix is found: when
-    blocks become free, and when a held block takes the place of a free one with the same content.
+    num_gains: grows whenever a request that did not fit may fit now: when blocks become free, and
+        when a held block replaces a free one in the prefix index. While it is unchanged, only more
+        prefix hits can make a request fit.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[list[Block]], None]) -> None:
@@ -60,7 +61,7 @@ class BlockPool:
         last.next, self._ends.prev = self._ends, last
 
     def take(self, count: int) -> list[Block]:
-        """`count` blocks from the head of the free list, each with a reference count of 1."""
+        """Take `count` blocks from the head of the free list, with a reference count of 1 each."""
         assert count <= self.num_free, "callers check num_free first: a failed take touches nothing"
         taken = []
         evicted = []
@@ -79,7 +80,7 @@ class BlockPool:
         return taken
 
     def hold(self, blocks: Sequence[Block]) -> None:
-        """Hold blocks that others hold, or that are free with their content still there."""
+        """Add a reference to blocks that others hold, or that are free and still cached."""
         for block in blocks:
             if block.ref_count == 0:
                 before, after = block.prev, block.next
@@ -90,7 +91,7 @@ class BlockPool:
     def release(self, blocks: Iterable[Block]) -> None:
         """Drop one reference to each block.
 
-        Pass a request's blocks last first: its tail is then evicted before its prefix, which other
+        Pass a request's blocks last first: then its tail is evicted before its prefix, which other
         requests are likelier to share.
         """
         ends = self._ends
@@ -110,7 +111,7 @@ class BlockPool:
         self.num_gains += num_freed
 
     def take_next(self, block: Block) -> None:
-        """Move a free block to the head of the free list, because its content is worthless now."""
+        """Move a free block to the head of the free list: it was removed from the index."""
         assert block.ref_count == 0
         self.num_gains += 1
         before, after = block.prev, block.next
@@ -121,7 +122,7 @@ class BlockPool:
         ends.next = head.prev = block
 
     def free_ids(self) -> list[int]:
-        """Ids of the free blocks, next to be taken first."""
+        """Return the ids of the free blocks in the order in which they will be taken."""
         ids = []
         block = self._ends.next
         while block is not self._ends:

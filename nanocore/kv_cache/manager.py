@@ -1,8 +1,8 @@
-"""The KVCacheManager: which blocks a request holds, and which it can share.
+"""The KVCacheManager: which blocks a request holds, and which cached blocks it can share.
 
-Owned by the scheduler, on the step loop's thread. A failed allocation touches nothing. A request is
-known here by its handle, from its first `allocate` to its `free`. Blocks that a step in flight may
-still write are held back until that step is complete.
+Owned by the scheduler, on the step loop's thread. A request is known here by its handle, from its
+first `allocate` to its `free`. A failed allocation changes nothing. Freed blocks that a step in
+flight may still write are fenced: they are not handed out until that step is complete.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from nanocore.kv_cache.stats import PrefixCacheStats
 class _Holding:
     """A request's blocks in the order of its tokens.
 
-    num_registered: how many of them, from the first, were made findable. last_key: under which key
-    the last of those is known, here or as another block's equal content.
+    num_registered: number of leading blocks that were registered in the prefix index.
+    last_key: key of the last of them; if another block with equal content is the findable one,
+        that block's key object.
     """
 
     __slots__ = ("blocks", "last_key", "num_registered")
@@ -39,9 +40,9 @@ class KVCacheManager:
     Args:
         num_blocks: blocks in the pool.
         block_size: tokens per block.
-        enable_prefix_caching: whether full blocks are remembered and looked up.
+        enable_prefix_caching: whether full blocks are registered and looked up.
 
-    pool: the blocks, which the manager alone takes and gives back.
+    pool: the blocks; only the manager takes and releases them.
     """
 
     def __init__(
@@ -54,59 +55,58 @@ class KVCacheManager:
         self._index = PrefixIndex()
         self.pool = BlockPool(num_blocks, on_evict=self._forget)
         self._holdings: dict[int, _Holding] = {}
-        self._fenced: deque[tuple[int, list[Block]]] = deque()
+        self._fenced: deque[tuple[int, list[Block]]] = deque()  # (last step that uses them, blocks)
         self._completed_step = 0
         self._events: EventLog | None = None  # while nobody listens
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks nobody holds; some of them may still be found by their content."""
+        """Blocks that nobody holds; cached ones among them can still be hit."""
         return self.pool.num_free
 
     @property
     def num_fenced_blocks(self) -> int:
-        """References that steps in flight keep; they go when those steps are complete."""
+        """References to freed blocks that end when the steps in flight are complete."""
         return sum(len(blocks) for _, blocks in self._fenced)
 
     def fenced_block_ids(self) -> list[int]:
-        """Ids of those blocks, one for each reference."""
+        """Return the ids of fenced blocks, one per reference."""
         return [block.block_id for _, blocks in self._fenced for block in blocks]
 
     @property
     def handles(self) -> list[int]:
-        """The requests that hold blocks."""
         return list(self._holdings)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks whose content the prefix index knows, held or free."""
+        """Blocks in the prefix index, held or free."""
         return len(self._index)
 
     @property
     def usage(self) -> float:
-        """Share of the pool that is held, 0 to 1."""
+        """Held share of the pool, 0 to 1."""
         return 1.0 - self.pool.num_free / self.num_blocks
 
     def block_ids(self, handle: int) -> list[int]:
-        """Ids of the blocks a request holds, in the order of its tokens."""
+        """Return the ids of the blocks that a request holds, in the order of its tokens."""
         holding = self._holdings.get(handle)
         return [block.block_id for block in holding.blocks] if holding else []
 
     def find_prefix(self, keys: Sequence[BlockKey], num_tokens: int) -> list[Block]:
-        """The longest cached prefix of a request, as blocks.
+        """Return the blocks of a request's longest cached prefix.
 
-        At most num_tokens - 1 tokens: the last one must be computed to have logits.
+        The prefix has at most num_tokens - 1 tokens: the last one must be computed for its logits.
         """
         if not self.enable_prefix_caching:
             return []
         return self._index.find_prefix(keys[: (num_tokens - 1) // self.block_size])
 
     def is_findable(self, key: BlockKey) -> bool:
-        """Whether a block has this content; collisions count."""
+        """Whether a block with this digest is cached; collisions count."""
         return self._index.get(key) is not None
 
     def num_free_needed(self, handle: int, num_tokens: int, hits: Sequence[Block] = ()) -> int:
-        """Free blocks that `allocate` with these arguments takes, exactly.
+        """Return exactly how many free blocks `allocate` with these arguments would take.
 
         A hit that nobody holds lies in the free list, so sharing it uses up free capacity, too.
         """
@@ -120,7 +120,7 @@ class KVCacheManager:
     ) -> bool:
         """Whether `allocate` would succeed, and leave num_reserved blocks free."""
         num_available = self.pool.num_free - num_reserved
-        # A long prefix is looked through only if it matters how much of it is shared.
+        # Counting the held ones among many hits is slow: only if it matters.
         if -(-num_tokens // self.block_size) <= num_available:
             return True
         return self.num_free_needed(handle, num_tokens, hits) <= num_available
@@ -130,8 +130,8 @@ class KVCacheManager:
     ) -> list[int] | None:
         """Let a request hold blocks for its first `num_tokens` tokens.
 
-        hits: for a request that holds nothing yet, the blocks of its cached prefix.
-        Returns the ids of the blocks added (hits included), or None if too few are free.
+        hits: blocks of its cached prefix; only for a request that holds nothing yet.
+        Returns the ids of the added blocks, hits included, or None if too few are free.
         """
         if not self.can_allocate(handle, num_tokens, hits):
             return None
@@ -142,6 +142,7 @@ class KVCacheManager:
         assert not (blocks and hits), "a prefix is shared at admission only"
         num_before = len(blocks)
         if hits:
+            # Before `take`: a free hit must leave the free list, or it could be taken and evicted.
             self.pool.hold(hits)
             blocks += hits
             holding.num_registered = len(hits)
@@ -152,10 +153,10 @@ class KVCacheManager:
         return [block.block_id for block in blocks[num_before:]]
 
     def register(self, handle: int, keys: Sequence[BlockKey], num_full: int) -> None:
-        """Make a request's first `num_full` blocks findable under their keys.
+        """Register a request's first `num_full` blocks in the prefix index.
 
-        Called when a step that fills them is planned: all KV writes of a layer precede its reads,
-        so even a request admitted in the same step may share them.
+        Called when a step that fills them is planned, not when it is done: all KV writes of a layer
+        precede its reads, so even a request admitted in the same step may share them.
         """
         holding = self._holdings[handle]
         start = holding.num_registered
@@ -169,21 +170,21 @@ class KVCacheManager:
                     self._events.stored(parent, keys[start : start + num_put])
                 start += num_put
                 parent = keys[start - 1]
-            if start < num_full:
+            if start < num_full:  # `put` stopped at a digest that is in the index already
                 parent = self._register_known(blocks[start], parent, keys[start])
                 start += 1
         holding.num_registered, holding.last_key = num_full, parent
 
     def forget(self, handle: int) -> None:
-        """Let nobody find what a request's blocks hold, those that it shares included."""
+        """Remove a request's blocks from the prefix index, shared ones included: it is damaged."""
         holding = self._holdings.get(handle)
         if holding and (cached := [block for block in holding.blocks if block.key is not None]):
             self._forget(cached)
 
     def free(self, handle: int, after_step: int = 0) -> None:
-        """Take back all blocks of a request; their content stays findable until it is evicted.
+        """Release all blocks of a request; cached content stays findable until it is evicted.
 
-        after_step: the last step that may still use them. Others get them only when it is complete.
+        after_step: the last step that may still write them; until it is complete they are fenced.
         """
         holding = self._holdings.pop(handle, None)
         if holding is None:
@@ -194,13 +195,13 @@ class KVCacheManager:
             self.pool.release(reversed(holding.blocks))
 
     def complete(self, step: int) -> None:
-        """Steps up to this one are over: what only they held is free."""
+        """Release the blocks that were fenced for steps up to this one."""
         self._completed_step = step
         while self._fenced and self._fenced[0][0] <= step:
             self.pool.release(reversed(self._fenced.popleft()[1]))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content. False, and nothing forgotten, while any block is held."""
+        """Empty the prefix index. Returns False, and does nothing, while any block is held."""
         if self.pool.num_free < self.num_blocks:
             return False
         self._index.clear()
@@ -209,34 +210,41 @@ class KVCacheManager:
         return True
 
     def subscribe(self, subscriber: KVEventSubscriber) -> None:
-        """Call this with what becomes findable or ceases to be, at every `publish_events`."""
+        """Call `subscriber` with changes of the prefix cache, at every `publish_events`."""
         if self._events is None:
             self._events = EventLog(self.block_size)
         self._events.subscribers.append(subscriber)
 
     def publish_events(self) -> None:
-        """Hand the events since the last call to the subscribers, as one batch."""
+        """Send the events since the last call to the subscribers, as one batch."""
         if self._events is not None:
             self._events.publish()
 
     def _register_known(self, block: Block, parent: BlockKey | None, key: BlockKey) -> BlockKey:
-        """Make a block findable whose digest is in the index; returns the key of its content."""
+        """Register a block whose digest is in the index already; returns its content's key."""
         other = self._index.get(key)
         assert other is not None
         other_key = other.key
         assert other_key is not None
         is_copy = other.parent is parent and other_key[1] == key[1]
+        # A held copy stays the findable one: its holders keep it from eviction. The block here is
+        # an unregistered duplicate, since block ids in running block tables must not change.
         if is_copy and other.ref_count:
             return other_key
+        # A free copy may be evicted at any time, while this block is held: it takes its place. The
+        # same goes for a block of other content (a collision, or one whose parent was evicted, so
+        # that no lookup can reach it any more).
         self._index.remove([other])
         if is_copy:
-            key = other_key  # equal prefixes share one key object
-        elif self._events is not None:  # a collision, or a block whose parent was evicted
+            # The old key object, not an equal one: the blocks that follow in the index compare
+            # their parent by identity.
+            key = other_key
+        elif self._events is not None:
             self._events.removed([other_key])
             self._events.stored(parent, [key])
         self._index.put([block], parent, [key])
         if other.ref_count == 0:
-            self.pool.take_next(other)
+            self.pool.take_next(other)  # its content is worthless now, so it is reused first
         return key
 
     def _forget(self, blocks: list[Block]) -> None:

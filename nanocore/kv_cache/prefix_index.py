@@ -1,9 +1,9 @@
-"""The prefix index: from the content of a full block, and of all before it, to the block.
+"""The prefix index: finds the block that holds given tokens after a given prefix.
 
-The digest of a block's key is only the index: it is not cryptographic, so every hit is confirmed by
-comparing the content and the parent. The parent is compared by identity: blocks of equal prefixes
-share one key object, so by induction the whole prefix is compared, and a collision can cost a hit
-but never serve another prompt's KV.
+It is indexed by the digest of the block's key. The digest is not cryptographic, so every hit is
+confirmed by comparing the tokens and the parent. The parent is compared by identity: blocks of
+equal prefixes share one key object, so by induction the whole prefix is compared. A digest
+collision can cost a hit, but it can never serve another prompt's KV.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from nanocore.kv_cache.block_pool import Block
 
 
 class PrefixIndex:
-    """Finds the block that holds a content after a given parent; one block per digest.
+    """One findable block per digest.
 
-    Blocks of the same content may exist more than once, because the ids in running block tables
-    must not change; only one of the copies is findable.
+    Several blocks may have the same content, because block ids in running block tables must not
+    change; only one of the copies is in the index.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,13 @@ class PrefixIndex:
         return len(self._blocks)
 
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[Block]:
-        """The blocks confirmed to hold this prefix, up to the first that is missing."""
+        """Return the blocks that hold this prefix, up to the first that is missing."""
         hits: list[Block] = []
         parent: BlockKey | None = None
         find = self._blocks.get
         for digest, content in keys:
             block = find(digest)
+            # A parent that was evicted and computed again has another key object: no hit.
             if block is None or block.parent is not parent:
                 break
             parent = block.key
@@ -44,15 +45,15 @@ class PrefixIndex:
         return hits
 
     def get(self, key: BlockKey) -> Block | None:
-        """The block that has this key's digest, of whatever content."""
+        """Return the block with this key's digest, whatever its content."""
         return self._blocks.get(key[0])
 
     def put(
         self, blocks: Sequence[Block], parent: BlockKey | None, keys: Sequence[BlockKey]
     ) -> int:
-        """Record what consecutive blocks hold, or will hold at the end of the step being planned.
+        """Add consecutive blocks with the content they have, or will have after the planned step.
 
-        Stops at the first block whose digest is in the index already; returns how many were put.
+        Stops at the first digest that is in the index already; returns how many were added.
         """
         index = self._blocks
         num_before = len(index)
@@ -67,7 +68,7 @@ class PrefixIndex:
         return len(index) - num_before
 
     def remove(self, blocks: Iterable[Block]) -> None:
-        """Forget blocks, because their memory is about to be used for something else."""
+        """Remove blocks whose memory is about to be reused."""
         index = self._blocks
         for block in blocks:
             assert block.key is not None
@@ -75,5 +76,4 @@ class PrefixIndex:
             block.key = block.parent = None
 
     def clear(self) -> None:
-        """Forget all blocks."""
         self.remove(list(self._blocks.values()))

@@ -23,7 +23,7 @@ from nanocore.engine_core.io.receive_throttle import MAX_TURN_S, ReceiveThrottle
 from nanocore.engine_core.io.stats_log import StatsLog
 from nanocore.engine_core.mailbox import AbortRequests, Farewell, Shutdown
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
+from nanocore.engine_core.requests.step_log import SchedulerCounters
 from nanocore.engine_core.structured.no_grammars import NoGrammars
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Bye, Error, Output, Ping, Pong, Submit

@@ -11,7 +11,7 @@ from nanocore.engine_core.io.outflow import MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_RE
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.io.session_turnover import SessionTurnover
 from nanocore.engine_core.io.submit_size import held_bytes
-from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
+from nanocore.engine_core.requests.step_log import SchedulerCounters
 from nanocore.protocol.errors import EngineOverloadedError
 from nanocore.protocol.messages import Submit
 from nanocore.protocol.structured_outputs import StructuredOutputs

@@ -11,7 +11,8 @@ import pytest
 from nanocore.engine_core.io.queue_limit import QueueLimit
 from nanocore.engine_core.mailbox import AddRequest
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.scheduling.scheduler import Scheduler, SchedulerCounters
+from nanocore.engine_core.requests.step_log import SchedulerCounters
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.errors import (
     ContextLengthError,
     EngineOverloadedError,

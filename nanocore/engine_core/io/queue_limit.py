@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from nanocore.engine_core.io.outflow import Outflow
-from nanocore.engine_core.scheduling.scheduler import SchedulerCounters
+from nanocore.engine_core.requests.step_log import SchedulerCounters
 from nanocore.protocol.errors import EngineOverloadedError
 
 _PATIENCE_S: Final = 1.0

@@ -80,6 +80,33 @@ class EndedRequest(NamedTuple):
 
 
 @dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start. Each sample counts as a request.
+
+    dequeued_*: requests that left the queue for good; their submitted tokens, and the bytes that
+    they held while they waited, count once for all samples.
+    """
+
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_aborts: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    dequeued_reqs: int = 0
+    dequeued_tokens: int = 0
+    dequeued_bytes: int = 0
+
+    def count_dequeued(self, request: Request) -> None:
+        """Count a request when it is first admitted, or when it ends before that."""
+        if request.was_admitted:
+            return
+        self.dequeued_reqs += 1
+        if request.sample == 0:
+            self.dequeued_tokens += request.num_submitted_tokens
+            self.dequeued_bytes += request.num_bytes
+
+
+@dataclass(slots=True)
 class StepLog:
     """Queues of entries that nobody has taken yet.
 

@@ -15,15 +15,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.policy.order import NO_SHORTAGE, BlockShortage, Precedence, precedence_key
 from nanocore.engine_core.policy.step_budget import StepBudget, chunk_limit
 from nanocore.engine_core.policy.waiting_queue import WaitingQueue
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.requests.step_log import StepLog
+from nanocore.engine_core.requests.step_log import SchedulerCounters, StepLog
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
 from nanocore.engine_core.scheduling.priority_preemption import Need, PriorityPreemption
 from nanocore.engine_core.scheduling.running_set import RunningSet
@@ -31,34 +30,6 @@ from nanocore.engine_core.scheduling.step_plan import StepOutcome, StepPlan
 from nanocore.kv_cache import Block, KVCacheManager
 from nanocore.protocol.messages import Event
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start. Each sample counts as a request.
-
-    dequeued_*: requests that left the queue for good; their submitted tokens, and the bytes that
-    they held while they waited, count once for all samples.
-    """
-
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_aborts: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    dequeued_reqs: int = 0
-    dequeued_tokens: int = 0
-    dequeued_bytes: int = 0
-
-    def count_dequeued(self, request: Request) -> None:
-        """Count a request when it is first admitted, or when it ends before that."""
-        if request.was_admitted:
-            return
-        self.dequeued_reqs += 1
-        if request.sample == 0:
-            self.dequeued_tokens += request.num_submitted_tokens
-            self.dequeued_bytes += request.num_bytes
-
 
 _NUM_ARRIVALS: Final = 1024
 """Steps whose arrival times are remembered, for requests whose grammar is compiled meanwhile."""
@@ -391,27 +362,3 @@ class Scheduler:
         rows = len(self.running.table)
         num_waiting, num_free = len(self._requests) - rows, self.kv_cache.num_free_blocks
         self.step_log.steps.append(plan.log_entry(now_s, seconds, rows, num_waiting, num_free))
-
-
-MissingResource = Literal["rows", "stage", "budget", "kv_blocks", "partial_prefills"]
-"""What the head of the queue waits for: a row; a row of another pipeline group, which has its share
-of requests; token budget; KV blocks; or the partial-prefill limit."""
-
-
-def blocked_head(scheduler: Scheduler) -> tuple[Request, MissingResource] | None:
-    """Return the request that the planned step left at the head, and what it waits for.
-
-    For the step trace, right after `schedule`. It changes nothing: no turn advances.
-    """
-    plan, head = scheduler.planned, scheduler.waiting.peek()
-    if head is None:
-        return None
-    if scheduler.num_admissible(plan.group) <= 0:
-        is_full = scheduler.num_running >= scheduler.config.max_num_seqs
-        return head, "rows" if is_full else "stage"
-    if plan.num_tokens >= plan.token_budget:
-        return head, "budget"
-    is_short = bool(plan.preempted) or scheduler.running.is_short_of_blocks
-    if is_short or scheduler.is_still_blocked(head):
-        return head, "kv_blocks"
-    return head, "partial_prefills"
