@@ -68,9 +68,11 @@ class KeyChain:
 
         token_ids: int32 column that continues at token number `num_tokens`.
         """
+        # Locals: this loop hashes every block of a prompt.
         size, digest, keys = self._num_bytes, self._digest, self.keys
         parent = keys[-1][0] if keys else b""
         start = 0
+        # Extra keys go into the first block alone; all later digests depend on it.
         if not keys and self._extra and len(token_ids) >= size:
             content = self._extra + token_ids[:size]
             parent = digest(content)

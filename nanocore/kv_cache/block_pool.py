@@ -72,7 +72,7 @@ class BlockPool:
             taken.append(block)
             if block.key is not None:
                 evicted.append(block)
-        if evicted:
+        if evicted:  # one call for all of them
             self._on_evict(evicted)
         head = block.next
         self._ends.next, head.prev = head, self._ends
@@ -82,7 +82,7 @@ class BlockPool:
     def hold(self, blocks: Sequence[Block]) -> None:
         """Add a reference to blocks that others hold, or that are free and still cached."""
         for block in blocks:
-            if block.ref_count == 0:
+            if block.ref_count == 0:  # it lies in the free list
                 before, after = block.prev, block.next
                 before.next, after.prev = after, before
                 self.num_free -= 1

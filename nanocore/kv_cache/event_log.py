@@ -48,6 +48,7 @@ class EventLog:
 
     def removed(self, keys: Sequence[BlockKey]) -> None:
         """Note that these contents cannot be found any more."""
+        # By digest: that is all that subscribers know of a block.
         self._events.append(BlockRemoved([digest for digest, _ in keys]))
 
     def cleared(self) -> None:

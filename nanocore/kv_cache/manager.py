@@ -57,7 +57,7 @@ class KVCacheManager:
         self._holdings: dict[int, _Holding] = {}
         self._fenced: deque[tuple[int, list[Block]]] = deque()  # (last step that uses them, blocks)
         self._completed_step = 0
-        self._events: EventLog | None = None  # while nobody listens
+        self._events: EventLog | None = None  # until there is a subscriber
 
     @property
     def num_free_blocks(self) -> int:
@@ -133,6 +133,7 @@ class KVCacheManager:
         hits: blocks of its cached prefix; only for a request that holds nothing yet.
         Returns the ids of the added blocks, hits included, or None if too few are free.
         """
+        # All or nothing: the checks come before anything is changed.
         if not self.can_allocate(handle, num_tokens, hits):
             return None
         holding = self._holdings.get(handle)
@@ -189,6 +190,7 @@ class KVCacheManager:
         holding = self._holdings.pop(handle, None)
         if holding is None:
             return
+        # Blocks go back last first: see `BlockPool.release`.
         if after_step > self._completed_step:
             self._fenced.append((after_step, holding.blocks))
         else:
@@ -202,6 +204,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix index. Returns False, and does nothing, while any block is held."""
+        # Holders have keys of the old content; forgetting them under way would mix both.
         if self.pool.num_free < self.num_blocks:
             return False
         self._index.clear()

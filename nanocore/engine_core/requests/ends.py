@@ -57,12 +57,13 @@ def ends_by_token(
     num_kept: dict[int, int] = {}
     for i, (index, place) in zip(notable, sampled.locate(notable), strict=True):
         row, token_id = int(sampled.owners[index]), int(sampled.token_ids[i])
-        if row in ends:
+        if row in ends:  # an earlier token of this step has ended it
             continue
         event = _end(table, row, token_id, place, pooled.get(row))
         if event is None:
             continue
         ends[row] = table.request(row), event
+        # A stop token is delivered; NO_TOKEN and what was sampled beside an embedding are not.
         has_token = token_id != NO_TOKEN and row not in pooled
         if sampled.counts is not None or not has_token:
             num_kept[index] = place + has_token
@@ -81,6 +82,7 @@ def ends_by_length(table: RowTable, rows: list[int]) -> dict[int, End]:
 
 def end_by_stop(request: Request, token_id: int, number: int) -> Event | None:
     """Return the end event if output token `number`, from 1, is EOS or a stop id."""
+    # It is not sampled before min_tokens, because it is masked; resumed outputs may have it.
     if number <= request.sampling.min_tokens:
         return None
     is_eos = token_id in request.eos_token_ids

@@ -132,6 +132,7 @@ class LogprobColumns:
 
     def shortened(self, num_kept: dict[int, int]) -> LogprobColumns | None:
         """Keep only the first num_kept[owner] entries of the owners named there."""
+        # Stable: entries of one owner stay in the order of its tokens.
         order = np.argsort(self.owners, kind="stable")
         owners = self.owners[order]
         kept = np.ones(len(order), np.bool_)
@@ -166,6 +167,7 @@ class TokenColumns:
     logprobs: LogprobColumns | None = None
 
     def __post_init__(self) -> None:
+        # Steps without drafts then take the cheap paths, whoever made the columns.
         if self.counts is not None and (self.counts == 1).all():
             self.counts = None
 

@@ -114,6 +114,7 @@ class RowTable:
 
         token_ids: its known tokens. held_tokens: tokens that fit its blocks.
         """
+        # The lowest row keeps the used part of the columns dense.
         row = heapq.heappop(self._free_rows[group])
         self._num_rows += 1
         self.requests[row] = request
@@ -149,6 +150,7 @@ class RowTable:
         request.times.num_tokens = int(self.num_tokens[row])
         request.row = -1
         self.requests[row] = None
+        # A row is in exactly one of the three lists.
         if row in self.finishing:
             self.finishing.remove(row)
         elif row in self.prefilling:
@@ -178,7 +180,7 @@ class RowTable:
 
     def start_decoding(self, rows: list[int]) -> None:
         started = np.array(rows, np.int64)
-        decoding = self.decoding
+        decoding = self.decoding  # a new array each time: steps in flight keep the old one
         self.decoding = np.concatenate((decoding, started)) if len(decoding) else started
 
     def finish_decoding(self, rows: list[int]) -> None:
@@ -193,7 +195,7 @@ class RowTable:
     def append(self, sampled: TokenColumns, now_s: float) -> None:
         """Append sampled tokens to their rows."""
         rows, counts = sampled.owners, sampled.counts
-        self.times.stamp(rows, now_s)
+        self.times.stamp(rows, now_s)  # before the tokens: it compares with the last step's rows
         num_tokens = self.num_tokens[rows]
         if counts is None:
             self.token_ids[rows, num_tokens] = sampled.token_ids
@@ -216,6 +218,7 @@ class RowTable:
         counts = self.stop_counts
         if len(counts) == 1:
             return []
+        # Ids beyond the table are clipped to its last element, which is 0 or counts larger ids.
         hits: list[int] = counts.take(token_ids, mode="clip").nonzero()[0].tolist()
         return hits
 

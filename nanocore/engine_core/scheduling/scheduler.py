@@ -123,11 +123,14 @@ class Scheduler:
         """
         running = self.running
         if running.may_overlap:
+            # With nothing in flight a step is planned whenever somebody is there: if it turns out
+            # empty, `is_stuck` tells why.
             if not running.num_in_flight:
                 return 0 if self._requests else None
             return 0 if running.can_go_on or self._can_admit(0) else None
         num_groups, last, busy = self.config.num_groups, self._last_group, running.groups_in_flight
         for group in [(last + i) % num_groups for i in range(1, num_groups + 1)]:
+            # Round robin over groups, so that all pipeline stages stay busy.
             if group not in busy and (running.has_work(group) or self._can_admit(group)):
                 return group
         return None
@@ -164,7 +167,7 @@ class Scheduler:
         request = self._requests.get(handle)
         if request is None:
             return None
-        if request.row < 0:
+        if request.row < 0:  # also after a preemption
             self.waiting.leave(request)
             self.counters.count_dequeued(request)
         self._ended.append(request)
@@ -185,6 +188,8 @@ class Scheduler:
         running, counters = self.running, self.counters
         counters.num_steps += 1
         self._last_group = group
+        # The order matters: first priority preemption, which changes who runs, then running rows,
+        # then admission with the budget and blocks that are left.
         preempted, reserved = self._preempt_for_head(group)
         token_budget = self._token_budget(group)
         plan, budget = running.compute(counters.num_steps, group, token_budget, reserved)
@@ -197,6 +202,7 @@ class Scheduler:
             if self._priority_preemption is not None:
                 self._priority_preemption.removed(request)
         counters.num_preemptions += len(plan.preempted)
+        # Before admission: the siblings may be admitted in the step that completes their prompt.
         for row in plan.completed:
             self.waiting.release_siblings(running.table.request(row))
         if self.waiting and may_admit:
@@ -215,6 +221,7 @@ class Scheduler:
         self.counters.prompt_tokens += outcome.plan.num_prompt_tokens
         self.counters.generation_tokens += len(outcome.tokens.token_ids)
         events: list[tuple[int, Event]] = []
+        # In this order: one step may bring a request's first token and its end.
         for request in outcome.started:
             started = Event(handle=request.handle, num_cached_tokens=request.num_cached_tokens)
             events.append((request.client, started))
@@ -224,6 +231,7 @@ class Scheduler:
             outcome.finished.append(request)
             self._end(request, keeps_blocks=ended.finish_reason != "error")
             self.step_log.end(request, ended, now_s)
+        # Those that were aborted meanwhile are reported with this step, too.
         outcome.finished += self._ended
         self._ended = []
         outcome.begin_decodes(self.running.table.requests, now_s)
@@ -238,6 +246,7 @@ class Scheduler:
     def num_admissible(self, group: int) -> int:
         """Return how many rows a step of this group may give away: groups stay equally large."""
         num_taken, num_free = self.running.table.row_counts(group)
+        # Without a share, one pipeline group would take all requests while the others idle.
         fair_share = -(-self.num_requests // self.config.num_groups)
         return min(num_free, fair_share - num_taken)
 
@@ -246,6 +255,7 @@ class Scheduler:
         if not self.budget.has_target or not (self.waiting or running.table.prefilling):
             return self.config.max_num_batched_tokens
         num_decodes, context = running.decode_load(group)
+        # The longest context is assumed for the prompt tokens: an estimate on the safe side.
         prompts = [int(running.table.num_computed[row]) for row in running.table.prefilling]
         return self.budget.num_tokens(num_decodes, context, max(prompts, default=0))
 
@@ -268,7 +278,7 @@ class Scheduler:
         if count < num_uncached and not self._may_be_partial:
             return [], None  # the partial-prefill limit will defer it
 
-        def need() -> Need:
+        def need() -> Need:  # anew after each preemption, which changes all of it
             num_blocks = self.kv_cache.num_free_needed(head.handle, head.num_tokens, hits)
             return Need(self.num_admissible(group) > 0, num_blocks + self._num_reserved_blocks)
 
@@ -298,6 +308,7 @@ class Scheduler:
                     return  # a later step has the budget for all of it
                 self.waiting.defer(request)
             elif self._fits(request, hits):
+                # First out of the queue: that charges its session for what it will compute.
                 self.waiting.admit(request, num_uncached)
                 self._admit(plan, request, hits, count)
                 budget -= count
@@ -349,7 +360,7 @@ class Scheduler:
             if self._priority_preemption is not None:
                 self._priority_preemption.removed(request)
         del self._requests[request.handle]
-        if request.waiting_siblings:
+        if request.waiting_siblings:  # it ended before its prompt was planned
             self.waiting.promote_sibling(request)
 
     def _log(self, plan: StepPlan, now_s: float) -> None:

@@ -138,6 +138,7 @@ class StepPlan:
     def scheduled(self) -> Iterator[Chunk]:
         """Iterate over all rows that take part, decoding ones first."""
         counts = np.ones_like(self.decoding) if self.decode_counts is None else self.decode_counts
+        # tolist(): Python ints are several times faster to read than numpy scalars.
         starts = self.decode_ends - counts
         yield from map(Chunk, self.decoding.tolist(), counts.tolist(), starts.tolist())
         yield from self.chunks
@@ -154,6 +155,8 @@ class StepPlan:
         """
         rows: list[int] = []
         counts: list[int] = []
+        # Only differences are sent: a decode, or the last token of a prompt, of the own group
+        # counts one token, which is what workers assume.
         if self.decode_counts is not None:
             several = self.decode_counts != 1
             rows += self.decoding[several].tolist()

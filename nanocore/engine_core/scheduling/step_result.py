@@ -36,11 +36,13 @@ class ResultReader:
         """
         plan, sampled = outcome.plan, self._columns(result)
         counts = sampled.counts
+        # The common case costs one comparison of bytes.
         if result.rows != self._usual_rows(plan):
             _check_rows(plan, sampled.owners)
-        if counts is not None and not counts.all():
+        if counts is not None and not counts.all():  # with drafts a row may get no token
             _check_rows(plan, sampled.owners[counts > 0])
             sampled = sampled.take(counts > 0)
+        # After the checks: a dead row must have sampled like any other.
         if outcome.dead_rows:
             sampled = sampled.take(~np.isin(sampled.owners, list(outcome.dead_rows)))
         if counts is not None or plan.decode_counts is not None:
@@ -75,6 +77,7 @@ class ResultReader:
         for row, count in counts.items():
             assert logprobs is not None
             request, own = self._table.request(row), logprobs.take(logprobs.owners == row)
+            # Counted as delivered from here on: a preempted request does not report them again.
             request.num_prompt_logprobs += count
             outcome.prompt_logprobs.append((request.client, own.renamed(self._table.handle)))
 
@@ -143,6 +146,7 @@ class ResultReader:
 
         A result with exactly this column needs no further check of its rows.
         """
+        # `RowTable.decoding` is replaced when it changes, so identity tells that it is the same.
         if plan.decoding is not self._decoding:
             self._decoding = plan.decoding
             self._ascending = np.sort(plan.decoding).astype(TOKEN_DTYPE).tobytes()
