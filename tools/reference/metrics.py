@@ -29,12 +29,12 @@ _COST = ModelCost(num_params=1, token_params=1, head_params=0, weight_bytes=1, a
 _SPEED = MachineSpeed(bytes_per_s=1, flops_per_s=1, near_bytes=1, near_bytes_per_s=1)
 _EXCEPTIONS = "; ".join(f"`{name}` has no `{no}`" for name, (no,) in NOT_NAMING.items())
 _ABOUT = (
-    "What `GET /metrics` of [nanocore serve](nanocore-serve.md), [nanocore metrics]"
-    "(nanocore-metrics.md) and `await client.metrics()` tell; [Seeing](../seeing.md#metrics) says "
-    "how. For Prometheus each name begins with `nanocore:`, or with what `--metrics-namespace` "
-    "says, a counter's ends in `_total`, and each series has the labels `model_name` and `engine` "
-    f"besides ({_EXCEPTIONS}). Times are in seconds, a request's from when its SUBMIT was read. "
-    "`nanocore metrics` has a gauge `engine_up`, too, which is 0 while no engine answers."
+    "Metrics of `GET /metrics` of [nanocore serve](nanocore-serve.md), of [nanocore metrics]"
+    "(nanocore-metrics.md) and of `await client.metrics()` ([observability]"
+    "(../observability.md#metrics)). Names begin with `nanocore:` for Prometheus, or with "
+    "`--metrics-namespace`; counters end in `_total`; labels `model_name` and `engine` are "
+    f"added ({_EXCEPTIONS}). Times are in seconds, a request's from when its SUBMIT was read. "
+    "`nanocore metrics` also has a gauge `engine_up`, which is 0 while no engine answers."
 )
 
 
