@@ -167,7 +167,7 @@ def test_the_schema_is_up_to_date() -> None:
 def test_no_document_names_a_flag_that_no_command_has() -> None:
     known = {flag for parser, _ in commands().values() for flag in flags_of(parser)}
     for document in (ROOT / "README.md", ROOT / "ARCHITECTURE.md", *DOCS.rglob("*.md")):
-        text = re.sub(r"`python [^`]*`", "", document.read_text("utf-8"))
+        text = re.sub(r"`python\s[^`]*`", "", document.read_text("utf-8"))
         if document.name not in OF_OTHERS:
             assert set(FLAG.findall(text)) <= known, document.name
 
