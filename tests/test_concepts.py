@@ -25,7 +25,7 @@ STEPS_PART = PAGE.partition("\n## What a step computes")[0]
 STEPS = re.split(r"^## (?=\d)", STEPS_PART, flags=re.MULTILINE)[1:]
 TEXT = " ".join(PAGE.split())
 NUM_STEPS = 8
-NUM_QUESTIONS = range(15, 30)
+NUM_QUESTIONS = range(20, 30)
 TOLERANCE = 0.05
 """Share by which counted lines may differ: enough for a day's work."""
 
@@ -80,7 +80,7 @@ def test_a_step_names_a_file_a_test_and_a_figure(step: str) -> None:
         assert f"def {name}(" in (ROOT / file).read_text("utf-8")
 
 
-def test_there_are_eight_steps_and_some_twenty_questions() -> None:
+def test_there_are_eight_steps_and_some_twenty_five_questions() -> None:
     assert [int(step.partition(".")[0]) for step in STEPS] == list(range(1, NUM_STEPS + 1))
     questions = PAGE.partition("\n## Questions")[2].partition("\n## ")[0]
     assert len(re.findall(r"^\*\*[^*]*\?\*\*", questions, re.MULTILINE)) in NUM_QUESTIONS
@@ -127,6 +127,9 @@ def test_the_figures_of_the_steps_are_those_of_the_json() -> None:
     drawn = [
         median(sampled, name, "engines", "nanocore", rate) for name in ("W1", "W1+temperature")
     ]
+    few_bits = result("compare-qwen3-0.6b-four-bits")["workloads"]["W5"]["engines"]
+    bits = [median(few_bits, name, "tpot_ms") for name in ("nanocore", "nanocore int4")]
+    schema = median(result("structured-outputs-small"), "step", "times_plain")
     decode = result("gpu-h100-second")["figures"]["speed/qwen3-0.6b/idle/b1"]
     step_ms = decode["step_ms"]["median"]
     for said in (
@@ -138,9 +141,13 @@ def test_the_figures_of_the_steps_are_those_of_the_json() -> None:
         f"{waits[0]:,.0f} ms whole, {waits[1]:.0f} in chunks of 512, {waits[2]:.0f} with",
         f"make {drawn[0]:.0f} tokens/s greedy and {drawn[1]:.0f} with a temperature",
         f"is {decode['device_pieces_per_step']:.0f} kernels in {step_ms:.2f} ms",
+        f"takes {bits[0]:.1f} ms a token in bf16 and {bits[1]:.1f} in int4",
+        f"16 streams of JSON take {schema:.2f} times as long as plain ones",
     ):
         assert said in TEXT
     assert decode["idle_ms"] <= 0
+    steps = [median(overhead, "nanocore", f"step_{number}") for number in (1, 256)]
+    assert round(steps[1] / steps[0]) == 6, "256 rows cost six times what one costs"
 
 
 def test_the_figures_of_what_a_step_computes_are_those_of_the_json() -> None:

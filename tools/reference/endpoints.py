@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanocore.http.dialects.sampling import SamplingFields
 from nanocore.http.openapi import openapi_document
 from nanocore.http.routes import ROUTES
 from tools.reference.markdown import item, page, wrapped
 
+_SAMPLING = frozenset(SamplingFields.__struct_fields__)
 _ABOUT = (
     "The endpoints of [nanocore serve](nanocore-serve.md), as `GET /openapi.json` describes them; "
     "it has the schemas in full; errors have the body `OpenAIError`, or `AnthropicError` below "
@@ -19,7 +21,14 @@ def endpoints_page() -> str:
     """The page."""
     document = openapi_document(ROUTES, "")
     schemas = document["components"]["schemas"]
-    parts = [wrapped(_ABOUT), "## Statuses", _statuses(document["paths"])]
+    sampling = ", ".join(f"`{name}`" for name in SamplingFields.__struct_fields__)
+    parts = [
+        wrapped(_ABOUT),
+        "## Statuses",
+        _statuses(document["paths"]),
+        "## Sampling fields",
+        wrapped(f"{sampling}."),
+    ]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             parts += [f"## `{method.upper()} {path}`", *_endpoint(operation, schemas)]
@@ -34,10 +43,14 @@ def _endpoint(operation: dict[str, Any], schemas: dict[str, Any]) -> list[str]:
         content = operation["requestBody"]["content"]["application/json"]["schema"]
         body = schemas[content["$ref"].rpartition("/")[2]]
         required = body.get("required", [])
+        shared = _SAMPLING if body["properties"].keys() >= _SAMPLING else frozenset[str]()
         names = [
-            f"`{name}`" + (" (required)" if name in required else "") for name in _fields(body)
+            f"`{name}`" + (" (required)" if name in required else "")
+            for name in body["properties"]
+            if name not in shared
         ]
-        lines.append(item(f"Body: {', '.join(names)}."))
+        more = " and the sampling fields" if shared else ""
+        lines.append(item(f"Body: {', '.join(names)}{more}."))
     query = [one for one in operation["parameters"] if one["in"] == "query"]
     if query:
         shown = ", ".join(f"`{one['name']}` ({_schema(one['schema'])})" for one in query)
@@ -55,10 +68,6 @@ def _statuses(paths: dict[str, Any]) -> str:
             for status, answer in operation["responses"].items():
                 meanings.setdefault(status, answer["description"])
     return "\n".join(item(f"{status}: {meanings[status]}") for status in sorted(meanings))
-
-
-def _fields(body: dict[str, Any]) -> list[str]:
-    return list(body["properties"])
 
 
 def _body(answer: dict[str, Any]) -> str:

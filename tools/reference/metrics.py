@@ -40,9 +40,11 @@ _ABOUT = (
 
 def metrics_page() -> str:
     """The page."""
-    parts = []
+    parts: list[str] = []
+    metrics = _metrics()
+    first_with = {tuple(metric.bounds): metric.name for metric in reversed(metrics)}
     for kind in ("gauge", "counter", "histogram"):
-        lines = [_line(metric) for metric in _metrics() if metric.type == kind]
+        lines = [_line(one, first_with[tuple(one.bounds)]) for one in metrics if one.type == kind]
         parts += [f"## {kind.capitalize()}s", "\n".join(lines)]
     buckets = (
         "Buckets of tokens go on as 1, 2, 5, 10, … up to `--max-model-len`, which is "
@@ -60,11 +62,14 @@ def _metrics() -> list[Metric]:
     return collector.collect(DeskCounts(closed={"": 0}))
 
 
-def _line(metric: Metric) -> str:
+def _line(metric: Metric, first: str) -> str:
+    """first: the first metric with these buckets, which are listed there."""
     notes = ""
     if labels := _labels(metric):
         notes += f" Labels: {labels}."
-    if metric.bounds:
+    if metric.bounds and first != metric.name:
+        notes += f" Buckets: as `{first}`."
+    elif metric.bounds:
         notes += f" Buckets: {', '.join(f'{bound:g}' for bound in metric.bounds)}."
     return item(f"`{metric.name}`: {metric.help}{notes}")
 
