@@ -166,8 +166,8 @@ def test_the_figures_of_what_a_step_computes_are_those_of_the_json() -> None:
     for said in (
         f"H100 ({rows['step_ms']['median']:.2f} ms) where",
         f"two heads a group take {grouped[0]:.0f} microseconds, four take {grouped[1]:.0f}",
-        f"reach {shares[0]:.0%} of the memory bandwidth".replace("%", " %"),
-        f"reach {shares[1]:.0%} of the arithmetic limit".replace("%", " %"),
+        f"reach {shares[0]:.0%} of the measured memory bandwidth".replace("%", " %"),
+        f"reach {shares[1]:.0%} of the measured arithmetic limit".replace("%", " %"),
         f"take {ours:.0f} microseconds where FlashAttention 3 takes {theirs:.0f}",
         f"takes {window:.0f} microseconds, the whole context {whole:.0f}",
         f"cache: {rows['most_time_us']['rope_and_store_kv_kernel']:.0f} microseconds of the step",

@@ -17,6 +17,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text("utf-8")
 SPEED = (ROOT / "docs" / "speed.md").read_text("utf-8")
 BENCH = (ROOT / "docs" / "bench.md").read_text("utf-8")
+GPU = (ROOT / "docs" / "gpu.md").read_text("utf-8")
+GPU_STEPS = (
+    ("decode step, 1 row, 1,024 tokens of context", "speed/qwen3-0.6b/decode/b1/ctx1024"),
+    ("the same, 32 rows", "speed/qwen3-0.6b/decode/b32/ctx1024"),
+    ("the same, 256 rows", "speed/qwen3-0.6b/decode/b256/ctx1024"),
+    ("prompts of 1,024 tokens, 16 at once", "speed/qwen3-0.6b/prefill/1024"),
+)
 HEADLINES = {
     "W1": "output_tokens_per_s",
     "W2": "total_tokens_per_s",
@@ -292,3 +299,45 @@ def test_the_table_of_what_measuring_costs_is_that_of_its_report() -> None:
     )
     assert report["host"]["cpu"] in section
     assert 1e6 / costs["http"]["median"] == pytest.approx(30_000, rel=0.15)  # "some 30,000"
+
+
+@pytest.mark.parametrize(("title", "key"), GPU_STEPS)
+def test_the_gpu_pages_table_of_steps_is_that_of_the_json(title: str, key: str) -> None:
+    """But for shares of the limit, which are of what the maker says of the GPU."""
+    (row,) = [row for row in tables(GPU, "What was measured")[0] if row[0] == title]
+    wanted = []
+    for device in ("h200", "h100"):
+        figure = read(f"gpu-{device}")["figures"][key]
+        ms, tokens = figure["step_ms"]["median"], figure["tokens_per_s"]
+        wanted.append(f"{ms:#.3g} ms" if "decode" in key else f"{tokens / 1e3:.0f}k tok/s")
+    assert row[1::2] == wanted
+
+
+@pytest.mark.parametrize(
+    ("title", "key", "unit", "per"),
+    [
+        (
+            "attention of 256 decodes (FlashAttention 3)",
+            "attention/decode/g2/b256/ctx1024",
+            "gb_per_s",
+            1e3,
+        ),
+        (
+            "attention of four prompts of 4,096 (same)",
+            "attention/prefill/g2/4x4096",
+            "tflop_per_s",
+            1,
+        ),
+    ],
+)
+def test_the_gpu_pages_table_of_attention_is_that_of_the_json(
+    title: str, key: str, unit: str, per: float
+) -> None:
+    (row,) = [row for row in tables(GPU, "What was measured")[0] if row[0] == title]
+    for device, cell in zip(("h200", "h100"), row[1::2], strict=True):
+        figure = read(f"gpu-{device}")["figures"][key]
+        rate = figure[unit] / per
+        theirs = rate / figure["others"]["fa3"]["times_of_ours"]
+        assert [float(x) for x in re.findall(r"[\d.]+", cell)][:2] == pytest.approx(
+            [rate, theirs], rel=0.01
+        )
