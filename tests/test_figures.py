@@ -17,6 +17,13 @@ RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text("utf-8")
 SPEED = (ROOT / "docs" / "speed.md").read_text("utf-8")
 BENCH = (ROOT / "docs" / "bench.md").read_text("utf-8")
+GPU = (ROOT / "docs" / "gpu.md").read_text("utf-8")
+GPU_STEPS = (
+    ("decode step, 1 row, 1,024 tokens of context", "speed/qwen3-0.6b/decode/b1/ctx1024"),
+    ("the same, 32 rows", "speed/qwen3-0.6b/decode/b32/ctx1024"),
+    ("the same, 256 rows", "speed/qwen3-0.6b/decode/b256/ctx1024"),
+    ("prompts of 1,024 tokens, 16 at once", "speed/qwen3-0.6b/prefill/1024"),
+)
 HEADLINES = {
     "W1": "output_tokens_per_s",
     "W2": "total_tokens_per_s",
@@ -110,7 +117,7 @@ def test_the_readmes_table_is_that_of_the_comparison() -> None:
 def test_the_comparisons_tables_are_those_of_the_reports() -> None:
     small, large = (read(f"compare-{name}")["workloads"] for name in ("small", "qwen3-0.6b"))
     bits = read("compare-qwen3-0.6b-four-bits")["workloads"]
-    assert list(map(after_first, tables(SPEED, "Beside other engines"))) == [
+    assert list(map(after_first, tables(SPEED, "Compared with other engines"))) == [
         cells(small, SMALL, "rates"),
         cells(small, SMALL[1:], "ratios"),
         cells(large, LARGE, "rates"),
@@ -118,7 +125,7 @@ def test_the_comparisons_tables_are_those_of_the_reports() -> None:
         [[rate(bits[w]["engines"][name], w) for w in sorted(bits)] for name in FEW_BITS],
         [[times(bits[w], *pair) for w in sorted(bits)] for pair in PAIRS],
     ]
-    *_, few_bits, pairs = tables(SPEED, "Beside other engines")
+    *_, few_bits, pairs = tables(SPEED, "Compared with other engines")
     assert [row[0] for row in few_bits] == list(FEW_BITS)
     assert [row[0] for row in pairs] == [" : ".join(pair) for pair in PAIRS]
 
@@ -167,8 +174,8 @@ def test_the_table_of_filters_is_that_of_its_report() -> None:
         rates = [spread(side["output_tokens_per_s"], 0) for side in (ours, theirs)]
         waits = [spread(side["tpot_ms"], 1) for side in (ours, theirs)]
         expected.append([filters, *rates, spread(theirs["times_slower_than_ours"], 2), *waits])
-    assert tables(SPEED, "Sampled") == [expected]
-    section = " ".join(SPEED.split("\n## Sampled\n")[1].split("\n## ")[0].split())
+    assert tables(SPEED, "Sampling filters") == [expected]
+    section = " ".join(SPEED.split("\n## Sampling filters\n")[1].split("\n## ")[0].split())
     assert f"commit {report['commit'][:7]}" in section
     assert f"vLLM-CPU {report['engines'][sides[1]]['versions']['vllm']}" in section
 
@@ -187,7 +194,7 @@ def short(value: float, digits: int) -> str:
 def test_the_tables_of_what_is_beside_the_model_are_those_of_the_report() -> None:
     report = read("overhead")
     ours, theirs = report["nanocore"], report["vllm"]
-    beside, alone = tables(SPEED, "Beside the model")
+    beside, alone = tables(SPEED, "Engine overhead")
     assert after_first(beside) == [
         [
             microseconds(ours[key]),
@@ -240,15 +247,15 @@ def test_the_table_of_structured_outputs_is_that_of_the_report() -> None:
     assert [row[1:] for row in table] == [
         [f"{row[name]:.0f}" for name in ("p50", "p90", "p99")] for row in rows
     ]
-    assert f"{spread(report['step']['times_plain'], 2)} times what 16 plain ones take" in SPEED
-    longer = read("structured-outputs-qwen3-0.6b")
-    assert f"{spread(longer['step']['times_plain'], 2)} times as much" in SPEED
+    said, longer = " ".join(SPEED.split()), read("structured-outputs-qwen3-0.6b")
+    assert f"{spread(report['step']['times_plain'], 2)} times what 16 plain ones take" in said
+    assert f"{spread(longer['step']['times_plain'], 2)} times as much" in said
 
 
 @pytest.mark.parametrize("column", range(len(CONDITIONS)))
 def test_the_demo_models_accuracy_is_that_of_the_report(column: int) -> None:
     report = read("demo-model-accuracy")
-    (table,) = tables(SPEED, "Right answers")
+    (table,) = tables(SPEED, "Accuracy")
     accuracy = report[CONDITIONS[column].name]
     assert {row[0]: row[column + 1] for row in table} == {
         task: f"{share:.1%}" for task, share in accuracy.items()
@@ -292,3 +299,45 @@ def test_the_table_of_what_measuring_costs_is_that_of_its_report() -> None:
     )
     assert report["host"]["cpu"] in section
     assert 1e6 / costs["http"]["median"] == pytest.approx(30_000, rel=0.15)  # "some 30,000"
+
+
+@pytest.mark.parametrize(("title", "key"), GPU_STEPS)
+def test_the_gpu_pages_table_of_steps_is_that_of_the_json(title: str, key: str) -> None:
+    """But for shares of the limit, which are of what the maker says of the GPU."""
+    (row,) = [row for row in tables(GPU, "What was measured")[0] if row[0] == title]
+    wanted = []
+    for device in ("h200", "h100"):
+        figure = read(f"gpu-{device}")["figures"][key]
+        ms, tokens = figure["step_ms"]["median"], figure["tokens_per_s"]
+        wanted.append(f"{ms:#.3g} ms" if "decode" in key else f"{tokens / 1e3:.0f}k tok/s")
+    assert row[1::2] == wanted
+
+
+@pytest.mark.parametrize(
+    ("title", "key", "unit", "per"),
+    [
+        (
+            "attention of 256 decodes (FlashAttention 3)",
+            "attention/decode/g2/b256/ctx1024",
+            "gb_per_s",
+            1e3,
+        ),
+        (
+            "attention of four prompts of 4,096 (same)",
+            "attention/prefill/g2/4x4096",
+            "tflop_per_s",
+            1,
+        ),
+    ],
+)
+def test_the_gpu_pages_table_of_attention_is_that_of_the_json(
+    title: str, key: str, unit: str, per: float
+) -> None:
+    (row,) = [row for row in tables(GPU, "What was measured")[0] if row[0] == title]
+    for device, cell in zip(("h200", "h100"), row[1::2], strict=True):
+        figure = read(f"gpu-{device}")["figures"][key]
+        rate = figure[unit] / per
+        theirs = rate / figure["others"]["fa3"]["times_of_ours"]
+        assert [float(x) for x in re.findall(r"[\d.]+", cell)][:2] == pytest.approx(
+            [rate, theirs], rel=0.01
+        )

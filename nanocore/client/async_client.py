@@ -277,7 +277,7 @@ class AsyncEngineClient(LinkedClient):
         return stats
 
     async def metrics(self) -> list[Metric]:
-        """All that the engine counts and times; docs/seeing.md has the names.
+        """All that the engine counts and times; docs/observability.md has the names.
 
         Raises:
             ProtocolError: the engine is too old to tell.

@@ -68,7 +68,7 @@ def test_nobody_is_killed_who_is_still_ending_in_order(place: Place) -> None:
 
 def test_the_pages_table_of_times_is_that_of_the_files() -> None:
     page = (ROOT / "docs" / "deploy.md").read_text()
-    heading = "## It ends in order, if it is given the time"
+    heading = "## Shutdown"
     rows = {row[0]: [float(cell) for cell in row[1:4]] for row in table_after(page, heading)}
     said = {}
     for place in places():

@@ -67,8 +67,8 @@ def test_what_belongs_to_an_item_of_a_list_stays_there() -> None:
 
 
 def test_links_from_documents_that_were_brought_in() -> None:
-    text = "[a](docs/http.md#flags), [b](PROTOCOL.md)"
-    assert hook.rewritten(text, "README.md") == "[a](../http.md#flags), [b](PROTOCOL.md)"
+    text = "[a](docs/http.md#endpoints), [b](PROTOCOL.md)"
+    assert hook.rewritten(text, "README.md") == "[a](../http.md#endpoints), [b](PROTOCOL.md)"
 
 
 def test_a_link_that_leads_nowhere_is_an_error() -> None:

@@ -88,9 +88,9 @@ def test_a_chat_is_seen_step_by_step_and_under_its_answers_id(demo_endpoint: str
 
 
 def test_the_answer_in_the_text_is_such_an_answer() -> None:
-    text = (ROOT / "docs" / "seeing.md").read_text("utf-8")
+    text = (ROOT / "docs" / "observability.md").read_text("utf-8")
     view = json.loads(
-        text.split("## Steps and ways", 1)[1].split("```json\n", 1)[1].split("```")[0]
+        text.split("## Steps and request timelines", 1)[1].split("```json\n", 1)[1].split("```")[0]
     )
     assert view.keys() == VIEW
     assert [step.keys() for step in view["steps"]] == [STEP]

@@ -14,11 +14,11 @@ DOCS = Path(__file__).parents[2] / "docs"
 MORE = {
     "nanocore serve": "[Serving over HTTP](../http.md) says how to use it.",
     "nanocore batch": "[Batches](../batch.md) says how to use it.",
-    "nanocore top": "[Seeing](../seeing.md#live) says what it shows.",
-    "nanocore metrics": "[Seeing](../seeing.md#metrics) says what they are, "
+    "nanocore top": "[Observability](../observability.md#live) says what it shows.",
+    "nanocore metrics": "[Observability](../observability.md#metrics) says what they are, "
     "and [metrics](metrics.md) lists them.",
-    "nanocore trace": "[Seeing](../seeing.md#traces) says how to read it.",
-    "nanocore explain": "[Seeing](../seeing.md#traces) has an example.",
+    "nanocore trace": "[Observability](../observability.md#traces) says how to read it.",
+    "nanocore explain": "[Observability](../observability.md#traces) has an example.",
     "nanocore bench": "[Benchmarks](../bench.md) says what is measured.",
     "nanocore-engine": "[Starting an engine](../engine.md#flags) says when to use which. In "
     "`AsyncEngineClient.launch` and `LLM` they are arguments: `--max-num-seqs 8` is "

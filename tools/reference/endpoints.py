@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanocore.http.dialects.sampling import SamplingFields
 from nanocore.http.openapi import openapi_document
 from nanocore.http.routes import ROUTES
 from tools.reference.markdown import item, page, wrapped
 
+_SAMPLING = frozenset(SamplingFields.__struct_fields__)
 _ABOUT = (
     "The endpoints of [nanocore serve](nanocore-serve.md), as `GET /openapi.json` describes them; "
-    "it has the schemas in full. [Serving over HTTP](../http.md) says what clients may rely on."
+    "it has the schemas in full; errors have the body `OpenAIError`, or `AnthropicError` below "
+    "`/v1/messages`. [Serving over HTTP](../http.md) says what clients may rely on."
 )
 
 
@@ -18,7 +21,14 @@ def endpoints_page() -> str:
     """The page."""
     document = openapi_document(ROUTES, "")
     schemas = document["components"]["schemas"]
-    parts = [wrapped(_ABOUT)]
+    sampling = ", ".join(f"`{name}`" for name in SamplingFields.__struct_fields__)
+    parts = [
+        wrapped(_ABOUT),
+        "## Statuses",
+        _statuses(document["paths"]),
+        "## Sampling fields",
+        wrapped(f"{sampling}."),
+    ]
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             parts += [f"## `{method.upper()} {path}`", *_endpoint(operation, schemas)]
@@ -33,29 +43,40 @@ def _endpoint(operation: dict[str, Any], schemas: dict[str, Any]) -> list[str]:
         content = operation["requestBody"]["content"]["application/json"]["schema"]
         body = schemas[content["$ref"].rpartition("/")[2]]
         required = body.get("required", [])
+        shared = _SAMPLING if body["properties"].keys() >= _SAMPLING else frozenset[str]()
         names = [
-            f"`{name}`" + (" (required)" if name in required else "") for name in _fields(body)
+            f"`{name}`" + (" (required)" if name in required else "")
+            for name in body["properties"]
+            if name not in shared
         ]
-        lines.append(item(f"Body: {', '.join(names)}."))
+        more = " and the sampling fields" if shared else ""
+        lines.append(item(f"Body: {', '.join(names)}{more}."))
     query = [one for one in operation["parameters"] if one["in"] == "query"]
     if query:
         shown = ", ".join(f"`{one['name']}` ({_schema(one['schema'])})" for one in query)
         lines.append(item(f"Query: {shown}."))
-    for status, answer in operation["responses"].items():
-        lines.append(item(f"{status}: {_answer(answer)}"))
+    statuses = [f"{status}{_body(answer)}" for status, answer in operation["responses"].items()]
+    lines.append(item(f"Status: {', '.join(statuses)}."))
     return [*about, "\n".join(lines)]
 
 
-def _fields(body: dict[str, Any]) -> list[str]:
-    return list(body["properties"])
+def _statuses(paths: dict[str, Any]) -> str:
+    """The meaning of each status, once: endpoints list the statuses they can have."""
+    meanings: dict[str, str] = {}
+    for methods in paths.values():
+        for operation in methods.values():
+            for status, answer in operation["responses"].items():
+                meanings.setdefault(status, answer["description"])
+    return "\n".join(item(f"{status}: {meanings[status]}") for status in sorted(meanings))
 
 
-def _answer(answer: dict[str, Any]) -> str:
+def _body(answer: dict[str, Any]) -> str:
+    """The kinds of a successful response's body; errors have the dialect's error body."""
     kinds = []
     for content_type, content in answer.get("content", {}).items():
         ref = content.get("schema", {}).get("$ref")
         kinds.append(f"`{ref.rpartition('/')[2]}`" if ref else content_type)
-    return f"{answer['description']} ({', '.join(kinds)})" if kinds else answer["description"]
+    return f" ({', '.join(kinds)})" if kinds and "Error" not in kinds[0] else ""
 
 
 def _schema(schema: dict[str, Any]) -> str:

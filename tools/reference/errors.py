@@ -14,11 +14,11 @@ from tools.reference.commands import exit_codes, file_name
 from tools.reference.markdown import item, page, table, wrapped
 
 _ABOUT = (
-    "What can go wrong, by the code on the wire ([PROTOCOL.md](../../PROTOCOL.md#12-errors) says "
-    "what a client does with it), the exception of the Python client, and the status and code of "
-    "[nanocore serve](nanocore-serve.md)."
+    "Codes on the wire ([PROTOCOL.md](../../PROTOCOL.md#12-errors) says what a client does with "
+    "them), the Python client's exceptions, and statuses and codes of [nanocore serve]"
+    "(nanocore-serve.md)."
 )
-_START = "What stops a command or an engine from starting, and the exit code that it ends with."
+_START = "Errors that stop a command or an engine from starting, with their exit codes."
 
 
 def errors_page(commands: dict[str, tuple[argparse.ArgumentParser, str]]) -> str:
@@ -33,9 +33,12 @@ def errors_page(commands: dict[str, tuple[argparse.ArgumentParser, str]]) -> str
         wrapped(_START),
         "\n".join(map(_start_error, _all(StartError))),
     ]
-    for name, (parser, _) in commands.items():
-        if codes := exit_codes(name, parser):
-            parts.append(wrapped(f"[{name}]({file_name(name)}): {'; '.join(codes)}."))
+    others = [
+        f"[{name}]({file_name(name)})"
+        for name, (parser, _) in commands.items()
+        if exit_codes(name, parser)
+    ]
+    parts.append(wrapped(f"All exit codes of a command are on its page: {', '.join(others)}."))
     return page("Errors and exit codes", *parts)
 
 

@@ -15,9 +15,9 @@ from tools.reference.markdown import item, page, wrapped
 SOURCE = Path(__file__).parent / "features.toml"
 _ABOUT = (
     "Which two features are known to work together: `+` where a test shows it, `x` where they are "
-    "not to be had together and a test says so, and `.` where nobody has tried. A column has the "
-    "letter of its feature's row. The lists below say the same, and name the tests. What is tested "
-    "on a fake device was seen on one GPU once, if at all ([GPUs](gpu.md))."
+    "refused together and a test shows that, `.` where nobody has tried. Columns have the letters "
+    "of the rows. Each feature's section names the tests with features further down the list. "
+    "Fakes stand for devices; what ran on GPUs is in [gpu.md](gpu.md)."
 )
 
 
@@ -53,13 +53,14 @@ def features_page() -> str:
     known, names = evidence(), features()
     parts = [wrapped(_ABOUT), _square(known, names)]
     lines = [
-        item(f"{letter} [{name}](#{_anchor(name)}): {what}.")
+        item(f"{letter} {name}: {what}.")
         for letter, (name, what) in zip(ascii_uppercase, names.values(), strict=False)
     ]
     parts.append("\n".join(lines))
     for key, (name, _) in names.items():
-        parts += [f"## {name[0].upper()}{name[1:]}", "\n".join(_lines(key, known, names))]
-    return page("Features together", *parts)
+        if lines := _lines(key, known, names):
+            parts += [f"## {name[0].upper()}{name[1:]}", "\n".join(lines)]
+    return page("Compatibility matrix", *parts)
 
 
 def _square(known: dict[Pair, Evidence], names: dict[str, tuple[str, str]]) -> str:
@@ -90,14 +91,10 @@ def _mark(found: Evidence | None) -> str:
     return "x" if found.is_refusal else "+"
 
 
-def _anchor(name: str) -> str:
-    return name.lower().replace(",", "").replace(" ", "-")
-
-
 def _lines(key: str, known: dict[Pair, Evidence], names: dict[str, tuple[str, str]]) -> list[str]:
-    """Of each test that says something of this feature, the features that it is with."""
+    """Each test of this feature with later ones, and which; earlier ones have theirs."""
     by_test: dict[Evidence, list[str]] = {}
-    for other in names:
+    for other in list(names)[list(names).index(key) + 1 :]:
         if (found := known.get(frozenset((key, other)))) is not None:
             by_test.setdefault(found, []).append(names[other][0])
     lines = []

@@ -29,20 +29,22 @@ _COST = ModelCost(num_params=1, token_params=1, head_params=0, weight_bytes=1, a
 _SPEED = MachineSpeed(bytes_per_s=1, flops_per_s=1, near_bytes=1, near_bytes_per_s=1)
 _EXCEPTIONS = "; ".join(f"`{name}` has no `{no}`" for name, (no,) in NOT_NAMING.items())
 _ABOUT = (
-    "What `GET /metrics` of [nanocore serve](nanocore-serve.md), [nanocore metrics]"
-    "(nanocore-metrics.md) and `await client.metrics()` tell; [Seeing](../seeing.md#metrics) says "
-    "how. For Prometheus each name begins with `nanocore:`, or with what `--metrics-namespace` "
-    "says, a counter's ends in `_total`, and each series has the labels `model_name` and `engine` "
-    f"besides ({_EXCEPTIONS}). Times are in seconds, a request's from when its SUBMIT was read. "
-    "`nanocore metrics` has a gauge `engine_up`, too, which is 0 while no engine answers."
+    "Metrics of `GET /metrics` of [nanocore serve](nanocore-serve.md), of [nanocore metrics]"
+    "(nanocore-metrics.md) and of `await client.metrics()` ([observability]"
+    "(../observability.md#metrics)). Names begin with `nanocore:` for Prometheus, or with "
+    "`--metrics-namespace`; counters end in `_total`; labels `model_name` and `engine` are "
+    f"added ({_EXCEPTIONS}). Times are in seconds, a request's from when its SUBMIT was read. "
+    "`nanocore metrics` also has a gauge `engine_up`, which is 0 while no engine answers."
 )
 
 
 def metrics_page() -> str:
     """The page."""
-    parts = []
+    parts: list[str] = []
+    metrics = _metrics()
+    first_with = {tuple(metric.bounds): metric.name for metric in reversed(metrics)}
     for kind in ("gauge", "counter", "histogram"):
-        lines = [_line(metric) for metric in _metrics() if metric.type == kind]
+        lines = [_line(one, first_with[tuple(one.bounds)]) for one in metrics if one.type == kind]
         parts += [f"## {kind.capitalize()}s", "\n".join(lines)]
     buckets = (
         "Buckets of tokens go on as 1, 2, 5, 10, … up to `--max-model-len`, which is "
@@ -60,11 +62,14 @@ def _metrics() -> list[Metric]:
     return collector.collect(DeskCounts(closed={"": 0}))
 
 
-def _line(metric: Metric) -> str:
+def _line(metric: Metric, first: str) -> str:
+    """first: the first metric with these buckets, which are listed there."""
     notes = ""
     if labels := _labels(metric):
         notes += f" Labels: {labels}."
-    if metric.bounds:
+    if metric.bounds and first != metric.name:
+        notes += f" Buckets: as `{first}`."
+    elif metric.bounds:
         notes += f" Buckets: {', '.join(f'{bound:g}' for bound in metric.bounds)}."
     return item(f"`{metric.name}`: {metric.help}{notes}")
 

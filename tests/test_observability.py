@@ -1,4 +1,4 @@
-"""docs/seeing.md against what is printed: every line of its example, and every number's name."""
+"""docs/observability.md against what is printed: lines of its example, names of numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nanocore.worker.model_cost import MachineSpeed, ModelCost
 from tests.docs.blocks import blocks
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = (ROOT / "docs" / "seeing.md").read_text("utf-8")
+DOCUMENT = (ROOT / "docs" / "observability.md").read_text("utf-8")
 SPEED = MachineSpeed(
     bytes_per_s=3e10, flops_per_s=4e11, near_bytes=4_829_952, near_bytes_per_s=1e11
 )
@@ -39,7 +39,7 @@ def printed() -> list[str]:
 
 
 def example() -> list[str]:
-    (text,) = [b.text for b in blocks("docs/seeing.md") if b.text.startswith("memory\n")]
+    (text,) = [b.text for b in blocks("docs/observability.md") if b.text.startswith("memory\n")]
     return text.strip().split("\n")
 
 
