@@ -13,8 +13,9 @@ from __future__ import annotations
 from contextlib import suppress
 from queue import Empty
 
+from nanocore.engine_core.grammars.mask_filler import MaskFiller, StepMasks
 from nanocore.engine_core.mailbox import (
-    SIGNAL_PATIENCE_S,
+    SIGNAL_POLL_S,
     AbortRequests,
     AddRequest,
     ControlCall,
@@ -24,27 +25,21 @@ from nanocore.engine_core.mailbox import (
     Outbox,
     Shutdown,
 )
+from nanocore.engine_core.metrics.collector import stats_of
 from nanocore.engine_core.scheduling.ends import end_outside_a_step
 from nanocore.engine_core.scheduling.outputs import split_events
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.stats import stats_of
 from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace
-from nanocore.engine_core.structured.mask_filler import MaskFiller
-from nanocore.engine_core.structured.step_masks import StepMasks
 from nanocore.protocol.messages import FinishReason, Reply
 from nanocore.worker.executors.executor import StepExecutor
 
 
 class EngineCore:
-    """Runs requests from the inbox to outputs in the outbox.
+    """Runs requests from the inbox to outputs in the outbox; owns scheduler and executor.
 
-    Args:
-        scheduler, executor: what to run and where; the core owns both.
-        inbox, outbox: shared with the io thread.
-        trace: if given, every step is written to it. clock: tells others when a step began.
-        masks: fills those of structured outputs, if there can be any.
+    clock: tells other threads when a step began. masks: None if no request is structured.
     """
 
     def __init__(
@@ -70,7 +65,7 @@ class EngineCore:
         self._shutdown: Shutdown | None = None
 
     def run(self) -> Shutdown:
-        """Step until a Shutdown arrives; then end every request. Returns the Shutdown."""
+        """Step until a Shutdown arrives, end every request, and return the Shutdown."""
         while self._shutdown is None:
             self.drain_inbox(wait=self.is_idle)
             if self._shutdown is None and not self.is_idle:
@@ -81,12 +76,12 @@ class EngineCore:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can be done before another event comes in."""
+        """Whether there is nothing to do before another event arrives."""
         nothing_to_begin = bool(self._pausing) or self.scheduler.num_requests == 0
         return not self._num_in_flight and nothing_to_begin
 
     def step(self) -> None:
-        """Submit what the executor takes, then see the oldest step through to its outputs."""
+        """Submit steps while the executor takes them, then complete the oldest one."""
         scheduler, executor = self.scheduler, self._executor
         self.clock.begin()
         while (
@@ -101,10 +96,12 @@ class EngineCore:
             return
         result = executor.collect()
         self._num_in_flight -= 1
+        # Before the update: an abort that arrived while the model ran wins over this result.
         self.drain_inbox(wait=False, in_step=True)
         for output in scheduler.update(result):
             self._outbox.put(output)
         self._sample()
+        # Only now: a control operation (reset_prefix_cache) must not see half a step.
         deferred, self._deferred = self._deferred, []
         for call in deferred:
             self._handle(call)
@@ -126,20 +123,22 @@ class EngineCore:
         self._sample()
 
     def _sample(self) -> None:
-        """If a step awaits masks that are known now, let it sample; end who cannot go on."""
+        """Let a step that waits for masks sample, if they are known; end requests whose mask
+        failed.
+        """
         for request, message in self._masks.sample():
             self._fail(request, message)
 
     def blame(self) -> str:
-        """What keeps a step that hangs from being done, as a clause; from any thread."""
+        """Clause that says what a hanging step waits for; for any thread."""
         return self._masks.blame() or self._executor.blame()
 
     def drain_inbox(self, wait: bool, in_step: bool = False) -> None:
-        """Handle what has arrived. Control operations run between steps: in one they wait."""
+        """Handle what has arrived. Control operations run between steps."""
         if wait:
             self.clock.rest()
         with suppress(Empty):
-            event = self._inbox.get(wait, SIGNAL_PATIENCE_S if wait else None)
+            event = self._inbox.get(wait, SIGNAL_POLL_S if wait else None)
             while True:
                 if in_step and isinstance(event, ControlCall):
                     self._deferred.append(event)
@@ -183,7 +182,7 @@ class EngineCore:
     def _send_ends(
         self, requests: list[Request], reason: FinishReason, message: str | None
     ) -> None:
-        """Tell clients of requests that ended outside a step's result."""
+        """Report requests that ended outside a step's result."""
         events, now_s = [], self.scheduler.clock()
         for request in requests:
             event = end_outside_a_step(request, reason, message)
@@ -193,7 +192,9 @@ class EngineCore:
             self._outbox.put(output)
 
     def _fail_stuck_request(self) -> None:
-        """What waits can never run. A bug, reported with the state, and survived."""
+        """End a waiting request that can never run: a bug, reported with the state, and
+        survived.
+        """
         scheduler = self.scheduler
         kv_cache = scheduler.kv_cache
         request = scheduler.waiting.head()
@@ -207,6 +208,5 @@ class EngineCore:
         self._fail(request, message)
 
     def _fail(self, request: Request, message: str) -> None:
-        """End a request that cannot go on; the others do."""
         self.scheduler.end(request.handle)
         self._send_ends([request], "error", message)

@@ -7,7 +7,7 @@ import pytest
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.admission import MAX_HANDLE
-from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.scheduling.counters import SchedulerCounters
 from nanocore.engine_core.scheduling.request import Request
 from nanocore.protocol.errors import (

@@ -26,11 +26,10 @@ from hypothesis.stateful import (
     rule,
 )
 
+from nanocore.engine_core.grammars.mask_filler import MaskFiller, StepMasks
 from nanocore.engine_core.scheduling.step import StepPlan
 from nanocore.engine_core.scheduling.turns import QUANTUM_TOKENS
 from nanocore.engine_core.scheduling.waiting_queue import WaitingQueue
-from nanocore.engine_core.structured.mask_filler import MaskFiller
-from nanocore.engine_core.structured.step_masks import StepMasks
 from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.campaign import examples

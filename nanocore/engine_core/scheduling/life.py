@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nanocore.protocol.steps import MAX_MOVES, Phase
+from nanocore.protocol.metrics import MAX_MOVES, Phase
 
 
 @dataclass(slots=True)

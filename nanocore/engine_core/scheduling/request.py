@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from nanocore.engine_core.grammars.matcher import Grammar, Matcher
 from nanocore.engine_core.scheduling.life import Life
-from nanocore.engine_core.structured.matcher import Grammar, Matcher
 from nanocore.kv_cache import BlockKey, KeyChain
 from nanocore.protocol.fields import MAX_EXACT_INT
 from nanocore.protocol.sampling import EngineSamplingParams

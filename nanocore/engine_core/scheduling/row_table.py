@@ -13,12 +13,12 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
+from nanocore.engine_core.grammars.matcher import Matcher
 from nanocore.engine_core.scheduling.journal import Journal
 from nanocore.engine_core.scheduling.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.scheduling.spans import IntArray, places
 from nanocore.engine_core.scheduling.token_columns import TokenColumns
 from nanocore.engine_core.scheduling.token_times import TokenTimes
-from nanocore.engine_core.structured.matcher import Matcher
 
 
 class RowTable:

@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanocore.engine_core.metrics.recent import MAX_ENDED, MAX_OPEN, MAX_STEPS
+from nanocore.engine_core.metrics.collector import MAX_ENDED, MAX_OPEN, MAX_STEPS, IoCounts
 from nanocore.engine_core.scheduling.life import Life
 from nanocore.engine_core.scheduling.request import Request
-from nanocore.engine_core.stats import DeskCounts
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.messages import Event
-from nanocore.protocol.steps import MAX_MOVES, RecentSteps, RequestWay
+from nanocore.protocol.metrics import MAX_MOVES, RecentSteps, RequestPhases
 from tests.engine_core.metrics.clocked_engine import Engine
 from tests.fakes import make_request
 
@@ -32,10 +31,10 @@ FOLLOWS = {
 
 
 def recent(engine: Engine, after: int = 0, client: int = CLIENT) -> RecentSteps:
-    return engine.collector.recent_steps(after, client, DeskCounts())
+    return engine.collector.recent_steps(after, client, IoCounts())
 
 
-def ways(engine: Engine) -> dict[int, RequestWay]:
+def ways(engine: Engine) -> dict[int, RequestPhases]:
     return {way.handle: way for way in recent(engine).requests}
 
 
