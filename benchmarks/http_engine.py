@@ -19,10 +19,10 @@ from overhead_engine import BLOCK_SIZE, NUM_BLOCKS, NoModelExecutor
 from overhead_wire import demo_folder
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.process.process import serve
 from nanocore.protocol.messages import ModelCard
-from nanocore.protocol.sockets import EngineSocket
+from nanocore.protocol.sockets import bind_engine_socket
 from nanocore.worker.models import load_model_config
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
@@ -62,7 +62,7 @@ def main() -> int:
         listen=sys.argv[1], device="cpu", max_num_seqs=1024, max_num_batched_tokens=8192
     ).for_device("cpu")
     folder = demo_folder()
-    model, files = load_model_config(folder, {}), ModelFiles(folder)
+    model, files = load_model_config(folder, {}), ServedFiles(folder)
     card = ModelCard(
         model=str(folder), architecture=model.architecture, dtype="none",
         vocab_size=model.vocab_size, max_model_len=model.max_model_len,
@@ -70,7 +70,7 @@ def main() -> int:
         files=files.entries, hidden_size=model.hidden_size,
     )  # fmt: skip
     executor = PacedExecutor(config.sizes.max_num_seqs)
-    return serve(config, EngineSocket(sys.argv[1], None), card, files, executor, started_s)
+    return serve(config, bind_engine_socket(sys.argv[1], None), card, files, executor, started_s)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
+from nanocore.engine_core.grammars.matcher import NoGrammars
 from nanocore.engine_core.io.admission import Admission
-from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.structured.no_grammars import NoGrammars
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.messages import ModelCard, Submit
 from nanocore.protocol.sampling import EngineSamplingParams

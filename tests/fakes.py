@@ -24,11 +24,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.io.resumed_outputs import longest
+from nanocore.engine_core.grammars.matcher import Compiled
+from nanocore.engine_core.io.admission import longest
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.structured.matcher import Compiled
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.kv_cache.block_key import DigestFunction
 from nanocore.protocol.codec import client_decoder
@@ -560,7 +560,9 @@ def make_request(
 
 
 class FakePeers:
-    """The peers of a front desk. Sends come to what `state` says; what was sent is in `sent`."""
+    """The peers of a message handler. Sends come to what `state` says; what was sent is in
+    `sent`.
+    """
 
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, Message]] = []

@@ -14,16 +14,20 @@ import nanocore.client
 from nanocore.client.connection import ENGINE_TIMEOUT_S, GRACE_S, TCP_ENGINE_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
-from nanocore.engine_core.io.client_limit import DEFAULT_MAX_NUM_CLIENTS
 from nanocore.engine_core.io.control_handler import MAX_CALLS
-from nanocore.engine_core.io.front_desk import BACKLOG_TIMEOUT_S
-from nanocore.engine_core.io.kv_event_publisher import MAX_QUEUED_BATCHES
-from nanocore.engine_core.io.kv_event_replay import (
+from nanocore.engine_core.io.handshake_handler import (
+    MIN_SILENT_CHECKS,
+    PING_INTERVAL_S,
+    SESSION_TIMEOUT_S,
+)
+from nanocore.engine_core.io.kv_event_publisher import (
+    MAX_QUEUED_BATCHES,
     MAX_RING_BATCHES,
     MAX_RING_BYTES,
     REPLAY_TIMEOUT_S,
 )
-from nanocore.engine_core.io.reception import MIN_PATIENCE, PING_INTERVAL_S, SESSION_TIMEOUT_S
+from nanocore.engine_core.io.limits import DEFAULT_MAX_NUM_CLIENTS
+from nanocore.engine_core.io.message_handler import BACKLOG_TIMEOUT_S
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_trace import StepTrace
@@ -223,7 +227,7 @@ def test_the_limits_of_the_operations_page_are_those_in_the_code() -> None:
     assert MAX_UNANSWERED_S + PING_INTERVAL_S < 3
     assert "over TCP both sides, within 3 s" in text
     assert f"the engine after {SESSION_TIMEOUT_S:.0f} s of silence, or" in text
-    assert f"from {MIN_PATIENCE * PING_INTERVAL_S:.0f} s on" in text
+    assert f"from {MIN_SILENT_CHECKS * PING_INTERVAL_S:.0f} s on" in text
     assert f"`--shutdown-timeout` ({EngineConfig().shutdown_timeout:g} s)" in text
 
 

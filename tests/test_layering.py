@@ -158,7 +158,7 @@ def test_llguidance_is_imported_in_one_room() -> None:
         for path in sources()
         if any(module.split(".")[0] == "llguidance" for module in imported_modules(path))
     }
-    assert users == {"engine_core/structured"}
+    assert users == {"engine_core/grammars"}
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_llguidance_is_imported_in_one_room() -> None:
          "torch triton flash_attn transformers numpy"),
         ("nanocore.keygen", "torch triton flash_attn transformers numpy safetensors"),
         ("nanocore.engine_core.cli", "torch triton flash_attn transformers numpy llguidance"),
-        ("nanocore.engine_core.structured.grammars",
+        ("nanocore.engine_core.grammars.grammar_compiler",
          "torch triton flash_attn transformers llguidance"),
         ("nanocore.engine_core.process.process,nanocore.engine_core.process.check",
          "flash_attn transformers llguidance uvicorn httptools uvloop prometheus_client "

@@ -11,8 +11,7 @@ import pytest
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.metrics import families
-from nanocore.engine_core.process.forecast import forecast
-from nanocore.engine_core.process.forecast_table import table
+from nanocore.engine_core.process.forecast import forecast, table
 from nanocore.engine_core.scheduling.step_plan import Chunk, StepPlan
 from nanocore.engine_core.utilisation import Utilisation
 from nanocore.worker.dry_run import dry_run
@@ -34,8 +33,8 @@ def printed() -> list[str]:
     config = EngineConfig(device="cpu", kv_cache_memory_bytes=2 * 10**9)
     folder = demo_model_folder()
     ranks = dry_run(config.worker_config(str(folder), 2048))
-    names = str(folder), "Qwen3ForCausalLM"
-    return table(forecast(config, names, ranks, (32768, 2048), [SPEED])).splitlines()
+    expected = forecast(config, str(folder), "Qwen3ForCausalLM", ranks, 32768, 2048, [SPEED])
+    return table(expected).splitlines()
 
 
 def example() -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from nanocore.protocol.errors import ConfigError, StartError
-from nanocore.protocol.sockets import EngineSocket, client_keys
+from nanocore.protocol.sockets import bind_engine_socket, client_keys
 from nanocore.system.endpoint_lock import EndpointLock
 from nanocore_conformance.client_scenarios import CLIENT_SCENARIOS
 from nanocore_conformance.client_under_test import ClientUnderTest
@@ -127,7 +127,7 @@ def _check_client(args: argparse.Namespace) -> bool:
         raise ConfigError("--curve-dir goes with --engine: a client is checked over ipc://")
     with _endpoint(args.listen) as endpoint:
         lock = EndpointLock(endpoint)
-        socket = EngineSocket(endpoint)
+        socket = bind_engine_socket(endpoint)
         try:
             tested = ClientUnderTest(
                 socket, endpoint, args.command, args.patience_s, thorough=args.slow

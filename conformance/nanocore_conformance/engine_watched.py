@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from nanocore.protocol.messages import Op
-from nanocore.protocol.metrics import Metric
-from nanocore.protocol.steps import RecentSteps, RequestWay
+from nanocore.protocol.metrics import Metric, RecentSteps, RequestPhases
 from nanocore_conformance.checked_streams import Stream
 from nanocore_conformance.engine_sessions import longest
 from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
@@ -152,7 +151,7 @@ def steps_of(peer: Peer, **fields: object) -> RecentSteps:
     return recent
 
 
-def _way_of(recent: RecentSteps, stream: Stream) -> RequestWay:
+def _way_of(recent: RecentSteps, stream: Stream) -> RequestPhases:
     ways = [one for one in recent.requests if one.handle == stream.handle]
     require(len(ways) == 1, f"one way of handle {stream.handle}", len(ways))
     return ways[0]

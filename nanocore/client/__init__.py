@@ -24,9 +24,15 @@ from nanocore.protocol.errors import (
     ProtocolError,
 )
 from nanocore.protocol.messages import ModelCard
-from nanocore.protocol.metrics import Metric, MetricSample, Stats
+from nanocore.protocol.metrics import (
+    Metric,
+    MetricSample,
+    RecentSteps,
+    RequestPhases,
+    Stats,
+    StepColumns,
+)
 from nanocore.protocol.sampling import SamplingParams
-from nanocore.protocol.steps import RecentSteps, RequestWay, StepColumns
 from nanocore.protocol.structured_outputs import StructuredOutputsParams
 
 __all__ = [
@@ -55,7 +61,7 @@ __all__ = [
     "RenderProcessError",
     "RequestMetrics",
     "RequestOutput",
-    "RequestWay",
+    "RequestPhases",
     "Resume",
     "SamplingParams",
     "ScoreOutput",

@@ -35,9 +35,8 @@ from nanocore.client.submit_order import Place
 from nanocore.client.tokenizer import ChatMessage
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import ADMIN_OPERATIONS, ControlOperation, Reply
-from nanocore.protocol.metrics import Metric, Stats
+from nanocore.protocol.metrics import Metric, RecentSteps, Stats
 from nanocore.protocol.sampling import Pooling, SamplingParams
-from nanocore.protocol.steps import RecentSteps
 
 HEALTH_TIMEOUT_S = 5.0
 STEPS_SINCE = 11

@@ -23,8 +23,7 @@ import msgspec
 
 from nanocore.client.launch_directory import LaunchDirectory
 from nanocore.protocol.endpoint import IPC, ipc_address
-from nanocore.protocol.errors import ConfigError, EngineStartError
-from nanocore.protocol.start import StartReport
+from nanocore.protocol.errors import ConfigError, EngineStartError, StartReport
 from nanocore.system.child_process import module_command
 
 STOP_TIMEOUT_S: Final = 10.0

@@ -20,16 +20,16 @@ from nanocore import __version__
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.flags import add_flags
 from nanocore.engine_core.process.parent import ParentLink
-from nanocore.engine_core.structured.threads import any_alive
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.system import standard_streams
+from nanocore.system.large_stack_threads import any_alive
 from nanocore.system.logs import LogFormat, complain, start_log
 from nanocore.system.near_flags import near_flag
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
 
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
 _MIN_DATA_BYTES: Final = 360 * 10**6
-"""Of libraries and threads, as measured with torch for CPUs alone; more is found out later."""
+"""Need of libraries and threads, as measured with torch for CPUs; a larger need shows later."""
 
 CheckFormat = Literal["table", "json"]
 
@@ -39,7 +39,9 @@ exit codes: 0 clean, 2 usage or configuration, 3 model files, 4 memory, 5 addres
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of exiting, so that a launching client hears of usage errors, too."""
+    """A parser that raises instead of exiting, so that a launching client hears of usage errors,
+    too.
+    """
 
     def error(self, message: str) -> NoReturn:
         message = message.replace("ignored explicit argument", "takes no value, and was given")
@@ -49,7 +51,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of EngineConfig's parameters, and what else the command can be asked to do."""
     parser = _Parser(
         prog="nanocore-engine",
         description="Serve one model over ZeroMQ. Clients connect with nanocore.client, or in any "
@@ -75,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_config(arguments: list[str]) -> EngineConfig:
-    """Flags to configuration.
+    """Parse flags.
 
     Raises:
         ConfigError: an unknown flag, or a value out of range.
@@ -84,7 +85,9 @@ def parse_config(arguments: list[str]) -> EngineConfig:
 
 
 def _parse(arguments: list[str]) -> tuple[EngineConfig, CheckFormat | None]:
-    """(the configuration, how to say what a check finds if it is only to be checked)."""
+    """Return the configuration, and the format of a check's output if only a check was asked
+    for.
+    """
     parser = build_parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -98,14 +101,13 @@ def _parse(arguments: list[str]) -> tuple[EngineConfig, CheckFormat | None]:
 
 
 def _near_match(parser: argparse.ArgumentParser, argument: str) -> str:
-    """The flag that may have been meant."""
     known = [flag for action in parser._actions for flag in action.option_strings]
     near = near_flag(argument, known, 0.7)
     return f"; did you mean {near}?" if near else ""
 
 
 def _parent_link(arguments: list[str]) -> ParentLink | None:
-    """The link to a launching client, found even when other flags are wrong.
+    """Open the link to a launching client, even when other flags are wrong.
 
     Raises:
         ConfigError: it is none.
@@ -124,7 +126,7 @@ def _parent_link(arguments: list[str]) -> ParentLink | None:
 
 
 def _log_format(arguments: list[str]) -> LogFormat:
-    """Found before the flags are known to be right: what is wrong with them is logged, too."""
+    """Return --log-format before other flags are checked: errors in them are logged, too."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--log-format", choices=get_args(LogFormat), default="text")
     try:
@@ -135,7 +137,9 @@ def _log_format(arguments: list[str]) -> LogFormat:
 
 
 def _require_room() -> None:
-    """Libraries that cannot be loaded whole, or start no thread, end the process without a word.
+    """Check limits of address space and data.
+
+    Libraries that cannot be loaded whole, or start no thread, end the process without a message.
 
     Raises:
         CacheMemoryError: this process's limits leave no room for them.
@@ -153,7 +157,7 @@ def _require_room() -> None:
 
 @contextmanager
 def _missing_packages_told() -> Iterator[None]:
-    """A package that the block cannot import becomes an error that says what brings it."""
+    """Turn a missing package into an error that says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -178,7 +182,7 @@ def _import_engine() -> Callable[[EngineConfig, ParentLink | None], int]:
 
 
 def _run(config: EngineConfig, check: CheckFormat | None, parent: ParentLink | None) -> int:
-    """Check or serve; these import torch, which takes seconds."""
+    """Check or serve. Both import torch, which takes seconds."""
     _require_room()
     if check is not None:
         with _missing_packages_told():
@@ -190,7 +194,7 @@ def _run(config: EngineConfig, check: CheckFormat | None, parent: ParentLink | N
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run an engine until it is told to stop; exits with a code of the list in --help."""
+    """Run an engine until it is told to stop. Exit codes are listed in --help."""
     arguments = sys.argv[1:] if arguments is None else arguments
     standard_streams.open_missing()
     start_log("engine", _log_format(arguments))

@@ -1,4 +1,4 @@
-"""What an engine is started with, validated once; unknown names are errors.
+"""The configuration of an engine, validated once; unknown names are errors.
 
 `EngineConfig` is what the user asked for: the declared `EngineParameters`, held to their types and
 ranges and to each other. `SchedulerConfig` is the part the scheduler needs and `WorkerConfig` the
@@ -12,9 +12,16 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from nanocore.engine_core.field_check import check_fields, require
-from nanocore.engine_core.parameters import MAX_NUM_ROWS, EngineParameters, SchedulingPolicy
-from nanocore.engine_core.sizes import CPU_SIZES, CUDA_SIZES, FLASH_BLOCK_SIZE, Sizes
+from nanocore.engine_core.flags import check_fields, require
+from nanocore.engine_core.parameters import (
+    CPU_SIZES,
+    CUDA_SIZES,
+    FLASH_BLOCK_SIZE,
+    MAX_NUM_ROWS,
+    EngineParameters,
+    SchedulingPolicy,
+    Sizes,
+)
 from nanocore.protocol.endpoint import (
     IpcAddress,
     TcpAddress,
@@ -59,7 +66,7 @@ class SchedulerConfig:
 
     @property
     def max_chunk(self) -> int:
-        """Tokens that a prompt may compute in one step."""
+        """Limit of prompt tokens per request and step."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens
 
     def __post_init__(self) -> None:
@@ -76,7 +83,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig(EngineParameters):
-    """The parameters of one engine, checked.
+    """Parameters of one engine, validated.
 
     Raises:
         ConfigError: a value that is not of its declared type or range, or that contradicts another.
@@ -106,16 +113,18 @@ class EngineConfig(EngineParameters):
         self.scheduler_config(length if isinstance(length, int) else 2)
 
     def for_device(self, device_type: str) -> EngineConfig:
-        """The configuration with no size left open. device_type: cpu or cuda."""
+        """Return the configuration with all sizes set. device_type: cpu or cuda."""
         return replace(self, **asdict(self._sizes_on(device_type)))
 
     @property
     def sizes(self) -> Sizes:
-        """All sizes; those that were left open are a CPU's."""
+        """All sizes; those that were left open have the CPU's defaults."""
         return self._sizes_on("cpu")
 
     def _sizes_on(self, device_type: str) -> Sizes:
-        """Defaults give way to what is given: no default makes a single flag an error."""
+        """Fill in open sizes. Defaults adapt to given flags: no default makes a single flag an
+        error.
+        """
         default = {"cpu": CPU_SIZES, "cuda": CUDA_SIZES}[device_type]
         block_size = FLASH_BLOCK_SIZE if self.attention_backend == "flash" else default.block_size
         num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
@@ -127,17 +136,16 @@ class EngineConfig(EngineParameters):
 
     @property
     def endpoint(self) -> str:
-        """Where the engine listens."""
         return self.listen or default_endpoint()
 
     @property
     def address(self) -> IpcAddress | TcpAddress:
-        """The endpoint in parts; which kind it is tells the transport."""
+        """The parsed endpoint; its type tells the transport."""
         return listen_address(self.endpoint)
 
     @property
     def capabilities(self) -> list[Capability]:
-        """What WELCOME says that this engine can do, of what not every engine can."""
+        """Capabilities in WELCOME: what not every engine can do."""
         given: dict[Capability, bool] = {
             "prefix_caching": self.enable_prefix_caching,
             "priority": self.scheduling_policy == "priority",
@@ -213,7 +221,6 @@ class EngineConfig(EngineParameters):
                 )
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
-        """The scheduler's part, once the model's length is known."""
         given = {
             "max_model_len": max_model_len,
             "policy": self.scheduling_policy,
@@ -225,13 +232,12 @@ class EngineConfig(EngineParameters):
         return SchedulerConfig(**{name: self._value(name, given) for name in names})
 
     def worker_config(self, folder: str, max_model_len: int) -> WorkerConfig:
-        """The workers' part, once the model's folder and length are known."""
         given = {"folder": folder, "max_model_len": max_model_len}
         names = WorkerConfig.__struct_fields__
         return WorkerConfig(**{name: self._value(name, given) for name in names})
 
     def _value(self, name: str, given: dict[str, Any]) -> Any:
-        """What another configuration's field of this name has: as given, or else this one's."""
+        """Return this configuration's value for a field of another one."""
         if name in given:
             return given[name]
         return getattr(self.sizes if hasattr(self.sizes, name) else self, name)

@@ -14,8 +14,9 @@ from __future__ import annotations
 from contextlib import suppress
 from queue import Empty
 
+from nanocore.engine_core.grammars.mask_filler import MaskFiller, StepMasks
 from nanocore.engine_core.mailbox import (
-    SIGNAL_PATIENCE_S,
+    SIGNAL_POLL_S,
     AbortRequests,
     AddRequest,
     ControlCall,
@@ -25,15 +26,13 @@ from nanocore.engine_core.mailbox import (
     Outbox,
     Shutdown,
 )
+from nanocore.engine_core.metrics.collector import stats_of
 from nanocore.engine_core.requests.ends import end_outside_a_step
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import split_events
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.stats import stats_of
 from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace
-from nanocore.engine_core.structured.mask_filler import MaskFiller
-from nanocore.engine_core.structured.step_masks import StepMasks
 from nanocore.protocol.messages import FinishReason, Reply
 from nanocore.worker.executors.executor import StepExecutor
 
@@ -146,7 +145,7 @@ class EngineCore:
         if wait:
             self.clock.rest()
         with suppress(Empty):
-            event = self._inbox.get(wait, SIGNAL_PATIENCE_S if wait else None)
+            event = self._inbox.get(wait, SIGNAL_POLL_S if wait else None)
             while True:
                 if in_step and isinstance(event, ControlCall):
                     self._deferred.append(event)

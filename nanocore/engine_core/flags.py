@@ -1,13 +1,17 @@
-"""A parameter's flag follows from its declaration: `parameter` declares, `add_flags` builds.
+"""Flags of a configuration follow from its fields: `parameter` declares, `add_flags` builds.
 
-What a field of the configuration may be is its annotation; its default, its place in --help and its
-words stand beside it. A flag's text becomes a value here and is held to the annotation by
-`field_check`, in the same words as a value given in Python.
+A field's annotation, ranges included, says which values it takes; its default, its place in --help
+and its help text stand beside it. `check_fields` checks values against the annotation, with the
+same errors for flags and for values given in Python. Fields are named as flags, as most users know
+them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import math
+import reprlib
 import types
 from collections.abc import Callable
 from copy import copy
@@ -23,21 +27,103 @@ from typing import (
     get_args,
     get_origin,
 )
+from typing import get_type_hints as type_hints
 
 import msgspec
 
-from nanocore.engine_core.field_check import field_types, flag_name
+from nanocore.protocol.errors import ConfigError, shorten
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+_KINDS: Final = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a JSON object",
+}
+
+
+def require(ok: bool, flag: str, value: object, limit: str) -> None:
+    """Raise a ConfigError with the flag, its value and `must_be`, unless ok."""
+    if not ok:
+        text = shorten(reprlib.repr(value) if isinstance(value, dict) else str(value))
+        shown = text if text and text.isprintable() else repr(text)
+        raise ConfigError(f"{flag} {shown}: {limit}")
+
+
+def check_fields(config: DataclassInstance) -> None:
+    """Check every field against its annotation.
+
+    Raises:
+        ConfigError: which flag, its value, and what it may be.
+    """
+    hints = field_types(type(config))
+    for declared in fields(config):
+        name = declared.name
+        value, hint = getattr(config, name), hints[name]
+        require(_conforms(value, hint), flag_name(name), value, f"must be {describe(hint)}")
+
+
+def flag_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@functools.cache
+def field_types(config: type[DataclassInstance]) -> dict[str, Any]:
+    """Annotations of a dataclass's fields, ranges included."""
+    return type_hints(config, include_extras=True)
+
+
+def describe(hint: Any) -> str:
+    """Describe a type's values in words."""
+    if get_origin(hint) in (Union, types.UnionType):
+        *others, last = map(describe, get_args(hint))
+        return f"{', '.join(others)} or {last}"
+    if get_origin(hint) is Literal:
+        choices = ", ".join(map(str, get_args(hint)))
+        return f"one of {choices}" if len(get_args(hint)) > 1 else choices
+    if get_origin(hint) is Annotated:
+        kind, meta = get_args(hint)
+        return _KINDS[get_origin(kind) or kind] + _range(meta)
+    return "left out" if hint is type(None) else _KINDS[hint]
+
+
+def _conforms(value: object, hint: Any) -> bool:
+    if isinstance(value, float) and math.isnan(value):
+        return False  # it is in every range, as msgspec compares
+    try:
+        msgspec.convert(value, hint)
+        return not isinstance(value, dict) or _is_json(value)
+    except msgspec.ValidationError:
+        return False
+
+
+def _is_json(value: object) -> bool:
+    """Whether the value is JSON: no bytes, NaN, keys other than text, or cycles."""
+    try:
+        return msgspec.json.decode(msgspec.json.encode(value)) == value  # type: ignore[no-any-return]
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return False
+
+
+def _range(meta: msgspec.Meta) -> str:
+    if meta.description is not None:
+        return f" {meta.description}"
+    low = f" from {meta.ge}" if meta.ge is not None else f" above {meta.gt}"
+    if meta.lt is not None:
+        return f"{low} to below {meta.lt}"
+    if meta.le is None:
+        return low
+    return f"{low} to {meta.le}" if meta.ge is not None else f"{low}, at most {meta.le}"
+
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class _Flag:
-    """What --help says of a parameter, and where."""
-
     group: str
     help: str
     aliases: tuple[str, ...]
@@ -53,7 +139,7 @@ def parameter(
     metavar: str | None = None,
     reader: Callable[[str], str] | None = None,
 ) -> T:
-    """Declare a field of a configuration, a dataclass: its default, and its flag.
+    """Declare a field of a configuration dataclass: its default and its flag.
 
     group: the heading in --help. help: what it does; a number that is the default is added.
     aliases: other spellings of the flag. metavar: the name of its value. reader: of a choice that
@@ -67,7 +153,7 @@ def parameter(
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type[DataclassInstance]) -> None:
-    """The flags of a configuration's parameters, in order, under their groups.
+    """Add a flag for each parameter of a configuration, in order, under their groups.
 
     The parser is one with `argument_default=SUPPRESS`: what is not given is the field's default.
     """
@@ -87,7 +173,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type[DataclassInstance]) 
 
 
 def _options(hint: Any) -> dict[str, Any]:
-    """How argparse takes a value of this type."""
+    """Return argparse's options for a type."""
     if get_origin(hint) in (Union, types.UnionType):
         return _options(get_args(hint)[0])  # None, or a word in place of a number
     if get_origin(hint) is Annotated:
@@ -101,7 +187,7 @@ def _options(hint: Any) -> dict[str, Any]:
 
 
 def _whole(text: str) -> int | str:
-    """The number; of what is none the configuration says what it should have been."""
+    """Return the number, or the text: the configuration's check then says what it must be."""
     try:
         return int(text)
     except ValueError:
@@ -124,4 +210,4 @@ def _json(text: str) -> object:
 
 _READERS: Final = {int: _whole, float: _real, str: str, dict: _json}
 _METAVARS: Final = {int: "N", float: "X"}
-"""What --help calls a value whose declaration names none."""
+"""Default metavars of --help."""

@@ -1,4 +1,4 @@
-"""The two queues between the io thread and the step loop, and what travels in them.
+"""The two queues between the io thread and the step loop, and their events.
 
 These events stay inside the process; they are not the wire's messages. The step loop sleeps on its
 inbox when it has nothing to do. The io thread sleeps in the socket's poller, so the outbox also has
@@ -15,19 +15,21 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final
 
+from nanocore.engine_core.grammars.matcher import Compiled
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.structured.matcher import Compiled
 from nanocore.protocol.messages import ControlOperation, FinishReason, Reply
 
-SIGNAL_PATIENCE_S: Final = 1.0
-"""How long the main thread sleeps at most. A signal that comes between Python's look for signals
+SIGNAL_POLL_S: Final = 1.0
+"""Longest sleep of the main thread. A signal that comes between Python's look for signals
 and the wait in the system is handled only after that."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddRequest:
-    """To the step loop: a validated request. arrival: steps before it came, if not before this."""
+    """To the step loop: a validated request. arrival: steps before it came, if it waited since
+    then.
+    """
 
     request: Request
     arrival: int | None = None
@@ -67,14 +69,14 @@ class Shutdown:
 
 @dataclass(frozen=True, slots=True)
 class BeginDrain:
-    """To the io thread: end the engine when what it has is done. Put by signal handlers, too."""
+    """To the io thread: finish open requests, then end the engine. Put by signal handlers, too."""
 
     cause: str
 
 
 @dataclass(frozen=True, slots=True)
 class ControlReply:
-    """To the io thread: what a ControlCall came to."""
+    """To the io thread: the reply to a ControlCall."""
 
     client: int
     reply: Reply
@@ -82,7 +84,7 @@ class ControlReply:
 
 @dataclass(frozen=True, slots=True)
 class GrammarDone:
-    """To the io thread, from one that compiles: what the grammar of a request came to.
+    """To the io thread, from a compiling thread: the result for a request.
 
     handle: of its first sample.
     """
@@ -93,7 +95,9 @@ class GrammarDone:
 
 @dataclass(frozen=True, slots=True)
 class Farewell:
-    """To the io thread: the last event; tell every client and return. failure: as in Shutdown."""
+    """To the io thread, as the last event: tell every client and return. failure: see
+    `Shutdown`.
+    """
 
     reason: str
     failure: bool
@@ -105,7 +109,7 @@ Inbox = SimpleQueue[InboxEvent]
 
 
 class Outbox:
-    """A queue whose reader sleeps in a poller: `fd` is readable while it holds something.
+    """A queue whose reader sleeps in a poller: `fd` is readable while the queue is not empty.
 
     Any thread puts and one drains. A writer wakes the reader once per burst, not once per event.
     Whoever marks the reader as woken wakes it afterwards, so who finds it marked need not: what it
@@ -120,14 +124,13 @@ class Outbox:
         self._woken = False  # the reader will drain what is in the queue now
 
     def put(self, event: OutboxEvent) -> None:
-        """Append an event and wake the reader."""
         self._events.append(event)
         if not self._woken:
             self._woken = True
             os.eventfd_write(self.fd, 1)
 
     def drain(self) -> list[OutboxEvent]:
-        """Take all events out, in the order in which they were put; never waits."""
+        """Take all events, in order; never waits."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         # In this order: what is appended before this line is taken now, and what is appended after
@@ -136,9 +139,7 @@ class Outbox:
         return [self._events.popleft() for _ in range(len(self._events))]
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until there may be an event."""
         self._poll.poll(timeout_s * 1e3)
 
     def close(self) -> None:
-        """Close the descriptor."""
         os.close(self.fd)

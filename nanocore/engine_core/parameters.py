@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Meta
 
 from nanocore.engine_core.flags import parameter
-from nanocore.engine_core.sizes import CPU_SIZES, CUDA_SIZES
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.fields import MAX_EXACT_INT, MAX_INT32
 from nanocore.system.logs import LogFormat
@@ -25,6 +24,22 @@ from nanocore.worker.messages import (
     LoadFormat,
     Quantization,
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Parameters that depend on the device: a GPU wants more work at a time."""
+
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+
+
+CPU_SIZES: Final = Sizes()
+CUDA_SIZES: Final = Sizes(block_size=64, max_num_batched_tokens=8192)
+FLASH_BLOCK_SIZE: Final = 256
+"""Block size that every release of flash-attn takes."""
+
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -68,7 +83,7 @@ def _attention_backend(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineParameters:
-    """All that an engine is started with; None is a default found at start.
+    """Parameters of an engine; None is a default that is found at start.
 
     The words of each are those of --help.
     """

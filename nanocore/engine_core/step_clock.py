@@ -1,10 +1,10 @@
-"""For how long the step loop has been in its step, and what ends the process if nobody else can.
+"""The age of the current step, and a switch that ends the process if no thread can.
 
 The step loop writes the clock, other threads read it. A step that hangs in native code may hold the
-interpreter's lock, so that no other thread can so much as notice: for that case the loop keeps a
-dead man's switch armed while it is in steps, which needs no interpreter. It is disarmed while the
-loop sleeps, so that an engine that is stopped while idle lives on when it is continued. (One that
-is stopped in the middle of a step for longer than the switch waits does not.)
+interpreter's lock, so that no other thread can run: for that case the loop keeps a dead man's
+switch armed while it is in steps, which needs no interpreter. It is disarmed while the loop sleeps,
+so that an engine that was stopped while idle survives being continued. (One that is stopped in the
+middle of a step for longer than the switch waits does not.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nanocore.engine_core.utilisation import Utilisation
 
 _REARM_S: Final = 1.0
-"""How old an armed switch may become in steps that end: arming it costs microseconds."""
+"""Age at which an armed switch is armed again: arming costs microseconds."""
 
 _SIGEV_THREAD: Final = 2
 
@@ -42,7 +42,7 @@ class _SigEvent(ctypes.Structure):
 
 
 class _TimerSpec(ctypes.Structure):
-    """itimerspec(3): an interval, which we do not use, and the time until it expires."""
+    """itimerspec(3): an interval, unused here, and the time until it expires."""
 
     _fields_ = (
         ("interval_s", ctypes.c_long),
@@ -53,7 +53,7 @@ class _TimerSpec(ctypes.Structure):
 
 
 class DeadMansSwitch:
-    """Ends the process with an exit code unless it is armed anew or disarmed in time.
+    """Ends the process with an exit code unless it is armed again or disarmed in time.
 
     A second before that, every thread's stack is written to stderr. Belongs to the main thread;
     uses SIGALRM. The process can have one.
@@ -82,12 +82,11 @@ class DeadMansSwitch:
             raise OSError(number, os.strerror(number))
 
     def arm(self) -> None:
-        """End the process in `timeout_s` from now, whatever was set before."""
+        """End the process in `timeout_s` from now; replaces an earlier time."""
         self._set(self._timeout_s)
         signal.setitimer(signal.ITIMER_REAL, self._timeout_s - 1)
 
     def disarm(self) -> None:
-        """Call it off until it is armed again."""
         self._set(0.0)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -97,7 +96,8 @@ class DeadMansSwitch:
 
 
 class StepClock:
-    """Written by the step loop. began_s: of the step that it is in, monotonic; None if in none.
+    """Times the step loop's steps. began_s: monotonic start of the current step; None between
+    steps.
 
     Args:
         switch: armed in steps, if given. utilisation: if given, is told of each step.
@@ -112,31 +112,30 @@ class StepClock:
         self._armed_s: float | None = None
 
     def begin(self) -> None:
-        """A step begins: its age counts from now, and the switch is armed if that is due."""
+        """Begin a step: start its clock, and arm the switch if that is due."""
         self.began_s = now_s = time.monotonic()
         if self._switch and (self._armed_s is None or now_s - self._armed_s > _REARM_S):
             self._switch.arm()
             self._armed_s = now_s
 
     def end(self, plan: StepPlan) -> None:
-        """A step of this plan has ended; the switch stays armed, for the next one follows soon."""
+        """End a step. The switch stays armed, because the next step follows soon."""
         if self.utilisation:
             self.utilisation.add(self.age_s, plan)
         self.began_s = None
 
     def rest(self) -> None:
-        """No step follows for a while: disarm the switch."""
+        """Disarm the switch: no step follows for a while."""
         if self._switch and self._armed_s is not None:
             self._switch.disarm()
             self._armed_s = None
 
     @property
     def age_ms(self) -> int:
-        """For how long the step has been running; 0 if there is none. For any thread."""
+        """Milliseconds since the step began; 0 between steps. For any thread."""
         return int(self.age_s * 1e3)
 
     @property
     def age_s(self) -> float:
-        """Likewise, in seconds."""
         began_s = self.began_s
         return 0.0 if began_s is None else time.monotonic() - began_s

@@ -1,9 +1,9 @@
-"""How much of the machine steps have used: of its memory's bandwidth, and of its arithmetic.
+"""MBU and MFU: the share of the machine's memory bandwidth and arithmetic that steps use.
 
-What a step reads and computes follows from its counts (`ModelCost`), how long it took from the
-clock. Steps whose rows all decode, and those with a prompt's chunk among them, are summed up apart:
-the first wait for memory, the others for arithmetic. The step loop notes a step in well under a
-microsecond, by reference; another thread adds them up, plain decodes many at a time, in columns.
+A step's reads and operations follow from its counts (`ModelCost`), its time from the clock. Steps
+whose rows all decode, and those with a prompt's chunk, are added up separately: the first wait for
+memory, the others for arithmetic. The step loop notes a step in well under a microsecond, by
+reference; another thread adds them up, plain decodes many at a time, in columns.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from nanocore.engine_core.scheduling.step_plan import Chunk, StepPlan
 from nanocore.worker.model_cost import MachineSpeed, ModelCost
 
 _Note = tuple[float, IntArray, IntArray | None, list[Chunk], int]
-"""Of a step with more than plain decodes: its seconds; decode_ends, decode_counts and chunks of its
+"""A step with more than plain decodes: its seconds; decode_ends, decode_counts and chunks of its
 plan, which change no more; and how many rows complete their tokens with it."""
 
 
 @dataclass(slots=True)
 class StepTotals:
-    """Of steps of one kind, since the start. num_bytes: read."""
+    """Totals of one kind of steps since the start. num_bytes: read from memory."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -35,7 +35,7 @@ class StepTotals:
 
 
 class Utilisation:
-    """Of one engine.
+    """Adds up the machine's use by steps. Steps without tokens do not count.
 
     Steps without tokens are none.
 
@@ -51,7 +51,7 @@ class Utilisation:
         self._prefill_notes: deque[_Note] = deque()
 
     def add(self, seconds: float, plan: StepPlan) -> None:
-        """Note a step of this plan, whose result is in. Called by the step loop.
+        """Note a completed step. Called by the step loop.
 
         seconds: that the step loop was busy with it; with several in flight, from the result of the
         one before it.
@@ -64,13 +64,13 @@ class Utilisation:
             self._ends.append((seconds, plan.decode_ends))
 
     def fold(self) -> None:
-        """Add up what was noted. One thread at a time does, while the step loop may go on."""
+        """Add up the noted steps. One thread at a time calls it, while the step loop may go on."""
         self._add_up_ends()
         _add_up_notes(self._decode, self._decode_notes, self._cost)
         _add_up_notes(self._prefill, self._prefill_notes, self._cost)
 
     def totals(self) -> dict[str, float]:
-        """Plain numbers, whose names tell kind and unit; of counters since the start, and shares.
+        """Counters since the start, and shares, named by kind of step and unit.
 
         mbu, mfu: shares of bandwidth and of arithmetic that steps of a kind used, 0 to 1 (model
         bandwidth and model FLOP utilisation; 0 before the first). peak_*: what the machine gives,
@@ -99,7 +99,6 @@ class Utilisation:
         return numbers
 
     def summary(self) -> Iterator[str]:
-        """A line for each kind of steps that there were."""
         numbers = self.totals()
         for kind in ("decode", "prefill"):
             if num_steps := numbers[f"{kind}_steps"]:
@@ -110,7 +109,7 @@ class Utilisation:
                 )
 
     def _add_up_ends(self) -> None:
-        """All that rows did in these steps they did once, so columns are joined."""
+        """Add up plain decodes: all of them do the same once per row, so columns are joined."""
         cost, totals = self._cost, self._decode
         if not (noted := [self._ends.popleft() for _ in range(len(self._ends))]):
             return

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from nanocore.client import RecentSteps, RequestWay, Stats, StepColumns
+from nanocore.client import RecentSteps, RequestPhases, Stats, StepColumns
 
 _DIGITS: Final = 6
 """Of a second: microseconds."""
@@ -79,7 +79,7 @@ def live_requests(recent: RecentSteps) -> list[LiveRequest]:
     return [_live_request(one) for one in recent.requests]
 
 
-def _live_request(one: RequestWay) -> LiveRequest:
+def _live_request(one: RequestPhases) -> LiveRequest:
     is_told = one.request_id and not one.request_id.startswith(_OPENING)
     return LiveRequest(
         one.handle,

@@ -7,10 +7,12 @@ A peer's bytes are data; whatever they are, the answer is a ProtocolError with a
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from difflib import SequenceMatcher
+from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -25,17 +27,99 @@ from nanocore.protocol.messages import (
     Submit,
     TokenLogprobs,
 )
-from nanocore.protocol.wording import explain, why_no_map
+
+_WORDS: Final = {"object": "map", "bytes": "bin", "null": "nil", "None": "nil", "datetime": "ext"}
+_TYPES: Final = re.compile(r"(?:Expected|got) `[A-Za-z| ]+`")
+_FIELDS: Final = {
+    "Object missing required field": "the map lacks the required field",
+    "Object contains unknown field": "the map has the unknown field",
+}
+_UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*?)`(?: - at `(.*)`)?", re.DOTALL)
+_MIN_NEARNESS: Final = 0.7
+_MAX_NAME_CHARS: Final = 64
+_MAP_HEADS: Final = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
+
+
+def explain(error: Exception, expected: Any = None) -> str:
+    """Explain a decoder's exception in PROTOCOL.md's words.
+
+    expected: the struct that the body was to be; an unknown field's nearest one is then named.
+    """
+    match error:
+        case msgspec.ValidationError():
+            text = str(error)
+            for theirs, ours in _FIELDS.items():
+                if text.startswith(theirs):
+                    return ours + text.removeprefix(theirs) + _nearest_field(text, expected)
+            return _TYPES.sub(_in_our_words, text)
+        case msgspec.DecodeError():
+            return f"the body is not one whole msgpack value: {error}"
+        case UnicodeDecodeError():
+            return "a str in the body is not UTF-8"
+        case RecursionError():
+            return "the body is nested too deeply"
+    return f"{type(error).__name__}: {error}"
+
+
+def why_no_map(body: bytes) -> str | None:
+    """Return why a body's first byte cannot begin a message, or None."""
+    if not body:
+        return "the body is empty: it must be a msgpack map"
+    if body[0] in _MAP_HEADS:
+        return None
+    if (start := body[:64].lstrip()[:1]) in (b"{", b"["):
+        return f"the body begins with {start.decode()!r}: JSON? bodies are msgpack maps"
+    return f"the body is no msgpack map: it begins with 0x{body[0]:02x}"
+
+
+def _nearest_field(text: str, expected: Any) -> str:
+    """Return a question that names the field that was meant, if one or several are near."""
+    unknown = _UNKNOWN.fullmatch(text)
+    if unknown is None:
+        return ""
+    name, path = unknown.groups()
+    struct = expected
+    for part in (path or "").split(".")[1:]:
+        hints = get_type_hints(struct) if _is_struct(struct) else {}
+        struct = _struct_in(hints.get(part.partition("[")[0]))
+    if not _is_struct(struct) or len(name) > _MAX_NAME_CHARS:
+        return ""
+    fields: tuple[str, ...] = struct.__struct_encode_fields__
+    for field, hint in get_type_hints(struct).items():
+        inner = _struct_in(hint)
+        if inner is not None and name in inner.__struct_encode_fields__:
+            return f" - it belongs into `{field}`"
+    nearness = {
+        field: field.startswith(f"{name}_") or SequenceMatcher(None, field, name).ratio()
+        for field in fields
+    }
+    most = max(nearness.values())
+    nearest = [f"`{field}`" for field in fields if nearness[field] == most >= _MIN_NEARNESS]
+    return f" - did you mean {' or '.join(nearest)}?" if nearest else ""
+
+
+def _struct_in(hint: Any) -> Any:
+    """Return the struct in a field's type, or None."""
+    return next(filter(_is_struct, (hint, *get_args(hint))), None)
+
+
+def _is_struct(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
+
+
+def _in_our_words(types: re.Match[str]) -> str:
+    return re.sub("[A-Za-z]+", lambda word: _WORDS.get(word[0], word[0]), types[0])
+
 
 MAX_BODY_BYTES: Final = 2**20
-"""Of what a client sends, a SUBMIT's tokens apart."""
+"""Limit of a client's body, without a SUBMIT's tokens."""
 MAX_SUBMIT_BYTES: Final = 336 * 2**10
-"""Of a SUBMIT, its tokens apart: about twice what its fields can need. See `_check_size`."""
+"""Limit of a SUBMIT without its tokens: about twice what its fields can need. See `_check_size`."""
 MAX_RETURNED_ID_CHARS: Final = 1024
-"""Of a bad request id: an ERROR says it all the same, so that its sender knows which request."""
+"""Limit of a bad request id in an ERROR, which names it so that the sender knows the request."""
 
 MAX_UNKNOWN_FIELDS: Final = 64
-"""Of a SUBMIT, whose decoder then names the first; beyond, they are not looked at."""
+"""Limit of unknown fields in a SUBMIT; the decoder names the first. With more it is not decoded."""
 
 _SUBMIT_FIELDS = Submit.__struct_encode_fields__
 _SIZE_BYTES = {0xDE: 2, 0xDF: 4}  # of a map's size, by its first byte
@@ -45,13 +129,13 @@ _OP_FRAMES = {op: bytes([op]) for op in Op}
 
 
 class _SubmitId(msgspec.Struct):
-    """The one field needed to say which SUBMIT was bad."""
+    """The field that says which SUBMIT was bad."""
 
     request_id: str
 
 
 class _SubmitTokens(msgspec.Struct):
-    """The fields of a SUBMIT that may be long; not copied, only measured."""
+    """The fields of a SUBMIT that may be long; they are measured, not copied."""
 
     prompt_token_ids: memoryview = memoryview(b"")
     output_token_ids: memoryview = memoryview(b"")
@@ -63,7 +147,7 @@ _ANY_DECODER = msgspec.msgpack.Decoder(msgspec.Raw)  # builds nothing
 
 
 class InvalidSubmitError(InvalidRequestError):
-    """A SUBMIT whose body is a map but no request; `request_id` if it could be read."""
+    """A SUBMIT whose body is a map but no request; `request_id` is "" if it could not be read."""
 
     def __init__(self, message: str, request_id: str | None) -> None:
         super().__init__(message)
@@ -71,7 +155,7 @@ class InvalidSubmitError(InvalidRequestError):
 
 
 def encode(message: Message) -> list[bytes]:
-    """The two frames of a message: op byte, msgpack map."""
+    """Encode a message as its two frames: op byte, msgpack map."""
     return [_OP_FRAMES[message.op], _ENCODER.encode(message)]
 
 
@@ -127,17 +211,17 @@ class MessageDecoder:
 
 
 def client_decoder() -> MessageDecoder:
-    """For a client: decodes what engines send."""
+    """Decoder of what engines send."""
     return MessageDecoder(FROM_ENGINE)
 
 
 def engine_decoder() -> MessageDecoder:
-    """For an engine: decodes what clients send."""
+    """Decoder of what clients send."""
     return MessageDecoder(FROM_CLIENT, bounded=True)
 
 
 def _check_num_fields(body: bytes) -> None:
-    """Refuse a SUBMIT with more fields than there are: `sampling` may be there but once or twice.
+    """Refuse a SUBMIT with more fields than there are: `sampling` may be there once or twice.
 
     Only for large maps, whose head says their size: of others the decoder names the wrong field.
     """
@@ -164,7 +248,9 @@ def _check_size(op: int, body: bytes) -> None:
 
 
 def _submit_id(body: bytes) -> str | None:
-    """The id of a bad SUBMIT, as `returned_id` has it; raises if the body is not whole msgpack."""
+    """Return the id of a bad SUBMIT, shortened by `returned_id`; raise if the body is not whole
+    msgpack.
+    """
     try:
         return returned_id(_SUBMIT_ID_DECODER.decode(body).request_id)
     except msgspec.ValidationError:  # the id itself is bad: the error then names no request
@@ -173,12 +259,12 @@ def _submit_id(body: bytes) -> str | None:
 
 
 def returned_id(request_id: str) -> str | None:
-    """What an ERROR says of a request's id: as it was sent, unless it is very long."""
+    """Return a request id for an ERROR: as it was sent, unless it is very long."""
     return request_id if len(request_id) <= MAX_RETURNED_ID_CHARS else None
 
 
 def pack_int32(values: Iterable[int]) -> bytes:
-    """Integers as an int32 little-endian column; an array("i") is one already, and only copied.
+    """Pack integers as an int32 little-endian column; an array("i") is only copied.
 
     Raises:
         InvalidRequestError: a value is not an integer in int32's range.
@@ -204,27 +290,27 @@ def pack_int32(values: Iterable[int]) -> bytes:
 
 
 def pack_uint32(values: Iterable[int]) -> bytes:
-    """Handles as a uint32 little-endian column."""
+    """Pack handles as a uint32 little-endian column."""
     return _little_endian(array("I", values)).tobytes()
 
 
 def unpack_int32(column: bytes) -> array[int]:
-    """An int32 little-endian column as an array of integers."""
+    """Unpack an int32 little-endian column."""
     return _little_endian(array("i", column))
 
 
 def unpack_uint32(column: bytes) -> array[int]:
-    """A uint32 little-endian column as an array of integers."""
+    """Unpack a uint32 little-endian column."""
     return _little_endian(array("I", column))
 
 
 def unpack_float32(column: bytes) -> array[float]:
-    """A float32 little-endian column as an array of numbers."""
+    """Unpack a float32 little-endian column."""
     return _little_endian(array("f", column))
 
 
 def abort_handles(abort: Abort) -> array[int]:
-    """The handles of an ABORT.
+    """Return the handles of an ABORT.
 
     Raises:
         ProtocolError: the column is cut short.
@@ -236,7 +322,7 @@ def abort_handles(abort: Abort) -> array[int]:
 
 
 def unpack_output(output: Output) -> tuple[array[int], array[int] | None, array[int]]:
-    """(handles, counts or None if all are one, token ids) of an OUTPUT's columns.
+    """Return (handles, counts or None if all are 1, token ids) of an OUTPUT's columns.
 
     Raises:
         ProtocolError: the columns do not fit together.
@@ -267,7 +353,7 @@ class UnpackedLogprobs(NamedTuple):
 
 
 def unpack_logprobs(columns: TokenLogprobs) -> UnpackedLogprobs:
-    """The columns of an OUTPUT's log probabilities; each token has one candidate at least, itself.
+    """Unpack an OUTPUT's log probabilities; each token has at least one candidate, itself.
 
     Raises:
         ProtocolError: they do not fit together.

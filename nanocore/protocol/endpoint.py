@@ -48,14 +48,14 @@ class TcpAddress:
 
 
 def default_endpoint(name: str = "default") -> str:
-    """ipc endpoint of the user's engine called `name`."""
+    """Return the ipc endpoint of the user's engine called `name`."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     base = Path(runtime) / "nanocore" if runtime else Path(f"/tmp/nanocore-{os.getuid()}")
     return f"{IPC}{base / name / 'engine.sock'}"
 
 
 def listen_address(endpoint: str) -> IpcAddress | TcpAddress:
-    """What an engine's endpoint names.
+    """Parse an engine's endpoint.
 
     Raises:
         ConfigError: neither transport, or nothing that can be listened at.
@@ -71,7 +71,7 @@ def listen_address(endpoint: str) -> IpcAddress | TcpAddress:
 
 
 def ipc_address(endpoint: str) -> IpcAddress:
-    """What an ipc endpoint names.
+    """Parse an ipc endpoint.
 
     Raises:
         ConfigError: not an ipc endpoint, or a path that no Unix socket can have.

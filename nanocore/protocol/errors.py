@@ -1,4 +1,4 @@
-"""The errors that users meet, on either side of the socket.
+"""The errors that users meet, on either side of the socket; and the report of a launched engine.
 
 Every message says what was wrong, the value, the limit and the remedy. Request errors cross the
 wire as an ERROR message with a code from a closed set (`ErrorCode`); `exception_for` turns a code
@@ -11,6 +11,20 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Literal
+
+import msgspec
+
+
+class StartReport(msgspec.Struct, frozen=True):
+    """A line of JSON from a launched engine to its client: ready, or the error and exit code.
+
+    standing_by: not ready yet: all is loaded, and it waits until nobody serves at its endpoint.
+    """
+
+    error: str | None = None
+    exit_code: int = 0
+    standing_by: bool = False
+
 
 ErrorCode = Literal[
     "invalid_request",  # a field, a value or a combination that no engine would accept
@@ -29,14 +43,16 @@ _MAX_QUOTED_CHARS = 400
 
 
 def shorten(text: str) -> str:
-    """The text, or its beginning if it is long: messages quote what peers and users sent."""
+    """Return a text, cut if it is long: messages quote what peers and users sent."""
     if len(text) <= _MAX_QUOTED_CHARS:
         return text
     return f"{text[:_MAX_QUOTED_CHARS]}... ({len(text)} characters)"
 
 
 def quoted(value: object) -> str:
-    """A value as messages quote it, whatever it is: repr fails for what is very deep or large."""
+    """Return a value's repr for messages, whatever it is: repr fails for very deep or large
+    values.
+    """
     try:
         return shorten(repr(value))
     except (RecursionError, ValueError):
@@ -154,7 +170,7 @@ _NO_MEMORY_TEXTS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that the system has no memory to give, or none for a thread.
+    """Whether an error means that the system has no memory to give, or none for a thread.
 
     Python has several types for that, and others only a text.
     """
@@ -167,7 +183,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def memory_errors(where: str) -> Iterator[None]:
-    """Turn what says that there is no memory into a CacheMemoryError that begins with `where`."""
+    """Turn out-of-memory errors into a CacheMemoryError that begins with `where`."""
     try:
         yield
     except Exception as error:
@@ -181,7 +197,7 @@ def memory_errors(where: str) -> Iterator[None]:
 
 
 def exception_for(code: str, message: str, retry_after_s: float | None = None) -> NanocoreError:
-    """The exception of a wire error's code; of one that is unknown here, ProtocolError."""
+    """Return the exception for a wire error's code; ProtocolError for unknown codes."""
     if code in ("invalid_request", "duplicate_request_id"):
         return InvalidRequestError(message)
     if code == "context_length_exceeded":

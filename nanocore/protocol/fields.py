@@ -1,18 +1,132 @@
-"""The values that fields of messages take, and since which minor version a field exists.
+"""Types and limits of messages' fields, and the minor version that each came with.
 
-Each is a JSON Schema annotation, so the schema and PROTOCOL.md's tables follow from the types.
-What msgspec is to check while it decodes is a `Meta` with ge, le and the like. What is `limited` is
-checked by `limits.check_limits`, which says what was wrong and what would have been right: by
-admission for a request, and by the sampling parameters when they are made.
+A limit is stated once, as a JSON Schema annotation: the schema and PROTOCOL.md's tables follow from
+it. msgspec checks a `Meta` with ge, le and the like while it decodes. What is `limited` is checked
+by `check_limits`, whose errors name value, limit and remedy: by admission for a request, and by the
+sampling parameters when they are made.
 """
 
 from __future__ import annotations
 
+import functools
+import math
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Final, get_args, get_type_hints
+from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
 import msgspec
+
+from nanocore.protocol.errors import InvalidRequestError, shorten
+
+_LOWS: Final = ("minimum", "exclusiveMinimum", "minLength", "minItems")
+_HIGHS: Final = ("maximum", "maxLength", "maxItems")
+_LENGTHS: Final = {"minLength", "maxLength", "minItems", "maxItems"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """Limits of a number, or of a str's or list's length. Infinity and NaN are never allowed."""
+
+    field: str
+    low: float
+    high: float
+    exceeds_low: bool
+    is_length: bool
+    remedy: str
+
+    @property
+    def closed(self) -> tuple[float, float]:
+        """Inclusive minimum and maximum."""
+        low = math.nextafter(self.low, math.inf) if self.exceeds_low else self.low
+        return low, min(self.high, sys.float_info.max)
+
+    def refusal(self, value: Any) -> str:
+        if isinstance(value, str):
+            return (
+                f"{self.field} has {len(value)} characters: {self.low} to {self.high} are allowed"
+            )
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        if isinstance(value, list):
+            least = f"at least {self.low} and " if self.low else ""
+            limit = f"{least}at most {self.high}{remedy}"
+            return f"len({self.field})={len(value)} is out of range: {limit}"
+        interval = f"in {'(' if self.exceeds_low else '['}{self.low}, {self.high}]"
+        limit = f"finite and at least {self.low}" if self.high == math.inf else interval
+        return f"{self.field}={value!r} is out of range: it must be {limit}{remedy}"
+
+
+def check_limits(struct: msgspec.Struct) -> None:
+    """Check every field that is not None against its limit.
+
+    Raises:
+        InvalidRequestError: the first that is out of range.
+    """
+    for field, is_length, low, high, limit in _limits(type(struct)):
+        value = getattr(struct, field)
+        if value is not None and not low <= (len(value) if is_length else value) <= high:
+            raise InvalidRequestError(limit.refusal(value))
+
+
+def check_types(struct: msgspec.Struct, prefix: str = "") -> None:
+    """Check every field's type, as decoding does; structs built in Python are not checked
+    otherwise.
+
+    prefix: what an error says in front of a field's name.
+
+    Raises:
+        InvalidRequestError: the first that is of another type.
+    """
+    for name, kind, default in _types(type(struct)):
+        if (found := getattr(struct, name)) is default:
+            continue
+        try:
+            msgspec.convert(found, kind)
+        except msgspec.ValidationError as error:
+            value = shorten(repr(found))
+            raise InvalidRequestError(
+                f"{prefix}{name}={value} is of the wrong type: {error}"
+            ) from None
+
+
+@functools.cache
+def _types(struct: type[msgspec.Struct]) -> list[tuple[str, Any, Any]]:
+    """Return (field, type, default), without ranges: `check_limits` explains those better."""
+    hints = get_type_hints(struct)
+    defaults = {field.name: field.default for field in msgspec.structs.fields(struct)}
+    return [(name, kind, defaults.get(name)) for name, kind in hints.items()]
+
+
+@functools.cache
+def _limits(struct: type[msgspec.Struct]) -> list[tuple[str, bool, float, float, _Limit]]:
+    """Return (field, is length, minimum, maximum, limit): computed once, used for every request."""
+    hints = get_type_hints(struct, include_extras=True)
+    limits = [limit for name, hint in hints.items() for limit in _limits_of(name, hint)]
+    return [(limit.field, limit.is_length, *limit.closed, limit) for limit in limits]
+
+
+def _limits_of(name: str, hint: Any) -> Iterator[_Limit]:
+    """Yield limits anywhere in an annotation: None may be another choice."""
+    for part in get_args(hint):
+        if get_origin(hint) is not Annotated or not isinstance(part, msgspec.Meta):
+            yield from _limits_of(name, part)
+            continue
+        schema = part.extra_json_schema or {}
+        if "column" in schema:
+            continue  # bytes, whose items admission looks at
+        lows = [schema[key] for key in _LOWS if key in schema]
+        highs = [schema[key] for key in _HIGHS if key in schema]
+        if lows or highs:
+            yield _Limit(
+                name,
+                low=lows[0] if lows else 0,
+                high=highs[0] if highs else math.inf,
+                exceeds_low="exclusiveMinimum" in schema,
+                is_length=bool(schema.keys() & _LENGTHS),
+                remedy=(part.extra or {}).get("remedy", ""),
+            )
+
 
 MAX_REQUEST_ID_CHARS: Final = 256
 MAX_CACHE_SALT_CHARS: Final = 1024
@@ -33,7 +147,7 @@ MAX_INT32: Final = 2**31 - 1
 
 
 def limited(remedy: str = "", **schema: object) -> msgspec.Meta:
-    """The limits of a field as JSON Schema keywords.
+    """Declare a field's limits as JSON Schema keywords.
 
     remedy: what else an error says.
     """
@@ -41,13 +155,13 @@ def limited(remedy: str = "", **schema: object) -> msgspec.Meta:
 
 
 def since(minor: int) -> msgspec.Meta:
-    """A field that came with protocol 1.minor; the others have been there since 1.0."""
+    """Declare that a field came with protocol 1.minor; others have been there since 1.0."""
     return msgspec.Meta(extra_json_schema={"since": f"1.{minor}"})
 
 
 @cache
 def minor_versions(struct: type[msgspec.Struct]) -> dict[str, int]:
-    """The minor versions that brought a struct's fields, without those that are as old as it."""
+    """Return the minor versions of a struct's fields that are newer than the struct."""
     hints = get_type_hints(struct, include_extras=True)
     return {name: minor for name, hint in hints.items() for minor in _minor_versions(hint)}
 

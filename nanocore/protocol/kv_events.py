@@ -19,7 +19,7 @@ from nanocore.protocol.errors import ProtocolError
 
 SEQUENCE_BYTES: Final = 8
 END_SEQ: Final = b"\xff" * SEQUENCE_BYTES
-"""In a sequence number's place: the replay is complete. Its payload is empty."""
+"""End of a replay, in place of a sequence number. Its payload is empty."""
 
 Medium = Literal["GPU", "CPU"]
 
@@ -65,12 +65,11 @@ _DECODER = msgspec.msgpack.Decoder(KVEventBatch)
 
 
 def encode_batch(batch: KVEventBatch) -> bytes:
-    """The payload frame."""
     return _ENCODER.encode(batch)
 
 
 def decode_batch(payload: bytes) -> KVEventBatch:
-    """What a payload frame says.
+    """Decode a payload frame.
 
     Raises:
         ProtocolError: it is no batch of events.
@@ -82,27 +81,25 @@ def decode_batch(payload: bytes) -> KVEventBatch:
 
 
 def event_frames(topic: bytes, sequence: int, payload: bytes) -> list[bytes]:
-    """What a subscriber receives."""
+    """Frames for a subscriber."""
     return [topic, pack_sequence(sequence), payload]
 
 
 def replay_frames(topic: bytes, sequence: int, payload: bytes) -> list[bytes]:
-    """A batch, as a replay client receives it: like a subscriber, behind an empty frame."""
+    """Frames for a replay client: a subscriber's, behind an empty frame."""
     return [b"", *event_frames(topic, sequence, payload)]
 
 
 def replay_end_frames() -> list[bytes]:
-    """The end of a replay."""
     return [b"", b"", END_SEQ, b""]
 
 
 def pack_sequence(sequence: int) -> bytes:
-    """A sequence number's frame."""
     return sequence.to_bytes(SEQUENCE_BYTES, "big")
 
 
 def replay_start(frames: Sequence[bytes]) -> int:
-    """The sequence number from which a replay request wants the batches.
+    """Return the sequence number from which a replay request wants batches.
 
     Raises:
         ProtocolError: the frames are no request.

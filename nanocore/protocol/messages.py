@@ -29,9 +29,8 @@ from nanocore.protocol.fields import (
     limited,
     since,
 )
-from nanocore.protocol.metrics import Metric, Stats
+from nanocore.protocol.metrics import Metric, RecentSteps, Stats
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
-from nanocore.protocol.steps import RecentSteps
 
 PROTOCOL_VERSION = (1, 12)
 """[major, minor] of the wire, independent of the package's version."""
@@ -41,7 +40,7 @@ ControlOperation = Literal[
     "stats", "reset_prefix_cache", "pause", "resume", "read_file", "drain", "metrics", "steps"
 ]
 ADMIN_OPERATIONS: Final = ("reset_prefix_cache", "pause", "drain")
-"""What concerns all clients: refused to a session whose role is user."""
+"""Operations that concern all clients: refused to a session whose role is user."""
 Role = Literal["user", "admin"]
 Capability = Literal["prefix_caching", "priority", "structured_outputs", "embeddings"]
 ModelFileName = Literal[
@@ -104,7 +103,7 @@ class ModelFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client must know about the model.
+    """Facts about the model that a client needs.
 
     model: the name or folder the engine was started with. vocab_size: valid ids are 0 up to it.
     max_model_len: tokens of prompt and output together. eos_token_ids: they end a request.
@@ -131,7 +130,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What this engine refuses to exceed. Limits are None in engines that have none."""
+    """Limits of this engine; None where there is no limit."""
 
     max_frame_bytes: int
     max_num_seqs: int
@@ -221,7 +220,7 @@ class Accepted(Message, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is rare in an OUTPUT: a request's start and its end.
+    """A request's start or end in an OUTPUT.
 
     num_cached_tokens: with the first token; prompt tokens taken from the prefix cache.
     finish_reason: the last thing said of a request. stop_reason: which of stop_token_ids ended it.

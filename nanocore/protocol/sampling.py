@@ -1,4 +1,4 @@
-"""Sampling parameters: what a request asks of the sampler and of the stop checks.
+"""Sampling parameters: what a request wants of the sampler and of the stop checks.
 
 `EngineSamplingParams` is what crosses the wire. `SamplingParams` is what users write: it adds what
 only a client can do, because it needs text. Field names, defaults and ranges are vLLM's where vLLM
@@ -22,10 +22,11 @@ from nanocore.protocol.fields import (
     MAX_NUM_SAMPLES,
     MAX_STOP_TOKEN_IDS,
     Seed,
+    check_limits,
+    check_types,
     limited,
     since,
 )
-from nanocore.protocol.limits import check_limits, check_types
 from nanocore.protocol.structured_outputs import StructuredOutputs, StructuredOutputsParams
 
 GREEDY_TEMPERATURE = 1e-5
@@ -52,7 +53,7 @@ _BESIDE_POOLING: Final = frozenset(
 class CommonSamplingParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What users write and the engine obeys alike.
+    """Parameters that users write and the engine obeys alike.
 
     A step changes a row's logits in this order: structured_outputs, allowed_token_ids, logit_bias,
     min_tokens, bad words, repetition, frequency and presence penalty, temperature, min_p, top_k,
@@ -134,7 +135,7 @@ class CommonSamplingParams(
 
 
 class EngineSamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
-    """The sampling parameters as the engine gets them.
+    """Sampling parameters as the engine gets them.
 
     logit_bias: (token id, what is added to its logit) pairs, each token once.
     bad_words_token_ids: sequences of tokens that the output never holds: after the others, the last
@@ -158,11 +159,13 @@ class EngineSamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
 
 
 class DefaultSampling(EngineSamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """What an engine recommends. A later one may recommend what this client does not know."""
+    """Sampling defaults that an engine recommends; a later engine's may have fields unknown
+    here.
+    """
 
 
 class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
-    """What users write: the engine's parameters and those that need text.
+    """Parameters that users write: the engine's, and those that need text.
 
     logit_bias: what is added to logits, by token id; in [-100, 100].
     bad_words: texts that the output never holds; whole ones, as the tokenizer writes them.
@@ -202,7 +205,7 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
 
     @classmethod
     def from_engine(cls, params: EngineSamplingParams) -> SamplingParams:
-        """What an engine recommends, with the client's own parameters at their defaults."""
+        """Make parameters of an engine's defaults, with the client's own at theirs."""
         return cls(
             logit_bias=dict(params.logit_bias) or None,
             **{name: getattr(params, name) for name in CommonSamplingParams.__struct_fields__},
@@ -211,7 +214,7 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
     def for_engine(
         self, bad_words_token_ids: list[list[int]] | None = None
     ) -> EngineSamplingParams:
-        """Without what only a client can do: what SUBMIT holds.
+        """Return what SUBMIT holds, without parameters of the client.
 
         bad_words_token_ids: the bad words', as the tokenizer has them.
         """
@@ -226,7 +229,7 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
 
 
 def _check_pooling(params: CommonSamplingParams) -> None:
-    """An embedding needs no sampling, and what would say how is a mistake."""
+    """Refuse sampling parameters with pooling, which samples nothing."""
     if params.pooling not in get_args(Pooling):
         kinds = " or ".join(map(repr, get_args(Pooling)))
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Structured outputs: what the output must be, by a schema, an expression, a list or a grammar.
+"""Structured outputs: constraints by a JSON Schema, regular expression, choices or grammar.
 
 `StructuredOutputs` is what crosses the wire: schemas are JSON text there, so that any language can
 send them as it has them. `StructuredOutputsParams` is what users write; names are vLLM's. Both hold
@@ -20,21 +20,22 @@ from nanocore.protocol.fields import (
     MAX_LENIENT_PARTS,
     MAX_STRUCTURED_OUTPUTS_BYTES,
     MAX_STRUCTURES,
+    check_limits,
+    check_types,
     limited,
     since,
 )
-from nanocore.protocol.limits import check_limits, check_types
 
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 """One of these says what the output must be."""
 
 
 class FormTooLargeError(InvalidRequestError):
-    """The texts of a structured output have more than MAX_STRUCTURED_OUTPUTS_BYTES."""
+    """The texts of a structured output exceed MAX_STRUCTURED_OUTPUTS_BYTES."""
 
 
 class Structure(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of a free text that has a form: begin, a value of the JSON Schema, end.
+    """A tagged part of free text: begin, a value of the JSON Schema, end.
 
     begin: starts with one of the triggers. schema: JSON text.
     """
@@ -66,7 +67,7 @@ class StructuralTag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ReasoningMarks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What free reasoning is written between, before the form begins.
+    """Marks that enclose free reasoning before the form.
 
     begin: the output reasons only if it starts with this; "" if the prompt has begun it already,
     so that the output must end it. end: the first time that it appears, the form follows.
@@ -86,7 +87,7 @@ class ReasoningMarks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class StructuredOutputs(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What the output must be, as the engine gets it; exactly one of the first six.
+    """Constraint of the output, as the engine gets it; exactly one of the first six fields.
 
     json: a JSON Schema, as JSON text. regex: an expression that the whole output matches.
     choice: texts, one of which is the output. grammar: in Lark's notation, as llguidance has it.
@@ -146,7 +147,7 @@ class StructuredOutputs(
 
     @property
     def kind(self) -> str:
-        """Which of the kinds it is.
+        """The kind that is given.
 
         Raises:
             InvalidRequestError: it is none, or several.
@@ -154,7 +155,6 @@ class StructuredOutputs(
         return only_kind(self)
 
     def _texts(self) -> list[str]:
-        """All that there is to compile."""
         texts = [text for text in (self.json, self.regex, self.grammar) if text is not None]
         if self.choice is not None:
             texts += self.choice
@@ -182,7 +182,7 @@ else:
 class StructuredOutputsParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """What users write: as `StructuredOutputs`, but schemas may be Python objects.
+    """Constraint that users write: `StructuredOutputs`, whose schemas may be Python objects.
 
     json: a JSON Schema, as a dict (or bool), as JSON text, or as a class that has
     `model_json_schema()`, as pydantic's models have it.
@@ -213,11 +213,11 @@ class StructuredOutputsParams(
 
     @property
     def kind(self) -> str:
-        """Which of the kinds it is."""
+        """The kind that is given."""
         return only_kind(self)
 
     def for_engine(self) -> StructuredOutputs:
-        """What SUBMIT holds.
+        """Return what SUBMIT holds.
 
         Raises:
             InvalidRequestError: it is no kind or several, too large, or cannot be JSON.
@@ -238,7 +238,7 @@ class StructuredOutputsParams(
 
 
 def only_kind(params: StructuredOutputs | StructuredOutputsParams) -> str:
-    """The one of KINDS that is given.
+    """Return the one of KINDS that is given.
 
     Raises:
         InvalidRequestError: none is, or several are.
@@ -275,7 +275,7 @@ def _reasoning(value: dict[str, Any]) -> ReasoningMarks:
 
 
 def _structural_tag(value: dict[str, Any] | str) -> StructuralTag:
-    """Of vLLM's form, whose schemas are objects."""
+    """Read vLLM's form, whose schemas are objects."""
     try:
         tag = {**(msgspec.json.decode(value) if isinstance(value, str) else value)}
         if tag.get("type") == "structural_tag":  # as OpenAI's response_format has it

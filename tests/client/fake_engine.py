@@ -34,7 +34,7 @@ from nanocore.protocol.messages import (
     Welcome,
 )
 from nanocore.protocol.sampling import SamplingParams
-from nanocore.protocol.sockets import EngineKeys, EngineSocket, SendResult
+from nanocore.protocol.sockets import EngineKeys, SendResult, bind_engine_socket
 from tests.client.running import PATIENCE_S
 from tests.protocol.samples import LIMITS, MODEL_CARD, WELCOME
 
@@ -64,7 +64,7 @@ class FakeEngine:
     """Serves one client at an endpoint."""
 
     def __init__(self, endpoint: str, keys: EngineKeys | None = None) -> None:
-        self._socket = EngineSocket(endpoint, keys)
+        self._socket = bind_engine_socket(endpoint, keys)
         self._decoder = engine_decoder()
         self._client = b""
 
@@ -93,7 +93,7 @@ class FakeEngine:
 
         On ipc nobody else sends it; libzmq, on TCP, has a thread for that.
         """
-        while getattr(self._socket.router, "num_output_bytes", 0):
+        while getattr(self._socket, "num_output_bytes", 0):
             await asyncio.to_thread(self._socket.wait, 10)
 
     async def welcome(self, message: Message | None = None) -> Hello:

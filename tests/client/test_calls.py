@@ -9,8 +9,7 @@ from msgspec.structs import replace
 
 from nanocore.client import EngineDeadError, InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import Control, Ping, Pong, Reply
-from nanocore.protocol.metrics import Stats
-from nanocore.protocol.steps import RecentSteps, StepColumns
+from nanocore.protocol.metrics import RecentSteps, Stats, StepColumns
 from tests.client.fake_engine import connected, welcome_message
 from tests.client.running import run
 from tests.protocol.samples import STATS

@@ -46,7 +46,7 @@ from nanocore.protocol.messages import (
 )
 from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.sockets import EngineKeys, EngineSocket, SendResult
+from nanocore.protocol.sockets import EngineKeys, SendResult, bind_engine_socket
 from tests.conformance.fake_grammar import UncompilableError
 from tests.conformance.fake_model import (
     CHUNK_BYTES,
@@ -89,7 +89,7 @@ class FakeEngine(threading.Thread):
         structured: bool = True,
     ) -> None:
         super().__init__(name="fake engine", daemon=True)
-        self._socket = EngineSocket(endpoint, keys)
+        self._socket = bind_engine_socket(endpoint, keys)
         self._defects, self._minor = {*defects}, minor
         self._decoder = engine_decoder()
         self._clients: dict[bytes, Client] = {}

@@ -10,8 +10,14 @@ from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from nanocore.protocol.metrics import Metric, MetricSample, Stats
-from nanocore.protocol.steps import RecentSteps, RequestWay, StepColumns
+from nanocore.protocol.metrics import (
+    Metric,
+    MetricSample,
+    RecentSteps,
+    RequestPhases,
+    Stats,
+    StepColumns,
+)
 from tests.conformance.fake_model import Request
 
 
@@ -94,10 +100,10 @@ class FakeWatch:
         now_s = 0.0 if "clock-stands" in self.defects else time.monotonic()
         return RecentSteps(now_s=now_s, stats=stats, steps=columns, requests=ways)
 
-    def _way(self, watched: Watched, session: str) -> RequestWay:
+    def _way(self, watched: Watched, session: str) -> RequestPhases:
         request = watched.request
         is_own = watched.session == session or "names-told" in self.defects
-        return RequestWay(
+        return RequestPhases(
             handle=request.handle,
             num_prompt_tokens=len(request.prompt),
             num_cached_tokens=0,

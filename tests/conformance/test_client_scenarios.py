@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.protocol.sockets import EngineSocket
+from nanocore.protocol.sockets import EngineSocket, bind_engine_socket
 from nanocore_conformance.client_scenarios import CLIENT_SCENARIOS
 from nanocore_conformance.client_under_test import ClientUnderTest
 from tests.conformance import stream_client
@@ -29,7 +29,7 @@ def endpoint(short_path: Path) -> str:
 
 @pytest.fixture
 def socket(endpoint: str) -> Iterator[EngineSocket]:
-    socket = EngineSocket(endpoint)
+    socket = bind_engine_socket(endpoint)
     yield socket
     socket.close()
 

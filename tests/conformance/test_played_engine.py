@@ -7,11 +7,10 @@ from pathlib import Path
 
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Hello
-from nanocore.protocol.sockets import EngineSocket
 from nanocore_conformance.played_engine import PlayedEngine
 
 
-class SocketReadByWaiting(EngineSocket):
+class SocketReadByWaiting:
     """Messages that came are taken in by `wait`; here they come as the client exits.
 
     pid_pipe: a named pipe to which the client writes its process id.

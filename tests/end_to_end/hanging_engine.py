@@ -21,10 +21,10 @@ from typing import NoReturn
 import numpy as np
 
 from nanocore.engine_core.cli import parse_config
-from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.process import process
 from nanocore.protocol.messages import ModelCard
-from nanocore.protocol.sockets import EngineSocket
+from nanocore.protocol.sockets import bind_engine_socket
 from nanocore.system.standard_streams import LogHandler
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
@@ -88,9 +88,9 @@ def main(arguments: list[str]) -> NoReturn:
         block_size=16,
         num_blocks=8,
     )
-    socket = EngineSocket(config.endpoint)
+    socket = bind_engine_socket(config.endpoint)
     executor = HangingExecutor(how)
-    files, started_at = ModelFiles(Path("/nowhere")), time.monotonic()
+    files, started_at = ServedFiles(Path("/nowhere")), time.monotonic()
     sys.exit(process.serve(config, socket, card, files, executor, started_at))
 
 

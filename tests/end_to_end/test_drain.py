@@ -116,7 +116,7 @@ def test_a_stream_that_runs_ends_whole_and_new_requests_are_refused(
         assert running.process.wait(EXIT_TIMEOUT_S) == code
         log = running.stderr.read_text()
     assert f"{number.name}: {1 + NUM_SAMPLES} requests that run or wait" in log
-    assert f"{number.name}: nothing is left to be done" in log
+    assert f"{number.name}: no requests in flight, exiting" in log
 
 
 def test_a_session_that_is_opened_meanwhile_is_told_and_one_of_an_old_client_is_not(

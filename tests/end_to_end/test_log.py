@@ -11,10 +11,10 @@ from typing import Final
 
 from nanocore.client import AsyncEngineClient
 from nanocore.engine_core import cli
-from nanocore.engine_core.io import stats_log
+from nanocore.engine_core.io import io_thread
 from tests.end_to_end import forked
 from tests.end_to_end.engine_process import EXIT_TIMEOUT_S
-from tests.end_to_end.test_trials import DEMO_MODEL
+from tests.end_to_end.test_compile_process import DEMO_MODEL
 
 WORK: Final = re.compile(
     r"Avg prompt throughput: (?!0\.0)[\d.]+ tokens/s, "
@@ -24,7 +24,7 @@ WORK: Final = re.compile(
 
 def run_without_patience(arguments: list[str]) -> None:
     """An engine that says every second what it does."""
-    stats_log.INTERVAL_S = 0.0  # type: ignore[misc]
+    io_thread.INTERVAL_S = 0.0  # type: ignore[misc]
     cli.main(arguments)
 
 

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io.control_handler import ServedFiles
 from tests.engine_core.scripted_io import TOKENIZER, Io
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> ModelFiles:
+def files(tmp_path: Path) -> ServedFiles:
     (tmp_path / "tokenizer.json").write_bytes(TOKENIZER)
     (tmp_path / "config.json").write_text("{}")
-    return ModelFiles(tmp_path)
+    return ServedFiles(tmp_path)
 
 
 @pytest.fixture
-def io(files: ModelFiles) -> Io:
+def io(files: ServedFiles) -> Io:
     return Io(files)

@@ -1,4 +1,4 @@
-"""Scripts for a front desk: what peers do to it, step by step, and what must hold after each.
+"""Scripts for a message handler: what peers do to it, step by step, and what must hold after each.
 
 A script is a list of records: (kind, peer, op, body). Tests draw them at random, tests/fuzz reads
 them from bytes. Whatever the script, no exception may come out of it, and
@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.io.session import Session
 from nanocore.engine_core.mailbox import ControlCall, ControlReply
 from nanocore.protocol.codec import client_decoder, encode, unpack_output
@@ -54,7 +54,7 @@ _CLIENT_DECODER = client_decoder()
 class ScriptRunner:
     """Runs one script on a fresh desk; peer "a" is in session already."""
 
-    def __init__(self, files: ModelFiles) -> None:
+    def __init__(self, files: ServedFiles) -> None:
         self.io = Io(files)
 
     def run(self, script: list[Record]) -> None:
@@ -81,12 +81,12 @@ class ScriptRunner:
         """Every peer says BYE; nothing of them may stay."""
         for routing_id in PEERS:
             self._send_to_engine(routing_id, encode_bye())
-        table = self.io.desk.sessions
+        table = self.io.handler.sessions
         assert not any([table.by_peer, table.by_client, table.slow, table.request_ids])
         self.io.outbox.close()
 
     def _send_to_engine(self, routing_id: bytes, frames: list[bytes]) -> None:
-        io, sessions = self.io, self.io.desk.sessions
+        io, sessions = self.io, self.io.handler.sessions
         io.peers.sent.clear()
         session = sessions.by_peer.get(routing_id)
         others = set(sessions.request_ids)
@@ -126,8 +126,8 @@ class ScriptRunner:
             event = io.inbox.get_nowait()
             if isinstance(event, ControlCall):
                 reply = ControlReply(event.client, Reply(call_id=event.call_id))
-                io.desk.deliver(reply, io.now_s)
-        session = io.desk.sessions.by_peer.get(routing_id)
+                io.handler.deliver(reply, io.now_s)
+        session = io.handler.sessions.by_peer.get(routing_id)
         if session is not None and session.requests:
             handles = [handle for own in session.requests.values() for handle in own]
             tokens = [(handle, 1) for handle in handles]
@@ -135,7 +135,7 @@ class ScriptRunner:
 
     def _pass_time(self, seconds: int) -> None:
         self.io.now_s += seconds
-        self.io.desk.end_overdue(self.io.now_s)
+        self.io.handler.end_overdue(self.io.now_s)
         self.io.flush()
         self.io.check_sessions()
 

@@ -1,4 +1,4 @@
-"""A front desk driven by hand, over fake peers, for tests and for fuzzing.
+"""A message handler driven by hand, over fake peers, for tests and for fuzzing.
 
 No thread runs and nothing sleeps: whoever drives it calls what the io thread would call.
 """
@@ -12,16 +12,14 @@ import numpy as np
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.admission import Admission
-from nanocore.engine_core.io.client_limit import ClientLimit
-from nanocore.engine_core.io.compiling_requests import CompilingRequests
-from nanocore.engine_core.io.control_handler import MAX_CALLS, ControlHandler
-from nanocore.engine_core.io.front_desk import FrontDesk
-from nanocore.engine_core.io.model_files import ModelFiles
-from nanocore.engine_core.io.queue_limit import QueueLimit
-from nanocore.engine_core.io.reception import Reception
+from nanocore.engine_core.io.control_handler import MAX_CALLS, ControlHandler, ServedFiles
+from nanocore.engine_core.io.handshake_handler import HandshakeHandler
+from nanocore.engine_core.io.limits import ClientLimit, QueueLimit
+from nanocore.engine_core.io.message_handler import MessageHandler
+from nanocore.engine_core.io.request_handler import CompilingRequests
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES, MAX_BACKLOGS_BYTES, Session
 from nanocore.engine_core.mailbox import AddRequest, GrammarDone, Inbox, Outbox
-from nanocore.engine_core.metrics.collector import MetricsCollector
+from nanocore.engine_core.metrics.collector import EngineMetrics
 from nanocore.engine_core.scheduling.columns import TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import encode
@@ -48,7 +46,7 @@ CARD = ModelCard(
 
 
 class Io:
-    """A front desk and its surroundings, one client "a" already in session.
+    """A message handler and its surroundings, one client "a" already in session.
 
     now_s: the time, which stands still unless a test moves it. admission: in place of the real one.
     num_steps: of the step loop, as a test has it. grammars: compile when a test says so.
@@ -56,7 +54,7 @@ class Io:
 
     def __init__(
         self,
-        files: ModelFiles,
+        files: ServedFiles,
         peers: FakePeers | None = None,
         *,
         admission: Admission | None = None,
@@ -72,13 +70,13 @@ class Io:
         self.scheduler, _ = make_scheduler()
         self.counters = self.scheduler.counters
         queue_limit = QueueLimit(MAX_NUM_QUEUED_REQS, 10_000, self.counters)
-        self.metrics = MetricsCollector(self.scheduler, queue_limit.rejections, CACHE_LABELS)
+        self.metrics = EngineMetrics(self.scheduler, queue_limit.rejections, CACHE_LABELS)
         self.compiling = CompilingRequests(self.grammars, queue_limit, self.outbox.put)
         client_limit = ClientLimit(MAX_NUM_CLIENTS, max_connections=10)
-        self.desk = FrontDesk(
+        self.handler = MessageHandler(
             self.peers,
             self.inbox,
-            Reception(
+            HandshakeHandler(
                 CARD,
                 ["prefix_caching"],
                 4,
@@ -97,13 +95,13 @@ class Io:
         )
         self.receive(Hello(protocol=(1, 0)))
         assert isinstance(self.take_sent()[0], Welcome)
-        self.session = self.desk.sessions.by_peer[b"a"]
+        self.session = self.handler.sessions.by_peer[b"a"]
 
     def receive(self, message: Message, routing_id: bytes = b"a") -> None:
         self.receive_frames(encode(message), routing_id)
 
     def receive_frames(self, frames: list[bytes], routing_id: bytes = b"a") -> None:
-        self.desk.receive(routing_id, frames, self.now_s)
+        self.handler.receive(routing_id, frames, self.now_s)
 
     def submit(self, request_id: str) -> int:
         """Submit a request; returns its handle."""
@@ -114,7 +112,7 @@ class Io:
 
     def step(self, *tokens: tuple[int, int], finish: tuple[int, ...] = (), client: int = 1) -> None:
         """Deliver a step's output of (handle, token) pairs."""
-        self.desk.deliver(step_output(client, *tokens, finish=finish), self.now_s)
+        self.handler.deliver(step_output(client, *tokens, finish=finish), self.now_s)
 
     def submit_structured(self, request_id: str, what: str, n: int = 1, peer: bytes = b"a") -> None:
         """Submit a request whose output is to be what a FakeGrammars makes of a regex."""
@@ -130,13 +128,13 @@ class Io:
             self.grammars.finish()
         for event in self.outbox.drain():
             assert isinstance(event, GrammarDone)
-            self.desk.deliver(event, self.now_s)
+            self.handler.deliver(event, self.now_s)
 
     def flush(self) -> None:
-        self.desk.flush(self.now_s)
+        self.handler.flush(self.now_s)
 
     def check_sessions(self) -> None:
-        self.desk.check_sessions(self.now_s)
+        self.handler.check_sessions(self.now_s)
 
     def take_sent(self) -> list[Message]:
         messages = [message for _, message in self.peers.sent]
@@ -145,11 +143,11 @@ class Io:
 
     def in_session(self) -> set[bytes]:
         """The peers that have a session."""
-        return set(self.desk.sessions.by_peer)
+        return set(self.handler.sessions.by_peer)
 
     def check_tables(self) -> None:
         """What must hold between any two messages."""
-        table = self.desk.sessions
+        table = self.handler.sessions
         sessions = table.by_peer.values()
         owned = [
             (handle, request_id)

@@ -7,10 +7,10 @@ import resource
 
 import pytest
 
-from nanocore.engine_core.io.client_limit import (
+from nanocore.engine_core.io.limits import (
     DEFAULT_MAX_NUM_CLIENTS,
-    MAX_GUESTS,
-    MIN_GUESTS,
+    MAX_UNADMITTED,
+    MIN_UNADMITTED,
     ClientLimit,
 )
 from nanocore.protocol.errors import ConfigError
@@ -32,8 +32,8 @@ def test_many_descriptors_allow_what_is_asked_for_and_some_without_a_session(
 ) -> None:
     limit_to(descriptors, soft)
     default = DEFAULT_MAX_NUM_CLIENTS
-    assert ClientLimit.of_this_process(None) == ClientLimit(default, default + MAX_GUESTS)
-    assert ClientLimit.of_this_process(2) == ClientLimit(2, 2 + MAX_GUESTS)
+    assert ClientLimit.of_this_process(None) == ClientLimit(default, default + MAX_UNADMITTED)
+    assert ClientLimit.of_this_process(2) == ClientLimit(2, 2 + MAX_UNADMITTED)
 
 
 def test_few_descriptors_lower_the_default_and_leave_guests_a_place(
@@ -41,7 +41,7 @@ def test_few_descriptors_lower_the_default_and_leave_guests_a_place(
 ) -> None:
     limit_to(descriptors, 64)
     limit = ClientLimit.of_this_process(None)
-    assert 1 <= limit.max_num_clients == limit.max_connections - MIN_GUESTS
+    assert 1 <= limit.max_num_clients == limit.max_connections - MIN_UNADMITTED
     assert limit.max_connections + 10 < 64
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from nanocore.engine_core.cli import build_parser, parse_config
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.sizes import CUDA_SIZES, Sizes
+from nanocore.engine_core.parameters import CUDA_SIZES, Sizes
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.messages import WorkerConfig
 

@@ -151,7 +151,7 @@ def test_an_idle_core_looks_for_signals_now_and_then(
     core: CoreUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that came just before the wait would be handled only after it."""
-    monkeypatch.setattr("nanocore.engine_core.core.SIGNAL_PATIENCE_S", 1e-3)
+    monkeypatch.setattr("nanocore.engine_core.core.SIGNAL_POLL_S", 1e-3)
     core.core.drain_inbox(wait=True)  # returns, with nothing
 
 

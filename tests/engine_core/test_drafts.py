@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from nanocore.engine_core.io.output_frames import output_frames
-from nanocore.engine_core.io.session import Backlog
-from nanocore.engine_core.io.token_log import TokenLog
+from nanocore.engine_core.io.session import Backlog, TokenLog
 from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler

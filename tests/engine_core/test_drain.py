@@ -1,4 +1,6 @@
-"""A drain at the front desk: what goes on, what is refused, who is told, and when it is over."""
+"""A drain at the message handler: what goes on, what is refused, who is told, and when it is
+over.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import math
 
 import pytest
 
-from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.mailbox import AddRequest, BeginDrain, Shutdown
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import (
@@ -39,7 +41,7 @@ def open_session(io: Io, peer: bytes, minor: int = 9) -> list[Message]:
 
 
 def begin(io: Io, cause: str = "SIGTERM") -> None:
-    io.desk.deliver(BeginDrain(cause), io.now_s)
+    io.handler.deliver(BeginDrain(cause), io.now_s)
 
 
 def is_over(io: Io) -> bool:
@@ -55,7 +57,7 @@ def test_an_engine_with_nothing_to_do_ends_at_once_and_tells_nobody_before(io: I
     assert io.take_sent() == []
     io.flush()
     assert io.inbox.empty(), "it is told once"
-    assert io.desk.drain.next_look_s == math.inf
+    assert io.handler.drain.next_look_s == math.inf
 
 
 def test_what_runs_comes_to_its_end_and_then_the_engine_ends(io: Io) -> None:
@@ -149,7 +151,7 @@ def test_a_request_that_awaits_its_grammar_runs_to_its_end(io: Io) -> None:
 def test_a_client_that_is_gone_is_not_waited_for(io: Io) -> None:
     io.submit("x")
     begin(io)
-    io.desk.peer_gone(b"a")
+    io.handler.peer_gone(b"a")
     io.inbox.get_nowait()  # its requests are aborted
     assert is_over(io)
 
@@ -171,7 +173,7 @@ def test_a_slow_client_gets_its_last_words(io: Io) -> None:
 def test_the_deadline_ends_what_is_left_and_says_why(io: Io, is_slow: bool) -> None:
     handle = io.submit("x")
     begin(io)
-    assert io.desk.drain.next_look_s == io.now_s + SHUTDOWN_TIMEOUT_S
+    assert io.handler.drain.next_look_s == io.now_s + SHUTDOWN_TIMEOUT_S
     if is_slow:
         io.peers.state[b"a"] = SendResult.FULL
         io.step((handle, 7), finish=(handle,))
@@ -181,10 +183,10 @@ def test_the_deadline_ends_what_is_left_and_says_why(io: Io, is_slow: bool) -> N
     assert is_over(io)
     reason = "SIGTERM: not done within 30 s (--shutdown-timeout)"
     assert io.inbox.get_nowait() == Shutdown(reason)
-    assert io.desk.drain.next_look_s == math.inf
+    assert io.handler.drain.next_look_s == math.inf
 
 
-def test_without_time_it_ends_at_once_and_tells_nobody_before(files: ModelFiles) -> None:
+def test_without_time_it_ends_at_once_and_tells_nobody_before(files: ServedFiles) -> None:
     io = Io(files, shutdown_timeout_s=0.0)
     open_session(io, b"b")
     io.submit("x")
@@ -252,10 +254,10 @@ def test_the_log_says_when_it_begins_and_when_it_ends(
     began, ended = [record.getMessage() for record in caplog.records]
     assert began.startswith("SIGTERM: 1 requests that run or wait")
     assert "30 s" in began
-    assert ended == "SIGTERM: nothing is left to be done"
+    assert ended == "SIGTERM: no requests in flight, exiting"
 
 
-def test_the_io_thread_begins_it_and_looks_at_its_deadline_in_time(files: ModelFiles) -> None:
+def test_the_io_thread_begins_it_and_looks_at_its_deadline_in_time(files: ServedFiles) -> None:
     io = Threaded(files, shutdown_timeout_s=0.3)
     handle = io.submit("x")
     io.take_sent()
@@ -281,4 +283,4 @@ def test_the_io_thread_begins_it_and_looks_at_its_deadline_in_time(files: ModelF
     assert isinstance(welcome, Welcome)
     assert isinstance(draining, Draining)
     assert not any(isinstance(message, Output) for message in io.take_sent())
-    assert handle in io.desk.sessions.request_ids
+    assert handle in io.handler.sessions.request_ids

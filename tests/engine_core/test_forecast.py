@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from msgspec.structs import replace
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.process.forecast import Forecast, Roofline, forecast
-from nanocore.engine_core.process.forecast_table import summary, table
+from nanocore.engine_core.process import forecast as forecast_module
+from nanocore.engine_core.process.forecast import (
+    Forecast,
+    Roofline,
+    forecast,
+    machine_speeds,
+    summary,
+    table,
+)
 from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.model_cost import AttentionCost, MachineSpeed, ModelCost
 
@@ -34,8 +43,9 @@ RANK = WorkerInfo(
 
 def make(ranks: int = 1, num_blocks: int = 1000, max_model_len: int = 5000) -> Forecast:
     config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=2048, tensor_parallel_size=ranks)
-    sizes = num_blocks, max_model_len
-    return forecast(config, ("model", "Arch"), [RANK] * ranks, sizes, [SPEED] * ranks)
+    return forecast(
+        config, "model", "Arch", [RANK] * ranks, num_blocks, max_model_len, [SPEED] * ranks
+    )
 
 
 def test_memory_is_told_by_what_takes_it() -> None:
@@ -81,7 +91,7 @@ def test_the_table_is_narrow_and_has_a_line_for_everything() -> None:
     assert [line for line in lines if line != line.rstrip()] == []
     names = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
     assert names[:6] == ["weights", "KV", "activations", "tables", "left", "reads"]
-    assert lines[0] == "memory, of each of 2 ranks at most"
+    assert lines[0] == "memory, the most of 2 ranks"
     assert (
         len([line for line in lines if line.strip().startswith(("1,024", "4,096", "5,000"))]) == 3
     )
@@ -90,7 +100,7 @@ def test_the_table_is_narrow_and_has_a_line_for_everything() -> None:
 def test_long_times_stay_in_their_columns() -> None:
     slow = MachineSpeed(bytes_per_s=1e7, flops_per_s=1e10)
     config = EngineConfig(max_num_seqs=64)
-    found = forecast(config, ("model", "Arch"), [RANK], (10**6, 131072), [slow])
+    found = forecast(config, "model", "Arch", [RANK], 10**6, 131072, [slow])
     *_, last = table(found).splitlines()
     assert len(last.split()) == 8
     assert len(last) <= 80
@@ -106,3 +116,36 @@ def test_the_log_speaks_of_the_longest_request() -> None:
         "at best 9.00 ms a token and 400 ms a prompt at 5000 tokens, alone: 1.0 GB/s "
         "and 0.10 TFLOP/s were measured"
     )
+
+
+WHOLE = MachineSpeed(bytes_per_s=8e9, flops_per_s=4e11, near_bytes=1000, near_bytes_per_s=1e11)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    asked: list[tuple[object, ...]] = []
+
+    def measure(*arguments: object) -> MachineSpeed:
+        asked.append(arguments)
+        return WHOLE
+
+    monkeypatch.setattr(forecast_module, "measure_speed", measure)
+    return asked
+
+
+def test_ranks_on_a_cpu_share_what_all_its_cores_do(asked: list[tuple[object, ...]]) -> None:
+    speeds = machine_speeds([RANK, RANK], stretch_s=0.5)
+    assert asked == [(torch.device("cpu"), torch.bfloat16, 2 * 4_000_000, 0.5, 2 * 10**9 // 8)]
+    assert speeds == [WHOLE.shared(2)] * 2
+    assert MachineSpeed.joined(speeds) == WHOLE
+
+
+def test_gpus_of_a_dry_run_are_as_the_first_one(asked: list[tuple[object, ...]]) -> None:
+    rank = replace(RANK, device="cuda:0")
+    assert machine_speeds([rank, rank], stretch_s=0.5) == [WHOLE, WHOLE]
+    assert asked == [(torch.device("cuda:0"), torch.bfloat16, 4_000_000, 0.5)]
+
+
+def test_what_ranks_have_measured_is_not_measured_again(asked: list[tuple[object, ...]]) -> None:
+    assert machine_speeds([replace(RANK, speed=SPEED)] * 2) == [SPEED] * 2
+    assert asked == []

@@ -7,9 +7,8 @@ import logging
 import msgspec
 import pytest
 
-from nanocore.engine_core.io.control_handler import MAX_CALLS
-from nanocore.engine_core.io.model_files import ModelFiles
-from nanocore.engine_core.io.reception import SESSION_TIMEOUT_S
+from nanocore.engine_core.io.control_handler import MAX_CALLS, ServedFiles
+from nanocore.engine_core.io.handshake_handler import SESSION_TIMEOUT_S
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply
 from nanocore.protocol.codec import encode
@@ -47,13 +46,13 @@ def test_a_client_that_asks_and_never_reads_is_cut_off_before_its_answers_fill_t
         num_bytes += MAX_FILE_CHUNK_BYTES
     assert num_bytes > MAX_BACKLOG_BYTES - 2 * MAX_FILE_CHUNK_BYTES
     assert io.inbox.get_nowait() == AbortRequests([handle])
-    assert not io.desk.sessions.slow
+    assert not io.handler.sessions.slow
     io.check_sessions()
     assert "1 sessions closed: the client does not read its answers (1)" in caplog.text
 
 
 def test_what_waits_for_all_clients_is_bounded_together_and_the_greediest_goes(
-    files: ModelFiles,
+    files: ServedFiles,
 ) -> None:
     io = Io(files, max_backlogs_bytes=4 * 2**20)
     chunk = Control(call_id=1, operation="read_file", file="tokenizer.json")
@@ -70,7 +69,7 @@ def test_what_waits_for_all_clients_is_bounded_together_and_the_greediest_goes(
 
 
 def test_a_session_that_anothers_ping_ends_is_ended_once(
-    files: ModelFiles, caplog: pytest.LogCaptureFixture
+    files: ServedFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is silent, too, and its turn to be looked at comes after the other's."""
     caplog.set_level(logging.INFO)
@@ -169,7 +168,7 @@ def test_calls_beyond_the_limit_are_refused_until_one_is_answered(io: Io) -> Non
     assert isinstance(reply, Reply)
     assert (reply.call_id, reply.ok) == (99, False)
     assert io.inbox.qsize() == MAX_CALLS
-    io.desk.deliver(ControlReply(1, Reply(call_id=0)), io.now_s)
+    io.handler.deliver(ControlReply(1, Reply(call_id=0)), io.now_s)
     io.receive(Control(call_id=100, operation="stats"))
     assert io.inbox.qsize() == MAX_CALLS + 1
 

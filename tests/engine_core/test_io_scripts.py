@@ -1,4 +1,6 @@
-"""The front desk against random mixtures of what several peers may send, do, and fail to do."""
+"""The message handler against random mixtures of what several peers may send, do, and fail to
+do.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanocore.demo_model import demo_model_folder
-from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.mailbox import AddRequest
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Abort, Bye, Op, Submit
@@ -22,7 +24,7 @@ from tests.engine_core.io_script import Kind, Record, ScriptRunner
 from tests.engine_core.scripted_io import Io
 from tests.protocol.samples import ENGINE_MESSAGES
 
-FILES = ModelFiles(demo_model_folder())
+FILES = ServedFiles(demo_model_folder())
 REQUEST_IDS = st.sampled_from(["r", "s", "\u202e", "\U0001f4a9" * 256, "x" * 257, "", "y" * 2000])
 VALUES = st.one_of(
     st.none(),

@@ -1,4 +1,4 @@
-"""The io thread's body over a scripted socket: what it brings to its front desk, and in turns.
+"""The io thread's body over a scripted socket: what it brings to its message handler, and in turns.
 
 The thread is not started: `run` is called, with a clock that moves as it is read, and ends with the
 farewell that the script puts into the outbox.
@@ -15,16 +15,14 @@ import pytest
 from msgspec.structs import replace
 
 from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.grammars.matcher import NoGrammars
 from nanocore.engine_core.io.admission import Admission
-from nanocore.engine_core.io.io_thread import IoThread
-from nanocore.engine_core.io.model_files import ModelFiles
-from nanocore.engine_core.io.queue_limit import QueueLimit
-from nanocore.engine_core.io.receive_throttle import MAX_TURN_S, ReceiveThrottle
-from nanocore.engine_core.io.stats_log import StatsLog
+from nanocore.engine_core.io.control_handler import ServedFiles
+from nanocore.engine_core.io.io_thread import MAX_TURN_S, IoThread, ReceiveThrottle, StatsLog
+from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.mailbox import AbortRequests, Farewell, Shutdown
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.requests.step_log import SchedulerCounters
-from nanocore.engine_core.structured.no_grammars import NoGrammars
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Bye, Error, Output, Ping, Pong, Submit
 from nanocore.protocol.sockets import SendResult
@@ -58,7 +56,7 @@ class FakeSocket(FakePeers):
         self.on_receive: Callable[[], None] = lambda: None
         self.is_closed = False
 
-    def limit(self, max_connections: int, guest_timeout_s: float) -> None: ...
+    def limit(self, max_connections: int, unadmitted_timeout_s: float) -> None: ...
 
     def watch(self, fd: int) -> None: ...
 
@@ -79,11 +77,11 @@ class FakeSocket(FakePeers):
 
 
 class Threaded(Io):
-    """A front desk in its thread, client "a" in session."""
+    """A message handler in its thread, client "a" in session."""
 
     def __init__(
         self,
-        files: ModelFiles,
+        files: ServedFiles,
         admission: Admission | None = None,
         shutdown_timeout_s: float = SHUTDOWN_TIMEOUT_S,
         stats_log: StatsLog | None = None,
@@ -96,7 +94,7 @@ class Threaded(Io):
         self.thread = IoThread(
             self.socket,  # type: ignore[arg-type]
             max_connections=10,
-            desk=self.desk,
+            handler=self.handler,
             inbox=self.inbox,
             outbox=self.outbox,
             stats_log=stats_log,
@@ -109,7 +107,7 @@ class Threaded(Io):
 
 
 @pytest.fixture
-def io(files: ModelFiles) -> Threaded:
+def io(files: ServedFiles) -> Threaded:
     return Threaded(files)
 
 
@@ -159,7 +157,7 @@ class _BrokenAdmission(Admission):
 
 
 def test_a_bug_that_a_message_meets_costs_its_session_and_not_the_engine(
-    files: ModelFiles, caplog: pytest.LogCaptureFixture
+    files: ServedFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = QueueLimit(8, 10_000, SchedulerCounters())
     io = Threaded(files, _BrokenAdmission(CARD, EngineConfig(), limit, NoGrammars("none")))
@@ -276,7 +274,7 @@ def test_slow_clients_are_tried_again_soon_and_everyone_is_pinged_every_second(
 
 
 def test_it_looks_every_second_whether_a_line_of_the_log_is_due(
-    files: ModelFiles, caplog: pytest.LogCaptureFixture
+    files: ServedFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
     stats = replace(REST, num_requests_running=1)
     io = Threaded(files, stats_log=StatsLog(lambda: stats, 1000.0))

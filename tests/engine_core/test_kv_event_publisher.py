@@ -12,8 +12,7 @@ import pytest
 import xxhash
 import zmq
 
-from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
-from nanocore.engine_core.io.kv_event_replay import ReplayRing
+from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher, ReplayRing
 from nanocore.kv_cache.events import (
     AllBlocksCleared,
     BlockRemoved,

@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 
-from nanocore.engine_core.io.kv_event_replay import REPLAY_TIMEOUT_S, ReplayRing, ReplayServer
+from nanocore.engine_core.io.kv_event_publisher import REPLAY_TIMEOUT_S, ReplayRing, ReplayServer
 from nanocore.protocol.kv_events import pack_sequence, replay_end_frames
 from nanocore.protocol.sockets import SendResult
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.engine_core.io import model_files as module
-from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io import control_handler as module
+from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.protocol.errors import ModelFileError
 
 
@@ -21,7 +21,7 @@ def test_the_files_of_the_allow_list_are_named_with_size_and_digest(tmp_path: Pa
     (tmp_path / "additional_chat_templates").mkdir()
     for name in ("tool_use.jinja", "other.jinja"):
         (tmp_path / "additional_chat_templates" / name).write_bytes(b"tools")
-    entries = ModelFiles(tmp_path).entries
+    entries = ServedFiles(tmp_path).entries
     assert [(entry.name, entry.num_bytes) for entry in entries] == [
         ("tokenizer.json", 2),
         ("special_tokens_map.json", 3),
@@ -35,7 +35,7 @@ def test_the_files_of_the_allow_list_are_named_with_size_and_digest(tmp_path: Pa
 def test_what_is_served_is_what_was_there_at_the_start(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_bytes(b"old")
-    files = ModelFiles(tmp_path)
+    files = ServedFiles(tmp_path)
     path.write_bytes(b"new and longer")
     assert files.chunk("tokenizer.json", 0) == b"old"
     assert files.chunk("tokenizer.json", 2) == b"d"
@@ -47,7 +47,7 @@ def test_a_file_above_the_limit_is_left_out_and_logged(
     monkeypatch.setattr(module, "MAX_FILE_BYTES", 10)
     (tmp_path / "tokenizer.json").write_bytes(b"x" * 11)
     (tmp_path / "tokenizer_config.json").write_bytes(b"x" * 10)
-    assert [entry.name for entry in ModelFiles(tmp_path).entries] == ["tokenizer_config.json"]
+    assert [entry.name for entry in ServedFiles(tmp_path).entries] == ["tokenizer_config.json"]
     assert "11 bytes" in caplog.text
 
 
@@ -61,4 +61,4 @@ def test_a_file_that_cannot_be_read_is_a_start_error(
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(ModelFileError, match=r"tokenizer\.json: Permission denied"):
-        ModelFiles(tmp_path)
+        ServedFiles(tmp_path)

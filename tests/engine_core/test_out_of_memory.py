@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from nanocore.engine_core.mailbox import AddRequest
-from nanocore.engine_core.process.process import run_core
-from nanocore.engine_core.process.start_log import phase
+from nanocore.engine_core.process.process import phase, run_core
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
 from nanocore.worker.plan import SchedulerOutput
 from tests.engine_core.test_core import CoreUnderTest

@@ -7,10 +7,14 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from nanocore.engine_core.io.outflow import MAX_RETRY_S, MIN_RETRY_S, UNKNOWN_RETRY_S
-from nanocore.engine_core.io.queue_limit import QueueLimit
-from nanocore.engine_core.io.session_turnover import SessionTurnover
-from nanocore.engine_core.io.submit_size import held_bytes
+from nanocore.engine_core.io.limits import (
+    MAX_RETRY_S,
+    MIN_RETRY_S,
+    UNKNOWN_RETRY_S,
+    DrainRate,
+    QueueLimit,
+    held_bytes,
+)
 from nanocore.engine_core.requests.step_log import SchedulerCounters
 from nanocore.protocol.errors import EngineOverloadedError
 from nanocore.protocol.messages import Submit
@@ -173,18 +177,14 @@ def test_who_comes_in_is_expected_no_more(queue: Queue) -> None:
 
 
 def test_sessions_are_refused_for_as_long_as_they_take_to_end() -> None:
-    now_s = [0.0]
-    turnover = SessionTurnover(lambda: now_s[0])
-    for _ in range(10):
-        turnover.opened()
-    assert turnover.retry_after_s(10) == UNKNOWN_RETRY_S
-    for _ in range(20):
-        now_s[0] += 4.0
-        turnover.opened()  # in place of one that ended
-        retry_s = turnover.retry_after_s(10)
-    assert retry_s == pytest.approx(4.0)
-    now_s[0] += 1000.0
-    assert turnover.retry_after_s(10) == MAX_RETRY_S
+    closed = DrainRate(1)
+    closed.observe(0.0, [0], is_empty=False)
+    assert closed.retry_after_s([1]) == UNKNOWN_RETRY_S
+    for num in range(1, 21):
+        closed.observe(4.0 * num, [num], is_empty=False)
+    assert closed.retry_after_s([1]) == pytest.approx(4.0)
+    closed.observe(1080.0, [20], is_empty=False)
+    assert closed.retry_after_s([1]) == MAX_RETRY_S
 
 
 def test_bytes_are_of_all_that_a_request_holds() -> None:

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from nanocore.engine_core.io.queue_limit import QueueLimit
+from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.mailbox import AddRequest
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.requests.step_log import SchedulerCounters
@@ -164,7 +164,7 @@ def check_ended(io: Io, sent: list[Message], **event: Any) -> None:
     assert output.events == [Event(handle=accepted.handle, **event)]
     assert not output.tokens
     assert io.inbox.empty()
-    assert not io.desk.sessions.request_ids
+    assert not io.handler.sessions.request_ids
     io.check_tables()
     for i in range(8):
         io.submit(f"another {i}")

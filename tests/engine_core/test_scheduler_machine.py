@@ -26,10 +26,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from nanocore.engine_core.grammars.mask_filler import MaskFiller, StepMasks
 from nanocore.engine_core.policy.waiting_queue import QUANTUM_TOKENS, WaitingQueue
 from nanocore.engine_core.scheduling.step_plan import StepPlan
-from nanocore.engine_core.structured.mask_filler import MaskFiller
-from nanocore.engine_core.structured.step_masks import StepMasks
 from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.campaign import examples

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from nanocore.engine_core.io.stats_log import StatsLog, stats_line
+from nanocore.engine_core.io.io_thread import StatsLog, stats_line
 from nanocore.protocol.metrics import Stats
 
 REST = Stats(

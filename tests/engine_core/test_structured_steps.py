@@ -13,11 +13,11 @@ import pytest
 from numpy.typing import NDArray
 
 from nanocore.engine_core.core import EngineCore
+from nanocore.engine_core.grammars.mask_filler import MaskFiller
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlCall, Inbox, Outbox
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.step_trace import StepTrace
-from nanocore.engine_core.structured.mask_filler import MaskFiller
 from nanocore.protocol.messages import Event
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.engine_core.process.vocabulary_load import VocabularyLoad
-from nanocore.engine_core.structured.grammars import Grammars
-from nanocore.engine_core.structured.no_grammars import NoGrammars
-from nanocore.engine_core.structured.vocabulary import Vocabulary
+from nanocore.engine_core.grammars.grammar_compiler import GrammarCompiler, VocabularyLoad
+from nanocore.engine_core.grammars.matcher import NoGrammars
+from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.tiny_models import EOS, VOCAB_SIZE, write_byte_tokenizer
@@ -19,7 +18,7 @@ def test_a_models_tokenizer_is_what_grammars_are_compiled_for(tmp_path: Path) ->
     write_byte_tokenizer(tmp_path)
     notes: list[str] = []
     grammars = VocabularyLoad(tmp_path, VOCAB_SIZE, [EOS]).wait(notes)
-    assert isinstance(grammars, Grammars)
+    assert isinstance(grammars, GrammarCompiler)
     grammars.close()
     assert "vocabulary made in" in notes[0]
 
@@ -37,6 +36,6 @@ def test_a_model_without_one_says_why_to_whoever_asks(tmp_path: Path) -> None:
 def test_a_bug_is_no_reason_to_serve_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Vocabulary, "load", lambda *_: 1 / 0)
+    monkeypatch.setattr(TokenTable, "load", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         VocabularyLoad(tmp_path, VOCAB_SIZE, [EOS]).wait([])

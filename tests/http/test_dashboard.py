@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanocore.engine_core.metrics.collector import DeskCounts
+from nanocore.engine_core.metrics.collector import IoCounts
 from nanocore.engine_core.utilisation import Utilisation
 from nanocore.http.exposition import exposition
 from nanocore.worker.model_cost import MachineSpeed, ModelCost
@@ -58,7 +58,7 @@ def scrapes() -> Iterator[str]:
                 engine.step(0.5)
         closed["the client is gone"] += 1
         engine.rejections["max_num_queued_reqs"] += 1
-        counts = DeskCounts(num_clients=2, num_protocol_errors=i, closed=closed)
+        counts = IoCounts(num_clients=2, num_protocol_errors=i, closed=closed)
         yield exposition(engine.collector.collect(counts), MODEL).decode()
 
 

@@ -9,8 +9,7 @@ import pytest
 from prometheus_client.core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanocore.engine_core.metrics.collector import MetricsCollector
-from nanocore.engine_core.stats import DeskCounts
+from nanocore.engine_core.metrics.collector import EngineMetrics, IoCounts
 from nanocore.http.exposition import exposition
 from nanocore.protocol.metrics import Metric, MetricSample
 from tests.fakes import make_request, make_scheduler
@@ -35,8 +34,8 @@ def metrics_of_an_engine() -> list[Metric]:
     scheduler.add(make_request(1, [1, 2, 3], 2))
     while scheduler.num_requests:
         scheduler.update(executor.execute(scheduler.schedule()))
-    collector = MetricsCollector(scheduler, {"max_num_queued_reqs": 0}, CACHE)
-    return collector.collect(DeskCounts())
+    collector = EngineMetrics(scheduler, {"max_num_queued_reqs": 0}, CACHE)
+    return collector.collect(IoCounts())
 
 
 def parsed(namespace: str) -> dict[str, Family]:

@@ -12,7 +12,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from msgspec.structs import replace
 
-from nanocore.client import AsyncEngineClient, RecentSteps, RequestWay, Stats, StepColumns
+from nanocore.client import AsyncEngineClient, RecentSteps, RequestPhases, Stats, StepColumns
 from nanocore.http.app import App
 from nanocore.http.live_view import live_requests
 from nanocore.http.settings import AppSettings
@@ -118,8 +118,8 @@ def test_requests_of_others_and_those_whose_id_opens_an_answer_have_none(
 
 
 def test_ids_of_answers_are_told_but_for_stored_ones() -> None:
-    def way(request_id: str) -> RequestWay:
-        return RequestWay(
+    def way(request_id: str) -> RequestPhases:
+        return RequestPhases(
             handle=1,
             num_prompt_tokens=1,
             num_cached_tokens=0,

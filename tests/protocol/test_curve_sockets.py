@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from zmq.auth.base import Authenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from nanocore.protocol.errors import AddressInUseError, ConfigError
-from nanocore.protocol.sockets import EngineSocket, SendResult
+from nanocore.protocol.sockets import EngineSocket, SendResult, bind_engine_socket
 from nanocore.protocol.sockets.curve_router import CurveRouter
 from nanocore_conformance.peer_socket import PeerSocket
 from tests.port_scanner import PROBES, scan
@@ -39,7 +39,7 @@ def endpoint() -> str:
 
 @pytest.fixture
 def engine(keys: KeyFolders, endpoint: str) -> Iterator[EngineSocket]:
-    with closing(EngineSocket(endpoint, keys.engine_keys)) as bound:
+    with closing(bind_engine_socket(endpoint, keys.engine_keys)) as bound:
         yield bound
 
 
@@ -100,7 +100,7 @@ def test_clients_on_the_allow_list_are_served(keys: KeyFolders, host: str) -> No
         pytest.skip("this machine has no IPv6")
     endpoint = f"tcp://{host}:{port}"
     with (
-        closing(EngineSocket(endpoint, keys.engine_keys)) as engine,
+        closing(bind_engine_socket(endpoint, keys.engine_keys)) as engine,
         closing(PeerSocket(endpoint, keys.client_keys("one"))) as one,
         closing(PeerSocket(endpoint, keys.client_keys("other"))) as other,
     ):
@@ -111,7 +111,7 @@ def test_clients_on_the_allow_list_are_served(keys: KeyFolders, host: str) -> No
 def test_administrators_are_those_whose_keys_stand_in_their_folder(keys: KeyFolders) -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     with (
-        closing(EngineSocket(endpoint, keys.engine_keys)) as engine,
+        closing(bind_engine_socket(endpoint, keys.engine_keys)) as engine,
         closing(PeerSocket(endpoint, keys.client_keys("user"))) as user,
     ):
 
@@ -137,7 +137,7 @@ def test_administrators_are_those_whose_keys_stand_in_their_folder(keys: KeyFold
 def test_keys_work_on_ipc_too(keys: KeyFolders, short_path: Path) -> None:
     endpoint = f"ipc://{short_path}/engine.sock"
     with (
-        closing(EngineSocket(endpoint, keys.engine_keys)) as engine,
+        closing(bind_engine_socket(endpoint, keys.engine_keys)) as engine,
         closing(PeerSocket(endpoint, keys.client_keys("one"))) as one,
     ):
         chat(engine, one, b"one")
@@ -297,7 +297,7 @@ def test_a_client_with_a_key_that_is_not_admitted_in_time_is_hung_up_on(
         routing_id, _ = receive(engine)
         engine.admit(routing_id)
         with dealer(endpoint, keys, "silent") as silent:
-            engine.limit(max_connections=10, guest_timeout_s=0.0)
+            engine.limit(max_connections=10, unadmitted_timeout_s=0.0)
             serve_until_disconnected(engine, silent)
             chat(engine, friend, b"still here")
     deadline_s = time.monotonic() + PATIENCE_S
@@ -310,7 +310,7 @@ def test_a_client_with_a_key_that_is_not_admitted_in_time_is_hung_up_on(
 def test_of_too_many_clients_with_keys_the_oldest_guest_goes(
     engine: EngineSocket, endpoint: str, keys: KeyFolders
 ) -> None:
-    engine.limit(max_connections=2, guest_timeout_s=PATIENCE_S)
+    engine.limit(max_connections=2, unadmitted_timeout_s=PATIENCE_S)
     with (
         closing(PeerSocket(endpoint, keys.client_keys("friend"))) as friend,
         dealer(endpoint, keys, "oldest") as oldest,
@@ -331,12 +331,10 @@ def test_of_too_many_clients_with_keys_the_oldest_guest_goes(
 # -- no TCP without keys --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("socket_type", [EngineSocket, PeerSocket])
-def test_a_tcp_socket_without_keys_is_refused(
-    socket_type: type[EngineSocket | PeerSocket], endpoint: str
-) -> None:
+@pytest.mark.parametrize("make", [bind_engine_socket, PeerSocket])
+def test_a_tcp_socket_without_keys_is_refused(make: Callable[[str], object], endpoint: str) -> None:
     with pytest.raises(ConfigError, match="needs CURVE keys"):
-        socket_type(endpoint)
+        make(endpoint)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", int(endpoint.rsplit(":", 1)[1])))
 
@@ -347,7 +345,7 @@ def test_a_second_engine_at_a_port_is_refused(
 ) -> None:
     second = endpoint.replace("127.0.0.1", host)
     with pytest.raises(AddressInUseError, match=second):
-        EngineSocket(second, keys.engine_keys)
+        bind_engine_socket(second, keys.engine_keys)
     nobody_came(engine, endpoint, keys)
 
 
@@ -362,11 +360,11 @@ def test_closing_leaves_no_thread_no_descriptor_and_a_free_port(
 
     threads = threading.enumerate()
     engine_keys = keys.engine_keys
-    with closing(EngineSocket(endpoint, engine_keys)) as engine:
+    with closing(bind_engine_socket(endpoint, engine_keys)) as engine:
         nobody_came(engine, endpoint, keys)
     num_open = open_files()  # what the libraries keep open from their first use on is in it
     for _ in range(3):
-        with closing(EngineSocket(endpoint, engine_keys)) as engine:
+        with closing(bind_engine_socket(endpoint, engine_keys)) as engine:
             nobody_came(engine, endpoint, keys)
         engine.close()
         assert (threading.enumerate(), open_files()) == (threads, num_open)
@@ -380,7 +378,7 @@ def test_an_engine_whose_doorkeeper_has_died_admits_nobody_says_so_and_closes(
         raise OSError("no more")
 
     monkeypatch.setattr(Authenticator, "handle_zap_message", die)
-    engine = EngineSocket(endpoint, keys.engine_keys)
+    engine = bind_engine_socket(endpoint, keys.engine_keys)
     client = keys.client_keys("client")
     with stranger(endpoint, client.options):  # hung up on when the handshake's time is over
         with pytest.raises(RuntimeError, match="has died"):
@@ -393,8 +391,8 @@ def test_nobody_is_admitted_while_no_doorkeeper_answers(
     engine: EngineSocket, endpoint: str, keys: KeyFolders
 ) -> None:
     """Left to its defaults, libzmq admits everybody then."""
-    assert isinstance(engine.router, CurveRouter)
-    assert engine.router.authenticator is not None
-    engine.router.authenticator.close()
+    assert isinstance(engine, CurveRouter)
+    assert engine.authenticator is not None
+    engine.authenticator.close()
     with stranger(endpoint, keys.client_keys("client").options):
         assert engine.receive() is None

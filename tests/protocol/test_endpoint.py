@@ -9,7 +9,7 @@ import pytest
 
 from nanocore.protocol.endpoint import TcpAddress, default_endpoint, ipc_address, listen_address
 from nanocore.protocol.errors import ConfigError
-from nanocore.protocol.sockets import EngineSocket
+from nanocore.protocol.sockets import bind_engine_socket
 
 
 def test_the_default_endpoint_is_in_the_users_runtime_dir(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_the_longest_path_accepted_can_be_bound(short_path: Path) -> None:
     endpoint = f"ipc://{short_path}/{'x' * padding}"
     path = ipc_address(endpoint).path
     assert len(os.fsencode(path)) == 107
-    EngineSocket(endpoint).close()
+    bind_engine_socket(endpoint).close()
     with pytest.raises(ConfigError):
         ipc_address(endpoint + "x")
 

@@ -275,7 +275,7 @@ def test_a_guest_is_hung_up_on_in_time_and_who_was_admitted_is_not(
         guest.greet()
         guest.send(b"y")
         receive(router)
-        router.guest_timeout_s = 0.0
+        router.unadmitted_timeout_s = 0.0
         serve(router, guest.await_end)
         assert router.send(routing_id, [b"still"]) is SendResult.SENT
         router.dismiss(routing_id)

@@ -11,7 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.protocol.sockets import MAX_FRAME_BYTES, ClientSocket, EngineSocket, SendResult
+from nanocore.protocol.sockets import (
+    MAX_FRAME_BYTES,
+    ClientSocket,
+    EngineSocket,
+    SendResult,
+    bind_engine_socket,
+)
 from nanocore_conformance.peer_socket import PeerSocket
 
 PATIENCE_MS = 10_000
@@ -19,7 +25,7 @@ PATIENCE_MS = 10_000
 
 @pytest.fixture
 def engine(endpoint: str) -> Iterator[EngineSocket]:
-    socket = EngineSocket(endpoint)
+    socket = bind_engine_socket(endpoint)
     yield socket
     socket.close()
 
@@ -85,7 +91,7 @@ def test_each_client_gets_its_own_answers(engine: EngineSocket, endpoint: str) -
 def test_the_socket_file_is_private_whatever_the_umask(endpoint: str, short_path: Path) -> None:
     old_umask = os.umask(0)
     try:
-        engine = EngineSocket(endpoint)
+        engine = bind_engine_socket(endpoint)
         assert (short_path / "engine.sock").stat().st_mode & 0o077 == 0
         assert os.umask(0) == 0, "the process's umask is put back"
         engine.close()
@@ -242,7 +248,7 @@ def test_what_finds_no_room_is_sent_in_order_once_there_is_some(endpoint: str) -
             await asyncio.sleep(0)
             assert not client.send_nowait([b"out of turn"])
             taken_back.cancel()
-            engine = EngineSocket(endpoint)
+            engine = bind_engine_socket(endpoint)
             received = []
             while not received or received[-1] != b"sent":
                 received.append((await asyncio.to_thread(_receive, engine))[1][0])
@@ -258,7 +264,7 @@ def test_a_closed_client_leaves_nothing_behind_for_the_next_engine(endpoint: str
     async def scenario() -> None:
         with closing(ClientSocket(endpoint)) as client:
             client.post([b"stale"])
-        engine = EngineSocket(endpoint)
+        engine = bind_engine_socket(endpoint)
         assert engine.wait(0) == set()
         assert engine.receive() is None
         engine.close()

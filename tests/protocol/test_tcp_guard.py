@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.protocol.sockets import EngineSocket, SendResult
+from nanocore.protocol.sockets import SendResult, bind_engine_socket
 from nanocore.protocol.sockets import tcp_guard as guard
 from tests.protocol.keys import free_port, make_key_folders
 from tests.protocol.test_curve_sockets import receive
@@ -63,7 +63,7 @@ def test_a_peer_that_does_not_read_answers_nevertheless(
     endpoint = f"tcp://127.0.0.1:{free_port()}"
     folder = str(keys.client("slow"))
     with (
-        closing(EngineSocket(endpoint, keys.engine_keys)) as engine,
+        closing(bind_engine_socket(endpoint, keys.engine_keys)) as engine,
         subprocess.Popen([sys.executable, "-c", SLOW_READER, endpoint, folder]) as reader,
     ):
         try:

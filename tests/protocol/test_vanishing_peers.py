@@ -15,15 +15,15 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from nanocore.protocol.sockets import ClientSocket, EngineSocket, SendResult
+from nanocore.protocol.sockets import ClientSocket, SendResult, bind_engine_socket
 
 HEARTBEAT_S = 0.7  # longer than the interval of any heartbeat that the sockets might have
 FLOOD = 5000  # more messages than all high-water marks together
 
 BUSY_ENGINE = """
 import sys
-from nanocore.protocol.sockets import EngineSocket
-engine = EngineSocket(sys.argv[1])
+from nanocore.protocol.sockets import bind_engine_socket
+engine = bind_engine_socket(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
 while engine.receive() is not None: pass
@@ -76,7 +76,7 @@ def test_a_busy_engine_survives_a_client_that_floods_it_and_vanishes(endpoint: s
 
 
 def test_a_busy_client_survives_the_end_of_an_engine_that_has_much_to_say(endpoint: str) -> None:
-    engine = EngineSocket(endpoint)
+    engine = bind_engine_socket(endpoint)
     with _busy(BUSY_CLIENT, endpoint) as client:
         assert client.stdout is not None
         assert client.stdout.readline() == b"ready\n"
@@ -92,7 +92,7 @@ def test_a_busy_client_survives_the_end_of_an_engine_that_has_much_to_say(endpoi
 def test_an_engines_last_words_reach_a_client_that_reads_them_late(endpoint: str) -> None:
     async def scenario() -> None:
         with closing(ClientSocket(endpoint)) as client:
-            with closing(EngineSocket(endpoint)) as engine:
+            with closing(bind_engine_socket(endpoint)) as engine:
                 await client.send([b"hello"])
                 engine.wait(10_000)
                 message = engine.receive()

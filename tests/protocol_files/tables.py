@@ -22,9 +22,15 @@ from nanocore.protocol.messages import (
     ModelFile,
     TokenLogprobs,
 )
-from nanocore.protocol.metrics import Metric, MetricSample, Stats
+from nanocore.protocol.metrics import (
+    Metric,
+    MetricSample,
+    RecentSteps,
+    RequestPhases,
+    Stats,
+    StepColumns,
+)
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
-from nanocore.protocol.steps import RecentSteps, RequestWay, StepColumns
 from nanocore.protocol.structured_outputs import (
     ReasoningMarks,
     StructuralTag,
@@ -45,7 +51,7 @@ HEADINGS: dict[str, Struct] = {
     "#### Metric sample": MetricSample,
     "#### Recent steps": RecentSteps,
     "#### Step columns": StepColumns,
-    "#### Request way": RequestWay,
+    "#### Request way": RequestPhases,
     "## 9. Sampling parameters": EngineSamplingParams,
     "### Structured outputs": StructuredOutputs,
     "#### Reasoning": ReasoningMarks,
@@ -69,7 +75,7 @@ FIRST_SINCE = {
     ReasoningMarks: "1.7",
     Draining: "1.9",
     **dict.fromkeys((Metric, MetricSample), "1.10"),
-    **dict.fromkeys((RecentSteps, StepColumns, RequestWay), "1.11"),
+    **dict.fromkeys((RecentSteps, StepColumns, RequestPhases), "1.11"),
 }
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from nanocore.protocol.messages import Op
 from nanocore.protocol.sampling import EngineSamplingParams
-from tests.engine_core.structured.evil_inputs import EVIL_INPUTS
+from tests.engine_core.grammars.evil_inputs import EVIL_INPUTS
 from tests.hostile.messages import submit
 from tests.reliability.bystanders import Answers, run_beside
 from tests.reliability.ends import Ends

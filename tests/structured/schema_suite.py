@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from nanocore.engine_core.structured.matcher import Grammar
+from nanocore.engine_core.grammars.matcher import Grammar
 from nanocore.protocol.errors import InvalidRequestError
 from tests.structured.walks import accepts, demo_tokens
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from nanocore.demo_model import demo_model_folder
-from nanocore.engine_core.structured.compilation import compile_grammar
-from nanocore.engine_core.structured.matcher import Grammar, Matcher
-from nanocore.engine_core.structured.vocabulary import Vocabulary
+from nanocore.engine_core.grammars.compilation import compile_grammar
+from nanocore.engine_core.grammars.matcher import Grammar, Matcher
+from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.structured_outputs import StructuredOutputsParams
 
 DEMO_MODEL: Final = demo_model_folder()
@@ -32,7 +32,7 @@ RANKS: Final = ['}]"@', "0n1:", ",", "", " \n", "{["]
 class DemoTokens:
     """The demo model's vocabulary, as walks need it."""
 
-    vocabulary: Vocabulary
+    vocabulary: TokenTable
     tokenizer: Tokenizer
 
     @cached_property
@@ -55,7 +55,7 @@ class DemoTokens:
 @cache
 def demo_tokens() -> DemoTokens:
     return DemoTokens(
-        Vocabulary.load(DEMO_MODEL, VOCAB_SIZE, [EOS]),
+        TokenTable.load(DEMO_MODEL, VOCAB_SIZE, [EOS]),
         Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")),
     )
 

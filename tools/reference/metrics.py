@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.io.queue_limit import QueueLimit
-from nanocore.engine_core.metrics.collector import DeskCounts, MetricsCollector
+from nanocore.engine_core.io.limits import QueueLimit
+from nanocore.engine_core.metrics.collector import EngineMetrics, IoCounts
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.utilisation import Utilisation
 from nanocore.http.exposition import NOT_NAMING
@@ -58,8 +58,8 @@ def _metrics() -> list[Metric]:
     scheduler = Scheduler(config, KVCacheManager(8, 16))
     limit = QueueLimit(1, 1, scheduler.counters)
     used = Utilisation(_COST, _SPEED)
-    collector = MetricsCollector(scheduler, limit.rejections, _CACHE, used)
-    return collector.collect(DeskCounts(closed={"": 0}))
+    collector = EngineMetrics(scheduler, limit.rejections, _CACHE, used)
+    return collector.collect(IoCounts(closed={"": 0}))
 
 
 def _line(metric: Metric, first: str) -> str:

@@ -1,43 +1,188 @@
-"""Admission: from a SUBMIT to a Request, or to a typed error that says what would have worked.
+"""Admission: turns a SUBMIT into a Request, or into a typed error that says what would have worked.
 
-Runs on the io thread, so that bad requests never reach the step loop and hashing a long prompt does
-not delay a step. Clients in other languages skip the SDK's checks; every check is made here.
+Runs on the io thread, so that bad requests never reach the step loop, and hashing a long prompt
+delays no step. Clients in other languages skip the SDK's checks; every check is made here.
+
+A SUBMIT may bring output tokens of an earlier run. The request is queued with them behind its
+prompt, like a preempted one. If they have ended it already, it is accepted and ends at once.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 from msgspec.structs import replace
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.io.queue_limit import QueueLimit
-from nanocore.engine_core.io.resumed_outputs import check_outputs, longest
-from nanocore.engine_core.io.sampling_check import SamplingCheck
-from nanocore.engine_core.io.submit_size import held_bytes
+from nanocore.engine_core.grammars.matcher import Grammar, GrammarSource
+from nanocore.engine_core.io.limits import QueueLimit, held_bytes
+from nanocore.engine_core.requests.ends import end_by_stop
 from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
-from nanocore.engine_core.structured.matcher import Grammar, GrammarSource
 from nanocore.kv_cache import KeyChain
 from nanocore.protocol.errors import ContextLengthError, EngineOverloadedError, InvalidRequestError
-from nanocore.protocol.fields import MAX_EXACT_INT
-from nanocore.protocol.limits import check_limits
-from nanocore.protocol.messages import ModelCard, Submit
+from nanocore.protocol.fields import MAX_EXACT_INT, check_limits
+from nanocore.protocol.messages import Event, ModelCard, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
+
+
+class SamplingCheck:
+    """Checks sampling parameters against the model and the engine, beyond their ranges.
+
+    max_logprobs: limit per token; -1: no limit.
+    """
+
+    def __init__(self, model: ModelCard, max_logprobs: int) -> None:
+        self._vocab_size = model.vocab_size
+        self._max_logprobs = max_logprobs
+
+    def check(self, sampling: EngineSamplingParams, eos_token_ids: Sequence[int]) -> None:
+        """Check token ids, logprobs, and that every step has a token left to choose.
+
+        eos_token_ids: those that end this request.
+
+        Raises:
+            InvalidRequestError: the first that is wrong.
+        """
+        allowed, bad_words = sampling.allowed_token_ids, sampling.bad_words_token_ids
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("allowed_token_ids", allowed or ())
+        self._check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+        for i, words in enumerate(bad_words):
+            self._check_ids(f"bad_words_token_ids[{i}]", words)
+        if sampling.logprobs is not None:
+            self._check_logprobs("logprobs", sampling.logprobs)
+        if sampling.prompt_logprobs is not None:
+            self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
+        if allowed is not None or sampling.min_tokens or bad_words:
+            self._check_choice(sampling, eos_token_ids)
+
+    def no_token_id(self, place: str, token_id: int, hint: str = "") -> InvalidRequestError:
+        """Error for an invalid token id. place: field and index."""
+        return InvalidRequestError(
+            f"{place}={token_id} is no token id of this model: valid ids are "
+            f"0 to {self._vocab_size - 1}{hint}"
+        )
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
+            for i, token_id in enumerate(ids):
+                if not 0 <= token_id < self._vocab_size:
+                    raise self.no_token_id(f"{name}[{i}]", token_id)
+
+    def _check_logprobs(self, name: str, asked: int) -> None:
+        limit, vocab_size = self._max_logprobs, self._vocab_size
+        if asked == -1 and (limit == -1 or limit >= vocab_size):
+            return
+        if asked == -1:
+            asked = vocab_size
+            name = f"{name}=-1, all {vocab_size} tokens of the vocabulary,"
+        else:
+            name = f"{name}={asked}"
+        if limit != -1 and asked > limit:
+            raise InvalidRequestError(
+                f"{name} is out of range: this engine gives at most {limit}; ask for fewer, or "
+                "start it with a higher --max-logprobs (-1: no limit)"
+            )
+        if asked > vocab_size:
+            raise InvalidRequestError(
+                f"{name} is out of range: the vocabulary has {vocab_size} tokens; -1 is for all"
+            )
+
+    def _check_choice(self, sampling: EngineSamplingParams, eos_token_ids: Sequence[int]) -> None:
+        allowed = sampling.allowed_token_ids
+        forbidden = {words[0] for words in sampling.bad_words_token_ids if len(words) == 1}
+        if sampling.min_tokens:
+            forbidden.update(eos_token_ids, sampling.stop_token_ids)
+        if allowed is None:
+            num_forbidden = sum(token_id < self._vocab_size for token_id in forbidden)
+            num_left, what = self._vocab_size - num_forbidden, "the vocabulary"
+        else:
+            num_left, what = len(set(allowed) - forbidden), "allowed_token_ids"
+        if num_left == 0:
+            ends = f", or an end before min_tokens={sampling.min_tokens}"
+            raise InvalidRequestError(
+                f"no token is left to choose: each of {what} is a bad word"
+                f"{ends if sampling.min_tokens else ''}; allow more tokens"
+            )
+
+
+def longest(max_model_len: int, max_tokens: int | None) -> int:
+    """Limit of prompt and output tokens of one request.
+
+    A prompt alone may fill max_model_len: a single token that is sampled after it is delivered
+    and never computed. So a text of that length can be scored, and embedded.
+    """
+    return max_model_len + (max_tokens == 1)
+
+
+def check_outputs(
+    outputs: np.ndarray,
+    sampling: EngineSamplingParams,
+    eos_token_ids: Sequence[int],
+    num_prompt: int,
+    max_model_len: int,
+) -> None:
+    """Check that a run with these parameters may have produced the outputs.
+
+    eos_token_ids: those that end this request.
+
+    Raises:
+        ContextLengthError: prompt and outputs are longer than the model allows.
+        InvalidRequestError: the request has several samples or none, or would have ended before.
+    """
+    num_outputs, num_free = len(outputs), sampling.min_tokens
+    if not num_outputs:
+        return
+    if sampling.pooling is not None:
+        raise InvalidRequestError(
+            f"output_token_ids with pooling={sampling.pooling!r}: an embedding has no output "
+            "tokens; leave output_token_ids out"
+        )
+    if sampling.n != 1:
+        raise InvalidRequestError(
+            f"output_token_ids with n={sampling.n}: it is of one sample; resume each as a request "
+            "of its own, with n=1 and, of sample i, seed + i"
+        )
+    if sampling.max_tokens is not None and num_outputs > sampling.max_tokens:
+        raise InvalidRequestError(
+            f"output_token_ids has {num_outputs} tokens, more than max_tokens="
+            f"{sampling.max_tokens}, which counts what was produced already, too"
+        )
+    if num_prompt + num_outputs > longest(max_model_len, sampling.max_tokens):
+        raise ContextLengthError(
+            f"the prompt has {num_prompt} tokens and output_token_ids {num_outputs}, together more "
+            f"than max_model_len={max_model_len}: start the engine with a larger --max-model-len"
+        )
+    is_stop = np.isin(outputs[num_free:-1], [*eos_token_ids, *sampling.stop_token_ids])
+    if is_stop.any():
+        i = num_free + int(is_stop.argmax())
+        raise InvalidRequestError(
+            f"output_token_ids[{i}]={outputs[i]} is EOS or a stop id: the request ended there, "
+            f"and {num_outputs - i - 1} tokens follow; leave them out"
+        )
+
+
+def end_by_outputs(request: Request) -> Event | None:
+    """Return the end of a request whose resumed outputs have completed it, or None."""
+    assert request.token_ids is not None
+    if not request.num_resumed_tokens:
+        return None
+    last = int(request.token_ids[-1])
+    stop = end_by_stop(request, last, request.num_resumed_tokens)
+    if stop is None and request.num_tokens == request.max_num_tokens:
+        return Event(handle=request.handle, finish_reason="length")
+    return stop
+
 
 MAX_HANDLE: Final = 2**32 - 1
 
 
 class Admission:
-    """Builds requests for one engine.
-
-    Args:
-        model: limits that requests must fit.
-        config: seed (of the generator that draws seeds for requests that bring none), scheduling
-            policy, and what concerns the prefix cache.
-        queue_limit: how many may wait.
-        grammars: those of structured outputs that are known.
+    """Validates SUBMITs and builds requests of them. grammars: known grammars of structured
+    outputs.
     """
 
     def __init__(
@@ -59,15 +204,14 @@ class Admission:
     def build(self, submit: Submit, handle: int, client: int, is_only: bool = False) -> Request:
         """Validate a SUBMIT and build its request, block keys included.
 
-        Of several samples it is the first, which holds the others back; their handles follow on
-        its own. If it `awaits_grammar` it cannot run before that is compiled, and knows the
-        outputs that the request brings. These may have ended it: see `end_by_outputs`. is_only:
-        its session has no other request.
+        Of sibling samples it returns the first, which holds the others back; their handles follow
+        on its own. A request that `awaits_grammar` cannot run before its grammar is compiled.
+        Resumed outputs may have ended it: see `end_by_outputs`. is_only: its session has no other
+        request.
 
         Raises:
-            ContextLengthError: prompt, or prompt and outputs or max_tokens, exceed the model or
-                the KV cache.
-            InvalidRequestError: any other value out of range, or what cannot be compiled.
+            ContextLengthError: prompt, outputs and max_tokens exceed the model or the KV cache.
+            InvalidRequestError: any other value is out of range, or the grammar cannot be compiled.
             EngineOverloadedError: the queue is full.
         """
         check_limits(submit)
@@ -121,7 +265,7 @@ class Admission:
         return self._seeds.getrandbits(MAX_EXACT_INT.bit_length())
 
     def _find_grammar(self, sampling: EngineSamplingParams, client: int) -> Grammar | None:
-        """Of a structured output; None if there is none, or it is not known yet."""
+        """Return the request's grammar; None if it has none, or it is not compiled yet."""
         if sampling.structured_outputs is None:
             return None
         found = self._grammars.find(sampling.structured_outputs, client)
@@ -131,7 +275,7 @@ class Admission:
         return found
 
     def _extra_keys(self, submit: Submit, client: int) -> dict[str, str]:
-        """What cached blocks depend on beside their tokens."""
+        """Return what cached blocks depend on in addition to their tokens."""
         extra_keys = {} if submit.cache_salt is None else {"cache_salt": submit.cache_salt}
         if self._salted:
             extra_keys["session"] = str(client)
@@ -161,11 +305,11 @@ class Admission:
         return token_ids
 
     def _are_ids(self, token_ids: np.ndarray) -> bool:
-        """Whether all are valid; a negative one is a very large one here."""
+        """Whether all ids are valid; as uint32, negative ones are very large."""
         return bool(token_ids.view(np.uint32).max() < self._model.vocab_size)
 
     def _max_num_tokens(self, num_prompt: int, sampling: EngineSamplingParams) -> int:
-        """Prompt and output tokens together, at most."""
+        """Return the limit of prompt and output tokens together."""
         max_model_len, max_tokens = self._model.max_model_len, sampling.max_tokens
         if sampling.pooling is not None:  # it ends where its first token would be
             max_tokens = 1

@@ -1,22 +1,86 @@
-"""What a CONTROL asks for: handed to the step loop, answered at once, or refused.
+"""Handles CONTROL: passes it to the step loop, replies at once, or refuses it.
 
-Runs on the io thread. Operations are an allow-list. The step loop answers between two steps, so the
-calls of one session that wait for it are limited: a flood of them would wait there, and then hold
-up the step. A pause belongs to its session, and ends with it at the latest.
+Runs on the io thread. Operations are an allow-list. The step loop replies between two steps, so
+each session's pending calls are limited: a flood of them would delay the step. A pause belongs to
+its session, and ends with it at the latest.
 """
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, get_args
 
-from nanocore.engine_core.io.model_files import ModelFiles
 from nanocore.engine_core.io.session import Session
 from nanocore.engine_core.mailbox import ControlCall, Inbox
-from nanocore.engine_core.metrics.collector import MetricsCollector
-from nanocore.engine_core.stats import DeskCounts
-from nanocore.protocol.errors import shorten
-from nanocore.protocol.messages import ADMIN_OPERATIONS, Control, ControlOperation, Reply
+from nanocore.engine_core.metrics.collector import EngineMetrics, IoCounts
+from nanocore.protocol.errors import ModelFileError, shorten
+from nanocore.protocol.messages import (
+    ADMIN_OPERATIONS,
+    MAX_FILE_BYTES,
+    MAX_FILE_CHUNK_BYTES,
+    Control,
+    ControlOperation,
+    ModelFile,
+    ModelFileName,
+    Reply,
+)
+from nanocore.worker.loading.gguf.files import is_gguf
+from nanocore.worker.loading.gguf.model_files import gguf_model_files
+
+logger = logging.getLogger(__name__)
+
+
+class ServedFiles:
+    """Contents of the files of `ModelFileName` that a model folder has. No other file can be named.
+
+    They are read once, at the start: what is served matches the digests in the model card, whatever
+    happens to the folder later.
+
+    Raises:
+        ModelFileError: one of them cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._contents: dict[str, bytes] = {}
+        self.entries: list[ModelFile] = []
+        if is_gguf(folder):
+            for name, content in gguf_model_files(folder).items():
+                self._add(name, content)
+            return
+        for name in get_args(ModelFileName):
+            path = folder / name
+            try:
+                if not path.is_file():
+                    continue
+                num_bytes = path.stat().st_size
+                if num_bytes > MAX_FILE_BYTES:
+                    logger.warning(
+                        "%s has %d bytes: files above %d are not served to clients",
+                        path,
+                        num_bytes,
+                        MAX_FILE_BYTES,
+                    )
+                    continue
+                content = path.read_bytes()
+            except OSError as error:
+                raise ModelFileError(f"{path}: {error.strerror}") from None
+            self._add(name, content)
+
+    def _add(self, name: str, content: bytes) -> None:
+        self._contents[name] = content
+        digest = hashlib.sha256(content).hexdigest()
+        self.entries.append(ModelFile(name=name, num_bytes=len(content), sha256=digest))
+
+    def chunk(self, name: str | None, offset: int) -> bytes | None:
+        """Return at most MAX_FILE_CHUNK_BYTES from `offset` on, empty at the end; None: no such
+        file.
+        """
+        content = self._contents.get(name or "")
+        return None if content is None else content[offset : offset + MAX_FILE_CHUNK_BYTES]
+
 
 MAX_CALLS: Final = 64  # of one session, that wait for the step loop
 
@@ -27,7 +91,7 @@ def may_ask(session: Session, operation: str) -> bool:
 
 
 def not_permitted(control: Control) -> Reply:
-    """The answer to an operation that the session's role does not allow."""
+    """Reply to an operation that the session's role does not allow."""
     text = (
         f"{control.operation} concerns all clients, and this session's key has the role user: "
         "ask an administrator, or have the key put into the engine's folder admins"
@@ -41,15 +105,17 @@ class ControlHandler:
     inbox: the step loop's. files: those that read_file reads. metrics: those of the engine.
     """
 
-    def __init__(self, inbox: Inbox, files: ModelFiles, metrics: MetricsCollector) -> None:
+    def __init__(self, inbox: Inbox, files: ServedFiles, metrics: EngineMetrics) -> None:
         self.metrics = metrics
         self._inbox = inbox
         self._files = files
 
     def handle(
-        self, session: Session, control: Control, counts: Callable[[], DeskCounts]
+        self, session: Session, control: Control, counts: Callable[[], IoCounts]
     ) -> Reply | None:
-        """The answer; None if the step loop will give it. counts: the front desk's, of now."""
+        """Return the reply, or None if the step loop will reply. counts: reads the io thread's
+        counts.
+        """
         match control.operation:
             case "stats" | "reset_prefix_cache" | "pause" | "resume" as operation:
                 if session.num_calls == MAX_CALLS:
@@ -75,11 +141,11 @@ class ControlHandler:
                 return self._refusal(control, text)
 
     def answered(self, session: Session) -> None:
-        """The step loop has answered one of the session's calls."""
+        """Note that the step loop has replied to one of the session's calls."""
         session.num_calls -= 1
 
     def leave(self, session: Session) -> None:
-        """The session has ended: its pause goes with it. Nobody is there for the answer."""
+        """Withdraw the pause of a session that has ended. Nobody awaits the reply."""
         if session.has_paused:
             self._inbox.put(ControlCall(session.client, 0, "resume"))
 

@@ -1,9 +1,9 @@
-"""Drain: an engine that is to end finishes what it has, takes nothing new, and then ends.
+"""Drain: the engine finishes open requests, takes no new ones, and then ends.
 
-Belongs to the front desk, which shows it each message first and the time often. It is over when no
-request is open and no client has anything left to take in, or at the deadline; the step loop is
-then told to end, and ends what is left. What is paused cannot come to its end and is not waited
-for. Once begun a drain is never taken back.
+The message handler shows it each message first, and calls it at intervals. The drain is over when
+no request is open and no client has output left to receive, or at the deadline. The step loop is
+then told to end, and ends what is left. Paused requests cannot finish and are not waited for. A
+drain is never taken back.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Final
 
-from nanocore.engine_core.io.session import Session
-from nanocore.engine_core.io.session_table import SessionTable
+from nanocore.engine_core.io.session import Session, SessionTable
 from nanocore.engine_core.mailbox import Inbox, Shutdown
 from nanocore.protocol.codec import returned_id
 from nanocore.protocol.errors import ErrorCode
@@ -28,14 +27,10 @@ DRAINING_SINCE: Final = 9
 
 
 class Drain:
-    """One engine's. Times are those of the front desk's clock.
+    """Drain state of one engine. Times are those of the message handler's clock.
 
-    Args:
-        sessions: the open ones. inbox: the step loop's.
-        timeout_s: what runs may take so long; 0: it is ended at once, and nobody is told before.
-        send: to a session, at a time; it may be closed by that.
-
-    is_on: whether it has begun; new requests are refused from then on.
+    timeout_s: limit for open requests; 0 ends them at once, with no announcement. send: sends to a
+    session at a time, which may close it. is_on: new requests are refused from then on.
     """
 
     def __init__(
@@ -56,11 +51,12 @@ class Drain:
 
     @property
     def next_look_s(self) -> float:
-        """When `go_on` must be called at the latest, if nothing happens before."""
+        """Latest time of the next call of `go_on`."""
         return math.inf if self._is_over else self._deadline_s
 
     def begin(self, cause: str, now_s: float) -> None:
-        """Refuse new requests, and end the engine when what it has is done. Only the first counts.
+        """Refuse new requests, and end the engine when open ones have finished. Later calls do
+        nothing.
 
         cause: what requests that are cut are told, a signal's name, say.
         """
@@ -83,7 +79,7 @@ class Drain:
                 self.tell(session, now_s)
 
     def go_on(self, now_s: float) -> None:
-        """End the engine if the time has come."""
+        """End the engine if no request is left, or the deadline has passed."""
         if not self.is_on or self._is_over:
             return
         num = len(self._sessions.request_ids)
@@ -99,16 +95,16 @@ class Drain:
         if num:
             logger.info("the drain ends, and %d requests with it: %s", num, reason)
         else:
-            logger.info("%s: nothing is left to be done", self._cause)
+            logger.info("%s: no requests in flight, exiting", self._cause)
         self._inbox.put(Shutdown(reason))
 
     def tell(self, session: Session, now_s: float) -> None:
-        """Say DRAINING to a session, if it knows the word and there is a drain to tell of."""
+        """Send DRAINING to a session whose protocol version has it, while a drain is on."""
         if self.is_on and not self._is_over and session.minor >= DRAINING_SINCE:
             self._send(session, Draining(deadline_ms=int(self._left_s(now_s) * 1e3)), now_s)
 
     def handle(self, session: Session, message: Message, now_s: float) -> bool:
-        """Answer a message whose answer is a drain's; whether it was one."""
+        """Handle a message that concerns the drain; return whether it was one."""
         match message:
             case Control(operation="drain"):
                 text = f"the engine ends when its requests have, or in {self._left_s(now_s):.0f} s"
@@ -138,7 +134,7 @@ class Drain:
 
     @property
     def _is_awaited(self) -> bool:
-        """Whether a request can still come to its end, or somebody has yet to take in its own."""
+        """Whether a request can still finish, or a client has output left to receive."""
         sessions = self._sessions
         if sessions.slow:
             return True
@@ -146,5 +142,5 @@ class Drain:
         return bool(sessions.request_ids) and not is_paused
 
     def _left_s(self, now_s: float) -> float:
-        """Until the deadline; of a drain that has not begun all of its time."""
+        """Seconds until the deadline; the whole timeout before the drain has begun."""
         return max(0.0, self._deadline_s - now_s) if self.is_on else self._timeout_s

@@ -1,7 +1,8 @@
-"""The io thread: owns the socket and the time; its front desk decides. Never runs a step.
+"""The io thread: owns the socket and the clock; the message handler decides. Never runs a step.
 
-It waits for messages and for the step loop's events, brings them to the desk in turns, and ends
-with the step loop's farewell. Whatever arrives is data: each message is handled inside one `try`.
+It waits for messages and for the step loop's events, hands them to the message handler in turns,
+and ends with the step loop's farewell. Whatever arrives is data: each message is handled inside one
+`try`.
 """
 
 from __future__ import annotations
@@ -13,16 +14,102 @@ import traceback
 from collections.abc import Callable
 from typing import Final
 
-from nanocore.engine_core.io.front_desk import FrontDesk
-from nanocore.engine_core.io.receive_throttle import ReceiveThrottle
-from nanocore.engine_core.io.reception import PING_INTERVAL_S, SESSION_TIMEOUT_S
-from nanocore.engine_core.io.stats_log import StatsLog
+from nanocore.engine_core.io.handshake_handler import PING_INTERVAL_S, SESSION_TIMEOUT_S
+from nanocore.engine_core.io.message_handler import MessageHandler
 from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.step_trace import StepTrace
+from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sockets import EngineSocket
 
 logger = logging.getLogger(__name__)
+
+INTERVAL_S: Final = 10.0
+
+
+def stats_line(before: Stats, now: Stats, passed_s: float) -> str:
+    prompts_per_s = (now.prompt_tokens - before.prompt_tokens) / passed_s
+    outputs_per_s = (now.generation_tokens - before.generation_tokens) / passed_s
+    return (
+        f"Avg prompt throughput: {prompts_per_s:.1f} tokens/s, "
+        f"Avg generation throughput: {outputs_per_s:.1f} tokens/s, "
+        f"Running: {now.num_requests_running} reqs, Waiting: {now.num_requests_waiting} reqs, "
+        f"KV cache usage: {now.kv_cache_usage_perc * 100:.1f}%, "
+        f"Prefix cache hit rate: {now.prefix_cache_hit_rate * 100:.1f}%"
+    )
+
+
+class StatsLog:
+    """Logs throughput and load every ten seconds, in vLLM's words; an idle engine logs one line,
+    then none.
+
+    read: reads the counters; the step loop is not asked. Times are of one monotonic clock.
+    """
+
+    def __init__(self, read: Callable[[], Stats], now_s: float) -> None:
+        self._read = read
+        self._last, self._last_s = read(), now_s
+        self._was_busy = False
+
+    def look(self, now_s: float) -> None:
+        """Log the line if it is due and there was work."""
+        passed_s = now_s - self._last_s
+        if passed_s < INTERVAL_S:
+            return
+        before, now = self._last, self._read()
+        self._last, self._last_s = now, now_s
+        is_busy = (
+            now.num_requests_running + now.num_requests_waiting > 0
+            or now.prompt_tokens != before.prompt_tokens
+            or now.generation_tokens != before.generation_tokens
+        )
+        if is_busy or self._was_busy:
+            logger.info("%s", stats_line(before, now, passed_s))
+        self._was_busy = is_busy
+
+
+MAX_TURN_S: Final = 0.001
+MAX_REST_S: Final = 0.05  # after a message that took long
+
+
+class ReceiveThrottle:
+    """Limits the time that messages take from steps. Belongs to the io thread.
+
+    Steps run in the same process and need its interpreter. A flood of messages would leave them
+    little of it, so a flood gets half of the time at most; the rest waits in its sender's socket.
+    Turns are measured in CPU time: a thread that waited for a core or the interpreter took nothing
+    from the steps.
+
+    clock: monotonic, in seconds. cpu_clock: CPU seconds of this thread.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self._clock, self._cpu_clock = clock, cpu_clock
+        self._start_s = 0.0
+        self._rest_until_s = 0.0
+
+    @property
+    def rest_s(self) -> float:
+        """Seconds until the next turn may begin; at most 0 if it may begin now."""
+        return self._rest_until_s - self._clock()
+
+    def begin(self) -> bool:
+        """Begin a turn; return False if it is too soon."""
+        self._start_s = self._cpu_clock()
+        return self._clock() >= self._rest_until_s
+
+    def is_over(self) -> bool:
+        """Whether the turn's time is up; a rest as long as the turn follows."""
+        length_s = self._cpu_clock() - self._start_s
+        if length_s < MAX_TURN_S:
+            return False
+        self._rest_until_s = self._clock() + min(length_s, MAX_REST_S)
+        return True
+
 
 BACKLOG_RETRY_S: Final = 0.01  # a peer takes some 100 messages at a time
 
@@ -31,19 +118,18 @@ class IoThread(threading.Thread):
     """Serves clients until the step loop says farewell.
 
     Args:
-        socket: bound; the thread takes it over and closes it. max_connections: to it.
-        desk: whose peers are the socket's.
-        inbox, outbox: shared with the step loop.
-        stats_log: looks once a second whether a line is due; None: there are none.
-        clock: monotonic, in seconds. cpu_clock: seconds for which the thread has computed.
-        trace: is told which outputs are sent.
+        socket: bound; the thread takes it over and closes it.
+        max_connections: limit of the socket.
+        stats_log: logs throughput; None: no log.
+        clock: monotonic, in seconds. cpu_clock: CPU seconds of the thread.
+        trace: notes which outputs are sent.
     """
 
     def __init__(
         self,
         socket: EngineSocket,
         max_connections: int,
-        desk: FrontDesk,
+        handler: MessageHandler,
         inbox: Inbox,
         outbox: Outbox,
         stats_log: StatsLog | None = None,
@@ -54,7 +140,7 @@ class IoThread(threading.Thread):
         super().__init__(name="io", daemon=True)
         self._socket = socket
         socket.limit(max_connections, SESSION_TIMEOUT_S)
-        self._desk = desk
+        self._handler = handler
         self._inbox, self._outbox = inbox, outbox
         self._stats_log = stats_log
         self._clock = clock
@@ -62,7 +148,7 @@ class IoThread(threading.Thread):
         self._throttle = ReceiveThrottle(clock, cpu_clock)
 
     def run(self) -> None:
-        """The thread's body. Its failure is the engine's: a deaf engine must not live on."""
+        """Serve. A failure ends the engine: it must not live on without hearing clients."""
         try:
             self._serve()
         except Exception as error:
@@ -74,34 +160,34 @@ class IoThread(threading.Thread):
         next_check_s = self._clock() + PING_INTERVAL_S
         farewell = None
         while farewell is None:
-            self._wait(min(next_check_s, self._desk.next_deadline_s))
+            self._wait(min(next_check_s, self._handler.next_deadline_s))
             farewell = self._deliver()
             self._receive_batch()
             for routing_id in self._socket.take_gone():
-                self._desk.peer_gone(routing_id)
+                self._handler.peer_gone(routing_id)
             now_s = self._clock()
-            self._desk.flush(now_s)
-            self._desk.end_overdue(now_s)
+            self._handler.flush(now_s)
+            self._handler.end_overdue(now_s)
             if now_s >= next_check_s:
                 next_check_s = now_s + PING_INTERVAL_S
-                self._desk.check_sessions(now_s)
+                self._handler.check_sessions(now_s)
                 if self._stats_log is not None:
                     self._stats_log.look(now_s)
-        self._desk.say_bye(farewell, self._clock())
+        self._handler.say_bye(farewell, self._clock())
         self._socket.close()
 
     def _wait(self, next_check_s: float) -> None:
-        """Until there is something to do; during a rest only for the step loop."""
+        """Sleep until there is something to do; during a rest only for the step loop."""
         if (rest_s := self._throttle.rest_s) > 0:
             self._outbox.wait(rest_s)
         else:
-            is_slow = bool(self._desk.sessions.slow)
-            next_s = min(next_check_s, self._desk.drain.next_look_s)
+            is_slow = bool(self._handler.sessions.slow)
+            next_s = min(next_check_s, self._handler.drain.next_look_s)
             wait_s = BACKLOG_RETRY_S if is_slow else max(0.0, next_s - self._clock())
             self._socket.wait(int(wait_s * 1e3) + 1)
 
     def _deliver(self) -> Farewell | None:
-        """Pass on what the step loop, and who compiles, have put into the outbox."""
+        """Hand over the events in the outbox; return the farewell if it is among them."""
         farewell = None
         now_s = self._clock()
         for event in self._outbox.drain():
@@ -110,11 +196,11 @@ class IoThread(threading.Thread):
             else:
                 if self._trace is not None and isinstance(event, ClientOutput):
                     self._trace.sent(event)
-                self._desk.deliver(event, now_s)
+                self._handler.deliver(event, now_s)
         return farewell
 
     def _receive_batch(self) -> None:
-        """Take what has arrived; of a flood as much as one turn allows."""
+        """Receive what has arrived, as much as one turn allows."""
         if not self._throttle.begin():
             return
         while not self._throttle.is_over():
@@ -124,11 +210,11 @@ class IoThread(threading.Thread):
                 return
 
     def _receive(self, routing_id: bytes, frames: list[bytes]) -> None:
-        """Bring one message to the desk. A bug of ours that it meets costs its session."""
+        """Handle one message. A bug that it meets costs its session."""
         try:
-            self._desk.receive(routing_id, frames, self._clock())
+            self._handler.receive(routing_id, frames, self._clock())
         except Exception as error:
             # Without the error's text: it may quote the message.
             where = "".join(traceback.format_tb(error.__traceback__))
             logger.error("a message could not be handled: %s\n%s", type(error).__name__, where)
-            self._desk.expel(routing_id, "internal error")
+            self._handler.expel(routing_id, "internal error")

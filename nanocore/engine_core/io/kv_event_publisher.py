@@ -1,9 +1,11 @@
-"""Publishes KV cache events to whoever subscribes, on a thread that alone owns the sockets.
+"""Publishes and replays KV cache events on a thread that alone owns the sockets.
 
 The step loop hands each batch to a bounded queue and never waits: when the queue is full, batches
-are dropped and counted, and subscribers see it by the sequence numbers. The thread sleeps in a
-poller while there is nothing to do. Should it fail, the engine goes on without it. Salts are
-secrets of their owners: only their digest leaves the engine.
+are dropped and counted, and subscribers see gaps in the sequence numbers. A replay client's
+progress is a position in a ring, not a queue, so one that does not read costs its socket's
+high-water mark and no more; one that takes nothing for a while loses its replay. If the thread
+fails, the engine continues without it. Salts are secrets of their owners: only their digest leaves
+the engine.
 """
 
 from __future__ import annotations
@@ -13,21 +15,140 @@ import math
 import os
 import threading
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import xxhash
 
-from nanocore.engine_core.io.kv_event_replay import ReplayRing, ReplayServer
 from nanocore.kv_cache import events
 from nanocore.protocol import kv_events as wire
 from nanocore.protocol.codec import unpack_int32
-from nanocore.protocol.sockets import MAX_OBSERVERS, IpcRouter, PublisherSocket
+from nanocore.protocol.errors import ProtocolError
+from nanocore.protocol.kv_events import replay_end_frames, replay_frames, replay_start
+from nanocore.protocol.sockets import MAX_OBSERVERS, IpcRouter, PublisherSocket, SendResult
 from nanocore.system.endpoint_lock import EndpointLock
 
 logger = logging.getLogger(__name__)
+
+MAX_RING_BATCHES: Final = 10_000
+MAX_RING_BYTES: Final = 64 * 2**20
+REPLAY_TIMEOUT_S: Final = 30.0
+REPLAY_RETRY_S: Final = 0.05
+_MAX_REQUESTS: Final = 256  # taken from the socket before events get their turn
+_MAX_BURST: Final = 256  # batches for one client before the others get their turn
+
+
+class ReplayRing:
+    """The latest payloads by sequence number; the oldest are dropped when either limit is
+    exceeded.
+    """
+
+    def __init__(
+        self, max_batches: int = MAX_RING_BATCHES, max_bytes: int = MAX_RING_BYTES
+    ) -> None:
+        self._max_batches, self._max_bytes = max_batches, max_bytes
+        self._entries: deque[tuple[int, bytes]] = deque()
+        self._num_bytes = 0
+
+    @property
+    def last(self) -> int:
+        """Newest sequence number; -1 if there is none."""
+        return self._entries[-1][0] if self._entries else -1
+
+    def append(self, sequence: int, payload: bytes) -> None:
+        """Keep a batch, whose number is higher than all before."""
+        self._entries.append((sequence, payload))
+        self._num_bytes += len(payload)
+        while len(self._entries) > self._max_batches or self._num_bytes > self._max_bytes:
+            self._num_bytes -= len(self._entries.popleft()[1])
+
+    def between(self, start: int, end: int, limit: int) -> list[tuple[int, bytes]]:
+        """Return (sequence number, payload) of at most `limit` batches from `start` up to `end` -
+        1.
+        """
+        first = bisect_left(self._entries, start, key=_sequence_of)
+        last = bisect_left(self._entries, end, key=_sequence_of)
+        return list(islice(self._entries, first, min(last, first + limit)))
+
+
+def _sequence_of(entry: tuple[int, bytes]) -> int:
+    return entry[0]
+
+
+@dataclass(slots=True)
+class _Replay:
+    """A client's request for the batches from `next` up to `end` - 1."""
+
+    next: int
+    end: int
+    since_s: float  # when the client last took something
+
+
+class ReplayServer:
+    """Answers replay requests from a ring, a burst per client and turn.
+
+    num_malformed: requests that were none. num_given_up: replays that nobody took.
+    """
+
+    def __init__(self, socket: IpcRouter, ring: ReplayRing, topic: bytes) -> None:
+        self._socket = socket
+        self._topic = topic
+        self._ring = ring
+        self._replays: dict[bytes, _Replay] = {}
+        self.num_malformed = 0
+        self.num_given_up = 0
+
+    def turn(self, now_s: float) -> float | None:
+        """Take requests and send what clients take now.
+
+        Returns the seconds until the next turn is due, or None if only a request makes it due.
+        """
+        waits_s = [0.0] if self._take_requests(now_s) else []
+        for routing_id, replay in list(self._replays.items()):
+            result = self._burst(routing_id, replay, now_s)
+            if result is None:
+                waits_s.append(0.0)
+            elif result is SendResult.FULL and now_s - replay.since_s <= REPLAY_TIMEOUT_S:
+                waits_s.append(REPLAY_RETRY_S)
+            else:
+                del self._replays[routing_id]
+                if result is SendResult.FULL:
+                    self.num_given_up += 1
+                    logger.warning("a KV event replay was given up: its client does not read")
+        return min(waits_s, default=None)
+
+    def _take_requests(self, now_s: float) -> bool:
+        """Note new requests, each replacing its client's last; return whether there may be more."""
+        for _ in range(_MAX_REQUESTS):
+            received = self._socket.receive()
+            if received is None:
+                return self._socket.is_busy
+            routing_id, frames = received
+            try:
+                start = replay_start(frames)
+            except ProtocolError:
+                self.num_malformed += 1
+            else:
+                # Up to what is there now: later batches reach the client as a subscriber.
+                self._replays[routing_id] = _Replay(start, self._ring.last + 1, now_s)
+        return True
+
+    def _burst(self, routing_id: bytes, replay: _Replay, now_s: float) -> SendResult | None:
+        """Send a client some missing batches. Returns None if all were taken and there are more."""
+        for sequence, payload in self._ring.between(replay.next, replay.end, _MAX_BURST):
+            result = self._socket.send(routing_id, replay_frames(self._topic, sequence, payload))
+            if result is not SendResult.SENT:
+                return result
+            replay.next, replay.since_s = sequence + 1, now_s
+        if self._ring.between(replay.next, replay.end, 1):
+            return None
+        return self._socket.send(routing_id, replay_end_frames())
+
 
 MAX_QUEUED_BATCHES: Final = 10_000
 _JOIN_TIMEOUT_S: Final = 10.0  # both sockets may linger for a second
@@ -37,13 +158,10 @@ class KVEventPublisher(threading.Thread):
     """Binds at construction, serves from `start` to `close`.
 
     Args:
-        endpoint: ipc, for subscribers. replay_endpoint: ipc, for replays; None for no replays.
+        endpoint: ipc, for subscribers. replay_endpoint: ipc, for replays; None: no replays.
         topic: first frame of every batch. medium: where the blocks lie.
-        max_queued: batches handed over and not yet sent, at most. ring: what can be replayed.
+        max_queued: limit of batches that wait to be sent. ring: batches for replays.
         clock: wall clock, in seconds.
-
-    Attributes:
-        num_published, num_dropped: batches since the start.
 
     Raises:
         ConfigError: an endpoint that cannot be served.
@@ -90,11 +208,11 @@ class KVEventPublisher(threading.Thread):
 
     @property
     def num_malformed_requests(self) -> int:
-        """What came to the replay endpoint and was no request."""
+        """Messages to the replay endpoint that were no requests."""
         return self._replays.num_malformed if self._replays else 0
 
     def publish(self, batch: events.KVEventBatch) -> None:
-        """Hand a batch over. For the step loop: never waits; after the end it does nothing."""
+        """Queue a batch; never waits. For the step loop; after the end it does nothing."""
         if self._ended:
             return
         if len(self._queue) >= self._max_queued:
@@ -134,7 +252,7 @@ class KVEventPublisher(threading.Thread):
         )
 
     def run(self) -> None:
-        """The thread's body. Its failure costs the events, not the engine."""
+        """Serve. A failure ends the events, not the engine."""
         try:
             self._serve()
         except Exception:
@@ -171,7 +289,7 @@ class KVEventPublisher(threading.Thread):
 
 
 def wire_batch(batch: events.KVEventBatch, ts: float, medium: wire.Medium) -> wire.KVEventBatch:
-    """A batch as it is published. ts: wall clock, in seconds."""
+    """Convert a batch to the wire's. ts: wall clock, in seconds."""
     return wire.KVEventBatch(ts, [_wire_event(event, medium) for event in batch.events], None)
 
 
@@ -197,7 +315,7 @@ def _wire_event(
 
 
 def _wire_hash(digest: bytes) -> int:
-    """The low 64 bits, as vLLM publishes them."""
+    """Return the low 64 bits, as vLLM publishes them."""
     return int.from_bytes(digest[-8:], "big")
 
 

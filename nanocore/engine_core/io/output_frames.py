@@ -1,6 +1,6 @@
-"""One client's share of a step as OUTPUT messages: one, unless there is too much in it.
+"""Encodes one client's share of a step as OUTPUT messages: one, unless it is too large.
 
-A frame above `max_frame_bytes` would end the client's connection; with a whole vocabulary each
+A frame above `max_frame_bytes` would end the client's connection. With a whole vocabulary each
 token brings megabytes of log probabilities, and each end of some requests an embedding.
 """
 
@@ -25,16 +25,16 @@ from nanocore.protocol.messages import Output, TokenLogprobs
 HANDLE_DTYPE: Final = np.dtype("<u4")
 FLOAT_DTYPE: Final = np.dtype("<f4")
 MAX_LOGPROBS_BYTES: Final = 2**19
-"""Of one message; one more token's may be in it, which is less than 8 MiB for any vocabulary."""
+"""Limit per message; one more token's logprobs may be in it, less than 8 MiB in any vocabulary."""
 
 
 def output_frames(
     output: ClientOutput, max_logprobs_bytes: int = MAX_LOGPROBS_BYTES
 ) -> list[list[bytes]]:
-    """The frames of each message, in their order; two buffer copies where there is one.
+    """Encode an output as messages, in order; usually one, with two buffer copies.
 
-    Of several, prompts' log probabilities come first, a token's with the token, and ends last, of
-    these the embeddings.
+    If there are several, prompts' log probabilities come first, tokens' with their tokens, and ends
+    last; of these the embeddings come last.
     """
     if output.num_logprobs_bytes <= max_logprobs_bytes:
         return [_encode(output)]
@@ -89,7 +89,7 @@ def _cut_entries(entries: LogprobColumns | None, max_bytes: int) -> Iterator[Log
 
 
 def _cut_tokens(tokens: TokenColumns, max_bytes: int) -> Iterator[TokenColumns]:
-    """Tokens with their entries in parts, of which there is one at least."""
+    """Yield tokens with their logprobs in parts, at least one."""
     entries, owners = tokens.logprobs, tokens.owner_of_each().astype(np.int64)
     if entries is None:
         yield tokens
@@ -112,6 +112,6 @@ def _cut_tokens(tokens: TokenColumns, max_bytes: int) -> Iterator[TokenColumns]:
 
 
 def _cut(num_bytes: IntArray, max_bytes: int) -> list[IntArray]:
-    """Indices in consecutive parts, each of so many bytes and one more entry at most."""
+    """Split indices into consecutive parts of max_bytes and at most one entry more."""
     part_of_each = (np.cumsum(num_bytes) - num_bytes) // max_bytes
     return np.split(np.arange(len(num_bytes)), np.flatnonzero(np.diff(part_of_each)) + 1)

@@ -1,39 +1,150 @@
-"""A client's session: its requests, and what could not be sent to it yet.
+"""Sessions of clients: their requests, and output that could not be sent yet.
 
 Belongs to the io thread. A client that reads slowly costs memory for its tokens, not for messages:
-whatever its socket does not take is merged, request by request, until it does. Answers cannot be
-merged, and log probabilities and embeddings are no smaller for it, so their bytes are counted: a
-client that asks and does not read is cut off.
+what its socket does not take is merged, request by request. Replies cannot be merged, and log
+probabilities and embeddings do not shrink, so their bytes are counted: a client that requests and
+does not read is disconnected.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 from nanocore.engine_core.io.output_frames import output_frames
-from nanocore.engine_core.io.token_log import TokenLog
-from nanocore.engine_core.scheduling.columns import LogprobColumns
+from nanocore.engine_core.requests.request import TOKEN_DTYPE
+from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.messages import Event
 
+
+@dataclass(slots=True)
+class TokenLog:
+    """Tokens for a slow client, appended step by step, merged by request when it reads.
+
+    Tokens are kept in flat columns in order of arrival, eight bytes a token. Log probabilities name
+    their owners, so they are merged as they are.
+    """
+
+    _handles: bytearray = field(default_factory=bytearray)
+    _token_ids: bytearray = field(default_factory=bytearray)
+    _logprobs: list[LogprobColumns] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._token_ids) // TOKEN_DTYPE.itemsize
+
+    def add(self, tokens: TokenColumns) -> None:
+        self._handles += tokens.owner_of_each().astype(np.uint32, copy=False).tobytes()
+        self._token_ids += tokens.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes()
+        if tokens.logprobs is not None:
+            self._logprobs.append(tokens.logprobs)
+
+    def merged(self) -> TokenColumns:
+        """Group all tokens by request, requests in order of their first token."""
+        handles, first, owners, counts = np.unique(
+            np.frombuffer(self._handles, np.uint32),
+            return_index=True,
+            return_inverse=True,
+            return_counts=True,
+        )
+        by_arrival = np.argsort(first)
+        order = np.argsort(np.argsort(by_arrival)[owners], kind="stable")
+        token_ids = np.frombuffer(self._token_ids, TOKEN_DTYPE)[order]
+        logprobs = LogprobColumns.joined(self._logprobs) if self._logprobs else None
+        return TokenColumns(handles[by_arrival], token_ids, counts[by_arrival], logprobs)
+
+
+class SessionTable:
+    """The open sessions and their requests, indexed. Only the table's methods change its
+    dictionaries.
+
+    Client numbers and handles are never reused: what still names a closed session or an ended
+    request finds nothing.
+
+    by_peer: by routing id. by_client: by number. slow: sessions with a backlog, by number.
+    request_ids: by handle, for all open samples.
+    """
+
+    def __init__(self) -> None:
+        self.by_peer: dict[bytes, Session] = {}
+        self.by_client: dict[int, Session] = {}
+        self.slow: dict[int, Session] = {}
+        self.request_ids: dict[int, str] = {}
+        self._num_opened = 0
+
+    def __len__(self) -> int:
+        return len(self.by_peer)
+
+    def has(self, session: Session) -> bool:
+        """Whether the session is open."""
+        return self.by_client.get(session.client) is session
+
+    def open(self, routing_id: bytes, now_s: float) -> Session:
+        """Open a session for a peer, which must have none."""
+        self._num_opened += 1
+        session = Session(routing_id, self._num_opened, now_s)
+        self.by_peer[routing_id] = self.by_client[session.client] = session
+        return session
+
+    def close(self, session: Session) -> list[int]:
+        """Remove a session and its requests; return the handles of its samples."""
+        del self.by_peer[session.routing_id], self.by_client[session.client]
+        self.slow.pop(session.client, None)
+        handles = [handle for own in session.requests.values() for handle in own]
+        for handle in handles:
+            del self.request_ids[handle]
+        session.requests = {}
+        return handles
+
+    def add_request(self, session: Session, request_id: str, handles: Sequence[int]) -> None:
+        """Add an accepted request. handles: its samples."""
+        session.requests[request_id] = [*handles]
+        self.request_ids.update(dict.fromkeys(handles, request_id))
+
+    def owns(self, session: Session, handle: int) -> bool:
+        """Whether the handle is an open sample of the session."""
+        request_id = self.request_ids.get(handle)
+        return request_id is not None and handle in session.requests.get(request_id, ())
+
+    def end_request(self, session: Session, handle: int) -> None:
+        """Remove a sample, if it is open; with its last sample the request's id becomes free."""
+        request_id = self.request_ids.pop(handle, None)
+        if request_id is not None:
+            session.requests[request_id].remove(handle)
+            if not session.requests[request_id]:
+                del session.requests[request_id]
+
+    def hold_back(self, session: Session, now_s: float) -> Backlog:
+        """Give a slow client a backlog, which takes what its socket does not."""
+        session.backlog = Backlog(session.client, now_s)
+        self.slow[session.client] = session
+        return session.backlog
+
+    def catch_up(self, session: Session) -> None:
+        """Drop the backlog of a client that has caught up."""
+        session.backlog = None
+        del self.slow[session.client]
+
+
 MAX_BACKLOG_BYTES: Final = 8 * 2**20
-"""Of one client's answers and log probabilities."""
+"""Limit of one client's unsent replies and log probabilities."""
 MAX_BACKLOGS_BYTES: Final = 2**28
-"""Of those of all clients together; beyond, the client goes that lets most wait."""
+"""Limit for all clients together; above it, the client with the largest backlog is disconnected."""
 _LOOK_BYTES: Final = 2**20
 _MESSAGE_OVERHEAD_BYTES: Final = 250  # of the objects that hold a message
 
 
 @dataclass(slots=True)
 class Backlog:
-    """What waits for a slow client: encoded answers in order, and tokens merged by request.
+    """Unsent messages of a slow client: encoded replies in order, and tokens merged by request.
 
-    client: its number. since_s: when it last took something. num_bytes: of the answers, log
-    probabilities and embeddings; logprobs_bytes: of these last two.
+    client: its number. since_s: when it last took something. num_bytes: replies, log probabilities
+    and embeddings; logprobs_bytes: the last two.
     """
 
     client: int
@@ -48,12 +159,12 @@ class Backlog:
     _unsent_logprobs_bytes: int = 0  # of _outputs
 
     def add_answer(self, frames: list[bytes]) -> bool:
-        """Append a message that is not an OUTPUT; whether it is time to look at the limits."""
+        """Append a message that is not an OUTPUT; return whether to check the limits."""
         self._answers.append(frames)
         return self._count(_num_bytes(frames))
 
     def add(self, output: ClientOutput) -> bool:
-        """Let a step's output for this client wait; `next` merges its tokens by request.
+        """Add a step's output for this client; `next` merges its tokens by request.
 
         Returns whether it is time to look at the limits.
         """
@@ -66,14 +177,14 @@ class Backlog:
         return self._count(num_bytes)
 
     def add_rest(self, outputs: list[list[bytes]], logprobs_bytes: int) -> bool:
-        """Let encoded messages of one output wait, the first of which were sent."""
+        """Add encoded messages of an output whose first messages were sent."""
         self._outputs += outputs
         self._unsent_logprobs_bytes += logprobs_bytes
         self.logprobs_bytes += logprobs_bytes
         return self._count(logprobs_bytes)
 
     def next(self) -> list[bytes] | None:
-        """What is to be sent next: answers first, because ACCEPTED precedes OUTPUT.
+        """Return the message to send next: replies first, because ACCEPTED precedes OUTPUT.
 
         Tokens are merged when it is their turn, once: sending them may be tried many times.
         """
@@ -89,7 +200,7 @@ class Backlog:
         return self._outputs[0] if self._outputs else None
 
     def drop_next(self) -> None:
-        """Forget what `next` returned, because it is sent."""
+        """Remove the message that `next` returned, after it was sent."""
         if self._answers:
             self.num_bytes -= _num_bytes(self._answers.popleft())
             return
@@ -107,15 +218,12 @@ class Backlog:
 
 @dataclass(slots=True)
 class Session:
-    """One client, from HELLO to BYE, its disappearance, or the engine's end.
+    """One client, from HELLO to BYE, its disconnection, or the engine's end.
 
-    client: number in the engine, never reused. requests: by request id, of those not ended, the
-    handles of the samples that have not.
-    is_admin: its key's role. num_calls: CONTROLs that the step loop has yet to answer. has_paused:
-    it holds a pause.
-    minor: version of the protocol that is spoken. patience: how many checks in a row may find that
-    nothing was heard, while it has requests; None: as the engine has it. num_silent_checks: that
-    have, since something was heard.
+    client: number in the engine, never reused. requests: handles of open samples, by request id.
+    num_calls: CONTROLs that the step loop has yet to answer. minor: protocol version in use.
+    max_silent_checks: consecutive silent checks before the session is closed while it has open
+    requests; None uses the engine's timeout. num_silent_checks: checks since something was heard.
     """
 
     routing_id: bytes
@@ -127,23 +235,24 @@ class Session:
     num_calls: int = 0
     has_paused: bool = False
     minor: int = 0
-    patience: int | None = None
+    max_silent_checks: int | None = None
     num_silent_checks: int = 0
     backlog: Backlog | None = None
 
     @property
     def is_given_up(self) -> bool:
-        """Whether it was silent for longer than it wants to be waited for.
+        """Whether the client was silent for longer than its session timeout.
 
-        Checks are counted, and not the clock's time: an engine that stood still itself, and hears
-        only now what was sent meanwhile, closes nobody's session for it.
+        Checks are counted, not time: an engine that stood still itself, and hears only now what was
+        sent meanwhile, closes no session for it.
         """
+        limit = self.max_silent_checks
         is_served = bool(self.requests) and not self.has_paused
-        return self.patience is not None and is_served and self.num_silent_checks >= self.patience
+        return limit is not None and is_served and self.num_silent_checks >= limit
 
 
 def over_limit(slow: Iterable[Session], max_bytes: int = MAX_BACKLOGS_BYTES) -> Session | None:
-    """The session that lets most bytes wait, if these are too many, or those of all are.
+    """Return the session with the largest backlog, if it or all together are over the limit.
 
     max_bytes: of those of all.
     """

@@ -1,1 +1,1 @@
-"""What the engine counts and times, made of the step log, on the io thread."""
+"""Metrics, made on the io thread of what the step loop notes."""

@@ -72,11 +72,11 @@ STEPS: Final[dict[str, tuple[MetricType, str, str]]] = {
         "gauge", "peak_flops_per_second", "What the machine multiplies, as measured.",
     ),
 }  # fmt: skip
-"""By kind of step, "decode" or "prefill"; with what `Utilisation.totals` calls the number."""
+"""Metrics by kind of step, "decode" or "prefill", with their names in `Utilisation.totals`."""
 
 
 def histograms(max_model_len: int) -> dict[str, tuple[str, tuple[float, ...]]]:
-    """(help, bounds) of each, by name; times are in seconds, a request's from its SUBMIT on."""
+    """(help, bounds) by name; times are in seconds, a request's since its SUBMIT."""
     tokens = tuple(_one_two_five(max_model_len))
     return {
         "time_to_first_token_seconds": ("Until a request's first token.", FIRST_TOKEN_BOUNDS),
@@ -105,7 +105,7 @@ def histograms(max_model_len: int) -> dict[str, tuple[str, tuple[float, ...]]]:
 
 
 def _one_two_five(most: int) -> Iterator[int]:
-    """1, 2, 5, 10, 20, 50 and so on."""
+    """Yield 1, 2, 5, 10, 20, 50 and so on."""
     unit = 1
     while True:
         for factor in (1, 2, 5):

@@ -1,4 +1,4 @@
-"""How many KV blocks an engine has, and how long its requests may be: from flags and memory."""
+"""The number of KV blocks and the longest request, from flags and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def longest_request(config: EngineConfig, model: ModelConfig) -> int:
-    """--max-model-len, or what the model serves where that is left out or "auto".
+    """Return --max-model-len, or the model's length if the flag is left out or "auto".
 
     A model with dynamic NTK or LongRoPE serves more if asked, and then rotates all of it otherwise.
 
@@ -34,7 +34,7 @@ def longest_request(config: EngineConfig, model: ModelConfig) -> int:
 def size_cache(
     config: EngineConfig, ranks: list[WorkerInfo], max_model_len: int
 ) -> tuple[int, int]:
-    """(blocks in the pool, tokens of one request at most).
+    """Return the number of KV blocks, and the limit of tokens per request.
 
     The pool is what the rank with the least room has, and no more than max_num_seqs requests of
     that length can use; so every rank's blocks are the same.
@@ -59,7 +59,7 @@ def size_cache(
 
 
 def _length_in_blocks(config: EngineConfig, max_model_len: int) -> int:
-    """max_model_len, or what fits --num-gpu-blocks-override if no length was asked for."""
+    """Return max_model_len, or what fits --num-gpu-blocks-override if no length was asked for."""
     num_blocks = config.num_gpu_blocks_override or 0
     num_tokens = num_blocks * config.sizes.block_size
     if num_tokens >= max_model_len:
@@ -80,7 +80,7 @@ def _length_in_blocks(config: EngineConfig, max_model_len: int) -> int:
 
 
 def _check_flags(config: EngineConfig, ranks: list[WorkerInfo]) -> None:
-    """That the memory which flags name is there, on each rank."""
+    """Check that every rank has the memory that flags name."""
     for number, rank in enumerate(ranks):
         where = f" on rank {number}" if len(ranks) > 1 else ""
         have_bytes = rank.memory_bytes
@@ -104,7 +104,9 @@ def _check_flags(config: EngineConfig, ranks: list[WorkerInfo]) -> None:
 def _too_long(
     config: EngineConfig, ranks: list[WorkerInfo], tightest: WorkerInfo, max_model_len: int
 ) -> str:
-    """What is needed, what there is, the longest request that fits, and the flags."""
+    """Error text: memory needed and available, the longest request that fits, and flags to
+    change.
+    """
     need_bytes = -(-max_model_len // config.sizes.block_size) * tightest.kv_block_bytes
     have_bytes = tightest.available_kv_bytes
     longest = have_bytes // tightest.kv_block_bytes * config.sizes.block_size

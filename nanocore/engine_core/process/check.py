@@ -1,7 +1,7 @@
 """`nanocore-engine --check`: would an engine start with these flags?
 
-Reads no weights, but to see whether a head that should be the embedding is. What the machine gives
-is measured, in tens of milliseconds.
+Weights are not read, except to check that a tied head equals the embedding. The machine's speed is
+measured, in tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -13,13 +13,10 @@ from typing import Final
 import msgspec
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.io.model_files import ModelFiles
+from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
-from nanocore.engine_core.process.forecast import forecast
-from nanocore.engine_core.process.forecast_table import table
-from nanocore.engine_core.process.machine import machine_speeds
-from nanocore.engine_core.process.process import find_model
-from nanocore.engine_core.process.start_log import describe_workers
+from nanocore.engine_core.process.forecast import forecast, machine_speeds, table
+from nanocore.engine_core.process.process import describe_workers, find_model
 from nanocore.protocol.sockets import EngineKeys
 from nanocore.worker.device.device import select_device
 from nanocore.worker.dry_run import dry_run
@@ -27,15 +24,15 @@ from nanocore.worker.models import load_model_config
 
 logger = logging.getLogger(__name__)
 
-_STRETCH_S: Final = 0.03
-"""For each figure of the machine's: somebody waits for nothing else."""
+_MEASURE_S: Final = 0.03
+"""Per measurement of the machine; somebody waits for the result."""
 
 
 def check_engine(config: EngineConfig, as_json: bool = False) -> None:
-    """Log what an engine would have, and print what that gives, at the best, to stdout.
+    """Log the sizes that an engine would have, and print its `Forecast` to stdout.
 
     Raises:
-        StartError: why it would not start.
+        StartError: it would not start.
     """
     if config.curve_dir is not None:
         EngineKeys.load(Path(config.curve_dir))
@@ -43,7 +40,7 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
     folder = find_model(config)
     model_config = load_model_config(folder, config.hf_overrides)
     max_model_len = longest_request(config, model_config)
-    ModelFiles(folder)  # they can be read, or made
+    ServedFiles(folder)  # they can be read, or made
     ranks = dry_run(config.worker_config(str(folder), max_model_len))
     num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
     logger.info("model %s (%s), %s", folder, model_config.architecture, describe_workers(ranks))
@@ -60,8 +57,13 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
         config.sizes.block_size,
         max_model_len,
     )
-    model = str(folder), model_config.architecture
     expected = forecast(
-        config, model, ranks, (num_blocks, max_model_len), machine_speeds(ranks, _STRETCH_S)
+        config,
+        str(folder),
+        model_config.architecture,
+        ranks,
+        num_blocks,
+        max_model_len,
+        machine_speeds(ranks, _MEASURE_S),
     )
     print(msgspec.json.encode(expected).decode() if as_json else table(expected))

@@ -1,18 +1,20 @@
-"""What an engine's memory holds, and how fast its model could run on its machine at the best.
+"""The memory that an engine takes, and the best speed that its machine allows (`--check`, log).
 
-Times are those of a roofline (Williams et al. 2009): what a step reads and computes, by
-`ModelCost`, over what the machine was measured to read and compute, the slower of the two; nothing
-is lost between kernels, layers, ranks or steps. It is what steps can be held against.
+Times are those of a roofline (Williams et al. 2009): a step's reads and arithmetic (`ModelCost`)
+over the machine's measured rates, the slower of the two. Nothing is lost between kernels, layers,
+ranks or steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import msgspec
+import torch
 
 from nanocore.engine_core.config import EngineConfig
+from nanocore.worker.machine_speed import STRETCH_S, measure_speed
 from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.model_cost import (
     MachineSpeed,
@@ -22,13 +24,39 @@ from nanocore.worker.model_cost import (
     decode_work,
 )
 
+_MEASURED_SHARE: Final = 8
+"""A measurement takes 1/8 of a rank's memory: an engine that is short of it starts all the same."""
+
+
+def machine_speeds(ranks: list[WorkerInfo], stretch_s: float = STRETCH_S) -> list[MachineSpeed]:
+    """Return the speed of each rank, in order, while the others are busy, too.
+
+    A GPU belongs to its rank; loaded ranks have measured theirs, and in a dry run the first stands
+    for all. The CPU's cores are shared evenly and measured here, all at once.
+
+    stretch_s: see `measure_speed`.
+    """
+    measured = [rank.speed for rank in ranks if rank.speed is not None]
+    if measured:
+        return measured
+    device, dtype = torch.device(ranks[0].device), getattr(torch, ranks[0].dtype)
+    read_bytes = [int(rank.cost.read_weight_bytes(1)) for rank in ranks if rank.cost is not None]
+    if device.type != "cpu":
+        return [measure_speed(device, dtype, max(read_bytes), stretch_s)] * len(ranks)
+    max_bytes = min(rank.memory_bytes for rank in ranks) // _MEASURED_SHARE
+    whole = measure_speed(device, dtype, sum(read_bytes), stretch_s, max_bytes)
+    return [whole.shared(len(ranks))] * len(ranks)
+
+
 _FIRST_CONTEXT: Final = 1024
 _GROWTH: Final = 4
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank. activation_bytes: about, of the largest step. table_bytes: of token ids, block
-    ids and rotations. left_bytes: what it could have beside; may be below 0 if it is short.
+    """Memory of one rank.
+
+    activation_bytes: of the largest step, about. table_bytes: token ids, block ids and rotations.
+    left_bytes: what remains of the memory that the rank may take; below 0 if it is short.
     """
 
     weight_bytes: int
@@ -39,10 +67,10 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContextForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Of requests of this many tokens each.
+    """Best times for requests of context_tokens each.
 
-    num_requests: that run at once: rows and blocks for them. decode_s: of a token of one request
-    alone; full_decode_s: of a token of each, if so many run. prefill_s: of a prompt alone.
+    num_requests: that fit at once, by rows and blocks. decode_s: a token of one request alone.
+    full_decode_s: a token of each of num_requests. prefill_s: a prompt alone.
     """
 
     context_tokens: int
@@ -53,8 +81,10 @@ class ContextForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Of an engine. kv_token_bytes: of a token's K and V, over all ranks; active_params: those that
-    are at work for a token. speed: of all ranks together, as measured.
+    """What `--check --json` prints.
+
+    kv_token_bytes: K and V of a token, over all ranks. active_params: used for one token. speed: of
+    all ranks together, as measured.
     """
 
     model: str
@@ -77,8 +107,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 class Roofline:
     """The least time of steps on ranks of these costs and speeds, in order of rank.
 
-    Args:
-        tp_size: ranks of a stage. These compute at the same time, and stages one after the other.
+    tp_size: ranks of a stage. These compute at the same time, and stages one after the other.
     """
 
     def __init__(
@@ -88,46 +117,41 @@ class Roofline:
         self._stages = [ranks[i : i + tp_size] for i in range(0, len(ranks), tp_size)]
 
     def decode_s(self, num_rows: int, context: int) -> float:
-        """Seconds of a token of each of so many rows of this context."""
+        """Seconds of a step that decodes num_rows rows of this context."""
         return self._seconds(lambda cost: decode_work(cost, num_rows, context))
 
     def prefill_s(self, num_tokens: int, budget: int) -> float:
         """Seconds of a prompt, in chunks of `budget` tokens."""
-        ends = [*range(budget, num_tokens, budget), num_tokens]
-        return sum(self._chunk_s(end - 1 - (end - 1) % budget, end, num_tokens) for end in ends)
 
-    def _chunk_s(self, start: int, end: int, num_tokens: int) -> float:
-        return self._seconds(lambda cost: chunk_work(cost, start, end, end == num_tokens))
+        def chunk_s(end: int) -> float:
+            start = end - 1 - (end - 1) % budget
+            return self._seconds(lambda cost: chunk_work(cost, start, end, end == num_tokens))
+
+        return sum(map(chunk_s, [*range(budget, num_tokens, budget), num_tokens]))
 
     def _seconds(self, work: Callable[[ModelCost], StepWork]) -> float:
-        return sum(
-            max(_least_s(work(cost), speed) for cost, speed in stage) for stage in self._stages
-        )
+        def least_s(cost: ModelCost, speed: MachineSpeed) -> float:
+            step = work(cost)
+            return speed.least_s(step.num_bytes, step.flops)
 
-
-def _least_s(work: StepWork, speed: MachineSpeed) -> float:
-    return speed.least_s(work.num_bytes, work.flops)
+        return sum(max(least_s(*rank) for rank in stage) for stage in self._stages)
 
 
 def forecast(
     config: EngineConfig,
-    model: tuple[str, str],
+    folder: str,
+    architecture: str,
     ranks: list[WorkerInfo],
-    sizes: tuple[int, int],
+    num_blocks: int,
+    max_model_len: int,
     speeds: list[MachineSpeed],
 ) -> Forecast:
-    """Of an engine with these ranks.
-
-    Args:
-        model: its folder and architecture. sizes: blocks, and tokens of a request at most.
-        speeds: of each rank, while the others are busy, too.
-    """
-    num_blocks, max_model_len = sizes
-    costs, whole = _costs(ranks), joined_cost(ranks)
+    """Compute an engine's memory and best times. speeds: of each rank, while all are busy."""
+    whole = joined_cost(ranks)
     block_size, num_seqs = config.sizes.block_size, config.sizes.max_num_seqs
-    roofline = Roofline(costs, speeds, config.tensor_parallel_size)
+    roofline = Roofline(_costs(ranks), speeds, config.tensor_parallel_size)
 
-    def of_context(context: int) -> ContextForecast:
+    def at_context(context: int) -> ContextForecast:
         num_requests = min(num_seqs, num_blocks // -(-context // block_size))
         return ContextForecast(
             context_tokens=context,
@@ -138,8 +162,8 @@ def forecast(
         )
 
     return Forecast(
-        model=model[0],
-        architecture=model[1],
+        model=folder,
+        architecture=architecture,
         device=", ".join(dict.fromkeys(rank.device for rank in ranks)),
         dtype=ranks[0].dtype,
         kernels=ranks[0].kernels,
@@ -151,13 +175,12 @@ def forecast(
         max_model_len=max_model_len,
         max_num_seqs=num_seqs,
         speed=MachineSpeed.joined(speeds),
-        ranks=[_memory(rank, num_blocks) for rank in ranks],
-        contexts=[of_context(context) for context in _contexts(max_model_len)],
+        ranks=[_rank_memory(rank, num_blocks) for rank in ranks],
+        contexts=[at_context(context) for context in _contexts(max_model_len)],
     )
 
 
 def joined_cost(ranks: list[WorkerInfo]) -> ModelCost:
-    """Of all ranks together."""
     return ModelCost.joined(_costs(ranks))
 
 
@@ -165,7 +188,7 @@ def _costs(ranks: list[WorkerInfo]) -> list[ModelCost]:
     return [rank.cost for rank in ranks if rank.cost is not None]
 
 
-def _memory(rank: WorkerInfo, num_blocks: int) -> RankMemory:
+def _rank_memory(rank: WorkerInfo, num_blocks: int) -> RankMemory:
     kv_bytes = num_blocks * rank.kv_block_bytes
     return RankMemory(
         weight_bytes=rank.weight_bytes,
@@ -183,3 +206,76 @@ def _contexts(max_model_len: int) -> list[int]:
         contexts.append(context)
         context *= _GROWTH
     return [*contexts, max_model_len]
+
+
+def table(forecast: Forecast) -> str:
+    """Format a forecast as lines of at most 80 characters, for `--check`."""
+    contexts = map(_context_row, forecast.contexts)
+    return "\n".join(
+        [*_memory_rows(forecast), "", *_machine_rows(forecast), "", _HEADINGS, *contexts]
+    )
+
+
+def _memory_rows(forecast: Forecast) -> Iterator[str]:
+    ranks = forecast.ranks
+    parameters = f"{forecast.num_params / 1e6:,.1f} M parameters"
+    if forecast.active_params < forecast.num_params:
+        parameters += f", {forecast.active_params / 1e6:,.1f} M active for a token"
+    blocks = f"{forecast.num_blocks:,} blocks of {forecast.block_size} tokens"
+    yield "memory" + (f", the most of {len(ranks)} ranks" if len(ranks) > 1 else "")
+    for name, num_bytes, note in (
+        ("weights", max(rank.weight_bytes for rank in ranks), parameters),
+        ("KV cache", max(rank.kv_cache_bytes for rank in ranks),
+         f"{forecast.kv_token_bytes:,.0f} bytes a token, {blocks}"),
+        ("activations", max(rank.activation_bytes for rank in ranks), "in the largest step, about"),
+        ("tables", max(rank.table_bytes for rank in ranks), "token ids, block ids, rotations"),
+        ("left", min(rank.left_bytes for rank in ranks), "of what there is"),
+    ):  # fmt: skip
+        yield f"  {name:<11}{num_bytes / 1e6:>12,.1f} MB  {note}"
+
+
+def _machine_rows(forecast: Forecast) -> Iterator[str]:
+    speed = forecast.speed
+    yield f"machine, as measured now: {forecast.device}"
+    yield f"  reads      {speed.bytes_per_s / 1e9:>12,.1f} GB/s from memory"
+    if speed.near_bytes:
+        near = f"from caches, {speed.near_bytes / 1e6:,.1f} MB at most"
+        yield f"             {speed.near_bytes_per_s / 1e9:>10,.1f} GB/s {near}"
+    yield f"  multiplies {speed.flops_per_s / 1e12:>12,.2f} TFLOP/s in {forecast.dtype}"
+
+
+_HEADINGS: Final = """\
+at best requests       decode, alone         decode, all             prefill
+ tokens  at once        ms  tokens/s        ms  tokens/s        ms  tokens/s"""
+
+
+def _context_row(one: ContextForecast) -> str:
+    def speed(num_tokens: int, seconds: float) -> str:
+        digits = 2 if seconds < 1 else 0
+        return f" {seconds * 1e3:>9,.{digits}f} {num_tokens / seconds:>9,.0f}"
+
+    return (
+        f"{one.context_tokens:>7,}{one.num_requests:>9,}{speed(1, one.decode_s)}"
+        f"{speed(one.num_requests, one.full_decode_s)}{speed(one.context_tokens, one.prefill_s)}"
+    )
+
+
+def summary(forecast: Forecast) -> Iterator[str]:
+    """Two lines for the log, about memory and the longest requests."""
+    parts = ", ".join(
+        f"{name} {max(getattr(rank, field) for rank in forecast.ranks) / 1e6:,.1f} MB"
+        for name, field in (
+            ("weights", "weight_bytes"),
+            ("KV cache", "kv_cache_bytes"),
+            ("activations", "activation_bytes"),
+            ("tables", "table_bytes"),
+        )
+    )
+    where = "on each rank, " if len(forecast.ranks) > 1 else ""
+    yield f"memory {where}{parts}; {forecast.kv_token_bytes:,.0f} bytes of KV a token"
+    speed, longest = forecast.speed, forecast.contexts[-1]
+    yield (
+        f"at best {longest.decode_s * 1e3:,.2f} ms a token and {longest.prefill_s * 1e3:,.0f} ms a "
+        f"prompt at {longest.context_tokens} tokens, alone: {speed.bytes_per_s / 1e9:,.1f} GB/s "
+        f"and {speed.flops_per_s / 1e12:,.2f} TFLOP/s were measured"
+    )

@@ -1,9 +1,9 @@
-"""The tie between an engine and the client that launched it; nothing survives its owner.
+"""The tie between an engine and the client that launched it: the engine ends with its client.
 
 Two independent ties, armed before anything heavy is imported: the kernel signals us when the parent
-dies, and a socket pair closes with it. Over the same pair the engine says that it is ready, or why
-it could not start, so that a failure reaches the launching client with its cause, and the client
-names the directory that it has made for its engines: the one that outlives it removes that.
+dies, and a socket pair closes with it. Over the same pair the engine reports that it is ready, or
+why it could not start, and the client names the directory that it has made for its engines: whoever
+outlives the other removes it.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from typing import Final
 
 import msgspec
 
-from nanocore.protocol.errors import StartError
-from nanocore.protocol.start import StartReport
+from nanocore.protocol.errors import StartError, StartReport
 from nanocore.system.lifeline import signal_at_parent_death
 
 GRACE_S: Final = 4.0
-"""How long an orphaned engine may take to leave by itself."""
+"""Time in which an orphaned engine may end by itself."""
 
 
 class ParentLink:
-    """The engine's end of the pair.
+    """The engine's end of the socket pair.
 
     Args:
         fd: inherited from the launching client.
@@ -42,7 +41,7 @@ class ParentLink:
         self._heard = b""  # the directory's path and a zero
         atexit.register(self._leave)
         self._grace_s = 0.0
-        """For the parent to be gone, of which we know that it goes."""
+        """Time to wait for the parent's end once it was announced."""
         self._on_orphaned: Callable[[], None] = lambda: None
         # Not SIGTERM, of which a second one would mean "at once": the kernel sends this one each
         # time a thread of the dying parent hands us on to the next.
@@ -50,21 +49,18 @@ class ParentLink:
         threading.Thread(target=self._watch, name="parent-watch", daemon=True).start()
 
     def on_orphaned(self, shut_down: Callable[[], None]) -> None:
-        """What to try when the parent is gone, before leaving the hard way. For the main thread."""
+        """Set what to try when the parent is gone, before exiting at once. For the main thread."""
         self._on_orphaned = shut_down
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(signal.SIGHUP, self._on_hang_up)
 
     def report_ready(self) -> None:
-        """Tell the parent that the engine serves."""
         self._send(StartReport())
 
     def report_standing_by(self) -> None:
-        """Tell the parent that all is loaded, and that another engine serves yet."""
         self._send(StartReport(standing_by=True))
 
     def report_failure(self, error: StartError) -> None:
-        """Tell the parent why there will be no engine."""
         text = str(error).encode(errors="backslashreplace").decode()  # it may quote any bytes
         self._send(StartReport(text, error.exit_code))
 
@@ -83,12 +79,12 @@ class ParentLink:
         os._exit(StartError.exit_code)
 
     def _on_hang_up(self, _number: int, _frame: FrameType | None) -> None:
-        """A thread of the parent has ended; as a rule it is the parent that ends."""
+        """Handle the end of a thread of the parent; usually it is the parent that ends."""
         self._grace_s = GRACE_S
         self._on_orphaned()
 
     def _leave(self) -> None:
-        """A parent that lives on may start another engine in its directory, and removes it."""
+        """Remove the directory, unless the parent lives on: it may start another engine in it."""
         poll = select.poll()
         poll.register(self._socket, select.POLLRDHUP)
         if poll.poll(self._grace_s * 1e3):

@@ -1,9 +1,9 @@
 """The engine process from start to end: load, size the cache, serve, say goodbye.
 
-Threads: main runs the step loop; `io` owns the socket; `watchdog` notices a step that hangs;
+Threads: main runs the step loop; `io` owns the socket; `watchdog` detects a step that hangs;
 `masks-*` and `grammars-*` serve structured outputs; `kv-events` exists if events are published,
-`parent-watch` if a client launched us. A process beside them tries grammars. Each
-start-up phase logs one line with its seconds.
+`parent-watch` if a client launched us. The compile process tries grammars. Each start-up phase logs
+one line with its seconds.
 """
 
 from __future__ import annotations
@@ -14,51 +14,39 @@ import os
 import secrets
 import signal
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import Final
 
+from nanocore import __version__
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
+from nanocore.engine_core.grammars.grammar_compiler import VocabularyLoad
+from nanocore.engine_core.grammars.mask_filler import MaskFiller
+from nanocore.engine_core.grammars.matcher import GrammarSource, NoGrammars
 from nanocore.engine_core.io.admission import Admission
-from nanocore.engine_core.io.client_limit import ClientLimit, raise_descriptor_limit
-from nanocore.engine_core.io.compiling_requests import CompilingRequests
-from nanocore.engine_core.io.control_handler import ControlHandler
-from nanocore.engine_core.io.front_desk import FrontDesk
-from nanocore.engine_core.io.io_thread import IoThread
+from nanocore.engine_core.io.control_handler import ControlHandler, ServedFiles
+from nanocore.engine_core.io.handshake_handler import HandshakeHandler
+from nanocore.engine_core.io.io_thread import IoThread, StatsLog
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
-from nanocore.engine_core.io.model_files import ModelFiles
-from nanocore.engine_core.io.queue_limit import QueueLimit
-from nanocore.engine_core.io.reception import Reception
-from nanocore.engine_core.io.stats_log import StatsLog
+from nanocore.engine_core.io.limits import ClientLimit, QueueLimit, raise_descriptor_limit
+from nanocore.engine_core.io.message_handler import MessageHandler
+from nanocore.engine_core.io.request_handler import CompilingRequests
 from nanocore.engine_core.mailbox import BeginDrain, Farewell, Inbox, Outbox, Shutdown
-from nanocore.engine_core.metrics.collector import MetricsCollector
+from nanocore.engine_core.metrics.collector import EngineMetrics, stats_of
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
-from nanocore.engine_core.process.forecast import forecast, joined_cost
-from nanocore.engine_core.process.forecast_table import summary
-from nanocore.engine_core.process.machine import machine_speeds
-from nanocore.engine_core.process.occupied import occupy
+from nanocore.engine_core.process.claimed_resources import claim_resources
+from nanocore.engine_core.process.forecast import forecast, joined_cost, machine_speeds, summary
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.process.standby import stand_by
-from nanocore.engine_core.process.start_log import (
-    describe_workers,
-    log_beginning,
-    log_generation_defaults,
-    phase,
-    process_age_s,
-)
-from nanocore.engine_core.process.vocabulary_load import VocabularyLoad
 from nanocore.engine_core.process.watchdog import GRACE_S, Watchdog
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.stats import stats_of
 from nanocore.engine_core.step_clock import DeadMansSwitch, StepClock
 from nanocore.engine_core.step_trace import StepTrace
-from nanocore.engine_core.structured.mask_filler import MaskFiller
-from nanocore.engine_core.structured.matcher import GrammarSource
-from nanocore.engine_core.structured.no_grammars import NoGrammars
 from nanocore.engine_core.utilisation import Utilisation
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.errors import (
@@ -67,9 +55,10 @@ from nanocore.protocol.errors import (
     ModelFileError,
     StartError,
     is_out_of_memory,
+    memory_errors,
     shorten,
 )
-from nanocore.protocol.messages import ModelCard, ModelFile
+from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets import EngineSocket
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import select_device
@@ -84,27 +73,77 @@ from nanocore.worker.numerics import numerics_fingerprint
 
 logger = logging.getLogger(__name__)
 
+
+def process_age_s() -> float:
+    """Seconds since this process began, the interpreter's own start included."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # after boot; field 22 of proc(5)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+
+
+def log_beginning(config: EngineConfig, folder: Path, model: ModelConfig, imports_s: float) -> None:
+    name = f"model {folder} ({model.architecture})"
+    where = f"{_describe_ranks(config)} | endpoint {config.endpoint}"
+    logger.info("nanocore %s | %s | %s", __version__, name, where)
+    logger.info("imports %.2f s, since the process began", imports_s)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[list[str]]:
+    """Log a start-up phase with its seconds and what it notes."""
+    notes: list[str] = []
+    start_s = time.monotonic()
+    with memory_errors(f"{name}: "):
+        yield notes
+    logger.info("%s %.2f s: %s", name, time.monotonic() - start_s, ", ".join(notes))
+
+
+def describe_workers(ranks: list[WorkerInfo]) -> str:
+    """Describe device, dtype and kernels of the ranks."""
+    devices = ", ".join(dict.fromkeys(rank.device for rank in ranks))
+    of_kernels = f" ({ranks[0].kernel_variant})" if ranks[0].kernel_variant else ""
+    return f"device {devices}, dtype {ranks[0].dtype}, kernels {ranks[0].kernels}{of_kernels}"
+
+
+def log_generation_defaults(model: ModelConfig) -> None:
+    """Log the defaults from generation_config.json, and its ignored keys."""
+    defaults = model.generation
+    if defaults.given:
+        given = ", ".join(f"{name} {value}" for name, value in defaults.given.items())
+        logger.info("generation_config.json: %s for requests without sampling parameters", given)
+    if defaults.ignored:
+        logger.info("generation_config.json: ignored: %s", ", ".join(defaults.ignored))
+
+
+def _describe_ranks(config: EngineConfig) -> str:
+    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    if tp_size * pp_size == 1:
+        return "one rank, in this process"
+    return f"{tp_size * pp_size} ranks (tensor parallel {tp_size}, pipeline parallel {pp_size})"
+
+
 _NO_GRAMMARS: Final = NoGrammars("structured_outputs: this engine has no vocabulary")
 
 
 def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
-    """Serve until told to stop; returns the exit code.
+    """Serve until told to stop; return the exit code.
 
     Raises:
-        StartError: what kept the engine from serving.
+        StartError: the engine cannot serve.
     """
     imports_s = process_age_s()
     started_s = time.monotonic() - imports_s
     raise_descriptor_limit()
     config = config.for_device(select_device(config.device).type)
     with ExitStack() as stack:
-        # Addresses and files first: one in use is told before the model takes time and memory.
-        places = stack.enter_context(ExitStack())
-        occupied = None if config.standby else occupy(config, places)
+        # Endpoints and files first: one in use is reported before the model takes time and memory.
+        # Their stack is entered first, too, so that they are given back last.
+        claims = stack.enter_context(ExitStack())
+        claimed = None if config.standby else claim_resources(config, claims)
         folder = find_model(config)
         model_config = load_model_config(folder, config.hf_overrides)
         max_model_len = longest_request(config, model_config)
-        files = ModelFiles(folder)
+        files = ServedFiles(folder)
         log_beginning(config, folder, model_config, imports_s)
         vocabulary = VocabularyLoad(folder, model_config.vocab_size, model_config.eos_token_ids)
         stack.callback(vocabulary.close)
@@ -113,44 +152,42 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         with phase("load") as notes:
             executor.load_model()
             notes.append("weights")
-        if occupied is None:
+        if claimed is None:
             lock = stand_by(config.endpoint, executor, parent)
             if isinstance(lock, int):
                 return lock
             started_s = time.monotonic()
-            occupied = occupy(config, places, lock)
+            claimed = claim_resources(config, claims, lock)
         with phase("profile") as notes:
             ranks = executor.profile()
             num_bytes = sum(rank.weight_bytes for rank in ranks)
             notes.append(f"{num_bytes / 1e6:.1f} MB of weights, {describe_workers(ranks)}")
-        with phase("kv cache") as notes:
-            num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
-            executor.allocate_kv_cache(num_blocks, max_model_len)
-            executor.capture()
-            num_bytes = num_blocks * sum(rank.kv_block_bytes for rank in ranks)
-            notes.append(
-                f"{num_blocks} blocks of {config.sizes.block_size} tokens, "
-                f"{num_bytes / 1e6:.0f} MB, requests of {max_model_len} tokens at most"
-            )
+        num_blocks, max_model_len = _allocate(config, executor, ranks, max_model_len)
         speeds = machine_speeds(ranks)
-        names = str(folder), model_config.architecture
-        for line in summary(forecast(config, names, ranks, (num_blocks, max_model_len), speeds)):
-            logger.info("%s", line)
+        _log_forecast(config, folder, model_config, ranks, num_blocks, max_model_len, speeds)
         with phase("structured outputs") as notes:
             grammars = stack.enter_context(closing(vocabulary.wait(notes)))
         log_generation_defaults(model_config)
-        sizes = num_blocks, max_model_len
-        card = _model_card(config, folder, model_config, ranks, *sizes, files.entries)
-        ready = (executor, started_s, occupied.publisher, parent, occupied.trace, grammars)
-        used = Utilisation(joined_cost(ranks), MachineSpeed.joined(speeds))
-        return serve(config, occupied.socket, card, files, *ready, utilisation=used)
+        return serve(
+            config,
+            claimed.socket,
+            _model_card(config, folder, model_config, ranks, num_blocks, max_model_len, files),
+            files,
+            executor,
+            started_s,
+            publisher=claimed.publisher,
+            parent=parent,
+            trace=claimed.trace,
+            grammars=grammars,
+            utilisation=Utilisation(joined_cost(ranks), MachineSpeed.joined(speeds)),
+        )
 
 
 def serve(
     config: EngineConfig,
     socket: EngineSocket,
     card: ModelCard,
-    files: ModelFiles,
+    files: ServedFiles,
     executor: StepExecutor,
     started_s: float,
     publisher: KVEventPublisher | None = None,
@@ -159,13 +196,14 @@ def serve(
     grammars: GrammarSource = _NO_GRAMMARS,
     utilisation: Utilisation | None = None,
 ) -> int:
-    """Run the step loop and the io thread until told to stop; returns the exit code.
+    """Run the step loop and the io thread until told to stop; return the exit code.
 
     Args:
-        socket: bound to config's endpoint; closed at the end. card: what clients are told.
-        files: those it names. executor: ready to run. started_s: monotonic time of the process's
-            start, for the log. publisher: of KV events. parent: the launching client. trace: of
-            the steps. grammars: of structured outputs. utilisation: what steps use is added to it.
+        socket: bound to config's endpoint; closed at the end.
+        files: the ones that card lists.
+        executor: has loaded the model and allocated its KV cache.
+        started_s: monotonic time of the process's start, for the log.
+        parent: link to the launching client.
     """
     inbox: Inbox = SimpleQueue()
     outbox = Outbox()
@@ -205,6 +243,38 @@ def serve(
     return 130 if interrupted and not farewell.failure else exit_code
 
 
+def _allocate(
+    config: EngineConfig, executor: Executor, ranks: list[WorkerInfo], max_model_len: int
+) -> tuple[int, int]:
+    """Size and allocate the KV cache; return its blocks and the longest request's tokens."""
+    with phase("kv cache") as notes:
+        num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
+        executor.allocate_kv_cache(num_blocks, max_model_len)
+        executor.capture()
+        num_bytes = num_blocks * sum(rank.kv_block_bytes for rank in ranks)
+        notes.append(
+            f"{num_blocks} blocks of {config.sizes.block_size} tokens, "
+            f"{num_bytes / 1e6:.0f} MB, requests of {max_model_len} tokens at most"
+        )
+    return num_blocks, max_model_len
+
+
+def _log_forecast(
+    config: EngineConfig,
+    folder: Path,
+    model: ModelConfig,
+    ranks: list[WorkerInfo],
+    num_blocks: int,
+    max_model_len: int,
+    speeds: list[MachineSpeed],
+) -> None:
+    expected = forecast(
+        config, str(folder), model.architecture, ranks, num_blocks, max_model_len, speeds
+    )
+    for line in summary(expected):
+        logger.info("%s", line)
+
+
 def _model_card(
     config: EngineConfig,
     folder: Path,
@@ -212,7 +282,7 @@ def _model_card(
     ranks: list[WorkerInfo],
     num_blocks: int,
     max_model_len: int,
-    files: list[ModelFile],
+    files: ServedFiles,
 ) -> ModelCard:
     return ModelCard(
         model=str(folder),
@@ -224,7 +294,7 @@ def _model_card(
         block_size=config.sizes.block_size,
         num_blocks=num_blocks,
         default_sampling=model.generation.sampling(),
-        files=files,
+        files=files.entries,
         hidden_size=model.hidden_size,
         numerics_fingerprint=numerics_fingerprint(ranks, model, max_model_len),
     )
@@ -234,14 +304,13 @@ def _io_thread(
     config: EngineConfig,
     socket: EngineSocket,
     card: ModelCard,
-    files: ModelFiles,
+    files: ServedFiles,
     core: EngineCore,
     inbox: Inbox,
     outbox: Outbox,
     grammars: GrammarSource,
     trace: StepTrace | None,
 ) -> IoThread:
-    """Made of its parts and not started; arguments as in `serve`."""
     counters, clock = core.scheduler.counters, core.clock
     queue_limit = QueueLimit(
         config.max_num_queued_reqs,
@@ -253,7 +322,7 @@ def _io_thread(
     capabilities = config.capabilities
     if not isinstance(grammars, NoGrammars):
         capabilities.append("structured_outputs")
-    reception = Reception(
+    handshakes = HandshakeHandler(
         card,
         capabilities,
         config.sizes.max_num_seqs,
@@ -262,10 +331,10 @@ def _io_thread(
         instance=secrets.token_hex(16),
         max_logprobs=config.max_logprobs,
     )
-    desk = FrontDesk(
+    handler = MessageHandler(
         socket,
         inbox,
-        reception,
+        handshakes,
         Admission(card, config, queue_limit, grammars),
         CompilingRequests(grammars, queue_limit, outbox.put),
         ControlHandler(inbox, files, _metrics(config, card, core, queue_limit)),
@@ -273,11 +342,13 @@ def _io_thread(
         step_age_ms=lambda: clock.age_ms,
         shutdown_timeout_s=config.shutdown_timeout,
     )
-    stats_log = StatsLog(lambda: desk.completed(stats_of(core.scheduler, False)), time.monotonic())
+    stats_log = StatsLog(
+        lambda: handler.completed(stats_of(core.scheduler, False)), time.monotonic()
+    )
     return IoThread(
         socket,
         client_limit.max_connections,
-        desk,
+        handler,
         inbox,
         outbox,
         None if config.disable_log_stats else stats_log,
@@ -287,18 +358,18 @@ def _io_thread(
 
 def _metrics(
     config: EngineConfig, card: ModelCard, core: EngineCore, queue_limit: QueueLimit
-) -> MetricsCollector:
+) -> EngineMetrics:
     cache = {
         "block_size": str(card.block_size),
         "num_gpu_blocks": str(card.num_blocks),
         "enable_prefix_caching": str(config.enable_prefix_caching),
         "cache_dtype": config.kv_cache_dtype,
     }
-    return MetricsCollector(core.scheduler, queue_limit.rejections, cache, core.clock.utilisation)
+    return EngineMetrics(core.scheduler, queue_limit.rejections, cache, core.clock.utilisation)
 
 
 def run_core(core: EngineCore) -> tuple[Farewell, int]:
-    """Run the step loop to its end; what clients are told of it, and the exit code."""
+    """Run the step loop to its end; return the farewell to clients and the exit code."""
     try:
         shutdown = core.run()
     except StartError as error:  # a worker's
@@ -316,8 +387,8 @@ def run_core(core: EngineCore) -> tuple[Farewell, int]:
 def handle_signals(inbox: Inbox, outbox: Outbox) -> list[int]:
     """Let SIGTERM and SIGINT begin a drain, and a second one end the process.
 
-    Returns the SIGINTs seen. SIGHUP, which ends the step loop, says that the terminal or the
-    launching client is gone.
+    SIGHUP ends the step loop: the terminal or the launching client is gone. Returns a list that
+    takes the SIGINTs seen.
     """
     seen: list[int] = []
     interrupts: list[int] = []
@@ -338,7 +409,7 @@ def handle_signals(inbox: Inbox, outbox: Outbox) -> list[int]:
 
 
 def find_model(config: EngineConfig) -> Path:
-    """The folder of the model to serve, downloaded if it has to be."""
+    """Return the folder of the model to serve; download it if necessary."""
     if config.model is not None:
         try:
             return resolve_model(config.model, config.revision)
@@ -347,7 +418,7 @@ def find_model(config: EngineConfig) -> Path:
             raise ModelFileError(f"--model {name}: {error.strerror or error}") from None
     if config.revision is not None:
         revision = shorten(config.revision)
-        raise ConfigError(f"--revision {revision}: it is that of a --model, and none is given")
+        raise ConfigError(f"--revision {revision} needs --model")
     folder = demo_model_folder()
     logger.info("no --model given: serving the demo model")
     return folder

@@ -1,8 +1,7 @@
-"""A standby: an engine that has loaded its weights, and serves once another one is gone.
+"""A standby: an engine that has loaded its weights, and serves once the current engine is gone.
 
-It waits for its endpoint's lock, which the kernel takes from a process that dies; so nobody has to
-notice the death and tell it. What two engines can hold at once is ready by then. KV memory is not:
-it is measured and allocated when the other engine's is free again.
+It waits for its endpoint's lock, which the kernel takes from a process that dies. KV memory is
+measured and allocated only then, when the other engine's is free again.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from threading import Thread
 from types import FrameType
 from typing import Final
 
-from nanocore.engine_core.mailbox import SIGNAL_PATIENCE_S
+from nanocore.engine_core.mailbox import SIGNAL_POLL_S
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.protocol.errors import WorkerError
 from nanocore.system.endpoint_lock import EndpointLock
@@ -31,7 +30,7 @@ _INTERRUPTED: Final = 130
 def stand_by(
     endpoint: str, executor: StepExecutor, parent: ParentLink | None
 ) -> EndpointLock | int:
-    """Wait until nobody serves at the endpoint; its lock, or the exit code if told to end.
+    """Wait until nobody serves at the endpoint; return its lock, or the exit code if told to end.
 
     executor: that has loaded its weights.
 
@@ -58,7 +57,7 @@ def stand_by(
             parent.report_standing_by()
         while True:
             with suppress(Empty):
-                what = news.get(timeout=SIGNAL_PATIENCE_S)
+                what = news.get(timeout=SIGNAL_POLL_S)
                 break
     if isinstance(what, Exception):
         raise what
@@ -71,7 +70,7 @@ def stand_by(
 
 @contextmanager
 def _signals_put(news: SimpleQueue[EndpointLock | int | Exception]) -> Iterator[None]:
-    """Meanwhile SIGTERM and SIGINT put their exit codes."""
+    """Let SIGTERM and SIGINT put their exit codes meanwhile."""
     codes = {signal.SIGTERM: 0, signal.SIGINT: _INTERRUPTED}
 
     def on_signal(number: int, _frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
-"""Notices a step that hangs, tells the clients why, and ends the process.
+"""Detects a step that hangs, tells the clients why, and ends the process.
 
-A thread of its own, for the step never returns: the step loop cannot be asked. It counts its own
-ticks, not the clock's time, so a process that was stopped for long and continued is not blamed for
-it. If it cannot run either, the `DeadMansSwitch` ends the process some seconds later.
+A thread of its own, because the step loop cannot be asked while its step hangs. It counts its own
+ticks, not the clock's time, so a process that was stopped and continued is not blamed. If the
+watchdog cannot run either, the `DeadMansSwitch` ends the process some seconds later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanocore.system.standard_streams import STDERR_FD, can_be_written
 logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 10.0
-"""For the io thread to tell all clients."""
+"""Time for the io thread to tell all clients."""
 _MAX_TICK_S: Final = 2.0
 
 
@@ -52,7 +52,7 @@ class Watchdog(threading.Thread):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """The step loop has ended. For its thread.
+        """End the thread, after the step loop has ended. Called by the step loop's thread.
 
         Waits for ours: it holds the core, whose tensors must not be freed by a thread that the
         interpreter no longer waits for.
@@ -62,7 +62,7 @@ class Watchdog(threading.Thread):
         self.join(GRACE_S)
 
     def run(self) -> None:
-        """The thread's body: look at the step clock, and end the process when a step hangs."""
+        """Watch the step clock, and end the process when a step hangs."""
         tick_s = min(self._timeout_s / 4, _MAX_TICK_S)
         max_ticks = math.ceil(self._timeout_s / tick_s)
         began_s: float | None = None
@@ -78,7 +78,7 @@ class Watchdog(threading.Thread):
                 self._end_process()
 
     def _end_process(self) -> None:
-        """Say why to clients first: to write the log may take forever, and the interpreter."""
+        """Tell clients first: writing the log may take forever, and may hold the interpreter."""
         step = self._core.scheduler.counters.num_steps
         reason = (
             f"step {step} was not done after {self._timeout_s:g} s: {self._blame()} "

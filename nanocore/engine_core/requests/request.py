@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore.engine_core.structured.matcher import Grammar, Matcher
+from nanocore.engine_core.grammars.matcher import Grammar, Matcher
 from nanocore.kv_cache import BlockKey, KeyChain
 from nanocore.protocol.fields import MAX_EXACT_INT
+from nanocore.protocol.metrics import MAX_MOVES, Phase
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.steps import MAX_MOVES, Phase
 
 TOKEN_DTYPE = np.dtype("<i4")
 """Token ids, rows and block ids in columns, on the wire and in memory."""

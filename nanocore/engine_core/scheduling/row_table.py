@@ -12,10 +12,10 @@ import heapq
 import numpy as np
 from numpy.typing import NDArray
 
+from nanocore.engine_core.grammars.matcher import Matcher
 from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.requests.step_log import StepLog, TokenTimes
 from nanocore.engine_core.scheduling.columns import IntArray, TokenColumns, places
-from nanocore.engine_core.structured.matcher import Matcher
 
 
 class RowTable:

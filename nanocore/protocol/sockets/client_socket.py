@@ -24,7 +24,7 @@ _EVENTS: Final = (
 
 
 class ConnectionLostError(EngineDeadError):
-    """The connection is no more, and everything that had come over it was received.
+    """The connection is lost, and everything that had arrived over it was received.
 
     refused: there never was one, because nobody listens.
     """
@@ -83,7 +83,7 @@ class ClientSocket:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether somebody listens, or did, even if he has not spoken ZeroMQ with us yet."""
+        """Whether somebody listens, or did, even if no ZeroMQ handshake has succeeded yet."""
         return self._is_accepted
 
     @property
@@ -92,31 +92,31 @@ class ClientSocket:
         return self._is_connected
 
     def send_nowait(self, frames: Sequence[bytes]) -> bool:
-        """Send one message if that needs no waiting; whether it was sent."""
+        """Send one message if that needs no waiting; return whether it was sent."""
         sent = not self._unsent and self._try_send(frames)
         if self._readable is not None:
             self._look()
         return sent
 
     async def send(self, frames: Sequence[bytes]) -> None:
-        """Send one message; waits while the queue to the engine is full."""
+        """Send one message; wait while the queue to the engine is full."""
         if not self.send_nowait(frames):
             await self._queue(frames)
 
     def post(self, frames: Sequence[bytes]) -> None:
-        """Send one message without waiting for it: for aborts and pongs, from any callback."""
+        """Queue one message without waiting: for aborts and pongs, from any callback."""
         if not self.send_nowait(frames):
             self._queue(frames)  # closing the socket forgets what has not left
 
     def receive_nowait(self) -> list[bytes] | None:
-        """The frames of the next message, or None when there is none now."""
+        """Return the frames of the next message, or None when there is none now."""
         frames = receive_frames(self._socket)
         if self._unsent:
             self._look()
         return frames
 
     async def receive(self) -> list[bytes]:
-        """The frames of the next message.
+        """Return the frames of the next message.
 
         Raises:
             ConnectionLostError: there will be none.
@@ -146,7 +146,6 @@ class ClientSocket:
             self._context.term()
 
     def _take_events(self) -> None:
-        """See what became of the connection."""
         while self._lost is None:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
@@ -163,7 +162,7 @@ class ClientSocket:
             self._readable.set_result(None)
 
     def _queue(self, frames: Sequence[bytes]) -> asyncio.Future[None]:
-        """Let a message wait for its turn; cancelling the future takes it back."""
+        """Queue a message; cancelling the future takes it back."""
         sent: asyncio.Future[None] = self._loop.create_future()
         self._unsent.append((frames, sent))
         self._look()

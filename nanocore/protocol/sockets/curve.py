@@ -1,10 +1,10 @@
-"""CURVE keys: who an engine is, whom it serves, and the files that say so.
+"""CURVE keys: an engine's identity, its clients' keys, and the files that hold them.
 
-An engine's folder holds engine.key, engine.key_secret and clients/NAME.key, its allow-list; those
-of its clients that are administrators stand in admins/NAME.key, too. A client's holds client.key,
-client.key_secret and engine.key. The files are zmq.auth's certificates, the keys in them Z85 text
-of 40 characters. A secret that other users can read is refused, and so is an allow-list that others
-can add to. A secret never appears in a message, a log or a repr.
+An engine's folder holds engine.key, engine.key_secret and clients/NAME.key, its allow-list;
+admins/NAME.key lists those of its clients that are administrators. A client's folder holds
+client.key, client.key_secret and engine.key. The files are zmq.auth's certificates with keys as Z85
+text of 40 characters. A secret that other users can read is refused, and so is an allow-list that
+others can add to. A secret never appears in a message, a log or a repr.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EngineKeys:
 
     @property
     def options(self) -> dict[int, int | bytes]:
-        """Socket options of the side that binds."""
+        """Socket options of the binding side."""
         return {
             zmq.CURVE_SERVER: 1,
             zmq.CURVE_SECRETKEY: self.secret_key,
@@ -92,7 +92,7 @@ class ClientKeys:
 
     @property
     def options(self) -> dict[int, int | bytes]:
-        """Socket options of the side that connects."""
+        """Socket options of the connecting side."""
         return {
             zmq.CURVE_SERVERKEY: self.engine_public_key,
             zmq.CURVE_PUBLICKEY: self.public_key,
@@ -101,7 +101,7 @@ class ClientKeys:
 
 
 def client_keys(endpoint: str, folder: str | Path | None) -> ClientKeys | None:
-    """The keys that a client needs at an endpoint: a TCP endpoint's, and none for ipc.
+    """Load the keys that a client needs at an endpoint: none for ipc.
 
     Raises:
         ConfigError: TCP without a folder, or a folder without TCP. KeyFileError: as `load` says.
@@ -123,7 +123,7 @@ def client_keys(endpoint: str, folder: str | Path | None) -> ClientKeys | None:
 
 
 def load_public_key(path: Path) -> bytes:
-    """The public key in a certificate file.
+    """Load the public key in a certificate file.
 
     Raises:
         KeyFileError: the file is missing, holds no key, or can be changed by other users.
@@ -132,7 +132,7 @@ def load_public_key(path: Path) -> bytes:
 
 
 def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Make a key pair: name.key and, for its owner alone, name.key_secret; returns their paths.
+    """Create name.key and, readable by its owner alone, name.key_secret; return their paths.
 
     Raises:
         KeyFileError: one of them exists, or cannot be written.
@@ -193,7 +193,7 @@ def _require_directory(path: Path, remedy: str) -> None:
 
 
 def _require_closed(path: Path, forbidden: int, mode: str) -> None:
-    """Refuse what other users can open, or what belongs to one of them."""
+    """Refuse files that other users can open or own."""
     info = path.stat()
     if info.st_mode & forbidden:
         raise KeyFileError(

@@ -1,4 +1,4 @@
-"""CurveRouter: libzmq's ROUTER, for endpoints with keys, and what guards its connections."""
+"""CurveRouter: libzmq's ROUTER for endpoints with keys, the authentication, and the guard."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from nanocore.protocol.endpoint import TCP
-from nanocore.protocol.errors import AddressInUseError, ConfigError
-from nanocore.protocol.sockets.client_authenticator import ClientAuthenticator, name_of
-from nanocore.protocol.sockets.curve import EngineKeys
+from nanocore.protocol.errors import AddressInUseError, ConfigError, KeyFileError
+from nanocore.protocol.sockets.curve import ZAP_DOMAIN, EngineKeys, load_public_key
 from nanocore.protocol.sockets.options import (
     BACKLOG,
     LINGER_S,
@@ -28,12 +29,80 @@ from nanocore.protocol.sockets.tcp_guard import SWEEP_INTERVAL_S, TcpGuard
 
 logger = logging.getLogger(__name__)
 
+
+class ClientAllowList:
+    """The allow-list of clients: a folder with a NAME.key for each. Used by a thread of
+    zmq.auth.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._last_refused = b""
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Whether a client with this public key, Z85 text, is allowed. zmq.auth prescribes the
+        name.
+        """
+        try:
+            name = name_of(self._folder, key)
+        except Exception:  # it would end the thread that asks; whatever it is, the answer is no
+            logger.exception("the allow-list %s cannot be read: refusing a client", self._folder)
+            return False
+        if name is not None:
+            logger.info("client %r is let in", name)
+        elif key != self._last_refused:  # it tries again and again: say it once
+            self._last_refused = key
+            logger.warning(
+                "a client is refused: no file in %s has its key %s", self._folder, key.decode()
+            )
+        return name is not None
+
+
+def name_of(folder: Path, key: bytes) -> str | None:
+    """Return the name of the file in a folder that holds this public key, Z85 text, or None."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix != ".key":
+            continue
+        try:
+            if load_public_key(path) == key:
+                return path.stem
+        except KeyFileError as error:  # one bad file shuts out one client
+            logger.warning("%s", error)
+    return None
+
+
+class ClientAuthenticator:
+    """A running ZAP handler, which tells libzmq whether a client's key is on the allow-list.
+
+    The allow-list is read at every handshake, so a key that is added or removed counts from the
+    next handshake on; open connections stay open. While the thread does not answer, nobody is
+    admitted (`EngineKeys.options`); its death is an error of the socket (`check`).
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], clients: Path) -> None:
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.configure_curve_callback(ZAP_DOMAIN, ClientAllowList(clients))
+        self._authenticator.start()
+
+    def check(self) -> None:
+        """Raise RuntimeError if the thread has died: no client could be authenticated any more."""
+        if not self._authenticator.is_alive():
+            raise RuntimeError("the thread that checks clients' keys has died")
+
+    def close(self) -> None:
+        """End the thread. Idempotent; call after the sockets are closed."""
+        if self._authenticator.pipe is not None and not self._authenticator.is_alive():
+            self._authenticator.pipe.close()  # `stop` would wait for the dead thread to read it
+            self._authenticator.pipe = None  # type: ignore[assignment]  # as zmq.auth does
+        self._authenticator.stop()
+
+
 _MAX_SKIPPED_FRAMES: Final = 1000  # by one call; about a millisecond
 _NO_WAIT: Final = int(zmq.NOBLOCK)
 
 
 class CurveRouter:
-    """Bound at construction; see `EngineSocket` for its methods. On ipc it has no guard.
+    """Implements `EngineSocket` with keys; bound at construction. On ipc it has no guard.
 
     Raises:
         ConfigError: it cannot be bound. AddressInUseError: another process listens there.
@@ -75,10 +144,10 @@ class CurveRouter:
         finally:
             os.umask(old_umask)
 
-    def limit(self, max_connections: int, guest_timeout_s: float) -> None:
+    def limit(self, max_connections: int, unadmitted_timeout_s: float) -> None:
         if self._guard is not None:
             self._guard.max_connections = max_connections
-            self._guard.guest_timeout_s = guest_timeout_s
+            self._guard.unadmitted_timeout_s = unadmitted_timeout_s
 
     def watch(self, fd: int) -> None:
         self._poller.register(fd, zmq.POLLIN)
@@ -117,7 +186,7 @@ class CurveRouter:
         return routing_id, frames
 
     def _skip(self) -> bool:
-        """Throw away frames up to the end of the message; False if that is not reached yet."""
+        """Skip frames up to the end of the message; return False if it is not reached yet."""
         for _ in range(_MAX_SKIPPED_FRAMES):
             if not self._socket.recv(_NO_WAIT, copy=False).more:
                 self._is_cut = False

@@ -1,10 +1,11 @@
-"""IpcRouter: ZMTP over a Unix socket, for the side that binds; what ROUTER is in libzmq.
+"""IpcRouter: ZMTP over a Unix socket for the binding side; the counterpart of libzmq's ROUTER.
 
 One thread, no locks: `wait` sleeps in epoll, `receive` looks at one connection after the other, a
-bounded piece at a time, and `send` writes at once what the peer's socket takes. libzmq has no limit
-for what a peer may make it keep, and ends the process when descriptors run out; here a message, all
-unfinished messages together, what waits for a peer and for all of them, and the number of
-connections are bounded. Who goes beyond loses the connection. Routing ids are ours, each used once.
+bounded piece at a time, and `send` writes at once what the peer's socket takes. libzmq does not
+bound what a peer may make it keep, and ends the process when descriptors run out. Here a message,
+all unfinished messages together, what is queued for a peer and for all of them, and the number of
+connections are bounded. A connection that exceeds a limit is closed. Routing ids are ours, each
+used once.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from pathlib import Path
 from typing import Final
 
 from nanocore.protocol.errors import AddressInUseError, ConfigError, ProtocolError
-from nanocore.protocol.sockets.guests import Guests
-from nanocore.protocol.sockets.ipc_connection import IpcConnection
 from nanocore.protocol.sockets.options import (
     BACKLOG,
     HANDSHAKE_S,
@@ -33,7 +32,79 @@ from nanocore.protocol.sockets.options import (
     PEER_HIGH_WATER_MARK,
     SendResult,
 )
-from nanocore.protocol.sockets.zmtp import ROUTER, Role, pack_message
+from nanocore.protocol.sockets.zmtp import ROUTER, Buffer, Role, ZmtpReader, pack_message
+
+
+class IpcConnection:
+    """An accepted connection of an IpcRouter; the greeting waits to be written. Nothing blocks.
+
+    num_bytes: of its unfinished message, when it was last looked at. num_unsent_bytes: of what
+    waits for it. has_more: the last read left
+    something behind. is_queued: it is among those to be looked at. waits_for_room: the poller is to
+    say when the peer takes more.
+    """
+
+    __slots__ = (
+        "fd", "has_more", "is_queued", "num_bytes", "num_unsent_bytes", "reader", "routing_id",
+        "socket", "unsent", "waits_for_room",
+    )  # fmt: skip
+
+    def __init__(self, accepted: socket.socket, routing_id: bytes, role: Role) -> None:
+        accepted.setblocking(False)
+        self.socket = accepted
+        self.fd = accepted.fileno()
+        self.routing_id = routing_id
+        self.reader = ZmtpReader(role)
+        self.num_bytes = 0
+        self.num_unsent_bytes = len(role.greeting)
+        self.has_more = self.is_queued = self.waits_for_room = False
+        self.unsent: deque[list[Buffer]] = deque([[role.greeting]])
+
+    def read(self, scratch: memoryview) -> bool:
+        """Read what has arrived; return False if there was nothing.
+
+        Raises:
+            OSError: the peer is gone.
+        """
+        try:
+            num_bytes = self.socket.recv_into(scratch)
+        except BlockingIOError:
+            self.has_more = False
+            return False
+        if not num_bytes:
+            raise ConnectionResetError
+        self.has_more = num_bytes == len(scratch)
+        self.reader.feed(scratch[:num_bytes])
+        return True
+
+    def append(self, buffers: list[Buffer]) -> int:
+        """Queue a message for the peer; return its bytes."""
+        num_bytes = sum(map(len, buffers))
+        self.unsent.append(buffers)
+        self.num_unsent_bytes += num_bytes
+        return num_bytes
+
+    def write(self) -> None:
+        """Send what the peer takes now.
+
+        Raises:
+            OSError: the peer is gone.
+        """
+        unsent = self.unsent
+        while unsent:
+            buffers = unsent[0]
+            try:
+                num_sent = self.socket.sendmsg(buffers)
+            except BlockingIOError:
+                return
+            self.num_unsent_bytes -= num_sent
+            while buffers and num_sent >= len(buffers[0]):
+                num_sent -= len(buffers.pop(0))
+            if buffers:
+                buffers[0] = memoryview(buffers[0])[num_sent:]
+            else:
+                unsent.popleft()
+
 
 _READ_BYTES: Final = 2**18  # more than a sender's socket holds by default
 _MAX_LOOKS: Final = 16  # at connections by one `receive`
@@ -43,7 +114,7 @@ _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 
 
 class IpcRouter:
-    """Bound at construction; see `EngineSocket` for the methods that it shares.
+    """Implements `EngineSocket` on ipc; bound at construction.
 
     high_water_mark: messages that may wait for one peer. connections: those that are open, by
     routing id; num_accepted: all that ever were. num_input_bytes: of all unfinished messages.
@@ -59,7 +130,7 @@ class IpcRouter:
         self._role = role
         self._high_water_mark = high_water_mark
         self.max_connections = MAX_CONNECTIONS
-        self.guest_timeout_s = math.inf
+        self.unadmitted_timeout_s = math.inf
         self._path = path
         self._listener = _listen(path)
         self._epoll = select.epoll()
@@ -68,7 +139,7 @@ class IpcRouter:
         self._watched: set[int] = set()
         self.connections: dict[bytes, IpcConnection] = {}
         self._by_fd: dict[int, IpcConnection] = {}
-        self._guests: Guests[bytes] = Guests()
+        self._unadmitted_s: dict[bytes, float] = {}  # since when, the oldest first
         self._ready: deque[IpcConnection] = deque()
         self._gone: list[bytes] = []
         self.num_accepted = 0
@@ -79,16 +150,16 @@ class IpcRouter:
         self._next_sweep_s = 0.0
 
     def fileno(self) -> int:
-        """A descriptor that is readable when something has come, and when more can be sent."""
+        """A descriptor that is readable when something has arrived or more can be sent."""
         return self._epoll.fileno()
 
     @property
     def is_busy(self) -> bool:
         return bool(self._ready)
 
-    def limit(self, max_connections: int, guest_timeout_s: float) -> None:
+    def limit(self, max_connections: int, unadmitted_timeout_s: float) -> None:
         self.max_connections = max_connections
-        self.guest_timeout_s = guest_timeout_s
+        self.unadmitted_timeout_s = unadmitted_timeout_s
 
     def watch(self, fd: int) -> None:
         self._watched.add(fd)
@@ -146,11 +217,11 @@ class IpcRouter:
         return True  # who can open the socket is the engine's own user
 
     def admit(self, routing_id: bytes) -> None:
-        self._guests.remove(routing_id)
+        self._unadmitted_s.pop(routing_id, None)
 
     def dismiss(self, routing_id: bytes) -> None:
         if routing_id in self.connections:
-            self._guests.add(routing_id, time.monotonic())
+            self._unadmitted_s.setdefault(routing_id, time.monotonic())
 
     def close(self) -> None:
         if self._epoll.closed:
@@ -175,7 +246,9 @@ class IpcRouter:
         self._epoll.close()
 
     def _poll(self, timeout_s: float | None) -> set[int]:
-        """Sleep, write what can be written, note who is to be looked at; the watched that woke."""
+        """Sleep, write what can be written, queue readable connections; return ready watched
+        descriptors.
+        """
         watched = set()
         for fd, events in self._epoll.poll(timeout_s):
             connection = self._by_fd.get(fd)
@@ -200,7 +273,6 @@ class IpcRouter:
         return watched
 
     def _accept(self) -> None:
-        """Let those in who knock, as long as there is room for them."""
         for _ in range(BACKLOG):
             if len(self.connections) >= self.max_connections and not self._make_room():
                 return
@@ -217,13 +289,13 @@ class IpcRouter:
             self.num_output_bytes += connection.num_unsent_bytes
             self.connections[connection.routing_id] = connection
             self._by_fd[connection.fd] = connection
-            self._guests.add(connection.routing_id, time.monotonic())
+            self._unadmitted_s.setdefault(connection.routing_id, time.monotonic())
             self._epoll.register(connection.fd, _IN)
             self._write(connection)
 
     def _make_room(self) -> bool:
-        """Hang up on the oldest guest; if there is none, the door stays shut until the sweep."""
-        oldest = self._guests.oldest()
+        """Close the oldest connection without a session; if none, accept nothing until a sweep."""
+        oldest = next(iter(self._unadmitted_s), None)
         if oldest is None:
             if self._is_accepting:
                 self._is_accepting = False
@@ -233,18 +305,18 @@ class IpcRouter:
         return True
 
     def _sweep(self, now_s: float) -> None:
-        """Hang up on guests whose time is over, and open the door again if it was shut."""
-        for routing_id in self._guests.older_than(now_s - HANDSHAKE_S):
-            if not self.connections[routing_id].reader.is_ready:
+        """Close connections that stay too long without a session, and accept again."""
+        for routing_id, since_s in list(self._unadmitted_s.items()):
+            is_ready = self.connections[routing_id].reader.is_ready
+            limit_s = self.unadmitted_timeout_s
+            if now_s - since_s > (limit_s if is_ready else min(limit_s, HANDSHAKE_S)):
                 self.drop(self.connections[routing_id])
-        for routing_id in self._guests.older_than(now_s - self.guest_timeout_s):
-            self.drop(self.connections[routing_id])
         if not self._is_accepting:
             self._is_accepting = True
             self._epoll.register(self._listener, _IN)
 
     def _look(self, connection: IpcConnection) -> list[bytes] | None:
-        """The connection's next message, if a bounded effort finds one."""
+        """Return the connection's next message, if a bounded effort finds one."""
         reader = connection.reader
         try:
             if reader.is_drained and not connection.read(self._scratch):
@@ -263,7 +335,9 @@ class IpcRouter:
         return frames
 
     def _answer(self, connection: IpcConnection) -> bool:
-        """Send the handshake's answer, or a PONG unless much is waiting; False: gone."""
+        """Send the handshake's reply, or a PONG unless much is queued; return False if the peer is
+        gone.
+        """
         answer = b"".join(connection.reader.answers)
         connection.reader.answers.clear()
         if len(connection.unsent) >= self._high_water_mark:
@@ -272,7 +346,7 @@ class IpcRouter:
         return self._write(connection)
 
     def _count(self, connection: IpcConnection) -> None:
-        """Note what its unfinished message takes; if all together take too much, the most goes."""
+        """Count the unfinished message; if all together take too much, drop the largest."""
         num_bytes = connection.reader.num_bytes
         self.num_input_bytes += num_bytes - connection.num_bytes
         connection.num_bytes = num_bytes
@@ -280,7 +354,7 @@ class IpcRouter:
             self.drop(max(self.connections.values(), key=lambda one: one.num_bytes))
 
     def _write(self, connection: IpcConnection) -> bool:
-        """Send what the peer takes now, and wait for room if something is left; False: gone."""
+        """Send what the peer takes now and poll for the rest; return False if the peer is gone."""
         before = connection.num_unsent_bytes
         try:
             connection.write()
@@ -295,11 +369,9 @@ class IpcRouter:
         return True
 
     def drop(self, connection: IpcConnection) -> None:
-        """Hang up. What it had sent and nobody has looked at is lost."""
+        """Close a connection. Messages that it had sent and nobody has looked at are lost."""
         del self.connections[connection.routing_id], self._by_fd[connection.fd]
-        if connection.routing_id in self._guests:
-            self._guests.remove(connection.routing_id)
-        else:
+        if self._unadmitted_s.pop(connection.routing_id, None) is None:
             self._gone.append(connection.routing_id)
         if connection.is_queued:
             self._ready.remove(connection)

@@ -1,6 +1,6 @@
-"""What all sockets share: their options, and messages sent and received whole.
+"""Options that all sockets share, and messages sent and received whole.
 
-There is no TCP without CURVE, on either side: what connects or binds without keys is refused here.
+There is no TCP without CURVE, on either side: sockets without keys are refused here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MAX_FRAME_BYTES: Final = 16 * 2**20
 MAX_FRAMES: Final = 8
 """Frames of one message that are kept, routing id included; no message of ours has as many."""
 MAX_INPUT_BYTES: Final = 2**28
-"""Of messages that have not come whole, from all peers of an endpoint together."""
+"""Limit of incomplete messages from all peers of an endpoint together."""
 MAX_OUTPUT_BYTES: Final = 2**28
-"""Of messages that wait for peers that do not read, for all of an endpoint together."""
+"""Limit of unsent messages for all peers of an endpoint together."""
 MAX_CONNECTIONS: Final = 2048
 MAX_OBSERVERS: Final = 256
 """Connections at an endpoint for KV cache events or their replays."""
@@ -54,15 +54,13 @@ _MORE_FRAMES: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class SendResult(enum.Enum):
-    """What became of a message to one client."""
-
     SENT = "sent"
     FULL = "full"  # the client does not read: what waits for it is at the high-water mark
     GONE = "gone"  # no such peer any more
 
 
 def socket_options(endpoint: str, keys: EngineKeys | ClientKeys | None) -> dict[int, int | bytes]:
-    """The options of a socket at an endpoint, to be set before it binds or connects.
+    """Return the options of a socket at an endpoint, to be set before it binds or connects.
 
     Raises:
         ConfigError: TCP without keys.
@@ -90,7 +88,7 @@ def send_frames(socket: zmq.Socket[bytes], frames: Sequence[bytes]) -> None:
 
 
 def receive_frames(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    """The frames of the next message, or None when there is none now.
+    """Return the frames of the next message, or None when there is none now.
 
     A message of more than MAX_FRAMES is cut there; its rest is the next message.
     """

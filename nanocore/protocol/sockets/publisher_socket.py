@@ -1,7 +1,7 @@
-"""The PUB on which an engine publishes KV cache events: an IpcRouter whose peers subscribe.
+"""The PUB socket of KV cache events: an IpcRouter whose peers subscribe.
 
-A subscription is a message of one frame: 1, or 0 to end it, and the beginning of a topic. What one
-peer may subscribe to is bounded.
+A subscription is a message of one frame: 1, or 0 to end it, and a prefix of topics. Subscriptions
+per peer are bounded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PublisherSocket:
         self.router.watch(fd)
 
     def wait(self, timeout_ms: int) -> set[int]:
-        """Sleep until something watched is ready; takes in subscriptions. -1: no limit."""
+        """Sleep until a watched descriptor is ready; take in subscriptions. -1: no limit."""
         ready = self.router.wait(timeout_ms)
         for _ in range(MAX_SUBSCRIPTIONS):
             if (received := self.router.receive()) is None:
@@ -55,7 +55,7 @@ class PublisherSocket:
         return ready
 
     def publish(self, frames: Sequence[bytes]) -> None:
-        """Queue a message for all who want its topic; those at the high-water mark miss it."""
+        """Queue a message for subscribers of its topic; those at the high-water mark miss it."""
         for routing_id, topics in list(self._topics.items()):
             if any(frames[0].startswith(topic) for topic in topics):
                 if self.router.send(routing_id, frames) is SendResult.GONE:

@@ -1,12 +1,11 @@
-"""TcpGuard: bounds from outside what libzmq does not: messages without end, who may connect, and
-for how long a peer's machine may answer nothing.
+"""TcpGuard: limits that libzmq lacks: endless messages, connections, and peers that vanish.
 
-libzmq gathers a message in memory until its last frame has come, however long that is, and tells
-nobody. But it tells which descriptors it has accepted, a message says whose it is, and the kernel
-knows how many bytes have come in. So a connection that receives and receives and delivers nothing
-is shut down, and so are guests whose time is over, and peers whose machines do not acknowledge what
-they are sent; those that read slowly do, and stay. Descriptors stay libzmq's: each is looked at for
-a moment, and shut down only after its peer was compared. Belongs to the socket's thread.
+libzmq gathers a message in memory until its last frame has come, however long that is. But it
+reports the descriptors that it accepts, a message names its descriptor, and the kernel counts the
+bytes received. So the guard shuts down connections that receive without delivering a message,
+connections that stay without a session, and peers whose machines do not acknowledge what they are
+sent (slow readers do acknowledge, and stay). Descriptors remain libzmq's: each is borrowed for a
+moment, and shut down only after its peer was compared. Belongs to the socket's thread.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Final
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from nanocore.protocol.sockets.guests import Guests
 from nanocore.protocol.sockets.options import MAX_CONNECTIONS, MAX_FRAME_BYTES
 
 MAX_STALLED_BYTES: Final = 4 * MAX_FRAME_BYTES
@@ -34,14 +32,16 @@ MAX_UNANSWERED_S: Final = 1.8
 """Since something was sent; with PINGs every second a peer's machine is missed within 3 s."""
 _TCP_INFO_BYTES: Final = 192
 _TCP_INFO: Final = struct.Struct("=3xB20xI16xI8xI68xQ")
-"""Of Linux's struct tcp_info: probes, unacked, last_data_sent, last_ack_recv, bytes_received."""
+"""Linux's struct tcp_info: probes, unacked, last_data_sent, last_ack_recv, bytes_received."""
 _MIN_PROBES: Final = 2
-"""Of a window that is closed; a single one may have been answered too soon after another."""
+"""Probes of a closed window; a single one may have been answered too soon after another."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Received:
-    """num_bytes: of data. is_owed: whether what was sent last is not acknowledged.
+    """Received data and acknowledgements of a connection, as the kernel counts them.
+
+    num_bytes: of data. is_owed: whether what was sent last is not acknowledged.
 
     last_ack_s: seconds since anything was.
     """
@@ -53,7 +53,9 @@ class _Received:
 
 @dataclass(slots=True)
 class _Connection:
-    """has_delivered: a message since the last sweep. num_bytes: received when it last had.
+    """State of a connection.
+
+    has_delivered: a message since the last sweep. num_bytes: received when it last had.
 
     key: the client's public one, Z85 text.
     unanswered_s: for how long sweeps have found that something was sent and is not acknowledged,
@@ -69,7 +71,7 @@ class _Connection:
     unanswered_s: float = 0.0
 
     def note(self, received: _Received, since_s: float) -> None:
-        """Take in what a sweep has seen, since_s after the one before.
+        """Take in what a sweep has seen, since_s after the last one.
 
         A sweep that comes late counts as one in time: a machine that stood still misses nobody.
         """
@@ -84,17 +86,17 @@ class TcpGuard:
 
     def __init__(self, watched: zmq.Socket[bytes]) -> None:
         self.max_connections = MAX_CONNECTIONS
-        self.guest_timeout_s = math.inf
+        self.unadmitted_timeout_s = math.inf
         self._watched = watched
         self._monitor = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._connections: dict[int, _Connection] = {}
         self._by_routing_id: dict[bytes, _Connection] = {}
-        self._guests: Guests[int] = Guests()
+        self._unadmitted_s: dict[int, float] = {}  # since when, the oldest first
         self._gone: list[bytes] = []
         self._last_sweep_s = -math.inf
 
     def note(self, routing_id: bytes, fd: int, key: str = "") -> None:
-        """A message of this peer, with this key, has been delivered, over this descriptor."""
+        """Note a delivered message: its peer, the peer's key, and the descriptor."""
         connection = self._connections.get(fd)
         if connection is None or connection.routing_id not in (None, routing_id):
             self._take_events()  # it has just been accepted
@@ -106,36 +108,33 @@ class TcpGuard:
         self._by_routing_id[routing_id] = connection
 
     def key_of(self, routing_id: bytes) -> bytes:
-        """The public key, Z85 text, of a peer that has delivered something; empty of another."""
+        """Return the public key, Z85 text, of a peer that has delivered something; else b""."""
         connection = self._by_routing_id.get(routing_id)
         return b"" if connection is None else connection.key.encode()
 
     def admit(self, routing_id: bytes) -> None:
-        """As `EngineSocket.admit`."""
         if (connection := self._by_routing_id.get(routing_id)) is not None:
-            self._guests.remove(connection.fd)
+            self._unadmitted_s.pop(connection.fd, None)
 
     def dismiss(self, routing_id: bytes) -> None:
-        """As `EngineSocket.dismiss`."""
         if (connection := self._by_routing_id.get(routing_id)) is not None:
-            self._guests.add(connection.fd, time.monotonic())
+            self._unadmitted_s.setdefault(connection.fd, time.monotonic())
 
     def take_gone(self) -> list[bytes]:
-        """The admitted that have disconnected since the last call."""
         gone, self._gone = self._gone, []
         return gone
 
     def sweep(self) -> None:
-        """To be called often; does its work now and then."""
+        """Check all connections, at most once in SWEEP_INTERVAL_S."""
         now_s = time.monotonic()
         if now_s < self._last_sweep_s + SWEEP_INTERVAL_S:
             return
-        since_s, self._last_sweep_s = now_s - self._last_sweep_s, now_s
+        elapsed_s, self._last_sweep_s = now_s - self._last_sweep_s, now_s
         self._take_events()
         for connection in list(self._connections.values()):
             received = _received(connection.fd)
             num_bytes = received.num_bytes
-            connection.note(received, since_s)
+            connection.note(received, elapsed_s)
             if connection.unanswered_s > MAX_UNANSWERED_S:
                 self._hang_up(connection.fd)
             elif connection.has_delivered or num_bytes < connection.num_bytes:
@@ -143,11 +142,12 @@ class TcpGuard:
                 connection.num_bytes = num_bytes
             elif num_bytes - connection.num_bytes > MAX_STALLED_BYTES:
                 self._hang_up(connection.fd)
-        for fd in self._guests.older_than(now_s - self.guest_timeout_s):
-            self._hang_up(fd)
+        for fd, since_s in list(self._unadmitted_s.items()):
+            if now_s - since_s > self.unadmitted_timeout_s:
+                self._hang_up(fd)
 
     def close(self) -> None:
-        """Before the socket is closed. Idempotent."""
+        """Stop watching, before the socket is closed. Idempotent."""
         if not self._monitor.closed:
             self._watched.disable_monitor()
             self._monitor.close()
@@ -160,26 +160,26 @@ class TcpGuard:
                 self._forget(fd)
                 with suppress(OSError), _borrowed(fd) as accepted:
                     self._connections[fd] = _Connection(fd, accepted.getpeername())
-                    self._guests.add(fd, time.monotonic())
-                oldest = self._guests.oldest()
+                    self._unadmitted_s.setdefault(fd, time.monotonic())
+                oldest = next(iter(self._unadmitted_s), None)
                 if len(self._connections) > self.max_connections and oldest is not None:
                     self._hang_up(oldest)
             elif event["event"] == zmq.EVENT_DISCONNECTED:
                 self._forget(fd)
 
     def _forget(self, fd: int) -> None:
-        """libzmq has closed it, or a new one has its number."""
+        """Forget a descriptor that libzmq has closed or reused."""
         connection = self._connections.pop(fd, None)
         if connection is None:
             return
         if connection.routing_id is not None:
             self._by_routing_id.pop(connection.routing_id, None)
-            if fd not in self._guests:
+            if fd not in self._unadmitted_s:  # only peers with a session are reported
                 self._gone.append(connection.routing_id)
-        self._guests.remove(fd)
+        self._unadmitted_s.pop(fd, None)
 
     def _hang_up(self, fd: int) -> None:
-        """Shut the connection down, unless the descriptor is another's by now."""
+        """Shut the connection down, unless the descriptor belongs to another one by now."""
         with suppress(OSError), socket.socket(fileno=os.dup(fd)) as held:
             if held.getpeername() == self._connections[fd].peer:
                 held.shutdown(socket.SHUT_RDWR)
@@ -188,7 +188,7 @@ class TcpGuard:
 
 @contextmanager
 def _borrowed(fd: int) -> Iterator[socket.socket]:
-    """libzmq's descriptor, not to be closed."""
+    """Wrap a descriptor of libzmq without closing it."""
     lent = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
     try:
         yield lent
@@ -197,7 +197,6 @@ def _borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 def _received(fd: int) -> _Received:
-    """What the kernel has received on a TCP connection; nothing if it is none any more."""
     with suppress(OSError), _borrowed(fd) as lent:
         info = lent.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         if len(info) >= _TCP_INFO.size:

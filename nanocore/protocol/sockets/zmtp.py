@@ -1,10 +1,10 @@
-"""ZMTP 3.1 with the NULL mechanism, as the side that binds: bytes to messages and back. No I/O.
+"""ZMTP 3.1 with the NULL mechanism, binding side: bytes to messages and back. No I/O.
 
-`ZmtpReader` takes what one peer sent, in pieces of any size, and gives its messages one by one.
-Memory is taken for bytes that have come, never for a length that was announced; a message is
-bounded as a whole, whatever its frames; frames that no message of ours can have are dropped as they
-come; and a call handles a bounded number of them. Whoever breaks the rules gets a ProtocolError,
-and has to be disconnected. https://rfc.zeromq.org/spec/37/ is the specification.
+`ZmtpReader` takes what one peer sent, in pieces of any size, and returns its messages one by one.
+Memory is taken for bytes that have arrived, never for an announced length; a message is bounded as
+a whole, whatever its frames; frames that no message of ours can have are dropped as they come; and
+a call handles a bounded number of frames. A peer that breaks the rules causes a ProtocolError, and
+must be disconnected. Specification: https://rfc.zeromq.org/spec/37/
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.sockets.options import MAX_FRAME_BYTES, MAX_FRAMES
 
 MAX_MESSAGE_BYTES: Final = MAX_FRAME_BYTES + 2**20
-"""Of all frames of a message together, those that are dropped included."""
+"""Limit of all frames of a message together, including dropped ones."""
 _FRAME_COST_BYTES: Final = 128
-"""What a frame counts for beside its bytes, because handling it takes time."""
+"""Extra cost of a frame in addition to its bytes, because handling it takes time."""
 MAX_COMMAND_BYTES: Final = 4096
 _MAX_FRAMES_PER_CALL: Final = 1000  # about a millisecond
 _COPY_BYTES: Final = 2**14  # what is shorter is joined, which costs less than a longer list
@@ -33,12 +33,12 @@ _MAX_PING_CONTEXT_BYTES: Final = 16
 
 
 def command_frame(body: bytes) -> bytes:
-    """A command of up to 255 bytes."""
+    """Frame of a command of up to 255 bytes."""
     return bytes((_COMMAND, len(body))) + body
 
 
 class Role:
-    """What the side that binds is. minor: of the ZMTP version that it speaks."""
+    """Socket type and version of the binding side. minor: of the ZMTP version."""
 
     def __init__(self, socket_type: bytes, peer_types: Sequence[bytes], minor: int) -> None:
         self.peer_types = peer_types
@@ -54,7 +54,7 @@ PUB: Final = Role(b"PUB", (b"SUB", b"XSUB"), minor=0)  # to which subscriptions 
 
 
 def pack_message(frames: Sequence[bytes]) -> list[Buffer]:
-    """A message as it is sent: buffers, of which long frames are not copied."""
+    """Encode a message as buffers; long frames are not copied."""
     buffers: list[Buffer] = []
     short = b""
     last = len(frames) - 1
@@ -76,7 +76,7 @@ def pack_message(frames: Sequence[bytes]) -> list[Buffer]:
 
 
 class ZmtpReader:
-    """What one peer sends.
+    """Decodes what one peer sends.
 
     is_ready: the handshake is over. is_drained: `next_message` has nothing to look at until it is
     fed. answers: commands that are to be sent to the peer; whoever sends them clears the list.
@@ -107,7 +107,7 @@ class ZmtpReader:
         return len(self._data) + len(self._partial) + sum(map(len, self._frames))
 
     def feed(self, data: memoryview) -> None:
-        """Take in what came; only once all before has been looked at (`is_drained`)."""
+        """Add received bytes, once all earlier ones have been looked at (`is_drained`)."""
         if self._missing > 0:
             taken = data[: self._missing]
             if self._is_kept():
@@ -119,7 +119,7 @@ class ZmtpReader:
         self.is_drained = False
 
     def next_message(self) -> list[bytes] | None:
-        """The frames of the next message, at most MAX_FRAMES - 1 of them, or None.
+        """Return the frames of the next message, at most MAX_FRAMES - 1, or None.
 
         None, too, when the handshake is just over, and when a bounded effort found no message.
 
@@ -149,16 +149,16 @@ class ZmtpReader:
         return None
 
     def _drain(self) -> None:
-        """Nothing more is to be had of the data; keep only what is left of it."""
+        """Mark the data as looked at; keep only an incomplete rest."""
         self.is_drained = True
         self._data, self._at = self._data[self._at :], 0
 
     def _is_kept(self) -> bool:
-        """Whether the frame that is coming is one of those that are not dropped."""
+        """Whether the next frame is within MAX_FRAMES."""
         return len(self._frames) < MAX_FRAMES - 1 or bool(self._flags & _COMMAND)
 
     def _greet(self) -> bool:
-        """Look at the peer's greeting; whether it is complete."""
+        """Check the peer's greeting; return whether it is complete."""
         data = self._data
         if data[:1] not in (b"", b"\xff") or data[9:10] not in (b"", b"\x7f"):
             raise ProtocolError("not a ZMTP greeting")
@@ -173,7 +173,7 @@ class ZmtpReader:
         return True
 
     def _next_frame(self) -> bytes | None:
-        """The next frame, whose flags are then in `_flags`; empty if it is to be dropped."""
+        """Return the next frame, with its flags in `_flags`; b"" if it is dropped."""
         if self._missing != _WHOLE:
             if self._missing:
                 return None
@@ -205,7 +205,6 @@ class ZmtpReader:
         return None
 
     def _check(self, flags: int, num_bytes: int) -> None:
-        """See that a frame may come now."""
         if flags & _COMMAND:
             if flags & ~(_COMMAND | _LONG) or num_bytes > MAX_COMMAND_BYTES:
                 raise ProtocolError("a ZMTP command with wrong flags, or too long")
@@ -220,7 +219,7 @@ class ZmtpReader:
             )
 
     def _obey(self, command: bytes) -> bool:
-        """Handle a command; those that mean nothing here are ignored. True: it was READY."""
+        """Handle a command and ignore unknown ones; return True for READY."""
         if not self.is_ready:
             if not command.startswith(_READY):
                 raise ProtocolError("a ZMTP handshake without READY")
@@ -241,7 +240,7 @@ class ZmtpReader:
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:
-    """A READY command's properties; names in lower case."""
+    """Properties of a READY command; names in lower case."""
     found = {}
     while data:
         name_end = 1 + data[0]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanocore.engine_core.metrics.collector import MetricsCollector
+from nanocore.engine_core.metrics.collector import EngineMetrics, IoCounts
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.stats import DeskCounts
 from nanocore.engine_core.utilisation import Utilisation
 from nanocore.protocol.metrics import Metric
 from tests.fakes import FakeExecutor, make_scheduler
@@ -24,7 +23,7 @@ class Engine:
         self.rejections = {"max_num_queued_reqs": 2}
         self.utilisation = utilisation
         counted = self.scheduler, self.rejections
-        self.collector = MetricsCollector(*counted, {"a": "b"}, utilisation)
+        self.collector = EngineMetrics(*counted, {"a": "b"}, utilisation)
 
     def add(self, request: Request) -> Request:
         for sample in request.samples:
@@ -41,8 +40,8 @@ class Engine:
         if self.utilisation is not None:
             self.utilisation.add(seconds, self.scheduler.completed.plan)
 
-    def metrics(self, desk: DeskCounts | None = None) -> dict[str, Metric]:
-        return {one.name: one for one in self.collector.collect(desk or DeskCounts())}
+    def metrics(self, io: IoCounts | None = None) -> dict[str, Metric]:
+        return {one.name: one for one in self.collector.collect(io or IoCounts())}
 
     def value(self, name: str, *labels: tuple[str, str]) -> float:
         (value,) = [s.value for s in self.metrics()[name].samples if s.labels == list(labels)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanocore.engine_core.stats import DeskCounts
+from nanocore.engine_core.metrics.collector import IoCounts
 from nanocore.protocol.messages import Event
 from tests.engine_core.metrics.clocked_engine import Engine
 from tests.fakes import make_request
@@ -108,11 +108,11 @@ def test_samples_are_requests_and_together_one_with_n() -> None:
     assert engine.observed("e2e_request_latency_seconds")[0] == 3
 
 
-def test_what_the_front_desk_knows_is_in_it() -> None:
+def test_what_the_message_handler_knows_is_in_it() -> None:
     engine = Engine()
     engine.add(make_request(1, [1] * 5, 4))
     metrics = engine.metrics(
-        DeskCounts(num_clients=2, num_compiling=3, is_draining=True, closed={"gone": 7})
+        IoCounts(num_clients=2, num_compiling=3, is_draining=True, closed={"gone": 7})
     )
     values = {
         (name, *(value for _, value in sample.labels)): sample.value

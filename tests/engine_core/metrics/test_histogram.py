@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as Reference
 
+from nanocore.engine_core.metrics.collector import Histogram
 from nanocore.engine_core.metrics.families import TOKEN_BOUNDS
-from nanocore.engine_core.metrics.histogram import Histogram
 
 VALUES = st.floats(0, 100) | st.sampled_from(TOKEN_BOUNDS)
 

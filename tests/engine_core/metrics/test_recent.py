@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanocore.engine_core.metrics.recent import MAX_ENDED, MAX_OPEN, MAX_STEPS
+from nanocore.engine_core.metrics.collector import MAX_ENDED, MAX_OPEN, MAX_STEPS, IoCounts
 from nanocore.engine_core.requests.request import Request, RequestTimes
-from nanocore.engine_core.stats import DeskCounts
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.messages import Event
-from nanocore.protocol.steps import MAX_MOVES, RecentSteps, RequestWay
+from nanocore.protocol.metrics import MAX_MOVES, RecentSteps, RequestPhases
 from tests.engine_core.metrics.clocked_engine import Engine
 from tests.fakes import make_request
 
@@ -31,10 +30,10 @@ FOLLOWS = {
 
 
 def recent(engine: Engine, after: int = 0, client: int = CLIENT) -> RecentSteps:
-    return engine.collector.recent_steps(after, client, DeskCounts())
+    return engine.collector.recent_steps(after, client, IoCounts())
 
 
-def ways(engine: Engine) -> dict[int, RequestWay]:
+def ways(engine: Engine) -> dict[int, RequestPhases]:
     return {way.handle: way for way in recent(engine).requests}
 
 
@@ -202,10 +201,10 @@ def test_steps_above_a_number_are_told() -> None:
 def test_a_long_way_keeps_its_beginning_and_its_end() -> None:
     life = RequestTimes()
     for i in range(5 * MAX_MOVES):
-        life.enter("preempted" if i else "queued", float(i))
-    assert len(life.phases) == MAX_MOVES
-    assert [at_s for _, at_s in life.phases[:2]] == [0, 4 * MAX_MOVES + 1]
-    assert life.phases[-1] == ("preempted", 5 * MAX_MOVES - 1)
+        life.move("preempted" if i else "queued", float(i))
+    assert len(life.way) == MAX_MOVES
+    assert [at_s for _, at_s in life.way[:2]] == [0, 4 * MAX_MOVES + 1]
+    assert life.way[-1] == ("preempted", 5 * MAX_MOVES - 1)
 
 
 def test_what_is_kept_is_bounded_whether_or_not_anybody_looks() -> None:

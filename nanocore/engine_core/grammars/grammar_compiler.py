@@ -1,0 +1,379 @@
+"""Compiles grammars for requests, and caches them.
+
+Clients take turns, each in the order of its requests; equal structured outputs share one
+compilation. llguidance cannot be interrupted: so everything is first compiled in a process that may
+be killed (`compile_process`), and the engine compiles only what was cheap there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, Generic, Protocol, TypeVar
+
+import msgspec
+
+from nanocore.engine_core.grammars.compilation import CompiledGrammar, compile_text, followed
+from nanocore.engine_core.grammars.compile_process import NUM_WORKERS, CompileProcess, engine_error
+from nanocore.engine_core.grammars.matcher import Compiled, GrammarSource, NoGrammars
+from nanocore.engine_core.grammars.token_table import TokenTable
+from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
+from nanocore.protocol.structured_outputs import StructuredOutputs
+from nanocore.system.large_stack_threads import give_way, join_threads, start_thread
+
+
+class VocabularyLoad:
+    """Loads the vocabulary of a model folder in a thread, while the model loads.
+
+    It holds the interpreter's lock for a second or so, which harms nobody before the engine is
+    ready. Without a vocabulary a model is served all the same, and structured outputs are refused
+    with the reason. The compile process starts at the same time; nobody waits for it.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        self._arguments = folder, vocab_size, eos_token_ids
+        self._result: TokenTable | BaseException | None = None
+        self._seconds = 0.0
+        # By this thread: the kernel ends the process with the thread that started it.
+        self._compiler = CompileProcess(folder, vocab_size, eos_token_ids)
+        self._thread = start_thread(self._run, "vocabulary")
+
+    def wait(self, notes: list[str]) -> GrammarSource:
+        """Return the compiler of structured outputs. notes: takes text for the log.
+
+        Raises:
+            Exception: a bug that its building met.
+        """
+        self._thread.join()
+        match self._result:
+            case InvalidRequestError() as why:
+                self.close()
+                notes.append(str(why))
+                return NoGrammars(str(why))
+            case TokenTable() as vocabulary:
+                notes.append(f"vocabulary made in {self._seconds:.2f} s, while the model loaded")
+                return GrammarCompiler(vocabulary, self._compiler)
+            case error:
+                self.close()
+                assert error is not None
+                raise error
+
+    def close(self) -> None:
+        """End the compile process. Idempotent."""
+        self._compiler.close()
+
+    def _run(self) -> None:
+        start_s = time.monotonic()
+        try:
+            self._result = TokenTable.load(*self._arguments)
+        except BaseException as error:
+            self._result = error
+        self._seconds = time.monotonic() - start_s
+
+
+_REFUSAL_BYTES = 2048
+"""An entry with its digest and a text of a few lines."""
+
+
+def digest(wanted: StructuredOutputs) -> bytes:
+    """Collision-resistant digest of all fields."""
+    return hashlib.blake2b(msgspec.msgpack.encode(wanted), digest_size=32).digest()
+
+
+class GrammarCache:
+    """LRU cache of grammars and refusals by digest, bounded in bytes. One thread at a time uses it.
+
+    For a refusal only the text is kept: an exception would keep the frames that it passed.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._known: OrderedDict[bytes, CompiledGrammar | str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, key: bytes) -> CompiledGrammar | InvalidRequestError | None:
+        found = self._known.get(key)
+        if found is not None:
+            self._known.move_to_end(key)
+        return InvalidRequestError(found) if isinstance(found, str) else found
+
+    def put(self, key: bytes, value: CompiledGrammar | InvalidRequestError) -> None:
+        before = self._known.pop(key, None)
+        if before is not None:
+            self.num_bytes -= _num_bytes(before)
+        kept = str(value) if isinstance(value, InvalidRequestError) else value
+        self._known[key] = kept
+        self.num_bytes += _num_bytes(kept)
+        while self.num_bytes > self._max_bytes and len(self._known) > 1:
+            _, forgotten = self._known.popitem(last=False)
+            self.num_bytes -= _num_bytes(forgotten)
+
+
+def _num_bytes(value: CompiledGrammar | str) -> int:
+    return value.num_bytes if isinstance(value, CompiledGrammar) else _REFUSAL_BYTES
+
+
+T = TypeVar("T")
+
+
+class FairQueue(Generic[T]):
+    """A queue in which clients take turns, each with its items in order. One thread at a time uses
+    it.
+
+    A client with many items delays itself, and others by one item each. At most max_in_hand items
+    of a client are processed at a time, so that others find a free thread. An item may be queued
+    for several clients, once for each.
+    """
+
+    def __init__(self, max_in_hand: int) -> None:
+        self._max_in_hand = max_in_hand
+        self._in_hand: Counter[int] = Counter()
+        self._waiting: OrderedDict[int, dict[T, None]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return next(self._turns(), None) is not None
+
+    def count(self, client: int) -> int:
+        return len(self._waiting.get(client, ()))
+
+    def add(self, client: int, item: T) -> None:
+        self._waiting.setdefault(client, {})[item] = None
+
+    def remove(self, client: int, item: T) -> None:
+        own = self._waiting.get(client)
+        if own is not None:
+            own.pop(item, None)
+            if not own:
+                del self._waiting[client]
+
+    def pop(self) -> tuple[int, T]:
+        """Take the next client's oldest item; it may still be queued for others. Call `done`
+        afterwards.
+
+        The item counts as in hand until `done`.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        client = next(self._turns())
+        item = next(iter(self._waiting[client]))
+        self._waiting.move_to_end(client)
+        self.remove(client, item)
+        self._in_hand[client] += 1
+        return client, item
+
+    def done(self, client: int) -> None:
+        self._in_hand[client] -= 1
+        if not self._in_hand[client]:
+            del self._in_hand[client]
+
+    def clear(self) -> None:
+        self._waiting.clear()
+
+    def _turns(self) -> Iterator[int]:
+        """Clients that may be served, the next one first."""
+        return (c for c in self._waiting if self._in_hand[c] < self._max_in_hand)
+
+
+MAX_WAITING: Final = 256
+"""Compilations that wait for one client; beyond that, its requests that need one are sent away."""
+MAX_IN_HAND: Final = 2
+"""Compilations of one client at a time: long ones of its own delay no other client."""
+MAX_CACHE_BYTES: Final = 256 * 2**20
+_QUICK_S: Final = 0.05
+"""Grammars that took longer in the compile process are compiled at low priority."""
+_RETRY_AFTER_S: Final = 5.0
+_END_LIMIT_S: Final = 5.0
+
+
+class Compiler(Protocol):
+    """Compiles structured outputs within limits, for several threads; see `CompileProcess`."""
+
+    def run(self, place: int, wanted: StructuredOutputs) -> tuple[str, list[str]]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class _Waiter:
+    client: int
+    done: Callable[[Compiled], None]
+    output: Sequence[int]
+
+
+@dataclass(eq=False)
+class _Job:
+    """A compilation and the requests that wait for it."""
+
+    key: bytes
+    wanted: StructuredOutputs
+    askers: list[_Waiter] = field(default_factory=list)
+    is_begun: bool = False
+
+
+class GrammarCompiler:
+    """Implements `GrammarSource` with threads of its own. Any thread may call it.
+
+    compiler: closed with it.
+    """
+
+    def __init__(
+        self,
+        vocabulary: TokenTable,
+        compiler: Compiler,
+        num_threads: int = NUM_WORKERS,
+        *,
+        max_waiting: int = MAX_WAITING,
+        max_cache_bytes: int = MAX_CACHE_BYTES,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._compiler = compiler
+        self._max_waiting = max_waiting
+        self._cache = GrammarCache(max_cache_bytes)
+        self._jobs: dict[bytes, _Job] = {}
+        self._waiting: FairQueue[_Job] = FairQueue(MAX_IN_HAND)
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._threads = [
+            start_thread(partial(self._work, place), f"grammars-{place}")
+            for place in range(num_threads)
+        ]
+
+    def find(self, wanted: StructuredOutputs, client: int = 0) -> Compiled | None:
+        """Return the known result, or an EngineOverloadedError if the client waits for too many
+        others.
+        """
+        key = digest(wanted)
+        with self._changed:
+            known = self._cache.find(key)
+            num_waiting = self._waiting.count(client)
+            if known is None and num_waiting >= self._max_waiting and key not in self._jobs:
+                return EngineOverloadedError(
+                    f"{num_waiting} structured outputs of this session wait to be compiled, and at "
+                    f"most {self._max_waiting} may: try again later"
+                )
+            return known
+
+    def compile(
+        self,
+        wanted: StructuredOutputs,
+        done: Callable[[Compiled], None],
+        client: int = 0,
+        output: Sequence[int] = (),
+    ) -> Callable[[], None]:
+        """Start a compilation, or join a pending one for the same structured output."""
+        key, asker = digest(wanted), _Waiter(client, done, output)
+        with self._changed:
+            job = self._jobs.setdefault(key, _Job(key, wanted))
+            job.askers.append(asker)
+            if not job.is_begun:
+                self._waiting.add(client, job)
+            self._changed.notify_all()
+        return partial(self._withdraw, job, asker)
+
+    def close(self) -> bool:
+        """Drop pending compilations and end the process. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._waiting.clear()
+            self._jobs.clear()
+            self._changed.notify_all()
+        self._compiler.close()
+        return join_threads(self._threads, _END_LIMIT_S)
+
+    def _withdraw(self, job: _Job, asker: _Waiter) -> None:
+        """Leave a pending job. A compilation that has begun goes on and is cached for others."""
+        with self._changed:
+            if asker not in job.askers:
+                return
+            job.askers.remove(asker)
+            if all(other.client != asker.client for other in job.askers):
+                self._waiting.remove(asker.client, job)
+            if not job.askers and not job.is_begun:
+                self._jobs.pop(job.key, None)
+
+    def _work(self, place: int) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed)
+                if self._is_closed:
+                    return
+                client, job = self._waiting.pop()
+                job.is_begun = True
+                for asker in job.askers:
+                    self._waiting.remove(asker.client, job)
+                result: Compiled | None = self._cache.find(job.key)
+            self._finish(client, job, result or self._compiled(place, job))
+
+    def _compiled(
+        self, place: int, job: _Job
+    ) -> CompiledGrammar | InvalidRequestError | EngineOverloadedError:
+        try:
+            start_s = time.monotonic()
+            text, not_held = self._compiler.run(place, job.wanted)
+            if time.monotonic() - start_s <= _QUICK_S:
+                grammar = compile_text(self._vocabulary, text)
+            else:
+                grammar = self._compiled_aside(text)
+        except InvalidRequestError as error:
+            return InvalidRequestError(str(error))  # a new one: without what it passed on its way
+        except EngineOverloadedError as error:
+            return EngineOverloadedError(str(error), error.retry_after_s)
+        except (MemoryError, OSError) as error:  # may be over soon, so it is not kept
+            what = f"structured_outputs.{job.wanted.kind} could not be compiled"
+            return EngineOverloadedError(f"{what} ({error!r}): try again later", _RETRY_AFTER_S)
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            return InvalidRequestError(engine_error(job.wanted, what))
+        grammar.not_held = not_held
+        grammar.on_too_slow = partial(self._refuse, job.key)
+        return grammar
+
+    def _compiled_aside(self, text: str) -> CompiledGrammar:
+        """Compile in a low-priority thread, if the system gives one."""
+        compiled: Future[CompiledGrammar] = Future()
+
+        def run() -> None:
+            try:
+                compiled.set_result(compile_text(self._vocabulary, text))
+            except BaseException as error:
+                compiled.set_exception(error)
+
+        try:
+            thread = start_thread(run, "grammar")
+        except RuntimeError:
+            return compile_text(self._vocabulary, text)
+        give_way(thread)
+        return compiled.result()
+
+    def _finish(self, client: int, job: _Job, result: Compiled) -> None:
+        """Report a result to all waiters. client: the one whose turn it was."""
+        with self._changed:
+            self._waiting.done(client)
+            self._changed.notify_all()
+            if self._is_closed:
+                return
+            if isinstance(result, CompiledGrammar | InvalidRequestError):
+                self._cache.put(job.key, result)
+            del self._jobs[job.key]
+            askers, job.askers = job.askers, []  # who is told may withdraw at once
+        for asker in sorted(askers, key=lambda one: len(one.output)):
+            if asker.output and isinstance(result, CompiledGrammar):
+                asker.done(followed(result, asker.output))
+            else:
+                asker.done(result)
+
+    def _refuse(self, key: bytes, reason: str) -> None:
+        """Replace a cached grammar whose masks turned out to be too slow."""
+        with self._changed:
+            self._cache.put(key, InvalidRequestError(reason))

@@ -1,0 +1,194 @@
+"""Threads that fill the masks of a step's rows while the model computes.
+
+Matchers drop the interpreter's lock as they fill. Each thread takes the next free row, so a slow
+one delays no other. One thread uses a filler: it begins, and waits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+from typing import Final
+
+import numpy as np
+
+from nanocore.engine_core.grammars.matcher import Matcher
+from nanocore.engine_core.requests.request import Request
+from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.protocol.codec import pack_int32
+from nanocore.system.large_stack_threads import join_threads, start_thread
+from nanocore.worker.executors.executor import StepExecutor
+from nanocore.worker.plan import SchedulerOutput, TokenMasks
+
+logger = logging.getLogger(__name__)
+
+_CORES_PER_THREAD: Final = 8
+"""The others are the model's, which computes meanwhile."""
+_MAX_NUM_THREADS: Final = 8
+_END_LIMIT_S: Final = 5.0
+
+
+class MaskFiller:
+    """Fills the token masks of up to max_num_rows rows at a time.
+
+    Args:
+        vocab_size: of the model, in tokens. num_threads: by default a few, by the cores there are.
+
+    Raises:
+        RuntimeError: the system gives no thread.
+    """
+
+    def __init__(self, vocab_size: int, max_num_rows: int, num_threads: int | None = None) -> None:
+        # Pages are touched only as rows are filled.
+        self._words_MW = np.zeros((max_num_rows, -(-vocab_size // 32)), np.int32)
+        self._matchers: Sequence[Matcher] = ()
+        self._has_mask: list[bool] = []
+        self._bugs: dict[int, str] = {}
+        self._left: Iterator[int] = iter(())
+        self._num_busy = 0
+        self._begun: SimpleQueue[bool] = SimpleQueue()
+        self._done: SimpleQueue[None] = SimpleQueue()
+        self._threads = [
+            start_thread(self._run, f"masks-{i}") for i in range(num_threads or _num_threads())
+        ]
+
+    def begin(self, matchers: Sequence[Matcher]) -> None:
+        """Start filling a mask for each matcher. The matchers and masks must not be touched until
+        `wait`.
+        """
+        assert not self._num_busy, "masks are being filled"
+        self._matchers = matchers
+        self._has_mask = [False] * len(matchers)
+        self._bugs = {}
+        self._left = iter(range(len(matchers)))  # whoever calls next() has the row for itself
+        self._num_busy = min(len(self._threads), len(matchers))
+        for _ in range(self._num_busy):
+            self._begun.put(True)
+
+    def wait(self) -> tuple[list[int], dict[int, str]]:
+        """Return indices of matchers that have a mask, and failures by index; the others allow all
+        tokens.
+        """
+        for _ in range(self._num_busy):
+            self._done.get()
+        self._num_busy = 0
+        failures = {i: one.failure for i, one in enumerate(self._matchers) if one.failure}
+        failures |= self._bugs
+        has_mask = [i for i, has in enumerate(self._has_mask) if has and i not in failures]
+        return has_mask, failures
+
+    def words(self, masks: Sequence[int]) -> bytes:
+        """Concatenate these masks, as `TokenMasks` has them."""
+        return b"".join([self._words_MW[i] for i in masks])
+
+    def close(self) -> bool:
+        """End the threads, each when it has filled its mask. Idempotent.
+
+        Returns False if one is still filling after seconds.
+        """
+        for _ in self._threads:
+            self._begun.put(False)
+        return join_threads(self._threads, _END_LIMIT_S)
+
+    def _run(self) -> None:
+        while self._begun.get():
+            for i in self._left:
+                self._fill(i)
+            self._done.put(None)
+
+    def _fill(self, i: int) -> None:
+        """Fill one mask. Any error is this row's alone; native code panics with a BaseException."""
+        matcher = self._matchers[i]
+        try:
+            if matcher.failure is None:
+                self._has_mask[i] = matcher.fill(self._words_MW[i])
+        except BaseException as error:
+            # Without the error's text: it may quote what the client sent.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            logger.error("a mask could not be filled: %s\n%s", type(error).__name__, where)
+            self._bugs[i] = f"internal error: {type(error).__name__} in its structured output"
+
+
+class StepMasks:
+    """Fills the masks of the step that waits for them, once its tokens are known.
+
+    At most one step waits for masks, the last one submitted, and none is submitted meanwhile. If no
+    step in flight samples what the masks depend on, they are filled while it computes; otherwise
+    when its result is in. Rows that have ended meanwhile get none.
+
+    filler: None if no request is structured.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, executor: StepExecutor, filler: MaskFiller | None
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._filler = filler
+        self._plan: SchedulerOutput | None = None
+        self._filling: list[tuple[int, Request]] | None = None
+        self._waiting_for: list[tuple[int, Request]] = []
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a step must sample before another one is submitted."""
+        return self._plan is not None
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Start filling the masks of a planned step, if its tokens are known. Call before
+        submitting it.
+        """
+        if plan.awaits_masks:
+            self._plan = plan
+            self._fill()
+
+    def sample(self) -> list[tuple[Request, str]]:
+        """Let the step that waits for masks sample, if they are known.
+
+        To be called after it was submitted and whenever a result was taken in. Returns the requests
+        that cannot go on, and why; they have no mask.
+        """
+        if self._plan is None:
+            return []
+        if self._filling is None:
+            self._fill()
+            if self._filling is None:
+                return []
+        assert self._filler is not None
+        filled, plan = self._filling, self._plan
+        self._waiting_for = filled
+        masks, failures = self._filler.wait()
+        self._waiting_for = []
+        self._filling = self._plan = None
+        rows = pack_int32([filled[i][0] for i in masks])
+        words = self._filler.words(masks)
+        self._executor.sample(TokenMasks(step=plan.step, rows=rows, words=words))
+        return [(filled[i][1], failures[i]) for i in sorted(failures)]
+
+    def blame(self) -> str | None:
+        """Clause that names the requests whose masks are being waited for, or None; for any
+        thread.
+        """
+        waiting_for = self._waiting_for
+        if not waiting_for:
+            return None
+        ids = ", ".join(repr(request.request_id) for _, request in waiting_for[:3])
+        more = f" and {len(waiting_for) - 3} more" if len(waiting_for) > 3 else ""
+        return f"it waits for the masks of the structured outputs of requests {ids}{more}"
+
+    def _fill(self) -> None:
+        if not self._scheduler.running.are_masks_known:
+            return
+        masked = self._scheduler.planned.masked
+        self._filling = [(row, request) for row, request in masked if request.row == row]
+        matchers = [request.matcher for _, request in self._filling if request.matcher is not None]
+        assert self._filler is not None, "a structured request in an engine that has none"
+        self._filler.begin(matchers)
+
+
+def _num_threads() -> int:
+    num_cores = len(os.sched_getaffinity(0))
+    return min(max(num_cores // _CORES_PER_THREAD, 1), _MAX_NUM_THREADS)

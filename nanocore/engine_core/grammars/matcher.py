@@ -1,0 +1,106 @@
+"""Structured outputs as the scheduler and the step loop see them: a matcher for each sample.
+
+A matcher follows the delivered tokens and nothing else. So it stays with its request through
+preemption, and a resumed sample has the same state after the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
+from nanocore.protocol.structured_outputs import StructuredOutputs
+
+
+class NoGrammars:
+    """Implements `GrammarSource`: refuses every structured output, with this reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def find(self, wanted: StructuredOutputs, client: int = 0) -> InvalidRequestError:
+        return InvalidRequestError(self._reason)
+
+    def compile(
+        self,
+        wanted: StructuredOutputs,
+        done: Callable[[Compiled], None],
+        client: int = 0,
+        output: Sequence[int] = (),
+    ) -> Callable[[], None]:
+        done(self.find(wanted))
+        return lambda: None
+
+    def close(self) -> bool:
+        return True
+
+
+class Matcher(Protocol):
+    """One sample's state in its grammar. One thread at a time uses it.
+
+    failure: why it cannot go on, for whoever reads the ERROR; None while it can.
+    """
+
+    failure: str | None
+
+    def append(self, token_ids: Iterable[int]) -> None:
+        """Note delivered output tokens, in order; takes almost no time."""
+        ...
+
+    def fill(self, words_W: NDArray[np.int32]) -> bool:
+        """Write the mask of tokens that may follow, in the layout of `TokenMask.words_MW`'s rows.
+
+        Returns False if every token may: what is written then means nothing. EOS may follow where
+        the output can end; where it must, nothing else may. May take milliseconds.
+        """
+        ...
+
+
+class Grammar(Protocol):
+    """A compiled structured output; it serves any number of samples.
+
+    not_held: JSON pointers of what was left out of its lenient parts.
+    """
+
+    not_held: Sequence[str]
+
+    def matcher(self) -> Matcher:
+        """Return a new matcher, at the grammar's beginning."""
+        ...
+
+
+Compiled: TypeAlias = "Grammar | InvalidRequestError | EngineOverloadedError"
+
+
+class GrammarSource(Protocol):
+    """Compiles and caches structured outputs outside the step loop."""
+
+    def find(self, wanted: StructuredOutputs, client: int = 0) -> Compiled | None:
+        """Return the cached result, if there is one; never waits. client: who wants it."""
+        ...
+
+    def compile(
+        self,
+        wanted: StructuredOutputs,
+        done: Callable[[Compiled], None],
+        client: int = 0,
+        output: Sequence[int] = (),
+    ) -> Callable[[], None]:
+        """Start a compilation; done is called once, from another thread.
+
+        output: of its one sample, tokens that an earlier run has produced, which the grammar's one
+        matcher is to have taken in. Clients are served by turns. Returns what withdraws it: done
+        need not be called then.
+        """
+        ...
+
+    def close(self) -> bool:
+        """Stop compiling; done may not be called for pending compilations.
+
+        Returns False if a thread is still compiling: the process cannot end in order then.
+        """
+        ...

@@ -1,0 +1,230 @@
+"""JSON Schemas: parsing, finding the schemas within a schema, and safe patterns.
+
+Depth is checked before anything recursive runs. An unknown keyword may hold schemas, because a $ref
+may lead there. A $ref into a value, or to a map of schemas, is refused: nothing is compiled that
+was not checked.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+from collections.abc import Iterator
+from decimal import Decimal, InvalidOperation
+from typing import Any, Final
+from urllib.parse import unquote
+
+from nanocore.protocol.errors import InvalidRequestError, shorten
+
+MAX_SCHEMA_DEPTH: Final = 64
+"""Nesting of arrays and objects."""
+
+
+class Rounded(float):
+    """A number that was written with more digits than a double holds."""
+
+
+def parse_schema(field: str, text: str) -> Any:
+    """Parse the text of a JSON Schema.
+
+    field: what it is called within structured_outputs.
+
+    Raises:
+        InvalidRequestError: it is no JSON, which says line and column, or too deep.
+    """
+    name = f"structured_outputs.{field}"
+    _check_depth(name, text)
+    try:
+        return json.loads(
+            text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_int
+        )
+    except json.JSONDecodeError as error:
+        raise InvalidRequestError(
+            f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    except ValueError as error:
+        raise InvalidRequestError(f"{name} is not JSON: {error}") from None
+
+
+def _check_depth(name: str, text: str) -> None:
+    if text.count("[") + text.count("{") <= MAX_SCHEMA_DEPTH:
+        return
+    depth = 0
+    for match in re.finditer(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', text, flags=re.DOTALL):
+        mark = match[0]
+        if mark in ("[", "{"):
+            depth += 1
+            if depth > MAX_SCHEMA_DEPTH:
+                line = text.count("\n", 0, match.start()) + 1
+                column = match.start() - text.rfind("\n", 0, match.start())
+                raise InvalidRequestError(
+                    f"{name} has more than {MAX_SCHEMA_DEPTH} arrays and objects in one another, "
+                    f"at line {line}, column {column}: nest it less, with $defs and $ref"
+                )
+        elif mark in ("]", "}"):
+            depth -= 1
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is no number of JSON: leave it out")
+
+
+def _int(text: str) -> int:
+    _finite(text)
+    return int(text)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {shorten(text)} is too large: the largest is 1.8e308")
+    try:
+        is_exact = Decimal(text) == Decimal(repr(number))
+    except InvalidOperation:  # an exponent beyond what Decimal has
+        is_exact = False
+    return number if is_exact else Rounded(number)
+
+
+_WITHOUT_CONTROLS: Final = r"--[\x00-\x08\x0e-\x1f]]"
+_ESCAPE: Final = re.compile(r"\\(?:[xuUpP]\{[^}]*\}|x\w{2}|u\w{4}|U\w{8}|[pP]\w|.)", re.DOTALL)
+_BEGIN_OF_SET: Final = re.compile(r"\[\^?\]?")
+"""Start of a set; a bracket that comes first closes nothing."""
+_HARMLESS: Final = re.compile(r"\[(?:[^\x00-\x1f\[\\^]|\\[-dws.$()*+?/\[\]\\^{|}])*\]")
+"""Sets that can hold no control characters other than white space."""
+_VERBOSE: Final = re.compile(r"\(\?[A-Za-z-]*x[A-Za-z-]*[:)]")
+
+
+def check_pattern(name: str, pattern: str) -> None:
+    """Refuse verbose patterns: in their comments brackets could not be told from sets.
+
+    Raises:
+        InvalidRequestError: the pattern has the flag x.
+    """
+    if _VERBOSE.search(pattern):
+        raise InvalidRequestError(
+            f"structured_outputs.{name}: the flag x is not supported: write it without"
+        )
+
+
+def with_safe_patterns(schema: Any) -> Any:
+    """Return a copy in which `safe_pattern` was applied to all patterns."""
+    schema = copy.deepcopy(schema)
+    for _, part in parts(schema):
+        if isinstance(pattern := part.get("pattern"), str):
+            part["pattern"] = safe_pattern(pattern)
+        if isinstance(by_name := part.get("patternProperties"), dict):
+            part["patternProperties"] = {safe_pattern(key): one for key, one in by_name.items()}
+    return schema
+
+
+def safe_pattern(pattern: str) -> str:
+    """Return the pattern without control characters in its sets, except white space.
+
+    Where a set has control characters and lacks the quote or the backslash, llguidance would let
+    the escapes of those two through. Except for \\b, control characters cannot be written without
+    \\u anyway. The new pattern matches less, never more.
+    """
+    safe, i = [], 0
+    while i < len(pattern):
+        end = _end_of_part(pattern, i)
+        part = pattern[i:end]
+        is_set = part[0] == "[" and not _HARMLESS.fullmatch(part)
+        is_coded = part[0] < " " or part[:2] in (r"\x", r"\u", r"\U", r"\p", r"\P", r"\a")
+        safe.append(f"[{part}{_WITHOUT_CONTROLS}" if is_set or is_coded else part)
+        i = end
+    return "".join(safe)
+
+
+def _end_of_part(pattern: str, i: int) -> int:
+    """Return the end of the set, the escape or the character that begins at i."""
+    if pattern[i] == "\\":
+        return _end_of_escape(pattern, i)
+    if pattern[i] != "[":
+        return i + 1
+    depth = 0
+    while i < len(pattern):
+        if pattern[i] == "[":
+            depth += 1
+            begin = _BEGIN_OF_SET.match(pattern, i)
+            i = begin.end() if begin else i + 1
+        elif pattern[i] == "\\":
+            i = _end_of_escape(pattern, i)
+        else:
+            depth -= pattern[i] == "]"
+            i += 1
+            if depth == 0:
+                return i
+    return len(pattern)
+
+
+def _end_of_escape(pattern: str, i: int) -> int:
+    match = _ESCAPE.match(pattern, i)
+    return match.end() if match else i + 1
+
+
+BY_NAME: Final = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"}
+)
+"""Keywords that hold schemas by their names."""
+VALUES: Final = frozenset({"const", "enum", "default", "examples", "example", "x-guidance"})
+"""Keywords that hold values, in which nothing is a keyword."""
+
+
+class SchemaError(InvalidRequestError):
+    """A refused schema. place: JSON pointer of the keyword to blame, or of a value in it."""
+
+    def __init__(self, message: str, place: str) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+def parts(schema: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (JSON pointer, schema) of all schemas that are objects, parents before children.
+
+    One may be changed when it has come: those that follow are looked for afterwards.
+    """
+    if isinstance(schema, list):
+        for i, one in enumerate(schema):
+            yield from parts(one, f"{place}/{i}")
+    if not isinstance(schema, dict):
+        return
+    yield place, schema
+    for key, value in schema.items():
+        if key in BY_NAME and isinstance(value, dict):
+            for name, one in value.items():
+                yield from parts(one, f"{place}/{key}/{escaped(name)}")
+        elif key not in VALUES and isinstance(value, (dict, list)):
+            yield from parts(value, f"{place}/{escaped(key)}")
+
+
+def check_references(field: str, schema: Any) -> None:
+    """Refuse references to values, which `parts` would not have visited.
+
+    Raises:
+        SchemaError: a $ref leads to something that is not a schema for `parts`.
+    """
+    for place, part in parts(schema):
+        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+            reference = part.get(keyword)
+            if isinstance(reference, str) and not _leads_to_a_part(reference):
+                raise SchemaError(
+                    f"structured_outputs.{field} at '{place}/{keyword}': {shorten(reference)} "
+                    "leads to a value, or to schemas by their names: put the schema into $defs",
+                    f"{place}/{keyword}",
+                )
+
+
+def _leads_to_a_part(reference: str) -> bool:
+    by_name = False
+    for key in unquote(reference.partition("#")[2]).split("/")[1:]:
+        if not by_name and key in VALUES:
+            return False
+        by_name = not by_name and key in BY_NAME
+    return not by_name
+
+
+def escaped(key: str) -> str:
+    """Escape a key for a JSON pointer."""
+    return key.replace("~", "~0").replace("/", "~1")

@@ -1,0 +1,175 @@
+"""A matcher on top of llguidance's: follows one sample's tokens and writes its masks.
+
+It never raises for what a grammar does: it fails, once, with a text for the client.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanocore.engine_core.grammars.token_table import TokenTable
+from nanocore.protocol.errors import shorten
+
+if TYPE_CHECKING:
+    import llguidance
+
+MASK_MS: Final = 2.0
+"""CPU time per mask, in the long run."""
+MASK_CREDIT_MS: Final = 50.0
+"""CPU time beyond that for all masks of a sample together, so that noise does not decide."""
+
+
+class TokenMatcher:
+    """Implements `Matcher` for one sample.
+
+    llguidance's matcher is copied when the first token is there: the first mask is the grammar's.
+    """
+
+    def __init__(
+        self,
+        vocabulary: TokenTable,
+        beginning: llguidance.LLMatcher,
+        first_words_W: NDArray[np.int32],
+        too_slow: Callable[[str], None],
+    ) -> None:
+        self.failure: str | None = None
+        self._vocabulary = vocabulary
+        self._beginning = beginning
+        self._first_words_W = first_words_W
+        self._too_slow = too_slow
+        self._matcher: llguidance.LLMatcher | None = None
+        self._noted: list[int] = []
+        self._is_ended = False
+        self._credit_ms = MASK_CREDIT_MS
+
+    def append(self, token_ids: Iterable[int]) -> None:
+        self._noted.extend(token_ids)
+
+    def fill(self, words_W: NDArray[np.int32]) -> bool:
+        """Fill the mask; after a failure it allows EOS alone."""
+        start = time.thread_time()
+        if self.failure is None:
+            self._fill(words_W)
+            self._pay((time.thread_time() - start) * 1000)
+        if self.failure is not None:
+            words_W[:] = self._vocabulary.eos_words
+        return words_W[0] != -1 or not np.array_equal(words_W, self._vocabulary.all_words)
+
+    def _fill(self, words_W: NDArray[np.int32]) -> None:
+        if not self._noted and self._matcher is None:
+            words_W[:] = self._first_words_W
+            return
+        matcher = self.take_in()
+        if self.failure is not None:
+            return
+        if self._is_ended or matcher.is_stopped():
+            words_W[:] = self._vocabulary.eos_words
+            return
+        if write_mask(matcher, self._vocabulary, words_W) is not None:
+            self.failure = _failure(matcher)
+
+    def take_in(self) -> llguidance.LLMatcher:
+        """Consume the noted tokens, however long it takes; return llguidance's matcher."""
+        if self._matcher is None:
+            self._matcher = self._beginning.deep_copy()
+        tokens, self._noted = self._noted, []
+        self._consume(self._matcher, tokens)
+        return self._matcher
+
+    def _consume(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> None:
+        """Consume tokens. After an EOS only EOS may follow, which llguidance need not know."""
+        for token in tokens:
+            if self._is_ended:
+                if token not in self._vocabulary.eos_token_ids:
+                    self.failure = _refused(token)
+                    return
+            elif token in self._vocabulary.eos_token_ids:
+                if not matcher.is_stopped() and not matcher.consume_token(token):
+                    self.failure = _refused(token)
+                    return
+                self._is_ended = True
+            elif not matcher.consume_token(token):
+                self.failure = _failure(matcher, token)
+                return
+
+    def _pay(self, cost_ms: float) -> None:
+        self._credit_ms = min(MASK_CREDIT_MS, self._credit_ms + MASK_MS - cost_ms)
+        if self._credit_ms < 0:
+            self.failure = (
+                f"structured_outputs is too complex: finding the tokens that may follow took "
+                f"{cost_ms:.0f} ms, and {MASK_MS:.0f} ms are allowed in the long run; make it "
+                "simpler"
+            )
+            self._too_slow(self.failure)
+
+
+def write_mask(
+    matcher: llguidance.LLMatcher, vocabulary: TokenTable, words_W: NDArray[np.int32]
+) -> str | None:
+    """Write the mask of the matcher's state; return None, or why there is no mask."""
+    num_words = -(-vocabulary.tokenizer.vocab_size // 32)
+    fits = num_words <= len(words_W)
+    words = words_W if fits else np.empty(num_words, dtype=np.int32)
+    if not matcher.is_error():
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, num_words * 4)
+    if matcher.is_error():
+        return why(matcher.get_error())
+    if not fits:
+        words_W[:] = words[: len(words_W)]
+    words_W[num_words:] = 0
+    words_W &= vocabulary.all_words
+    if (words_W & vocabulary.special_words).any():
+        _take_no_names(matcher, vocabulary, words_W)
+    if (words_W & vocabulary.eos_words).any() and not matcher.is_accepting():
+        words_W &= ~vocabulary.eos_words  # an EOS that is text, too: it would end the output here
+    return None if words_W.any() else "no token of the model can follow"
+
+
+def _take_no_names(
+    matcher: llguidance.LLMatcher, vocabulary: TokenTable, words_W: NDArray[np.int32]
+) -> None:
+    """Clear special tokens that the matcher would not consume; the text of their name may follow.
+
+    Where a text must follow that begins with a special token's name, llguidance's mask has that
+    token, although it does not consume it there. An EOS would end the output.
+    """
+    words = words_W & vocabulary.special_words
+    for token in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist():
+        if matcher.validate_tokens([token]) == 0:
+            words_W[token // 32] ^= np.int32(1) << np.int32(token % 32)
+    if not words_W.any():
+        text = matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        if text and (token := vocabulary.first_token(text)) < vocabulary.vocab_size:
+            words_W[token // 32] = np.int32(1) << np.int32(token % 32)
+
+
+def why(text: str) -> str:
+    """Return llguidance's reason without its internal state."""
+    for end in ("<non-verbose/>", "<state>", "<backtrace>"):
+        text = text.partition(end)[0]
+    return text.strip()
+
+
+def _refused(token: int) -> str:
+    return f"structured_outputs: token {token} cannot follow"
+
+
+def _failure(matcher: llguidance.LLMatcher, token: int | None = None) -> str:
+    """Explain why a matcher cannot go on: one of llguidance's limits, or the token."""
+    reason = why(matcher.get_error()) or "no token of the model can follow"
+    reason = shorten(reason.splitlines()[0])
+    if token is not None and "fails parse" in reason:
+        return _refused(token)
+    if "forced bytes" in reason:
+        return (
+            "structured_outputs: the model's tokenizer cannot write the text that must follow: it "
+            "normalizes it, or takes it for a special token; write it otherwise (as NFC, for one)"
+        )
+    if "NoExtensionBias" in reason:
+        return "structured_outputs: nothing can follow: a part of it that must come matches nothing"
+    return f"structured_outputs is too complex ({reason}): make it simpler"

@@ -1,0 +1,154 @@
+"""The model's tokens for llguidance: their bytes, and which of them end an output.
+
+Read once from tokenizer.json, which takes seconds for 130,000 tokens with the GIL held. So a thread
+loads it while the engine starts, and nothing is served before. It is immutable; any number of
+threads use it. llguidance is imported when a vocabulary is loaded: an engine without it serves all
+else.
+"""
+
+from __future__ import annotations
+
+from codecs import BOM_UTF8
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanocore.protocol.errors import InvalidRequestError, ModelFileError, shorten
+from nanocore.worker.config.json_file import note_oddity
+from nanocore.worker.loading.gguf.files import is_gguf
+from nanocore.worker.loading.gguf.model_files import tokenizer_json
+
+if TYPE_CHECKING:
+    import llguidance
+
+_WHY: Final = "this model has no structured_outputs: "
+_NAMES: Final = ("LLMatcher", "LLParserLimits", "LLTokenizer")
+"""Names of llguidance that are used."""
+
+
+class TokenTable:
+    """The model's tokens for llguidance and masks: bit t of a mask is token t.
+
+    tokenizer: llguidance's; it may know fewer tokens than the model has, or more.
+    num_words: of a mask, ceil(vocab_size / 32). Tokens that only pad the model's vocabulary are
+    not the tokenizer's, and no mask has them.
+    """
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, vocab_size: int) -> None:
+        self.tokenizer: Final = tokenizer
+        self.vocab_size: Final = vocab_size
+        self.num_words: Final = -(-vocab_size // 32)
+        self.eos_token_ids: Final = frozenset(tokenizer.eos_tokens)
+        self.all_words: Final = self._words(range(vocab_size))
+        self.eos_words: Final = self._words(self.eos_token_ids)
+        self.special_words: Final = self._words(
+            [
+                token
+                for token in range(min(vocab_size, tokenizer.vocab_size))
+                if tokenizer.is_special_token(token)
+            ]
+        )
+
+    @classmethod
+    def load(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> TokenTable:
+        """Load a model folder's vocabulary. vocab_size: number of the model's logits.
+
+        Raises:
+            InvalidRequestError: there is none, and why; each request for a structured output is to
+                hear it.
+        """
+        _require_llguidance()
+        path = folder / "tokenizer.json"
+        eos = sorted(token for token in eos_token_ids if token < vocab_size)
+        if not eos:
+            raise InvalidRequestError(
+                f"{_WHY}it has no EOS token, so that an output could not end; give its "
+                "generation_config.json an eos_token_id"
+            )
+        if not is_gguf(folder) and not path.is_file():
+            raise InvalidRequestError(
+                f"{_WHY}its folder {str(folder)!r} has no tokenizer.json, which says what text its "
+                "tokens stand for; put it there"
+            )
+        try:
+            content = tokenizer_json(folder) if is_gguf(folder) else path.read_bytes()
+        except (ModelFileError, OSError) as error:
+            raise InvalidRequestError(f"{_WHY}{error}") from None
+        return cls._read(content, str(folder if is_gguf(folder) else path), eos, vocab_size)
+
+    @classmethod
+    def _read(cls, content: bytes, source: str, eos: list[int], vocab_size: int) -> TokenTable:
+        try:
+            if content.startswith(BOM_UTF8):
+                note_oddity(f"{source} begins with a byte order mark, which is skipped")
+            text = content.decode("utf-8-sig").lstrip()
+            if not text.startswith("{"):  # llguidance would take it for a path
+                raise ValueError("it is no JSON object")
+            return cls(_tokenizer(text, eos), vocab_size)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of Rust is not an Exception
+            raise InvalidRequestError(
+                f"{_WHY}llguidance cannot read {source!r} ({shorten(str(error))}): it needs a "
+                "byte-level tokenizer, or one with a token for each byte"
+            ) from None
+
+    def special_token(self, text: str) -> int | None:
+        """Return the special token of this name, or None."""
+        tokens = self.tokenizer.tokenize_str(text, parse_special=True)
+        if len(tokens) == 1 and self.tokenizer.is_special_token(tokens[0]):
+            return tokens[0]
+        return None
+
+    def special_ranges(self) -> str:
+        """Special tokens except EOS, in Lark's form: "3,7-9"."""
+        others = np.flatnonzero(
+            np.unpackbits((self.special_words & ~self.eos_words).view(np.uint8), bitorder="little")
+        )
+        runs = np.split(others, np.flatnonzero(np.diff(others) != 1) + 1)
+        return ",".join(f"{run[0]}-{run[-1]}" for run in runs if len(run))
+
+    def first_token(self, text: str) -> int:
+        """Return the first token of the text's first character."""
+        return self.tokenizer.greedy_tokenize(text[0])[0]
+
+    def _words(self, tokens: Collection[int]) -> NDArray[np.int32]:
+        """Return the mask that allows these tokens."""
+        bits = np.zeros(self.num_words * 32, dtype=np.uint8)
+        bits[list(tokens)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _require_llguidance() -> None:
+    """Raise InvalidRequestError if llguidance cannot be imported, or is another release."""
+    try:
+        import llguidance
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a damaged package may raise anything, even SystemExit
+        lacks = f"cannot import the package llguidance ({type(error).__name__}: {error})"
+    else:
+        if not (missing := [name for name in _NAMES if not hasattr(llguidance, name)]):
+            return
+        lacks = f"has a release of llguidance without {', '.join(missing)}"
+    raise InvalidRequestError(
+        f"this engine has no structured_outputs: it {shorten(lacks)}; leave them out, or "
+        "pip install 'llguidance>=1.9,<2' where the engine runs, and start it again"
+    )
+
+
+def _tokenizer(tokenizer: str, eos: list[int]) -> llguidance.LLTokenizer:
+    """Make llguidance's tokenizer; drop EOS tokens that it has no text for, which it refuses."""
+    import llguidance
+
+    try:
+        return llguidance.LLTokenizer(tokenizer, eos_token=eos)
+    except ValueError:
+        num_tokens = llguidance.LLTokenizer(tokenizer, slices=[]).vocab_size
+        known = [token for token in eos if token < num_tokens]
+        if known in ([], eos):
+            raise
+        return llguidance.LLTokenizer(tokenizer, eos_token=known)

@@ -1,0 +1,282 @@
+"""Limits of clients and of the waiting queue, and the drain rate from which Retry-After follows.
+
+An unbounded queue turns overload into timeouts for everybody. The io thread asks before it accepts
+a request; the step loop's counters say how much has left the queue. Each side writes only its own
+numbers, so no lock is needed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+import msgspec
+
+from nanocore.engine_core.requests.step_log import SchedulerCounters
+from nanocore.protocol.errors import ConfigError, EngineOverloadedError
+from nanocore.protocol.messages import Submit
+from nanocore.protocol.sampling import EngineSamplingParams
+
+DEFAULT_MAX_NUM_CLIENTS: Final = 1024
+MAX_UNADMITTED: Final = 256
+MIN_UNADMITTED: Final = 8
+_KEPT_BACK: Final = 24  # model files, graphs, ranks, logs: what is opened while serving
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLimit:
+    """Limit of clients: as many as asked for, and as file descriptors allow.
+
+    Every connection is a descriptor, and the process needs some for itself. Connections without a
+    session cost nothing to open, so they get a bounded share of the rest.
+
+    max_num_clients: sessions at once. max_connections: with and without a session.
+    """
+
+    max_num_clients: int
+    max_connections: int
+
+    @classmethod
+    def of_this_process(cls, asked: int | None) -> ClientLimit:
+        """Fit the limit to the free descriptors. asked: sessions; None is the default, or fewer.
+
+        Raises:
+            ConfigError: they do not allow as many as asked for, or not a single one.
+        """
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        num_free = 2**31 if limit == resource.RLIM_INFINITY else limit
+        num_free -= len(os.listdir("/proc/self/fd")) + _KEPT_BACK
+        most = num_free - MIN_UNADMITTED
+        wanted = DEFAULT_MAX_NUM_CLIENTS if asked is None else asked
+        if most < (asked or 1):
+            raise ConfigError(
+                f"--max-num-clients {wanted}: this process may have {limit} descriptors, which is "
+                f"enough for {max(0, most)} clients; raise the limit (ulimit -Hn) or lower the flag"
+            )
+        max_num_clients = min(wanted, most)
+        return cls(max_num_clients, min(num_free, max_num_clients + MAX_UNADMITTED))
+
+
+def raise_descriptor_limit() -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+HORIZON_S: Final = 10.0
+MIN_RETRY_S: Final = 0.05
+MAX_RETRY_S: Final = 60.0
+UNKNOWN_RETRY_S: Final = 1.0
+_MIN_INTERVAL_S: Final = 0.01
+
+
+class DrainRate:
+    """Drain rates of quantities, as an exponential mean over `HORIZON_S` of the times with
+    something left.
+
+    Totals are read whenever a request or session asks to enter, so it needs no thread and no timer.
+    Times are seconds of any one monotonic clock.
+    """
+
+    def __init__(self, num_quantities: int) -> None:
+        self._left = [0.0] * num_quantities  # within the horizon
+        self._seconds = 0.0  # likewise
+        self._totals: list[float] | None = None  # when last looked at, if something was there
+        self._looked_s = -math.inf
+
+    def observe(self, now_s: float, totals: Sequence[float], is_empty: bool) -> None:
+        """Note totals drained since the start. is_empty: nothing is left to drain."""
+        elapsed_s = now_s - self._looked_s
+        if self._totals is None:
+            self._begin(now_s, totals, is_empty)
+        elif elapsed_s >= _MIN_INTERVAL_S or is_empty:
+            grown = [now - before for now, before in zip(totals, self._totals, strict=True)]
+            if not is_empty or self._is_fast(grown[0], elapsed_s):
+                kept = math.exp(-elapsed_s / HORIZON_S)
+                self._seconds = self._seconds * kept + elapsed_s
+                self._left = [n * kept + more for n, more in zip(self._left, grown, strict=True)]
+            self._begin(now_s, totals, is_empty)
+
+    def retry_after_s(self, needed: Sequence[float]) -> float:
+        """Return when the needed amounts will have drained, from 0.05 to 60 s; 1 s with no rate
+        yet.
+        """
+        if not self._seconds:
+            return UNKNOWN_RETRY_S
+        waits_s = [MIN_RETRY_S]
+        for quantity, left in zip(needed, self._left, strict=True):
+            if quantity > 0:
+                waits_s.append(quantity * self._seconds / left if left > 0 else MAX_RETRY_S)
+        return round(min(max(waits_s), MAX_RETRY_S), 3)
+
+    def _begin(self, now_s: float, totals: Sequence[float], is_empty: bool) -> None:
+        self._totals = None if is_empty else [*totals]
+        self._looked_s = now_s
+
+    def _is_fast(self, num_left: float, elapsed_s: float) -> bool:
+        """Whether an interval that was partly empty shows a higher rate than is known."""
+        if self._seconds:
+            return num_left * self._seconds > self._left[0] * elapsed_s
+        return 0 < elapsed_s <= UNKNOWN_RETRY_S
+
+
+_SAMPLE_BYTES: Final = 2048  # a Request, what it points to, and its place in the queue
+_KEY_BYTES: Final = 72  # of a full block
+_NUMBER_BYTES: Final = 40  # an int, and its place in a list
+_TOKEN_BYTES: Final = 4
+
+
+def held_bytes(submit: Submit, sampling: EngineSamplingParams, block_size: int) -> int:
+    """Estimate the memory that a request holds while it waits, all its samples together.
+
+    Python's objects are larger than the frames that they come from. So what can be long is counted
+    as it is held: columns, block keys, lists of numbers, and the texts of structured outputs.
+
+    block_size: tokens to a block key.
+    """
+    columns = len(submit.prompt_token_ids) + len(submit.output_token_ids)
+    keys = columns // (_TOKEN_BYTES * block_size) * _KEY_BYTES
+    numbers = len(sampling.stop_token_ids) + 2 * len(sampling.logit_bias)
+    numbers += len(sampling.allowed_token_ids or ())
+    numbers += sum(1 + len(word) for word in sampling.bad_words_token_ids)
+    held = columns + _NUMBER_BYTES * numbers
+    if sampling.structured_outputs is not None:
+        held += len(msgspec.msgpack.encode(sampling.structured_outputs))
+    return held + sampling.n * (_SAMPLE_BYTES + keys)
+
+
+_PATIENCE_S: Final = 1.0
+_Quantities: TypeAlias = tuple[int, int, int]
+"""Requests, tokens, bytes."""
+
+
+class QueueLimit:
+    """Limits of the waiting queue.
+
+    Args:
+        max_num_queued_reqs, max_num_queued_tokens, max_num_queued_bytes: limits of requests that
+        wait for their first step, of their tokens, and of the memory they hold. One request may
+        always wait, however large; so may one of each session, within the memory limit: what others
+        have queued may delay a new session, not lock it out.
+        counters: the scheduler's. clock: monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        max_num_queued_reqs: int,
+        max_num_queued_tokens: int,
+        counters: SchedulerCounters,
+        max_num_queued_bytes: int = 2**28,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_num_queued_reqs = max_num_queued_reqs
+        self.max_num_queued_tokens = max_num_queued_tokens
+        self.max_num_queued_bytes = max_num_queued_bytes
+        self.rejections = {
+            "max_num_queued_reqs": 0,
+            "max_num_queued_tokens": 0,
+            "max_num_queued_bytes": 0,
+        }
+        """Requests that were refused, by the limit."""
+        self._counters = counters
+        self._clock = clock
+        self._num_reqs = 0
+        self._num_tokens = 0
+        self._num_bytes = 0
+        self._outflow = DrainRate(3)
+        self._sent_away: OrderedDict[int, float] = OrderedDict()  # sessions, and until when
+
+    def enter(
+        self,
+        num_tokens: int,
+        num_samples: int = 1,
+        num_bytes: int = 0,
+        client: int = 0,
+        is_only: bool = False,
+    ) -> None:
+        """Count a request in; each of its samples counts as one request.
+
+        num_tokens: prompt and resumed outputs. is_only: its session has no other open request.
+
+        Raises:
+            EngineOverloadedError: the queue is full; nothing was counted. Its Retry-After is when
+            enough has drained for this request, and for one of each other session that was refused
+            and is expected back.
+        """
+        gone = self._counters
+        totals = gone.dequeued_reqs, gone.dequeued_tokens, gone.dequeued_bytes
+        reqs, tokens, held = self._num_reqs, self._num_tokens, self._num_bytes
+        waiting = reqs - totals[0], tokens - totals[1], held - totals[2]
+        now_s = self._clock()
+        self._outflow.observe(now_s, totals, is_empty=not waiting[0])
+        more = num_samples, num_tokens, num_bytes
+        found = self._problem(waiting, more, may_exceed=is_only and num_samples == 1)
+        if found is not None:
+            limit, problem = found
+            self.rejections[limit] += 1
+            retry_s = self._retry_after_s(waiting, more, client, now_s)
+            raise EngineOverloadedError(
+                f"the engine is overloaded: {problem}; try again in {retry_s:.2g} s", retry_s
+            )
+        self._sent_away.pop(client, None)
+        self._num_reqs += num_samples
+        self._num_tokens += num_tokens
+        self._num_bytes += num_bytes
+
+    def leave(self, num_tokens: int, num_samples: int, num_bytes: int = 0) -> None:
+        """Take back what `enter` counted, for a request that never reaches the step loop."""
+        self._num_reqs -= num_samples
+        self._num_tokens -= num_tokens
+        self._num_bytes -= num_bytes
+
+    def _problem(
+        self, waiting: _Quantities, more: _Quantities, may_exceed: bool
+    ) -> tuple[str, str] | None:
+        """Return (limit, reason) if the request may not wait. may_exceed: all limits except
+        bytes.
+        """
+        reqs, tokens, held = waiting
+        num_samples, num_tokens, num_bytes = more
+        if not reqs:
+            return None
+        if reqs + num_samples > self.max_num_queued_reqs and not may_exceed:
+            samples = "" if num_samples == 1 else f"; here come {num_samples} samples more"
+            return "max_num_queued_reqs", (
+                f"{reqs} requests wait, and at most {self.max_num_queued_reqs} may "
+                f"(--max-num-queued-reqs){samples}"
+            )
+        if tokens + num_tokens > self.max_num_queued_tokens and not may_exceed:
+            return "max_num_queued_tokens", (
+                f"requests of {tokens} prompt tokens wait; with {num_tokens} more they "
+                f"would be over {self.max_num_queued_tokens} (--max-num-queued-tokens)"
+            )
+        if held + num_bytes > self.max_num_queued_bytes:
+            return "max_num_queued_bytes", (
+                f"requests that wait hold {held} bytes; with {num_bytes} more they would be "
+                f"over {self.max_num_queued_bytes} (--max-num-queued-bytes)"
+            )
+        return None
+
+    def _retry_after_s(
+        self, waiting: _Quantities, more: _Quantities, client: int, now_s: float
+    ) -> float:
+        """Return when the request would fit. Its session is expected back then, for a short
+        while.
+        """
+        self._sent_away.pop(client, None)
+        while self._sent_away and next(iter(self._sent_away.values())) < now_s:
+            self._sent_away.popitem(last=False)
+        limits = self.max_num_queued_reqs, self.max_num_queued_tokens, self.max_num_queued_bytes
+        # What would never fit comes in when nobody waits.
+        over = [
+            min(now + n - limit, now) for now, n, limit in zip(waiting, more, limits, strict=True)
+        ]
+        over[0] = max(over[0], 1) + len(self._sent_away)
+        retry_s = self._outflow.retry_after_s(over)
+        self._sent_away[client] = now_s + retry_s + _PATIENCE_S
+        return retry_s
