@@ -11,7 +11,7 @@ import openai
 
 from nanocore.client import AsyncEngineClient
 from nanocore.http.app import App
-from nanocore.http.settings import AppSettings
+from nanocore.http.server_settings import AppSettings
 
 BASE_URL = "http://test"
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from nanocore.client import AsyncEngineClient
-from nanocore.http.attended import attended
 from nanocore.http.exchange import Disconnected, Exchange
 from tests.client.running import run
 from tests.http.in_process import app_of, openai_client
@@ -111,5 +110,5 @@ def test_work_ends_when_its_client_leaves() -> None:
     exchange = Exchange.__new__(Exchange)
     exchange.receive = receive
     with pytest.raises(Disconnected):
-        run(attended(exchange, work()))
+        run(exchange.attended(work()))
     assert ended.is_set()
