@@ -186,6 +186,7 @@ class Exchange:
         fields = await self.read_object()
         if len(fields) > MAX_FIELDS:
             raise bad_request(f"the body has {len(fields)} fields: at most {MAX_FIELDS} are read")
+        # Unknown fields are not errors: SDKs of next year send more of them.
         self.note_ignored(fields.keys() - set(kind.__struct_encode_fields__))
         try:
             return msgspec.convert(fields, kind)

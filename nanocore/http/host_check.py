@@ -29,10 +29,13 @@ def check_host(
     Raises:
         HttpError: the host is invalid or foreign, or the origin is another site.
     """
-    asked = b", ".join(hosts).decode("latin-1").lower()
-    parts = _HOST.fullmatch(asked)
+    # Two Host headers join to an invalid name, so that no other reader can pick the other one.
+    host_header = b", ".join(hosts).decode("latin-1").lower()
+    parts = _HOST.fullmatch(host_header)
     if parts is None:
-        raise bad_request(f"Host: {asked[:200]!r} is no name or address, with or without a port")
+        raise bad_request(
+            f"Host: {host_header[:200]!r} is no name or address, with or without a port"
+        )
     name = parts[1].strip("[]")
     is_local = name == "localhost" or name.endswith(".localhost") or is_address(name)
     if hosts and not is_local and "*" not in allowed_hosts and name not in allowed_hosts:
@@ -41,7 +44,7 @@ def check_host(
             f"this server is not called {name[:200]!r}: without an API key it answers only to "
             "localhost and addresses; allow other names with --allowed-hosts, or set keys",
         )
-    if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != asked:
+    if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host_header:
         raise HttpError(
             403,
             "a web page of another site may not use a server without an API key: allow its origin "

@@ -15,7 +15,7 @@ from nanocore.client import SamplingParams
 from nanocore.client.chat.messages import ChatMessage
 from nanocore.client.chat.request import ChatOptions
 from nanocore.http.delivery import Delivery
-from nanocore.http.dialects.conversation import (
+from nanocore.http.dialects.chat_options import (
     chat_token_ids,
     check_num_messages,
     submit_chat,
@@ -156,6 +156,7 @@ def conversation(
     exchange.note_ignored([f"tools[{tool.type}]" for tool in others])
     choice = request.tool_choice
     has_config = request.output_config is not None and request.output_config.format is not None
+    # Errors of the client's chat name its own fields; the caller knows those of this dialect.
     exchange.field_names = {
         "response_format": "output_config.format" if has_config else "output_format",
         "].function.": "].",

@@ -22,7 +22,7 @@ from nanocore.client.chat.events import (
 )
 from nanocore.client.chat.request import ChatOptions
 from nanocore.http.delivery import Delivery
-from nanocore.http.dialects.conversation import (
+from nanocore.http.dialects.chat_options import (
     check_num_messages,
     chosen_tools,
     effort_kwargs,
@@ -45,12 +45,6 @@ from nanocore.http.http_errors import bad_request
 from nanocore.http.server_settings import AppSettings
 from nanocore.protocol.sampling import EngineSamplingParams
 
-_REFUSED: Final = (
-    "chat_template",
-    "mm_processor_kwargs",
-    "logits_processors",
-    "kv_transfer_params",
-)
 _TEXT: Final = "\x00text"
 """Placeholder for the text of a chunk."""
 
@@ -91,7 +85,9 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     def params(self, recommended: EngineSamplingParams) -> SamplingParams:
         """Return the sampling parameters; raises as `SamplingFields.sampling_params`."""
-        self.refuse(*_REFUSED)
+        self.refuse(
+            "chat_template", "mm_processor_kwargs", "logits_processors", "kv_transfer_params"
+        )
         num_top = self.top_logprobs or 0
         if num_top and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
@@ -160,7 +156,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChatStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """What a response shows in addition to its events, and which of them.
+    """Content of a response that is not in its events, and which of these it shows.
 
     head: first fields of the response. echo: text that precedes each sample's.
     """
@@ -202,6 +198,7 @@ class ChatStreamEncoder(ChunkEncoder):
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
         self._num_tokens = num_output_tokens
+        # Nearly every token comes this way: a text alone, encoded between two fixed pieces.
         if len(events) == 1 and not self._always_usage:
             only = events[0]
             if type(only) is Text and only.index not in self._split:

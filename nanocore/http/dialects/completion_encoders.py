@@ -58,7 +58,7 @@ class TextCompletion(msgspec.Struct, kw_only=True):
 
 
 class CompletionStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """What a response shows in addition to its events, and which of them.
+    """Content of a response that is not in its events, and which of these it shows.
 
     head: first fields of the response. num_samples: of each prompt. logprobs: None shows none.
     shows_output: False for max_tokens=0, where the engine still samples a token. shows_prompt: with
@@ -143,6 +143,7 @@ class CompletionStreamEncoder(ChunkEncoder):
         self._num_tokens: dict[int, int] = {}
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
+        # Nearly every token comes this way: a text alone, encoded between two fixed pieces.
         if len(events) == 1 and self._is_plain:
             only = events[0]
             if type(only) is Text:

@@ -109,6 +109,7 @@ async def serve(exchange: Exchange) -> None:
     if len(prompts) > 1:
         _check_batch(client, len(prompts) * params.n)
     response_id = ResponseId("cmpl-", request.request_id)
+    # Places are taken before tokenizing, so that requests keep the order in which they came.
     with client.places(len(prompts)) as places:
         token_ids = await tokenize_prompts(
             exchange, places, prompts, request.add_special_tokens is not False, "prompt", num_kept
@@ -174,6 +175,7 @@ async def _submit(
                 )
             )
     except BaseException:
+        # A disconnect or a refusal: prompts that were submitted must not run on.
         for stream in streams:
             stream.close()
         raise

@@ -1,4 +1,4 @@
-"""What the encoders of several dialects share: usage, server-sent events, and two base classes.
+"""Common parts of the dialects' encoders: usage, server-sent events, and two base classes.
 
 Events are put together from bytes: a prefix, an escaped text, a suffix. Encoding a whole object for
 each token would cost several times as much as everything else that is done for it, so the parts

@@ -128,7 +128,7 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 
 
 class MessageStyle(msgspec.Struct, frozen=True):
-    """What a response shows in addition to its events."""
+    """Content of a response that is not in its events."""
 
     id: str
     model: str
@@ -161,6 +161,7 @@ class MessageStreamEncoder:
         self._input = StreamedInput()
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
+        # Nearly every token comes this way: a delta of the open block, between two fixed pieces.
         if len(events) == 1:
             only = events[0]
             if type(only) is self._open and (type(only) is Text or type(only) is Reasoning):

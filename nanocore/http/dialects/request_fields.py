@@ -26,7 +26,7 @@ _SAME: Final = (
 _TOKEN_ID: Final = re.compile("[0-9]{1,10}")
 _MAX_ID_CHARS: Final = 200
 Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-"""Below 0 a request would precede everybody's: only administrators may do that, on the wire."""
+"""Not negative: only administrators may put a request before all others, on the wire."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -83,6 +83,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
             given["logit_bias"] = _logit_bias(self.logit_bias)
         if self.structured_outputs is not None:
             given["structured_outputs"] = _structured_outputs(self.structured_outputs)
+        # The engine's top_p is above 0; OpenAI's 0 means the most likely token.
         if given.get("top_p") == 0:
             given |= {"top_p": 1.0, "temperature": 0.0}
         if self.seed is not None:

@@ -9,7 +9,7 @@ import msgspec
 from nanocore.client.chat.request import ChatOptions
 from nanocore.client.special_tokens import STANDARD_NAMES
 from nanocore.client.tokenizer import MAX_QUICK_TOKENS, Tokenizer
-from nanocore.http.dialects.conversation import (
+from nanocore.http.dialects.chat_options import (
     chat_token_ids,
     check_num_messages,
     chosen_tools,

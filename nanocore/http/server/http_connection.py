@@ -133,6 +133,7 @@ class HttpConnection(HttpToolsProtocol):
         self._response_transport = None
         if not self.connections:
             self.server_state.all_closed.set()
+        # uvicorn has told the last request only; the one whose response is due may be another.
         if (running := self._running) is not None:
             running.disconnected = True
             running.message_event.set()
@@ -144,6 +145,7 @@ class HttpConnection(HttpToolsProtocol):
         self._has_advanced = False
         try:
             self._feed(data)
+            # Bytes of an incomplete field count, too: an endless one would never reach the limit.
             self._held_bytes = 0 if self._has_advanced else self._held_bytes + len(data)
             self._check_head()
         except httptools.HttpParserError:

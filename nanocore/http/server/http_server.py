@@ -73,6 +73,8 @@ class HttpServer:
         state.is_draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
+                # Listen on while responses run: a load balancer may still send requests, and the
+                # app's 503 is better for them than a refused connection.
                 self._close_idle()
                 while state.tasks:
                     await asyncio.wait(state.tasks)

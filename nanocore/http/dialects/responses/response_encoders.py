@@ -38,7 +38,7 @@ from nanocore.http.http_errors import HttpError
 
 
 class ResponseStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """What a response shows in addition to its events, and how it shows them.
+    """Content of a response that is not in its events, and how these are shown.
 
     key: common part of the ids of the response and its items. request_fields: fields of the
     response that repeat the request. num_top_logprobs: None shows no logprobs.

@@ -11,7 +11,7 @@ import msgspec
 from nanocore.client import SamplingParams
 from nanocore.client.chat.request import ChatOptions
 from nanocore.http.delivery import Delivery
-from nanocore.http.dialects.conversation import (
+from nanocore.http.dialects.chat_options import (
     check_num_messages,
     effort_kwargs,
     submit_chat,
@@ -172,6 +172,7 @@ async def serve(exchange: Exchange) -> None:
     tools = read_response_tools(request.tools, request.tool_choice)
     exchange.note_ignored([f"tools[type={kind}]" for kind in tools.dropped])
     store = exchange.state.responses
+    # Ids of the response and of its items share the key: `find_item` finds the one by the other.
     key = uuid.uuid4().hex
     before = _conversation_before(store, request.previous_response_id)
     items = ItemReader(key, lambda item_id: find_item(store, item_id)).read(request.input)

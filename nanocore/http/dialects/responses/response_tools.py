@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from nanocore.http.dialects.conversation import read_allowed_tools
+from nanocore.http.dialects.chat_options import read_allowed_tools
 from nanocore.http.http_errors import bad_request
 from nanocore.protocol.errors import quoted
 
