@@ -258,7 +258,6 @@ class _Resumed:
 
 
 def _engine_error(end: Finished) -> HttpError:
-    """Return the error of a sample that the engine ended with a message."""
     if end.finish_reason == "abort":
         return unavailable(end.message or "")
     if end.is_invalid:

@@ -136,7 +136,6 @@ class Exchange:
         return [value for known, value in self.scope["headers"] if known == name]
 
     def query(self) -> dict[str, str]:
-        """Return the URL's parameters; the last value of each name."""
         given = parse_qs(self.scope.get("query_string", b"").decode("latin-1"))
         return {name: values[-1] for name, values in given.items()}
 
@@ -251,7 +250,6 @@ class Exchange:
         await self.reply(200, msgspec.json.encode(value))
 
     async def reply(self, status: int, body: bytes, content_type: bytes = JSON) -> None:
-        """Send a whole response."""
         headers = [(b"content-length", b"%d" % len(body))]
         await self.send(self.start(status, content_type, headers))
         await self.send({"type": "http.response.body", "body": body})
@@ -259,7 +257,6 @@ class Exchange:
     def start(
         self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]
     ) -> dict[str, Any]:
-        """Return the ASGI message that starts the response."""
         self.has_started = True
         if self.record is not None:
             self.record.status = status

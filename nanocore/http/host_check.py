@@ -53,7 +53,6 @@ def check_host(
 
 
 def is_address(name: str) -> bool:
-    """Whether the name is an IP address, without brackets."""
     try:
         ip_address(name)
     except ValueError:

@@ -43,7 +43,6 @@ class RequestRecord:
         self.error: str | None = None
 
     def note_events(self, events: Sequence[ChatEvent], stream: AnswerStream) -> None:
-        """Add what one prompt's stream has brought."""
         if self.first_token_s is None:
             self.first_token_s = stream.first_token_s
         for event in events:

@@ -80,5 +80,4 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def scheme(self) -> str:
-        """URL scheme: http or https."""
         return "http" if self.ssl_certfile is None else "https"

@@ -165,7 +165,6 @@ class ResponseStore:
         return entry[0]
 
     def remove(self, response_id: str) -> bool:
-        """Delete a response; return whether it was stored."""
         entry = self._stored.pop(response_id, None)
         if entry is None:
             return False

@@ -125,7 +125,6 @@ async def serve(exchange: Exchange) -> None:
 
 
 async def count_tokens(exchange: Exchange) -> None:
-    """Reply with the number of tokens of the prompt, cached ones included."""
     request = await exchange.read(CountTokensRequest)
     exchange.check_model(request.model)
     check_num_messages(exchange, request.messages)

@@ -169,7 +169,6 @@ class ChatStyle(msgspec.Struct, frozen=True, kw_only=True):
     echo: str
 
     def logprobs(self, event: Logprobs) -> dict[str, Any]:
-        """Return a choice's logprobs."""
         tokens = chat_logprobs(event.tokens, self.num_top_logprobs, self.logprobs_as_token_ids)
         return {"content": tokens}
 
@@ -365,7 +364,6 @@ async def serve(exchange: Exchange) -> None:
 
 
 def _echoed(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of the last message, if it is the assistant's."""
     last = messages[-1] if messages else {}
     content = last.get("content") if last.get("role") == "assistant" else None
     return content if isinstance(content, str) else ""

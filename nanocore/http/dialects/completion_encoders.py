@@ -109,7 +109,6 @@ class PromptSamples:
         return columns
 
     def add_logprobs(self, columns: TextLogprobs, event: Logprobs) -> None:
-        """Append the logprobs of new tokens to a sample's columns."""
         style, shown = self._style, self._style.logprobs
         if shown is None:
             return
@@ -170,7 +169,6 @@ class CompletionStreamEncoder(ChunkEncoder):
                 yield self._data(number, index, text=echo.text, logprobs=logprobs)
 
     def _chunk(self, number: int, events: list[SampleEvent]) -> bytes:
-        """Return one chunk with all that is new of a sample."""
         style = self._style
         text = ""
         logprobs: TextLogprobs | None = None

@@ -157,7 +157,6 @@ async def _submit(
     response_id: ResponseId,
     places: Sequence[Place],
 ) -> list[AnswerStream]:
-    """Submit all prompts, or none."""
     streams: list[AnswerStream] = []
     try:
         for i, prompt in enumerate(prompts):

@@ -41,7 +41,6 @@ class UsageSum:
         self.num_reasoning_tokens += usage.num_reasoning_tokens
 
     def as_object(self) -> dict[str, Any]:
-        """Return the `usage` of OpenAI's completions and chat completions."""
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
@@ -65,7 +64,6 @@ def escaped(value: object) -> bytes:
 
 
 def data(value: object) -> bytes:
-    """Return an event without a name."""
     return b"data: " + escaped(value) + b"\n\n"
 
 

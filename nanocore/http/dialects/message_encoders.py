@@ -91,7 +91,6 @@ class _End:
         self.finished: Finished | None = None
 
     def reasons(self) -> tuple[str | None, str | None]:
-        """Return stop_reason and stop_sequence."""
         if self.finished is None:
             return None, None
         if isinstance(self.finished.stop_reason, str):
@@ -134,7 +133,6 @@ class MessageStyle(msgspec.Struct, frozen=True):
     model: str
 
     def message(self, content: list[dict[str, Any]], end: _End) -> AnthropicMessage:
-        """Return the message with these blocks."""
         stop_reason, stop_sequence = end.reasons()
         return AnthropicMessage(
             id=self.id,
@@ -274,7 +272,6 @@ class MessageEncoder(WholeEncoder):
 
 
 def _block(begin: _Begin, whole: str, signature: str = "") -> dict[str, Any]:
-    """Return the block that began with this event and has this text."""
     if isinstance(begin, ToolBegin):
         call = {"type": "tool_use", "id": begin.id, "name": begin.name}
         return {**call, "input": tool_input(whole)}

@@ -21,11 +21,6 @@ def finite(logprob: float) -> float:
     return max(logprob, LEAST)
 
 
-def token_id_name(token_id: int) -> str:
-    """Return a token's unambiguous name: texts of different tokens may be equal."""
-    return f"token_id:{token_id}"
-
-
 def chat_logprobs(
     tokens: Sequence[Mapping[int, Logprob]], num_top: int, as_token_ids: bool = False
 ) -> list[dict[str, Any]]:
@@ -34,7 +29,7 @@ def chat_logprobs(
     Args:
         tokens: candidates at each position by token id, the sampled token first.
         num_top: candidates to list.
-        as_token_ids: name tokens "token_id:ID".
+        as_token_ids: name tokens "token_id:ID", for texts of different tokens may be equal.
     """
     entries = []
     for candidates in tokens:
@@ -48,7 +43,7 @@ def chat_logprobs(
 
 def _entry(token_id: int, found: Logprob, as_token_ids: bool) -> dict[str, Any]:
     return {
-        "token": token_id_name(token_id) if as_token_ids else found.decoded_token or "",
+        "token": f"token_id:{token_id}" if as_token_ids else found.decoded_token or "",
         "logprob": finite(found.logprob),
         "bytes": [*(found.bytes or b"")],
     }
@@ -91,7 +86,6 @@ class TextOffsets:
         self._offset = start
 
     def next(self, token_id: int) -> int:
-        """Return the offset of the next token."""
         offset = self._offset
         self._offset += len(self._detokenizer.append([token_id]))
         return offset
@@ -152,7 +146,7 @@ class LogprobsShown(msgspec.Struct, frozen=True):
 
     def name(self, token_id: int) -> str:
         if self.as_token_ids:
-            return token_id_name(token_id)
+            return f"token_id:{token_id}"
         return self.tokenizer.token_text(token_id).text
 
     def add(

@@ -133,7 +133,6 @@ async def detokenize(exchange: Exchange) -> None:
 
 
 async def tokenizer_info(exchange: Exchange) -> None:
-    """Reply with the model's tokenizer_config.json and its chat template."""
     client = exchange.client
     tokenizer = await client.get_tokenizer()
     config = {name: value for name, value in tokenizer.config.items() if name not in _OMITTED}

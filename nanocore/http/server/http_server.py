@@ -64,7 +64,6 @@ class HttpServer:
 
     @property
     def num_running(self) -> int:
-        """Number of requests whose response is not complete."""
         return len(self.state.tasks)
 
     async def drain(self, timeout_s: float) -> bool:

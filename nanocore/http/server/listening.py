@@ -105,7 +105,6 @@ def _listen(
 def _bound(
     addresses: Sequence[Address], port: int, shared: bool, failing: ExitStack
 ) -> list[socket.socket]:
-    """Return a listening socket for each address that this machine has."""
     sockets: list[socket.socket] = []
     refusal = OSError(errno.EADDRNOTAVAIL, os.strerror(errno.EADDRNOTAVAIL))
     for family, text in addresses:

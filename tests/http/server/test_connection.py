@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvloop
 
 from nanocore.http.exchange import CHUNK_WRITER
 from nanocore.http.server.http_connection import MAX_PIPELINED, MAX_URL_BYTES
-from tests.client.running import in_uvloop, run
+from tests.client.running import in_uvloop
 from tests.http.server.loopback import GET, RecordingApp, serving
 
 CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -187,16 +186,21 @@ async def test_a_connection_that_asks_nothing_more_is_closed() -> None:
         assert await client.rest() == b""
 
 
+def refusing(*headers: tuple[bytes, bytes]) -> Any:
+    """An app that answers 413 before it reads."""
+
+    async def refuse(scope: object, receive: object, send: Any) -> None:
+        start = [(b"content-length", b"0"), *headers]
+        await send({"type": "http.response.start", "status": 413, "headers": start})
+        await send({"type": "http.response.body", "body": b""})
+
+    return refuse
+
+
 @in_uvloop
 async def test_a_body_that_comes_after_its_answer_is_read_and_the_connection_goes_on() -> None:
     """And is closed in the end: uvicorn forgets it."""
-
-    async def refuse(scope: object, receive: object, send: Any) -> None:
-        headers = [(b"content-length", b"0")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
-    async with serving(refuse, keep_alive_timeout_s=0.3) as server:
+    async with serving(refusing(), keep_alive_timeout_s=0.3) as server:
         client = await server.connect()
         message = post("/", bytes(1_000_000))
         client.writer.write(message[:1000])
@@ -237,57 +241,27 @@ async def test_a_target_that_is_a_host_alone_asks_for_the_root(target: bytes) ->
 
 
 @pytest.mark.parametrize("behind", [b"", GET])
-def test_the_last_answer_of_a_connection_reaches_a_client_that_is_still_sending(
+@in_uvloop
+async def test_the_last_answer_of_a_connection_reaches_a_client_that_is_still_sending(
     behind: bytes,
 ) -> None:
     """Of several megabytes, which are more than sockets hold: the client reads when it has sent."""
-    num_requests = 0
-
-    async def refuse(scope: object, receive: object, send: Any) -> None:
-        nonlocal num_requests
-        num_requests += 1
-        headers = [(b"content-length", b"0"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
-    async def scenario() -> None:
-        async with serving(refuse) as server:
-            client = await server.connect()
-            client.writer.write(post("/", bytes(20_000_000)) + behind)
-            await client.writer.drain()
-            assert (await client.answer())[0] == 413
-            assert await client.rest() == b""
-        assert num_requests == 1
-
-    run(scenario(), 60, uvloop.new_event_loop)
+    async with serving(refusing((b"connection", b"close"))) as server:
+        client = await server.connect()
+        client.writer.write(post("/", bytes(20_000_000)) + behind)
+        await client.writer.drain()
+        assert (await client.answer())[0] == 413
+        assert await client.rest() == b"", "what is behind it is not served"
 
 
+@pytest.mark.parametrize(("headers", "later"), [([(b"connection", b"close")], []), ([], [408])])
 @in_uvloop
-async def test_the_end_of_a_body_behind_the_last_answer_is_not_waited_for_without_end() -> None:
-    async def refuse(scope: object, receive: object, send: Any) -> None:
-        headers = [(b"content-length", b"0"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
-    async with serving(refuse, body_timeout_s=0.2) as server:
+async def test_a_body_that_never_ends_after_its_answer_is_cut(headers: Any, later: Any) -> None:
+    async with serving(refusing(*headers), body_timeout_s=0.2) as server:
         client = await server.connect()
         client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
-        assert (await client.answer())[0] == 413
-        assert await client.rest() == b""
-
-
-@in_uvloop
-async def test_a_body_that_never_ends_after_its_answer_is_cut() -> None:
-    async def refuse(scope: object, receive: object, send: Any) -> None:
-        headers = [(b"content-length", b"0")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
-    async with serving(refuse, body_timeout_s=0.2) as server:
-        client = await server.connect()
-        client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
-        assert (await client.answer())[0] == 413
-        assert (await client.answer())[0] == 408
+        for status in [413, *later]:
+            assert (await client.answer())[0] == status
         assert await client.rest() == b""
 
 

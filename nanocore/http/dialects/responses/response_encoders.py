@@ -56,65 +56,6 @@ class ResponseStyle(msgspec.Struct, frozen=True, kw_only=True):
         return f"resp_{self.key}"
 
 
-class ResponseState:
-    """Status and usage of a response, and its object."""
-
-    def __init__(self, style: ResponseStyle) -> None:
-        self._style = style
-        self._usage = UsageSum()
-        self._seed: int | None = None
-        self._finished: Finished | None = None
-
-    def start(self, event: Started) -> None:
-        self._usage.add_prompt(len(event.prompt_token_ids), event.num_cached_tokens)
-        self._seed = event.seed
-
-    def end(self, event: Finished) -> None:
-        self._usage.add_sample(event.usage)
-        self._finished = event
-
-    @property
-    def status(self) -> str:
-        """The response's status; "incomplete" where a limit of tokens has ended it."""
-        reason = "" if self._finished is None else self._finished.finish_reason
-        if reason in ("stop", "tool_calls"):
-            return "completed"
-        return {"": "in_progress", "length": "incomplete"}.get(reason, "cancelled")
-
-    def as_object(
-        self, output: Sequence[Item] = (), error: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """Return the response object. error: why it has failed."""
-        status = "failed" if error is not None else self.status
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {
-            "id": self._style.id,
-            "object": "response",
-            "created_at": self._style.created_s,
-            "completed_at": int(time.time()) if status == "completed" else None,
-            "status": status,
-            "error": error,
-            "incomplete_details": cut,
-            "output": output,
-            "usage": None if status == "in_progress" else self._usage_object(),
-            "seed": self._seed,
-            **self._style.request_fields,
-        }
-
-    def _usage_object(self) -> dict[str, Any]:
-        usage = self._usage
-        return {
-            "input_tokens": usage.num_prompt_tokens,
-            "input_tokens_details": {
-                "cached_tokens": usage.num_cached_tokens,
-                "cache_write_tokens": 0,
-            },
-            "output_tokens": usage.num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
-            "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
-        }
-
-
 def response_error(error: HttpError) -> dict[str, Any]:
     """Return the `error` of a failed response, with a code that clients know."""
     code = "server_error" if error.status >= 500 else "invalid_prompt"
@@ -143,15 +84,18 @@ class _ResponseBase:
     def __init__(self, style: ResponseStyle, keep: Keep | None) -> None:
         self._style = style
         self._keep = keep
-        self._state = ResponseState(style)
+        self._usage = UsageSum()
+        self._seed: int | None = None
+        self._finished: Finished | None = None
         self._output = ResponseOutput(style.key, style.custom_tools, style.reasoning_as_summary)
         self._logprobs: list[dict[str, Any]] = []
 
     def _handle(self, event: ChatEvent) -> list[StreamEvent]:
         match event:
             case Started():
-                self._state.start(event)
-                response = self._state.as_object()
+                self._usage.add_prompt(len(event.prompt_token_ids), event.num_cached_tokens)
+                self._seed = event.seed
+                response = self._response()
                 return [
                     {"type": "response.created", "response": response},
                     {"type": "response.in_progress", "response": response},
@@ -184,13 +128,14 @@ class _ResponseBase:
         return event
 
     def _end(self, event: Finished) -> list[StreamEvent]:
-        self._state.end(event)
+        self._usage.add_sample(event.usage)
+        self._finished = event
         events: list[StreamEvent] = []
         if self._output.open is None and not self._output.items:
             events += self._output.switch(Text(""))  # clients look for a message
         if isinstance(self._output.open, MessageItem):
             self._output.open.logprobs += self._logprobs
-        is_whole = self._state.status == "completed"
+        is_whole = self._status == "completed"
         return events + self._output.close("completed" if is_whole else "incomplete")
 
     def _note_logprobs(self, events: Sequence[ChatEvent]) -> None:
@@ -207,10 +152,51 @@ class _ResponseBase:
         self._logprobs += chat_logprobs(tokens, self._style.num_top_logprobs)
 
     def _end_object(self) -> dict[str, Any]:
-        response = self._state.as_object(self._output.items)
+        response = self._response(self._output.items)
         if self._keep is not None:
             self._keep(msgspec.json.encode(response), self._output.items)
         return response
+
+    @property
+    def _status(self) -> str:
+        """The response's status; "incomplete" where a limit of tokens has ended it."""
+        reason = "" if self._finished is None else self._finished.finish_reason
+        if reason in ("stop", "tool_calls"):
+            return "completed"
+        return {"": "in_progress", "length": "incomplete"}.get(reason, "cancelled")
+
+    def _response(
+        self, output: Sequence[Item] = (), error: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the response object. error: why it has failed."""
+        status = "failed" if error is not None else self._status
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self._style.id,
+            "object": "response",
+            "created_at": self._style.created_s,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "status": status,
+            "error": error,
+            "incomplete_details": cut,
+            "output": output,
+            "usage": None if status == "in_progress" else self._usage_object(),
+            "seed": self._seed,
+            **self._style.request_fields,
+        }
+
+    def _usage_object(self) -> dict[str, Any]:
+        usage = self._usage
+        return {
+            "input_tokens": usage.num_prompt_tokens,
+            "input_tokens_details": {
+                "cached_tokens": usage.num_cached_tokens,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage.num_output_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+            "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        }
 
 
 class ResponseEncoder(WholeEncoder, _ResponseBase):
@@ -248,14 +234,14 @@ class ResponseStreamEncoder(_ResponseBase):
         return b"".join(self._encoded(one) for event in events for one in self._handle(event))
 
     def finish(self) -> bytes:
-        kind = "completed" if self._state.status == "completed" else "incomplete"
+        kind = "completed" if self._status == "completed" else "incomplete"
         return self._encoded({"type": f"response.{kind}", "response": self._end_object()})
 
     def fail(self, error: HttpError) -> bytes:
         # Some clients look for response.failed, others for error.
         self._output.close("incomplete")
         shown = response_error(error)
-        response = self._state.as_object(self._output.items, shown)
+        response = self._response(self._output.items, shown)
         return self._encoded({"type": "response.failed", "response": response}) + self._encoded(
             {"type": "error", "code": shown["code"], "message": error.message, "param": error.param}
         )

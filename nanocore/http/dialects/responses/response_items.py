@@ -134,7 +134,6 @@ class ItemReader:
         return found
 
     def _with_id(self, prefix: str, item: Mapping[str, Any], **fields: Any) -> Item:
-        """Return the item with its own id, or a new one."""
         given = item.get("id")
         own = f"{prefix}_{self._key}_in{self._number}"
         return {"id": given if isinstance(given, str) and given else own, **fields}

@@ -48,8 +48,13 @@ class OpenItem:
         return []
 
     def item(self, status: Status) -> Item:
-        """Return the item object."""
         raise NotImplementedError
+
+    def _event(self, kind: str, **fields: Any) -> StreamEvent:
+        return {"type": kind, **self.place, **fields}
+
+    def _item(self, kind: str, status: Status, **fields: Any) -> Item:
+        return {"id": self.id, "type": kind, "status": status, **fields}
 
 
 class MessageItem(OpenItem):
@@ -62,29 +67,21 @@ class MessageItem(OpenItem):
         super().__init__(response_key, output_index)
         self.logprobs: list[dict[str, Any]] = []
         self.place["content_index"] = 0
-        kind = "response.output_text.delta"
-        self.delta_event = {"type": kind, **self.place, "logprobs": []}
+        self.delta_event = self._event("response.output_text.delta", logprobs=[])
 
     def begun(self) -> list[StreamEvent]:
-        return [{"type": "response.content_part.added", **self.place, "part": output_text("")}]
+        return [self._event("response.content_part.added", part=output_text(""))]
 
     def ended(self) -> list[StreamEvent]:
-        text = {"text": self.text, "logprobs": self.logprobs}
-        part = output_text(self.text, self.logprobs)
+        text, logprobs = self.text, self.logprobs
         return [
-            {"type": "response.output_text.done", **self.place, **text},
-            {"type": "response.content_part.done", **self.place, "part": part},
+            self._event("response.output_text.done", text=text, logprobs=logprobs),
+            self._event("response.content_part.done", part=output_text(text, logprobs)),
         ]
 
     def item(self, status: Status) -> Item:
         content = [] if status == "in_progress" else [output_text(self.text, self.logprobs)]
-        return {
-            "id": self.id,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": content,
-        }
+        return self._item("message", status, role="assistant", content=content)
 
 
 class ReasoningItem(OpenItem):
@@ -99,26 +96,21 @@ class ReasoningItem(OpenItem):
         self._part_event = _SUMMARY_PART if as_summary else _REASONING_PART
         self._kind = "summary_text" if as_summary else "reasoning_text"
         self.place["summary_index" if as_summary else "content_index"] = 0
-        self.delta_event = {"type": f"{self._text_event}.delta", **self.place}
+        self.delta_event = self._event(f"{self._text_event}.delta")
 
     def begun(self) -> list[StreamEvent]:
-        return [{"type": f"{self._part_event}.added", **self.place, "part": self._part()}]
+        return [self._event(f"{self._part_event}.added", part=self._part())]
 
     def ended(self) -> list[StreamEvent]:
         return [
-            {"type": f"{self._text_event}.done", **self.place, "text": self.text},
-            {"type": f"{self._part_event}.done", **self.place, "part": self._part()},
+            self._event(f"{self._text_event}.done", text=self.text),
+            self._event(f"{self._part_event}.done", part=self._part()),
         ]
 
     def item(self, status: Status) -> Item:
         parts = [] if status == "in_progress" else [self._part()]
-        return {
-            "id": self.id,
-            "type": "reasoning",
-            "status": status,
-            "summary": parts if self._as_summary else [],
-            "content": [] if self._as_summary else parts,
-        }
+        summary, content = (parts, []) if self._as_summary else ([], parts)
+        return self._item("reasoning", status, summary=summary, content=content)
 
     def _part(self) -> dict[str, Any]:
         return {"type": self._kind, "text": self.text}
@@ -132,22 +124,14 @@ class CallItem(OpenItem):
     def __init__(self, response_key: str, output_index: int, begin: ToolBegin) -> None:
         super().__init__(response_key, output_index)
         self.call = {"call_id": begin.id, "name": begin.name}
-        kind = "response.function_call_arguments.delta"
-        self.delta_event = {"type": kind, **self.place}
+        self.delta_event = self._event("response.function_call_arguments.delta")
 
     def ended(self) -> list[StreamEvent]:
         kind = "response.function_call_arguments.done"
-        said = {"name": self.call["name"], "arguments": self.text}
-        return [{"type": kind, **self.place, **said}]
+        return [self._event(kind, name=self.call["name"], arguments=self.text)]
 
     def item(self, status: Status) -> Item:
-        return {
-            "id": self.id,
-            "type": "function_call",
-            "status": status,
-            **self.call,
-            "arguments": self.text,
-        }
+        return self._item("function_call", status, **self.call, arguments=self.text)
 
 
 class CustomCallItem(CallItem):
@@ -163,18 +147,12 @@ class CustomCallItem(CallItem):
         kind = "response.custom_tool_call_input"
         written = self._input()
         return [
-            {"type": f"{kind}.delta", **self.place, "delta": written},
-            {"type": f"{kind}.done", **self.place, "input": written},
+            self._event(f"{kind}.delta", delta=written),
+            self._event(f"{kind}.done", input=written),
         ]
 
     def item(self, status: Status) -> Item:
-        return {
-            "id": self.id,
-            "type": "custom_tool_call",
-            "status": status,
-            **self.call,
-            "input": self._input(),
-        }
+        return self._item("custom_tool_call", status, **self.call, input=self._input())
 
     def _input(self) -> str:
         try:
@@ -236,7 +214,6 @@ class ResponseOutput:
         return [*events, added, *item.begun()]
 
     def close(self, status: Status) -> list[StreamEvent]:
-        """Close the open item, if there is one."""
         if self.open is None:
             return []
         item = self.open.item(status)

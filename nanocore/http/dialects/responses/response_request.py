@@ -126,7 +126,6 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     def repeated_fields(
         self, model: str, params: SamplingParams, tools: ResponseTools
     ) -> dict[str, Any]:
-        """Return the fields of the response that repeat the request."""
         text = self.text or TextConfig()
         reasoning = self.reasoning or ReasoningConfig()
         return {
