@@ -33,7 +33,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(
         page.get_by_label("API key").fill(key)
         page.keyboard.press("Enter")
         if key == "schl\u00fcssel":
-            expect(dialog).to_contain_text("of ASCII alone")
+            expect(dialog).to_contain_text("printable ASCII")
         if key == "wrong":
             expect(dialog).to_contain_text("no valid API key")
     expect(page.locator("#model")).to_have_text("scripted")
