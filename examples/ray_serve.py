@@ -23,7 +23,7 @@ from ray import cloudpickle, serve
 from nanocore.client import AsyncEngineClient
 from nanocore.http.app import App
 from nanocore.http.exchange import Receive, Scope, Send
-from nanocore.http.settings import AppSettings
+from nanocore.http.server_settings import AppSettings
 
 MAX_ONGOING_REQUESTS = 256
 """Of a replica, as many as an engine runs at once by default; others wait at Ray's proxy."""

@@ -149,7 +149,7 @@ def test_opentelemetry_is_imported_in_one_module() -> None:
         for path in sources()
         if any(module.split(".")[0] == "opentelemetry" for module in imported_modules(path))
     }
-    assert users == {"http/spans.py"}
+    assert users == {"http/request_spans.py"}
 
 
 def test_llguidance_is_imported_in_one_room() -> None:
@@ -166,7 +166,7 @@ def test_llguidance_is_imported_in_one_room() -> None:
     [
         ("nanocore.client",
          "torch triton flash_attn transformers numpy safetensors xxhash llguidance"),
-        ("nanocore.http.app,nanocore.http.server,nanocore.cli.main",
+        ("nanocore.http.app,nanocore.http.server.http_server,nanocore.cli.main",
          "torch triton flash_attn transformers numpy safetensors xxhash llguidance"),
         ("nanocore.bench.serve,nanocore.bench.http_target,nanocore.bench.throughput,"
          "nanocore.bench.latency,nanocore.bench.startup",

@@ -18,7 +18,7 @@ import msgspec
 import uvloop
 
 from nanocore.cli.worker_pool import WorkerStart
-from nanocore.http.service import EngineAddress, HttpService, freeze_startup
+from nanocore.http.server.service import EngineAddress, HttpService, freeze_startup
 from nanocore.protocol.errors import NanocoreError, StartError
 from nanocore.system.lifeline import signal_at_parent_death
 from nanocore.system.logs import start_log

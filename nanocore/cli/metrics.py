@@ -63,7 +63,7 @@ async def _serve(given: argparse.Namespace) -> None:
     """Until Ctrl-C. An engine that is gone is one whose `engine_up` is 0; it may come back."""
     from prometheus_client import CollectorRegistry, start_http_server
 
-    from nanocore.http.exposition import MetricsCollector
+    from nanocore.http.exposition import PrometheusCollector
 
     loop = asyncio.get_running_loop()
     async with join(given) as client:
@@ -74,7 +74,7 @@ async def _serve(given: argparse.Namespace) -> None:
             return asyncio.run_coroutine_threadsafe(read_metrics(client), loop).result()
 
         registry = CollectorRegistry()
-        registry.register(MetricsCollector(read, name, given.metrics_namespace))
+        registry.register(PrometheusCollector(read, name, given.metrics_namespace))
         try:
             server, thread = start_http_server(given.metrics_port, given.metrics_host, registry)
         except socket.gaierror as error:

@@ -45,7 +45,7 @@ def _serve(options: ServeOptions) -> int:
 
 def _listen(options: ServeOptions) -> list[list[socket.socket]]:
     """The sockets of each process."""
-    from nanocore.http.listening import listen, listen_unix, resolve
+    from nanocore.http.server.listening import listen, listen_unix, resolve
 
     has_keys = bool(options.app.api_keys)
     if options.uds is not None:

@@ -36,8 +36,14 @@ from nanocore.cli.flag_types import (
 )
 from nanocore.cli.serve_options import SHUTDOWN_TIMEOUT_S, ServeOptions, connection_limit
 from nanocore.cli.sites import read_hosts, read_origin
-from nanocore.http.server_settings import ConnectionLimits, ServerSettings
-from nanocore.http.settings import KEEP_ALIVE_S, MAX_BODY_BYTES, STORED_RESPONSES_BYTES, AppSettings
+from nanocore.http.server_settings import (
+    KEEP_ALIVE_S,
+    MAX_BODY_BYTES,
+    STORED_RESPONSES_BYTES,
+    AppSettings,
+    ConnectionLimits,
+    ServerSettings,
+)
 from nanocore.protocol.errors import ConfigError
 from nanocore.system.logs import LogFormat
 

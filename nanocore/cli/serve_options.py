@@ -8,8 +8,7 @@ from typing import Final
 import msgspec
 
 from nanocore.cli.engine_choice import EngineChoice
-from nanocore.http.server_settings import ServerSettings
-from nanocore.http.settings import AppSettings
+from nanocore.http.server_settings import AppSettings, ServerSettings
 from nanocore.system.logs import LogFormat
 
 SHUTDOWN_TIMEOUT_S: Final = 25.0

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from nanocore.http.sites import is_address
+from nanocore.http.host_check import is_address
 from nanocore.protocol.errors import ConfigError
 
 _HOST: Final = re.compile(r"[^][:@/*\s]+")

@@ -22,7 +22,7 @@ from nanocore import __version__
 from nanocore.cli.serve_options import ServeOptions
 from nanocore.cli.worker_pool import WorkerPool
 from nanocore.client.engine_keeper import EngineKeeper
-from nanocore.http.service import EngineAddress, HttpService, freeze_startup
+from nanocore.http.server.service import EngineAddress, HttpService, freeze_startup
 from nanocore.protocol.errors import EngineDeadError, NanocoreError
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,8 @@ from typing import Final
 
 import msgspec
 
-from nanocore.http.server_settings import ServerSettings
-from nanocore.http.service import EngineAddress
-from nanocore.http.settings import AppSettings
+from nanocore.http.server.service import EngineAddress
+from nanocore.http.server_settings import AppSettings, ServerSettings
 from nanocore.protocol.errors import EngineDeadError
 from nanocore.protocol.messages import ModelCard
 from nanocore.system.child_process import module_command

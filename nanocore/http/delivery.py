@@ -1,8 +1,8 @@
-"""An answer on its way out, driven by the process's `DeliveryLoop`.
+"""Delivery: sends the response of one request, driven by the process's `DeliveryLoop`.
 
-A `send` is run by hand. One that does not return at once, because its client reads slowly, gets a
-task; until it is through, tokens pile up as token ids, and come merged in the next chunk. So a slow
-reader costs kilobytes, and nobody else.
+`send` is stepped by hand. If it does not return at once, because the client reads slowly, it gets a
+task; until that ends, tokens accumulate as token ids and arrive merged in the next chunk. So a slow
+reader costs kilobytes and delays nobody else.
 """
 
 from __future__ import annotations
@@ -13,80 +13,81 @@ from typing import Any, Protocol
 
 from nanocore.client.chat.event_stream import AnswerStream
 from nanocore.client.chat.events import ChatEvent, Finished
-from nanocore.http.errors import HttpError, bad_request, unavailable
 from nanocore.http.exchange import JSON, Exchange
+from nanocore.http.http_errors import HttpError, bad_request, unavailable
 from nanocore.protocol.errors import NanocoreError
 
 
 class Encoder(Protocol):
-    """Events to bytes, in one dialect; pure, and made for one request.
+    """Encodes the events of one request as bytes of one dialect.
 
-    is_stream: what `feed` returns is sent as it comes; else all of it is kept, and `finish` returns
-    the whole. keep_alive: what says that nothing has come yet.
+    is_stream: what `feed` returns is sent at once; otherwise `finish` returns the whole response.
+    keep_alive: what a silent stream sends.
     """
 
     is_stream: bool
     keep_alive: bytes
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
-        """What these events of the request's prompt of this number say; may be empty.
+        """Encode new events; the result may be empty.
 
-        num_output_tokens: of that prompt, so far.
+        number: index of the prompt within the request. num_output_tokens: of that prompt so far.
         """
         ...
 
     def finish(self) -> bytes:
-        """What ends it, when all samples of all prompts are finished."""
+        """Return the end of the response, after all samples of all prompts are finished."""
         ...
 
     def fail(self, error: HttpError) -> bytes:
-        """What ends a stream, after its first bytes, when it fails."""
+        """Return the end of a stream that has begun and fails."""
         ...
 
 
 class Delivery:
-    """The answers to one request's prompts, on their way to its client.
+    """The response of one request on its way to the client.
 
     Args:
         exchange: the request.
-        answers: of its prompts, in order. Closed when the delivery is over.
+        streams: of its prompts, in order; closed when the delivery is over.
         encoder: of its dialect.
     """
 
     def __init__(
         self,
         exchange: Exchange,
-        answers: Sequence[AnswerStream],
+        streams: Sequence[AnswerStream],
         encoder: Encoder,
     ) -> None:
         self._exchange = exchange
         self._send = exchange.send
         self._record = exchange.record
         self._write_chunk = exchange.chunk_writer
-        self._answers = answers
+        self._streams = streams
         self._encoder = encoder
         self._loop = exchange.state.deliveries
-        self._unfinished = [*range(len(answers))]
-        self._num_answered = 0
+        self._unfinished = [*range(len(streams))]
+        self._num_accepted = 0
         self._is_ready = False
         self._is_over = False
         self._is_quiet = False
-        self._blocked: asyncio.Task[None] | None = None
+        self._blocked: asyncio.Task[None] | None = None  # runs a `send` that waits for the client
         self._task: asyncio.Task[Any] | None = None
         self._bug: BaseException | None = None
-        for tool_prompt in filter(None, (answer.tool_prompt for answer in answers)):
+        for tool_prompt in filter(None, (stream.tool_prompt for stream in streams)):
             exchange.reply_headers[b"nanocore-tool-prompt"] = tool_prompt.encode()
 
     async def run(self) -> None:
-        """Deliver until the end, or until the client leaves: then its requests are aborted."""
+        """Deliver until the end, or until the client disconnects, which aborts its requests."""
         self._task = asyncio.current_task()
         self._loop.add(self)
         try:
-            for answer in self._answers:
-                listen = answer.listen if self._encoder.is_stream else answer.on_end
+            for stream in self._streams:
+                listen = stream.listen if self._encoder.is_stream else stream.on_end
                 listen(self._wake)
-            while (await self._exchange.receive())["type"] != "http.disconnect":
-                pass  # a body that came with the request is of no interest
+            # The loop does the work; this task only notices the end of the connection, which the
+            # server reports after a complete response, too.
+            await self._exchange.disconnected()
             if not self._is_over:
                 self._exchange.note_disconnect()
         except asyncio.CancelledError:
@@ -94,43 +95,45 @@ class Delivery:
                 raise
             raise self._bug from None
         finally:
-            self._close()
+            self._is_over = True
+            self._loop.remove(self)
+            if self._blocked is not None:
+                self._blocked.cancel()
+            self._close_streams()
 
     def step(self) -> None:
-        """Send what is new. Called by the loop after `wake`."""
+        """Send what is new. The loop calls it after `wake`."""
         self._is_ready = False
         if self._blocked is not None or self._is_over:
-            return
+            return  # `_rest` steps again
         try:
             body = self._read()
             if body:
                 self._write(body)
         except Exception as error:
-            self._show_bug(error)
+            self._raise_in_run(error)
 
     def tick(self) -> None:
-        """Say that the stream lives, if it has said nothing since the last tick."""
+        """Send a keep-alive if nothing was sent since the last tick."""
         if self._is_over or self._blocked is not None or not self._encoder.is_stream:
             return
         if self._is_quiet:
             try:
                 self._write(self._encoder.keep_alive)
             except Exception as error:
-                self._show_bug(error)
+                self._raise_in_run(error)
         self._is_quiet = True
 
     def fail(self, error: HttpError) -> None:
-        """End it with this error; one whose client does not read is cut later."""
+        """End the response with this error, unless its client does not read."""
         if self._blocked is None and not self._is_over:
             try:
                 self._end_with(error, b"")
             except Exception as bug:
-                self._show_bug(bug)
+                self._raise_in_run(bug)
 
-    # -- inside -----------------------------------------------------------------------------------
-
-    def _show_bug(self, error: Exception) -> None:
-        """One of ours must end the request that shows it, and nothing else."""
+    def _raise_in_run(self, error: Exception) -> None:
+        # The loop calls for all requests: a bug must end the request that shows it and no other.
         self._bug = error
         if self._task is not None:
             self._task.cancel()
@@ -141,44 +144,45 @@ class Delivery:
             self._loop.wake(self)
 
     def _read(self) -> bytes:
-        """What is to be sent, and more will follow; the end is sent here."""
-        if self._num_answered < len(self._answers) and not self._all_answered():
+        """Return what to send while more will follow; the end of a response is sent here."""
+        if self._num_accepted < len(self._streams) and not self._all_accepted():
             return b""
         body = b""
         has_finished = False
         for number in self._unfinished:
-            answer = self._answers[number]
+            stream = self._streams[number]
             try:
-                events = answer.read()
+                events = stream.read()
             except NanocoreError as error:
                 self._end_with(self._exchange.http_error(error), body)
                 return b""
             if events:
                 if self._record is not None:
-                    self._record.saw(events, answer)
-                body += self._encoder.feed(number, events, answer.num_output_tokens)
+                    self._record.note_events(events, stream)
+                body += self._encoder.feed(number, events, stream.num_output_tokens)
                 last = events[-1]
                 if type(last) is Finished and last.message is not None:
                     self._end_with(_engine_error(last), body)
                     return b""
-            if answer.is_behind:
+            if stream.is_behind:  # it parses a bounded amount per read, so that others have a turn
                 self._wake()
-            elif answer.finished:
+            elif stream.finished:
                 has_finished = True
         if has_finished:
-            self._unfinished = [n for n in self._unfinished if not self._answers[n].finished]
+            self._unfinished = [n for n in self._unfinished if not self._streams[n].finished]
             if not self._unfinished:
                 self._end(200, body + self._encoder.finish())
                 return b""
         return body
 
-    def _all_answered(self) -> bool:
-        """Before that nothing begins: one of several prompts may be refused, with its status."""
-        answers = self._answers
-        while self._num_answered < len(answers) and answers[self._num_answered].is_answered:
-            self._exchange.note_ignored(answers[self._num_answered].not_held)
-            self._num_answered += 1
-        return self._num_answered == len(answers)
+    def _all_accepted(self) -> bool:
+        # Nothing is sent before that: if one of several prompts is refused, the response must
+        # still get its status.
+        streams = self._streams
+        while self._num_accepted < len(streams) and streams[self._num_accepted].is_answered:
+            self._exchange.note_ignored(streams[self._num_accepted].not_held)
+            self._num_accepted += 1
+        return self._num_accepted == len(streams)
 
     def _write(self, body: bytes) -> None:
         self._is_quiet = False
@@ -206,21 +210,21 @@ class Delivery:
             self._drive(self._send_all(self._exchange.start(status, JSON, headers), last))
 
     def _end_with(self, error: HttpError, body: bytes) -> None:
-        """body: what came before it in this turn."""
+        """End with an error. body: encoded in this step before it."""
         self._exchange.note_error(error)
         if self._exchange.has_started:
             self._end(200, body + self._encoder.fail(error))
         else:
             self._exchange.reply_headers.update(error.headers)
             self._end(error.status, self._exchange.error_body(error))
-        self._close_answers()
+        self._close_streams()
 
     async def _send_all(self, *messages: dict[str, Any]) -> None:
         for message in messages:
             await self._send(message)
 
     def _drive(self, sending: Coroutine[Any, Any, None]) -> None:
-        """Run a `send` to its end at once; if it waits for its client, in a task."""
+        """Run a `send` to its end at once; if it waits for the client, continue it in a task."""
         try:
             awaited = sending.send(None)
         except StopIteration:
@@ -232,20 +236,13 @@ class Delivery:
         self._blocked = None
         self.step()
 
-    def _close(self) -> None:
-        self._is_over = True
-        self._loop.remove(self)
-        if self._blocked is not None:
-            self._blocked.cancel()
-        self._close_answers()
-
-    def _close_answers(self) -> None:
-        for answer in self._answers:
-            answer.close()
+    def _close_streams(self) -> None:
+        for stream in self._streams:
+            stream.close()
 
 
 class _Resumed:
-    """A coroutine that was begun by hand, and waits for this: to be awaited to its end."""
+    """Awaitable for the rest of a coroutine that was stepped by hand and waits for `awaited`."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], awaited: Any) -> None:
         self._coroutine = coroutine
@@ -261,7 +258,6 @@ class _Resumed:
 
 
 def _engine_error(end: Finished) -> HttpError:
-    """Of a sample that the engine has ended for a reason of its own."""
     if end.finish_reason == "abort":
         return unavailable(end.message or "")
     if end.is_invalid:

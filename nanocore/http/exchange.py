@@ -1,7 +1,8 @@
-"""One request and its answer, as endpoints see them."""
+"""Exchange: one HTTP request and its response, as endpoints see them."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, MutableMapping
 from typing import Any, Final, TypeAlias, TypeVar
@@ -10,8 +11,7 @@ from urllib.parse import parse_qs
 import msgspec
 
 from nanocore.client import AsyncEngineClient, SamplingParams
-from nanocore.http.body_bounds import check_bounds
-from nanocore.http.errors import (
+from nanocore.http.http_errors import (
     RETRY_LATER_S,
     HttpError,
     bad_request,
@@ -27,29 +27,33 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[Mapping[str, Any]], Coroutine[Any, Any, None]]
 Body = TypeVar("Body", bound=msgspec.Struct)
+Result = TypeVar("Result")
 JSON: Final = b"application/json"
 _UNSAFE: Final = re.compile(r"[^\x20-\x7e]")
 _PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
 _HALF_PAIR: Final = re.compile(rb"\\u[dD][89abAB]\w\w(?!\\u[dD][c-fC-F])")
-"""What the decoder calls truncated."""
+"""A lone surrogate; the decoder's own message calls the body truncated."""
 CHUNK_WRITER: Final = "nanocore.chunk_writer"
-"""Of a scope's extensions."""
+"""Key in the ASGI scope's extensions."""
 MAX_FIELDS: Final = 256
 MAX_IGNORED: Final = 32
-"""Names of things without effect that an answer lists."""
+MAX_ITEMS: Final = 1 << 16
+"""Limit for strings, and for lists and objects, in a body."""
+MAX_COMMAS: Final = 1 << 20
+"""Limit for values in a body; so many are token ids."""
 
 
 class Disconnected(Exception):
-    """The client has gone before its request was here."""
+    """The client disconnected before its request was complete."""
 
 
 class Exchange:
-    """Made for each request by the app.
+    """One request, its response, and what is noted of both.
 
-    state: the server's. path_id: what the path has in the place of an id. reply_headers: of the
-    answer, whatever it will be. num_body_bytes: read so far. error_body: what an error looks like
-    to this client. field_names: its dialect's for those of a chat's, where they differ. record: of
-    what is told at the end, if anybody is told.
+    state: the server's. path_id: text in place of {id} in the path. reply_headers: sent with any
+    response. num_body_bytes: read so far. error_body: encoder of errors for this client.
+    field_names: the dialect's names for fields of a chat request, for error messages. record: what
+    spans report; None: there are none.
     """
 
     def __init__(
@@ -60,7 +64,9 @@ class Exchange:
         state: ServerState,
         request_id: str,
     ) -> None:
-        self.scope, self.receive, self.send = scope, receive, send
+        self.scope = scope
+        self.receive = receive
+        self.send = send
         self.state = state
         self.settings = state.settings
         self.request_id = request_id
@@ -75,10 +81,10 @@ class Exchange:
 
     @property
     def client(self) -> AsyncEngineClient:
-        """The engine's.
+        """The engine client.
 
         Raises:
-            HttpError: it does not serve yet.
+            HttpError: it is not connected yet.
         """
         if self.state.client is None:
             raise unavailable("the model is being loaded", RETRY_LATER_S)
@@ -86,74 +92,77 @@ class Exchange:
 
     @property
     def chunk_writer(self) -> Callable[[bytes], bool] | None:
-        """A shorter way than `send` for what is neither the first nor the last of an answer.
+        """Function that writes a chunk without a coroutine, if the server offers one.
 
-        It writes a chunk and says True, or says False, and has done nothing.
+        For chunks that are neither the first nor the last of a response. It returns False, having
+        written nothing, where `send` must be used.
         """
         writer: Callable[[bytes], bool] | None = self.scope.get("extensions", {}).get(CHUNK_WRITER)
         return writer
 
     @property
     def model_name(self) -> str:
-        """What the model is called in answers."""
+        """The model's name in responses."""
         names = self.settings.served_model_names
         return names[0] if names else self.client.model_card.model
 
     def check_model(self, name: str | None) -> str:
-        """The model's name as the client wants it in its answer.
+        """Return the model's name for the response: the requested one, if it is served.
 
         Raises:
-            HttpError: another model is asked for.
+            HttpError: another model is requested.
         """
         if self.record is not None:
             self.record.request_model = name or None
-        model = self._served_model(name)
-        if self.record is not None:
-            self.record.response_model = model
-        return model
-
-    def _served_model(self, name: str | None) -> str:
         served = self.settings.served_model_names or (self.client.model_card.model,)
-        if name is None or name == "":
-            return served[0]
-        if name not in served:
+        if name and name not in served:
             raise HttpError(
                 404,
                 f"the model {name!r} does not exist: this server has {', '.join(served)}",
                 "model_not_found",
                 "model",
             )
-        return name
+        model = name or served[0]
+        if self.record is not None:
+            self.record.response_model = model
+        return model
 
     def header(self, name: bytes) -> bytes | None:
-        """A header's value; name: in lower case."""
-        for known, value in self.scope["headers"]:
-            if known == name:
-                found: bytes = value
-                return found
-        return None
+        """Return a header's first value. name: in lower case."""
+        return next(iter(self.headers(name)), None)
 
     def headers(self, name: bytes) -> list[bytes]:
-        """All values of a header that may be there more than once; name: in lower case."""
+        """Return all values of a header. name: in lower case."""
         return [value for known, value in self.scope["headers"] if known == name]
 
     def query(self) -> dict[str, str]:
-        """The URL's parameters, of each name the last value."""
         given = parse_qs(self.scope.get("query_string", b"").decode("latin-1"))
         return {name: values[-1] for name, values in given.items()}
 
+    # -- notes for spans and headers ---------------------------------------------------------------
+
     def note_params(self, params: SamplingParams, is_stream: bool | None) -> None:
-        """What the request asks for, once that is known."""
         if self.record is not None:
-            self.record.params, self.record.is_stream = params, bool(is_stream)
+            self.record.params = params
+            self.record.is_stream = bool(is_stream)
 
     def note_error(self, error: HttpError) -> None:
-        """The answer is this error, or ends with it."""
         if self.record is not None:
             self.record.error = error.code or str(error.status)
 
+    def note_disconnect(self) -> None:
+        if self.record is not None:
+            self.record.error = DISCONNECTED
+
+    def note_ignored(self, names: Collection[str]) -> None:
+        """List parts of the request that have no effect in the header nanocore-ignored."""
+        self._ignored.update(map(self._renamed, names))
+        if self._ignored:
+            text = ", ".join(sorted(self._ignored)[:MAX_IGNORED])
+            self.reply_headers[b"nanocore-ignored"] = _UNSAFE.sub("?", text).encode()[:1024]
+
     def http_error(self, error: NanocoreError) -> HttpError:
-        """The answer to a request that fails so, with fields as its dialect names them."""
+        """Return the response for an error, with fields named as in the request's dialect."""
         found = http_error(error)
         found.message = self._renamed(found.message)
         found.param = found.param and self._renamed(found.param)
@@ -164,23 +173,19 @@ class Exchange:
             text = text.replace(name, own)
         return text
 
-    def note_disconnect(self) -> None:
-        """The client has left before its answer was complete."""
-        if self.record is not None:
-            self.record.error = DISCONNECTED
-
-    # -- in ---------------------------------------------------------------------------------------
+    # -- the request's body ------------------------------------------------------------------------
 
     async def read(self, kind: type[Body]) -> Body:
-        """The body as this struct; fields that it does not have are named in a header.
+        """Read the body as this struct; unknown fields are noted as ignored.
 
         Raises:
-            HttpError: it is no such thing, too large, or does not come.
+            HttpError: it is invalid or too large.
             Disconnected: the client has gone.
         """
         fields = await self.read_object()
         if len(fields) > MAX_FIELDS:
             raise bad_request(f"the body has {len(fields)} fields: at most {MAX_FIELDS} are read")
+        # Unknown fields are not errors: SDKs of next year send more of them.
         self.note_ignored(fields.keys() - set(kind.__struct_encode_fields__))
         try:
             return msgspec.convert(fields, kind)
@@ -190,23 +195,17 @@ class Exchange:
         except RecursionError:
             raise bad_request("the request is nested too deep") from None
 
-    def note_ignored(self, names: Collection[str]) -> None:
-        """Name, in the answer's header, what of the request has no effect."""
-        self._ignored.update(map(self._renamed, names))
-        if self._ignored:
-            text = ", ".join(sorted(self._ignored)[:MAX_IGNORED])
-            self.reply_headers[b"nanocore-ignored"] = _UNSAFE.sub("?", text).encode()[:1024]
-
     async def read_object(self) -> dict[str, Any]:
-        """The body's JSON object; raises likewise."""
+        """Read the body as a JSON object; raises as `read`."""
         kind = self.header(b"content-type")
         if kind is not None and kind.split(b";")[0].strip().lower() != JSON:
             raise HttpError(
                 415,
-                f"the content type {kind.decode('latin-1')!r} is not served: send application/json",
+                f"the content type {kind.decode('latin-1')!r} is not supported: send "
+                "application/json",
             )
         body = await self.read_body()
-        check_bounds(body)
+        check_body_limits(body)
         try:
             fields = msgspec.json.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -220,20 +219,21 @@ class Exchange:
         return fields
 
     async def read_body(self) -> bytes:
-        """All of it; raises likewise."""
+        """Read the whole body; raises as `read`."""
         limit = self.settings.max_body_bytes
         too_large = HttpError(
-            413,
-            f"the body has more than {limit} bytes: send less, or raise --max-body-bytes",
+            413, f"the body has more than {limit} bytes: send less, or raise --max-body-bytes"
         )
         length = self.header(b"content-length")
         if length is not None and length.isdigit() and int(length) > limit:
             raise too_large
         if (encoding := self.header(b"content-encoding")) not in (None, b"identity"):
             shown = (encoding or b"").decode("latin-1")
-            raise HttpError(415, f"the content encoding {shown!r} is not served: send it plain")
+            raise HttpError(
+                415, f"the content encoding {shown!r} is not supported: send it uncompressed"
+            )
         body = bytearray()
-        while True:  # the connection says for how long
+        while True:  # HttpConnection has the deadline
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 raise Disconnected
@@ -244,14 +244,12 @@ class Exchange:
             if not message.get("more_body", False):
                 return bytes(body)
 
-    # -- out --------------------------------------------------------------------------------------
+    # -- the response ------------------------------------------------------------------------------
 
-    async def reply_json(self, value: object, status: int = 200) -> None:
-        """Answer with a value as JSON."""
-        await self.reply(status, msgspec.json.encode(value))
+    async def reply_json(self, value: object) -> None:
+        await self.reply(200, msgspec.json.encode(value))
 
     async def reply(self, status: int, body: bytes, content_type: bytes = JSON) -> None:
-        """Answer, once and whole."""
         headers = [(b"content-length", b"%d" % len(body))]
         await self.send(self.start(status, content_type, headers))
         await self.send({"type": "http.response.body", "body": body})
@@ -259,7 +257,6 @@ class Exchange:
     def start(
         self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]
     ) -> dict[str, Any]:
-        """The message that begins an answer."""
         self.has_started = True
         if self.record is not None:
             self.record.status = status
@@ -268,3 +265,62 @@ class Exchange:
             "status": status,
             "headers": [(b"content-type", content_type), *headers, *self.reply_headers.items()],
         }
+
+    # -- work that ends with the client ------------------------------------------------------------
+
+    async def attended(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Return what this work returns, or cancel it when the client disconnects.
+
+        Generation has a `Delivery` instead. The body must have been read before.
+
+        Raises:
+            Disconnected: the client has gone. Errors of the work are raised as they are.
+        """
+        working = asyncio.ensure_future(work)
+        leaving = asyncio.ensure_future(self.disconnected())
+        try:
+            await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise Disconnected
+        finally:
+            for task in (working, leaving):
+                task.cancel()
+            await asyncio.gather(working, leaving, return_exceptions=True)
+
+    async def disconnected(self) -> None:
+        """Wait until the client disconnects; further parts of a body are dropped."""
+        while (await self.receive())["type"] != "http.disconnect":
+            pass
+
+
+def check_body_limits(body: bytes) -> None:
+    """Check the number of values in a JSON body before it is decoded.
+
+    The decoder holds the interpreter's lock, and dialects walk its result in the event loop. A body
+    within its limit of bytes could hold millions of lists, and stall all requests for seconds. The
+    count runs in C, and leaves out what is inside strings; the body need not be valid.
+
+    Raises:
+        HttpError: a limit is exceeded.
+    """
+    if len(body) <= MAX_ITEMS or all(num <= most for num, most, _ in _counts(body)):
+        return  # nearly always, even counting the characters inside strings
+    # Without escapes each remaining quote begins or ends a string, so every second piece is text.
+    body = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if body.count(b'"') <= 2 * MAX_ITEMS:
+        body = b'""'.join(body.split(b'"')[::2])
+    for number, most, name in _counts(body):
+        if number > most:
+            raise HttpError(
+                413, f"the body has {number} {name}: at most {most} are read; send several requests"
+            )
+
+
+def _counts(body: bytes) -> list[tuple[int, int, str]]:
+    """Return number, limit and name of each kind of value, strings' contents included."""
+    return [
+        (body.count(b'"') // 2, MAX_ITEMS, "strings, keys of objects among them"),
+        (body.count(b"[") + body.count(b"{"), MAX_ITEMS, "lists and objects"),
+        (body.count(b","), MAX_COMMAS, "commas outside of strings"),
+    ]

@@ -1,4 +1,4 @@
-"""Metrics in Prometheus' text format."""
+"""The engine's metrics in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from nanocore.protocol.metrics import Metric, MetricSample
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 NAMESPACE: Final = "nanocore"
-_ENGINE: Final = ("engine", "0")
 NOT_NAMING: Final = {"cache_config_info": ("model_name",), "admission_rejections": ("engine",)}
-"""Labels that vLLM does not give to these, by metric."""
+"""Labels that these metrics do not have, as in vLLM."""
 
 
-class MetricsCollector(Collector):
-    """For registries of prometheus_client.
+class PrometheusCollector(Collector):
+    """Collector for registries of prometheus_client.
 
-    read: the metrics of an engine, as of now. model_name: of the series. namespace: with which
-    names begin.
+    Args:
+        read: returns the current metrics of an engine.
+        model_name: label of all series.
+        namespace: prefix of metric names.
     """
 
     def __init__(
         self, read: Callable[[], Iterable[Metric]], model_name: str, namespace: str = NAMESPACE
     ) -> None:
         self._read = read
-        self._labels = dict([("model_name", model_name), _ENGINE])
+        self._labels = {"model_name": model_name, "engine": "0"}
         self._namespace = namespace
 
     def collect(self) -> Iterator[Family]:
-        """The metrics, as of now."""
         for metric in self._read():
             name = f"{self._namespace}:{metric.name}"
             ours = [key for key in self._labels if key not in NOT_NAMING.get(metric.name, ())]
@@ -52,14 +52,11 @@ class MetricsCollector(Collector):
                 for sample in metric.samples:
                     values = self._values(ours, sample)
                     histogram.add_metric(values, _buckets(metric, sample), sample.value)
-            elif metric.type == "counter":
-                family = counter = CounterMetricFamily(name, metric.help, labels=labels)
-                for sample in metric.samples:
-                    counter.add_metric(self._values(ours, sample), sample.value)
             else:
-                family = gauge = GaugeMetricFamily(name, metric.help, labels=labels)
+                kind = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
+                family = single = kind(name, metric.help, labels=labels)
                 for sample in metric.samples:
-                    gauge.add_metric(self._values(ours, sample), sample.value)
+                    single.add_metric(self._values(ours, sample), sample.value)
             yield family
 
     def _values(self, ours: list[str], sample: MetricSample) -> list[str]:
@@ -67,13 +64,13 @@ class MetricsCollector(Collector):
 
 
 def exposition(metrics: Iterable[Metric], model_name: str, namespace: str = NAMESPACE) -> bytes:
-    """These metrics of an engine; names begin with the namespace, `vllm` for vLLM's dashboards."""
+    """Return metrics as text. namespace: prefix of names; `vllm` fits vLLM's dashboards."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(MetricsCollector(lambda: metrics, model_name, namespace))
+    registry.register(PrometheusCollector(lambda: metrics, model_name, namespace))
     return generate_latest(registry)
 
 
 def _buckets(metric: Metric, sample: MetricSample) -> list[tuple[str, float]]:
-    """(upper bound, observations up to it), as Prometheus counts them."""
+    # Prometheus counts observations up to each bound, the engine those in each bucket.
     bounds = [*map(floatToGoString, metric.bounds), "+Inf"]
     return list(zip(bounds, accumulate(sample.counts, initial=None), strict=True))

@@ -1,73 +1,113 @@
-"""The OpenAPI 3.1 document, made of the table of routes, their bodies' types, and `NOTES`.
+"""The OpenAPI 3.1 document, made from the table of routes and the types of bodies and responses.
 
-What an endpoint can answer follows from its line of the table, so that none is forgotten: whoever
-reads a body can refuse it, whoever asks the engine can fail as it can. Ranges of sampling
-parameters are those of `SamplingParams`.
+The errors of an endpoint follow from its route: one that reads a body can reject it, one that asks
+the engine can fail as the engine does. Ranges of sampling parameters are those of `SamplingParams`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from nanocore.client import SamplingParams
-from nanocore.http.answers import AnthropicError, OpenAIError
-from nanocore.http.endpoint_notes import JSON, NOTES, EndpointNote
-from nanocore.http.request_details import DETAILS, PARTS
-from nanocore.http.route import Route
+from nanocore.http.exchange import Exchange
+from nanocore.http.http_errors import AnthropicError, OpenAIError
+from nanocore.http.request_record import Operation
 
+Endpoint: TypeAlias = Callable[[Exchange], Awaitable[None]]
+SchemaOf: TypeAlias = Callable[[type], dict[str, Any]]
+JSON: Final = "application/json"
 _REF: Final = "#/components/schemas/{name}"
 _ABOUT: Final = (
-    "An engine for language models. A HEAD request is answered as GET, without the body. A path"
-    " that does not exist gets 404, and a method that a path does not have 405, both with an"
-    " error as OpenAI's APIs have it. What is no HTTP is answered with 400 and a text. Keys are"
-    " asked for if the server has any: as a bearer token, or in x-api-key."
+    "nanocore, an LLM inference engine. HEAD is served as GET without a body. An unknown path gets"
+    " 404, an unknown method 405, both with an OpenAI error body; input that is not HTTP gets 400"
+    " with an OpenAI error body. If the server has API keys, send one as a bearer token or in"
+    " x-api-key."
 )
 _DESCRIPTIONS: Final = {
-    400: "The request cannot be served as it is written.",
+    400: "The request is invalid.",
     401: "No valid API key.",
-    403: "A server without keys, asked by another name than its own, or by another site's page.",
-    404: "There is no such thing.",
-    408: "The body has not come in time.",
+    403: "A server without keys was addressed by a foreign host name or by another site's page.",
+    404: "Not found.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
-    415: "The body is no application/json, or is compressed.",
-    429: "Too many requests wait: come back later.",
-    500: "The engine has failed to serve the request.",
-    503: "The server is loading or shutting down, or its engine is gone: come back later.",
+    415: "The body is not application/json, or is compressed.",
+    429: "Too many requests are waiting: retry later.",
+    500: "The engine failed to serve the request.",
+    503: "The server is loading or shutting down, or its engine is gone: retry later.",
 }
 _BODY_ERRORS: Final = (400, 408, 413, 415)
 _WORK_ERRORS: Final = (429, 500, 503)
 _ENGINE_ERRORS: Final = (500, 503)
 _HEADERS: Final = {
-    "x-request-id": "The request's own, or one of ours.",
-    "nanocore-ignored": "Fields of the body that are not known and have no effect, and keywords of "
-    "lenient schemas that the answer is not held to.",
-    "nanocore-tool-prompt": "How the model sees tools that its chat template does not show: by a "
-    "generic text of ours, or none.",
+    "x-request-id": "The request's own id, or a generated one.",
+    "nanocore-ignored": "Unknown body fields, which have no effect, and schema keywords that a "
+    "lenient schema does not enforce.",
+    "nanocore-tool-prompt": "How the model sees tools that its chat template does not render: by "
+    "a generic text, or not at all.",
     "retry-after": "Seconds.",
 }
+_CHAT_MESSAGE: Final = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string"},
+        "content": {"anyOf": [{"type": ["string", "null"]}, {"type": "array"}]},
+        "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
+        "tool_call_id": {"type": ["string", "null"]},
+    },
+}
+"""Items of `messages` where the body's type says dict: the client's chat checks those itself."""
+
+
+class Route(msgspec.Struct, frozen=True):
+    """One endpoint.
+
+    path: may hold one {id}, which matches any text, slashes included. body, response: types of the
+    request's and the response's JSON; a response of None is any JSON object. is_stream: sends
+    server-sent events on request. is_open: needs no key. is_work: refused while the server shuts
+    down. is_local: does not ask the engine. is_refused: never succeeds. is_anthropic: errors have
+    Anthropic's shape. operation: name of the request's span; None: no span. errors: statuses that
+    do not follow from the other fields. query: JSON Schemas of URL parameters.
+    """
+
+    method: str
+    path: str
+    endpoint: Endpoint
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    response: type[msgspec.Struct] | None = None
+    content_type: str = JSON
+    is_stream: bool = False
+    is_open: bool = False
+    is_work: bool = False
+    is_local: bool = False
+    is_refused: bool = False
+    is_anthropic: bool = False
+    operation: Operation | None = None
+    errors: tuple[int, ...] = ()
+    query: Mapping[str, dict[str, Any]] = {}
 
 
 def openapi_document(routes: Sequence[Route], version: str) -> dict[str, Any]:
-    """The document, as JSON values. version: of the server."""
-    notes = [NOTES[route.method, route.path] for route in routes]
-    schemas, ref = _schemas(routes, notes)
+    """Return the document as JSON values. version: the server's."""
+    schemas, schema_of = _schemas(routes)
     paths: dict[str, dict[str, Any]] = {}
-    for route, note in zip(routes, notes, strict=True):
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, note, ref)
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)
+    headers = {
+        name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.items()
+    }
     return {
         "openapi": "3.1.0",
         "info": {"title": "nanocore", "version": version, "description": _ABOUT},
         "paths": paths,
         "components": {
             "schemas": schemas,
-            "headers": {
-                name: {"description": text, "schema": {"type": "string"}}
-                for name, text in _HEADERS.items()
-            },
+            "headers": headers,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -76,48 +116,32 @@ def openapi_document(routes: Sequence[Route], version: str) -> dict[str, Any]:
     }
 
 
-# -- operations ---------------------------------------------------------------------------------
-
-
-def _operation(
-    route: Route, note: EndpointNote, ref: Callable[[type], dict[str, Any]]
-) -> dict[str, Any]:
-    answers = {str(status): _error(route, status, ref) for status in _errors(route, note)}
-    if not note.is_refused:
-        answers["200"] = _success(note, ref)
+def _operation(route: Route, schema_of: SchemaOf) -> dict[str, Any]:
+    responses = {str(status): _error(route, status, schema_of) for status in _errors(route)}
+    if not route.is_refused:
+        responses["200"] = _success(route, schema_of)
+    words = re.findall(r"\w+", route.path) or ["root"]
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "query", "schema": schema} for name, schema in route.query.items()
+    ]
+    if "{id}" in route.path:
+        schema = {"type": "string", "minLength": 1}
+        parameters.append({"name": "id", "in": "path", "required": True, "schema": schema})
     operation: dict[str, Any] = {
-        "operationId": _operation_id(route),
-        "summary": note.summary,
-        "parameters": _parameters(route, note),
-        "responses": dict(sorted(answers.items())),
+        "operationId": "_".join([route.method.lower(), *words]),
+        "summary": route.summary,
+        "parameters": parameters,
+        "responses": dict(sorted(responses.items())),
         "security": [] if route.is_open else [{"bearer": []}, {"x-api-key": []}],
     }
     if route.body is not None:
-        operation["requestBody"] = {
-            "required": True,
-            "content": {JSON: {"schema": ref(route.body)}},
-        }
+        content = {JSON: {"schema": schema_of(route.body)}}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 
-def _parameters(route: Route, note: EndpointNote) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    if "{id}" in route.path:
-        schema = {"type": "string", "minLength": 1}
-        found.append({"name": "id", "in": "path", "required": True, "schema": schema})
-    for name, schema in note.query.items():
-        found.append({"name": name, "in": "query", "schema": schema})
-    return found
-
-
-def _operation_id(route: Route) -> str:
-    words = re.findall(r"\w+", route.path) or ["root"]
-    return "_".join([route.method.lower(), *words])
-
-
-def _errors(route: Route, note: EndpointNote) -> set[int]:
-    """Statuses that it can answer beside 200."""
-    found = set(note.errors)
+def _errors(route: Route) -> set[int]:
+    found = set(route.errors)
     if not route.is_open:
         found.update((401, 403))
     if "{id}" in route.path:
@@ -128,67 +152,62 @@ def _errors(route: Route, note: EndpointNote) -> set[int]:
             found.add(404)
     if route.is_work:
         found.update(_WORK_ERRORS)
-    elif not note.is_local:
+    elif not route.is_local:
         found.update(_ENGINE_ERRORS)
     return found
 
 
-def _success(note: EndpointNote, ref: Callable[[type], dict[str, Any]]) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "object" if note.content_type == JSON else "string"}
-    if note.answer is not None:
-        schema = ref(note.answer)
-    content = {note.content_type: {"schema": schema}}
-    description = "All is well."
-    if note.is_stream:
+def _success(route: Route, schema_of: SchemaOf) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "object" if route.content_type == JSON else "string"}
+    if route.response is not None:
+        schema = schema_of(route.response)
+    content = {route.content_type: {"schema": schema}}
+    description = "Success."
+    if route.is_stream:
         content["text/event-stream"] = {}
-        description = "Whole, or as events for a request with stream: true."
+        description = "The whole response, or server-sent events with stream: true."
     return {
         "description": description,
-        "headers": _headers("x-request-id", "nanocore-ignored", "nanocore-tool-prompt"),
+        "headers": _header_refs("x-request-id", "nanocore-ignored", "nanocore-tool-prompt"),
         "content": content,
     }
 
 
-def _error(route: Route, status: int, ref: Callable[[type], dict[str, Any]]) -> dict[str, Any]:
+def _error(route: Route, status: int, schema_of: SchemaOf) -> dict[str, Any]:
     names = ("x-request-id", "retry-after") if status in (429, 503) else ("x-request-id",)
     kind = AnthropicError if route.is_anthropic else OpenAIError
     return {
         "description": _DESCRIPTIONS[status],
-        "headers": _headers(*names),
-        "content": {JSON: {"schema": ref(kind)}},
+        "headers": _header_refs(*names),
+        "content": {JSON: {"schema": schema_of(kind)}},
     }
 
 
-def _headers(*names: str) -> dict[str, Any]:
+def _header_refs(*names: str) -> dict[str, Any]:
     return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
 
 
-# -- schemas ------------------------------------------------------------------------------------
-
-
-def _schemas(
-    routes: Sequence[Route], notes: Iterable[EndpointNote]
-) -> tuple[dict[str, Any], Callable[[type], dict[str, Any]]]:
-    """All that are referred to, by name; and what refers to a type's."""
+def _schemas(routes: Sequence[Route]) -> tuple[dict[str, Any], SchemaOf]:
+    """Return all named schemas, and a function from a type to its reference."""
     bodies = [route.body for route in routes if route.body is not None]
-    answers = [note.answer for note in notes if note.answer is not None]
-    errors = [AnthropicError] if any(route.is_anthropic for route in routes) else []
-    types = list(dict.fromkeys([*bodies, *answers, *PARTS, OpenAIError, *errors]))
+    responses = [route.response for route in routes if route.response is not None]
+    errors = {AnthropicError if route.is_anthropic else OpenAIError for route in routes}
+    types = list(dict.fromkeys([*bodies, *responses, *sorted(errors, key=str)]))
     refs, schemas = msgspec.json.schema_components(types, ref_template=_REF)
-    places = dict(zip(types, refs, strict=True))
+    ref_of = dict(zip(types, refs, strict=True))
     limits = msgspec.json.schema(SamplingParams)["$defs"]["SamplingParams"]["properties"]
     for body in bodies:
-        properties = schemas[places[body]["$ref"].rpartition("/")[2]]["properties"]
+        properties = schemas[ref_of[body]["$ref"].rpartition("/")[2]]["properties"]
         for name, schema in properties.items():
-            _limit(schema, limits.get(name, {}))
-            for part in schema.get("anyOf", [schema]):
-                if part.get("type") == "array":
-                    part |= DETAILS.get((body.__name__, name), {})
-    return schemas, places.__getitem__
+            _add_limits(schema, limits.get(name, {}))
+            for part in schema.get("anyOf", [schema]) if name == "messages" else ():
+                if part.get("items") == {"type": "object"}:
+                    part |= {"items": _CHAT_MESSAGE, "minItems": 1}
+    return schemas, ref_of.__getitem__
 
 
-def _limit(schema: dict[str, Any], limits: dict[str, Any]) -> None:
-    """Give a field, where it is no null, the limits of the sampling parameter of its name."""
+def _add_limits(schema: dict[str, Any], limits: dict[str, Any]) -> None:
+    """Give a field the range of the sampling parameter of its name; null stays allowed."""
     for own in schema.get("anyOf", [schema]):
         for known in limits.get("anyOf", [limits]):
             if own.get("type") == known.get("type"):

@@ -1,6 +1,6 @@
-"""What is known of a request at its end, for those who watch: names and numbers, never texts.
+"""RequestRecord: what spans report of a finished request: names and numbers, never texts.
 
-Made only if somebody watches.
+Records are kept only while a span writer is set.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Final, Literal, Protocol, TypeAlias
 from nanocore.client import SamplingParams
 from nanocore.client.chat.event_stream import AnswerStream
 from nanocore.client.chat.events import ChatEvent, Finished, Started
-from nanocore.http.dialects.usage import UsageSum
+from nanocore.http.dialects.encoding import UsageSum
 
 Operation: TypeAlias = Literal["chat", "text_completion", "embeddings"]
-"""As OpenTelemetry's conventions for generative AI call what an endpoint does."""
+"""Name of an endpoint's work in OpenTelemetry's conventions for generative AI."""
 DISCONNECTED: Final = "disconnected"
 
 
 class RequestRecord:
-    """Of one request, filled while it is answered.
+    """One request, filled in while it is served.
 
-    start_ns: by the clock on the wall; start_s, first_token_s: by the monotonic one. request_model,
-    response_model: the model as it was asked for, and its name in the answer. status: of the
-    answer; 0: none has begun. error: what failed, for programs.
+    start_ns: wall-clock time. start_s, first_token_s: monotonic time. request_model,
+    response_model: the model's name in the request and in the response. status: of the response;
+    0: none was begun. error: machine-readable.
     """
 
     def __init__(self, operation: Operation, request_id: str) -> None:
@@ -42,10 +42,9 @@ class RequestRecord:
         self.status = 0
         self.error: str | None = None
 
-    def saw(self, events: Sequence[ChatEvent], answer: AnswerStream) -> None:
-        """What has come of one of the request's prompts."""
+    def note_events(self, events: Sequence[ChatEvent], stream: AnswerStream) -> None:
         if self.first_token_s is None:
-            self.first_token_s = answer.first_token_s
+            self.first_token_s = stream.first_token_s
         for event in events:
             if type(event) is Started:
                 self.usage.add_prompt(len(event.prompt_token_ids), event.num_cached_tokens)
@@ -55,14 +54,10 @@ class RequestRecord:
 
 
 class RecordWriter(Protocol):
-    """Takes records where they are looked at."""
+    """Destination of records; see `SpanWriter`."""
 
     def write(
         self, record: RequestRecord, server: tuple[str, int] | None, parent: Mapping[str, str]
-    ) -> None:
-        """A request has ended. server: its address. parent: headers that name the caller's span."""
-        ...
+    ) -> None: ...
 
-    async def close(self) -> None:
-        """Deliver what is left, in bounded time."""
-        ...
+    async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Which endpoint serves which method and path; the OpenAPI document is made from the same table."""
+"""The table of endpoints by method and path; the OpenAPI document is made from it."""
 
 from __future__ import annotations
 
@@ -9,95 +9,90 @@ import msgspec
 
 from nanocore import __version__
 from nanocore.http.dialects import (
+    anthropic_messages,
     chat_completions,
+    completion_encoders,
     completions,
-    message_fields,
-    messages,
-    responses,
-    stored_responses,
+    message_encoders,
 )
-from nanocore.http.endpoints import embeddings, live, models, page, probes, tokenize
-from nanocore.http.errors import HttpError
+from nanocore.http.dialects.responses import response_request, stored_responses
+from nanocore.http.endpoints import embeddings, live, page, status, tokenize
 from nanocore.http.exchange import Exchange
-from nanocore.http.openapi import openapi_document
-from nanocore.http.route import Route
+from nanocore.http.http_errors import HttpError
+from nanocore.http.openapi import Route, openapi_document
+from nanocore.protocol.fields import MAX_EXACT_INT
 
 
 async def openapi(exchange: Exchange) -> None:
-    """This document: OpenAPI 3.1, as JSON."""
     await exchange.reply(200, _document())
 
 
 ROUTES: Final[tuple[Route, ...]] = (
-    Route("GET", "/", page.root, is_open=True),
-    Route("GET", "/page/{id}", page.file, is_open=True),
-    Route("GET", "/livez", probes.livez, is_open=True),
-    Route("GET", "/readyz", probes.readyz, is_open=True),
-    Route("GET", "/health", probes.health, is_open=True),
-    Route("GET", "/ping", probes.health, is_open=True),
-    Route("GET", "/version", probes.version, is_open=True),
-    Route("GET", "/metrics", probes.metrics, is_open=True),
-    Route("GET", "/openapi.json", openapi, is_open=True),
-    Route("GET", "/live", live.live),
-    Route("GET", "/v1/models", models.list_models),
-    Route("GET", "/v1/models/{id}", models.get_model),
-    Route(
-        "POST",
-        "/v1/chat/completions",
-        chat_completions.serve,
-        chat_completions.ChatCompletionRequest,
-        is_work=True,
-        operation="chat",
-    ),
-    Route(
-        "POST",
-        "/v1/messages",
-        messages.serve,
-        message_fields.MessagesRequest,
-        is_work=True,
-        is_anthropic=True,
-        operation="chat",
-    ),
-    Route(
-        "POST",
-        "/v1/messages/count_tokens",
-        messages.count_tokens,
-        message_fields.CountTokensRequest,
-        is_work=True,
-        is_anthropic=True,
-    ),
-    Route(
-        "POST",
-        "/v1/completions",
-        completions.serve,
-        completions.CompletionRequest,
-        is_work=True,
-        operation="text_completion",
-    ),
-    Route(
-        "POST",
-        "/v1/embeddings",
-        embeddings.serve,
-        embeddings.EmbeddingRequest,
-        is_work=True,
-        operation="embeddings",
-    ),
-    Route("POST", "/tokenize", tokenize.tokenize, tokenize.TokenizeRequest, is_work=True),
-    Route("POST", "/detokenize", tokenize.detokenize, tokenize.DetokenizeRequest, is_work=True),
-    Route("GET", "/tokenizer_info", tokenize.tokenizer_info),
-    Route(
-        "POST",
-        "/v1/responses",
-        responses.serve,
-        responses.ResponsesRequest,
-        is_work=True,
-        operation="chat",
-    ),
-    Route("GET", "/v1/responses/{id}", stored_responses.get),
-    Route("DELETE", "/v1/responses/{id}", stored_responses.delete),
-    Route("GET", "/v1/responses/{id}/input_items", stored_responses.list_input_items),
-    Route("POST", "/v1/responses/{id}/cancel", stored_responses.cancel),
-)
+    Route("GET", "/", page.root,
+        "Name and version; for browsers, which accept text/html, the web page.", is_open=True,
+        is_local=True),
+    Route("GET", "/page/{id}", page.file, "A file of the web page.", content_type="*/*",
+        is_open=True, is_local=True),
+    Route("GET", "/livez", status.livez,
+        "Liveness: the process runs, also while it loads or drains.", is_open=True, is_local=True),
+    Route("GET", "/readyz", status.readyz,
+        "Readiness: new requests would be accepted. The engine is not asked.", is_open=True,
+        is_local=True, errors=(503,)),
+    Route("GET", "/health", status.health, "The engine responds.", is_open=True),
+    Route("GET", "/ping", status.health, "Same as /health.", is_open=True),
+    Route("GET", "/version", status.version, "The server's version.", is_open=True, is_local=True),
+    Route("GET", "/metrics", status.metrics, "Metrics for Prometheus.", content_type="text/plain",
+        is_open=True),
+    Route("GET", "/openapi.json", openapi, "This document.", is_open=True, is_local=True),
+    Route("GET", "/live", live.live, "The engine's last steps, and the phases of its requests.",
+        response=live.LiveView, errors=(400,),
+        query={"after": {"type": "integer", "minimum": 0, "maximum": MAX_EXACT_INT, "default": 0,
+                         "description": "Only steps with larger numbers."}}),
+    Route("GET", "/v1/models", status.list_models, "All names of the model.",
+        response=status.ModelList, is_local=True, errors=(503,)),
+    Route("GET", "/v1/models/{id}", status.get_model, "One name of the model.",
+        response=status.Model, is_local=True, errors=(503,)),
+    Route("POST", "/v1/chat/completions", chat_completions.serve,
+        "OpenAI's chat completions, with vLLM's additional fields.",
+        body=chat_completions.ChatCompletionRequest, response=chat_completions.ChatCompletion,
+        is_stream=True, is_work=True, operation="chat"),
+    Route("POST", "/v1/messages", anthropic_messages.serve,
+        "Anthropic's messages, with vLLM's additional sampling fields.",
+        body=anthropic_messages.MessagesRequest, response=message_encoders.AnthropicMessage,
+        is_stream=True, is_work=True, is_anthropic=True, operation="chat"),
+    Route("POST", "/v1/messages/count_tokens", anthropic_messages.count_tokens,
+        "Number of tokens of a request's prompt, as input_tokens.",
+        body=anthropic_messages.CountTokensRequest, is_work=True, is_anthropic=True),
+    Route("POST", "/v1/completions", completions.serve,
+        "OpenAI's completions, with vLLM's additional fields.", body=completions.CompletionRequest,
+        response=completion_encoders.TextCompletion, is_stream=True, is_work=True,
+        operation="text_completion"),
+    Route("POST", "/v1/embeddings", embeddings.serve, "OpenAI's embeddings.",
+        body=embeddings.EmbeddingRequest, response=embeddings.EmbeddingList, is_work=True,
+        operation="embeddings"),
+    Route("POST", "/tokenize", tokenize.tokenize, "Token ids of a text or a conversation.",
+        body=tokenize.TokenizeRequest, response=tokenize.TokenList, is_work=True),
+    Route("POST", "/detokenize", tokenize.detokenize, "Text of token ids, as prompt.",
+        body=tokenize.DetokenizeRequest, is_work=True),
+    Route("GET", "/tokenizer_info", tokenize.tokenizer_info, "The model's tokenizer_config.json.",
+        errors=(404,)),
+    Route("POST", "/v1/responses", response_request.serve,
+        "OpenAI's responses, with vLLM's additional sampling fields.",
+        body=response_request.ResponsesRequest, is_stream=True, is_work=True, operation="chat"),
+    Route("GET", "/v1/responses/{id}", stored_responses.get, "A stored response.", is_local=True,
+        errors=(400,)),
+    Route("DELETE", "/v1/responses/{id}", stored_responses.delete, "Delete a stored response.",
+        is_local=True),
+    Route("GET", "/v1/responses/{id}/input_items", stored_responses.list_input_items,
+        "Input items of a stored response.", response=stored_responses.ItemList, is_local=True,
+        errors=(400,),
+        query={"order": {"enum": ["asc", "desc"], "default": "desc"},
+               "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
+               "after": {"type": "string"}}),
+    Route("POST", "/v1/responses/{id}/cancel", stored_responses.cancel,
+        "Always refused: background responses are not supported.", is_local=True, is_refused=True,
+        errors=(400,)),
+)  # fmt: skip
 _BY_PATH: Final = {
     path: {route.method: route for route in ROUTES if route.path == path}
     for path in dict.fromkeys(route.path for route in ROUTES)
@@ -115,10 +110,10 @@ def _document() -> bytes:
 
 
 def find_route(method: str, path: str) -> tuple[Route, str]:
-    """(the route, what its path has in the place of {id}). HEAD is served as GET.
+    """Return the route and the text in place of {id}. HEAD finds GET.
 
     Raises:
-        HttpError: there is no such path, or it has other methods.
+        HttpError: 404 for an unknown path, 405 for an unknown method of a known one.
     """
     pattern, path_id = _pattern(path)
     methods = _BY_PATH.get(pattern)
@@ -135,7 +130,7 @@ def find_route(method: str, path: str) -> tuple[Route, str]:
 
 
 def _pattern(path: str) -> tuple[str, str]:
-    """(the path as the table has it, what stands for {id}); one that it has not is kept."""
+    """Return the path as in the table and the text in place of {id}; an unknown path as it is."""
     if path not in _BY_PATH:
         for start, end in _WITH_ID:
             path_id = path[len(start) : len(path) - len(end)]

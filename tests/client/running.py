@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, Final, TypeVar
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, ParamSpec, TypeVar
+
+import uvloop
 
 Result = TypeVar("Result")
+Params = ParamSpec("Params")
 PATIENCE_S: Final = 30.0
 
 
-def run(coroutine: Coroutine[Any, Any, Result], patience_s: float = PATIENCE_S) -> Result:
+def run(
+    coroutine: Coroutine[Any, Any, Result],
+    patience_s: float = PATIENCE_S,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> Result:
     """Run a coroutine in an event loop of its own.
 
     Raises:
@@ -26,4 +34,25 @@ def run(coroutine: Coroutine[Any, Any, Result], patience_s: float = PATIENCE_S) 
             asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
             raise
 
-    return asyncio.run(bounded())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(bounded())
+
+
+def in_event_loop(test: Callable[Params, Coroutine[Any, Any, None]]) -> Callable[Params, None]:
+    """Make a test of a coroutine function, which `run` runs."""
+
+    @functools.wraps(test)
+    def wrapper(*args: Params.args, **kwargs: Params.kwargs) -> None:
+        run(test(*args, **kwargs))
+
+    return wrapper
+
+
+def in_uvloop(test: Callable[Params, Coroutine[Any, Any, None]]) -> Callable[Params, None]:
+    """Make a test of a coroutine function in a uvloop, which servers have."""
+
+    @functools.wraps(test)
+    def wrapper(*args: Params.args, **kwargs: Params.kwargs) -> None:
+        run(test(*args, **kwargs), 2 * PATIENCE_S, uvloop.new_event_loop)
+
+    return wrapper

@@ -15,7 +15,7 @@ from nanocore.client import AsyncEngineClient, SamplingParams
 from nanocore.client.chat.messages import LONG_CHARS
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
 from nanocore.http.app import App
-from nanocore.http.settings import AppSettings
+from nanocore.http.server_settings import AppSettings
 from nanocore.protocol.messages import Submit, Welcome
 from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, welcome_message
 from tests.client.running import PATIENCE_S, run

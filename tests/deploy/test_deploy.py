@@ -23,8 +23,8 @@ from nanocore.client.engine_keeper import _FAILED_STARTS
 from nanocore.client.launcher import STOP_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser as engine_parser
 from nanocore.http.routes import find_route
-from nanocore.http.server import DISCONNECT_TIMEOUT_S
-from nanocore.http.service import FLUSH_TIMEOUT_S
+from nanocore.http.server.http_server import DISCONNECT_TIMEOUT_S
+from nanocore.http.server.service import FLUSH_TIMEOUT_S
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.system.private_directory import make_private
 from tests.deploy.dockerfile_in_chroot import ROOT, instructions, is_sent, pairs

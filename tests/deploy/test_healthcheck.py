@@ -20,7 +20,7 @@ from typing import Any, Final
 import pytest
 
 from nanocore.cli.serve_flags import DEFAULT_PORT, build_parser
-from nanocore.http.server import HttpServer, ServerSettings
+from nanocore.http.server.http_server import HttpServer, ServerSettings
 from tests.deploy.manifests import DEPLOY
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -22,7 +22,7 @@ import uvicorn
 from nanocore.client import AsyncEngineClient
 from nanocore.demo_model import demo_model_folder
 from nanocore.http.app import App
-from nanocore.http.settings import AppSettings
+from nanocore.http.server_settings import AppSettings
 from tests.evaluation.harness import OFFLINE, run
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(900)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanocore.http.exchange import Exchange, Scope
-from nanocore.http.settings import AppSettings
+from nanocore.http.server_settings import AppSettings
 from nanocore.http.state import ServerState
 
 

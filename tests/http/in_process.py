@@ -11,7 +11,8 @@ import openai
 
 from nanocore.client import AsyncEngineClient
 from nanocore.http.app import App
-from nanocore.http.settings import AppSettings
+from nanocore.http.server_settings import AppSettings
+from tests.client.running import run
 
 BASE_URL = "http://test"
 
@@ -28,6 +29,16 @@ async def app_of(endpoint: str, **settings: Any) -> AsyncIterator[tuple[App, htt
         transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url=BASE_URL) as http:
             yield app, http
+
+
+def ask(endpoint: str, path: str, body: Any = None, **settings: Any) -> httpx.Response:
+    """The reply to one request; GET without a body."""
+
+    async def send() -> httpx.Response:
+        async with app_of(endpoint, **settings) as (_, http):
+            return await (http.get(path) if body is None else http.post(path, json=body))
+
+    return run(send())
 
 
 def openai_client(http: httpx.AsyncClient) -> openai.AsyncOpenAI:

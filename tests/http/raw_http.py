@@ -10,18 +10,15 @@ import asyncio
 import logging
 import re
 import socket
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, Final
-
-import uvloop
 
 from nanocore.client import AsyncEngineClient
 from nanocore.demo_model import demo_model_folder
 from nanocore.http.app import App
-from nanocore.http.server import HttpServer
-from nanocore.http.server_settings import ConnectionLimits, ServerSettings
-from nanocore.http.settings import AppSettings
+from nanocore.http.server.http_server import HttpServer
+from nanocore.http.server_settings import AppSettings, ConnectionLimits, ServerSettings
 from tests.end_to_end.forked import Engine, engine
 
 TIMEOUT_S: Final = 60.0
@@ -165,17 +162,6 @@ async def raw_server(
     finally:
         logging.getLogger().removeHandler(errors)
     assert errors.found == []
-
-
-def run(coroutine: Coroutine[Any, Any, None], timeout_s: float = TIMEOUT_S) -> None:
-    """In a uvloop, as servers have it, and not for ever."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await coroutine
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(bounded())
 
 
 def post(path: str, body: bytes, *headers: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Who may ask what: paths, methods, keys, bodies, and what is said to those who may not."""
+"""The application: routing, keys, origins, bodies, and errors as responses."""
 
 from __future__ import annotations
 
@@ -12,10 +12,20 @@ import pytest
 
 from nanocore.client import SamplingParams
 from nanocore.http.app import App
+from nanocore.http.http_errors import DRAINING, ENGINE_GONE, anthropic_body, http_error, openai_body
 from nanocore.http.routes import ROUTES
-from nanocore.http.settings import AppSettings
+from nanocore.http.server_settings import AppSettings
+from nanocore.protocol.errors import (
+    ContextLengthError,
+    EngineDeadError,
+    EngineDrainingError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    NanocoreError,
+    ProtocolError,
+)
 from tests.client.fake_engine import connected
-from tests.client.running import run
+from tests.client.running import in_event_loop, run
 from tests.end_to_end import forked
 from tests.http.asgi import Connection, scope
 from tests.http.conftest import DEMO_MODEL
@@ -51,45 +61,41 @@ def test_probes_answer_while_the_model_is_being_loaded(app: App) -> None:
         assert (loading.status, loading.headers[b"retry-after"]) == (503, b"5")
 
 
-def test_probes_tell_a_server_that_drains_from_one_that_serves(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (_, client):
-            app = App(AppSettings(served_model_names=("one", "two")))
-            app.state.client = client
-            statuses = {}
-            for app.state.is_draining in (False, True):
-                for path in ("/livez", "/readyz", "/v1/models", CHAT):
-                    connection = Connection()
-                    method = "POST" if path == CHAT else "GET"
-                    await app(scope(method, path), connection.receive, connection.send)
-                    statuses[path, app.state.is_draining] = connection.status
-            assert statuses == {
-                ("/livez", False): 200, ("/livez", True): 200,
-                ("/readyz", False): 200, ("/readyz", True): 503,
-                ("/v1/models", False): 200, ("/v1/models", True): 200,
-                (CHAT, False): 400, (CHAT, True): 503,
-            }  # fmt: skip
-
-    run(scenario())
-
-
-def test_models_go_by_all_their_names(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (_, client):
-            app = App(AppSettings(served_model_names=("one", "org/two")))
-            app.state.client = client
-            answers = {}
-            for path in ("/v1/models", "/v1/models/org/two", "/v1/models/three"):
+@in_event_loop
+async def test_probes_tell_a_server_that_drains_from_one_that_serves(endpoint: str) -> None:
+    async with connected(endpoint) as (_, client):
+        app = App(AppSettings(served_model_names=("one", "two")))
+        app.state.client = client
+        statuses = {}
+        for app.state.is_draining in (False, True):
+            for path in ("/livez", "/readyz", "/v1/models", CHAT):
                 connection = Connection()
-                await app(scope("GET", path), connection.receive, connection.send)
-                answers[path] = connection
-            ids = [model["id"] for model in answers["/v1/models"].json["data"]]
-            assert ids == ["one", "org/two"]
-            assert answers["/v1/models/org/two"].json["id"] == "org/two"
-            missing = answers["/v1/models/three"]
-            assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
+                method = "POST" if path == CHAT else "GET"
+                await app(scope(method, path), connection.receive, connection.send)
+                statuses[path, app.state.is_draining] = connection.status
+        assert statuses == {
+            ("/livez", False): 200, ("/livez", True): 200,
+            ("/readyz", False): 200, ("/readyz", True): 503,
+            ("/v1/models", False): 200, ("/v1/models", True): 200,
+            (CHAT, False): 400, (CHAT, True): 503,
+        }  # fmt: skip
 
-    run(scenario())
+
+@in_event_loop
+async def test_models_go_by_all_their_names(endpoint: str) -> None:
+    async with connected(endpoint) as (_, client):
+        app = App(AppSettings(served_model_names=("one", "org/two")))
+        app.state.client = client
+        answers = {}
+        for path in ("/v1/models", "/v1/models/org/two", "/v1/models/three"):
+            connection = Connection()
+            await app(scope("GET", path), connection.receive, connection.send)
+            answers[path] = connection
+        ids = [model["id"] for model in answers["/v1/models"].json["data"]]
+        assert ids == ["one", "org/two"]
+        assert answers["/v1/models/org/two"].json["id"] == "org/two"
+        missing = answers["/v1/models/three"]
+        assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
 
 
 def test_a_path_that_is_not_there_lists_those_that_are(app: App) -> None:
@@ -284,8 +290,47 @@ def test_a_server_whose_engine_drains_is_not_ready() -> None:
             for path in ("/readyz", "/health"):
                 answer = await http.get(path)
                 assert answer.status_code == 503
-                assert "takes nothing new" in answer.text
+                assert "takes no new requests" in answer.text
             await request.aclose()
 
     with forked.engine(DEMO_MODEL) as running:
         run(scenario(running.pid, running.endpoint))
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry", "of_openai", "of_anthropic"),
+    [
+        (InvalidRequestError("no"), 400, None, "invalid_request_error", "invalid_request_error"),
+        (EngineOverloadedError("no", 0.2), 429, b"1", "rate_limit_error", "rate_limit_error"),
+        (EngineOverloadedError("no", 7.1), 429, b"8", "rate_limit_error", "rate_limit_error"),
+        (EngineDrainingError("no", 3.0), 503, b"5", "server_error", "overloaded_error"),
+        (EngineDeadError("no"), 503, b"1", "server_error", "overloaded_error"),
+        (ProtocolError("no"), 500, None, "server_error", "api_error"),
+    ],
+)
+def test_errors_of_the_client_have_a_status_and_a_kind(
+    error: NanocoreError, status: int, retry: bytes | None, of_openai: str, of_anthropic: str
+) -> None:
+    found = http_error(error)
+    assert (found.status, found.headers.get(b"retry-after")) == (status, retry)
+    body = json.loads(openai_body(found))["error"]
+    # What is said of sockets and engines is not for clients, who cannot help it.
+    message = {EngineDeadError: ENGINE_GONE, EngineDrainingError: DRAINING}.get(type(error), "no")
+    assert (body["type"], body["message"]) == (of_openai, message)
+    whole = json.loads(anthropic_body(found))
+    assert whole == {"type": "error", "error": {"type": of_anthropic, "message": message}}
+
+
+def test_what_became_of_the_engine_is_for_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    found = http_error(EngineDeadError("nobody listens at ipc:///private/engine.sock"))
+    assert "private" not in found.message
+    assert caplog.messages == ["request failed: nobody listens at ipc:///private/engine.sock"]
+
+
+def test_a_prompt_that_is_too_long_is_known_by_what_clients_look_for() -> None:
+    """OpenAI's code, litellm's words, and Claude Code's."""
+    found = http_error(ContextLengthError("the prompt has 9 tokens, which is too long"))
+    body = json.loads(openai_body(found))["error"]
+    assert (found.status, body["code"]) == (400, "context_length_exceeded")
+    assert "this model's maximum context length is" in body["message"].lower()
+    assert json.loads(anthropic_body(found))["error"]["message"].startswith("prompt is too long: ")

@@ -19,8 +19,13 @@ from nanocore.client.chat.events import (
     Usage,
 )
 from nanocore.client.logprobs import Logprob
-from nanocore.http.dialects.chat_encoders import ChatAnswerEncoder, ChatStreamEncoder, ChatStyle
-from nanocore.http.errors import HttpError
+from nanocore.http.dialects.chat_completions import (
+    ChatCompletionEncoder,
+    ChatStreamEncoder,
+    ChatStyle,
+)
+from nanocore.http.dialects.request_fields import ResponseId
+from nanocore.http.http_errors import HttpError
 
 START = Started("r", [1, 2, 3], 2, seed=7)
 END = Finished("stop", Usage(3, 2, 5, 1))
@@ -28,7 +33,7 @@ END = Finished("stop", Usage(3, 2, 5, 1))
 
 def style(**changes: Any) -> ChatStyle:
     fields: dict[str, Any] = {
-        "id": "c", "created_s": 1, "model": "m", "fingerprint": "f", "num_samples": 1,
+        "head": ResponseId("", "c").head("chat.completion", "m", "f"), "num_samples": 1,
         "num_top_logprobs": 1, "logprobs_as_token_ids": False, "shows_reasoning": True, "echo": "",
     }  # fmt: skip
     return ChatStyle(**fields | changes)
@@ -53,7 +58,7 @@ def streamed(
 
 
 def whole(*reads: list[ChatEvent], **changes: Any) -> Any:
-    encoder = ChatAnswerEncoder(style(**changes))
+    encoder = ChatCompletionEncoder(style(**changes))
     assert b"".join(encoder.feed(0, read, 0) for read in reads) == b""
     return json.loads(encoder.finish())
 

@@ -11,12 +11,13 @@ from nanocore.client.chat.events import ChatEvent, Finished, Logprobs, Started, 
 from nanocore.client.logprobs import Logprob
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.http.dialects.completion_encoders import (
-    CompletionAnswerEncoder,
+    CompletionEncoder,
     CompletionStreamEncoder,
     CompletionStyle,
 )
-from nanocore.http.dialects.text_logprobs import Echo, LogprobsShown
-from nanocore.http.errors import unavailable
+from nanocore.http.dialects.openai_logprobs import Echo, LogprobsShown
+from nanocore.http.dialects.request_fields import ResponseId
+from nanocore.http.http_errors import unavailable
 from tests.client.byte_tokens import END, ids_of
 from tests.tiny_models import write_byte_tokenizer
 
@@ -31,10 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def style(**given: Any) -> CompletionStyle:
     plain: dict[str, Any] = {
-        "id": "cmpl-1",
-        "created_s": 7,
-        "model": "m",
-        "fingerprint": "f",
+        "head": ResponseId("", "cmpl-1").head("text_completion", "m", "f"),
         "num_samples": 1,
         "logprobs": None,
         "shows_output": True,
@@ -79,7 +77,7 @@ def chunks_of(stream: bytes) -> list[Any]:
     return [json.loads(text) for text in texts]
 
 
-def whole(encoder: CompletionAnswerEncoder, *events: ChatEvent) -> Any:
+def whole(encoder: CompletionEncoder, *events: ChatEvent) -> Any:
     assert encoder.feed(0, events, 0) == b""
     return json.loads(encoder.finish())
 
@@ -99,7 +97,7 @@ def test_a_text_alone_is_a_chunk_like_any_other(tokenizer: Tokenizer) -> None:
 
 
 def test_choices_are_numbered_by_prompt_and_sample(tokenizer: Tokenizer) -> None:
-    encoder = CompletionAnswerEncoder(style(num_samples=2))
+    encoder = CompletionEncoder(style(num_samples=2))
     for number in (2, 0, 1):
         texts = [Text(f"{number}.{index}", index) for index in (1, 0)]
         ends = [finished(3, index) for index in (0, 1)]
@@ -117,14 +115,14 @@ def test_choices_are_numbered_by_prompt_and_sample(tokenizer: Tokenizer) -> None
 
 
 def test_the_seeds_of_samples_wrap_around(tokenizer: Tokenizer) -> None:
-    encoder = CompletionAnswerEncoder(style(num_samples=2))
+    encoder = CompletionEncoder(style(num_samples=2))
     events = [started([1], seed=2**53 - 1), finished(1, 0), finished(1, 1)]
     assert [choice["seed"] for choice in whole(encoder, *events)["choices"]] == [2**53 - 1, 0]
 
 
 def test_offsets_are_places_in_the_text(tokenizer: Tokenizer) -> None:
     text = "a\u00e9\U0001f600b"
-    encoder = CompletionAnswerEncoder(style(logprobs=LogprobsShown(tokenizer, 0, False)))
+    encoder = CompletionEncoder(style(logprobs=LogprobsShown(tokenizer, 0, False)))
     events = [started([1]), Text(text), logprobs_of(tokenizer, text), finished(8)]
     (choice,) = whole(encoder, *events)["choices"]
     assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 2, 2, 3]
@@ -136,7 +134,7 @@ def test_a_special_token_that_is_no_text_takes_no_room(tokenizer: Tokenizer) -> 
     tokens = Logprobs([candidates(tokenizer, (token_id, -1.0)) for token_id in ids])
     offsets = {}
     for skips in (True, False):
-        encoder = CompletionAnswerEncoder(
+        encoder = CompletionEncoder(
             style(logprobs=LogprobsShown(tokenizer, 0, False), skip_special_tokens=skips)
         )
         (choice,) = whole(encoder, started([1]), tokens, finished(3))["choices"]
@@ -149,7 +147,7 @@ def test_of_candidates_those_asked_for_and_the_token_itself(tokenizer: Tokenizer
     tokens = Logprobs([candidates(tokenizer, (a, -3.0), (b, -1.0), (c, -2.0))])
     tops = {}
     for num_top in (0, 1, 2, -1):
-        encoder = CompletionAnswerEncoder(style(logprobs=LogprobsShown(tokenizer, num_top, False)))
+        encoder = CompletionEncoder(style(logprobs=LogprobsShown(tokenizer, num_top, False)))
         (choice,) = whole(encoder, started([1]), tokens, finished(1))["choices"]
         (tops[num_top],) = choice["logprobs"]["top_logprobs"]
         assert choice["logprobs"]["token_logprobs"] == [-3.0]
@@ -162,7 +160,7 @@ def test_of_candidates_those_asked_for_and_the_token_itself(tokenizer: Tokenizer
 def test_of_tokens_with_equal_texts_the_likelier_one_is_shown(tokenizer: Tokenizer) -> None:
     first, second = ids_of(tokenizer, b"\xc3\xa9")  # both are U+FFFD
     tokens = Logprobs([candidates(tokenizer, (first, -3.0), (second, -1.0))])
-    encoder = CompletionAnswerEncoder(style(logprobs=LogprobsShown(tokenizer, 1, False)))
+    encoder = CompletionEncoder(style(logprobs=LogprobsShown(tokenizer, 1, False)))
     (choice,) = whole(encoder, started([1]), tokens, finished(1))["choices"]
     assert choice["logprobs"]["token_logprobs"] == [-3.0]
     assert choice["logprobs"]["top_logprobs"] == [{"\ufffd": -1.0}]
@@ -171,7 +169,7 @@ def test_of_tokens_with_equal_texts_the_likelier_one_is_shown(tokenizer: Tokeniz
 def test_tokens_may_be_shown_by_their_ids(tokenizer: Tokenizer) -> None:
     first, second = ids_of(tokenizer, b"\xc3\xa9")
     tokens = Logprobs([candidates(tokenizer, (first, -3.0), (second, float("-inf")))])
-    encoder = CompletionAnswerEncoder(style(logprobs=LogprobsShown(tokenizer, 2, True)))
+    encoder = CompletionEncoder(style(logprobs=LogprobsShown(tokenizer, 2, True)))
     (choice,) = whole(encoder, started([1]), tokens, finished(1))["choices"]
     assert choice["logprobs"]["tokens"] == [f"token_id:{first}"]
     (top,) = choice["logprobs"]["top_logprobs"]
@@ -198,10 +196,8 @@ EXPECTED_ECHO = {
 
 
 def test_an_echo_has_the_prompts_own_tokens(tokenizer: Tokenizer) -> None:
-    echo = Echo.of(tokenizer, ids_of(tokenizer, "h\u00e9"), None)
-    encoder = CompletionAnswerEncoder(
-        style(logprobs=LogprobsShown(tokenizer, 1, False), echoes=[echo])
-    )
+    echo = Echo.of_tokens(tokenizer, ids_of(tokenizer, "h\u00e9"), None)
+    encoder = CompletionEncoder(style(logprobs=LogprobsShown(tokenizer, 1, False), echoes=[echo]))
     (choice,) = whole(encoder, *echo_events(tokenizer))["choices"]
     assert choice["text"] == "h\u00e9!"
     assert choice["logprobs"] == EXPECTED_ECHO
@@ -209,7 +205,7 @@ def test_an_echo_has_the_prompts_own_tokens(tokenizer: Tokenizer) -> None:
 
 
 def test_a_streamed_echo_makes_the_same(tokenizer: Tokenizer) -> None:
-    echo = Echo.of(tokenizer, ids_of(tokenizer, "h\u00e9"), None)
+    echo = Echo.of_tokens(tokenizer, ids_of(tokenizer, "h\u00e9"), None)
     encoder = CompletionStreamEncoder(
         style(logprobs=LogprobsShown(tokenizer, 1, False), echoes=[echo]), False, False
     )
@@ -225,13 +221,13 @@ def test_a_streamed_echo_makes_the_same(tokenizer: Tokenizer) -> None:
 
 def test_what_the_tokenizer_adds_to_a_text_has_a_place_and_no_room(tokenizer: Tokenizer) -> None:
     ids = [END, *ids_of(tokenizer, "ab"), END]
-    assert Echo.of(tokenizer, ids, "ab", (1, 1)).offsets == [0, 0, 1, 2]
+    assert Echo.of_tokens(tokenizer, ids, "ab", (1, 1)).offsets == [0, 0, 1, 2]
 
 
 def test_without_output_there_is_the_prompt_alone(tokenizer: Tokenizer) -> None:
-    echo = Echo.of(tokenizer, ids_of(tokenizer, "h\u00e9"), None)
+    echo = Echo.of_tokens(tokenizer, ids_of(tokenizer, "h\u00e9"), None)
     hidden = style(logprobs=LogprobsShown(tokenizer, 1, False), echoes=[echo], shows_output=False)
-    answer = whole(CompletionAnswerEncoder(hidden), *echo_events(tokenizer))
+    answer = whole(CompletionEncoder(hidden), *echo_events(tokenizer))
     (choice,) = answer["choices"]
     assert choice["text"] == "h\u00e9"
     assert choice["logprobs"] == {name: found[:3] for name, found in EXPECTED_ECHO.items()}
@@ -244,7 +240,7 @@ def test_without_output_there_is_the_prompt_alone(tokenizer: Tokenizer) -> None:
 
 
 def test_vllms_prompt_logprobs_stand_beside(tokenizer: Tokenizer) -> None:
-    encoder = CompletionAnswerEncoder(style(shows_prompt=True))
+    encoder = CompletionEncoder(style(shows_prompt=True))
     (choice,) = whole(encoder, *echo_events(tokenizer))["choices"]
     first, second, third = choice["prompt_logprobs"]
     assert first is None

@@ -14,7 +14,7 @@ from nanocore.client import AsyncEngineClient, SamplingParams
 from tests.client.running import run
 from tests.end_to_end import forked
 from tests.end_to_end.test_compile_process import DEMO_MODEL as DEMO
-from tests.http.in_process import app_of, openai_client
+from tests.http.in_process import app_of, ask, openai_client
 
 PROMPT = "<|im_start|>user\nWhat is 12 + 13?<|im_end|>\n<|im_start|>assistant\n"
 ANSWER = "12 + 13 = 25"
@@ -32,13 +32,7 @@ def with_client(endpoint: str, calls: Callable[[openai.AsyncOpenAI], Awaitable[A
 
 
 def post(endpoint: str, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
-    """What this request is answered."""
-
-    async def send() -> httpx.Response:
-        async with app_of(endpoint) as (_, http):
-            return await http.post(path, json=body)
-
-    return run(send())
+    return ask(endpoint, path, body)
 
 
 async def token_ids_of(endpoint: str, *texts: str) -> list[list[int]]:

@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import uvloop
 
 from nanocore.client import AsyncEngineClient
 from nanocore.client.chat.event_stream import AnswerStream
-from nanocore.http.connection import MAX_UNSENT_BYTES
-from tests.http.raw_http import RawServer, demo_engine, post, raw_server, run
+from nanocore.http.server.http_connection import MAX_UNSENT_BYTES
+from tests.client.running import in_uvloop, run
+from tests.http.raw_http import RawServer, demo_engine, post, raw_server
 
 pytestmark = pytest.mark.campaign
 
@@ -215,7 +217,7 @@ def test_connections_dropped_anywhere_leave_nothing(
             assert (after["streams"], after["deliveries"]) == (0, 0)
             assert after["connections"] == len(bystanders)
 
-    run(scenario(), 300)
+    run(scenario(), 300, uvloop.new_event_loop)
     assert aborts is not None
     last: dict[str, int] = {}
     for line in trace.read_text().splitlines():
@@ -230,24 +232,22 @@ def test_connections_dropped_anywhere_leave_nothing(
     assert late == {}
 
 
-def test_a_lost_connection_sends_its_abort_in_a_few_turns_of_the_event_loop(
+@in_uvloop
+async def test_a_lost_connection_sends_its_abort_in_a_few_turns_of_the_event_loop(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        async with raw_server(endpoint) as server:
-            for number in range(4):
-                client = await server.connect()
-                client.writer.write(request(number, LONG // 2, True))
-                assert await client.reader.read(1)
-                (connection,) = server.server.state.connections
-                open_before = held(server)["deliveries"]
-                connection.transport.abort()
-                for _ in range(4):
-                    await asyncio.sleep(0)
-                assert (open_before, held(server)["deliveries"]) == (1, 0)
-                client.leave()
-
-    run(scenario())
+    async with raw_server(endpoint) as server:
+        for number in range(4):
+            client = await server.connect()
+            client.writer.write(request(number, LONG // 2, True))
+            assert await client.reader.read(1)
+            (connection,) = server.server.state.connections
+            open_before = held(server)["deliveries"]
+            connection.transport.abort()
+            for _ in range(4):
+                await asyncio.sleep(0)
+            assert (open_before, held(server)["deliveries"]) == (1, 0)
+            client.leave()
 
 
 async def slow_client(server: RawServer, data: bytes) -> socket.socket:
@@ -283,41 +283,39 @@ def dechunked(response: bytes) -> bytes:
     return body
 
 
-def test_slow_readers_cost_kilobytes_and_nobody_else(endpoint: str) -> None:
+@in_uvloop
+async def test_slow_readers_cost_kilobytes_and_nobody_else(endpoint: str) -> None:
     data = [request(4 * i, LONG, True) for i in range(NUM_SLOW)]
     short = request(400, SHORT, True)
 
-    async def scenario() -> None:
-        async with raw_server(endpoint, send_buffer_bytes=KERNEL_BYTES) as server:
-            readers = [await server.connect() for _ in data]
-            pairs = zip(readers, data, strict=True)
-            answers = await asyncio.gather(*(reader.ask(one) for reader, one in pairs))
-            quiet = [answer.body for answer in answers]
-            bystander = readers[0]
-            whole = (await bystander.ask(short)).body
-            num_tokens = (await server.client.stats()).generation_tokens + NUM_SLOW * LONG
-            peers = [await slow_client(server, one) for one in data]
-            while len(server.app.state.deliveries._open) < NUM_SLOW:
-                await asyncio.sleep(0)
-            tracemalloc.start()
-            size_before = tracemalloc.get_traced_memory()[0]
-            while (await server.client.stats()).generation_tokens < num_tokens:
-                assert text_of((await bystander.ask(short)).body) == text_of(whole)
-                num_tokens += SHORT
-            gc.collect()
-            size_bytes = tracemalloc.get_traced_memory()[0] - size_before
-            tracemalloc.stop()
-            buffers = [
-                connection.transport.get_write_buffer_size()
-                for connection in server.server.state.connections
-            ]
-            assert sum(size > 0 for size in buffers) == NUM_SLOW, "they have not been slow"
-            assert max(buffers) < 2 * MAX_UNSENT_BYTES
-            assert size_bytes < NUM_SLOW * 160_000  # 16 KiB of small chunks are 70 KiB of objects
-            for peer, before in zip(peers, quiet, strict=True):
-                late = dechunked(await read_all(peer))
-                assert text_of(late) == text_of(before)
-                assert late.count(b"data: ") < before.count(b"data: ")
-                assert late.endswith(b"data: [DONE]\n\n")
-
-    run(scenario())
+    async with raw_server(endpoint, send_buffer_bytes=KERNEL_BYTES) as server:
+        readers = [await server.connect() for _ in data]
+        pairs = zip(readers, data, strict=True)
+        answers = await asyncio.gather(*(reader.ask(one) for reader, one in pairs))
+        quiet = [answer.body for answer in answers]
+        bystander = readers[0]
+        whole = (await bystander.ask(short)).body
+        num_tokens = (await server.client.stats()).generation_tokens + NUM_SLOW * LONG
+        peers = [await slow_client(server, one) for one in data]
+        while len(server.app.state.deliveries._open) < NUM_SLOW:
+            await asyncio.sleep(0)
+        tracemalloc.start()
+        size_before = tracemalloc.get_traced_memory()[0]
+        while (await server.client.stats()).generation_tokens < num_tokens:
+            assert text_of((await bystander.ask(short)).body) == text_of(whole)
+            num_tokens += SHORT
+        gc.collect()
+        size_bytes = tracemalloc.get_traced_memory()[0] - size_before
+        tracemalloc.stop()
+        buffers = [
+            connection.transport.get_write_buffer_size()
+            for connection in server.server.state.connections
+        ]
+        assert sum(size > 0 for size in buffers) == NUM_SLOW, "they have not been slow"
+        assert max(buffers) < 2 * MAX_UNSENT_BYTES
+        assert size_bytes < NUM_SLOW * 160_000  # 16 KiB of small chunks are 70 KiB of objects
+        for peer, before in zip(peers, quiet, strict=True):
+            late = dechunked(await read_all(peer))
+            assert text_of(late) == text_of(before)
+            assert late.count(b"data: ") < before.count(b"data: ")
+            assert late.endswith(b"data: [DONE]\n\n")

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from nanocore.client import AsyncEngineClient
-from nanocore.http.attended import attended
 from nanocore.http.exchange import Disconnected, Exchange
 from tests.client.running import run
-from tests.http.in_process import app_of, openai_client
+from tests.http.in_process import app_of, ask, openai_client
 
 TEXTS = ["What is 1 + 2?", "backwards"]
 
@@ -62,13 +61,10 @@ def test_an_input_may_fill_the_models_length(demo_endpoint: str) -> None:
 
 @pytest.mark.parametrize("pooling", ["mean", None])
 def test_pooling_and_length_can_be_chosen(demo_endpoint: str, pooling: Any) -> None:
-    async def send() -> Any:
-        async with app_of(demo_endpoint) as (_, http):
-            body = {"input": TEXTS, "pooling": pooling, "normalize": False}
-            return (await http.post("/v1/embeddings", json=body)).json()
-
+    body = {"input": TEXTS, "pooling": pooling, "normalize": False}
+    found = ask(demo_endpoint, "/v1/embeddings", body).json()["data"]
     expected = run(direct(demo_endpoint, pooling=pooling or "last", normalize=False))
-    assert [one["embedding"] for one in run(send())["data"]] == expected
+    assert [one["embedding"] for one in found] == expected
 
 
 @pytest.mark.parametrize(
@@ -86,11 +82,7 @@ def test_pooling_and_length_can_be_chosen(demo_endpoint: str, pooling: Any) -> N
     ],
 )
 def test_what_cannot_be_served_is_refused(demo_endpoint: str, body: dict[str, Any]) -> None:
-    async def send() -> Any:
-        async with app_of(demo_endpoint) as (_, http):
-            return await http.post("/v1/embeddings", json=body)
-
-    answer = run(send())
+    answer = ask(demo_endpoint, "/v1/embeddings", body)
     assert answer.status_code == 400, answer.text
     assert json.loads(answer.text)["error"]["type"] == "invalid_request_error"
 
@@ -111,5 +103,5 @@ def test_work_ends_when_its_client_leaves() -> None:
     exchange = Exchange.__new__(Exchange)
     exchange.receive = receive
     with pytest.raises(Disconnected):
-        run(attended(exchange, work()))
+        run(exchange.attended(work()))
     assert ended.is_set()

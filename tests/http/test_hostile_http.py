@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import pytest
+import uvloop
 
 from nanocore.http.routes import ROUTES
 from tests.campaign import examples, in_campaign
+from tests.client.running import in_uvloop, run
 from tests.http.hostile_bodies import GOOD, mutated, no_bodies
-from tests.http.raw_http import RawServer, get, post, raw_server, run
+from tests.http.raw_http import RawServer, get, post, raw_server
 
 CHAT: Final = "/v1/chat/completions"
 SMALL: Final = json.dumps(
@@ -57,19 +59,18 @@ def valid_requests() -> list[bytes]:
     ]
 
 
-def test_requests_cut_at_every_byte(demo_endpoint: str) -> None:
-    async def scenario() -> None:
-        async with raw_server(demo_endpoint, **SHORT) as server:
-            for request in (post(CHAT, SMALL), valid_requests()[-1]):
-                cut = [request[:end] for end in range(len(request))]
-                found = await no_server_error(server, cut)
-                assert set(found) == {408}
-            assert await server.statuses(post(CHAT, SMALL)) == [200]
-
-    run(scenario())
+@in_uvloop
+async def test_requests_cut_at_every_byte(demo_endpoint: str) -> None:
+    async with raw_server(demo_endpoint, **SHORT) as server:
+        for request in (post(CHAT, SMALL), valid_requests()[-1]):
+            cut = [request[:end] for end in range(len(request))]
+            found = await no_server_error(server, cut)
+            assert set(found) == {408}
+        assert await server.statuses(post(CHAT, SMALL)) == [200]
 
 
-def test_requests_damaged_at_random(demo_endpoint: str) -> None:
+@in_uvloop
+async def test_requests_damaged_at_random(demo_endpoint: str) -> None:
     rng = random.Random(20)
     valid = valid_requests()
     words = [b"\r\n", b"\n", b"\x00", b":", b" ", b"\xff", b"HTTP/1.1", b"chunked", b"-1", b"\t"]
@@ -84,15 +85,12 @@ def test_requests_damaged_at_random(demo_endpoint: str) -> None:
             )
         return bytes(data)
 
-    async def scenario() -> None:
-        async with raw_server(demo_endpoint, **SHORT) as server:
-            requests = [damaged() for _ in range(examples(3000))]
-            requests += [rng.randbytes(rng.randint(0, 2000)) for _ in range(examples(500))]
-            found = await no_server_error(server, requests)
-            assert {200, 400, 404, 408} <= set(found)
-            assert await server.statuses(post(CHAT, SMALL)) == [200]
-
-    run(scenario())
+    async with raw_server(demo_endpoint, **SHORT) as server:
+        requests = [damaged() for _ in range(examples(3000))]
+        requests += [rng.randbytes(rng.randint(0, 2000)) for _ in range(examples(500))]
+        found = await no_server_error(server, requests)
+        assert {200, 400, 404, 408} <= set(found)
+        assert await server.statuses(post(CHAT, SMALL)) == [200]
 
 
 ODD: Final[dict[str, tuple[bytes, set[int]]]] = {
@@ -150,42 +148,36 @@ ODD: Final[dict[str, tuple[bytes, set[int]]]] = {
 }  # fmt: skip
 
 
-def test_odd_requests_get_an_answer_that_fits(demo_endpoint: str) -> None:
-    async def scenario() -> None:
-        async with raw_server(demo_endpoint, **SHORT) as server:
-            for name, (request, fitting) in ODD.items():
-                found = await server.statuses(request)
-                assert found, name
-                assert set(found) <= fitting, (name, found)
-
-    run(scenario())
+@in_uvloop
+async def test_odd_requests_get_an_answer_that_fits(demo_endpoint: str) -> None:
+    async with raw_server(demo_endpoint, **SHORT) as server:
+        for name, (request, fitting) in ODD.items():
+            found = await server.statuses(request)
+            assert found, name
+            assert set(found) <= fitting, (name, found)
 
 
-def test_a_client_that_waits_to_be_told_to_continue_is_told(demo_endpoint: str) -> None:
-    async def scenario() -> None:
-        async with raw_server(demo_endpoint) as server:
-            client = await server.connect()
-            head, _, body = post(CHAT, SMALL, "expect: 100-continue").partition(b"\r\n\r\n")
-            client.writer.write(head + b"\r\n\r\n")
-            assert (await client.answer()).status == 100
-            assert (await client.ask(body)).status == 200
-            client.leave()
-
-    run(scenario())
+@in_uvloop
+async def test_a_client_that_waits_to_be_told_to_continue_is_told(demo_endpoint: str) -> None:
+    async with raw_server(demo_endpoint) as server:
+        client = await server.connect()
+        head, _, body = post(CHAT, SMALL, "expect: 100-continue").partition(b"\r\n\r\n")
+        client.writer.write(head + b"\r\n\r\n")
+        assert (await client.answer()).status == 100
+        assert (await client.ask(body)).status == 200
+        client.leave()
 
 
-def test_pipelined_requests_are_answered_in_order(demo_endpoint: str) -> None:
-    async def scenario() -> None:
-        async with raw_server(demo_endpoint) as server:
-            client = await server.connect()
-            client.writer.write(
-                get("/version") + post(CHAT, SMALL) + get("/nothing") + get("/", method="HEAD")
-            )
-            statuses = [(await client.answer(has_body)).status for has_body in (1, 1, 1, 0)]
-            assert statuses == [200, 200, 404, 200]
-            client.leave()
-
-    run(scenario())
+@in_uvloop
+async def test_pipelined_requests_are_answered_in_order(demo_endpoint: str) -> None:
+    async with raw_server(demo_endpoint) as server:
+        client = await server.connect()
+        client.writer.write(
+            get("/version") + post(CHAT, SMALL) + get("/nothing") + get("/", method="HEAD")
+        )
+        statuses = [(await client.answer(has_body)).status for has_body in (1, 1, 1, 0)]
+        assert statuses == [200, 200, 404, 200]
+        client.leave()
 
 
 def test_every_endpoint_that_reads_a_body_is_attacked() -> None:
@@ -193,25 +185,25 @@ def test_every_endpoint_that_reads_a_body_is_attacked() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, *in_campaign(*(path for path in GOOD if path != CHAT))])
-def test_bodies_that_are_none_are_refused_and_cost_nothing(demo_endpoint: str, path: str) -> None:
+@in_uvloop
+async def test_bodies_that_are_none_are_refused_and_cost_nothing(
+    demo_endpoint: str, path: str
+) -> None:
     served = {"keys twice", "small float", "less deep field", "long string", "escapes", "long key"}
     served |= {"keys", "too large a float", "digits"}
 
-    async def scenario() -> None:
-        async with raw_server(demo_endpoint) as server:
-            client = await server.connect()
-            for name, body in no_bodies(GOOD[path]).items():
-                answer = await client.ask(post(path, body))
-                assert answer.status in ({200, 400} if name in served else {400, 413}), name
-                if answer.status != 200:
-                    assert json.loads(answer.body)["error"]["message"], name
-                if answer.headers.get("connection") == "close":
-                    client.leave()
-                    client = await server.connect()
-            assert (await client.ask(post(path, json.dumps(GOOD[path]).encode()))).status == 200
-            client.leave()
-
-    run(scenario())
+    async with raw_server(demo_endpoint) as server:
+        client = await server.connect()
+        for name, body in no_bodies(GOOD[path]).items():
+            answer = await client.ask(post(path, body))
+            assert answer.status in ({200, 400} if name in served else {400, 413}), name
+            if answer.status != 200:
+                assert json.loads(answer.body)["error"]["message"], name
+            if answer.headers.get("connection") == "close":
+                client.leave()
+                client = await server.connect()
+        assert (await client.ask(post(path, json.dumps(GOOD[path]).encode()))).status == 200
+        client.leave()
 
 
 def short(path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -244,5 +236,5 @@ def test_wrong_values_anywhere_are_refused_in_words(demo_endpoint: str, path: st
                 for _ in range(4):
                     group.create_task(sender(server, turns))
 
-    run(scenario())
+    run(scenario(), 60, uvloop.new_event_loop)
     assert {200, 400} <= set(statuses)

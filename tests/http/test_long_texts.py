@@ -13,7 +13,7 @@ from nanocore.client.chat.messages import LONG_CHARS
 from nanocore.client.tokenizer import Tokenizer
 from tests.client.running import PATIENCE_S, run
 from tests.http.asgi import Connection, scope, turns
-from tests.http.in_process import app_of
+from tests.http.in_process import app_of, ask
 
 LONG = "12 + 13 " * (1 << 17)
 MANY = [{"role": "user", "content": "a"}] * 2049
@@ -49,12 +49,8 @@ def test_what_is_far_too_long_is_refused_without_being_tokenized(
         num_chars += len(text)
         return encoding(self, text, add_special_tokens)
 
-    async def send() -> Any:
-        async with app_of(demo_endpoint) as (_, http):
-            return await http.post(what.partition(",")[0], json=TOO_LONG[what])
-
     monkeypatch.setattr(Tokenizer, "_encoding", counted)
-    answer = run(send())
+    answer = ask(demo_endpoint, what.partition(",")[0], TOO_LONG[what])
     assert answer.status_code == 400
     assert "max_model_len=2048" in answer.json()["error"]["message"]
     assert num_chars <= 2 * LONG_CHARS
@@ -78,15 +74,11 @@ def test_a_batch_costs_no_more_than_its_first_prompt_that_does_not_fit(
         texts.append(text)
         return encode(self, text, *args)
 
-    async def send() -> list[Any]:
-        async with app_of(demo_endpoint) as (_, http):
-            return [
-                await http.post("/v1/completions", json={"prompt": prompts}),
-                await http.post("/v1/embeddings", json={"input": prompts}),
-            ]
-
     monkeypatch.setattr(Tokenizer, "encode", counted)
-    answers = run(send())
+    answers = [
+        ask(demo_endpoint, "/v1/completions", {"prompt": prompts}),
+        ask(demo_endpoint, "/v1/embeddings", {"input": prompts}),
+    ]
     assert [answer.status_code for answer in answers] == [400, 400]
     assert all(named in answer.json()["error"]["message"] for answer in answers)
     assert len(texts) <= len(answers)
@@ -95,34 +87,22 @@ def test_a_batch_costs_no_more_than_its_first_prompt_that_does_not_fit(
 def test_a_batch_of_too_many_samples_is_refused_before_it_is_tokenized(
     demo_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def send() -> Any:
-        async with app_of(demo_endpoint) as (app, http):
-            assert app.state.client is not None
-            assert app.state.client.limits.max_num_queued_reqs == 4096
-            asked = {"prompt": ["a" * 5000] * 1000, "n": 5}
-            return await http.post("/v1/completions", json=asked)
-
     def encode(self: Tokenizer, *_: Any) -> None:
         raise AssertionError("a prompt is tokenized")
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
-    answer = run(send())
+    answer = ask(demo_endpoint, "/v1/completions", {"prompt": ["a" * 5000] * 1000, "n": 5})
     assert answer.status_code == 400
-    assert "send fewer prompts" in answer.json()["error"]["message"]
+    assert "the engine's queue of 4096: send fewer prompts" in answer.json()["error"]["message"]
 
 
 def test_the_end_of_a_long_text_is_taken_if_it_is_to_be_truncated(demo_endpoint: str) -> None:
     text = LONG + "What is 12 + 13?"
 
-    async def send() -> Any:
-        async with app_of(demo_endpoint) as (_, http):
-            asked = {"max_tokens": 4, "temperature": 0, "seed": 1, "truncate_prompt_tokens": 300}
-            cut = await http.post("/v1/completions", json={"prompt": text, **asked})
-            ids = (await http.post("/tokenize", json={"prompt": text[-5000:]})).json()["tokens"]
-            by_ids = await http.post("/v1/completions", json={"prompt": ids, **asked})
-            return cut.json(), by_ids.json()
-
-    cut, by_ids = run(send())
+    asked = {"max_tokens": 4, "temperature": 0, "seed": 1, "truncate_prompt_tokens": 300}
+    cut = ask(demo_endpoint, "/v1/completions", {"prompt": text, **asked}).json()
+    ids = ask(demo_endpoint, "/tokenize", {"prompt": text[-5000:]}).json()["tokens"]
+    by_ids = ask(demo_endpoint, "/v1/completions", {"prompt": ids, **asked}).json()
     assert cut["usage"]["prompt_tokens"] == 300
     assert cut["choices"] == by_ids["choices"]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from nanocore.http.app import App
-from nanocore.http.settings import AppSettings
+from nanocore.http.server_settings import AppSettings
 from nanocore.protocol.messages import Event, Submit
 from tests.client.fake_engine import FakeEngine
-from tests.client.running import run
+from tests.client.running import in_event_loop
 from tests.client.test_resuming import _connected, _next, _until_lost, _welcome
 from tests.http.asgi import Connection, scope
 
@@ -31,7 +31,8 @@ WITHOUT_ENGINE = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_request_waits_for_the_next_engine(
+@in_event_loop
+async def test_a_request_waits_for_the_next_engine(
     endpoint: str, tokenizer_folder: Path, path: str
 ) -> None:
     async def answer(engine: FakeEngine) -> None:
@@ -41,19 +42,16 @@ def test_a_request_waits_for_the_next_engine(
         embedding = bytes(8) if is_embedding else None
         engine.output({}, Event(handle=1, finish_reason="stop", embedding=embedding))
 
-    async def scenario() -> None:
-        async with _connected(endpoint, tokenizer=tokenizer_folder) as (old, client):
-            old.close()
-            await _until_lost(client)
-            app = App(AppSettings())
-            app.state.client = client
-            http = Connection(json.dumps(BODIES[path]).encode())
-            asking = app(scope(path=path, host="localhost"), http.receive, http.send)
-            request = asyncio.ensure_future(asking)
-            async with _next(endpoint, _welcome(1)) as new:
-                if path not in WITHOUT_ENGINE:
-                    await answer(new)
-                await request
-            assert http.status == 200
-
-    run(scenario())
+    async with _connected(endpoint, tokenizer=tokenizer_folder) as (old, client):
+        old.close()
+        await _until_lost(client)
+        app = App(AppSettings())
+        app.state.client = client
+        http = Connection(json.dumps(BODIES[path]).encode())
+        asking = app(scope(path=path, host="localhost"), http.receive, http.send)
+        request = asyncio.ensure_future(asking)
+        async with _next(endpoint, _welcome(1)) as new:
+            if path not in WITHOUT_ENGINE:
+                await answer(new)
+            await request
+        assert http.status == 200

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from nanocore.http.dialects.anthropic_messages import CountTokensRequest
 from nanocore.http.dialects.message_blocks import chat_messages, is_prefilled
-from nanocore.http.dialects.message_fields import CountTokensRequest
-from nanocore.http.errors import HttpError
+from nanocore.http.http_errors import HttpError
 
 HI = {"role": "user", "content": "hi"}
 CALL = {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}}
@@ -155,15 +155,15 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
 @pytest.mark.parametrize(
     ("block", "word"),
     [
-        (IMAGE, "reads text alone"),
-        ({"type": "document", "source": {"type": "base64", "data": "x"}}, "reads text alone"),
-        ({"type": "document"}, "reads text alone"),
-        ({"type": "server_tool_use", "id": "x"}, "are served"),
-        (CALL, "cannot stand here"),
-        ({"type": "thinking", "thinking": "x"}, "cannot stand here"),
+        (IMAGE, "reads text only"),
+        ({"type": "document", "source": {"type": "base64", "data": "x"}}, "reads text only"),
+        ({"type": "document"}, "reads text only"),
+        ({"type": "server_tool_use", "id": "x"}, "are supported"),
+        (CALL, "not allowed here"),
+        ({"type": "thinking", "thinking": "x"}, "not allowed here"),
         ({"type": "text"}, "has no text"),
         ({"type": "tool_result", "content": "x"}, "has no tool_use_id"),
-        ({"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}, "reads text alone"),
+        ({"type": "tool_result", "tool_use_id": "c", "content": [IMAGE]}, "reads text only"),
     ],
 )
 def test_what_is_not_served_is_refused_by_place(block: dict[str, Any], word: str) -> None:
@@ -178,7 +178,7 @@ def test_texts_with_titles_hold_nothing_but_text(kind: str) -> None:
     inner: Any = {"type": kind, "content": [text("a")], "source": {"type": "content"}}
     source = {"type": "content", "content": [inner]}
     outer = {"type": kind, "content": [inner], "source": source if kind == "document" else "s"}
-    with pytest.raises(HttpError, match="only text stands here"):
+    with pytest.raises(HttpError, match="only text is allowed here"):
         chat({"role": "user", "content": [outer]})
 
 

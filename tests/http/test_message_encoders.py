@@ -1,10 +1,11 @@
-"""Events to Anthropic's messages and their streams, as its clients put them together."""
+"""Encoders of /v1/messages, and a call's arguments whole and in pieces."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from nanocore.client.chat.events import (
@@ -18,11 +19,13 @@ from nanocore.client.chat.events import (
     Usage,
 )
 from nanocore.http.dialects.message_encoders import (
-    MessageAnswerEncoder,
+    MessageEncoder,
     MessageStreamEncoder,
     MessageStyle,
+    StreamedInput,
+    tool_input,
 )
-from nanocore.http.errors import HttpError
+from nanocore.http.http_errors import HttpError
 
 STYLE = MessageStyle("msg_1", "m")
 START = Started("r", [1, 2, 3], 2)
@@ -107,7 +110,7 @@ def put_together(body: bytes) -> Any:
 
 
 def whole(*reads: list[ChatEvent]) -> Any:
-    encoder = MessageAnswerEncoder(STYLE)
+    encoder = MessageEncoder(STYLE)
     assert b"".join(encoder.feed(0, read, 0) for read in reads) == b""
     return json.loads(encoder.finish())
 
@@ -202,3 +205,54 @@ def test_a_stream_that_fails_ends_with_an_event_and_not_with_a_message() -> None
 
 def test_a_stream_that_is_quiet_pings() -> None:
     assert events(MessageStreamEncoder(STYLE).keep_alive) == [{"type": "ping"}]
+
+
+OBJECTS = [
+    "{}",
+    '{"a": 1}',
+    ' \n{"a": "\u00e9}", "b": [1.0, 123456789012345678901234567890]}\n',
+    '{"a": {"b": "\\u00e9\\n"}}',
+]
+OTHERS = ["[1]", "null", '"{}"', "5", "echo hi", "\u00e9", ' "', "]"]
+
+
+def whole_input(arguments: str) -> str:
+    return msgspec.json.encode(tool_input(arguments)).decode()
+
+
+def streamed_input(*deltas: str) -> str:
+    stream = StreamedInput()
+    return "".join([*(stream.feed(delta) for delta in deltas), stream.finish()])
+
+
+@pytest.mark.parametrize("arguments", OBJECTS)
+def test_an_object_is_as_the_model_wrote_it(arguments: str) -> None:
+    assert whole_input(arguments) == arguments.strip()
+    assert streamed_input(arguments) == streamed_input(*arguments) == arguments
+
+
+@pytest.mark.parametrize("arguments", OTHERS)
+def test_what_is_no_object_is_put_into_one(arguments: str) -> None:
+    wanted = {"INVALID_JSON": arguments}
+    assert json.loads(whole_input(arguments)) == wanted
+    assert json.loads(streamed_input(arguments)) == json.loads(streamed_input(*arguments)) == wanted
+
+
+@pytest.mark.parametrize("arguments", ['{"a": ', '{"a" 1}', '{"a": NaN}', "[" * 100_000])
+def test_what_is_no_json_is_put_into_an_object_when_all_of_it_is_there(arguments: str) -> None:
+    assert json.loads(whole_input(arguments)) == {"INVALID_JSON": arguments}
+
+
+def test_an_object_that_is_cut_off_has_been_streamed_up_to_there() -> None:
+    assert streamed_input('{"a"', ": ") == '{"a": '
+
+
+@pytest.mark.parametrize("arguments", ["", " ", "\n\t"])
+def test_no_arguments_are_an_empty_object(arguments: str) -> None:
+    assert whole_input(arguments) == "{}"
+    assert streamed_input(arguments) == ""  # clients take that for one
+
+
+def test_an_object_is_shown_as_soon_as_it_has_begun() -> None:
+    stream = StreamedInput()
+    assert [stream.feed(delta) for delta in (" ", "\n", '{"', "a")] == ["", "", ' \n{"', "a"]

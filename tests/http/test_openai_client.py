@@ -6,7 +6,6 @@ tests/http_clients.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import time
@@ -15,7 +14,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
@@ -77,15 +76,6 @@ def text(answer: ChatCompletion) -> str:
 def stream(client: OpenAI, messages: Any = ADD, **more: Any) -> list[ChatCompletionChunk]:
     """All chunks of an answer."""
     return list(client.chat.completions.create(messages=messages, stream=True, **GREEDY, **more))
-
-
-def test_models_are_listed(client: OpenAI) -> None:
-    (model,) = client.models.list()
-    assert model == client.models.retrieve(MODEL_NAME)
-    assert (model.id, model.object) == (MODEL_NAME, "model")
-    assert model.to_dict()["max_model_len"] == CONTEXT_LENGTH
-    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
-        client.models.retrieve("other")
 
 
 def test_an_answer_has_all_that_the_client_reads(client: OpenAI) -> None:
@@ -221,20 +211,6 @@ def test_required_calls_may_be_several(client: OpenAI, parallel: bool) -> None:
     assert [call.function.name for call in streamed if call.function] == names
 
 
-def test_several_choices(client: OpenAI) -> None:
-    answer = ask(client, n=3, **HOT)
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-    texts = [choice.message.content for choice in answer.choices]
-    assert len(set(texts)) > 1
-    streamed = ["", "", ""]
-    for chunk in client.chat.completions.create(
-        messages=ADD, n=3, stream=True, **{**GREEDY, **HOT}
-    ):
-        (choice,) = chunk.choices
-        streamed[choice.index] += choice.delta.content or ""
-    assert streamed == texts
-
-
 def test_log_probabilities(client: OpenAI) -> None:
     answer = ask(client, logprobs=True, top_logprobs=3)
     logprobs = answer.choices[0].logprobs
@@ -252,16 +228,6 @@ def test_log_probabilities(client: OpenAI) -> None:
     assert [token for one in found for token in one.content or []] == tokens
 
 
-def test_stop_strings_end_it(client: OpenAI) -> None:
-    for stop in (" =", ["never", " ="]):
-        answer = ask(client, stop=stop)
-        assert text(answer) == "123 + 456"
-        assert answer.choices[0].finish_reason == "stop"
-    assert (
-        "".join(c.choices[0].delta.content or "" for c in stream(client, stop=" =")) == "123 + 456"
-    )
-
-
 def test_a_seed_says_the_same_again(client: OpenAI) -> None:
     answers = [ask(client, **{**HOT, "seed": seed}) for seed in (7, 7, 8)]
     assert text(answers[0]) == text(answers[1]) != text(answers[2])
@@ -271,50 +237,12 @@ def test_a_seed_says_the_same_again(client: OpenAI) -> None:
     assert again.system_fingerprint == chosen.system_fingerprint
 
 
-def test_penalties_and_biases_change_what_is_said(client: OpenAI) -> None:
-    reds: Any = [{"role": "user", "content": "Repeat: red red red red red red"}]
-    plain = ask(client, reds, logprobs=True, extra_body={"return_tokens_as_token_ids": True})
-    assert text(plain) == "You said: red red red red red red"
-    assert plain.choices[0].logprobs is not None
-    (first, *_) = plain.choices[0].logprobs.content or []
-    token_id = first.token.removeprefix("token_id:")
-    for fields in (
-        {"frequency_penalty": 2.0},
-        {"presence_penalty": 2.0, "frequency_penalty": 2.0},
-        {"logit_bias": {token_id: -100}},
-        {"extra_body": {"repetition_penalty": 20.0}},
-        {"extra_body": {"bad_words": ["red"]}},
-    ):
-        assert text(ask(client, reds, max_tokens=20, **fields)) != text(plain), fields
-
-
 def test_json_is_what_was_asked_for(client: OpenAI) -> None:
     assert json.loads(text(ask(client, response_format=FORMAT))) == {"sum": 579}
     asked: Any = [{"role": "user", "content": "What is 123 + 456? Answer as JSON."}]
     found = json.loads(text(ask(client, asked, response_format={"type": "json_object"})))
     assert found == {"sum": 579}
     assert text(ask(client, response_format={"type": "text"})) == ANSWER
-
-
-def test_usage_counts_cached_tokens(client: OpenAI) -> None:
-    long: Any = [{"role": "user", "content": "Sort these words: " + "red apple bird " * 12}]
-    cached = []
-    for _ in range(2):
-        usage = ask(client, long, max_tokens=1).usage
-        assert usage is not None
-        assert usage.completion_tokens == 1
-        assert usage.prompt_tokens_details is not None
-        cached.append(usage.prompt_tokens_details.cached_tokens)
-        num_tokens = usage.prompt_tokens
-    assert (cached[0] or 0) < num_tokens - 16 <= (cached[1] or 0) < num_tokens
-
-
-def test_max_tokens_beyond_the_room_are_cut(client: OpenAI) -> None:
-    assert text(ask(client, max_tokens=32_000)) == ANSWER
-    answer = ask(client, max_completion_tokens=3)
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 3
 
 
 def test_errors_have_their_class_and_their_code(client: OpenAI) -> None:
@@ -382,36 +310,3 @@ def test_fields_of_vllm_go_through_extra_body(
         assert text(answer) == expected
     else:
         assert text(answer) != ANSWER
-
-
-def test_streams_at_once(url: str) -> None:
-    async def one(client: AsyncOpenAI, number: int) -> str:
-        messages: Any = [{"role": "user", "content": f"What is {number} + 400?"}]
-        chunks = await client.chat.completions.create(messages=messages, stream=True, **GREEDY)
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
-
-    async def main() -> list[str]:
-        async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-            return await asyncio.gather(*(one(client, number) for number in range(110, 126)))
-
-    assert asyncio.run(main()) == [f"{n} + 400 = {n + 400}" for n in range(110, 126)]
-
-
-def test_who_leaves_a_stream_aborts_it(client: OpenAI) -> None:
-    """It would last much longer than is waited for."""
-    num_aborts = _metric(client, "num_aborts_total")
-    endless: Any = {"n": 64, "extra_body": {"ignore_eos": True}}
-    chunks = client.chat.completions.create(messages=ADD, stream=True, **GREEDY, **endless)
-    next(chunks)
-    assert _metric(client, "num_requests_running") > 0
-    chunks.close()
-    until = time.monotonic() + ABORT_TIMEOUT_S
-    while _metric(client, "num_requests_running"):
-        assert time.monotonic() < until, "it still runs"
-    assert _metric(client, "num_aborts_total") > num_aborts
-
-
-def _metric(client: OpenAI, name: str) -> float:
-    metrics = client._client.get(str(client.base_url).replace("/v1/", "/metrics")).text
-    (line,) = (line for line in metrics.splitlines() if line.startswith(f"nanocore:{name}{{"))
-    return float(line.rpartition(" ")[2])

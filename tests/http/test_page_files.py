@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from nanocore.http.app import App
-from nanocore.http.endpoints.page import POLICY
-from nanocore.http.page_files import FOLDER, NAMES
-from nanocore.http.settings import AppSettings
+from nanocore.http.endpoints.page import FOLDER, NAMES, POLICY
+from nanocore.http.server_settings import AppSettings
 from tests.client.running import run
 from tests.http.asgi import Connection, scope
 

@@ -10,6 +10,7 @@ import httpx2 as httpx
 import jsonschema
 import pytest
 
+from tests.http import in_process
 from tests.http.in_process import app_of
 
 QUESTION = [{"role": "user", "content": "12 + 34 = ?"}]
@@ -40,12 +41,8 @@ BY_NAME: Any = {"type": "function", "function": {"name": "f"}}
 
 
 def ask(endpoint: str, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
-    async def scenario() -> httpx.Response:
-        async with app_of(endpoint, tool_parser="hermes") as (_, http):
-            asked = {"messages": QUESTION, "temperature": 0, "max_tokens": 100, **body}
-            return await http.post(path, json=asked)
-
-    return asyncio.run(scenario())
+    asked = {"messages": QUESTION, "temperature": 0, "max_tokens": 100, **body}
+    return in_process.ask(endpoint, path, asked, tool_parser="hermes")
 
 
 def function(name: str, parameters: dict[str, Any], **more: Any) -> dict[str, Any]:

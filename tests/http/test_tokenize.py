@@ -7,42 +7,27 @@ from typing import Any
 import pytest
 
 from nanocore.http.endpoints.tokenize import MAX_CHARS, MAX_TOKENS
-from tests.client.running import run
-from tests.http.in_process import app_of
+from tests.http.in_process import ask
 
 QUESTION = [{"role": "user", "content": "What is 1 + 2?"}]
-
-
-def post(endpoint: str, path: str, body: Any) -> Any:
-    async def send() -> Any:
-        async with app_of(endpoint) as (_, http):
-            return await http.post(path, json=body)
-
-    return run(send())
 
 
 @pytest.mark.parametrize("text", ["What is 1 + 2?", "<|im_end|> h\u00e9", "", "12 + 13 " * 2000])
 def test_a_text_comes_back(demo_endpoint: str, text: str) -> None:
     asked = {"prompt": text, "add_special_tokens": False, "return_token_strs": True}
-    there = post(demo_endpoint, "/tokenize", asked).json()
+    there = ask(demo_endpoint, "/tokenize", asked).json()
     assert there["count"] == len(there["tokens"]) == len(there["token_strs"])
     assert there["max_model_len"] == 2048
-    back = post(demo_endpoint, "/detokenize", {"tokens": there["tokens"]})
+    back = ask(demo_endpoint, "/detokenize", {"tokens": there["tokens"]})
     assert back.json() == {"prompt": text}
 
 
 def test_a_conversation_has_the_tokens_that_its_chat_has(demo_endpoint: str) -> None:
-    async def send() -> Any:
-        async with app_of(demo_endpoint) as (_, http):
-            tokenized = await http.post("/tokenize", json={"messages": QUESTION})
-            text = await http.post("/detokenize", json={"tokens": tokenized.json()["tokens"]})
-            chat = await http.post("/v1/chat/completions", json={"messages": QUESTION})
-            ended = await http.post(
-                "/tokenize", json={"messages": QUESTION, "add_generation_prompt": False}
-            )
-            return [one.json() for one in (tokenized, text, chat, ended)]
-
-    tokenized, text, chat, ended = run(send())
+    tokenized = ask(demo_endpoint, "/tokenize", {"messages": QUESTION}).json()
+    text = ask(demo_endpoint, "/detokenize", {"tokens": tokenized["tokens"]}).json()
+    chat = ask(demo_endpoint, "/v1/chat/completions", {"messages": QUESTION}).json()
+    open_ended = {"messages": QUESTION, "add_generation_prompt": False}
+    ended = ask(demo_endpoint, "/tokenize", open_ended).json()
     assert text["prompt"].endswith("<|im_start|>assistant\n")
     assert tokenized["count"] == chat["usage"]["prompt_tokens"]
     assert tokenized["tokens"][: ended["count"]] == ended["tokens"]
@@ -50,11 +35,7 @@ def test_a_conversation_has_the_tokens_that_its_chat_has(demo_endpoint: str) -> 
 
 
 def test_the_tokenizers_configuration_is_told(demo_endpoint: str) -> None:
-    async def get() -> Any:
-        async with app_of(demo_endpoint) as (_, http):
-            return (await http.get("/tokenizer_info")).json()
-
-    info = run(get())
+    info = ask(demo_endpoint, "/tokenizer_info").json()
     assert info["eos_token"] == "<|im_end|>"
     assert info["bos_token"] is None
     assert "<|im_start|>" in info["chat_template"]
@@ -78,6 +59,6 @@ def test_the_tokenizers_configuration_is_told(demo_endpoint: str) -> None:
     ],
 )
 def test_what_cannot_be_served_is_refused(demo_endpoint: str, path: str, body: Any) -> None:
-    answer = post(demo_endpoint, path, body)
+    answer = ask(demo_endpoint, path, body)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "invalid_request_error"

@@ -7,8 +7,8 @@ import inspect
 from typing import get_args
 from unittest.mock import patch
 
-from nanocore.http import errors as http_errors
-from nanocore.http.errors import http_error
+from nanocore.http import http_errors
+from nanocore.http.http_errors import http_error
 from nanocore.protocol.errors import ErrorCode, NanocoreError, StartError, exception_for
 from tools.reference.commands import exit_codes, file_name
 from tools.reference.markdown import item, page, table, wrapped

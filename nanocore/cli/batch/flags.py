@@ -20,7 +20,7 @@ from nanocore.cli.engine_choice import (
     choose_engine,
 )
 from nanocore.cli.flag_types import at_least
-from nanocore.http.settings import MAX_BODY_BYTES, AppSettings
+from nanocore.http.server_settings import MAX_BODY_BYTES, AppSettings
 from nanocore.protocol.errors import ConfigError
 
 _EXIT_CODES: Final = """\

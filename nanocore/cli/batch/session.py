@@ -68,7 +68,7 @@ class _Once(logging.Filter):
 
 
 async def _answer(options: BatchOptions, plan: Plan, results: Results, bar: tqdm[None]) -> int:
-    logging.getLogger("nanocore.http.errors").addFilter(_Once())
+    logging.getLogger("nanocore.http.http_errors").addFilter(_Once())
     app = App(options.app)
 
     def show() -> None:

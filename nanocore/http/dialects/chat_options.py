@@ -1,4 +1,4 @@
-"""What the dialects of conversations ask for alike, in the words of `ChatOptions`."""
+"""Conversations of any dialect: tools, template options, and submission to the engine."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ from nanocore.client.chat.event_stream import AnswerStream
 from nanocore.client.chat.messages import ChatMessage, is_long
 from nanocore.client.chat.request import ChatOptions, prepare_chat
 from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
-from nanocore.http.attended import attended
-from nanocore.http.dialects.sampling import SamplingFields
-from nanocore.http.errors import bad_request
+from nanocore.http.dialects.request_fields import SamplingFields
 from nanocore.http.exchange import Exchange
-from nanocore.http.settings import AppSettings
+from nanocore.http.http_errors import bad_request
+from nanocore.http.server_settings import AppSettings
 from nanocore.protocol.errors import ContextLengthError, quoted
 
 
 def is_function(tool: Mapping[str, Any]) -> bool:
-    """Whether it is a tool that the client runs; of other types are those of a vendor's servers."""
+    """Whether the client runs the tool; the other types are run by a vendor's servers."""
     return bool(tool.get("type", "function") == "function")
 
 
 def chosen_tools(
     tools: Sequence[dict[str, Any]] | None, choice: str | dict[str, Any] | None
 ) -> tuple[list[dict[str, Any]] | None, str | dict[str, Any] | None]:
-    """The functions that the model sees, and the choice among them.
+    """Return the functions that the model sees, and the choice among them.
 
     Raises:
-        HttpError: as `read_allowed_tools`.
+        HttpError: see `read_allowed_tools`.
     """
     functions = [tool for tool in tools or () if is_function(tool)]
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -39,24 +38,27 @@ def chosen_tools(
 
 
 def read_allowed_tools(choice: Mapping[str, Any], known: Collection[str]) -> tuple[set[str], str]:
-    """Names of the tools that a tool_choice of this type allows, and its mode.
+    """Return the names and the mode of a tool_choice of type allowed_tools.
 
-    known: names of the request's tools. Types of tools that are not served are passed over.
+    Args:
+        choice: the tool_choice. Tools of unsupported types are skipped.
+        known: names of the request's tools.
 
     Raises:
-        HttpError: it has none, or names one that is not known.
+        HttpError: it is malformed, or names an unknown tool.
     """
-    told = choice.get("allowed_tools", choice)  # the Responses API has its fields outside
+    # The Responses API has the fields in the choice itself, chat completions one level below.
+    inner = choice.get("allowed_tools", choice)
     tools, mode = (
-        (told.get("tools"), told.get("mode", "auto")) if isinstance(told, dict) else (None, None)
+        (inner.get("tools"), inner.get("mode", "auto")) if isinstance(inner, dict) else (None, None)
     )
     if not isinstance(tools, list) or mode not in ("auto", "required"):
         raise bad_request(
-            "tool_choice of type allowed_tools has tools, a list, and mode, auto or required, not "
-            f"{quoted(choice)}",
+            "a tool_choice of type allowed_tools needs tools, a list, and mode, auto or required; "
+            f"this one is {quoted(choice)}",
             "tool_choice",
         )
-    place = "tool_choice.allowed_tools.tools" if told is not choice else "tool_choice.tools"
+    place = "tool_choice.tools" if inner is choice else "tool_choice.allowed_tools.tools"
     allowed = set()
     for i, tool in enumerate(tools):
         if isinstance(tool, dict) and tool.get("type", "function") not in ("function", "custom"):
@@ -64,7 +66,7 @@ def read_allowed_tools(choice: Mapping[str, Any], known: Collection[str]) -> tup
         name = _name(tool) if isinstance(tool, dict) else ""
         if name not in known:
             raise bad_request(
-                f"{place}[{i}] is {quoted(tool)}, which is none of the tools: name one of them",
+                f"{place}[{i}] is {quoted(tool)}, which is not one of the tools: name one of them",
                 f"{place}[{i}]",
             )
         allowed.add(name)
@@ -77,7 +79,7 @@ def _name(tool: Mapping[str, Any]) -> str:
 
 
 def template_options(settings: AppSettings, given: Mapping[str, Any]) -> ChatOptions:
-    """What all dialects say to the template and the parsers. given: names that it gets."""
+    """Return the options that follow from the settings. given: the request's template variables."""
     return ChatOptions(
         chat_template_kwargs={**settings.default_chat_template_kwargs, **given},
         allowed_template_kwargs=(
@@ -90,13 +92,18 @@ def template_options(settings: AppSettings, given: Mapping[str, Any]) -> ChatOpt
     )
 
 
-def check_num_messages(exchange: Exchange, messages: str | Sequence[object]) -> None:
-    """Refuse more messages than the model has room for tokens, before any work is done on them.
+def effort_kwargs(effort: str | None) -> dict[str, Any]:
+    """Return template variables for OpenAI's reasoning effort; "none" turns thinking off."""
+    if effort is None:
+        return {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
-    A text is one.
+
+def check_num_messages(exchange: Exchange, messages: str | Sequence[object]) -> None:
+    """Refuse more messages than the model's context has tokens, before any work on them.
 
     Raises:
-        ContextLengthError: there are more.
+        ContextLengthError: there are more. A text is one message.
     """
     max_model_len = exchange.client.model_card.max_model_len
     if not isinstance(messages, str) and len(messages) > max_model_len:
@@ -114,10 +121,11 @@ async def submit_chat(
     request_id: str,
     options: ChatOptions,
 ) -> AnswerStream:
-    """The conversation's answer, which is to come.
+    """Submit the conversation and return the stream of its response.
 
     Raises:
-        NanocoreError: as `AsyncEngineClient.submit_chat`. Disconnected: as `attended`.
+        NanocoreError: see `AsyncEngineClient.submit_chat`.
+        Disconnected: the client has gone.
     """
     submitting = exchange.client.submit_chat(
         cast("Sequence[ChatMessage]", messages),
@@ -128,15 +136,15 @@ async def submit_chat(
         True,
         **options,
     )
-    # A short one is submitted before a client would be seen to leave.
+    # A short one is submitted before a disconnect could be noticed.
     has_much_text = is_long(messages, options.get("tools"))
-    return await (attended(exchange, submitting) if has_much_text else submitting)
+    return await (exchange.attended(submitting) if has_much_text else submitting)
 
 
 async def chat_token_ids(
     exchange: Exchange, messages: Sequence[Mapping[str, Any]], options: ChatOptions
 ) -> list[int]:
-    """The prompt that the conversation would be; raises likewise."""
+    """Return the conversation's prompt; raises as `submit_chat`."""
     client = exchange.client
     max_model_len = client.model_card.max_model_len
     preparing = client.with_tokenizer(
@@ -145,11 +153,4 @@ async def chat_token_ids(
         ),
         is_long(messages, options.get("tools")),
     )
-    return [*(await attended(exchange, preparing)).prompt_token_ids]
-
-
-def effort_kwargs(effort: str | None) -> dict[str, Any]:
-    """What a template gets of OpenAI's effort of reasoning; "none" turns thinking off."""
-    if effort is None:
-        return {}
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return [*(await exchange.attended(preparing)).prompt_token_ids]

@@ -1,13 +1,12 @@
-"""POST /v1/completions: OpenAI's, with vLLM's further fields.
+"""POST /v1/completions: OpenAI's completions, with vLLM's additional fields.
 
-Several prompts are as many requests to the engine, and one answer: sample i of prompt p is the
-choice of index p * n + i.
+Each prompt is a request to the engine. All of them make one response, in which sample i of prompt p
+is the choice with index p * n + i.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -20,38 +19,36 @@ from nanocore.client.chat.form_names import names_of_format
 from nanocore.client.chat.messages import is_long
 from nanocore.client.submit_order import Place
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.http.answer_id import AnswerId
-from nanocore.http.attended import attended_aside
 from nanocore.http.delivery import Delivery
-from nanocore.http.dialects.chat_completions import StreamOptions
 from nanocore.http.dialects.completion_encoders import (
-    CompletionAnswerEncoder,
+    CompletionEncoder,
     CompletionStreamEncoder,
     CompletionStyle,
 )
+from nanocore.http.dialects.openai_logprobs import Echo, LogprobsShown
 from nanocore.http.dialects.prompts import (
     OnePrompt,
     PromptInput,
+    attended_aside,
     num_kept_tokens,
     read_prompts,
     tokenize_prompts,
 )
-from nanocore.http.dialects.sampling import SamplingFields
-from nanocore.http.dialects.text_logprobs import Echo, LogprobsShown
-from nanocore.http.errors import bad_request
+from nanocore.http.dialects.request_fields import ResponseId, SamplingFields, StreamOptions
 from nanocore.http.exchange import Exchange
+from nanocore.http.http_errors import bad_request
 
 DEFAULT_MAX_TOKENS: Final = 16
 _REFUSED: Final = ("suffix", "prompt_embeds", "logits_processors", "kv_transfer_params")
 _SUBMITTED_AT_ONCE: Final = 32
-"""Of a batch, before others have their turn."""
+"""Prompts that are submitted before other requests have a turn."""
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
-    """The request. Fields from `user` on are taken and have no effect.
+    """The request. Fields from `user` on are accepted and have no effect.
 
-    max_tokens: null for as many as fit; 0, with `echo`, for none. truncate_prompt_tokens: keep the
-    last so many tokens of each prompt; -1: as many as leave room for the output.
+    max_tokens: null for as many as fit; 0, with `echo`, for none. truncate_prompt_tokens: keep this
+    many last tokens of each prompt; -1: as many as leave room for the output.
     """
 
     prompt: PromptInput
@@ -73,14 +70,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
     user: Any = None
 
     def params(self, card: ModelCard) -> SamplingParams:
-        """What the sampler is asked for; raises as `SamplingFields.sampling_params`."""
-        for name in _REFUSED:
-            if getattr(self, name):
-                raise bad_request(f"{name} is not served: leave it out", name)
+        """Return the sampling parameters; raises as `SamplingFields.sampling_params`."""
+        self.refuse(*(name for name in _REFUSED if getattr(self, name)))
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise bad_request("best_of other than n is not served: leave it out", "best_of")
+            raise bad_request("best_of other than n is not supported: leave it out", "best_of")
         if self.max_tokens == 0 and not self.echo:
-            raise bad_request("max_tokens=0 needs echo: true, or nothing is asked", "max_tokens")
+            raise bad_request("max_tokens=0 needs echo: true", "max_tokens")
         if self.prompt_logprobs is not None and self.stream:
             raise bad_request("prompt_logprobs are not streamed", "prompt_logprobs")
         max_tokens = 1 if self.max_tokens == 0 else self.max_tokens
@@ -89,19 +84,18 @@ class CompletionRequest(SamplingFields, kw_only=True):
             params = replace(params, max_tokens=None)
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             params = replace(params, prompt_logprobs=self.logprobs)
-        form = read_response_format(self.response_format)
-        if form is None:
+        constraint = read_response_format(self.response_format)
+        if constraint is None:
             return params
         if params.structured_outputs is not None:
             raise bad_request(
-                "structured_outputs beside a response_format: an answer has one form; give one",
+                "both structured_outputs and response_format are given: give one of them",
                 "response_format",
             )
-        return replace(params, structured_outputs=form)
+        return replace(params, structured_outputs=constraint)
 
 
 async def serve(exchange: Exchange) -> None:
-    """Answer one."""
     request = await exchange.read(CompletionRequest)
     model = exchange.check_model(request.model)
     client = exchange.client
@@ -114,18 +108,16 @@ async def serve(exchange: Exchange) -> None:
     prompts = read_prompts(request.prompt, "prompt")
     if len(prompts) > 1:
         _check_batch(client, len(prompts) * params.n)
-    answer_id = AnswerId("cmpl-", request.request_id)
+    response_id = ResponseId("cmpl-", request.request_id)
+    # Places are taken before tokenizing, so that requests keep the order in which they came.
     with client.places(len(prompts)) as places:
         token_ids = await tokenize_prompts(
             exchange, places, prompts, request.add_special_tokens is not False, "prompt", num_kept
         )
         style = CompletionStyle(
-            id=answer_id.text,
-            created_s=int(time.time()),
-            model=model,
-            fingerprint=client.model_card.numerics_fingerprint,
+            head=response_id.head("text_completion", model, client.model_card.numerics_fingerprint),
             num_samples=params.n,
-            logprobs=await _shown(client, request),
+            logprobs=await _logprobs_shown(client, request),
             shows_output=request.max_tokens != 0,
             shows_prompt=request.prompt_logprobs is not None,
             skip_special_tokens=params.skip_special_tokens,
@@ -133,22 +125,24 @@ async def serve(exchange: Exchange) -> None:
             if request.echo
             else (),
         )
-        answers = await _submit(client, token_ids, params, request, answer_id, places)
+        streams = await _submit(client, token_ids, params, request, response_id, places)
         if request.response_format is not None:
-            for answer in answers:
-                answer.form_names = names_of_format(request.response_format)
-    encoder: CompletionStreamEncoder | CompletionAnswerEncoder
+            for stream in streams:
+                stream.form_names = names_of_format(request.response_format)
+    encoder: CompletionStreamEncoder | CompletionEncoder
     if request.stream:
         options = request.stream_options or StreamOptions()
         encoder = CompletionStreamEncoder(
             style, bool(options.include_usage), bool(options.continuous_usage_stats)
         )
     else:
-        encoder = CompletionAnswerEncoder(style)
-    await Delivery(exchange, answers, encoder).run()
+        encoder = CompletionEncoder(style)
+    await Delivery(exchange, streams, encoder).run()
 
 
-async def _shown(client: AsyncEngineClient, request: CompletionRequest) -> LogprobsShown | None:
+async def _logprobs_shown(
+    client: AsyncEngineClient, request: CompletionRequest
+) -> LogprobsShown | None:
     if request.logprobs is None:
         return None
     as_token_ids = bool(request.return_tokens_as_token_ids)
@@ -160,20 +154,19 @@ async def _submit(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     request: CompletionRequest,
-    answer_id: AnswerId,
+    response_id: ResponseId,
     places: Sequence[Place],
 ) -> list[AnswerStream]:
-    """All of them, or none."""
-    answers: list[AnswerStream] = []
+    streams: list[AnswerStream] = []
     try:
         for i, prompt in enumerate(prompts):
-            if len(answers) % _SUBMITTED_AT_ONCE == _SUBMITTED_AT_ONCE - 1:
+            if len(streams) % _SUBMITTED_AT_ONCE == _SUBMITTED_AT_ONCE - 1:
                 await asyncio.sleep(0)
-            answers.append(
+            streams.append(
                 await client.submit(
                     prompt,
                     params,
-                    answer_id.engine_id(i if len(prompts) > 1 else None),
+                    response_id.engine_id(i if len(prompts) > 1 else None),
                     request.priority or 0,
                     request.cache_salt,
                     True,
@@ -181,19 +174,20 @@ async def _submit(
                 )
             )
     except BaseException:
-        for answer in answers:
-            answer.close()
+        # A disconnect or a refusal: prompts that were submitted must not run on.
+        for stream in streams:
+            stream.close()
         raise
-    return answers
+    return streams
 
 
 def _check_batch(client: AsyncEngineClient, num_samples: int) -> None:
-    """Refuse what would be too much for an engine that has nothing else to do."""
+    """Refuse a batch that even an idle engine could not queue: retrying would never help."""
     most = client.limits.max_num_queued_reqs
     if most is not None and num_samples > most:
         raise bad_request(
-            f"{num_samples} samples, of all prompts together, are more than the {most} that wait "
-            "for the engine at most: send fewer prompts at once",
+            f"{num_samples} samples of all prompts together exceed the engine's queue of {most}: "
+            "send fewer prompts at once",
             "prompt",
         )
 
@@ -205,24 +199,21 @@ async def _echoes(
     prompts: Sequence[OnePrompt],
     token_ids: Sequence[list[int]],
 ) -> list[Echo]:
-    """Of each prompt; a text is echoed as it came, unless its beginning is cut off."""
-    if request.logprobs is None and request.truncate_prompt_tokens is None:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if len(texts) == len(prompts):
-            return [Echo(text) for text in texts]
+    """Return each prompt's echo: a text as it came, unless its beginning is truncated."""
+    is_truncated = request.truncate_prompt_tokens is not None
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if request.logprobs is None and not is_truncated and len(texts) == len(prompts):
+        return [Echo(text) for text in texts]
 
     def make(tokenizer: Tokenizer) -> list[Echo]:
         is_added = request.add_special_tokens is not False
         num_added = tokenizer.num_added_tokens if is_added else (0, 0)
-        echoes = []
-        for prompt, kept in zip(prompts, token_ids, strict=True):
-            if not isinstance(prompt, str):
-                echoes.append(Echo.of(tokenizer, kept, None))
-            elif request.truncate_prompt_tokens is None:
-                echoes.append(Echo.of(tokenizer, kept, prompt, num_added))
-            else:
-                echoes.append(Echo.of(tokenizer, kept, None))
-        return echoes
+        return [
+            Echo.of_tokens(tokenizer, kept, prompt, num_added)
+            if isinstance(prompt, str) and not is_truncated
+            else Echo.of_tokens(tokenizer, kept, None)
+            for prompt, kept in zip(prompts, token_ids, strict=True)
+        ]
 
     are_long = is_long(*token_ids)
     making = exchange.client.with_tokenizer(make, are_long)

@@ -1,30 +1,65 @@
-"""Anthropic's messages of blocks, made the chat messages that templates know.
+"""Anthropic's messages of content blocks, converted to the chat messages that templates know.
 
-Texts of one message are joined, results of tools become messages of their own before the text of
-the message that brought them, and what the assistant thought and called goes with its turn.
+Texts of one message are joined. Tool results become messages of their own, before the text of the
+message that holds them. Thinking and tool calls stay with the assistant's turn.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
+
+import msgspec
 
 from nanocore.client.chat.messages import ChatMessage
-from nanocore.http.dialects.message_fields import Block, Source, Turn
-from nanocore.http.errors import HttpError, bad_request
+from nanocore.http.http_errors import HttpError, bad_request
 
 _BILLING: Final = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")
-"""Claude Code's first words to its vendor: another number in each request, which would keep the
-whole prompt after it from being found in the prefix cache."""
+"""Claude Code's first line holds a number that differs in each request. Without its removal
+the prefix cache would never hit."""
 _TEXTS: Final = ("text", "document", "search_result", "tool_reference")
 
 
-def chat_messages(system: str | list[Block] | None, turns: Sequence[Turn]) -> list[ChatMessage]:
-    """The conversation, in order.
+class Source(msgspec.Struct):
+    """Source of a document or an image. Only texts are read: data, or blocks in content."""
+
+    type: str | None = None
+    data: str | None = None
+    content: str | list[ContentBlock] | None = None
+
+
+class ContentBlock(msgspec.Struct):
+    """A piece of a message's content. Which fields it has depends on its type."""
+
+    type: str
+    text: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    title: str | None = None
+    source: str | Source | None = None
+    tool_name: str | None = None
+
+
+class MessageParam(msgspec.Struct):
+    """A message of the conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock] | None = None
+
+
+def chat_messages(
+    system: str | list[ContentBlock] | None, turns: Sequence[MessageParam]
+) -> list[ChatMessage]:
+    """Return the conversation's messages.
 
     Raises:
-        HttpError: a block is of no served type, lacks something, or stands where it cannot.
+        HttpError: a block has an unsupported type, lacks a field, or may not stand there.
     """
     if not turns:
         raise bad_request("messages is empty: send at least one message", "messages")
@@ -49,11 +84,11 @@ def chat_messages(system: str | list[Block] | None, turns: Sequence[Turn]) -> li
     return messages
 
 
-def is_prefilled(turns: Sequence[Turn]) -> bool:
-    """Whether the answer goes on where the last message ends.
+def is_prefilled(turns: Sequence[MessageParam]) -> bool:
+    """Whether the response continues the last message.
 
     Raises:
-        HttpError: the last message calls tools, and nobody has answered them.
+        HttpError: the last message calls tools, whose results are missing.
     """
     last = turns[-1] if turns else None
     if last is None or last.role != "assistant":
@@ -65,11 +100,11 @@ def is_prefilled(turns: Sequence[Turn]) -> bool:
     return True
 
 
-def _blocks(content: str | list[Block] | None) -> list[Block]:
-    return [Block("text", text=content)] if isinstance(content, str) else content or []
+def _blocks(content: str | list[ContentBlock] | None) -> list[ContentBlock]:
+    return [ContentBlock("text", text=content)] if isinstance(content, str) else content or []
 
 
-def _system_text(content: str | list[Block] | None, where: str) -> str:
+def _system_text(content: str | list[ContentBlock] | None, where: str) -> str:
     texts = [
         _BILLING.sub("", _text(block, f"{where}[{i}]"), count=1)
         if _BILLING.match(block.text or "")
@@ -79,7 +114,7 @@ def _system_text(content: str | list[Block] | None, where: str) -> str:
     return "\n".join(filter(None, texts))
 
 
-def _user(blocks: list[Block], where: str, tool_names: dict[str, str]) -> list[ChatMessage]:
+def _user(blocks: list[ContentBlock], where: str, tool_names: dict[str, str]) -> list[ChatMessage]:
     results: list[ChatMessage] = []
     texts = []
     for i, block in enumerate(blocks):
@@ -92,19 +127,19 @@ def _user(blocks: list[Block], where: str, tool_names: dict[str, str]) -> list[C
     return results
 
 
-def _tool_result(block: Block, where: str, tool_names: dict[str, str]) -> ChatMessage:
+def _tool_result(block: ContentBlock, where: str, tool_names: dict[str, str]) -> ChatMessage:
     call_id = _needed(block.tool_use_id, where, "tool_use_id")
     parts = _blocks(block.content)
     text = "\n".join(_text(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
     if block.is_error and "error" not in text.lower():
-        text = f"Error: {text}" if text else "Error"  # templates know no other way to say it
+        text = f"Error: {text}" if text else "Error"  # templates have no field for errors
     message: ChatMessage = {"role": "tool", "tool_call_id": call_id, "content": text}
     if call_id in tool_names:
         message["name"] = tool_names[call_id]
     return message
 
 
-def _assistant(blocks: list[Block], where: str, tool_names: dict[str, str]) -> ChatMessage:
+def _assistant(blocks: list[ContentBlock], where: str, tool_names: dict[str, str]) -> ChatMessage:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
@@ -132,8 +167,8 @@ def _assistant(blocks: list[Block], where: str, tool_names: dict[str, str]) -> C
     return message
 
 
-def _text(block: Block, where: str) -> str:
-    """What a block that holds text says."""
+def _text(block: ContentBlock, where: str) -> str:
+    """Return the text of a block that holds text; raise HttpError for another one."""
     if block.type == "text":
         return _needed(block.text, where, "text", may_be_empty=True)
     if block.type == "tool_reference":
@@ -147,17 +182,17 @@ def _text(block: Block, where: str) -> str:
             return _titled([block.title], text, where)
         if block.source.type == "content":
             return _titled([block.title], block.source.content, f"{where}.source.content")
-    raise _unserved(block, where)
+    raise _unsupported(block, where)
 
 
-def _titled(titles: list[str | None], content: str | list[Block] | None, where: str) -> str:
-    """Texts under their titles; blocks in them are no more than text, so nothing nests."""
+def _titled(titles: list[str | None], content: str | list[ContentBlock] | None, where: str) -> str:
+    """Join titles and texts. Inner blocks must be text, so recursion ends here."""
     texts = []
     for i, part in enumerate(_blocks(content)):
         if part.type != "text":
             place = f"{where}[{i}]"
             raise bad_request(
-                f"{place} is of type {part.type[:64]!r}: only text stands here", place
+                f"{place} is of type {part.type[:64]!r}: only text is allowed here", place
             )
         texts.append(_text(part, f"{where}[{i}]"))
     return "\n".join(filter(None, [*titles, *texts]))
@@ -169,12 +204,12 @@ def _needed(value: str | None, where: str, name: str, may_be_empty: bool = False
     return value
 
 
-def _unserved(block: Block, where: str) -> HttpError:
+def _unsupported(block: ContentBlock, where: str) -> HttpError:
     kind = block.type[:64]
     if block.type in ("image", "document"):
-        reason = "this model reads text alone: leave it out, or send its text"
+        reason = "this model reads text only: leave it out, or send its text"
     elif block.type in ("text", "thinking", "redacted_thinking", "tool_use", "tool_result"):
-        reason = "such a block cannot stand here"
+        reason = "such a block is not allowed here"
     else:
-        reason = f"the types {', '.join(_TEXTS)}, thinking, tool_use and tool_result are served"
+        reason = f"the types {', '.join(_TEXTS)}, thinking, tool_use and tool_result are supported"
     return bad_request(f"{where} is of type {kind!r}: {reason}", where)

@@ -1,14 +1,18 @@
-"""Events to what /v1/messages answers: one message, or a stream of its blocks.
+"""Encoders of /v1/messages: a whole message, or a stream of its blocks.
 
-A message has blocks in the order in which the model wrote them. Thinking is signed with a constant:
-some clients drop what nobody has signed, and shall not. The prompt's tokens are input_tokens and
-cache_read_input_tokens together, as Anthropic counts them.
+Blocks are in the order in which the model wrote them. Thinking is signed with a constant, because
+some clients drop unsigned thinking. The prompt's tokens are the sum of input_tokens and
+cache_read_input_tokens, as Anthropic counts them.
+
+A tool's input must be an object. If the model's arguments are not one, because it erred or was cut
+off, the input is {"INVALID_JSON": the text}: the form in which Anthropic's documents have clients
+return such a text to a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
@@ -21,35 +25,72 @@ from nanocore.client.chat.events import (
     ToolArguments,
     ToolBegin,
 )
-from nanocore.http.dialects.encoders import WholeEncoder
-from nanocore.http.dialects.sse import around, escaped, event
-from nanocore.http.dialects.tool_input import StreamedInput, tool_input
-from nanocore.http.errors import HttpError, anthropic_body
+from nanocore.http.dialects.encoding import WholeEncoder, around, escaped, event
+from nanocore.http.http_errors import HttpError, anthropic_body
+
+_INVALID: Final = "INVALID_JSON"
+
+
+def tool_input(arguments: str) -> msgspec.Raw | dict[str, Any]:
+    """Return a call's arguments as an object, numbers as the model wrote them."""
+    if not arguments.strip():
+        return {}
+    try:
+        if isinstance(msgspec.json.decode(arguments), dict):
+            return msgspec.Raw(arguments.strip().encode())
+    except (msgspec.DecodeError, RecursionError):
+        pass
+    return {_INVALID: arguments}
+
+
+class StreamedInput:
+    """Streams a call's arguments: text that begins as an object passes, other text is held."""
+
+    def __init__(self) -> None:
+        self._held: list[str] = []
+        self._is_object: bool | None = None  # None until the first character that is not a space
+
+    def feed(self, delta: str) -> str:
+        """Return the text to send now."""
+        if self._is_object:
+            return delta
+        self._held.append(delta)
+        if self._is_object is None and (begin := delta.lstrip()):
+            self._is_object = begin.startswith("{")
+            if self._is_object:
+                return "".join(self._held)
+        return ""
+
+    def finish(self) -> str:
+        """Return what is left to send: held text, as an object."""
+        if self._is_object is not False:
+            return ""
+        return msgspec.json.encode({_INVALID: "".join(self._held)}).decode()
+
 
 _PLACE: Final = "\x00delta"
-"""No text of an event but the place of one."""
+"""Placeholder for the text of a delta."""
 _SIGNATURE: Final = "nanocore"
 _STOP_REASONS: Final = {"length": "max_tokens", "tool_calls": "tool_use"}
 _PING: Final = event("ping", {"type": "ping"})
 _Begin: TypeAlias = Text | Reasoning | ToolBegin
-"""Events that a block may begin with."""
+"""Events with which a block may begin."""
 _DELTAS: Final[dict[type[_Begin], tuple[str, str]]] = {
     Text: ("text_delta", "text"),
     Reasoning: ("thinking_delta", "thinking"),
     ToolBegin: ("input_json_delta", "partial_json"),
 }
-"""What the deltas of their blocks are called, and the key of what they bring."""
+"""Type of the deltas in their blocks, and the key of the delta's text."""
 
 
 class _End:
-    """How a message ends, and what it took; before it has ended, what is known."""
+    """Stop reason and usage of a message, as far as they are known."""
 
     def __init__(self) -> None:
         self.started: Started | None = None
         self.finished: Finished | None = None
 
     def reasons(self) -> tuple[str | None, str | None]:
-        """stop_reason and stop_sequence."""
         if self.finished is None:
             return None, None
         if isinstance(self.finished.stop_reason, str):
@@ -57,7 +98,6 @@ class _End:
         return _STOP_REASONS.get(self.finished.finish_reason, "end_turn"), None
 
     def usage(self) -> dict[str, Any]:
-        """Of tokens."""
         num_prompt = len(self.started.prompt_token_ids) if self.started else 0
         num_cached = self.started.num_cached_tokens if self.started else 0
         usage: dict[str, Any] = {
@@ -73,29 +113,39 @@ class _End:
         return usage
 
 
+class AnthropicMessage(msgspec.Struct, kw_only=True):
+    """Anthropic's message."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None
+    stop_sequence: str | None
+    usage: dict[str, Any]
+
+
 class MessageStyle(msgspec.Struct, frozen=True):
-    """What an answer says beside its events."""
+    """Content of a response that is not in its events."""
 
     id: str
     model: str
 
-    def message(self, content: list[dict[str, Any]], end: _End) -> dict[str, Any]:
-        """The message with these blocks, as far as it goes."""
+    def message(self, content: list[dict[str, Any]], end: _End) -> AnthropicMessage:
         stop_reason, stop_sequence = end.reasons()
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self.model,
-            "content": content,
-            "stop_reason": stop_reason,
-            "stop_sequence": stop_sequence,
-            "usage": end.usage(),
-        }
+        return AnthropicMessage(
+            id=self.id,
+            model=self.model,
+            content=content,
+            stop_reason=stop_reason,
+            stop_sequence=stop_sequence,
+            usage=end.usage(),
+        )
 
 
 class MessageStreamEncoder:
-    """Implements `delivery.Encoder`."""
+    """Encoder of a stream of events; see `delivery.Encoder`."""
 
     is_stream = True
     keep_alive = _PING
@@ -104,12 +154,12 @@ class MessageStreamEncoder:
         self._style = style
         self._end = _End()
         self._num_blocks = 0
-        self._open: type[_Begin] | None = None  # which event the open block began with
-        self._around = (b"", b"")  # of a delta of the open block
+        self._open: type[_Begin] | None = None  # the kind of event that began the open block
+        self._around = (b"", b"")  # bytes around the text of a delta in the open block
         self._input = StreamedInput()
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
-        """The events of these events."""
+        # Nearly every token comes this way: a delta of the open block, between two fixed pieces.
         if len(events) == 1:
             only = events[0]
             if type(only) is self._open and (type(only) is Text or type(only) is Reasoning):
@@ -121,7 +171,6 @@ class MessageStreamEncoder:
         return b"".join([part for each in events for part in self._parts(each)])
 
     def finish(self) -> bytes:
-        """The end of the last block, and of the message."""
         stop_reason, stop_sequence = self._end.reasons()
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         last = {"type": "message_delta", "delta": delta, "usage": self._end.usage()}
@@ -133,10 +182,7 @@ class MessageStreamEncoder:
         return b"".join(parts)
 
     def fail(self, error: HttpError) -> bytes:
-        """An error instead of the rest."""
         return b"event: error\ndata: " + anthropic_body(error) + b"\n\n"
-
-    # -- inside -----------------------------------------------------------------------------------
 
     def _parts(self, each: ChatEvent) -> list[bytes]:
         match each:
@@ -157,25 +203,24 @@ class MessageStreamEncoder:
                 self._end.finished = each
                 return []
             case _:
-                raise AssertionError(f"{each} is none of a message's")
+                raise AssertionError(f"{each} is not a message's")
 
     def _delta(self, text: str) -> bytes:
         before, after = self._around
         return before + escaped(text) + after
 
     def _begin(self, first: _Begin) -> list[bytes]:
-        """Close the block before, and open the one of this event."""
+        """Close the open block, and open one that begins with this event."""
         closed = self._close()
         self._open = type(first)
         self._input = StreamedInput()
         kind, key = _DELTAS[self._open]
-        delta = self._of_block("content_block_delta", delta={"type": kind, key: _PLACE})
+        delta = self._block_event("content_block_delta", delta={"type": kind, key: _PLACE})
         self._around = around(delta, _PLACE, "content_block_delta")
-        start = self._of_block("content_block_start", content_block=_block(first, ""))
+        start = self._block_event("content_block_start", content_block=_block(first, ""))
         return [*closed, event("content_block_start", start)]
 
     def _close(self) -> list[bytes]:
-        """End the open block, if one is."""
         if self._open is None:
             return []
         parts = []
@@ -183,20 +228,19 @@ class MessageStreamEncoder:
             parts.append(self._delta(rest))
         if self._open is Reasoning:
             delta = {"type": "signature_delta", "signature": _SIGNATURE}
-            signed = self._of_block("content_block_delta", delta=delta)
+            signed = self._block_event("content_block_delta", delta=delta)
             parts.append(event("content_block_delta", signed))
-        parts.append(event("content_block_stop", self._of_block("content_block_stop")))
+        parts.append(event("content_block_stop", self._block_event("content_block_stop")))
         self._open = None
         self._num_blocks += 1
         return parts
 
-    def _of_block(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """An event of the block that is, or will be, open."""
+    def _block_event(self, kind: str, **fields: Any) -> dict[str, Any]:
         return {"type": kind, "index": self._num_blocks, **fields}
 
 
-class MessageAnswerEncoder(WholeEncoder):
-    """Implements `delivery.Encoder`: the whole message at its end."""
+class MessageEncoder(WholeEncoder):
+    """Encoder of a whole `AnthropicMessage`; see `delivery.Encoder`."""
 
     def __init__(self, style: MessageStyle) -> None:
         self._style = style
@@ -204,7 +248,6 @@ class MessageAnswerEncoder(WholeEncoder):
         self._blocks: list[tuple[_Begin, list[str]]] = []
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
-        """Keep them."""
         for each in events:
             match each:
                 case Started():
@@ -220,17 +263,15 @@ class MessageAnswerEncoder(WholeEncoder):
                 case ToolArguments():
                     self._blocks[-1][1].append(each.delta)
                 case _:
-                    raise AssertionError(f"{each} is none of a message's")
+                    raise AssertionError(f"{each} is not a message's")
         return b""
 
     def finish(self) -> bytes:
-        """The message."""
         content = [_block(begin, "".join(deltas), _SIGNATURE) for begin, deltas in self._blocks]
         return msgspec.json.encode(self._style.message(content, self._end))
 
 
 def _block(begin: _Begin, whole: str, signature: str = "") -> dict[str, Any]:
-    """The block that begins with this event, and has all this text."""
     if isinstance(begin, ToolBegin):
         call = {"type": "tool_use", "id": begin.id, "name": begin.name}
         return {**call, "input": tool_input(whole)}

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
-from typing import Final, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 from nanocore.client.chat.messages import is_long
 from nanocore.client.submit_order import Place
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
-from nanocore.http.attended import attended_aside
-from nanocore.http.errors import bad_request
-from nanocore.http.exchange import Exchange
+from nanocore.http.exchange import Exchange, Result
+from nanocore.http.http_errors import bad_request
 from nanocore.protocol.errors import ContextLengthError
 
 MAX_PROMPTS: Final = 1024
@@ -20,7 +19,7 @@ OnePrompt: TypeAlias = "str | list[int]"
 
 
 def read_prompts(given: PromptInput, field: str) -> list[OnePrompt]:
-    """One prompt or several. field: what the request calls them.
+    """Return the prompts of a request. field: its name, for errors.
 
     Raises:
         HttpError: there are none, too many, or they are of several kinds.
@@ -32,8 +31,8 @@ def read_prompts(given: PromptInput, field: str) -> list[OnePrompt]:
     kinds = set(map(type, given))
     if len(kinds) > 1:
         raise bad_request(
-            f"{field} is a text, a list of texts, a list of token ids or a list of lists of those, "
-            "and nothing mixed",
+            f"{field} mixes kinds: give a text, a list of texts, a list of token ids, or a list of "
+            "such lists",
             field,
         )
     if kinds == {int}:
@@ -41,8 +40,7 @@ def read_prompts(given: PromptInput, field: str) -> list[OnePrompt]:
     prompts = cast("list[OnePrompt]", given)
     if len(prompts) > MAX_PROMPTS:
         raise bad_request(
-            f"{field} has {len(prompts)} prompts: at most {MAX_PROMPTS} are taken; send several "
-            "requests",
+            f"{field} has {len(prompts)} prompts, more than {MAX_PROMPTS}: send several requests",
             field,
         )
     return prompts
@@ -56,14 +54,15 @@ async def tokenize_prompts(
     field: str,
     num_kept: int | None,
 ) -> list[list[int]]:
-    """The token ids of each; many texts, like long ones, hold up nobody else.
+    """Return the token ids of each prompt; much text is tokenized without delaying other requests.
 
-    places: those of the prompts, which step aside if their texts are long. num_kept: keep the last
-    so many tokens of each.
+    places: of the prompts in the order of submission, which long ones give up. field: name of the
+    prompts, for errors. num_kept: keep this many last tokens of each.
 
     Raises:
-        HttpError: one of them has none. ContextLengthError: one has more than the model takes.
-        Disconnected: the client has left meanwhile.
+        HttpError: a prompt has no tokens.
+        ContextLengthError: a prompt has more tokens than the model takes.
+        Disconnected: the client has gone.
     """
     client = exchange.client
     max_model_len = client.model_card.max_model_len
@@ -108,13 +107,24 @@ async def tokenize_prompts(
     return [token_ids[number] for number in range(len(prompts))]
 
 
-def num_kept_tokens(num_tokens: int | None, room: int) -> int | None:
-    """Of each prompt, the last so many tokens, as vLLM's truncate_prompt_tokens says it.
+async def attended_aside(
+    exchange: Exchange, places: Sequence[Place], work: Coroutine[Any, Any, Result]
+) -> Result:
+    """Do long work as `Exchange.attended`; other requests may overtake those that wait for it."""
+    for place in places:
+        place.step_aside()
+    return await exchange.attended(work)
 
-    None: all of them; -1: as many as there is room for.
+
+def num_kept_tokens(num_tokens: int | None, room: int) -> int | None:
+    """Return how many last tokens of each prompt to keep, for vLLM's truncate_prompt_tokens.
+
+    Args:
+        num_tokens: as requested; None keeps all, -1 as many as fit.
+        room: tokens that fit.
 
     Raises:
-        HttpError: it is no number of tokens.
+        HttpError: it is another number below 1.
     """
     if num_tokens is None or num_tokens >= 1:
         return num_tokens

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: OpenAI's, with vLLM's further fields and a choice of pooling."""
+"""POST /v1/embeddings: OpenAI's embeddings, with vLLM's additional fields and pooling."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ import msgspec
 
 from nanocore.client import AsyncEngineClient, EmbeddingOutput
 from nanocore.client.submit_order import Place
-from nanocore.http.attended import attended
 from nanocore.http.dialects.prompts import (
     PromptInput,
     num_kept_tokens,
     read_prompts,
     tokenize_prompts,
 )
-from nanocore.http.dialects.sampling import Priority
-from nanocore.http.errors import bad_request
+from nanocore.http.dialects.request_fields import Priority
 from nanocore.http.exchange import Exchange
+from nanocore.http.http_errors import bad_request
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
-    """The request. `user` is taken and has no effect.
+    """The request. `user` is accepted and has no effect.
 
-    pooling: of the hidden state after the last norm: the "last" token's, or the "mean" of all.
-    normalize: to length 1. truncate_prompt_tokens: keep the last so many tokens of each input; -1:
-    as many as the model takes.
+    pooling: over the hidden states after the last norm: the "last" token's, or the "mean".
+    normalize: to length 1. truncate_prompt_tokens: keep this many last tokens of each input; -1: as
+    many as the model takes.
     """
 
     input: PromptInput
@@ -46,8 +45,24 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     user: Any = None
 
 
+class Embedding(msgspec.Struct):
+    """One input's embedding: numbers, or float32 in base64."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingList(msgspec.Struct):
+    """OpenAI's list of embeddings."""
+
+    data: list[Embedding]
+    model: str
+    usage: dict[str, Any]
+    object: Literal["list"] = "list"
+
+
 async def serve(exchange: Exchange) -> None:
-    """Answer one."""
     request = await exchange.read(EmbeddingRequest)
     model = exchange.check_model(request.model)
     client = exchange.client
@@ -55,7 +70,7 @@ async def serve(exchange: Exchange) -> None:
     if request.dimensions is not None and request.dimensions != card.hidden_size:
         raise bad_request(
             f"dimensions={request.dimensions}: this model's embeddings have {card.hidden_size} "
-            "numbers, and were not made to be shortened; leave it out",
+            "numbers and cannot be shortened: leave it out",
             "dimensions",
         )
     num_kept = num_kept_tokens(request.truncate_prompt_tokens, card.max_model_len)
@@ -64,35 +79,26 @@ async def serve(exchange: Exchange) -> None:
         token_ids = await tokenize_prompts(
             exchange, places, prompts, request.add_special_tokens is not False, "input", num_kept
         )
-        outputs = await attended(exchange, _embed(client, token_ids, request, places))
+        outputs = await exchange.attended(_embed(client, token_ids, request, places))
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
     if exchange.record is not None:
         exchange.record.usage.add_prompt(num_tokens, num_cached_tokens)
     is_base64 = request.encoding_format == "base64"
-    await exchange.reply_json(
-        {
-            "object": "list",
-            "data": [
-                {
-                    "object": "embedding",
-                    "index": index,
-                    "embedding": in_base64(output.embedding) if is_base64 else [*output.embedding],
-                }
-                for index, output in enumerate(outputs)
-            ],
-            "model": model,
-            "usage": {
-                "prompt_tokens": num_tokens,
-                "total_tokens": num_tokens,
-                "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
-            },
-        }
-    )
+    usage = {
+        "prompt_tokens": num_tokens,
+        "total_tokens": num_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+    embeddings = [
+        Embedding(i, in_base64(one.embedding) if is_base64 else [*one.embedding])
+        for i, one in enumerate(outputs)
+    ]
+    await exchange.reply_json(EmbeddingList(embeddings, model, usage))
 
 
 def in_base64(numbers: array[float]) -> str:
-    """float32, the lower byte first."""
+    """Encode float32 numbers, little-endian."""
     if sys.byteorder == "big":
         numbers = numbers[:]
         numbers.byteswap()
@@ -105,7 +111,7 @@ async def _embed(
     request: EmbeddingRequest,
     places: Sequence[Place],
 ) -> list[EmbeddingOutput]:
-    """Of all of them; the first that fails ends the others."""
+    """Embed all prompts; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [

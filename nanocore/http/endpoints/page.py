@@ -1,18 +1,36 @@
-"""The web page: at / for browsers, and the files that it consists of.
+"""The web page: at / for browsers, and its files, which are read once at start.
 
-Whoever loads it needs no key; what it asks of the server then does. Its policy lets it load from
-and talk to its own origin alone, and run no script or style but its files.
+Loading it needs no key; the requests it makes do. A path is looked up in the fixed list of names
+and never joined to a folder, so no other file of the machine can be reached.
 """
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Final
 
-from nanocore import __version__
-from nanocore.http.errors import HttpError
-from nanocore.http.exchange import Exchange
-from nanocore.http.page_files import INDEX, PageFile, read_page_files
+import msgspec
 
+from nanocore import __version__
+from nanocore.http.exchange import Exchange
+from nanocore.http.http_errors import HttpError
+
+FOLDER: Final = Path(__file__).parent.parent / "page"
+INDEX: Final = "index.html"
+NAMES: Final = (
+    INDEX, "icon.svg", "style.css", "chat.css", "live.css", "theme.js", "app.js", "answer.js",
+    "api.js", "chat.js", "dom.js", "inline.js", "kept.js", "list.js", "live.js", "markdown.js",
+    "message.js", "scroller.js", "settings.js", "steps.js", "store.js", "ways.js",
+)  # fmt: skip
+_TYPES: Final = {
+    ".html": b"text/html; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".js": b"text/javascript; charset=utf-8",
+    ".svg": b"image/svg+xml",
+}
+# Only its own files may run or be loaded, and it may talk only to its own origin: what a model
+# writes is shown as text and can neither run nor fetch anything.
 POLICY: Final = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
     b" base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -23,14 +41,33 @@ _HEADERS: Final = {
     b"referrer-policy": b"no-referrer",
     b"cross-origin-opener-policy": b"same-origin",
     b"cross-origin-resource-policy": b"same-origin",
-    b"cache-control": b"no-cache",  # kept, and asked for again by its tag
+    b"cache-control": b"no-cache",  # cached, and revalidated by its ETag
 }
+
+
+class PageFile(msgspec.Struct, frozen=True):
+    """A file of the page. etag: with quotes; changes with the body."""
+
+    body: bytes
+    content_type: bytes
+    etag: bytes
+
+
+def read_page_files() -> dict[str, PageFile]:
+    return {name: _read(FOLDER / name) for name in NAMES}
+
+
+def _read(path: Path) -> PageFile:
+    body = path.read_bytes()
+    digest = hashlib.sha256(body).hexdigest()[:32]
+    return PageFile(body, _TYPES[path.suffix], b'"%b"' % digest.encode())
+
+
 _FILES: Final = read_page_files()
 
 
 async def root(exchange: Exchange) -> None:
-    """GET and HEAD /: the page for browsers; for others, which look whether anybody is there, a
-    name."""
+    """Reply to a browser with the page, to other clients with the server's name."""
     varies = exchange.reply_headers.get(b"vary")
     exchange.reply_headers[b"vary"] = b"accept" if varies is None else b"accept, " + varies
     if prefers_html(b",".join(exchange.headers(b"accept"))):
@@ -40,7 +77,6 @@ async def root(exchange: Exchange) -> None:
 
 
 async def file(exchange: Exchange) -> None:
-    """A file of the page."""
     found = _FILES.get(exchange.path_id)
     if found is None:
         raise HttpError(404, f"the page has no file {exchange.path_id[:200]!r}", "not_found")
@@ -48,7 +84,7 @@ async def file(exchange: Exchange) -> None:
 
 
 def prefers_html(accept: bytes) -> bool:
-    """Whether an Accept header names text/html, and does not like JSON better; `*/*` is no name."""
+    """Whether an Accept header names text/html and does not rank JSON higher; `*/*` is ignored."""
     qualities = {b"text/html": 0.0, b"application/json": 0.0}
     for entry in accept.lower().split(b","):
         kind, *parameters = (part.strip() for part in entry.split(b";"))

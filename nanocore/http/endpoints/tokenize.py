@@ -1,4 +1,4 @@
-"""Text to token ids and back, as vLLM's server has it: /tokenize, /detokenize, /tokenizer_info."""
+"""Text to token ids and back, as in vLLM's server: /tokenize, /detokenize, /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ import msgspec
 from nanocore.client.chat.request import ChatOptions
 from nanocore.client.special_tokens import STANDARD_NAMES
 from nanocore.client.tokenizer import MAX_QUICK_TOKENS, Tokenizer
-from nanocore.http.attended import attended
 from nanocore.http.dialects.chat_options import (
     chat_token_ids,
     check_num_messages,
     chosen_tools,
     template_options,
 )
-from nanocore.http.errors import bad_request
 from nanocore.http.exchange import Exchange
-from nanocore.http.settings import AppSettings
+from nanocore.http.http_errors import bad_request
+from nanocore.http.server_settings import AppSettings
 
 MAX_CHARS: Final = 1 << 20
-"""Of a text; it takes seconds."""
+"""Limit for a text, which takes seconds to tokenize."""
 MAX_TOKENS: Final = 1 << 20
-_PRIVATE: Final = frozenset({"name_or_path", "chat_template", "added_tokens_decoder"})
-"""Of a tokenizer's configuration: where it was made, and what is said otherwise or at length."""
+_OMITTED: Final = frozenset({"name_or_path", "chat_template", "added_tokens_decoder"})
+"""Keys of a tokenizer's configuration that /tokenizer_info leaves out."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """A text, or a conversation as /v1/chat/completions takes it.
+    """A text, or a conversation as in /v1/chat/completions.
 
-    add_special_tokens: of a text, and by default; a conversation has those of its template.
+    add_special_tokens: to a text; default true. A conversation has those of its template.
     """
 
     prompt: str | None = None
@@ -46,24 +45,23 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     chat_template: str | None = None
 
     def check(self) -> None:
-        """Raises HttpError if it is none of both, or asks for what is not served."""
+        """Raise HttpError if fields contradict each other or are not supported."""
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("give either a prompt or messages", "prompt")
         if self.prompt is not None and len(self.prompt) > MAX_CHARS:
             raise bad_request(
-                f"the prompt has {len(self.prompt)} characters: at most {MAX_CHARS} are taken",
+                f"the prompt has {len(self.prompt)} characters, more than {MAX_CHARS}: shorten it",
                 "prompt",
             )
         if self.messages is not None and self.add_special_tokens:
             raise bad_request(
-                "a conversation's special tokens are its template's: leave add_special_tokens out",
+                "a conversation has its template's special tokens: leave add_special_tokens out",
                 "add_special_tokens",
             )
         if self.chat_template is not None:
-            raise bad_request("chat_template is not served: leave it out", "chat_template")
+            raise bad_request("chat_template is not supported: leave it out", "chat_template")
 
     def options(self, settings: AppSettings) -> ChatOptions:
-        """What the conversation is asked for beside its messages."""
         tools, tool_choice = chosen_tools(self.tools, self.tool_choice)
         return ChatOptions(
             tools=tools,
@@ -74,6 +72,15 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
         )
 
 
+class TokenList(msgspec.Struct):
+    """Token ids of a text. token_strs: the tokens' texts, if requested."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Token ids."""
 
@@ -82,14 +89,13 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 async def tokenize(exchange: Exchange) -> None:
-    """POST /tokenize."""
     request = await exchange.read(TokenizeRequest)
     exchange.check_model(request.model)
     request.check()
     client = exchange.client
     if request.prompt is not None:
         encoding = client.encode(request.prompt, request.add_special_tokens is not False)
-        token_ids = await attended(exchange, encoding)
+        token_ids = await exchange.attended(encoding)
     else:
         messages, options = request.messages or [], request.options(exchange.settings)
         check_num_messages(exchange, messages)
@@ -99,25 +105,16 @@ async def tokenize(exchange: Exchange) -> None:
         token_strs = await client.with_tokenizer(
             lambda tokenizer: tokenizer.tokens(token_ids), is_long=len(token_ids) > MAX_QUICK_TOKENS
         )
-    await exchange.reply_json(
-        {
-            "count": len(token_ids),
-            "max_model_len": client.model_card.max_model_len,
-            "tokens": token_ids,
-            "token_strs": token_strs,
-        }
-    )
+    max_model_len = client.model_card.max_model_len
+    await exchange.reply_json(TokenList(len(token_ids), max_model_len, token_ids, token_strs))
 
 
 async def detokenize(exchange: Exchange) -> None:
-    """POST /detokenize."""
     request = await exchange.read(DetokenizeRequest)
     exchange.check_model(request.model)
     client, token_ids = exchange.client, request.tokens
     if len(token_ids) > MAX_TOKENS:
-        raise bad_request(
-            f"tokens has {len(token_ids)} of them: at most {MAX_TOKENS} are taken", "tokens"
-        )
+        raise bad_request(f"{len(token_ids)} tokens are more than {MAX_TOKENS}", "tokens")
     vocab_size = client.model_card.vocab_size
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
@@ -131,22 +128,20 @@ async def detokenize(exchange: Exchange) -> None:
     if len(token_ids) <= MAX_QUICK_TOKENS:
         text = decode(await client.get_tokenizer())
     else:
-        text = await attended(exchange, client.with_tokenizer(decode, is_long=True))
+        text = await exchange.attended(client.with_tokenizer(decode, is_long=True))
     await exchange.reply_json({"prompt": text})
 
 
 async def tokenizer_info(exchange: Exchange) -> None:
-    """GET /tokenizer_info: what the model's tokenizer_config.json says, and its chat template."""
     client = exchange.client
     tokenizer = await client.get_tokenizer()
-    config = {name: value for name, value in tokenizer.config.items() if name not in _PRIVATE}
-    names = dict.fromkeys(sorted(STANDARD_NAMES))
+    config = {name: value for name, value in tokenizer.config.items() if name not in _OMITTED}
     await exchange.reply_json(
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": client.model_card.max_model_len,
             **config,
-            **names,
+            **dict.fromkeys(sorted(STANDARD_NAMES)),
             **tokenizer.named_tokens,
             "chat_template": tokenizer.chat_template_text,
         }

@@ -145,8 +145,8 @@ function keepKey(key) {
 }
 
 function whyNoKey(key) {
-  if (key.length > MAX_KEY_CHARS) return `A key has at most ${MAX_KEY_CHARS} characters, this one ${key.length}.`;
-  return VISIBLE_ASCII.test(key) ? null : "A key has letters, digits and signs of ASCII alone.";
+  if (key.length > MAX_KEY_CHARS) return `A key has at most ${MAX_KEY_CHARS} characters; this one has ${key.length}.`;
+  return VISIBLE_ASCII.test(key) ? null : "A key has only printable ASCII characters.";
 }
 
 /** Whether there is another key than `used` to try; all requests that need one ask once. */

@@ -16,10 +16,10 @@ const DEMO_NAME = "nanocore_demo_model";
 const DEMO_QUESTIONS = ["What is 123 + 456?", "Sort: pear apple fig", "Count from 7 to 12."];
 const NOTES = {
   kept: "",
-  large: "This conversation is too long to be kept: what is new in it is gone once you leave it.",
-  full: "There is no room for this conversation: what is new in it is gone once you leave it.",
+  large: "This conversation is too long to store: new messages are lost when you leave it.",
+  full: "The browser’s storage is full: new messages are lost when you leave this conversation.",
 };
-const COPY_NOTE = "Another tab went on with this conversation: here it goes on as a copy.";
+const COPY_NOTE = "Another tab continued this conversation: it continues here as a copy.";
 
 export class Chat {
   /**
@@ -129,7 +129,7 @@ export class Chat {
     this.scroller.toEnd();
     this.showBusy();
     this.keep(false);
-    announce("The answer is coming.");
+    announce("The response is coming.");
     this.fetchAnswer(run, this.body(messages, fields));
     return true;
   }
@@ -152,7 +152,7 @@ export class Chat {
       const isWhole = await readEvents(response, (chunk) => {
         if (run.answer.add(chunk, performance.now())) this.showSoon(run);
       });
-      if (!isWhole) ending = { kind: "incomplete", text: "Incomplete: the stream ended before the answer did." };
+      if (!isWhole) ending = { kind: "incomplete", text: "Incomplete: the stream ended before the response did." };
     } catch (error) {
       ending = endingOf(error);
       if (error.status === 404) this.findModel();

@@ -122,7 +122,7 @@ export class LiveView {
     this.samples.push(body);
     this.samples.splice(0, this.samples.length - RATE_SAMPLES);
     this.last = body;
-    if (body.draining) this.say("draining", "The engine drains: it finishes what it has");
+    if (body.draining) this.say("draining", "The engine is draining: it finishes its requests");
     else this.say("", this.liveWords());
     this.showTiles(body);
     this.chart.show(this.steps, body);

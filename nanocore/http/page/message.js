@@ -32,7 +32,7 @@ function userView(message, index, actions) {
       { class: "editor", on: { submit } },
       el("h3", { text: "You" }),
       area,
-      el("p", { class: "hint", text: "What follows in the conversation is answered anew." }),
+      el("p", { class: "hint", text: "The messages after it are replaced." }),
       el(
         "div",
         { class: "row" },
@@ -66,8 +66,8 @@ export function isEnter(event) {
 function toolView(message) {
   return el(
     "article",
-    { class: "message tool", "aria-label": "Result of a tool" },
-    folded("Result of the tool", el("pre", { text: message.content, dir: "auto" })),
+    { class: "message tool", "aria-label": "Tool result" },
+    folded("Tool result", el("pre", { text: message.content, dir: "auto" })),
   );
 }
 

@@ -71,9 +71,9 @@ function tools() {
   try {
     value = JSON.parse(field.value);
   } catch (error) {
-    throw new SettingError(field, `The tools are no JSON: ${error.message}`);
+    throw new SettingError(field, `Tools are not valid JSON: ${error.message}`);
   }
-  if (!Array.isArray(value)) throw new SettingError(field, "The tools are a JSON array.");
+  if (!Array.isArray(value)) throw new SettingError(field, "Tools must be a JSON array.");
   return value.length ? value : null;
 }
 

@@ -21,7 +21,7 @@ export function showWays({ requests, now_s: nowS }, windowS) {
   const hidden = seen.length - MAX_ROWS;
   const note = byId("no-ways");
   note.hidden = seen.length > 0 && hidden <= 0;
-  note.textContent = hidden > 0 ? `and ${count(hidden)} more` : `No request in the last ${windowS} s.`;
+  note.textContent = hidden > 0 ? `and ${count(hidden)} more` : `No requests in the last ${windowS} s.`;
 }
 
 /** A request with its phases as [phase, from, to], the last of an open one up to now. */

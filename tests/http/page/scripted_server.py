@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import uvicorn
 
 from nanocore.http.app import App
-from nanocore.http.settings import AppSettings
+from nanocore.http.server_settings import AppSettings
 
 MODEL = "scripted"
 PAGE_PATHS = ("/", "/page/")

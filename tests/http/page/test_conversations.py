@@ -128,7 +128,7 @@ def test_what_is_kept_is_bounded_and_the_oldest_goes(scripted: ScriptedServer, p
 def test_a_browser_without_room_is_no_reason_to_fail(scripted: ScriptedServer, page: Page) -> None:
     page.evaluate("localStorage.setItem('other', 'x'.repeat(5 * 2**20 - 200))")
     talk(scripted, page, "where to?")
-    expect(page.locator("#chat-note")).to_contain_text("no room")
+    expect(page.locator("#chat-note")).to_contain_text("storage is full")
 
 
 SETTINGS: dict[str, tuple[str, Any]] = {
@@ -179,8 +179,8 @@ def test_settings_reach_the_request_and_are_kept(scripted: ScriptedServer, page:
 @pytest.mark.parametrize(
     ("label", "text", "says"),
     [
-        ("Tools", "[{", "The tools are no JSON"),
-        ("Tools", "{}", "The tools are a JSON array."),
+        ("Tools", "[{", "Tools are not valid JSON"),
+        ("Tools", "{}", "Tools must be a JSON array."),
         ("Top p", "2", "Top p:"),
         ("Max tokens", "0.5", "Max tokens:"),
     ],

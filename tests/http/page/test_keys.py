@@ -18,7 +18,7 @@ pytestmark = pytest.mark.campaign
 def give(page: Page, key: str) -> None:
     expect(page.get_by_role("dialog")).to_be_visible()
     page.get_by_label("API key").fill(key)
-    page.get_by_role("button", name="Use it").click()
+    page.get_by_role("button", name="Save").click()
 
 
 def test_a_key_is_asked_for_and_stays_in_the_tab(
@@ -33,7 +33,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(
         page.get_by_label("API key").fill(key)
         page.keyboard.press("Enter")
         if key == "schl\u00fcssel":
-            expect(dialog).to_contain_text("of ASCII alone")
+            expect(dialog).to_contain_text("printable ASCII")
         if key == "wrong":
             expect(dialog).to_contain_text("no valid API key")
     expect(page.locator("#model")).to_have_text("scripted")
@@ -49,7 +49,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(
     scripted.answer_with([{"content": "Hello."}, *end()])
     page.get_by_role("button", name="Regenerate").click()
     page.get_by_label("API key").fill("another")
-    page.get_by_role("button", name="Use it").click()
+    page.get_by_role("button", name="Save").click()
     expect(page.locator(".markdown")).to_have_text("Hello.")
 
 
@@ -98,7 +98,7 @@ def test_a_key_that_nothing_takes_is_no_trap(scripted: ScriptedServer, new_page:
     page = new_page(scripted.url)
     give(page, "x" * 70_000)
     dialog = page.get_by_role("dialog")
-    expect(dialog).to_contain_text("at most 8192 characters, this one 70000")
+    expect(dialog).to_contain_text("at most 8192 characters; this one has 70000")
     for status in (403, 431):
         scripted.key_status = status
         give(page, f"another-{status}")

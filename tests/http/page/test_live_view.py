@@ -135,7 +135,7 @@ def test_an_engine_that_drains_is_gone_or_is_replaced_is_told(
 ) -> None:
     state = live.locator("#live-state")
     answered(scripted, live, live_answer(draining=True))
-    expect(state).to_have_text("The engine drains: it finishes what it has")
+    expect(state).to_have_text("The engine is draining: it finishes its requests")
     answered(scripted, live, Refusal(503, "the engine is gone", 1))
     expect(state).to_have_text("The engine is gone: 503: the engine is gone (try again in 1 s)")
     expect(live.locator("#steps .decode")).to_have_count(20)
@@ -163,7 +163,7 @@ def test_who_gives_no_key_is_not_asked_for_it_again_and_again(
     expect(live.get_by_role("dialog")).to_be_hidden()
     live.get_by_role("button", name="Pause").click()
     live.get_by_label("API key").fill("right")
-    live.get_by_role("button", name="Use it").click()
+    live.get_by_role("button", name="Save").click()
     expect(live.locator("#live-state")).to_have_text("Live")
 
 

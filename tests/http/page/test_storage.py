@@ -121,7 +121,7 @@ def test_a_conversation_that_is_too_long_is_not_kept_and_no_other_goes_for_it(
     store(page, 10, 10, 10)
     scripted.answer_with(answer("Long."))
     paste(page, "word ", 420_000)
-    expect(note(page)).to_contain_text("too long to be kept")
+    expect(note(page)).to_contain_text("too long to store")
     expect(page.locator(".markdown")).to_have_text("Long.")
     assert kept(page) == ["talk 2", "talk 1", "talk 0"]
     page.get_by_role("button", name="New conversation").click()
@@ -135,7 +135,7 @@ def test_only_what_an_answer_came_to_makes_others_go_and_no_more_than_it_needs(
     scripted.answer_with(Refusal(400, "too many tokens"), answer("Now."))
     paste(page, "longer", 50_000)
     expect(page.locator(".notice.failed")).to_have_text("400: too many tokens")
-    expect(note(page)).to_contain_text("no room")
+    expect(note(page)).to_contain_text("storage is full")
     assert kept(page) == ["talk 2", "talk 1", "talk 0"]
     page.get_by_role("button", name="Regenerate").click()
     expect(page.locator(".markdown")).to_have_text("Now.")
@@ -151,7 +151,7 @@ def test_where_others_have_filled_the_storage_only_what_makes_room_goes(
     scripted.answer_with(answer("No."), answer("Yes."))
     paste(page, "larger", 2000)
     expect(page.locator(".markdown")).to_have_text("No.")
-    expect(note(page)).to_contain_text("no room")
+    expect(note(page)).to_contain_text("storage is full")
     assert kept(page) == ["talk 2", "talk 1", "talk 0"], "all of them would not be enough"
     page.get_by_role("button", name="New conversation").click()
     paste(page, "little", 400)
@@ -202,7 +202,7 @@ def test_two_tabs_with_a_conversation_see_each_others_turns_and_lose_none(
     ended(other)
     gate.open()
     ended(page)
-    expect(note(page)).to_contain_text("goes on as a copy")
+    expect(note(page)).to_contain_text("continues here as a copy")
     expect(page.locator(".message.user .text")).to_have_text(["base", "one", "two"])
     stored = page.evaluate(
         f"Object.keys(localStorage).filter(key => key.startsWith('{PREFIX}'))"
@@ -228,7 +228,7 @@ def test_what_is_being_written_stays_when_another_tab_goes_on(
     expect(other.get_by_label("Edit the message")).to_have_value("edited")
     other.get_by_label("Edit the message").press("Enter")
     expect(other.locator(".markdown")).to_have_text("Re: edited")
-    expect(note(other)).to_contain_text("goes on as a copy")
+    expect(note(other)).to_contain_text("continues here as a copy")
     expect(page.locator(".entry")).to_have_count(2)
     expect(page.locator(".markdown")).to_have_text(["Re: base", "Re: one"])
 

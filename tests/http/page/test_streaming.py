@@ -213,7 +213,7 @@ def error_event(message: object) -> bytes:
 @pytest.mark.parametrize(
     ("ends_with", "kind", "says"),
     [
-        ([], "incomplete", "Incomplete: the stream ended before the answer did."),
+        ([], "incomplete", "Incomplete: the stream ended before the response did."),
         ([Drop()], "incomplete", "Incomplete: the connection broke"),
         ([error_event("the engine is gone")], "failed", "the engine is gone"),
         ([error_event({"x": 1})], "failed", '{"x":1}'),

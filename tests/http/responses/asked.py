@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from nanocore.http.app import App
-from nanocore.http.settings import AppSettings
+from nanocore.http.server_settings import AppSettings
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Event, FinishReason, Submit
 from tests.client.fake_engine import FakeEngine, connected, welcome_message

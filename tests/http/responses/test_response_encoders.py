@@ -24,10 +24,13 @@ from nanocore.client.chat.events import (
 )
 from nanocore.client.logprobs import Logprob
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.http.dialects.response_encoders import ResponseAnswerEncoder, ResponseStreamEncoder
-from nanocore.http.dialects.response_items import Item
-from nanocore.http.dialects.response_object import ResponseStyle
-from nanocore.http.errors import HttpError
+from nanocore.http.dialects.responses.response_encoders import (
+    ResponseEncoder,
+    ResponseStreamEncoder,
+    ResponseStyle,
+)
+from nanocore.http.dialects.responses.response_items import Item
+from nanocore.http.http_errors import HttpError
 from tests.http.responses.asked import encoded, sent_events
 from tests.tiny_models import write_byte_tokenizer
 
@@ -35,7 +38,7 @@ EVENT: Final[TypeAdapter[ResponseStreamEvent]] = TypeAdapter(ResponseStreamEvent
 STYLE: Final = ResponseStyle(
     key="k",
     created_s=1,
-    asked={"model": "m", "parallel_tool_calls": True, "tool_choice": "auto", "tools": []},
+    request_fields={"model": "m", "parallel_tool_calls": True, "tool_choice": "auto", "tools": []},
 )
 STARTED: Final = Started("r", [1, 2, 3], 2, seed=7)
 USAGE: Final = Usage(3, 2, 9, 4)
@@ -86,7 +89,7 @@ def check_deltas(events: list[dict[str, Any]]) -> None:
 
 def answered(events: Sequence[ChatEvent], style: ResponseStyle = STYLE) -> dict[str, Any]:
     """The whole response."""
-    encoder = ResponseAnswerEncoder(style, None)
+    encoder = ResponseEncoder(style, None)
     assert encoder.feed(0, events, 1) == b""
     response = Response.model_validate_json(encoder.finish(), strict=True)
     return encoded(response.model_dump(mode="json", exclude_unset=True))  # type: ignore[no-any-return]
@@ -283,9 +286,9 @@ def test_a_whole_answer_has_the_log_probabilities_after_its_reasoning(
     assert named(response["output"][1]["content"][0]["logprobs"]) == "ab"
 
 
-@pytest.mark.parametrize("kind", [ResponseAnswerEncoder, ResponseStreamEncoder])
+@pytest.mark.parametrize("kind", [ResponseEncoder, ResponseStreamEncoder])
 def test_it_is_kept_before_its_end_is_told(
-    kind: type[ResponseAnswerEncoder] | type[ResponseStreamEncoder],
+    kind: type[ResponseEncoder] | type[ResponseStreamEncoder],
 ) -> None:
     kept: list[tuple[bytes, list[Item]]] = []
     encoder = kind(STYLE, lambda body, output: kept.append((body, output)))

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from nanocore.http.dialects.response_items import Item, ItemReader
-from nanocore.http.dialects.response_messages import messages_of
-from nanocore.http.errors import HttpError
+from nanocore.http.dialects.responses.response_items import Item, ItemReader, messages_of
+from nanocore.http.http_errors import HttpError
 
 HI: Any = {"role": "user", "content": "hi"}
 CALL: Any = {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a":1}'}

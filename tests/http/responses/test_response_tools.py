@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from nanocore.http.dialects.response_tools import read_response_tools
-from nanocore.http.errors import HttpError
+from nanocore.http.dialects.responses.response_tools import read_response_tools
+from nanocore.http.http_errors import HttpError
 
 ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
 SUB: Any = {"type": "function", "name": "sub", "description": None}

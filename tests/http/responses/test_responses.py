@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.client.running import run
+from tests.client.running import in_event_loop
 from tests.http.responses.asked import asked_app
 
 ADD: Any = {
@@ -18,188 +18,172 @@ ADD: Any = {
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def test_a_text_is_answered_whole_or_in_events_alike(short_path: Path) -> None:
-    async def scenario() -> None:
-        async with asked_app(short_path) as asked:
-            body = {"input": "hi", "instructions": "Be brief.", "metadata": {"a": "b"}}
-            whole = (await asked.respond(body, "he", "llo")).json()
-            reply = await asked.respond({**body, "stream": True}, "he", "llo")
-            assert asked.prompts == ["system: Be brief.\nuser: hi\nassistant: "] * 2
-            assert reply.headers["content-type"].startswith("text/event-stream")
-            events = reply.events()
-            assert [event["sequence_number"] for event in events] == list(range(len(events)))
-            assert list(dict.fromkeys(event["type"] for event in events))[4:] == [
-                "response.output_text.delta",
-                "response.output_text.done",
-                "response.content_part.done",
-                "response.output_item.done",
-                "response.completed",
-            ]
-            streamed = events[-1]["response"]
-            assert streamed["output"][0].pop("id") == streamed["id"].replace("resp", "msg") + "_0"
-            whole["output"][0].pop("id")
-            for response in (whole, streamed):
-                assert response.pop("completed_at") >= response["created_at"]
-                del response["id"], response["created_at"]
-            assert whole == streamed
-            assert whole["output"][0]["content"][0]["text"] == "hello"
-            assert whole["metadata"] == {"a": "b"}
-            assert whole["usage"]["output_tokens"] == 6
-            assert whole["usage"]["total_tokens"] == 6 + whole["usage"]["input_tokens"]
-
-    run(scenario())
+@in_event_loop
+async def test_a_text_is_answered_whole_or_in_events_alike(short_path: Path) -> None:
+    async with asked_app(short_path) as asked:
+        body = {"input": "hi", "instructions": "Be brief.", "metadata": {"a": "b"}}
+        whole = (await asked.respond(body, "he", "llo")).json()
+        reply = await asked.respond({**body, "stream": True}, "he", "llo")
+        assert asked.prompts == ["system: Be brief.\nuser: hi\nassistant: "] * 2
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        events = reply.events()
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert list(dict.fromkeys(event["type"] for event in events))[4:] == [
+            "response.output_text.delta",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+        streamed = events[-1]["response"]
+        assert streamed["output"][0].pop("id") == streamed["id"].replace("resp", "msg") + "_0"
+        whole["output"][0].pop("id")
+        for response in (whole, streamed):
+            assert response.pop("completed_at") >= response["created_at"]
+            del response["id"], response["created_at"]
+        assert whole == streamed
+        assert whole["output"][0]["content"][0]["text"] == "hello"
+        assert whole["metadata"] == {"a": "b"}
+        assert whole["usage"]["output_tokens"] == 6
+        assert whole["usage"]["total_tokens"] == 6 + whole["usage"]["input_tokens"]
 
 
-def test_a_conversation_goes_on_where_the_last_response_ended(short_path: Path) -> None:
-    async def scenario() -> None:
-        async with asked_app(short_path) as asked:
-            tools = {"tools": [ADD], "reasoning": {"effort": "low"}}
-            first = await asked.respond(
-                {"input": "1 + 1?", "instructions": "gone", **tools}, "hm</think>", CALL
-            )
-            reasoning, call = first.json()["output"]
-            assert (reasoning["content"][0]["text"], call["arguments"]) == ("hm", '{"a": 1}')
-            result = {"type": "function_call_output", "call_id": call["call_id"], "output": "2"}
-            previous = first.json()["id"]
-            second = await asked.respond(
-                {"input": [result], "previous_response_id": previous, "stream": True}, "It is 2."
-            )
-            talk = 'user: 1 + 1?\nassistant: (hm)<add{"a": 1}>\ntool: 2\nassistant: '
-            assert asked.prompts[1] == talk
-            third = {
-                "input": "sure?",
-                "previous_response_id": second.events()[-1]["response"]["id"],
-            }
-            await asked.respond(third, "yes")
-            assert asked.prompts[2] == f"{talk}It is 2.\nuser: sure?\nassistant: "
-
-    run(scenario())
+@in_event_loop
+async def test_a_conversation_goes_on_where_the_last_response_ended(short_path: Path) -> None:
+    async with asked_app(short_path) as asked:
+        tools = {"tools": [ADD], "reasoning": {"effort": "low"}}
+        first = await asked.respond(
+            {"input": "1 + 1?", "instructions": "gone", **tools}, "hm</think>", CALL
+        )
+        reasoning, call = first.json()["output"]
+        assert (reasoning["content"][0]["text"], call["arguments"]) == ("hm", '{"a": 1}')
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "2"}
+        previous = first.json()["id"]
+        second = await asked.respond(
+            {"input": [result], "previous_response_id": previous, "stream": True}, "It is 2."
+        )
+        talk = 'user: 1 + 1?\nassistant: (hm)<add{"a": 1}>\ntool: 2\nassistant: '
+        assert asked.prompts[1] == talk
+        third = {
+            "input": "sure?",
+            "previous_response_id": second.events()[-1]["response"]["id"],
+        }
+        await asked.respond(third, "yes")
+        assert asked.prompts[2] == f"{talk}It is 2.\nuser: sure?\nassistant: "
 
 
-def test_references_stand_for_stored_items(short_path: Path) -> None:
-    async def scenario() -> None:
-        async with asked_app(short_path) as asked:
-            first = (await asked.respond({"input": "hi"}, "hello")).json()
-            listed = await asked.request("GET", f"/v1/responses/{first['id']}/input_items")
-            references = [
-                {"type": "item_reference", "id": listed.json()["data"][0]["id"]},
-                {"id": first["output"][0]["id"]},
-                {"role": "user", "content": "so?"},
-            ]
-            await asked.respond({"input": references}, "so")
-            assert asked.prompts[1] == "user: hi\nassistant: hello\nuser: so?\nassistant: "
-            lost = await asked.request(
-                "POST", "/v1/responses", {"input": [{"type": "item_reference", "id": "msg_a_0"}]}
-            )
-            assert (lost.status, lost.json()["error"]["code"]) == (404, "item_not_found")
-
-    run(scenario())
+@in_event_loop
+async def test_references_stand_for_stored_items(short_path: Path) -> None:
+    async with asked_app(short_path) as asked:
+        first = (await asked.respond({"input": "hi"}, "hello")).json()
+        listed = await asked.request("GET", f"/v1/responses/{first['id']}/input_items")
+        references = [
+            {"type": "item_reference", "id": listed.json()["data"][0]["id"]},
+            {"id": first["output"][0]["id"]},
+            {"role": "user", "content": "so?"},
+        ]
+        await asked.respond({"input": references}, "so")
+        assert asked.prompts[1] == "user: hi\nassistant: hello\nuser: so?\nassistant: "
+        lost = await asked.request(
+            "POST", "/v1/responses", {"input": [{"type": "item_reference", "id": "msg_a_0"}]}
+        )
+        assert (lost.status, lost.json()["error"]["code"]) == (404, "item_not_found")
 
 
-def test_a_stored_response_is_read_listed_and_deleted(short_path: Path) -> None:
-    async def scenario() -> None:
-        async with asked_app(short_path) as asked:
-            texts = ["a", "b", "c"]
-            items = [{"role": "user", "content": text} for text in texts]
-            whole = await asked.respond({"input": items}, "hello")
-            path = f"/v1/responses/{whole.json()['id']}"
-            assert (await asked.request("GET", path)).body == whole.body
+@in_event_loop
+async def test_a_stored_response_is_read_listed_and_deleted(short_path: Path) -> None:
+    async with asked_app(short_path) as asked:
+        texts = ["a", "b", "c"]
+        items = [{"role": "user", "content": text} for text in texts]
+        whole = await asked.respond({"input": items}, "hello")
+        path = f"/v1/responses/{whole.json()['id']}"
+        assert (await asked.request("GET", path)).body == whole.body
 
-            async def listed(query: str) -> tuple[list[str], bool]:
-                page = (await asked.request("GET", f"{path}/input_items?{query}")).json()
-                assert page["first_id"] == page["data"][0]["id"]
-                assert page["last_id"] == page["data"][-1]["id"]
-                found = [item["content"][0]["text"] for item in page["data"]]
-                return found, page["has_more"]
+        async def listed(query: str) -> tuple[list[str], bool]:
+            page = (await asked.request("GET", f"{path}/input_items?{query}")).json()
+            assert page["first_id"] == page["data"][0]["id"]
+            assert page["last_id"] == page["data"][-1]["id"]
+            found = [item["content"][0]["text"] for item in page["data"]]
+            return found, page["has_more"]
 
-            assert await listed("") == (["c", "b", "a"], False)
-            assert await listed("order=asc&limit=2") == (["a", "b"], True)
-            last = (await asked.request("GET", f"{path}/input_items?limit=1")).json()["last_id"]
-            assert await listed(f"after={last}") == (["b", "a"], False)
-            for query in ("order=up", "limit=0", "limit=101", "limit=x", "after=nobody"):
-                assert (await asked.request("GET", f"{path}/input_items?{query}")).status == 400
+        assert await listed("") == (["c", "b", "a"], False)
+        assert await listed("order=asc&limit=2") == (["a", "b"], True)
+        last = (await asked.request("GET", f"{path}/input_items?limit=1")).json()["last_id"]
+        assert await listed(f"after={last}") == (["b", "a"], False)
+        for query in ("order=up", "limit=0", "limit=101", "limit=x", "after=nobody"):
+            assert (await asked.request("GET", f"{path}/input_items?{query}")).status == 400
 
-            assert (await asked.request("GET", f"{path}?stream=true")).status == 400
-            assert (await asked.request("POST", f"{path}/cancel")).status == 400
-            deleted = (await asked.request("DELETE", path)).json()
-            assert deleted == {"id": whole.json()["id"], "object": "response", "deleted": True}
-            for method, gone in (
-                ("GET", path), ("DELETE", path), ("GET", f"{path}/input_items"),
-                ("POST", f"{path}/cancel"),
-            ):  # fmt: skip
-                assert (await asked.request(method, gone)).status == 404
-            lost = {"input": "x", "previous_response_id": whole.json()["id"]}
-            refused = await asked.request("POST", "/v1/responses", lost)
-            assert refused.json()["error"]["code"] == "previous_response_not_found"
-            assert refused.status == 400
-
-    run(scenario())
+        assert (await asked.request("GET", f"{path}?stream=true")).status == 400
+        assert (await asked.request("POST", f"{path}/cancel")).status == 400
+        deleted = (await asked.request("DELETE", path)).json()
+        assert deleted == {"id": whole.json()["id"], "object": "response", "deleted": True}
+        for method, gone in (
+            ("GET", path), ("DELETE", path), ("GET", f"{path}/input_items"),
+            ("POST", f"{path}/cancel"),
+        ):  # fmt: skip
+            assert (await asked.request(method, gone)).status == 404
+        lost = {"input": "x", "previous_response_id": whole.json()["id"]}
+        refused = await asked.request("POST", "/v1/responses", lost)
+        assert refused.json()["error"]["code"] == "previous_response_not_found"
+        assert refused.status == 400
 
 
 @pytest.mark.parametrize("settings", [{}, {"stored_responses_bytes": 0}])
-def test_what_is_not_to_be_stored_is_not(short_path: Path, settings: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with asked_app(short_path, **settings) as asked:
-            store = {"store": False} if not settings else {}
-            response = (await asked.respond({"input": "hi", **store}, "hello")).json()
-            assert response["store"] is False
-            assert (await asked.request("GET", f"/v1/responses/{response['id']}")).status == 404
-            body = {"input": "x", "previous_response_id": response["id"]}
-            refused = await asked.request("POST", "/v1/responses", body)
-            assert (refused.status, refused.json()["error"]["param"]) == (
-                400,
-                "previous_response_id",
-            )
-
-    run(scenario())
+@in_event_loop
+async def test_what_is_not_to_be_stored_is_not(short_path: Path, settings: dict[str, Any]) -> None:
+    async with asked_app(short_path, **settings) as asked:
+        store = {"store": False} if not settings else {}
+        response = (await asked.respond({"input": "hi", **store}, "hello")).json()
+        assert response["store"] is False
+        assert (await asked.request("GET", f"/v1/responses/{response['id']}")).status == 404
+        body = {"input": "x", "previous_response_id": response["id"]}
+        refused = await asked.request("POST", "/v1/responses", body)
+        assert (refused.status, refused.json()["error"]["param"]) == (
+            400,
+            "previous_response_id",
+        )
 
 
-def test_tools_of_vendors_are_named_and_left_out(short_path: Path) -> None:
-    async def scenario() -> None:
-        async with asked_app(short_path) as asked:
-            tools = [{"type": "web_search"}, ADD, {"type": "namespace", "name": "n"}]
-            body = {"input": "hi", "tools": tools, "client_metadata": {}, "include": ["x"]}
-            reply = await asked.respond(body, CALL)
-            ignored = "client_metadata, tools[type=namespace], tools[type=web_search]"
-            assert reply.headers["nanocore-ignored"] == ignored
-            assert "web_search" not in asked.prompts[0]
-            assert [tool["name"] for tool in reply.json()["tools"]] == ["add"]
-            assert reply.json()["output"][0]["name"] == "add"
-
-    run(scenario())
+@in_event_loop
+async def test_tools_of_vendors_are_named_and_left_out(short_path: Path) -> None:
+    async with asked_app(short_path) as asked:
+        tools = [{"type": "web_search"}, ADD, {"type": "namespace", "name": "n"}]
+        body = {"input": "hi", "tools": tools, "client_metadata": {}, "include": ["x"]}
+        reply = await asked.respond(body, CALL)
+        ignored = "client_metadata, tools[type=namespace], tools[type=web_search]"
+        assert reply.headers["nanocore-ignored"] == ignored
+        assert "web_search" not in asked.prompts[0]
+        assert [tool["name"] for tool in reply.json()["tools"]] == ["add"]
+        assert reply.json()["output"][0]["name"] == "add"
 
 
-def test_an_answer_is_held_to_its_form_beside_tools_too(short_path: Path) -> None:
-    async def scenario() -> None:
-        async with asked_app(short_path) as asked:
-            schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-            form = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
-            body = {"input": "hi", "text": form}
-            alone = await asked.respond(body, '{"a": 1}')
-            beside = await asked.respond({**body, "tools": [ADD]}, '{"a": 1}')
-            forced = await asked.respond(
-                {**body, "tools": [ADD], "tool_choice": {"type": "function", "name": "add"}}, "{}"
-            )
-            held_to = [submit.sampling.structured_outputs for submit in asked.submits]
-            assert all(wanted is not None for wanted in held_to)
-            for reply in (alone, beside):
-                assert "nanocore-ignored" not in reply.headers
-                assert reply.json()["text"] == {**form, "verbosity": "medium"}
-            assert forced.json()["output"][0]["type"] == "function_call"
-
-    run(scenario())
+@in_event_loop
+async def test_an_answer_is_held_to_its_form_beside_tools_too(short_path: Path) -> None:
+    async with asked_app(short_path) as asked:
+        schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+        form = {"format": {"type": "json_schema", "name": "n", "schema": schema}}
+        body = {"input": "hi", "text": form}
+        alone = await asked.respond(body, '{"a": 1}')
+        beside = await asked.respond({**body, "tools": [ADD]}, '{"a": 1}')
+        forced = await asked.respond(
+            {**body, "tools": [ADD], "tool_choice": {"type": "function", "name": "add"}}, "{}"
+        )
+        held_to = [submit.sampling.structured_outputs for submit in asked.submits]
+        assert all(wanted is not None for wanted in held_to)
+        for reply in (alone, beside):
+            assert "nanocore-ignored" not in reply.headers
+            assert reply.json()["text"] == {**form, "verbosity": "medium"}
+        assert forced.json()["output"][0]["type"] == "function_call"
 
 
-def test_log_probabilities_are_asked_for_in_either_way(short_path: Path) -> None:
-    async def scenario() -> None:
-        async with asked_app(short_path) as asked:
-            include = {"include": ["message.output_text.logprobs"]}
-            for fields in ({}, {"top_logprobs": 2}, include, {"top_logprobs": 0}):
-                await asked.respond({"input": "hi", **fields}, reason="length")
-            wanted = [submit.sampling.logprobs for submit in asked.submits]
-            assert wanted == [None, 2, 0, None]
-
-    run(scenario())
+@in_event_loop
+async def test_log_probabilities_are_asked_for_in_either_way(short_path: Path) -> None:
+    async with asked_app(short_path) as asked:
+        include = {"include": ["message.output_text.logprobs"]}
+        for fields in ({}, {"top_logprobs": 2}, include, {"top_logprobs": 0}):
+            await asked.respond({"input": "hi", **fields}, reason="length")
+        wanted = [submit.sampling.logprobs for submit in asked.submits]
+        assert wanted == [None, 2, 0, None]
 
 
 @pytest.mark.parametrize(
@@ -222,27 +206,23 @@ def test_log_probabilities_are_asked_for_in_either_way(short_path: Path) -> None
         ({"input": []}, None),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(
+@in_event_loop
+async def test_what_cannot_be_served_is_refused_by_name(
     short_path: Path, fields: dict[str, Any], param: str | None
 ) -> None:
-    async def scenario() -> None:
-        async with asked_app(short_path) as asked:
-            reply = await asked.request("POST", "/v1/responses", {"input": "hi", **fields})
-            assert (reply.status, reply.json()["error"]["param"]) == (400, param)
-
-    run(scenario())
+    async with asked_app(short_path) as asked:
+        reply = await asked.request("POST", "/v1/responses", {"input": "hi", **fields})
+        assert (reply.status, reply.json()["error"]["param"]) == (400, param)
 
 
-def test_what_is_wrong_is_called_by_its_own_name(short_path: Path) -> None:
-    async def scenario() -> None:
-        async with asked_app(short_path) as asked:
-            for body, place in (
-                ({"input": "hi", "text": {"format": {"type": "odd"}}}, "text.format"),
-                ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, ".text is a"),
-            ):
-                reply = await asked.request("POST", "/v1/responses", body)
-                assert reply.status == 400
-                assert place in reply.json()["error"]["message"]
-                assert "response_format" not in reply.json()["error"]["message"]
-
-    run(scenario())
+@in_event_loop
+async def test_what_is_wrong_is_called_by_its_own_name(short_path: Path) -> None:
+    async with asked_app(short_path) as asked:
+        for body, place in (
+            ({"input": "hi", "text": {"format": {"type": "odd"}}}, "text.format"),
+            ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, ".text is a"),
+        ):
+            reply = await asked.request("POST", "/v1/responses", body)
+            assert reply.status == 400
+            assert place in reply.json()["error"]["message"]
+            assert "response_format" not in reply.json()["error"]["message"]

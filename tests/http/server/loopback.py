@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import uvloop
-
-from nanocore.http.server import HttpServer
+from nanocore.http.server.http_server import HttpServer
 from nanocore.http.server_settings import ConnectionLimits, ServerSettings
 
 App = Callable[[Any, Any, Any], Awaitable[None]]
@@ -134,14 +132,3 @@ async def serving(app: App, **limits: Any) -> AsyncIterator[Loopback]:
     finally:
         loopback.close_clients()
         await server.close()
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    """In a uvloop, as the server has it, and not for ever."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            await coroutine
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(bounded())

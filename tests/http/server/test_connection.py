@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from nanocore.http.connection import MAX_PIPELINED, MAX_URL_BYTES
 from nanocore.http.exchange import CHUNK_WRITER
-from tests.http.server.loopback import GET, RecordingApp, run, serving
+from nanocore.http.server.http_connection import MAX_PIPELINED, MAX_URL_BYTES
+from tests.client.running import in_uvloop
+from tests.http.server.loopback import GET, RecordingApp, serving
 
 CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 CLOSING_GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -31,17 +32,15 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
     return head.encode() + b"\r\n\r\n" + body
 
 
-def test_requests_follow_one_another_on_a_connection() -> None:
-    async def scenario() -> None:
-        app = RecordingApp()
-        async with serving(app) as server:
-            client = await server.connect()
-            for body in (b"", b"abc", bytes(300_000)):
-                status, answer = await client.ask(post("/a%20b?c=d", body))
-                assert (status, json.loads(answer)) == (200, {"path": "/a b", "bytes": len(body)})
-            assert app.scopes[0]["query_string"] == b"c=d"
-
-    run(scenario())
+@in_uvloop
+async def test_requests_follow_one_another_on_a_connection() -> None:
+    app = RecordingApp()
+    async with serving(app) as server:
+        client = await server.connect()
+        for body in (b"", b"abc", bytes(300_000)):
+            status, answer = await client.ask(post("/a%20b?c=d", body))
+            assert (status, json.loads(answer)) == (200, {"path": "/a b", "bytes": len(body)})
+        assert app.scopes[0]["query_string"] == b"c=d"
 
 
 @pytest.mark.parametrize(
@@ -75,28 +74,25 @@ def test_requests_follow_one_another_on_a_connection() -> None:
         (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 500 + b"\r\n", 431),
     ],
 )
-def test_what_is_no_request_is_answered_in_json_and_closed(
+@in_uvloop
+async def test_what_is_no_request_is_answered_in_json_and_closed(
     request_bytes: bytes, status: int
 ) -> None:
     """At once, and the same where it comes byte by byte."""
-
-    async def scenario() -> None:
-        app = RecordingApp()
-        async with serving(app, max_header_bytes=2000 if status == 431 else 65536) as server:
-            for pieces in ([request_bytes], [bytes([byte]) for byte in request_bytes]):
-                client = await server.connect()
-                for piece in pieces:
-                    if client.writer.is_closing():
-                        break
-                    client.writer.write(piece)
-                    await asyncio.sleep(0)
-                answered, body = await client.answer()
-                assert answered == status
-                assert error_of(body)["type"] == "invalid_request_error"
-                assert await client.rest() == b""
-        assert app.bodies == []
-
-    run(scenario())
+    app = RecordingApp()
+    async with serving(app, max_header_bytes=2000 if status == 431 else 65536) as server:
+        for pieces in ([request_bytes], [bytes([byte]) for byte in request_bytes]):
+            client = await server.connect()
+            for piece in pieces:
+                if client.writer.is_closing():
+                    break
+                client.writer.write(piece)
+                await asyncio.sleep(0)
+            answered, body = await client.answer()
+            assert answered == status
+            assert error_of(body)["type"] == "invalid_request_error"
+            assert await client.rest() == b""
+    assert app.bodies == []
 
 
 def endless(kind: str) -> Iterator[bytes]:
@@ -122,40 +118,36 @@ def endless(kind: str) -> Iterator[bytes]:
     "kind",
     ["url", "name", "value", "fields", "empty lines", "trailer", "trailers", "extension"],
 )
-def test_headers_that_do_not_end_are_refused_over_many_small_reads(kind: str) -> None:
-    async def scenario() -> None:
-        async with serving(RecordingApp(), max_header_bytes=2000) as server:
-            client = await server.connect()
-            num_bytes = 0
-            for piece in endless(kind):
-                client.writer.write(piece)
-                num_bytes += len(piece)
-                await asyncio.sleep(0)
-                if client.reader.at_eof() or client.reader._buffer:  # type: ignore[attr-defined]
-                    break
-                assert num_bytes < 100 * 2**20
-            status, _ = await client.answer()
-            assert status in (414, 431)
-            assert await client.rest() == b""
-            await server.all_gone()
-
-    run(scenario())
+@in_uvloop
+async def test_headers_that_do_not_end_are_refused_over_many_small_reads(kind: str) -> None:
+    async with serving(RecordingApp(), max_header_bytes=2000) as server:
+        client = await server.connect()
+        num_bytes = 0
+        for piece in endless(kind):
+            client.writer.write(piece)
+            num_bytes += len(piece)
+            await asyncio.sleep(0)
+            if client.reader.at_eof() or client.reader._buffer:  # type: ignore[attr-defined]
+                break
+            assert num_bytes < 100 * 2**20
+        status, _ = await client.answer()
+        assert status in (414, 431)
+        assert await client.rest() == b""
+        await server.all_gone()
 
 
-def test_trailers_are_not_taken_for_headers() -> None:
-    async def scenario() -> None:
-        app = RecordingApp()
-        async with serving(app) as server:
-            client = await server.connect()
-            status, _ = await client.ask(
-                b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
-                b"authorization: Bearer x\r\n\r\n"
-            )
-            assert (status, app.bodies) == (200, [b"abc"])
-            assert [name for name, _ in app.scopes[0]["headers"]] == [b"host", b"transfer-encoding"]
-            assert (await client.ask(GET))[0] == 200
-
-    run(scenario())
+@in_uvloop
+async def test_trailers_are_not_taken_for_headers() -> None:
+    app = RecordingApp()
+    async with serving(app) as server:
+        client = await server.connect()
+        status, _ = await client.ask(
+            b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
+            b"authorization: Bearer x\r\n\r\n"
+        )
+        assert (status, app.bodies) == (200, [b"abc"])
+        assert [name for name, _ in app.scopes[0]["headers"]] == [b"host", b"transfer-encoding"]
+        assert (await client.ask(GET))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -169,54 +161,53 @@ def test_trailers_are_not_taken_for_headers() -> None:
         (GET + b"GET", 408),
     ],
 )
-def test_what_does_not_come_to_its_end_is_ended(beginning: bytes, status: int | None) -> None:
-    async def scenario() -> None:
-        app = RecordingApp()
-        async with serving(app, header_timeout_s=0.2, body_timeout_s=0.2) as server:
-            client = await server.connect()
-            client.writer.write(beginning)
-            if beginning.startswith(GET):
-                assert (await client.answer())[0] == 200
-            if status is not None:
-                answered, body = await client.answer()
-                assert answered == status
-                assert "did not come within 0.2 s" in str(error_of(body)["message"])
-            assert await client.rest() == b""
-            await server.all_gone()
-        assert app.num_disconnects == (1 if beginning.startswith(b"POST") else 0)
-
-    run(scenario())
+@in_uvloop
+async def test_what_does_not_come_to_its_end_is_ended(beginning: bytes, status: int | None) -> None:
+    app = RecordingApp()
+    async with serving(app, header_timeout_s=0.2, body_timeout_s=0.2) as server:
+        client = await server.connect()
+        client.writer.write(beginning)
+        if beginning.startswith(GET):
+            assert (await client.answer())[0] == 200
+        if status is not None:
+            answered, body = await client.answer()
+            assert answered == status
+            assert "did not arrive within 0.2 s" in str(error_of(body)["message"])
+        assert await client.rest() == b""
+        await server.all_gone()
+    assert app.num_disconnects == (1 if beginning.startswith(b"POST") else 0)
 
 
-def test_a_connection_that_asks_nothing_more_is_closed() -> None:
-    async def scenario() -> None:
-        async with serving(RecordingApp(), keep_alive_timeout_s=0.1) as server:
-            client = await server.connect()
-            assert (await client.ask(GET))[0] == 200
-            assert await client.rest() == b""
-
-    run(scenario())
+@in_uvloop
+async def test_a_connection_that_asks_nothing_more_is_closed() -> None:
+    async with serving(RecordingApp(), keep_alive_timeout_s=0.1) as server:
+        client = await server.connect()
+        assert (await client.ask(GET))[0] == 200
+        assert await client.rest() == b""
 
 
-def test_a_body_that_comes_after_its_answer_is_read_and_the_connection_goes_on() -> None:
-    """And is closed in the end: uvicorn forgets it."""
+def refusing(*headers: tuple[bytes, bytes]) -> Any:
+    """An app that answers 413 before it reads."""
 
     async def refuse(scope: object, receive: object, send: Any) -> None:
-        headers = [(b"content-length", b"0")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
+        start = [(b"content-length", b"0"), *headers]
+        await send({"type": "http.response.start", "status": 413, "headers": start})
         await send({"type": "http.response.body", "body": b""})
 
-    async def scenario() -> None:
-        async with serving(refuse, keep_alive_timeout_s=0.3) as server:
-            client = await server.connect()
-            message = post("/", bytes(1_000_000))
-            client.writer.write(message[:1000])
-            assert (await client.answer())[0] == 413
-            client.writer.write(message[1000:])
-            assert (await client.ask(GET))[0] == 413
-            assert await client.rest() == b""
+    return refuse
 
-    run(scenario())
+
+@in_uvloop
+async def test_a_body_that_comes_after_its_answer_is_read_and_the_connection_goes_on() -> None:
+    """And is closed in the end: uvicorn forgets it."""
+    async with serving(refusing(), keep_alive_timeout_s=0.3) as server:
+        client = await server.connect()
+        message = post("/", bytes(1_000_000))
+        client.writer.write(message[:1000])
+        assert (await client.answer())[0] == 413
+        client.writer.write(message[1000:])
+        assert (await client.ask(GET))[0] == 413
+        assert await client.rest() == b""
 
 
 @pytest.mark.parametrize(
@@ -230,205 +221,152 @@ def test_a_body_that_comes_after_its_answer_is_read_and_the_connection_goes_on()
         b"GET /a HTTP/1.0\r\n\r\n",
     ],
 )
-def test_a_target_may_name_the_host_and_http_1_0_needs_none(request_bytes: bytes) -> None:
-    async def scenario() -> None:
-        async with serving(RecordingApp()) as server:
-            client = await server.connect()
-            status, answer = await client.ask(request_bytes)
-            assert (status, json.loads(answer)["path"]) == (200, "/a")
-
-    run(scenario())
+@in_uvloop
+async def test_a_target_may_name_the_host_and_http_1_0_needs_none(request_bytes: bytes) -> None:
+    async with serving(RecordingApp()) as server:
+        client = await server.connect()
+        status, answer = await client.ask(request_bytes)
+        assert (status, json.loads(answer)["path"]) == (200, "/a")
 
 
 @pytest.mark.parametrize("target", [b"http://x", b"http://x:80", b"http://x?b=c"])
-def test_a_target_that_is_a_host_alone_asks_for_the_root(target: bytes) -> None:
-    async def scenario() -> None:
-        app = RecordingApp()
-        async with serving(app) as server:
-            client = await server.connect()
-            status, answer = await client.ask(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % target)
-            assert (status, json.loads(answer)["path"]) == (200, "/")
-            assert app.scopes[0]["query_string"] == target.partition(b"?")[2]
-
-    run(scenario())
+@in_uvloop
+async def test_a_target_that_is_a_host_alone_asks_for_the_root(target: bytes) -> None:
+    app = RecordingApp()
+    async with serving(app) as server:
+        client = await server.connect()
+        status, answer = await client.ask(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % target)
+        assert (status, json.loads(answer)["path"]) == (200, "/")
+        assert app.scopes[0]["query_string"] == target.partition(b"?")[2]
 
 
 @pytest.mark.parametrize("behind", [b"", GET])
-def test_the_last_answer_of_a_connection_reaches_a_client_that_is_still_sending(
+@in_uvloop
+async def test_the_last_answer_of_a_connection_reaches_a_client_that_is_still_sending(
     behind: bytes,
 ) -> None:
     """Of several megabytes, which are more than sockets hold: the client reads when it has sent."""
-    num_requests = 0
-
-    async def refuse(scope: object, receive: object, send: Any) -> None:
-        nonlocal num_requests
-        num_requests += 1
-        headers = [(b"content-length", b"0"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
-    async def scenario() -> None:
-        async with serving(refuse) as server:
-            client = await server.connect()
-            client.writer.write(post("/", bytes(20_000_000)) + behind)
-            await client.writer.drain()
-            assert (await client.answer())[0] == 413
-            assert await client.rest() == b""
-        assert num_requests == 1
-
-    run(scenario())
+    async with serving(refusing((b"connection", b"close"))) as server:
+        client = await server.connect()
+        client.writer.write(post("/", bytes(20_000_000)) + behind)
+        await client.writer.drain()
+        assert (await client.answer())[0] == 413
+        assert await client.rest() == b"", "what is behind it is not served"
 
 
-def test_the_end_of_a_body_behind_the_last_answer_is_not_waited_for_without_end() -> None:
-    async def refuse(scope: object, receive: object, send: Any) -> None:
-        headers = [(b"content-length", b"0"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
-    async def scenario() -> None:
-        async with serving(refuse, body_timeout_s=0.2) as server:
-            client = await server.connect()
-            client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
-            assert (await client.answer())[0] == 413
-            assert await client.rest() == b""
-
-    run(scenario())
+@pytest.mark.parametrize(("headers", "later"), [([(b"connection", b"close")], []), ([], [408])])
+@in_uvloop
+async def test_a_body_that_never_ends_after_its_answer_is_cut(headers: Any, later: Any) -> None:
+    async with serving(refusing(*headers), body_timeout_s=0.2) as server:
+        client = await server.connect()
+        client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
+        for status in [413, *later]:
+            assert (await client.answer())[0] == status
+        assert await client.rest() == b""
 
 
-def test_a_body_that_never_ends_after_its_answer_is_cut() -> None:
-    async def refuse(scope: object, receive: object, send: Any) -> None:
-        headers = [(b"content-length", b"0")]
-        await send({"type": "http.response.start", "status": 413, "headers": headers})
-        await send({"type": "http.response.body", "body": b""})
-
-    async def scenario() -> None:
-        async with serving(refuse, body_timeout_s=0.2) as server:
-            client = await server.connect()
-            client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
-            assert (await client.answer())[0] == 413
-            assert (await client.answer())[0] == 408
-            assert await client.rest() == b""
-
-    run(scenario())
-
-
-def test_nonsense_behind_a_request_does_not_disturb_its_response() -> None:
-    async def scenario() -> None:
-        app = RecordingApp()
-        async with serving(app) as server:
-            client = await server.connect()
-            client.writer.write(post("/hold", b""))
-            await app.began.wait()
-            client.writer.write(b"\x00\x01\x02 no request\r\n\r\n")
-            (connection,) = server.server.state.connections
-            while not connection._is_deaf:  # type: ignore[union-attr]
-                await asyncio.sleep(0)
-            app.release.set()
-            assert (await client.answer())[0] == 200
-            status, body = await client.answer()
-            assert (status, error_of(body)["message"]) == (400, "this is no valid HTTP/1.1 request")
-            assert await client.rest() == b""
-
-    run(scenario())
+@in_uvloop
+async def test_nonsense_behind_a_request_does_not_disturb_its_response() -> None:
+    app = RecordingApp()
+    async with serving(app) as server:
+        client = await server.connect()
+        client.writer.write(post("/hold", b""))
+        await app.began.wait()
+        client.writer.write(b"\x00\x01\x02 no request\r\n\r\n")
+        (connection,) = server.server.state.connections
+        while not connection._is_deaf:  # type: ignore[union-attr]
+            await asyncio.sleep(0)
+        app.release.set()
+        assert (await client.answer())[0] == 200
+        status, body = await client.answer()
+        assert (status, error_of(body)["message"]) == (400, "invalid HTTP/1.1 request")
+        assert await client.rest() == b""
 
 
-def test_requests_that_wait_for_a_response_are_answered_in_order() -> None:
-    async def scenario() -> None:
-        app = RecordingApp()
-        async with serving(app) as server:
-            client = await server.connect()
-            client.writer.write(
-                b"".join(post(f"/{number}", b"x") for number in range(MAX_PIPELINED))
-            )
-            for number in range(MAX_PIPELINED):
-                assert json.loads((await client.answer())[1])["path"] == f"/{number}"
-
-    run(scenario())
+@in_uvloop
+async def test_requests_that_wait_for_a_response_are_answered_in_order() -> None:
+    app = RecordingApp()
+    async with serving(app) as server:
+        client = await server.connect()
+        client.writer.write(b"".join(post(f"/{number}", b"x") for number in range(MAX_PIPELINED)))
+        for number in range(MAX_PIPELINED):
+            assert json.loads((await client.answer())[1])["path"] == f"/{number}"
 
 
-def test_too_many_requests_that_wait_cost_the_connection_and_not_the_responses() -> None:
-    async def scenario() -> None:
-        app = RecordingApp()
-        async with serving(app) as server:
-            client = await server.connect()
-            client.writer.write(post("/hold", b"") + GET * 1000)
-            await app.began.wait()
-            app.release.set()
-            answers = [await client.answer() for _ in range(MAX_PIPELINED + 2)]
-            assert [status for status, _ in answers] == [200] * (MAX_PIPELINED + 1) + [400]
-            assert await client.rest() == b""
-            assert len(app.scopes) == MAX_PIPELINED + 1
-
-    run(scenario())
+@in_uvloop
+async def test_too_many_requests_that_wait_cost_the_connection_and_not_the_responses() -> None:
+    app = RecordingApp()
+    async with serving(app) as server:
+        client = await server.connect()
+        client.writer.write(post("/hold", b"") + GET * 1000)
+        await app.began.wait()
+        app.release.set()
+        answers = [await client.answer() for _ in range(MAX_PIPELINED + 2)]
+        assert [status for status, _ in answers] == [200] * (MAX_PIPELINED + 1) + [400]
+        assert await client.rest() == b""
+        assert len(app.scopes) == MAX_PIPELINED + 1
 
 
 @pytest.mark.parametrize(
     "behind",
     [b"\x00nonsense\r\n\r\n", GET[:-2] + b"\x00\r\n\r\n", post("/bad", b"x", "a: b", "host: y")],
 )
-def test_whole_requests_before_a_bad_one_are_answered(behind: bytes) -> None:
-    async def scenario() -> None:
-        app = RecordingApp()
-        async with serving(app) as server:
-            client = await server.connect()
-            client.writer.write(post("/hold", b"") + post("/1", b"x") + GET + behind + GET)
-            await app.began.wait()
-            app.release.set()
-            answers = [await client.answer() for _ in range(4)]
-            assert [status for status, _ in answers] == [200, 200, 200, 400]
-            assert await client.rest() == b""
-            assert [scope["path"] for scope in app.scopes] == ["/hold", "/1", "/"]
-
-    run(scenario())
+@in_uvloop
+async def test_whole_requests_before_a_bad_one_are_answered(behind: bytes) -> None:
+    app = RecordingApp()
+    async with serving(app) as server:
+        client = await server.connect()
+        client.writer.write(post("/hold", b"") + post("/1", b"x") + GET + behind + GET)
+        await app.began.wait()
+        app.release.set()
+        answers = [await client.answer() for _ in range(4)]
+        assert [status for status, _ in answers] == [200, 200, 200, 400]
+        assert await client.rest() == b""
+        assert [scope["path"] for scope in app.scopes] == ["/hold", "/1", "/"]
 
 
 @pytest.mark.parametrize("behind", [b"", GET, GET[:10], b"\x00nonsense\r\n\r\n"])
-def test_a_request_hears_that_its_connection_is_lost_whatever_came_behind_it(
+@in_uvloop
+async def test_a_request_hears_that_its_connection_is_lost_whatever_came_behind_it(
     behind: bytes,
 ) -> None:
-    async def scenario() -> None:
-        app = RecordingApp()
-        async with serving(app) as server:
-            client = await server.connect()
-            client.writer.write(post("/hold", b"") + behind)
-            await app.began.wait()
-            client.writer.close()
-            await app.disconnected.wait()
-            await server.all_gone()
-            assert len(app.scopes) == 1
-
-    run(scenario())
+    app = RecordingApp()
+    async with serving(app) as server:
+        client = await server.connect()
+        client.writer.write(post("/hold", b"") + behind)
+        await app.began.wait()
+        client.writer.close()
+        await app.disconnected.wait()
+        await server.all_gone()
+        assert len(app.scopes) == 1
 
 
 @pytest.mark.parametrize("body", [b"", b'{"a": 1}', bytes(200_000)])
-def test_an_offer_of_http2_is_ignored_and_costs_no_body(body: bytes) -> None:
-    async def scenario() -> None:
-        app = RecordingApp()
-        offer = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABk")
-        async with serving(app) as server:
-            client = await server.connect()
-            for _ in range(2):
-                assert (await client.ask(post("/x", body, *offer)))[0] == 200
-        assert app.bodies == [body, body]
-
-    run(scenario())
+@in_uvloop
+async def test_an_offer_of_http2_is_ignored_and_costs_no_body(body: bytes) -> None:
+    app = RecordingApp()
+    offer = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABk")
+    async with serving(app) as server:
+        client = await server.connect()
+        for _ in range(2):
+            assert (await client.ask(post("/x", body, *offer)))[0] == 200
+    assert app.bodies == [body, body]
 
 
-def test_one_connection_too_many_is_told_so() -> None:
-    async def scenario() -> None:
-        async with serving(RecordingApp(), max_connections=1) as server:
-            first = await server.connect()
-            assert (await first.ask(GET))[0] == 200
-            second = await server.connect()
-            status, body = await second.answer()
-            assert (status, error_of(body)["type"]) == (503, "server_error")
-            assert await second.rest() == b""
-            assert (await first.ask(GET))[0] == 200
-
-    run(scenario())
+@in_uvloop
+async def test_one_connection_too_many_is_told_so() -> None:
+    async with serving(RecordingApp(), max_connections=1) as server:
+        first = await server.connect()
+        assert (await first.ask(GET))[0] == 200
+        second = await server.connect()
+        status, body = await second.answer()
+        assert (status, error_of(body)["type"]) == (503, "server_error")
+        assert await second.rest() == b""
+        assert (await first.ask(GET))[0] == 200
 
 
-def test_chunks_written_without_send_are_those_of_the_response() -> None:
+@in_uvloop
+async def test_chunks_written_without_send_are_those_of_the_response() -> None:
     refused = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -440,17 +378,15 @@ def test_chunks_written_without_send_are_those_of_the_response() -> None:
         await send({"type": "http.response.body", "body": b""})
         refused.append(write(b"too late"))
 
-    async def scenario() -> None:
-        async with serving(app) as server:
-            client = await server.connect()
-            client.writer.write(CLOSING_GET)
-            assert (await client.rest()).endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
-        assert refused == [False] * 2
-
-    run(scenario())
+    async with serving(app) as server:
+        client = await server.connect()
+        client.writer.write(CLOSING_GET)
+        assert (await client.rest()).endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
+    assert refused == [False] * 2
 
 
-def test_answers_to_head_and_those_of_a_known_length_have_no_chunks() -> None:
+@in_uvloop
+async def test_answers_to_head_and_those_of_a_known_length_have_no_chunks() -> None:
     async def app(scope: dict[str, dict[str, Any]], receive: object, send: Any) -> None:
         headers = [(b"content-length", b"3")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -458,17 +394,15 @@ def test_answers_to_head_and_those_of_a_known_length_have_no_chunks() -> None:
         assert not write(b"one")
         await send({"type": "http.response.body", "body": b"two"})
 
-    async def scenario() -> None:
-        async with serving(app) as server:
-            for method, body in ((b"GET", b"two"), (b"HEAD", b"")):
-                client = await server.connect()
-                client.writer.write(CLOSING_GET.replace(b"GET", method))
-                assert (await client.rest()).partition(b"\r\n\r\n")[2] == body
-
-    run(scenario())
+    async with serving(app) as server:
+        for method, body in ((b"GET", b"two"), (b"HEAD", b"")):
+            client = await server.connect()
+            client.writer.write(CLOSING_GET.replace(b"GET", method))
+            assert (await client.rest()).partition(b"\r\n\r\n")[2] == body
 
 
-def test_a_client_that_does_not_read_gets_no_chunk_until_it_does() -> None:
+@in_uvloop
+async def test_a_client_that_does_not_read_gets_no_chunk_until_it_does() -> None:
     written = []
     is_full = asyncio.Event()
 
@@ -480,20 +414,18 @@ def test_a_client_that_does_not_read_gets_no_chunk_until_it_does() -> None:
         is_full.set()
         await send({"type": "http.response.body", "body": b"end"})
 
-    async def scenario() -> None:
-        async with serving(app) as server:
-            client = await server.connect()
-            client.writer.write(CLOSING_GET)
-            await is_full.wait()
-            assert sum(written) < 32 * 2**20
-            body = await client.rest()
-            assert body.count(bytes(65536)) == len(written)
-            assert body.endswith(b"3\r\nend\r\n0\r\n\r\n")
-
-    run(scenario())
+    async with serving(app) as server:
+        client = await server.connect()
+        client.writer.write(CLOSING_GET)
+        await is_full.wait()
+        assert sum(written) < 32 * 2**20
+        body = await client.rest()
+        assert body.count(bytes(65536)) == len(written)
+        assert body.endswith(b"3\r\nend\r\n0\r\n\r\n")
 
 
-def test_a_client_that_takes_nothing_for_too_long_is_cut() -> None:
+@in_uvloop
+async def test_a_client_that_takes_nothing_for_too_long_is_cut() -> None:
     disconnected = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -504,19 +436,17 @@ def test_a_client_that_takes_nothing_for_too_long_is_cut() -> None:
         assert (await receive())["type"] == "http.disconnect"
         disconnected.set()
 
-    async def scenario() -> None:
-        async with serving(app, send_timeout_s=0.05) as server:
-            client = await server.connect()
-            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            client.writer.write(GET)
-            await disconnected.wait()
-            client.writer.transport.abort()
-            await server.all_gone()
-
-    run(scenario())
+    async with serving(app, send_timeout_s=0.05) as server:
+        client = await server.connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        client.writer.write(GET)
+        await disconnected.wait()
+        client.writer.transport.abort()
+        await server.all_gone()
 
 
-def test_no_bytes_at_all_break_or_leak_anything() -> None:
+@in_uvloop
+async def test_no_bytes_at_all_break_or_leak_anything() -> None:
     """Parts of messages in any order, cut and altered anywhere, and dropped at a random byte."""
     rng = random.Random(1)
     parts = [
@@ -532,20 +462,17 @@ def test_no_bytes_at_all_break_or_leak_anything() -> None:
             data[rng.randrange(len(data))] = rng.randrange(256)
         return data[: rng.randint(1, len(data))]
 
-    async def scenario() -> None:
-        async with serving(RecordingApp(), header_timeout_s=0.1, body_timeout_s=0.1) as server:
-            for _ in range(500):
-                client = await server.connect()
-                for piece in (message(), message()):
-                    client.writer.write(piece)
-                    await asyncio.sleep(0)
-                if rng.random() < 0.5:
-                    client.writer.transport.abort()
-                else:
-                    client.writer.close()
+    async with serving(RecordingApp(), header_timeout_s=0.1, body_timeout_s=0.1) as server:
+        for _ in range(500):
             client = await server.connect()
-            assert (await client.ask(GET))[0] == 200
-            client.writer.close()
-            await server.all_gone()
-
-    run(scenario())
+            for piece in (message(), message()):
+                client.writer.write(piece)
+                await asyncio.sleep(0)
+            if rng.random() < 0.5:
+                client.writer.transport.abort()
+            else:
+                client.writer.close()
+        client = await server.connect()
+        assert (await client.ask(GET))[0] == 200
+        client.writer.close()
+        await server.all_gone()

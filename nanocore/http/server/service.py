@@ -1,0 +1,113 @@
+"""HttpService: the app, its HTTP server and its engine client, in this process's event loop.
+
+It listens before the engine is connected, so that liveness probes succeed while the model loads.
+"""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from nanocore.client import AsyncEngineClient
+from nanocore.http.app import App
+from nanocore.http.http_errors import RETRY_LATER_S, unavailable
+from nanocore.http.server.http_server import HttpServer
+from nanocore.http.server_settings import AppSettings, ServerSettings
+from nanocore.protocol.messages import ModelCard
+
+FLUSH_TIMEOUT_S: Final = 1.0
+"""Limit for clients to read the error that ends their response."""
+
+
+class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Endpoints of the engine and what its client needs. It travels to worker processes as JSON.
+
+    endpoints: of one engine, or of several that serve the same model; one of them is used.
+    """
+
+    endpoints: tuple[str, ...]
+    curve_dir: str | None = None
+    tokenizer: str | None = None
+
+    def client(self, timeout_s: float) -> AsyncEngineClient:
+        """Return a client that is not entered yet.
+
+        Raises:
+            ConfigError: the endpoint or its keys are invalid.
+        """
+        return AsyncEngineClient.connect(
+            self.endpoints,
+            curve_dir=self.curve_dir,
+            tokenizer=self.tokenizer,
+            timeout_s=timeout_s,
+        )
+
+
+class HttpService:
+    """The service, from `start` to `close`.
+
+    Raises:
+        ConfigError: the TLS files are invalid.
+    """
+
+    def __init__(self, app_settings: AppSettings, server_settings: ServerSettings) -> None:
+        self._app = App(app_settings)
+        self._server = HttpServer(self._app, server_settings)
+        self._client: AsyncEngineClient | None = None
+
+    async def start(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept connections; the sockets are closed by this service."""
+        state = self._app.state
+        if state.settings.otlp_traces_endpoint is not None:
+            from nanocore.http.request_spans import otlp_spans  # imports opentelemetry
+
+            state.spans = otlp_spans(state.settings.otlp_traces_endpoint)
+        await self._server.start(sockets)
+
+    async def connect(self, engine: EngineAddress, timeout_s: float) -> ModelCard:
+        """Connect to the engine and return its model card.
+
+        Raises:
+            NanocoreError: see `AsyncEngineClient.connect`.
+        """
+        client = engine.client(timeout_s)
+        await client.__aenter__()
+        self._client = self._app.state.client = client
+        return client.model_card
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests whose response is not complete."""
+        return self._server.num_running
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuse new requests and wait for the running ones; return whether all have finished.
+
+        Those that have not end with an error.
+        """
+        state = self._app.state
+        state.is_draining = True
+        if await self._server.drain(timeout_s):
+            return True
+        state.deliveries.fail_all(unavailable("the server is shutting down", RETRY_LATER_S))
+        await self._server.drain(FLUSH_TIMEOUT_S)
+        return False
+
+    async def close(self) -> None:
+        """Cut the remaining connections and disconnect from the engine. Idempotent."""
+        await self._server.close()
+        if self._client is not None:
+            await self._client.close()
+        spans, self._app.state.spans = self._app.state.spans, None
+        if spans is not None:
+            await spans.close()
+
+
+def freeze_startup() -> None:
+    """Exclude all existing objects from garbage collection, which would walk them in vain."""
+    gc.collect()
+    gc.freeze()
