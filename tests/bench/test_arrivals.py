@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from nanocore.bench.arrivals import Ramp, Traffic, arrival_times, rate_changes
+from nanocore.bench.load import Ramp, Traffic, arrival_times, rate_changes
 
 LINEAR = Ramp("linear", 2.0, 10.0)
 EXPONENTIAL = Ramp("exponential", 1.0, 16.0)

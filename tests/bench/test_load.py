@@ -7,8 +7,7 @@ from array import array
 
 import pytest
 
-from nanocore.bench.load import run_load
-from nanocore.bench.outcome import BenchRequest, Outcome
+from nanocore.bench.load import BenchRequest, Outcome, run_load
 
 REQUESTS = [BenchRequest(array("i", [i]), 1, 1) for i in range(4)]
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import pytest
 
-from nanocore.cli.serve_flags import DEFAULT_PORT, build_parser
+from nanocore.cli.serve.flags import DEFAULT_PORT, build_parser
 from nanocore.http.server import HttpServer, ServerSettings
 from tests.deploy.manifests import DEPLOY
 

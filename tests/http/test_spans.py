@@ -260,7 +260,7 @@ def test_nothing_of_opentelemetry_is_imported_unless_it_is_asked_for() -> None:
         "from nanocore.http.service import HttpService\n"
         "from nanocore.http.server_settings import ServerSettings\n"
         "from nanocore.http.settings import AppSettings\n"
-        "import nanocore.cli.supervisor, nanocore.cli.http_worker\n"
+        "import nanocore.cli.serve.supervisor, nanocore.cli.serve.http_worker\n"
         "async def serve():\n"
         "    service = HttpService(AppSettings(), ServerSettings())\n"
         "    await service.start([])\n"

@@ -1,19 +1,19 @@
-"""`nanocore chat`: from the command line to a conversation, and from errors to exit codes."""
+"""`nanocore chat`: checks packages, and starts a conversation or asks one question."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Final
 
 from nanocore.cli.chat.flags import ChatOptions, parse
-from nanocore.cli.command import require, require_engine, run_command
+from nanocore.cli.command import require, require_engine, run_engine_command
 
-_REMEDY = "pip install '.[chat]'"
+_REMEDY: Final = "pip install '.[chat]'"
 
 
 def run(arguments: list[str]) -> int:
-    """Chat until the end; returns the exit code."""
-    return run_command("nanocore chat", partial(parse, arguments, os.environ), _chat)
+    return run_engine_command("nanocore chat", partial(parse, arguments, os.environ), _chat)
 
 
 def _chat(options: ChatOptions) -> int:

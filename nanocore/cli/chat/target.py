@@ -1,7 +1,7 @@
-"""ChatTarget: who answers, be it an engine on the wire or a server of OpenAI's API.
+"""ChatTarget: the interface of what responds, an engine on the wire or an OpenAI-compatible server.
 
-Nothing else of the command knows which of them it is. What goes wrong is a NanocoreError, whose
-text is for the user.
+Nothing else of the command knows which of them it is. Errors are NanocoreErrors whose text is
+written for the user.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import msgspec
 from nanocore.client.chat.events import ChatEvent
 
 Message: TypeAlias = dict[str, Any]
-"""Of OpenAI's API: a role, a content, and what else there may be."""
+"""A message of OpenAI's API."""
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """The answer has changed its engine. num_output_tokens: had come before; is_exact: what follows
-    is what would have come undisturbed."""
+    """Another engine took the request over. num_output_tokens: had come before. is_exact: the
+    following tokens are those that would have come undisturbed."""
 
     num_output_tokens: int
     is_exact: bool
@@ -29,61 +29,46 @@ TargetEvent: TypeAlias = ChatEvent | Resumed
 
 
 class ChatTarget(Protocol):
-    """From `open` to `close`. One answer at a time."""
+    """Used from `open` to `close`, for one response at a time. All but `close` may raise
+    NanocoreError."""
 
     @property
     def model(self) -> str:
-        """Its name, or ''."""
+        """Name of the model, or ''."""
         ...
 
     @property
     def max_model_len(self) -> int | None:
-        """Tokens of a conversation at most, if that is known."""
+        """Context length in tokens, if known."""
         ...
 
     @property
     def is_connected(self) -> bool:
-        """Whether it can be reached, for all that is known."""
+        """Whether the target can be reached, as far as known."""
         ...
 
     def news(self) -> str:
-        """What there is to tell while one waits for `open` or `switch`, or ''."""
+        """Return progress of a running `open` or `switch`, or ''."""
         ...
 
     def ask(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[TargetEvent, None]:
-        """The answer to a conversation; leaving it aborts the request.
-
-        Raises:
-            NanocoreError: there is none, or no more of it.
-        """
+        """Stream the response to a conversation; closing the generator aborts the request."""
         ...
 
     async def models(self) -> list[str]:
-        """What `switch` may be given, as far as it is known.
-
-        Raises:
-            NanocoreError: nobody says.
-        """
+        """Return names for `switch`, as far as known."""
         ...
 
     async def switch(self, model: str) -> None:
-        """Let another model answer from now on. If that fails, the last one goes on.
-
-        Raises:
-            NanocoreError: why it does not.
-        """
+        """Use another model from now on. If that fails, the last one stays."""
         ...
 
     async def open(self) -> None:
-        """Find out who answers.
-
-        Raises:
-            NanocoreError: nobody does.
-        """
+        """Connect, and find out the model."""
         ...
 
     async def close(self) -> None:
-        """End what was opened. Idempotent."""
+        """Idempotent."""
         ...

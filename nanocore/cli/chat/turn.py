@@ -1,4 +1,4 @@
-"""Turn: one answer as it comes, and what it took."""
+"""Turn: one response as it arrives, and its statistics."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from nanocore.client.chat.events import (
     ToolBegin,
     Usage,
 )
+from nanocore.system.standard_streams import harmless
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """What a turn took; None: nobody has said.
+class TurnStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Token counts and timings of a turn; None is unknown.
 
-    tokens_per_s: of the answer, on average since the question was sent.
+    tokens_per_s: output tokens, averaged from the sending of the question on.
     """
 
     num_prompt_tokens: int | None = None
@@ -34,14 +35,14 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_context_tokens(self) -> int | None:
-        """Of the next prompt at least."""
+        """Lower bound of the next prompt's length."""
         if self.num_prompt_tokens is None:
             return None
         return self.num_prompt_tokens + (self.num_output_tokens or 0)
 
 
 class Turn:
-    """From its making, which is when the question is sent. now_s: a monotonic clock."""
+    """Starts when it is made, at the sending of the question. now_s: a monotonic clock."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
@@ -53,7 +54,6 @@ class Turn:
         self._usage: Usage | None = None
 
     def add(self, event: TargetEvent) -> None:
-        """The next one."""
         if isinstance(event, Resumed):
             return
         if isinstance(event, (Text, Reasoning, ToolBegin, ToolArguments)):
@@ -68,31 +68,30 @@ class Turn:
 
     @property
     def answer(self) -> ChatAnswer:
-        """As far as it has come."""
+        """The response so far."""
         answers = self._collector.answers()
         return answers[0] if answers else ChatAnswer()
 
     def message(self) -> Message | None:
-        """The assistant's turn; None if nothing has come."""
+        """Return the assistant's message; None if nothing has arrived."""
         answer = self.answer
         if answer.content or answer.reasoning or answer.tool_calls or answer.finish_reason:
             return answer.to_message()
         return None
 
-    def figures(self) -> Figures:
-        """What it took so far."""
+    def stats(self) -> TurnStats:
         usage, started = self._usage, self._started
         ttft_s = None if self._first_s is None else self._first_s - self._start_s
         if usage is None:
             num_prompt = len(started.prompt_token_ids) if started is not None else 0
-            return Figures(
+            return TurnStats(
                 num_prompt_tokens=num_prompt or None,
                 num_cached_tokens=started.num_cached_tokens if started and num_prompt else None,
                 ttft_s=ttft_s,
             )
         took_s, num_output = self._last_s - self._start_s, usage.num_output_tokens
-        return Figures(
-            num_prompt_tokens=usage.num_prompt_tokens or None,  # 0: a server does not count
+        return TurnStats(
+            num_prompt_tokens=usage.num_prompt_tokens or None,  # 0: the server does not count
             num_cached_tokens=usage.num_cached_tokens,
             num_output_tokens=num_output or None,
             ttft_s=ttft_s,
@@ -100,13 +99,35 @@ class Turn:
         )
 
 
-def ending(answer: ChatAnswer, figures: Figures, max_model_len: int | None) -> str:
-    """Why an answer is no whole one, or ''."""
-    used = figures.num_context_tokens
+def incompleteness(answer: ChatAnswer, stats: TurnStats, max_model_len: int | None) -> str:
+    """Return why a response is incomplete, or ''."""
+    used = stats.num_context_tokens
     if answer.finish_reason == "length":
         if used is not None and max_model_len is not None and used >= max_model_len:
-            return f"cut: the context of {max_model_len:,} tokens is full; /new begins anew"
-        return "cut: it is as long as max_tokens allows"
+            return f"truncated: the context of {max_model_len:,} tokens is full; /new starts afresh"
+        return "truncated at max_tokens"
     if answer.finish_reason in ("abort", "timeout", "error"):
-        return f"it ended early: {answer.message or answer.finish_reason}; /retry asks again"
+        return f"ended early: {answer.message or answer.finish_reason}; /retry asks again"
     return answer.message or ""
+
+
+def status_line(model: str, stats: TurnStats, max_model_len: int | None, num_columns: int) -> str:
+    """Return as many known values as fit, the model's name first."""
+    parts = [harmless(model).rstrip("/").rpartition("/")[2] or "no model"]
+    used = stats.num_context_tokens
+    if used is not None:
+        most = "" if max_model_len is None else f"/{max_model_len:,}"
+        parts.append(f"context {used:,}{most}")
+    if stats.tokens_per_s is not None:
+        parts.append(f"{stats.tokens_per_s:,.0f} tokens/s")
+    if stats.ttft_s is not None:
+        parts.append(f"first {stats.ttft_s * 1e3:,.0f} ms")
+    if stats.num_prompt_tokens is not None:
+        cached = f" ({stats.num_cached_tokens:,} cached)" if stats.num_cached_tokens else ""
+        parts.append(f"prompt {stats.num_prompt_tokens:,}{cached}")
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(part) + 3 > num_columns:
+            break
+        line += f" | {part}"
+    return line[:num_columns]

@@ -1,7 +1,7 @@
-"""`python -m nanocore.cli.http_worker FD`: one of several processes that serve HTTP.
+"""`python -m nanocore.cli.serve.http_worker FD`: one of several HTTP processes.
 
-FD is a socket to the process that keeps us (`worker_pool`): settings come over it, and its end is
-ours. The kernel ends us with that process, too, whatever we do.
+FD is a socket to the parent (`worker_pool`), which sends the settings. The worker ends when the
+socket closes; the kernel kills it when the parent dies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 import msgspec
 import uvloop
 
-from nanocore.cli.worker_pool import WorkerStart
+from nanocore.cli.serve.worker_pool import WorkerStart
 from nanocore.http.service import EngineAddress, HttpService, freeze_startup
 from nanocore.protocol.errors import NanocoreError, StartError
 from nanocore.system.lifeline import signal_at_parent_death
@@ -30,7 +30,7 @@ RETRY_S: Final = 1.0
 
 
 class _Link:
-    """Lines from our keeper."""
+    """Lines from the parent."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
@@ -38,7 +38,7 @@ class _Link:
         self._heard = b""
 
     async def line(self) -> bytes:
-        """The next one; the process ends with the keeper."""
+        """Return the next line; exit if the parent has closed the socket."""
         while b"\n" not in self._heard:
             data = await asyncio.get_running_loop().sock_recv(self._socket, 65536)
             if not data:
@@ -56,7 +56,7 @@ async def _serve(link: _Link) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, ending.set)
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # our keeper says when it is over
+        signal.signal(number, signal.SIG_IGN)  # the parent decides about the end
     start = msgspec.json.decode(await link.line(), type=WorkerStart)
     start_log(f"serve worker {start.number}", start.log_format)
     service = HttpService(start.app, start.server)
@@ -65,14 +65,14 @@ async def _serve(link: _Link) -> None:
     await ending.wait()
     try:
         if not await service.drain(start.shutdown_timeout_s):
-            logger.info("some responses were not complete in time, and are cut")
+            logger.info("some responses were incomplete after the timeout and were cut")
     finally:
         hearing.cancel()
         await service.close()
 
 
 async def _hear(link: _Link, service: HttpService) -> None:
-    """Join the engine when its address comes, and wait for the keeper's end."""
+    """Connect to the engine once its address arrives, and wait for the parent's end."""
     try:
         engine = msgspec.json.decode(await link.line(), type=EngineAddress)
         said = ""
@@ -94,7 +94,6 @@ async def _hear(link: _Link, service: HttpService) -> None:
 
 
 def main() -> NoReturn:
-    """Serve until told to stop."""
     signal_at_parent_death(signal.SIGKILL)
     link = _Link(int(sys.argv[1]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,4 +1,4 @@
-"""API keys: from flags, a file that is its owner's alone, and the environment."""
+"""API keys of flags, of a file that only its owner can read, and of the environment."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MAX_KEY_FILE_BYTES: Final = 2**20
 def api_keys(
     flags: Sequence[str], file: str | None, environment: MutableMapping[str, str]
 ) -> list[str]:
-    """All keys. The environment's one is taken out of it: no child of ours needs it.
+    """Return all keys. The one in the environment is removed, so that children do not inherit it.
 
     Raises:
-        ConfigError: a key that no header can carry. KeyFileError: the file is none, or others can
-            read it.
+        ConfigError: a key that no header can contain.
+        KeyFileError: the file is invalid, or others can read it.
     """
     sources = [("--api-key", list(flags))]
     if file is not None:
@@ -35,7 +35,7 @@ def api_keys(
 
 
 def check_key(source: str, key: str) -> None:
-    """Raises ConfigError for one that no header can carry. source: where it comes from."""
+    """Raise ConfigError for a key that no header can contain. source: names it in the error."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(
             f"{source}: a key is printable ASCII without spaces, at least one character"
@@ -53,10 +53,10 @@ def _read(path: Path) -> list[str]:
     try:
         lines = [line.strip() for line in data.decode().splitlines()]
     except UnicodeDecodeError:
-        raise KeyFileError(f"--api-key-file {path}: this is no text") from None
+        raise KeyFileError(f"--api-key-file {path}: it is not UTF-8 text") from None
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys or len(data) > MAX_KEY_FILE_BYTES:
-        raise KeyFileError(f"--api-key-file {path}: a key per line is expected, and at most 1 MiB")
+        raise KeyFileError(f"--api-key-file {path}: one key per line, at most 1 MiB")
     return keys
 
 

@@ -1,8 +1,8 @@
-"""WorkerPool: processes that serve HTTP beside each other, kept alive by this one.
+"""WorkerPool: several HTTP processes, restarted when they die.
 
-Each has listening sockets of its own, which stay open here: who connects while a worker is replaced
-waits for the next one. Over a socket pair a worker gets its settings and the engine's address, and
-says when it serves; the pair's closing is the end of either for the other.
+Each has its own listening sockets, which stay open here, so clients that connect while a worker is
+replaced wait for the next one. A worker gets its settings and the engine's address over a socket
+pair and reports there that it serves; each side ends when the pair closes.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from nanocore.system.logs import LogFormat
 
 logger = logging.getLogger(__name__)
 
-COMMAND: Final = module_command("nanocore.cli.http_worker")
+COMMAND: Final = module_command("nanocore.cli.serve.http_worker")
 FIRST_PAUSE_S: Final = 0.1
 MAX_PAUSE_S: Final = 10.0
-"""Before a worker is replaced; shorter if it lived longer."""
+"""Longest pause before a worker is restarted, reached by doubling."""
 GRACE_S: Final = 3.0
-"""For workers to end after the time that their responses have."""
+"""Time for workers to exit after the timeout of their responses."""
 
 
 class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line that a worker gets. fds: of the sockets at which it listens."""
+    """First line to a worker. fds: of its listening sockets."""
 
     app: AppSettings
     server: ServerSettings
@@ -49,15 +49,13 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Worker:
-    """One process, and our end of the pair."""
-
     def __init__(self, number: int, sockets: Sequence[socket.socket]) -> None:
         self.began_s = time.monotonic()
         self.serves = asyncio.Event()
         self._link, worker_end = socket.socketpair()
         fds = [worker_end.fileno(), *(sock.fileno() for sock in sockets)]
         with worker_end:
-            # Its own session: Ctrl-C reaches us, who then end it in order.
+            # In its own session Ctrl-C does not reach it: this process shuts it down in order.
             self.process = subprocess.Popen(
                 [*COMMAND, str(worker_end.fileno())],
                 pass_fds=fds,
@@ -69,13 +67,13 @@ class _Worker:
         self.fds = tuple(fds[1:])
 
     async def tell(self, message: msgspec.Struct) -> None:
-        """Send a line; one that has ended gets none."""
+        """Send a line; a worker that has ended is ignored."""
         with suppress(OSError):
             data = msgspec.json.encode(message) + b"\n"
             await asyncio.get_running_loop().sock_sendall(self._link, data)
 
     async def wait_exit(self) -> int:
-        """Hear of it until its end; its exit code."""
+        """Wait for the worker's end, and note its readiness; return the exit code."""
         with suppress(ConnectionResetError):
             while await asyncio.get_running_loop().sock_recv(self._link, 64):
                 self.serves.set()
@@ -84,7 +82,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """From `start` to `close`; settings as of `HttpService`."""
+    """app, server: see `HttpService`."""
 
     def __init__(
         self,
@@ -104,7 +102,7 @@ class WorkerPool:
         self._is_ending = asyncio.Event()
 
     async def start(self, sockets: list[list[socket.socket]]) -> None:
-        """Start a worker for each list of sockets."""
+        """Start one worker per list of sockets."""
         self._sockets = sockets
         self._engine = asyncio.get_running_loop().create_future()
         self._keepers = [
@@ -112,12 +110,12 @@ class WorkerPool:
         ]
 
     async def connect(self, engine: EngineAddress, timeout_s: float) -> ModelCard:
-        """Have every worker serve what this engine has.
+        """Connect every worker to the engine.
 
         Raises:
-            NanocoreError: as `AsyncEngineClient.connect` says.
+            NanocoreError: see `AsyncEngineClient.connect`.
         """
-        async with engine.client(timeout_s) as client:  # what is wrong is said here and once
+        async with engine.client(timeout_s) as client:  # reports errors here, once
             card = client.model_card
         self._engine.set_result(engine)
         try:
@@ -126,15 +124,15 @@ class WorkerPool:
                     await self._worker_serves(number)
         except TimeoutError:
             raise EngineDeadError(
-                f"no {len(self._sockets)} HTTP workers could join the engine in {timeout_s:g} s"
+                f"{len(self._sockets)} HTTP workers did not reach the engine in {timeout_s:g} s"
             ) from None
         return card
 
     async def drain(self, timeout_s: float) -> bool:
-        """Have the workers end, each after its responses; whether they did in this time."""
+        """Let workers finish their responses and exit; return whether all did in time."""
         self._is_ending.set()
         for sock in (sock for of_worker in self._sockets for sock in of_worker):
-            sock.close()  # those of workers that are still there go on
+            sock.close()  # the workers' copies stay open
         self._signal(signal.SIGTERM)
         if self._keepers:
             await asyncio.wait(self._keepers, timeout=timeout_s + GRACE_S)
@@ -144,7 +142,7 @@ class WorkerPool:
         )
 
     async def close(self) -> None:
-        """End what is left. Idempotent."""
+        """Kill the remaining workers. Idempotent."""
         self._is_ending.set()
         self._signal(signal.SIGKILL)
         await asyncio.gather(*self._keepers)
@@ -154,14 +152,14 @@ class WorkerPool:
             worker.process.send_signal(number)
 
     async def _worker_serves(self, number: int) -> None:
-        """Wait for this worker, or for whichever takes its place."""
+        """Wait until this worker, or its replacement, serves."""
         while not (worker := self._workers[number]).serves.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_PAUSE_S):
                     await worker.serves.wait()
 
     async def _keep(self, number: int) -> None:
-        """Start a worker, and another one when it ends, until we end."""
+        """Start a worker, and restart it whenever it ends, until the pool ends."""
         pause_s = FIRST_PAUSE_S
         while not self._is_ending.is_set():
             worker = self._workers[number] = _Worker(number, self._sockets[number])
@@ -173,7 +171,7 @@ class WorkerPool:
             if time.monotonic() - worker.began_s > MAX_PAUSE_S:
                 pause_s = FIRST_PAUSE_S
             logger.error(
-                "HTTP worker %d (pid %d) has ended with exit code %d; another one starts in %g s",
+                "HTTP worker %d (pid %d) exited with code %d; restarting in %g s",
                 number,
                 worker.process.pid,
                 code,
@@ -185,7 +183,7 @@ class WorkerPool:
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     async def _introduce(self, worker: _Worker) -> None:
-        """Tell a worker what it is, and, when we know it, where the engine is."""
+        """Send a worker its settings, and the engine's address once it is known."""
         start = WorkerStart(
             app=self._app,
             server=self._server,

@@ -1,4 +1,4 @@
-"""Requests to the HTTP application as calls, without a server and without a socket."""
+"""Calls to the HTTP application in this process, without a server."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from nanocore.http.exchange import Receive, Scope, Send
 AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """retry_after_s: what the answer's header says, of one that may be asked again."""
+class CallResponse(msgspec.Struct, frozen=True):
+    """retry_after_s: the value of Retry-After, if present."""
 
     status: int
     request_id: str
@@ -23,8 +23,6 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class _Call:
-    """A connection with one request, as the application sees it."""
-
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
         self._is_over = asyncio.Event()
@@ -33,7 +31,6 @@ class _Call:
         self.body = b""
 
     async def receive(self) -> dict[str, Any]:
-        """The request's body, and then the end."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -41,7 +38,6 @@ class _Call:
         return {"type": "http.disconnect"}
 
     async def send(self, message: Mapping[str, Any]) -> None:
-        """Take a piece of the answer."""
         if message["type"] == "http.response.start":
             self.status, self.headers = message["status"], dict(message["headers"])
             return
@@ -50,8 +46,8 @@ class _Call:
             self._is_over.set()
 
 
-async def ask(app: AsgiApp, path: str, body: bytes) -> Answer:
-    """POST this body; a cancelled caller aborts the request."""
+async def ask(app: AsgiApp, path: str, body: bytes) -> CallResponse:
+    """POST a body; cancelling the call aborts the request."""
     call = _Call(body)
     scope: Scope = {
         "type": "http",
@@ -62,7 +58,7 @@ async def ask(app: AsgiApp, path: str, body: bytes) -> Answer:
     }
     await app(scope, call.receive, call.send)
     retry_after = call.headers.get(b"retry-after")
-    return Answer(
+    return CallResponse(
         call.status,
         call.headers[b"x-request-id"].decode(),
         call.body,

@@ -1,9 +1,9 @@
-"""Supervisor: a server's processes and its engine, from their start to their end.
+"""Supervisor: starts and stops a server's HTTP processes and its engine.
 
-One process serves HTTP itself; for several it keeps workers. An engine that was launched here ends
-with the server, is replaced when it dies, and takes the server with it when it has ended for good;
-one that was joined is none of ours. A first signal lets responses that run come to their end, a
-second one leaves at once: the kernel ends what is left.
+A single process serves HTTP itself; several are workers. A launched engine ends with the server, is
+replaced when it dies, and ends the server when it has used up its restarts; a joined engine is left
+alone. The first signal lets running responses finish, the second one exits at once, whereupon the
+kernel ends the children.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any, Final, TypeVar
 import uvloop
 
 from nanocore import __version__
-from nanocore.cli.serve_options import ServeOptions
-from nanocore.cli.worker_pool import WorkerPool
+from nanocore.cli.serve.flags import ServeOptions
+from nanocore.cli.serve.worker_pool import WorkerPool
 from nanocore.client.engine_keeper import EngineKeeper
 from nanocore.http.service import EngineAddress, HttpService, freeze_startup
 from nanocore.protocol.errors import EngineDeadError, NanocoreError
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 CONNECT_TIMEOUT_S: Final = 60.0
-"""To an engine that has said that it serves."""
+"""Time to connect to a launched engine that is ready."""
 FAREWELL_TIMEOUT_S: Final = 2.0
-"""For clients to be told that the engine is gone."""
+"""Time for clients to receive the error after the engine's end."""
 INTERRUPTED: Final = 130
 
 
 class _SignalError(Exception):
-    """A first signal came."""
+    """The first signal arrived."""
 
 
 class Supervisor:
-    """Of one server. sockets: that listen, those of each process."""
+    """sockets: listening, a list for each process."""
 
     def __init__(self, options: ServeOptions, sockets: list[list[socket.socket]]) -> None:
         self._options = options
@@ -49,7 +49,7 @@ class Supervisor:
         if options.http_workers == 1:
             self._front = HttpService(options.app, options.server)
         else:
-            HttpService(options.app, options.server)  # what is wrong with TLS is said here and once
+            HttpService(options.app, options.server)  # reports TLS errors here, once
             self._front = WorkerPool(
                 options.app, options.server, options.shutdown_timeout_s, options.log_format
             )
@@ -58,10 +58,10 @@ class Supervisor:
         self._signal: asyncio.Future[int]
 
     def run(self) -> int:
-        """Serve until a signal or the engine's end; the exit code.
+        """Serve until a signal; return the exit code.
 
         Raises:
-            NanocoreError: the engine did not start, or has ended.
+            NanocoreError: the engine did not start, or has ended for good.
         """
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(self._run())
@@ -73,7 +73,9 @@ class Supervisor:
             await self._start_front()
             logger.info("nanocore %s | listening at %s", __version__, url)
             engine = await self._start_engine()
-            card = await self._unless_over(self._front.connect(engine, self._connect_timeout_s))
+            is_launched = self._engine is not None
+            timeout_s = CONNECT_TIMEOUT_S if is_launched else self._options.engine.start_timeout_s
+            card = await self._unless_over(self._front.connect(engine, timeout_s))
             freeze_startup()
             logger.info("ready: %s at %s | engine %s", card.model, url, ", ".join(engine.endpoints))
             await self._unless_over(asyncio.Event().wait())
@@ -89,12 +91,6 @@ class Supervisor:
             await self._front.close()
             if self._engine is not None:
                 await self._engine.stop()
-
-    @property
-    def _connect_timeout_s(self) -> float:
-        return (
-            CONNECT_TIMEOUT_S if self._engine is not None else self._options.engine.start_timeout_s
-        )
 
     async def _start_front(self) -> None:
         if isinstance(self._front, WorkerPool):
@@ -121,10 +117,10 @@ class Supervisor:
         keeper = self._engine
         assert keeper is not None, "it has started"
         gap_s = keeper.last_ready_s - keeper.last_death_s
-        logger.info("ready: an engine serves again, %.2f s after the end of the last one", gap_s)
+        logger.info("ready: serving again %.2f s after the engine's end", gap_s)
 
     async def _unless_over(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Its result; but a signal, or the end of our engine for good, comes before it."""
+        """Return the result, unless a signal or the engine's final end comes first."""
         task = asyncio.create_task(coroutine)
         ends: set[asyncio.Future[Any]] = {self._signal, self._engine_end}
         try:
@@ -133,7 +129,7 @@ class Supervisor:
                 raise _SignalError
             if self._engine_end.done():
                 why = self._engine_end.result()
-                raise EngineDeadError(f"{why}, and the server ends with it; its log says more")
+                raise EngineDeadError(f"{why}, so the server ends; see the engine's log")
             return await task
         finally:
             if not task.done():
@@ -146,13 +142,12 @@ class Supervisor:
             logger.info("stopping: %s", cause)
         else:
             logger.info(
-                "%s: responses that run may come to their end, for at most %g s; another signal "
-                "ends them at once",
+                "%s: waiting up to %g s for running responses; another signal exits at once",
                 cause,
                 timeout_s,
             )
         if not await self._front.drain(timeout_s):
-            logger.info("some responses were not complete after %g s, and are cut", timeout_s)
+            logger.info("some responses were incomplete after %g s and were cut", timeout_s)
 
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -166,11 +161,10 @@ class Supervisor:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
             loop.add_signal_handler(signal.SIGHUP, on_signal, signal.SIGHUP)
 
     def _url(self) -> str:
-        """The server's, for people."""
         options = self._options
         if options.uds is not None:
             return f"unix:{options.uds}"

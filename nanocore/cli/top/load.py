@@ -1,4 +1,4 @@
-"""What two readings of an engine's metrics say of the time between them."""
+"""Load of an engine, computed from two readings of its metrics."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ import msgspec
 from nanocore.protocol.metrics import Metric, MetricSample
 
 
-class Reading:
-    """The metrics of one moment. at_s: of a monotonic clock."""
+class MetricsReading:
+    """All metrics at one moment. at_s: of a monotonic clock."""
 
     def __init__(self, metrics: Sequence[Metric], at_s: float) -> None:
         self.at_s = at_s
         self._metrics = {metric.name: metric for metric in metrics}
 
     def value(self, name: str, **labels: str) -> float:
-        """Of a counter or gauge, summed over the series with these labels; 0 if there is none."""
+        """Return a counter or gauge, summed over the series with these labels; 0 without series."""
         wanted = set(labels.items())
         return sum([s.value for s in self._samples(name) if wanted <= set(s.labels)])
 
     def series(self, name: str) -> dict[str, float]:
-        """Values by their only label of their own."""
+        """Return values by their first label."""
         return {sample.labels[0][1]: sample.value for sample in self._samples(name)}
 
-    def is_older_than(self, other: Reading) -> bool:
-        """Whether its engine has done less: it is another one."""
+    def is_older_than(self, other: MetricsReading) -> bool:
+        """Whether this engine has run fewer steps, so it is a new one."""
         return self.value("num_steps") < other.value("num_steps")
 
     def bounds(self, name: str) -> list[float]:
-        """Of a histogram's buckets."""
         return self._metrics[name].bounds if name in self._metrics else []
 
     def counts(self, name: str) -> list[int]:
-        """Of a histogram's buckets, the last of them beyond all bounds."""
+        """Return counts of a histogram's buckets, the last of them above all bounds."""
         return next((sample.counts for sample in self._samples(name)), [])
 
     def _samples(self, name: str) -> Sequence[MetricSample]:
@@ -43,10 +42,10 @@ class Reading:
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """Seconds. mean: None if nothing was observed.
+    """Seconds; the mean is None without observations.
 
-    p50, p90, p99: estimated from a histogram's buckets; None if nothing was observed, or below the
-    first of its bounds, `least`, where they would be a guess.
+    p50, p90, p99: estimated from a histogram's buckets; None without observations, or if below the
+    first bound, `least`.
     """
 
     mean: float | None
@@ -57,10 +56,10 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine does: of now, and per second or on average since the reading before.
+    """Current values, and rates and means since the last reading.
 
-    Shares are from 0 to 1; prefix_hit_rate is None where no tokens were looked up. decode_mbu,
-    prefill_mfu: of the machine's bandwidth and arithmetic, None where there were no such steps.
+    Shares are from 0 to 1. prefix_hit_rate: None if no tokens were looked up. decode_mbu,
+    prefill_mfu: None without such steps.
     """
 
     num_running: int
@@ -85,8 +84,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     prefill_mfu: float | None
 
 
-def load_between(before: Reading, now: Reading) -> Load:
-    """What happened between two readings of one engine, at least a moment apart."""
+def load_between(before: MetricsReading, now: MetricsReading) -> Load:
+    """Compute the load from two readings of one engine at different times."""
     seconds = now.at_s - before.at_s
 
     def rate(name: str, **labels: str) -> float:
@@ -135,10 +134,9 @@ def load_between(before: Reading, now: Reading) -> Load:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """As PromQL's histogram_quantile: even within a bucket, and at most the last bound.
+    """Estimate like PromQL's histogram_quantile: linear within a bucket, at most the last bound.
 
-    None in the first bucket, which may be wide: nothing is known of the values there. counts: of
-    each bucket alone, the last of them beyond all bounds.
+    None in the first bucket, which may be wide. counts: per bucket, not cumulative.
     """
     totals = list(accumulate(counts))
     if not totals or not totals[-1]:

@@ -1,0 +1,105 @@
+"""FlagParser, and the types of flags' values."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from typing import Any, Final, NoReturn
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+
+from nanocore.protocol.errors import ConfigError
+
+DEFAULT_NAMESPACE: Final = "nanocore"
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Raises ConfigError, in one line, where argparse would exit. Flags are not abbreviated."""
+
+    def __init__(
+        self, prog: str, description: str, *, usage: str | None = None, epilog: str | None = None
+    ) -> None:
+        super().__init__(prog, usage, description, epilog, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace("ignored explicit argument", "takes no value, got")
+        raise ConfigError(f"{message} ({self.prog} --help lists the flags)")
+
+
+def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
+    """Return a type of integers from `least` to `most`."""
+
+    def number(text: str) -> int:
+        if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most:
+            return int(text)
+        limits = f">= {least}" if most == 10**18 else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer {limits}")
+
+    return number
+
+
+def metrics_namespace(text: str) -> str:
+    if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not a name of letters, digits and _")
+
+
+def port(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text[:6]) <= 65535:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+
+
+def seconds(text: str) -> float:
+    number = seconds_or_none(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return number
+
+
+def seconds_or_none(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if 0 <= number < 1e8:
+        return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+
+
+def otlp_url(text: str) -> str:
+    """Return the URL of an OTLP collector; without a path it gets /v1/traces."""
+    parts = http_url(text, "http://HOST:4318/v1/traces")
+    return text if parts.path.strip("/") else f"{text.rstrip('/')}/v1/traces"
+
+
+def api_url(text: str) -> str:
+    """Return the URL of an OpenAI API; without a path it gets /v1."""
+    parts = http_url(text, "http://HOST:8000/v1", has_query=False)
+    return text.rstrip("/") if parts.path.strip("/") else f"{text.rstrip('/')}/v1"
+
+
+def http_url(text: str, example: str, has_query: bool = True) -> SplitResult:
+    """Return the parts of a URL. has_query: whether a query or a fragment is allowed."""
+    try:
+        parts = urlsplit(text)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if is_valid and (has_query or not (parts.query or parts.fragment)):
+        return parts
+    shown = re.sub("//.*@", "//***@", text)  # there may be a password
+    raise argparse.ArgumentTypeError(f"{shown!r} is not a URL such as {example}")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
