@@ -26,7 +26,7 @@ from nanocore.protocol.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """What prompts a target takes.
+    """Kinds of prompts that a target takes.
 
     tokenizer, vocab_size, eos_token_ids: the model's, if known. takes_text: prompts are sent as
     texts, else as token ids. takes_token_ids: they can be sent as token ids. has_template: prompts

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from nanocore.bench.load import LoadRun, Outcome, rate_changes
-from nanocore.bench.serve_flags import ServeOptions
+from nanocore.bench.serve_flags import LoadOptions
 from nanocore.bench.targets import OpenTarget
 from nanocore.protocol.errors import ConfigError
 
@@ -129,7 +129,7 @@ def is_within(outcome: Outcome, goodput_ms: Mapping[str, float]) -> bool:
 
 
 def serve_result(
-    options: ServeOptions, opened: OpenTarget, run: LoadRun, times_s: Sequence[float], now: datetime
+    options: LoadOptions, opened: OpenTarget, run: LoadRun, times_s: Sequence[float], now: datetime
 ) -> dict[str, Any]:
     """Return all keys, details included, in vLLM's order. now: the start of the run."""
     outcomes, traffic = run.outcomes, options.traffic
@@ -204,7 +204,7 @@ def _line(text: str, value: float) -> str:
     return f"{text:<40} {shown:<10}".rstrip()
 
 
-def result_path(options: ServeOptions, result: Mapping[str, Any]) -> Path:
+def result_path(options: LoadOptions, result: Mapping[str, Any]) -> Path:
     """Return the given file name, or one made of the configuration."""
     name = options.result_filename
     if name is None:
@@ -218,7 +218,7 @@ def result_path(options: ServeOptions, result: Mapping[str, Any]) -> Path:
     return Path(options.result_dir or "") / name
 
 
-def write_result(options: ServeOptions, path: Path, result: Mapping[str, Any]) -> None:
+def write_result(options: LoadOptions, path: Path, result: Mapping[str, Any]) -> None:
     """Write one line, after existing ones with --append-result; raises ConfigError on failure."""
     is_kept = options.save_detailed
     line = json.dumps({k: v for k, v in result.items() if is_kept or k not in DETAILS})

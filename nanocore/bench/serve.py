@@ -15,7 +15,7 @@ from tqdm import tqdm
 from nanocore.bench.datasets import check_file, load_requests
 from nanocore.bench.load import BenchRequest, LoadRun, arrival_times, run_load
 from nanocore.bench.result import result_path, serve_result, table, write_result
-from nanocore.bench.serve_flags import ServeOptions, parse
+from nanocore.bench.serve_flags import LoadOptions, parse
 from nanocore.bench.targets import NANOCORE, OpenTarget, open_engine, until_ready
 from nanocore.protocol.errors import ConfigError
 from nanocore.system.standard_streams import complain, harmless
@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> int:
     return 0 if result["completed"] else NOTHING_COMPLETED
 
 
-async def _measure(options: ServeOptions) -> tuple[LoadRun, dict[str, object]]:
+async def _measure(options: LoadOptions) -> tuple[LoadRun, dict[str, object]]:
     async with _opened(options) as opened:
         # In a thread, since the session with the engine must be kept alive meanwhile.
         requests = await asyncio.to_thread(load_requests, options.dataset, opened.source)
@@ -63,7 +63,7 @@ async def _measure(options: ServeOptions) -> tuple[LoadRun, dict[str, object]]:
         return run, serve_result(options, opened, run, times_s, now)
 
 
-def _opened(options: ServeOptions) -> AbstractAsyncContextManager[OpenTarget]:
+def _opened(options: LoadOptions) -> AbstractAsyncContextManager[OpenTarget]:
     if options.destination.backend == NANOCORE:
         return open_engine(options.destination, options.fields, options.ready_timeout_s)
     from nanocore.bench.http_target import open_server
@@ -71,7 +71,7 @@ def _opened(options: ServeOptions) -> AbstractAsyncContextManager[OpenTarget]:
     return open_server(options.destination, options.fields, options.ready_timeout_s)
 
 
-async def _prepare(options: ServeOptions, opened: OpenTarget, request: BenchRequest) -> None:
+async def _prepare(options: LoadOptions, opened: OpenTarget, request: BenchRequest) -> None:
     """Wait until a request succeeds, if asked for, and send the warm-up requests."""
 
     async def attempt() -> str:
@@ -86,7 +86,7 @@ async def _prepare(options: ServeOptions, opened: OpenTarget, request: BenchRequ
 
 
 async def _run(
-    options: ServeOptions,
+    options: LoadOptions,
     opened: OpenTarget,
     requests: Sequence[BenchRequest],
     times_s: Sequence[float],

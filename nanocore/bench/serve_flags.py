@@ -44,7 +44,7 @@ _SAMPLING: Final[dict[str, Callable[[str], float]]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
+class LoadOptions:
     """self_timed: requests arrive at their trace's times. goodput_ms: limits by metric."""
 
     destination: Destination
@@ -82,7 +82,7 @@ def build_parser() -> FlagParser:
     return parser
 
 
-def parse(arguments: list[str]) -> ServeOptions:
+def parse(arguments: list[str]) -> LoadOptions:
     """Read the command line.
 
     Raises:
@@ -100,7 +100,7 @@ def parse(arguments: list[str]) -> ServeOptions:
     folder = Path(given.result_dir or "")
     if keeps and folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"--result-dir {folder} is not a writable folder")
-    return ServeOptions(
+    return LoadOptions(
         destination=_destination(given),
         dataset=dataset,
         traffic=_traffic(given),

@@ -72,7 +72,7 @@ class _Conversation(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class TextEncoding:
-    """How texts are sent: as they are, or as token ids. tokenizer: None if unknown."""
+    """Sends texts as they are, or as token ids. tokenizer: None if unknown."""
 
     tokenizer: Tokenizer | None
     as_text: bool

@@ -1,4 +1,4 @@
-"""Which engine a command works with: one that it launches from a model, or one that it joins.
+"""EngineChoice: the engine of a command, launched from a model, or joined.
 
 Flags that are not the command's own go to the launched engine, which refuses unknown ones itself;
 then a hint names the command's flag that may have been meant.
@@ -15,8 +15,7 @@ import msgspec
 
 from nanocore import __version__
 from nanocore.protocol.errors import ConfigError
-from nanocore.system.flags import FlagParser, at_least, seconds
-from nanocore.system.near_flags import near_flag
+from nanocore.system.flags import FlagParser, at_least, near_flag, seconds
 
 if TYPE_CHECKING:
     from nanocore.client import AsyncEngineClient

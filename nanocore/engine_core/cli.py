@@ -23,8 +23,8 @@ from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.structured.threads import any_alive
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.system import standard_streams
+from nanocore.system.flags import near_flag
 from nanocore.system.logs import LogFormat, complain, start_log
-from nanocore.system.near_flags import near_flag
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
 
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6

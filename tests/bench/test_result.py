@@ -26,7 +26,7 @@ from nanocore.bench.result import (
     totals,
     write_result,
 )
-from nanocore.bench.serve_flags import ServeOptions, parse
+from nanocore.bench.serve_flags import LoadOptions, parse
 from nanocore.bench.targets import OpenTarget
 from nanocore.protocol.errors import ConfigError
 from tests.bench.outcomes import FAILED, FIRST, SECOND, outcome
@@ -96,7 +96,7 @@ def result(
     return serve_result(options(line), OPENED, run, [0.5, 1.0, 1.5], BEGAN)
 
 
-def options(line: str = "") -> ServeOptions:
+def options(line: str = "") -> LoadOptions:
     return parse(line.split())
 
 

@@ -6,7 +6,7 @@ import os
 from functools import partial
 from typing import Final
 
-from nanocore.cli.chat.flags import ChatOptions, parse
+from nanocore.cli.chat.flags import ChatSettings, parse
 from nanocore.cli.command import require, require_engine, run_engine_command
 
 _REMEDY: Final = "pip install '.[chat]'"
@@ -16,7 +16,7 @@ def run(arguments: list[str]) -> int:
     return run_engine_command("nanocore chat", partial(parse, arguments, os.environ), _chat)
 
 
-def _chat(options: ChatOptions) -> int:
+def _chat(options: ChatSettings) -> int:
     if options.is_prompted:
         require(("prompt_toolkit", "rich"), "a chat needs", _REMEDY)
     if options.url is None:

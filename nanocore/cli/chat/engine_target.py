@@ -1,4 +1,4 @@
-"""EngineTarget: a chat with an engine over the wire, launched by this command or joined.
+"""EngineChatTarget: a chat with an engine over the wire, launched by this command or joined.
 
 A launched engine ends with the target, and logs to a file. `switch` ends it before it starts the
 next one, since memory may not hold two models; if that fails, it starts the last one again. An
@@ -23,7 +23,7 @@ from nanocore.protocol.errors import InvalidRequestError, NanocoreError
 from nanocore.protocol.sampling import SamplingParams
 
 
-class EngineTarget:
+class EngineChatTarget:
     """See `ChatTarget`. log: of the engine to launch; None: an engine is joined."""
 
     def __init__(self, choice: EngineChoice, log: EngineLog | None) -> None:

@@ -31,7 +31,7 @@ question, 3 model files, 4 memory, 70 no response, 130 interrupted"""
 _ENGINE_FLAGS: Final = ("endpoint", "curve_dir", "tokenizer", "start_timeout", "max_restarts")
 
 
-class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
+class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """url: of a server; None: an engine. quick: the one question, or None."""
 
     engine: EngineChoice
@@ -49,7 +49,7 @@ class ChatOptions(msgspec.Struct, frozen=True, kw_only=True):
         return self.quick is None and sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def parse(arguments: list[str], environment: Mapping[str, str]) -> ChatOptions:
+def parse(arguments: list[str], environment: Mapping[str, str]) -> ChatSettings:
     """Read the command line and the environment.
 
     Raises:
@@ -68,7 +68,7 @@ def parse(arguments: list[str], environment: Mapping[str, str]) -> ChatOptions:
         raise ConfigError("--quick: a message is needed")
     given.endpoint = [one or own_default_endpoint() for one in given.endpoint]
     check_tokenizer(given.tokenizer)
-    return ChatOptions(
+    return ChatSettings(
         engine=choose_engine(parser, given, model, others),
         url=given.url,
         api_key=None if given.url is None else _api_key(given, environment),

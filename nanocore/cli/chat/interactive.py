@@ -31,7 +31,7 @@ from rich.console import Console
 from nanocore.cli.chat.commands import COMMANDS, SAMPLING_NAMES, is_command
 from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.files import ErrorLog, open_regular, replace_file, state_directory
-from nanocore.cli.chat.flags import ChatOptions
+from nanocore.cli.chat.flags import ChatSettings
 from nanocore.cli.chat.loop import ChatLoop
 from nanocore.cli.chat.session import WarningNotes, handled_by, opened
 from nanocore.cli.chat.view import View
@@ -43,7 +43,7 @@ MAX_ENTRIES: Final = 1000
 MAX_ENTRY_CHARS: Final = 2**14
 
 
-def converse(options: ChatOptions) -> int:
+def converse(options: ChatSettings) -> int:
     """Hold a conversation; return the exit code.
 
     Raises:
@@ -53,7 +53,7 @@ def converse(options: ChatOptions) -> int:
     return asyncio.run(interrupts.run(_converse(options, interrupts)))
 
 
-async def _converse(options: ChatOptions, interrupts: Interrupts) -> None:
+async def _converse(options: ChatSettings, interrupts: Interrupts) -> None:
     view = View(Console(), options.is_plain)
     # Throughout: a terminal whose mode changes between two keys may lose one of them.
     with quiet_keyboard(sys.stdin.fileno()):

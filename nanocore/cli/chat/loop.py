@@ -22,8 +22,7 @@ from nanocore.cli.chat.commands import (
     with_value,
 )
 from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
-from nanocore.cli.chat.target import ChatTarget
-from nanocore.cli.chat.turn import Turn, TurnStats, incompleteness, status_line
+from nanocore.cli.chat.target import ChatTarget, ChatTurn, TurnStats, incompleteness, status_line
 from nanocore.cli.chat.view import View
 from nanocore.cli.interrupts import Interrupts
 from nanocore.protocol.errors import InvalidRequestError, NanocoreError, shorten
@@ -102,7 +101,7 @@ class ChatLoop:
         return status_line(target.model, self._stats, target.max_model_len, num_columns)
 
     async def _ask(self) -> None:
-        turn = Turn()
+        turn = ChatTurn()
         self._view.begin_answer()
         try:
             has_ended = await self._interrupts.stoppable(self._stream(turn))
@@ -120,7 +119,7 @@ class ChatLoop:
         elif why := incompleteness(turn.answer, self._stats, self._target.max_model_len):
             self._view.note(why)
 
-    async def _stream(self, turn: Turn) -> None:
+    async def _stream(self, turn: ChatTurn) -> None:
         watch = asyncio.create_task(self._watch_connection())
         try:
             events = self._target.ask(self._conversation.messages, self._sampling)

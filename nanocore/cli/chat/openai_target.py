@@ -1,4 +1,4 @@
-"""OpenAITarget: a chat with any server of OpenAI's chat completions.
+"""OpenAIChatTarget: a chat with any server of OpenAI's chat completions.
 
 `ResponseReader` accepts streams of chunks and complete responses. Malformed parts are ignored:
 invalid UTF-8 becomes U+FFFD, and fields of a wrong type count as missing. Abandoning a response
@@ -52,7 +52,7 @@ _MAX_COMPLETE_BYTES: Final = 2**26
 _STREAM: Final = re.compile(rb"\s*(?:data|event|id|retry)?:")
 
 
-class OpenAITarget:
+class OpenAIChatTarget:
     """See `ChatTarget`.
 
     Args:

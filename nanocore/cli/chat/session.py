@@ -14,10 +14,9 @@ from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from nanocore.cli.chat.conversation import Conversation
-from nanocore.cli.chat.engine_target import EngineTarget
+from nanocore.cli.chat.engine_target import EngineChatTarget
 from nanocore.cli.chat.files import open_engine_log
-from nanocore.cli.chat.target import ChatTarget
-from nanocore.cli.chat.turn import Turn, incompleteness
+from nanocore.cli.chat.target import ChatTarget, ChatTurn, incompleteness
 from nanocore.cli.interrupts import Interrupts
 from nanocore.client.chat.events import Text
 from nanocore.protocol.errors import ConfigError, InvalidRequestError, NanocoreError
@@ -25,14 +24,14 @@ from nanocore.system import standard_streams
 from nanocore.system.standard_streams import harmless
 
 if TYPE_CHECKING:
-    from nanocore.cli.chat.flags import ChatOptions
-    from nanocore.cli.chat.openai_target import OpenAITarget
+    from nanocore.cli.chat.flags import ChatSettings
+    from nanocore.cli.chat.openai_target import OpenAIChatTarget
     from nanocore.cli.chat.view import View
 
 _MAX_QUESTION_BYTES: Final = 2**24
 
 
-def ask(options: ChatOptions) -> int:
+def ask(options: ChatSettings) -> int:
     """Ask one question; return the exit code.
 
     Raises:
@@ -43,7 +42,7 @@ def ask(options: ChatOptions) -> int:
         return asyncio.run(Interrupts().run(_ask(options, question)))
 
 
-async def _ask(options: ChatOptions, question: str) -> None:
+async def _ask(options: ChatSettings, question: str) -> None:
     conversation = Conversation(options.system)
     conversation.say(question)
     async with opened(options, None) as target:
@@ -59,7 +58,7 @@ async def ask_once(
         ConfigError: the question is invalid as it stands.
         NanocoreError: no response, or an incomplete one.
     """
-    turn = Turn()
+    turn = ChatTurn()
     is_terminal = sys.stdout.isatty()
     try:
         events = target.ask(conversation.messages, sampling)
@@ -94,20 +93,20 @@ def _write(text: str) -> None:
 
 
 @asynccontextmanager
-async def opened(options: ChatOptions, view: View | None) -> AsyncIterator[ChatTarget]:
+async def opened(options: ChatSettings, view: View | None) -> AsyncIterator[ChatTarget]:
     """Open the target, and close it with the block. view: shows the progress."""
     with ExitStack() as closing_last:
-        target: EngineTarget | OpenAITarget
+        target: EngineChatTarget | OpenAIChatTarget
         if options.url is not None:
-            from nanocore.cli.chat.openai_target import OpenAITarget
+            from nanocore.cli.chat.openai_target import OpenAIChatTarget
 
-            target = OpenAITarget(options.url, options.api_key, options.model_name)
+            target = OpenAIChatTarget(options.url, options.api_key, options.model_name)
         elif options.engine.endpoints:
-            target = EngineTarget(options.engine, None)
+            target = EngineChatTarget(options.engine, None)
         else:
             log = open_engine_log(standard_streams.complain if view is None else view.note)
             closing_last.callback(log.close)
-            target = EngineTarget(options.engine, log)
+            target = EngineChatTarget(options.engine, log)
         try:
             if view is None:
                 await target.open()

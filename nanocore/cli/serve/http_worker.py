@@ -20,7 +20,7 @@ import uvloop
 from nanocore.cli.serve.worker_pool import WorkerStart
 from nanocore.http.service import EngineAddress, HttpService, freeze_startup
 from nanocore.protocol.errors import NanocoreError, StartError
-from nanocore.system.lifeline import signal_at_parent_death
+from nanocore.system.child_process import signal_at_parent_death
 from nanocore.system.logs import start_log
 
 logger = logging.getLogger(__name__)

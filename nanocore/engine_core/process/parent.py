@@ -23,7 +23,7 @@ import msgspec
 
 from nanocore.protocol.errors import StartError
 from nanocore.protocol.start import StartReport
-from nanocore.system.lifeline import signal_at_parent_death
+from nanocore.system.child_process import signal_at_parent_death
 
 GRACE_S: Final = 4.0
 """How long an orphaned engine may take to leave by itself."""

@@ -34,7 +34,7 @@ from nanocore.engine_core.structured.trial_messages import (
 )
 from nanocore.engine_core.structured.vocabulary import Vocabulary
 from nanocore.protocol.errors import InvalidRequestError
-from nanocore.system.lifeline import signal_at_parent_death
+from nanocore.system.child_process import signal_at_parent_death
 from nanocore.worker.executors.pipe import Pipe
 
 _QUICK_S: Final = 0.02

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.cli import command
-from nanocore.cli.chat.flags import ChatOptions, parse
+from nanocore.cli.chat.flags import ChatSettings, parse
 from nanocore.cli.main import main
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.errors import ConfigError
@@ -105,7 +105,7 @@ def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == package else name)
-    monkeypatch.setattr(ChatOptions, "is_prompted", package == "prompt_toolkit")
+    monkeypatch.setattr(ChatSettings, "is_prompted", package == "prompt_toolkit")
     with pytest.raises(SystemExit) as ended:
         main(["chat", *arguments])
     assert ended.value.code == 2

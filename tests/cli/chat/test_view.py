@@ -6,8 +6,7 @@ import random
 
 import pytest
 
-from nanocore.cli.chat.target import Resumed
-from nanocore.cli.chat.turn import Turn, TurnStats, incompleteness, status_line
+from nanocore.cli.chat.target import ChatTurn, Resumed, TurnStats, incompleteness, status_line
 from nanocore.cli.chat.view import BOLD, CODE, PLAIN, MarkdownStyles, Piece
 from nanocore.client.chat.answer import ChatAnswer
 from nanocore.client.chat.events import (
@@ -152,7 +151,7 @@ def test_what_turns_a_text_around_is_shown() -> None:
 
 def test_a_turn_measures_from_the_question() -> None:
     clock = iter([10.0, 10.5, 12.0])
-    turn = Turn(lambda: next(clock))
+    turn = ChatTurn(lambda: next(clock))
     turn.add(Started("r", range(30), 16))
     turn.add(Text("a"))
     assert turn.stats() == TurnStats(num_prompt_tokens=30, num_cached_tokens=16, ttft_s=0.5)
@@ -164,7 +163,7 @@ def test_a_turn_measures_from_the_question() -> None:
 
 
 def test_nothing_is_no_answer() -> None:
-    turn = Turn()
+    turn = ChatTurn()
     turn.add(Started("r", range(3), 0))
     assert turn.message() is None
 
@@ -188,7 +187,7 @@ def test_a_narrow_terminal_shows_what_matters_most(num_columns: int, line: str) 
 
 
 def test_what_nobody_counts_is_not_shown() -> None:
-    turn = Turn(iter([1.0, 2.0]).__next__)
+    turn = ChatTurn(iter([1.0, 2.0]).__next__)
     turn.add(Started("r", (), 0))
     turn.add(Text("a"))
     turn.add(Finished("stop", Usage(0, 0, 0, 0)))
@@ -196,7 +195,7 @@ def test_what_nobody_counts_is_not_shown() -> None:
 
 
 def test_of_an_answer_that_was_stopped_the_prompt_is_known() -> None:
-    turn = Turn(iter([1.0, 2.0]).__next__)
+    turn = ChatTurn(iter([1.0, 2.0]).__next__)
     turn.add(Started("r", range(30), 16))
     turn.add(Text("a"))
     line = "m | context 30/1,000 | first 1,000 ms | prompt 30 (16 cached)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanocore.system.near_flags import near_flag
+from nanocore.system.flags import near_flag
 
 OURS = [
     "-tp", "--block-size", "--disable-log-stats", "--kv-events-topic", "--max-model-len",
