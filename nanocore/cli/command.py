@@ -45,13 +45,19 @@ def run_command(name: str, work: Callable[[], int], timeout_flag: str = "--timeo
         text = re.sub(r"\bcurve_dir\b", "--curve-dir", text)
         complain(f"{name}: {text}")
         return _exit_code(error)
-    except BrokenPipeError:
-        raise  # `main` knows its exit code
+    finally:
+        standard_streams.flush_or_drop()
+
+
+def contained(work: Callable[[], int]) -> int:
+    """Return the exit code of `work`; log an internal error, and return its code."""
+    try:
+        return work()
+    except (NanocoreError, BrokenPipeError):
+        raise  # for `run_command` and `main`
     except Exception:
         logger.exception("internal error")
         return StartError.exit_code
-    finally:
-        standard_streams.flush_or_drop()
 
 
 def _exit_code(error: NanocoreError) -> int:
@@ -76,7 +82,7 @@ def run_engine_command(
                 error.args = (f"{error}; {options.engine.hint}",)
             raise
 
-    return run_command(name, both, "--start-timeout")
+    return run_command(name, lambda: contained(both), "--start-timeout")
 
 
 def require(packages: Sequence[str], need: str, remedy: str) -> None:

@@ -31,7 +31,7 @@ _NOT_OURS: Final = {
     "--parent-fd": "only launchers set it",
 }
 _READER_EXIT_CODES: Final = """\
-exit codes: 0 done, 2 usage or configuration, 5 address in use, 70 no engine answers, or internal
+exit codes: 0 done, 2 usage or configuration, 5 address in use, 70 no engine responds, or internal
 error, 130 interrupted"""
 
 

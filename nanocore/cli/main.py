@@ -91,7 +91,7 @@ def _run(arguments: list[str]) -> int:
 
 def run_bench(arguments: list[str]) -> int:
     """Run `nanocore bench`; return the exit code."""
-    from nanocore.cli.command import require, run_command
+    from nanocore.cli.command import contained, require, run_command
     from nanocore.protocol.errors import ConfigError
 
     def work() -> int:
@@ -107,7 +107,7 @@ def run_bench(arguments: list[str]) -> int:
         require(("numpy",), "measuring needs", "pip install '.[bench]'")
         return _call(_BENCHMARKS[name][0], arguments[1:])
 
-    return run_command("nanocore bench", work)
+    return run_command("nanocore bench", lambda: contained(work))
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
