@@ -67,7 +67,7 @@ def test_metrics_are_served_until_ctrl_c_also_while_the_engine_is_gone() -> None
     with engine(DEMO) as started:
         exporter = subprocess.Popen(
             [sys.executable, "-m", "nanocore.cli", "metrics", "--endpoint", started.endpoint,
-             "--metrics-port", "0"],
+             "--metrics-port", "0", "--timeout", "60"],
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert exporter.stdout is not None

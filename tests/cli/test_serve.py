@@ -60,7 +60,7 @@ def test_a_second_signal_ends_at_once(engine: forked.Engine, num_workers: int) -
             running = server.ask()
             held.wait_for(1)
             server.signal(signal.SIGTERM)
-            server.line("another signal ends them at once")
+            server.line("another signal exits at once")
             server.signal(signal.SIGTERM)
             assert server.exit() == 130
             with pytest.raises(ConnectionError):
