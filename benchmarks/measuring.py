@@ -28,13 +28,10 @@ from http_sides import start_ours
 from no_model import write_pace
 from report import describe_run, spread, table, with_range, write_report
 
-from nanocore.bench.engine_target import open_engine
 from nanocore.bench.http_target import open_server
-from nanocore.bench.load import run_load
-from nanocore.bench.opened import Opened
-from nanocore.bench.outcome import BenchRequest
-from nanocore.bench.serve_options import PATHS, Asked, Destination
+from nanocore.bench.load import BenchRequest, run_load
 from nanocore.bench.sse import DONE, EventReader, chunk_of
+from nanocore.bench.targets import PATHS, Destination, OpenTarget, RequestFields, open_engine
 
 RESULTS: Final = Path(__file__).parent / "results" / "measuring.json"
 _PATH: Final = PATHS["openai"]
@@ -44,7 +41,7 @@ Measure = Callable[[int, int], Coroutine[Any, Any, int]]
 
 
 @asynccontextmanager
-async def targeted(opening: AbstractAsyncContextManager[Opened]) -> AsyncIterator[Measure]:
+async def targeted(opening: AbstractAsyncContextManager[OpenTarget]) -> AsyncIterator[Measure]:
     """By a target of the benchmark."""
     async with opening as opened:
 
@@ -101,7 +98,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Of each side the spread of its microseconds."""
     write_pace(folder / "pace", arguments.pace_ms / 1e3)
     (folder / "tokens.json").write_text(json.dumps(list(range(40, 90))))
-    asked = Asked(ignore_eos=True)
+    asked = RequestFields(ignore_eos=True)
     values: dict[str, list[float]] = {}
     with start_ours(folder) as side:
         url = f"http://127.0.0.1:{side.port}"

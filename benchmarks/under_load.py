@@ -26,9 +26,8 @@ import numpy as np
 from models import model_folder
 from report import describe_run, spread, table, with_range, write_report
 
-from nanocore.bench.engine_target import EngineTarget
-from nanocore.bench.load import Run, run_load
-from nanocore.bench.outcome import BenchRequest
+from nanocore.bench.load import BenchRequest, LoadRun, run_load
+from nanocore.bench.targets import EngineTarget
 from nanocore.client import AsyncEngineClient, SamplingParams
 
 RESULTS: Final = Path(__file__).parent / "results" / "under-load.json"
@@ -89,7 +88,7 @@ def due_s(request: BenchRequest) -> float:
     return request.arrival_s
 
 
-def figures(run: Run, load: Load) -> dict[str, float]:
+def figures(run: LoadRun, load: Load) -> dict[str, float]:
     """Percentiles and rates of what clients saw in one run."""
     for each in run.outcomes:
         if each.error or each.num_output_tokens != load.output_tokens:
@@ -118,14 +117,14 @@ def _percentiles(name: str, values: list[float]) -> dict[str, float]:
     return {f"{name}_p50": p50, f"{name}_p99": p99, f"{name}_max": largest}
 
 
-async def see_through(client: AsyncEngineClient, load: Load, seed: str) -> Run:
+async def see_through(client: AsyncEngineClient, load: Load, seed: str) -> LoadRun:
     """Let all requests of a load arrive, each at its time, and see them through."""
     arrivals = draw_arrivals(load, client.model_card.vocab_size, seed)
     params = SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
     return await run_load(EngineTarget(client, params), arrivals, list(map(due_s, arrivals)))
 
 
-async def measure(model: Path, arguments: Arguments, load: Load, seed: str) -> Run:
+async def measure(model: Path, arguments: Arguments, load: Load, seed: str) -> LoadRun:
     """One run of an engine of these flags."""
     async with AsyncEngineClient.launch(model=model, **arguments) as client:
         warm_up_s = min(WARM_UP_S, load.duration_s)

@@ -1,7 +1,6 @@
-"""Where the demo model is, which is served when no model is named.
+"""The demo model, which is served when no model is named.
 
-It is a distribution of its own (`demo_model/` in the repository), so that clients stay small. Its
-package is looked for and not imported: there is no code in it.
+It is a separate distribution (`demo_model/` in the repository), so that clients stay small.
 """
 
 from __future__ import annotations
@@ -13,11 +12,7 @@ from nanocore.protocol.errors import ConfigError
 
 
 def demo_model_folder() -> Path:
-    """The installed demo model's folder.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Return the demo model's folder; raises ConfigError if it is not installed."""
     spec = importlib.util.find_spec("nanocore_demo_model")
     if spec is None or spec.origin is None:
         raise ConfigError(

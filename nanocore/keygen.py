@@ -8,11 +8,9 @@ holds a secret is its owner's alone.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from nanocore.protocol.errors import ConfigError, KeyFileError
 from nanocore.protocol.sockets.curve import (
@@ -23,27 +21,21 @@ from nanocore.protocol.sockets.curve import (
     create_key_pair,
     load_public_key,
 )
+from nanocore.system.flags import FlagParser
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message} (nanocore-keygen --help lists the flags)")
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The arguments."""
-    parser = _Parser(
-        prog="nanocore-keygen",
-        description="Make CURVE keys: an engine's, or, with --client, those of one of its clients.",
+def build_parser() -> FlagParser:
+    parser = FlagParser(
+        "nanocore-keygen",
+        "Make CURVE keys: an engine's, or, with --client, those of one of its clients.",
         epilog="exit codes: 0 done, 2 nothing done, or not all of it",
-        allow_abbrev=False,
     )
     parser.add_argument("directory", metavar="DIR", type=Path, help="the engine's folder")
     parser.add_argument("--client", metavar="NAME", help="make keys for a client of this name")
     parser.add_argument(
         "--admin",
         action="store_true",
-        help="let the client drain and pause the engine, reset its cache, and go before others",
+        help="let the client drain and pause the engine, reset its cache, and use high priorities",
     )
     parser.add_argument(
         "--out", metavar="FOLDER", type=Path, help="the client's folder (default: ./NAME)"
@@ -52,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def create_engine(directory: Path) -> list[Path]:
-    """Make an engine's folder, with an empty allow-list; returns the files written.
+    """Make an engine's folder with an empty allow-list; return the files written.
 
     Raises:
         KeyFileError: it has keys already, or cannot be written.
@@ -63,18 +55,18 @@ def create_engine(directory: Path) -> list[Path]:
 
 
 def create_client(directory: Path, name: str, out: Path, is_admin: bool = False) -> list[Path]:
-    """Make a client's folder and put its key on the engine's allow-list; returns the files.
+    """Make a client's folder and add its key to the engine's allow-list; return the files.
 
-    is_admin: put it among the administrators' keys, too.
+    is_admin: add it to the administrators' keys, too.
 
     Raises:
-        ConfigError: a name that is no file name.
+        ConfigError: the name is no file name.
         KeyFileError: a file exists, the engine has no keys, or something cannot be written.
     """
     if not name or name.startswith(".") or "/" in name or not name.isprintable():
         raise ConfigError(
             f"--client {name!r}: it becomes the file {CLIENTS_FOLDER}/NAME.key, so it must be "
-            "printable, have no slash and start with no dot"
+            "printable, without a slash, and not start with a dot"
         )
     engine_key = directory / f"{ENGINE}.key"
     load_public_key(engine_key)
@@ -101,7 +93,6 @@ def _make_private(directory: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a public key to a new file."""
     try:
         with source.open("rb") as reader, target.open("xb") as writer:
             shutil.copyfileobj(reader, writer)
@@ -111,7 +102,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make what is asked for, and say what to do next; returns the exit code."""
+    """Make the keys, and print the next step; return the exit code."""
     try:
         args = build_parser().parse_args(arguments)
         directory: Path = args.directory
@@ -119,12 +110,12 @@ def main(arguments: list[str] | None = None) -> int:
             out = args.out or Path(args.client)
             written = create_client(directory, args.client, out, args.admin)
             then = (
-                f"give {out} to the client, which is served from now on:\n"
+                f"give {out} to the client, which may connect from now on:\n"
                 f"  AsyncEngineClient.connect('tcp://ADDRESS:PORT', curve_dir={str(out)!r})"
             )
         elif args.out is not None or args.admin:
             flag = "--admin" if args.out is None else f"--out {args.out}"
-            raise ConfigError(f"{flag}: is for --client; an engine's folder is DIR")
+            raise ConfigError(f"{flag} needs --client; an engine's folder is DIR")
         else:
             written = create_engine(directory)
             then = (

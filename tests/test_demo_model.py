@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import nanocore
-from nanocore.bench.startup import model_folder
+from nanocore.bench.offline import model_folder
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.process.process import find_model

@@ -73,7 +73,7 @@ def test_an_administrators_key_stands_in_a_folder_of_its_own_too(
     with pytest.raises(KeyFileError, match="open to other users"):
         EngineKeys.load(engine)
     capsys.readouterr()
-    assert "--admin: is for --client" in refused(capsys, engine, "--admin")
+    assert "--admin needs --client" in refused(capsys, engine, "--admin")
 
 
 def test_what_it_makes_can_be_loaded_and_fits_together(engine: Path, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_name_that_is_no_file_name_is_refused(
     ("arguments", "words"),
     [
         ([], "DIR"),
-        (["DIR", "--out", "x"], "--out x: is for --client"),
+        (["DIR", "--out", "x"], "--out x needs --client"),
         (["DIR", "--no-such-flag"], "--no-such-flag"),
         (["DIR", "--client", "alice"], "engine.key is missing"),
         (["FILE/e"], "cannot be made"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.cli import bench, main
+from nanocore.cli import main
 from tools.reference.__main__ import FEATURES, FOLDER, pages
 from tools.reference.features import evidence, features, features_page
 from tools.reference.parsers import commands, parser_of
@@ -28,7 +28,7 @@ def test_the_reference_is_what_the_code_says() -> None:
 
 def test_every_command_is_in_it() -> None:
     subcommands = {f"nanocore {name}" for name in main._SUBCOMMANDS if name != "bench"}
-    benchmarks = {f"nanocore bench {name}" for name in bench._BENCHMARKS}
+    benchmarks = {f"nanocore bench {name}" for name in main._BENCHMARKS}
     scripts = {"nanocore-engine", "nanocore-keygen", "nanocore-conformance"}
     assert commands().keys() == subcommands | benchmarks | scripts
 
@@ -57,7 +57,7 @@ def test_a_command_that_parses_nothing_is_an_error(
     (tmp_path / "silent_command.py").write_text("def run(arguments):\n    return 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(LookupError, match="parses no arguments"):
-        parser_of("silent_command")
+        parser_of("silent_command:run")
 
 
 def test_every_test_that_is_said_to_show_two_features_is_in_the_tree() -> None:

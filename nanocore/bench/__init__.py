@@ -1,6 +1,5 @@
-"""Measures engines and servers: `nanocore bench serve | throughput | latency | startup`.
+"""`nanocore bench serve | throughput | latency | startup`: benchmarks of engines and servers.
 
-Flags, JSON keys and the meaning of each metric are those of `vllm bench`, so that figures of both
-can stand side by side. What is computed is apart from what is sent: datasets, arrival times and
-statistics are functions of their arguments and a seed. Needs the extra `bench`; imports no torch.
+Flags, JSON keys and metrics are those of `vllm bench`, so that results are comparable. Datasets,
+arrival times and statistics are pure functions. Needs the extra `bench`; imports no torch.
 """

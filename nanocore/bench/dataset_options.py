@@ -1,9 +1,15 @@
-"""What a dataset is to be: the values of the flags that `vllm bench` has for it."""
+"""DatasetOptions and their flags, spelled as `vllm bench` spells them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import argparse
+import math
+from dataclasses import dataclass, fields
 from typing import Final
+
+import msgspec
+
+from nanocore.system.flags import at_least
 
 RANDOM, PREFIX_REPETITION = "random", "prefix_repetition"
 SHAREGPT, CUSTOM = "sharegpt", "custom"
@@ -15,12 +21,11 @@ DATASETS: Final = (RANDOM, SHAREGPT, CUSTOM, PREFIX_REPETITION, *TRACES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetOptions:
-    """The fields are named as the flags.
+    """Values of the flags of the same names.
 
-    random_range_ratio: of input and output lengths, each of which is drawn from
-    [length * (1 - ratio), length * (1 + ratio)]. timed_trace_chunk_hash_size: tokens that a hash id
-    of a trace stands for; None is the format's own. timed_trace_sec_multiplier: seconds per unit of
-    its timestamps, likewise.
+    random_range_ratio: of input and output lengths, which are drawn from
+    [length * (1 - ratio), length * (1 + ratio)]. timed_trace_chunk_hash_size: tokens per hash id.
+    timed_trace_sec_multiplier: seconds per unit of a timestamp. None: the format's own.
     """
 
     dataset_name: str = RANDOM
@@ -42,3 +47,92 @@ class DatasetOptions:
     timed_trace_sec_multiplier: float | None = None
     disable_shuffle: bool = False
     no_oversample: bool = False
+
+
+def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
+    defaults = DatasetOptions()
+    group = parser.add_argument_group("dataset")
+
+    def add(name: str, least: int, text: str) -> None:
+        default = getattr(defaults, name.replace("-", "_"))
+        group.add_argument(f"--{name}", type=at_least(least), default=default, metavar="N",
+                           help=f"{text} (default: {default})")  # fmt: skip
+
+    flag = group.add_argument
+    flag("--dataset-name", choices=DATASETS, default=RANDOM,
+         help="mooncake: a timed_trace in milliseconds with 512 tokens per hash id "
+         f"(default: {RANDOM})")  # fmt: skip
+    flag("--dataset-path", metavar="FILE", help="for all but random and prefix_repetition")
+    add("num-prompts", 1, "number of requests")
+    add("seed", 0, "seed of prompts, lengths and arrivals")
+    flag("--input-len", type=at_least(1), metavar="N", help="the same as --random-input-len")
+    flag("--output-len", type=at_least(1), metavar="N", help="for any dataset but traces")
+    flag("--disable-shuffle", action="store_true", help="keep the order of the file")
+    flag("--no-oversample", action="store_true",
+         help="do not repeat rows of a file that has too few")  # fmt: skip
+
+    group = parser.add_argument_group("random and prefix_repetition")
+    flag = group.add_argument
+    add("random-input-len", 0, "prompt tokens without the prefix")
+    add("random-output-len", 1, "output tokens")
+    flag("--random-range-ratio", type=range_ratio, default=defaults.random_range_ratio, metavar="R",
+         help='draw lengths from [len * (1 - R), len * (1 + R)]; or {"input": R, "output": R} '
+         "(default: 0)")  # fmt: skip
+    add("random-prefix-len", 0, "tokens of a prefix that all prompts share")
+    add("prefix-repetition-prefix-len", 0, "tokens of a prefix")
+    add("prefix-repetition-suffix-len", 0, "tokens after the prefix")
+    add("prefix-repetition-num-prefixes", 1, "number of prefixes")
+    add("prefix-repetition-output-len", 1, "output tokens")
+
+    flag = parser.add_argument_group("sharegpt, custom and traces").add_argument
+    flag("--sharegpt-output-len", type=at_least(1), metavar="N",
+         help="output tokens (default: those of the file)")  # fmt: skip
+    flag("--custom-output-len", type=at_least(1), metavar="N",
+         help='output tokens (default: "output_tokens" of the row)')  # fmt: skip
+    flag("--skip-chat-template", action="store_true",
+         help="send prompts of custom as they are, not as user messages")  # fmt: skip
+    flag("--timed-trace-chunk-hash-size", type=at_least(1), metavar="N",
+         help="tokens per hash id (default: 16, mooncake 512)")  # fmt: skip
+    flag("--timed-trace-sec-multiplier", type=above_zero, metavar="X",
+         help="seconds per unit of a timestamp (default: 1, mooncake 0.001)")  # fmt: skip
+
+
+def dataset_options(given: argparse.Namespace) -> DatasetOptions:
+    values = {each.name: getattr(given, each.name) for each in fields(DatasetOptions)}
+    if given.input_len is not None:
+        values["random_input_len"] = given.input_len
+    if given.output_len is not None:
+        values |= {name: given.output_len for name in values if name.endswith("_output_len")}
+    return DatasetOptions(**values)
+
+
+def any_number(text: str) -> float:
+    """Return a number, maybe infinity."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return value
+
+
+def above_zero(text: str) -> float:
+    value = any_number(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def range_ratio(text: str) -> tuple[float, float]:
+    """Return ratios of input and output lengths."""
+    try:
+        value = msgspec.json.decode(text, type=float | dict[str, float])
+        pair = (value["input"], value["output"]) if isinstance(value, dict) else (value, value)
+    except (msgspec.MsgspecError, ValueError, KeyError):
+        pair = (math.nan, math.nan)
+    if all(0 <= ratio < 1 for ratio in pair):
+        return pair
+    raise argparse.ArgumentTypeError(
+        f'{text!r}: a number from 0 to below 1, or {{"input": 0.3, "output": 0.5}}'
+    )

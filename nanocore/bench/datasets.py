@@ -1,33 +1,36 @@
-"""A dataset's requests by its name."""
+"""Datasets by name, for any target."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from nanocore.bench.conversations import TextForm, custom_requests, sharegpt_requests
 from nanocore.bench.dataset_options import (
     CUSTOM,
+    PREFIX_REPETITION,
     RANDOM,
     SHAREGPT,
     SYNTHETIC,
     DatasetOptions,
 )
-from nanocore.bench.outcome import BenchRequest
-from nanocore.bench.synthetic import prefix_repetition_requests, random_requests
-from nanocore.bench.traces import trace_requests
-from nanocore.bench.vocabulary import Vocabulary
+from nanocore.bench.load import BenchRequest
+from nanocore.bench.synthetic import (
+    PromptVocabulary,
+    prefix_repetition_requests,
+    random_requests,
+    trace_requests,
+)
+from nanocore.bench.text_datasets import TextEncoding, custom_requests, sharegpt_requests
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """What a target takes.
+    """Kinds of prompts that a target takes.
 
-    tokenizer: the model's, if there is one. vocab_size, eos_token_ids: the model's, if known.
-    takes_text: it is sent texts; token ids otherwise. takes_token_ids: it can be sent them.
-    has_template: texts of a dataset become messages on our side.
+    tokenizer, vocab_size, eos_token_ids: the model's, if known. takes_text: prompts are sent as
+    texts, else as token ids. takes_token_ids: they can be sent as token ids. has_template: prompts
+    become messages in this process.
     """
 
     tokenizer: Tokenizer | None
@@ -37,24 +40,20 @@ class PromptSource:
     vocab_size: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
-    def vocabulary(self, as_text: bool) -> Vocabulary:
-        """What prompts are drawn from.
-
-        Raises:
-            ConfigError: nobody knows.
-        """
+    def vocabulary(self, as_text: bool) -> PromptVocabulary:
+        """Return the vocabulary of random prompts; raises ConfigError if it is unknown."""
         if self.tokenizer is not None:
-            return Vocabulary.of_tokenizer(self.tokenizer, as_text, self.vocab_size)
+            return PromptVocabulary.of_tokenizer(self.tokenizer, as_text, self.vocab_size)
         if self.vocab_size is None:
             raise ConfigError(
-                "prompts of so many tokens need the model's tokenizer: name its folder or its "
-                "tokenizer.json with --tokenizer, or its engine with --engine-endpoint"
+                "random prompts need a tokenizer: name its folder or its tokenizer.json with "
+                "--tokenizer, or its engine with --engine-endpoint"
             )
-        return Vocabulary.of_size(self.vocab_size, self.eos_token_ids)
+        return PromptVocabulary.of_size(self.vocab_size, self.eos_token_ids)
 
 
 def check_file(options: DatasetOptions) -> None:
-    """Raises ConfigError unless there is a file where one is needed, and none elsewhere."""
+    """Raise ConfigError if a dataset lacks its file, or has one that it does not need."""
     name = options.dataset_name
     if (options.dataset_path is None) != (name in SYNTHETIC):
         need = "takes no file" if name in SYNTHETIC else "needs its file, as --dataset-path FILE"
@@ -62,26 +61,25 @@ def check_file(options: DatasetOptions) -> None:
 
 
 def load_requests(options: DatasetOptions, source: PromptSource) -> list[BenchRequest]:
-    """The requests of a dataset, in the order in which they are sent.
+    """Return the requests of a dataset in sending order.
 
     Raises:
-        ConfigError: the options, the file or the target cannot give them.
+        ConfigError: the options, the file and the target do not fit together.
     """
     check_file(options)
     name = options.dataset_name
-    if name in (SHAREGPT, CUSTOM):
-        form = TextForm(source.tokenizer, source.takes_text)
-        if name == SHAREGPT:
-            return sharegpt_requests(options, form)
-        return custom_requests(options, form, source.has_template)
-    if name in SYNTHETIC:
-        make: Callable[[DatasetOptions, Vocabulary], list[BenchRequest]] = (
-            random_requests if name == RANDOM else prefix_repetition_requests
-        )
-        return make(options, source.vocabulary(source.takes_text))
+    encoding = TextEncoding(source.tokenizer, source.takes_text)
+    if name == SHAREGPT:
+        return sharegpt_requests(options, encoding)
+    if name == CUSTOM:
+        return custom_requests(options, encoding, source.has_template)
+    if name == RANDOM:
+        return random_requests(options, source.vocabulary(source.takes_text))
+    if name == PREFIX_REPETITION:
+        return prefix_repetition_requests(options, source.vocabulary(source.takes_text))
     if not source.takes_token_ids:
         raise ConfigError(
-            f"--dataset-name {name} is of token ids, which a chat endpoint does not take: use "
+            f"--dataset-name {name} has token ids, which chat endpoints do not take: use "
             "--backend openai or nanocore"
         )
     return trace_requests(options, source.vocabulary(as_text=False))

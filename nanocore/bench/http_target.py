@@ -1,8 +1,8 @@
-"""A server of OpenAI's API over HTTP: tokens come when the bytes of their events do.
+"""HttpTarget: a server of OpenAI's API, measured when the bytes of its events arrive.
 
-A chunk is one arrival, however many tokens it brings, which it does not say. How many there were in
-all the server's `usage` says, else the tokenizer, else the number of chunks; each chunk is taken to
-have brought its share of them.
+A chunk is one arrival with an unknown number of tokens. Their total is taken from the server's
+`usage`, else from the tokenizer, else it is the number of chunks, and is spread evenly over the
+chunks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,18 @@ import aiohttp
 import msgspec
 
 from nanocore.bench.datasets import PromptSource
-from nanocore.bench.engine_target import engine_client, engine_tokenizer
-from nanocore.bench.opened import Opened, tokenizer_at, until_ready
-from nanocore.bench.outcome import BenchRequest, Outcome
-from nanocore.bench.serve_options import OPENAI_CHAT, Asked, Destination
+from nanocore.bench.load import BenchRequest, Outcome
 from nanocore.bench.sse import DONE, EventReader, chunk_of, read_body, within_origin
+from nanocore.bench.targets import (
+    OPENAI_CHAT,
+    Destination,
+    OpenTarget,
+    RequestFields,
+    engine_tokenizer,
+    join_engine,
+    tokenizer_at,
+    until_ready,
+)
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ConfigError, shorten
 
@@ -32,13 +39,9 @@ _FAILURES: Final = (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecE
 
 
 class HttpTarget:
-    """One endpoint.
-
-    Args:
-        session: with the headers of every request.
-        url: of the endpoint. is_chat: prompts are a user's messages.
-        fields: of every request's body.
-        tokenizer: counts tokens for a server that does not; None if there is none.
+    """Args:
+    session: with the headers of every request. is_chat: prompts are user messages.
+    fields: of every request's body. tokenizer: counts tokens if the server does not.
     """
 
     def __init__(
@@ -49,15 +52,17 @@ class HttpTarget:
         fields: Mapping[str, Any],
         tokenizer: Tokenizer | None,
     ) -> None:
-        self._session, self._url, self._is_chat = session, url, is_chat
-        self._fields, self._tokenizer = fields, tokenizer
+        self._session = session
+        self._url = url
+        self._is_chat = is_chat
+        self._fields = fields
+        self._tokenizer = tokenizer
 
     async def send(self, request: BenchRequest, request_id: str, arrival_s: float) -> Outcome:
-        """See `Target`."""
         body = msgspec.json.encode(self._body(request))
         headers = {"Content-Type": "application/json", "x-request-id": request_id}
         outcome = Outcome(request.num_prompt_tokens or 0, arrival_s, time.perf_counter())
-        answer = _Answer(outcome)
+        stream = _ResponseStream(outcome)
         try:
             async with self._session.post(self._url, data=body, headers=headers) as response:
                 if response.status != 200:
@@ -65,11 +70,11 @@ class HttpTarget:
                     outcome.error = f"HTTP {response.status}: {shorten(' '.join(text.split()))}"
                     return outcome
                 async for data in response.content.iter_any():
-                    answer.feed(data, time.perf_counter())
+                    stream.feed(data, time.perf_counter())
         except (*_FAILURES, ConfigError) as error:
             outcome.error = f"{type(error).__name__}: {shorten(str(error))}"
             return outcome
-        answer.end(self._tokenizer)
+        stream.end(self._tokenizer)
         return outcome
 
     def _body(self, request: BenchRequest) -> dict[str, Any]:
@@ -84,30 +89,23 @@ class HttpTarget:
         return {**body, **self._fields}
 
 
-class _Answer:
-    """A stream of events, as it comes."""
-
+class _ResponseStream:
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
         self._reader = EventReader()
         self._parts: list[str] = []
-        self._is_over = False
+        self._is_done = False
         self._num_output_tokens: int | None = None
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Bytes have come.
-
-        Raises:
-            msgspec.MsgspecError: they are no events of a completion.
-        """
         outcome = self._outcome
         for event in self._reader.feed(data):
             if event == DONE:
-                self._is_over = True
+                self._is_done = True
                 continue
             chunk = chunk_of(event)
             if chunk.error is not None:
-                outcome.error = shorten(f"the stream ended with an error: {chunk.error}")
+                outcome.error = shorten(f"the server reported an error: {chunk.error}")
             if chunk.usage is not None:
                 self._num_output_tokens = chunk.usage.completion_tokens
                 if chunk.usage.prompt_tokens is not None:
@@ -117,16 +115,16 @@ class _Answer:
                     outcome.add_tokens(1, now_s)
                     self._parts.append(choice.added_text)
                 if choice.finish_reason is not None:
-                    outcome.end_s, self._is_over = now_s, True
+                    outcome.end_s = now_s
+                    self._is_done = True
 
     def end(self, tokenizer: Tokenizer | None) -> None:
-        """No more will come."""
         outcome = self._outcome
         outcome.text = "".join(self._parts)
         if not outcome.error and not outcome.chunk_times_s:
             outcome.error = "no token came"
-        elif not outcome.error and not self._is_over:
-            outcome.error = "the stream ended before the answer did"
+        elif not outcome.error and not self._is_done:
+            outcome.error = "the stream ended early"
         num_tokens = self._num_output_tokens
         if num_tokens is None and tokenizer is not None:
             num_tokens = len(tokenizer.encode(outcome.text, add_special_tokens=False))
@@ -136,73 +134,65 @@ class _Answer:
 
 
 def shares(total: int, num_parts: int) -> list[int]:
-    """A number as the sum of so many, as even as can be; larger ones come first."""
+    """Split a number as evenly as possible, larger parts first."""
     return [total // num_parts + (i < total % num_parts) for i in range(num_parts)]
 
 
 @asynccontextmanager
 async def open_server(
-    destination: Destination, asked: Asked, ready_timeout_s: float
-) -> AsyncIterator[Opened]:
-    """A server that runs.
+    destination: Destination, fields: RequestFields, ready_timeout_s: float
+) -> AsyncIterator[OpenTarget]:
+    """Find the model and the tokenizer of a running server.
 
     Raises:
-        ConfigError: URL, path or tokenizer cannot be. EngineDeadError: it does not name a model.
+        ConfigError: invalid URL, path or tokenizer.
+        EngineDeadError: the server does not list a model.
     """
     is_chat = destination.backend == OPENAI_CHAT
-    if not destination.path.endswith("/chat/completions" if is_chat else "/completions") or (
-        not is_chat and destination.path.endswith("/chat/completions")
-    ):
-        raise ConfigError(
-            f"--endpoint {destination.path} is none of --backend {destination.backend}"
-        )
-    async with _session(destination) as session:
+    path = destination.path
+    if not path.endswith("/completions") or path.endswith("/chat/completions") != is_chat:
+        raise ConfigError(f"--endpoint {path} does not fit --backend {destination.backend}")
+    verified: ssl.SSLContext | bool = not destination.insecure
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=verified),  # concurrency is measured, not set
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        headers=destination.headers,
+        trace_configs=[within_origin()],
+    ) as session:
         model, root = destination.model, destination.model_id
         if model is None:
             model, root = await _first_model(session, destination.base_url, ready_timeout_s)
         with ExitStack() as closing:
             tokenizer, tokenizer_id = await _tokenizer(destination, root, closing)
-            fields: dict[str, Any] = {"model": model}
-            if asked.ignore_eos:
-                fields["ignore_eos"] = True
-            if asked.logprobs is not None:
-                fields |= (
-                    {"logprobs": True, "top_logprobs": asked.logprobs}
-                    if is_chat
-                    else {"logprobs": asked.logprobs}
-                )
-            fields |= {**asked.sampling, **asked.extra_body}
-            url = f"{destination.base_url}{destination.path}"
-            yield Opened(
-                HttpTarget(session, url, is_chat, fields, tokenizer),
-                PromptSource(
-                    tokenizer,
-                    takes_text=True,
-                    takes_token_ids=not is_chat,
-                    has_template=not is_chat,
-                ),
-                root or model,
-                tokenizer_id,
+            body: dict[str, Any] = {"model": model}
+            if fields.ignore_eos:
+                body["ignore_eos"] = True
+            if fields.logprobs is not None and is_chat:
+                body |= {"logprobs": True, "top_logprobs": fields.logprobs}
+            elif fields.logprobs is not None:
+                body["logprobs"] = fields.logprobs
+            body |= {**fields.sampling, **fields.extra_body}
+            url = f"{destination.base_url}{path}"
+            source = PromptSource(
+                tokenizer, takes_text=True, takes_token_ids=not is_chat, has_template=not is_chat
             )
+            target = HttpTarget(session, url, is_chat, body, tokenizer)
+            yield OpenTarget(target, source, root or model, tokenizer_id)
 
 
-def _session(destination: Destination) -> aiohttp.ClientSession:
-    """Without a limit of connections: how many are open is what is measured."""
-    verified: ssl.SSLContext | bool = not destination.insecure
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=0, ssl=verified)
-    return aiohttp.ClientSession(
-        connector=connector,
-        timeout=timeout,
-        headers=destination.headers,
-        trace_configs=[within_origin()],
-    )
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
 
 
 async def _first_model(
-    session: aiohttp.ClientSession, base_url: str, patience_s: float
+    session: aiohttp.ClientSession, base_url: str, timeout_s: float
 ) -> tuple[str, str]:
-    """Its name and its root."""
+    """Return the name and the root of the server's first model."""
     found: list[tuple[str, str]] = []
 
     async def attempt() -> str:
@@ -215,30 +205,21 @@ async def _first_model(
         except _FAILURES as error:
             return f"{url}: {type(error).__name__}: {error}"
         if not models.data:
-            return f"{url} names no model: name one with --model"
+            return f"{url} lists no model: name one with --model"
         found.append((models.data[0].id, models.data[0].root or models.data[0].id))
         return ""
 
-    await until_ready(attempt, patience_s)
+    await until_ready(attempt, timeout_s)
     return found[0]
-
-
-class _Model(msgspec.Struct):
-    id: str
-    root: str | None = None
-
-
-class _Models(msgspec.Struct):
-    data: list[_Model] = []
 
 
 async def _tokenizer(
     destination: Destination, root: str | None, closing: ExitStack
 ) -> tuple[Tokenizer | None, str | None]:
-    """The one that was named, else the engine's, else that of a model that is a folder here."""
+    """Return the named tokenizer, else the engine's, else that of a local model folder."""
     path = destination.tokenizer
     if path is None and destination.engine_endpoint is not None:
-        async with engine_client(destination, 0) as client:
+        async with join_engine(destination, 0) as client:
             tokenizer = await engine_tokenizer(client)
             if tokenizer is None:
                 raise ConfigError(f"{destination.engine_endpoint}: its model has no tokenizer")

@@ -1,91 +1,324 @@
-"""What `throughput`, `latency` and `startup` share: an engine of their own, and a JSON file."""
+"""`nanocore bench throughput`, `latency` and `startup`, which launch an engine of their own.
+
+Latency repeats one batch of the same prompts, so prefix caching is off unless a flag enables it.
+Startup is measured cold (empty caches of compiled kernels, model files dropped from memory) and
+warm.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+import tempfile
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from nanocore.bench.engine_arguments import engine_arguments
-from nanocore.bench.parser import BenchParser
-from nanocore.bench.statistics import Distribution
-from nanocore.client import LLM
+import numpy as np
+from tqdm import tqdm
+
+from nanocore.bench.dataset_options import add_dataset_flags, dataset_options
+from nanocore.bench.datasets import PromptSource, check_file, load_requests
+from nanocore.bench.load import BenchRequest
+from nanocore.client import LLM, InvalidRequestError, RequestOutput, SamplingParams
+from nanocore.demo_model import demo_model_folder
 from nanocore.protocol.errors import ConfigError
+from nanocore.system.flags import FlagParser, at_least
 
 PERCENTILES: Final = (10, 25, 50, 75, 90, 99)
 DEMO_MODEL_ID: Final = "demo model"
+CACHE_VARIABLES: Final = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+"""Environment variables of the engine's caches of compiled kernels."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnEngine:
-    """model: None is the demo model. arguments: of the engine."""
+    """model: None is the demo model. arguments: of `LLM`."""
 
     model: str | None
     tokenizer: str | None
     arguments: Mapping[str, str | bool]
 
     def launch(self) -> LLM:
-        """An engine that is ready; ends with `close`, or with the `with` block.
-
-        Raises:
-            EngineStartError: with the engine's own reason.
-        """
+        """Start an engine; raises EngineStartError with the engine's own reason."""
         arguments: dict[str, Any] = dict(self.arguments)
         return LLM(self.model, tokenizer=self.tokenizer, **arguments)
 
     @property
     def model_id(self) -> str:
-        """As results name it."""
         return self.model or DEMO_MODEL_ID
 
 
-def build_parser(name: str, description: str) -> BenchParser:
-    """With the flags that all three have."""
-    parser = BenchParser(
-        prog=f"nanocore bench {name}",
-        description=f"{description} Flags that are not listed here are the engine's.",
-        allow_abbrev=False,
+def _build_parser(name: str, description: str) -> FlagParser:
+    parser = FlagParser(
+        f"nanocore bench {name}", f"{description} Flags that are not listed here are the engine's."
     )
     parser.add_argument("--model", help="folder, or id on the hub (default: the demo model)")
-    parser.add_argument(
-        "--output-json", metavar="FILE", help="write the figures as JSON into this file"
-    )
+    parser.add_argument("--output-json", metavar="FILE", help="write the results to this file")
     return parser
 
 
-def parse(
-    parser: argparse.ArgumentParser, arguments: Sequence[str]
-) -> tuple[argparse.Namespace, OwnEngine]:
-    """What is ours, and the engine.
+def _add_counts(parser: FlagParser, *flags: tuple[str, int, int, str]) -> None:
+    """Add integer flags of (name, least value, default, help)."""
+    for flag, least, default, text in flags:
+        parser.add_argument(flag, type=at_least(least), default=default, metavar="N",
+                            help=f"{text} (default: {default})")  # fmt: skip
+
+
+def parse(parser: FlagParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, OwnEngine]:
+    """Return the benchmark's flags, and the engine with all others.
 
     Raises:
-        ConfigError: a flag or a value that cannot be, or --output-json in no folder.
+        ConfigError: an invalid flag or value, or --output-json in a missing folder.
         SystemExit: --help.
     """
     given, others = parser.parse_known_args(arguments)
     if given.output_json is not None and not Path(given.output_json).parent.is_dir():
-        raise ConfigError(f"--output-json {given.output_json}: there is no such folder")
+        raise ConfigError(f"--output-json {given.output_json}: no such folder")
     engine = OwnEngine(given.model, getattr(given, "tokenizer", None), engine_arguments(others))
     return given, engine
 
 
-def percentiles_of(values: Sequence[float]) -> Distribution:
-    """With vLLM's percentiles."""
-    return Distribution.of(values, PERCENTILES)
-
-
-def write_json(path: str | None, result: Mapping[str, Any]) -> None:
-    """Write it, if a path was given.
+def engine_arguments(flags: Sequence[str]) -> dict[str, str | bool]:
+    """Return max_num_seqs="8" of --max-num-seqs 8. The engine itself refuses unknown flags.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: an argument is no flag with two dashes.
     """
+    arguments: dict[str, str | bool] = {}
+    ahead = list(flags)
+    while ahead:
+        flag, has_value, value = ahead.pop(0).partition("=")
+        if not flag.startswith("--") or not flag[2:].replace("-", "_").isidentifier():
+            raise ConfigError(f"{flag} is not a flag; spell the engine's out, as --max-num-seqs 8")
+        if not has_value and ahead and not ahead[0].startswith("--"):
+            value = ahead.pop(0)
+            has_value = "="
+        arguments[flag[2:].replace("-", "_")] = value if has_value else True
+    return arguments
+
+
+def percentiles_of(values: Sequence[float]) -> dict[int, float]:
+    points = np.percentile(values, PERCENTILES).tolist()
+    return dict(zip(PERCENTILES, points, strict=True))
+
+
+def _write_json(path: str | None, result: Mapping[str, Any]) -> None:
     if path is None:
         return
     try:
         Path(path).write_text(json.dumps(result, indent=4) + "\n", "utf-8")
     except OSError as error:
         raise ConfigError(f"--output-json {path}: {error.strerror}") from None
+
+
+def throughput_parser() -> FlagParser:
+    parser = _build_parser("throughput", "Measure how fast an engine serves requests, all at once.")
+    add = parser.add_argument
+    add("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the engine's)")
+    _add_counts(
+        parser,
+        ("--n", 1, 1, "samples per request"),
+        ("--num-warmups", 0, 0, "warm-up requests, which do not count"),
+    )
+    add("--disable-detokenize", action="store_true", help="do not decode tokens")
+    add("--disable-tqdm", action="store_true", help="no progress bar")
+    add_dataset_flags(parser)
+    return parser
+
+
+def run_throughput(arguments: list[str]) -> int:
+    given, engine = parse(throughput_parser(), arguments)
+    dataset = dataset_options(given)
+    check_file(dataset)
+    with engine.launch() as llm:
+        source = _source(llm)
+        requests = load_requests(dataset, source)
+        if given.num_warmups:
+            warmup = replace(
+                dataset,
+                num_prompts=given.num_warmups,
+                seed=dataset.seed + 1,
+                prefix_repetition_num_prefixes=min(
+                    dataset.prefix_repetition_num_prefixes, given.num_warmups
+                ),
+            )
+            _generate(llm, load_requests(warmup, source), given)
+        start_s = time.perf_counter()
+        outputs = _generate(llm, requests, given)
+        elapsed_s = time.perf_counter() - start_s
+    num_input = sum(len(output.prompt_token_ids) for output in outputs)
+    num_output = sum(sample.num_tokens for output in outputs for sample in output.outputs)
+    total = num_input + num_output
+    print(
+        f"Throughput: {len(requests) / elapsed_s:.2f} requests/s, "
+        f"{total / elapsed_s:.2f} total tokens/s, {num_output / elapsed_s:.2f} output tokens/s"
+    )
+    print(f"Total num prompt tokens:  {num_input}")
+    print(f"Total num output tokens:  {num_output}")
+    result = {
+        "model_id": engine.model_id,
+        "elapsed_time": elapsed_s,
+        "num_requests": len(requests),
+        "total_num_tokens": total,
+        "requests_per_second": len(requests) / elapsed_s,
+        "tokens_per_second": total / elapsed_s,
+    }
+    _write_json(given.output_json, result)
+    return 0
+
+
+def _source(llm: LLM) -> PromptSource:
+    card = llm.model_card
+    try:
+        tokenizer = llm.get_tokenizer() if card.files else None
+    except InvalidRequestError:  # the model's files contain no tokenizer
+        tokenizer = None
+    return PromptSource(
+        tokenizer,
+        takes_text=False,
+        vocab_size=card.vocab_size,
+        eos_token_ids=tuple(card.eos_token_ids),
+    )
+
+
+def _params(given: argparse.Namespace, max_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        n=given.n,
+        temperature=1.0,
+        ignore_eos=True,
+        max_tokens=max_tokens,
+        detokenize=not given.disable_detokenize,
+    )
+
+
+def _generate(
+    llm: LLM, requests: Sequence[BenchRequest], given: argparse.Namespace
+) -> list[RequestOutput]:
+    params = [_params(given, request.num_output_tokens) for request in requests]
+    prompts = [request.prompt for request in requests]
+    return llm.generate(prompts, params, use_tqdm=not given.disable_tqdm)
+
+
+def latency_parser() -> FlagParser:
+    parser = _build_parser("latency", "Measure how long a single batch of requests takes.")
+    _add_counts(
+        parser,
+        ("--input-len", 1, 32, "prompt tokens"),
+        ("--output-len", 1, 128, "output tokens"),
+        ("--batch-size", 1, 8, "concurrent requests"),
+        ("--n", 1, 1, "samples per request"),
+        ("--num-iters-warmup", 0, 10, "warm-up batches, which do not count"),
+        ("--num-iters", 1, 30, "measured batches"),
+    )
+    parser.add_argument("--disable-detokenize", action="store_true", help="do not decode tokens")
+    return parser
+
+
+def run_latency(arguments: list[str]) -> int:
+    given, engine = parse(latency_parser(), arguments)
+    if not {"enable_prefix_caching", "no_enable_prefix_caching"} & engine.arguments.keys():
+        engine = replace(engine, arguments={"enable_prefix_caching": False, **engine.arguments})
+    params = _params(given, given.output_len)
+    with engine.launch() as llm:
+        vocabulary = replace(_source(llm), tokenizer=None).vocabulary(as_text=False)
+        rng = np.random.default_rng(0)
+        prompts = [
+            array("i", vocabulary.draw(rng, given.input_len).tobytes())
+            for _ in range(given.batch_size)
+        ]
+
+        def one_batch() -> float:
+            start_s = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            return time.perf_counter() - start_s
+
+        for _ in tqdm(range(given.num_iters_warmup), desc="Warmup iterations"):
+            one_batch()
+        latencies = [one_batch() for _ in tqdm(range(given.num_iters), desc="Bench iterations")]
+    mean, percentiles = float(np.mean(latencies)), percentiles_of(latencies)
+    print(f"Avg latency: {mean} seconds")
+    for number, value in percentiles.items():
+        print(f"{number}% percentile latency: {value} seconds")
+    result = {
+        "model_id": engine.model_id,
+        "avg_latency": mean,
+        "latencies": latencies,
+        "percentiles": percentiles,
+    }
+    _write_json(given.output_json, result)
+    return 0
+
+
+def startup_parser() -> FlagParser:
+    parser = _build_parser("startup", "Measure how long an engine takes to start.")
+    _add_counts(
+        parser,
+        ("--num-iters-cold", 0, 3, "starts with cold caches"),
+        ("--num-iters-warmup", 0, 1, "starts in between, which do not count"),
+        ("--num-iters-warm", 0, 3, "starts with warm caches"),
+    )
+    return parser
+
+
+def run_startup(arguments: list[str]) -> int:
+    given, engine = parse(startup_parser(), arguments)
+
+    def start() -> float:
+        start_s = time.perf_counter()
+        with engine.launch():
+            return time.perf_counter() - start_s
+
+    cold = []
+    for _ in tqdm(range(given.num_iters_cold), desc="Cold startup iterations"):
+        with cold_caches(model_folder(engine.model)):
+            cold.append(start())
+    for _ in tqdm(range(given.num_iters_warmup), desc="Warmup iterations"):
+        start()
+    bar = tqdm(range(given.num_iters_warm), desc="Warm startup iterations")
+    warm = [start() for _ in bar]
+    result: dict[str, Any] = {}
+    for phase, times in (("cold", cold), ("warm", warm)):
+        if not times:
+            continue
+        mean, percentiles = float(np.mean(times)), percentiles_of(times)
+        print(f"{phase.upper()} STARTUP:\nAvg startup time: {mean:.2f} seconds")
+        print("Startup time percentiles:")
+        for number, value in percentiles.items():
+            print(f"  {number}%: {value:.2f} seconds")
+        result[f"avg_{phase}_startup_time"] = mean
+        result[f"{phase}_startup_times"] = times
+        result[f"{phase}_startup_percentiles"] = percentiles
+    _write_json(given.output_json, result)
+    return 0
+
+
+def model_folder(model: str | None) -> Path | None:
+    """Return the folder of a local model, or of the demo model."""
+    folder = demo_model_folder() if model is None else Path(model)
+    return folder if folder.is_dir() else None
+
+
+@contextmanager
+def cold_caches(folder: Path | None) -> Iterator[None]:
+    """Drop the folder's files from memory, and use empty kernel caches inside the block."""
+    for path in sorted(folder.iterdir()) if folder is not None else ():
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before = {name: os.environ.get(name) for name in CACHE_VARIABLES}
+    with tempfile.TemporaryDirectory(prefix="nanocore-cold-") as empty:
+        try:
+            for name in CACHE_VARIABLES:
+                os.environ[name] = str(Path(empty) / name.lower())
+            yield
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value

@@ -1,6 +1,8 @@
-"""The result of a run as `vllm bench serve` has it: its JSON keys, its files, its table.
+"""Result of a run, as in `vllm bench serve`: its JSON keys, its file, and its table.
 
-Latency keys end in _ms; `ttfts`, `itls`, `latencies` and the like are seconds.
+Keys that end in _ms are milliseconds; `ttfts`, `itls` and `latencies` are seconds. Failed requests
+only count as failed. Standard deviations are of the population; percentiles interpolate linearly; a
+metric without values is 0.
 """
 
 from __future__ import annotations
@@ -8,16 +10,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from nanocore.bench.arrivals import rate_changes
-from nanocore.bench.load import Run
-from nanocore.bench.opened import Opened
-from nanocore.bench.serve_options import Report, ServeOptions
-from nanocore.bench.statistics import Distribution, Samples, percentile_name, totals
+import numpy as np
+
+from nanocore.bench.load import LoadRun, Outcome, rate_changes
+from nanocore.bench.serve_flags import LoadOptions
+from nanocore.bench.targets import OpenTarget
 from nanocore.protocol.errors import ConfigError
 
 METRIC_NAMES: Final = {
@@ -32,14 +33,8 @@ METRIC_NAMES: Final = {
     ),
 }
 DETAILS: Final = (
-    "input_lens",
-    "output_lens",
-    "start_times",
-    "ttfts",
-    "itls",
-    "generated_texts",
-    "errors",
-)
+    "input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors",
+)  # fmt: skip
 """Keys that only --save-detailed writes."""
 _WIDTH: Final = 50
 _LINES: Final = {
@@ -59,18 +54,107 @@ _LINES: Final = {
 }
 
 
-def serve_result(
-    options: ServeOptions, opened: Opened, run: Run, times_s: Sequence[float], began: datetime
-) -> dict[str, Any]:
-    """All keys, details included, in vLLM's order. began: when the run did."""
-    report, outcomes = options.report, run.outcomes
-    counts = asdict(totals(outcomes, run.duration_s, report.goodput_ms))
-    peaks = {name: counts.pop(name) for name in ("max_output_tokens_per_s",
-                                                 "max_concurrent_requests")}  # fmt: skip
+def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
+    """Return mean, median, std and percentiles (p99, p99.9)."""
+    column = np.asarray(values or [0.0], dtype=np.float64)
+    found = {"mean": np.mean(column), "median": np.median(column), "std": np.std(column)}
+    for number in percentiles:
+        name = f"p{int(number) if number == int(number) else number}"
+        found[name] = np.percentile(column, number)
+    return {name: float(value) for name, value in found.items()}
+
+
+def latencies_s(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    """Return all values of each metric, from requests that succeeded."""
+    good = [each for each in outcomes if not each.error]
     return {
-        **_configuration(options, opened, began),
+        "ttft": [each.ttft_s for each in good],
+        "tpot": [tpot_s for each in good if (tpot_s := each.tpot_s) is not None],
+        "itl": [gap_s for each in good for gap_s in each.itls_s],
+        "e2el": [each.latency_s for each in good],
+        "client_queue_time": [each.queue_s for each in good],
+        "e2el_including_client_queue": [each.latency_s + each.queue_s for each in good],
+    }
+
+
+def peaks(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Return the most tokens that arrived, and the most requests that ran, in a whole second.
+
+    Seconds count from the first request that succeeded.
+    """
+    good = [each for each in outcomes if not each.error]
+    start_s = min([each.start_s for each in good], default=0.0)
+    length = 1 + int(max([each.end_s for each in good], default=0.0) - start_s)
+    num_tokens = np.zeros(length, dtype=np.int64)
+    changes = np.zeros(length + 1, dtype=np.int64)
+    for each in good:
+        seconds = (np.asarray(each.chunk_times_s) - start_s).astype(np.int64)
+        np.add.at(num_tokens, seconds, each.chunk_tokens)
+        changes[int(each.start_s - start_s)] += 1
+        changes[int(each.end_s - start_s) + 1] -= 1
+    return {
+        "max_output_tokens_per_s": float(num_tokens.max()),
+        "max_concurrent_requests": int(np.cumsum(changes).max()),
+    }
+
+
+def totals(
+    outcomes: Sequence[Outcome], duration_s: float, goodput_ms: Mapping[str, float]
+) -> dict[str, float | None]:
+    """Return counts, and rates over the duration. goodput_ms: limits of ttft, tpot or e2el."""
+    good = [each for each in outcomes if not each.error]
+    num_input = sum(each.num_prompt_tokens for each in good)
+    num_output = sum(each.num_output_tokens for each in good)
+    num_within = sum(is_within(each, goodput_ms) for each in good)
+    return {
+        "completed": len(good),
+        "failed": len(outcomes) - len(good),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(good) / duration_s,
+        "request_goodput": num_within / duration_s if goodput_ms else None,
+        "output_throughput": num_output / duration_s,
+        "total_token_throughput": (num_input + num_output) / duration_s,
+    }
+
+
+def is_within(outcome: Outcome, goodput_ms: Mapping[str, float]) -> bool:
+    """Whether a request kept all limits. A request of one token has a TPOT of 0."""
+    measured_s = {
+        "ttft": outcome.ttft_s,
+        "tpot": outcome.tpot_s or 0.0,
+        "e2el": outcome.latency_s,
+    }
+    return all(measured_s[name] * 1e3 <= most_ms for name, most_ms in goodput_ms.items())
+
+
+def serve_result(
+    options: LoadOptions, opened: OpenTarget, run: LoadRun, times_s: Sequence[float], now: datetime
+) -> dict[str, Any]:
+    """Return all keys, details included, in vLLM's order. now: the start of the run."""
+    outcomes, traffic = run.outcomes, options.traffic
+    result: dict[str, Any] = {
+        "date": now.strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": options.destination.backend,
+        "backend": options.destination.backend,
+        "label": options.label,
+        "model_id": opened.model_id,
+        "tokenizer_id": opened.tokenizer_id,
+        "num_prompts": options.dataset.num_prompts,
+        **options.metadata,
+        "request_rate": "inf" if math.isinf(traffic.rate) else traffic.rate,
+        "burstiness": traffic.burstiness,
+        "max_concurrency": options.max_concurrency,
+    }
+    if (ramp := traffic.ramp) is not None:
+        result |= {
+            "ramp_up_strategy": ramp.strategy,
+            "ramp_up_start_rps": ramp.start_rps,
+            "ramp_up_end_rps": ramp.end_rps,
+        }
+    result |= {
         "duration": run.duration_s,
-        **counts,
+        **totals(outcomes, run.duration_s, options.goodput_ms),
         "input_lens": [each.num_prompt_tokens for each in outcomes],
         "output_lens": [0 if each.error else each.num_output_tokens for each in outcomes],
         "ttfts": [each.ttft_s for each in outcomes],
@@ -80,68 +164,25 @@ def serve_result(
         "queue_times": [each.queue_s for each in outcomes],
         "generated_texts": [each.text for each in outcomes],
         "errors": [each.error for each in outcomes],
-        **peaks,
-        **_rate_changes(options, times_s, began),
-        **_latencies(options, Samples.of(outcomes)),
+        **peaks(outcomes),
     }
-
-
-def _configuration(options: ServeOptions, opened: Opened, began: datetime) -> dict[str, Any]:
-    traffic, backend = options.traffic, options.destination.backend
-    configuration: dict[str, Any] = {
-        "date": began.strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": backend,
-        "backend": backend,
-        "label": options.report.label,
-        "model_id": opened.model_id,
-        "tokenizer_id": opened.tokenizer_id,
-        "num_prompts": options.dataset.num_prompts,
-        **options.report.metadata,
-        "request_rate": "inf" if math.isinf(traffic.rate) else traffic.rate,
-        "burstiness": traffic.burstiness,
-        "max_concurrency": options.max_concurrency,
-    }
-    if (ramp := traffic.ramp) is not None:
-        configuration |= {
-            "ramp_up_strategy": ramp.strategy,
-            "ramp_up_start_rps": ramp.start_rps,
-            "ramp_up_end_rps": ramp.end_rps,
-        }
-    return configuration
-
-
-def _rate_changes(
-    options: ServeOptions, times_s: Sequence[float], began: datetime
-) -> dict[str, Any]:
-    ramp = options.traffic.ramp
-    if ramp is None or options.self_timed:
-        return {}
-    changes = rate_changes(ramp.rates(len(times_s)), times_s)
-    return {
-        "rps_change_events": [
-            {"rps": rps, "timestamp": (began + timedelta(seconds=time_s)).isoformat()}
-            for rps, time_s in changes
+    if ramp is not None and not options.self_timed:
+        result["rps_change_events"] = [
+            {"rps": rps, "timestamp": (now + timedelta(seconds=time_s)).isoformat()}
+            for rps, time_s in rate_changes(ramp.rates(len(times_s)), times_s)
         ]
-    }
-
-
-def _latencies(options: ServeOptions, samples: Samples) -> dict[str, float]:
-    latencies = {}
-    for name in options.report.percentile_metrics:
-        if name == "client_queue_time" and options.max_concurrency is None:
-            continue  # nothing waits on our side
-        values_ms = [value * 1e3 for value in getattr(samples, name)]
-        found = Distribution.of(values_ms, options.report.percentiles)
-        latencies[f"mean_{name}_ms"] = found.mean
-        latencies[f"median_{name}_ms"] = found.median
-        latencies[f"std_{name}_ms"] = found.std
-        for number, value in found.percentiles.items():
-            latencies[f"{percentile_name(number)}_{name}_ms"] = value
-    return latencies
+    values_s = latencies_s(outcomes)
+    for metric in options.percentile_metrics:
+        if metric == "client_queue_time" and options.max_concurrency is None:
+            continue  # nothing waits in this process
+        values_ms = [value * 1e3 for value in values_s[metric]]
+        for name, value in distribution(values_ms, options.percentiles).items():
+            result[f"{name}_{metric}_ms"] = value
+    return result
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """What is printed, as `vllm bench serve` prints it."""
+    """Format a result as `vllm bench serve` prints it."""
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
     for key, text in _LINES.items():
         value = result[key]
@@ -153,7 +194,7 @@ def table(result: Mapping[str, Any]) -> str:
         if "mean" not in own:
             continue
         lines.append(f"{long:-^{_WIDTH}}")
-        kinds = ("mean", "median", *(each for each in own if each.startswith("p")))
+        kinds = [kind for kind in own if kind != "std"]
         lines += [_line(f"{kind.capitalize()} {short} (ms):", result[own[kind]]) for kind in kinds]
     return "\n".join([*lines, "=" * _WIDTH])
 
@@ -163,39 +204,29 @@ def _line(text: str, value: float) -> str:
     return f"{text:<40} {shown:<10}".rstrip()
 
 
-def result_path(options: ServeOptions, result: Mapping[str, Any]) -> Path:
-    """Where a result is written: the name that was given, or one made of what was measured."""
-    report, traffic = options.report, options.traffic
-    name = report.result_filename
+def result_path(options: LoadOptions, result: Mapping[str, Any]) -> Path:
+    """Return the given file name, or one made of the configuration."""
+    name = options.result_filename
     if name is None:
-        rate = f"{traffic.rate}qps"
-        if (ramp := traffic.ramp) is not None:
+        rate = f"{options.traffic.rate}qps"
+        if (ramp := options.traffic.ramp) is not None:
             rate = f"ramp-up-{ramp.strategy}-{ramp.start_rps:g}qps-{ramp.end_rps:g}qps"
-        limit = options.max_concurrency
-        name = "-".join(
-            [
-                report.label or result["backend"],
-                rate + ("" if limit is None else f"-concurrency{limit}"),
-                str(result["model_id"]).rstrip("/").rpartition("/")[2],
-                f"{result['date']}.json",
-            ]
-        )
-    return Path(report.result_dir or "") / name
+        if options.max_concurrency is not None:
+            rate += f"-concurrency{options.max_concurrency}"
+        model = str(result["model_id"]).rstrip("/").rpartition("/")[2]
+        name = f"{options.label or result['backend']}-{rate}-{model}-{result['date']}.json"
+    return Path(options.result_dir or "") / name
 
 
-def write_result(report: Report, path: Path, result: Mapping[str, Any]) -> None:
-    """As one line, at the file's end with --append-result.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    kept = result if report.save_detailed else {k: v for k, v in result.items() if k not in DETAILS}
-    line = json.dumps(kept)
+def write_result(options: LoadOptions, path: Path, result: Mapping[str, Any]) -> None:
+    """Write one line, after existing ones with --append-result; raises ConfigError on failure."""
+    is_kept = options.save_detailed
+    line = json.dumps({k: v for k, v in result.items() if is_kept or k not in DETAILS})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if report.append_result and path.exists() and path.stat().st_size:
+        if options.append_result and path.exists() and path.stat().st_size:
             line = f"\n{line}"
-        with path.open("a" if report.append_result else "w", encoding="utf-8") as file:
+        with path.open("a" if options.append_result else "w", encoding="utf-8") as file:
             file.write(line)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: the result is not written") from None

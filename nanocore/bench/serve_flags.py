@@ -1,6 +1,6 @@
-"""The flags of `nanocore bench serve`: those of `vllm bench serve`, and a few of ours.
+"""The flags of `nanocore bench serve`: those of `vllm bench serve`.
 
-Ours are --engine-endpoint and --curve-dir for an engine's own wire, and --html.
+Ours are --engine-endpoint and --curve-dir, for an engine's own wire.
 """
 
 from __future__ import annotations
@@ -9,42 +9,28 @@ import argparse
 import math
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from nanocore.bench.arrivals import Ramp, Traffic
-from nanocore.bench.dataset_flags import add_dataset_flags, dataset_options
-from nanocore.bench.dataset_options import RANDOM, TRACES, DatasetOptions
-from nanocore.bench.parser import (
-    BenchParser,
+from nanocore.bench.dataset_options import (
+    RANDOM,
+    TRACES,
+    DatasetOptions,
     above_zero,
+    add_dataset_flags,
     any_number,
-    at_least,
-    json_object,
-    pairs,
-    percentiles,
+    dataset_options,
 )
-from nanocore.bench.serve_options import (
-    BACKENDS,
-    NANOCORE,
-    OPENAI,
-    PATHS,
-    Asked,
-    Destination,
-    Report,
-    ServeOptions,
-)
+from nanocore.bench.load import Ramp, Traffic
+from nanocore.bench.targets import BACKENDS, NANOCORE, OPENAI, PATHS, Destination, RequestFields
 from nanocore.protocol.errors import ConfigError
+from nanocore.system.flags import FlagParser, at_least, json_object
 
 METRICS: Final = (
-    "ttft",
-    "tpot",
-    "itl",
-    "e2el",
-    "client_queue_time",
-    "e2el_including_client_queue",
-)
+    "ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue",
+)  # fmt: skip
 GOODPUT_METRICS: Final = ("ttft", "tpot", "e2el")
 _SAMPLING: Final[dict[str, Callable[[str], float]]] = {
     "temperature": any_number,
@@ -57,67 +43,107 @@ _SAMPLING: Final[dict[str, Callable[[str], float]]] = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """All flags."""
-    parser = BenchParser(
-        prog="nanocore bench serve",
-        description="Send requests to an engine, or to a server of OpenAI's API, and measure when "
-        "tokens come.",
-        allow_abbrev=False,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """self_timed: requests arrive at their trace's times. goodput_ms: limits by metric."""
+
+    destination: Destination
+    dataset: DatasetOptions
+    traffic: Traffic
+    fields: RequestFields
+    self_timed: bool
+    max_concurrency: int | None
+    num_warmups: int
+    ready_timeout_s: float
+    has_progress_bar: bool
+    label: str | None
+    percentile_metrics: tuple[str, ...]
+    percentiles: tuple[float, ...]
+    goodput_ms: Mapping[str, float] = field(default_factory=dict)
+    save_result: bool
+    save_detailed: bool
+    append_result: bool
+    result_dir: str | None
+    result_filename: str | None
+    metadata: Mapping[str, str]
+
+
+def build_parser() -> FlagParser:
+    parser = FlagParser(
+        "nanocore bench serve",
+        "Send requests to an engine, or to a server of OpenAI's API, and measure latencies and "
+        "throughput.",
     )
     _add_destination(parser)
     _add_load(parser)
     add_dataset_flags(parser)
-    _add_asked(parser)
-    _add_report(parser)
+    _add_fields(parser)
+    _add_result(parser)
     return parser
 
 
-def parse(arguments: list[str]) -> ServeOptions:
-    """What the command line asks for.
+def parse(arguments: list[str]) -> LoadOptions:
+    """Read the command line.
 
     Raises:
-        ConfigError: a flag or a value that cannot be.
+        ConfigError: an invalid flag or value.
         SystemExit: --help.
     """
     given = build_parser().parse_args(arguments)
     dataset = dataset_options(given)
-    if given.self_timed is not None and dataset.dataset_name not in TRACES:
-        raise ConfigError(f"--self-timed is for traces: --dataset-name {', '.join(TRACES)}")
     is_trace = dataset.dataset_name in TRACES
-    return ServeOptions(
+    if given.self_timed is not None and not is_trace:
+        raise ConfigError(f"--self-timed is for traces: --dataset-name {', '.join(TRACES)}")
+    keeps = given.save_result or given.append_result
+    if given.save_detailed and not keeps:
+        raise ConfigError("--save-detailed needs --save-result")
+    folder = Path(given.result_dir or "")
+    if keeps and folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise ConfigError(f"--result-dir {folder} is not a writable folder")
+    return LoadOptions(
         destination=_destination(given),
         dataset=dataset,
         traffic=_traffic(given),
-        asked=_asked(given, dataset),
-        report=_report(given),
+        fields=_fields(given, dataset),
         self_timed=is_trace and given.self_timed is not False,
         max_concurrency=given.max_concurrency,
         num_warmups=given.num_warmups,
         ready_timeout_s=given.ready_check_timeout_sec,
         has_progress_bar=not given.disable_tqdm,
+        label=given.label,
+        percentile_metrics=_metrics(given.percentile_metrics),
+        percentiles=given.metric_percentiles,
+        goodput_ms=_goodput(given.goodput),
+        save_result=given.save_result,
+        save_detailed=given.save_detailed,
+        append_result=given.append_result,
+        result_dir=given.result_dir,
+        result_filename=given.result_filename,
+        metadata=_pairs("--metadata", given.metadata, "="),
     )
 
 
 def _add_destination(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("destination").add_argument
-    add("--backend", choices=BACKENDS, help="an engine's own wire, completions (by both names), or "
-        "chat completions (default: nanocore with --engine-endpoint, else openai)")  # fmt: skip
+    add("--backend", choices=BACKENDS, help="nanocore: an engine's own wire; openai, vllm: "
+        "completions; openai-chat: chat completions (default: nanocore with --engine-endpoint, "
+        "else openai)")  # fmt: skip
     add("--engine-endpoint", metavar="ENDPOINT",
-        help="of the engine, as ipc://PATH (default: the user's own one); with the other backends "
-        "its tokenizer is used")  # fmt: skip
+        help="of the engine, such as ipc://PATH (default: this user's default endpoint); other "
+        "backends use its tokenizer")  # fmt: skip
     add("--curve-dir", metavar="DIR", help="with tcp://: keys of nanocore-keygen")
     add("--base-url", metavar="URL", help="of the server, instead of --host and --port")
     add("--host", help="of the server (default: 127.0.0.1)")
     add("--port", type=at_least(1), help="of the server (default: 8000)")
     add("--endpoint", metavar="PATH", help="of the API (default: the backend's)")
-    add("--header", nargs="*", default=[], metavar="KEY=VALUE", help="of every request; "
-        "OPENAI_API_KEY of the environment is sent as a bearer's")  # fmt: skip
+    add("--header", nargs="*", default=[], metavar="KEY=VALUE", help="headers of every request; "
+        "OPENAI_API_KEY in the environment is sent as a bearer token")  # fmt: skip
     add("--insecure", action="store_true", help="do not verify the server's certificate")
-    add("--model", help="its name, or its folder (default: the server's first one)")
-    add("--served-model-name", metavar="NAME", help="of requests (default: --model)")
+    add("--model", help="name or folder (default: the server's first model)")
+    add("--served-model-name", metavar="NAME", help="model in requests (default: --model)")
     add("--tokenizer", metavar="PATH", help="folder, or tokenizer.json (default: the engine's; "
-        "over HTTP that of --model, or of the server's model, if it is a folder here)")  # fmt: skip
+        "over HTTP that of --model, or of the server's model, if it is a local folder)",
+    )  # fmt: skip
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -125,77 +151,57 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--request-rate", type=above_zero, metavar="RPS",
         help="requests per second (default: inf, all at once)")  # fmt: skip
     add("--burstiness", type=above_zero, default=1.0, metavar="X",
-        help="shape of the gamma distribution of gaps; 1 is a Poisson process, less is burstier, "
-        "inf is even (default: 1)")  # fmt: skip
+        help="shape of the gamma distribution of gaps; 1: Poisson process, less: burstier, "
+        "inf: even (default: 1)")  # fmt: skip
     add("--ramp-up-strategy", choices=("linear", "exponential"),
-        help="instead of --request-rate, one that grows")  # fmt: skip
+        help="a growing rate instead of --request-rate")  # fmt: skip
     add("--ramp-up-start-rps", type=above_zero, metavar="RPS", help="rate at the first request")
-    add("--ramp-up-end-rps", type=above_zero, metavar="RPS", help="rate at the last one")
+    add("--ramp-up-end-rps", type=above_zero, metavar="RPS", help="rate at the last request")
     add("--self-timed", action=argparse.BooleanOptionalAction,
-        help="requests arrive when the trace says (default with a trace)")  # fmt: skip
-    add(
-        "--max-concurrency",
-        type=at_least(1),
-        metavar="N",
-        help="requests in flight at once (default: any)",
-    )
+        help="requests arrive at the trace's times (default for traces)")  # fmt: skip
+    add("--max-concurrency", type=at_least(1), metavar="N",
+        help="requests in flight at once (default: no limit)")  # fmt: skip
     add("--num-warmups", type=at_least(0), default=0, metavar="N",
-        help="requests before, which do not count (default: 0)")  # fmt: skip
+        help="warm-up requests, which do not count (default: 0)")  # fmt: skip
     add("--ready-check-timeout-sec", type=at_least(0), default=0, metavar="S",
-        help="wait until a first request succeeds (default: 0, it is not sent)")  # fmt: skip
+        help="seconds to wait for a first successful request (default: 0, none is sent)",
+    )  # fmt: skip
 
 
-def _add_asked(parser: argparse.ArgumentParser) -> None:
+def _add_fields(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("requests").add_argument
     add("--ignore-eos", action="store_true",
-        help="answers are as long as asked for; so it is with random and traces")  # fmt: skip
-    add(
-        "--logprobs",
-        type=at_least(0),
-        metavar="N",
-        help="ask for the N most likely tokens of each place, too",
-    )
+        help="ignore EOS so outputs reach the requested length (always on for random and "
+        "traces)")  # fmt: skip
+    add("--logprobs", type=at_least(0), metavar="N", help="request the top N logprobs, too")
     for name, kind in _SAMPLING.items():
         add(f"--{name.replace('_', '-')}", type=kind, metavar="X",
             help="sampling parameter of every request (default: the model's)")  # fmt: skip
     add("--extra-body", type=json_object, default={}, metavar="JSON",
-        help="fields of every request over HTTP")  # fmt: skip
-    add("--request-id-prefix", metavar="TEXT", help="what ids begin with (default: bench-, and a "
-        "random name)")  # fmt: skip
+        help="extra fields of every HTTP request")  # fmt: skip
+    add("--request-id-prefix", metavar="TEXT",
+        help="prefix of request ids (default: bench- and random characters)")  # fmt: skip
 
 
-def _add_report(parser: argparse.ArgumentParser) -> None:
+def _add_result(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("result").add_argument
     add("--percentile-metrics", default="ttft,tpot,itl", metavar="NAMES",
-        help=f"what is summarized, by commas: of {', '.join(METRICS)} "
+        help=f"metrics to report, separated by commas: {', '.join(METRICS)} "
         "(default: ttft,tpot,itl)")  # fmt: skip
-    add("--metric-percentiles", type=percentiles, default=(99.0,), metavar="NUMBERS",
-        help="percentiles of these, by commas (default: 99)")  # fmt: skip
+    add("--metric-percentiles", type=_percentiles, default=(99.0,), metavar="NUMBERS",
+        help="percentiles to report, separated by commas (default: 99)")  # fmt: skip
     add("--goodput", nargs="+", default=[], metavar="NAME:MS",
-        help=f"count requests within all of these; {', '.join(GOODPUT_METRICS)}")  # fmt: skip
-    add("--save-result", action="store_true", help="write the figures as JSON into a file")
-    add(
-        "--save-detailed",
-        action="store_true",
-        help="with --save-result: those of each request, too",
-    )
-    add(
-        "--append-result",
-        action="store_true",
-        help="with --save-result: as a further line of the file",
-    )
-    add("--result-dir", metavar="DIR", help="where the file is written (default: here)")
-    add("--result-filename", metavar="FILE", help="the file's name (default: made of what "
-        "was measured)")  # fmt: skip
-    add("--label", help="of the result's file name (default: the backend)")
-    add(
-        "--metadata",
-        nargs="*",
-        default=[],
-        metavar="KEY=VALUE",
-        help="what else the JSON is to say",
-    )
-    add("--html", metavar="FILE", help="write a report with plots, a page that needs no other file")
+        help=f"count requests within all these limits; {', '.join(GOODPUT_METRICS)}")  # fmt: skip
+    add("--save-result", action="store_true", help="write the results to a JSON file")
+    add("--save-detailed", action="store_true",
+        help="with --save-result: include values of each request")  # fmt: skip
+    add("--append-result", action="store_true",
+        help="with --save-result: append a line to the file")  # fmt: skip
+    add("--result-dir", metavar="DIR", help="folder of the file (default: the working directory)")
+    add("--result-filename", metavar="FILE", help="(default: made of the configuration)")
+    add("--label", help="prefix of the default file name (default: the backend)")
+    add("--metadata", nargs="*", default=[], metavar="KEY=VALUE",
+        help="extra keys for the result JSON")  # fmt: skip
     add("--disable-tqdm", action="store_true", help="no progress bar")
 
 
@@ -207,18 +213,17 @@ def _destination(given: argparse.Namespace) -> Destination:
         for flag in ("base_url", "host", "port", "endpoint", "served_model_name"):
             if getattr(given, flag) is not None:
                 raise ConfigError(
-                    f"--{flag.replace('_', '-')} is for HTTP; an engine is found by "
-                    "--engine-endpoint"
+                    f"--{flag.replace('_', '-')} is for HTTP; for an engine, use --engine-endpoint"
                 )
         if given.header or given.extra_body:
-            raise ConfigError("--header and --extra-body are for HTTP, and not for an engine")
+            raise ConfigError("--header and --extra-body are for HTTP, not for an engine")
     elif given.base_url is not None and (given.host, given.port) != (None, None):
-        raise ConfigError("--base-url names host and port already: leave --host and --port out")
+        raise ConfigError("--base-url contains host and port: leave --host and --port out")
     elif given.base_url is not None and not given.base_url.startswith(("http://", "https://")):
         raise ConfigError(f"--base-url {given.base_url}: write http://HOST:PORT, or https://")
     host = given.host or "127.0.0.1"
     host = f"[{host}]" if ":" in host else host
-    headers = pairs("--header", given.header, "=")
+    headers = _pairs("--header", given.header, "=")
     if "OPENAI_API_KEY" in os.environ:
         headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", **headers}
     return Destination(
@@ -243,7 +248,7 @@ def _traffic(given: argparse.Namespace) -> Traffic:
         rate = math.inf if given.request_rate is None else given.request_rate
         return Traffic(rate, given.burstiness)
     if given.request_rate is not None:
-        raise ConfigError("--request-rate is one rate, and --ramp-up-strategy another: choose")
+        raise ConfigError("--request-rate and --ramp-up-strategy exclude each other")
     if None in ends or ends[0] > ends[1] or math.isinf(ends[1]):
         raise ConfigError(
             "--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps, which is not less"
@@ -251,10 +256,10 @@ def _traffic(given: argparse.Namespace) -> Traffic:
     return Traffic(math.inf, given.burstiness, Ramp(given.ramp_up_strategy, *ends))
 
 
-def _asked(given: argparse.Namespace, dataset: DatasetOptions) -> Asked:
+def _fields(given: argparse.Namespace, dataset: DatasetOptions) -> RequestFields:
     sampling = {name: value for name in _SAMPLING if (value := getattr(given, name)) is not None}
     prefix = given.request_id_prefix
-    return Asked(
+    return RequestFields(
         ignore_eos=given.ignore_eos or dataset.dataset_name in (RANDOM, *TRACES),
         logprobs=given.logprobs,
         sampling=sampling,
@@ -263,34 +268,36 @@ def _asked(given: argparse.Namespace, dataset: DatasetOptions) -> Asked:
     )
 
 
-def _report(given: argparse.Namespace) -> Report:
-    metrics = tuple(given.percentile_metrics.split(","))
+def _metrics(names: str) -> tuple[str, ...]:
+    metrics = tuple(names.split(","))
     if unknown := [name for name in metrics if name not in METRICS]:
-        raise ConfigError(f"--percentile-metrics {unknown[0]}: there are {', '.join(METRICS)}")
-    goodput = {}
-    for name, text in pairs("--goodput", given.goodput, ":").items():
+        raise ConfigError(f"--percentile-metrics {unknown[0]}: choose from {', '.join(METRICS)}")
+    return metrics
+
+
+def _goodput(texts: Sequence[str]) -> dict[str, float]:
+    limits = {}
+    for name, text in _pairs("--goodput", texts, ":").items():
         if name not in GOODPUT_METRICS:
-            raise ConfigError(f"--goodput {name}: there are {', '.join(GOODPUT_METRICS)}")
+            raise ConfigError(f"--goodput {name}: choose from {', '.join(GOODPUT_METRICS)}")
         try:
-            goodput[name] = any_number(text)
+            limits[name] = any_number(text)
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"--goodput {name}: {error} of milliseconds") from None
-    keeps = given.save_result or given.append_result
-    if given.save_detailed and not keeps:
-        raise ConfigError("--save-detailed says what --save-result keeps: give that, too")
-    folder = Path(given.result_dir or "")
-    if keeps and folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ConfigError(f"--result-dir {folder} is no folder that can be written to")
-    return Report(
-        label=given.label,
-        percentile_metrics=metrics,
-        percentiles=given.metric_percentiles,
-        goodput_ms=goodput,
-        save_result=given.save_result,
-        save_detailed=given.save_detailed,
-        append_result=given.append_result,
-        result_dir=given.result_dir,
-        result_filename=given.result_filename,
-        metadata=pairs("--metadata", given.metadata, "="),
-        html=given.html,
-    )
+    return limits
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    numbers = tuple(any_number(part) for part in text.split(","))
+    if all(0 <= number <= 100 for number in numbers):
+        return numbers
+    raise argparse.ArgumentTypeError(f"{text!r}: percentiles are from 0 to 100")
+
+
+def _pairs(flag: str, texts: Sequence[str], separator: str) -> dict[str, str]:
+    """Split KEY<separator>VALUE; raises ConfigError if a key or the separator is missing."""
+    split = [text.partition(separator) for text in texts]
+    for key, found, _ in split:
+        if not key or not found:
+            raise ConfigError(f"{flag} {key}: write KEY{separator}VALUE")
+    return {key.strip(): value.strip() for key, _, value in split}

@@ -1,4 +1,4 @@
-"""What an HTTP server sends, within limits: bodies, server-sent events, and what these say."""
+"""Bounded reading of HTTP servers: bodies, server-sent events, and their chunks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 DONE: Final = b"[DONE]"
 MAX_EVENT_BYTES: Final = 2**22
-"""Of a line, and of an event's lines together: no chunk of a completion comes near it."""
+"""Limit of an event; no chunk of a completion comes near it."""
 
 MAX_BODY_BYTES: Final = 2**20
-"""Of a body that is read whole: a list of models, or an error."""
+"""Limit of a body that is read at once: a list of models, or an error."""
 
 
 async def read_body(response: aiohttp.ClientResponse) -> bytes:
@@ -30,10 +30,9 @@ async def read_body(response: aiohttp.ClientResponse) -> bytes:
 
 
 def within_origin() -> aiohttp.TraceConfig:
-    """What refuses redirects to another host for a session: prompts and keys would go there, too.
+    """Return a hook for sessions: a redirect to another host raises ConfigError.
 
-    Raises:
-        ConfigError: in the request that would be redirected.
+    Otherwise prompts and keys would be sent there.
     """
     import aiohttp
 
@@ -42,13 +41,13 @@ def within_origin() -> aiohttp.TraceConfig:
         location = headers.get("Location") or headers.get("URI") or ""
         try:
             there = str(url.join(type(url)(location)).origin())
-        except ValueError:  # none of HTTP
+        except ValueError:  # not an HTTP URL
             there = shorten(repr(location))
         if there != str(url.origin()):
             redirect.response.close()
             raise ConfigError(
                 f"{url.origin()} redirects to {there}, which is not followed, because prompts and "
-                "keys would go there: give that URL, if it is meant"
+                "keys would be sent there: use that URL if it is right"
             )
 
     tracing = aiohttp.TraceConfig()
@@ -57,10 +56,7 @@ def within_origin() -> aiohttp.TraceConfig:
 
 
 class EventReader:
-    """The data of whole events; comments, names and ids are left out.
-
-    Lines end as the standard has it: with CR LF, LF or CR.
-    """
+    """Splits a stream into the data of its events. Lines end with CR LF, LF or CR."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -69,10 +65,10 @@ class EventReader:
         self._num_bytes = 0
 
     def feed(self, received: bytes) -> list[bytes]:
-        """The events that these bytes complete.
+        """Return the events that these bytes complete.
 
         Raises:
-            msgspec.DecodeError: an event has more than MAX_EVENT_BYTES.
+            msgspec.DecodeError: an event exceeds MAX_EVENT_BYTES.
         """
         if self._is_behind_cr and received:
             received, self._is_behind_cr = received.removeprefix(b"\n"), False
@@ -94,15 +90,13 @@ class EventReader:
         return events
 
 
-class Usage(msgspec.Struct):
-    """As a server counts."""
-
+class ChunkUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class Delta(msgspec.Struct):
-    """What a chat's chunk adds. Servers name reasoning in two ways."""
+class ChunkDelta(msgspec.Struct):
+    """Servers use two names for reasoning."""
 
     role: str | None = None
     content: str | None = None
@@ -111,16 +105,15 @@ class Delta(msgspec.Struct):
     tool_calls: list[Any] | None = None
 
 
-class Choice(msgspec.Struct):
-    """text: of completions; delta: of chats."""
+class ChunkChoice(msgspec.Struct):
+    """text: of completions. delta: of chat completions."""
 
     text: str | None = None
-    delta: Delta | None = None
+    delta: ChunkDelta | None = None
     finish_reason: str | None = None
 
     @property
     def added_text(self) -> str:
-        """What is new, reasoning included."""
         if self.delta is None:
             return self.text or ""
         return (self.delta.reasoning or self.delta.reasoning_content or "") + (
@@ -129,33 +122,33 @@ class Choice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether it brings tokens, maybe without text; not a role alone, nor an end alone."""
+        """Whether tokens arrived, maybe without text; a role or an end alone has none."""
         if self.added_text or (self.delta is not None and self.delta.tool_calls):
             return True
         has_role = self.delta is not None and self.delta.role is not None
         return self.finish_reason is None and not has_role
 
 
-class Chunk(msgspec.Struct):
-    """An event of a completion or a chat completion. error: what ended it."""
+class CompletionChunk(msgspec.Struct):
+    """An event of a completion or a chat completion."""
 
-    choices: list[Choice] = []
-    usage: Usage | None = None
+    choices: list[ChunkChoice] = []
+    usage: ChunkUsage | None = None
     error: Any = None
 
 
-_decode: Final = msgspec.json.Decoder(Chunk).decode
+_decode: Final = msgspec.json.Decoder(CompletionChunk).decode
 
 
-def chunk_of(data: bytes) -> Chunk:
-    """The chunk that an event's data is; bytes that are no UTF-8 become U+FFFD.
+def chunk_of(data: bytes) -> CompletionChunk:
+    """Decode an event's data; invalid UTF-8 becomes U+FFFD.
 
     Raises:
-        msgspec.MsgspecError: it is none.
+        msgspec.MsgspecError: it is not a chunk.
     """
     try:
         return _decode(data)
     except UnicodeDecodeError:
         return _decode(data.decode(errors="replace"))
     except RecursionError:
-        raise msgspec.DecodeError("it is too deep") from None
+        raise msgspec.DecodeError("it is nested too deeply") from None

@@ -1,6 +1,6 @@
-"""What commands that have an engine share: what they need, their logs, and their exit codes.
+"""The frame of every command: exit codes, errors in one line, and checks for optional packages.
 
-Nothing heavy is imported before the flags are known to be right.
+Nothing heavy is imported before the flags are known to be valid.
 """
 
 from __future__ import annotations
@@ -30,41 +30,63 @@ class _Options(Protocol):
 Options = TypeVar("Options", bound=_Options)
 
 
-def run_command(name: str, parse: Callable[[], Options], work: Callable[[Options], int]) -> int:
-    """The exit code of `work` with what `parse` returns; an error is one line on stderr.
+def run_command(name: str, work: Callable[[], int], timeout_flag: str = "--timeout") -> int:
+    """Return the exit code of `work`, or that of an error, which becomes one line on stderr.
 
-    name: of the command, as it is typed.
+    name: of the command, as typed. timeout_flag: what errors of the client call `timeout_s`.
     """
     standard_streams.open_missing()
-    options = None
     try:
-        options = parse()
-        return work(options)
-    except KeyboardInterrupt:  # before there is anything to end in order
+        return work()
+    except KeyboardInterrupt:
         return INTERRUPTED
     except NanocoreError as error:
-        text = re.sub(r"\b(start_)?timeout_s\b", "--start-timeout", str(error))
-        exit_code = StartError.exit_code
-        if isinstance(error, StartError):
-            exit_code = error.exit_code
-        elif isinstance(error, EngineStartError) and (error.exit_code or 0) > 0:
-            exit_code = error.exit_code or exit_code
-            hint = "" if options is None else options.engine.hint
-            if hint and exit_code == ConfigError.exit_code:
-                text += f"; {hint}"
+        text = re.sub(r"\b(start_)?timeout_s\b", timeout_flag, str(error))
+        text = re.sub(r"\bcurve_dir\b", "--curve-dir", text)
         complain(f"{name}: {text}")
-        return exit_code
-    except BrokenPipeError:
-        raise  # nobody reads what it prints
-    except Exception:
-        logger.exception("internal error")
-        return StartError.exit_code
+        return _exit_code(error)
     finally:
         standard_streams.flush_or_drop()
 
 
+def contained(work: Callable[[], int]) -> int:
+    """Return the exit code of `work`; log an internal error, and return its code."""
+    try:
+        return work()
+    except (NanocoreError, BrokenPipeError):
+        raise  # for `run_command` and `main`
+    except Exception:
+        logger.exception("internal error")
+        return StartError.exit_code
+
+
+def _exit_code(error: NanocoreError) -> int:
+    if isinstance(error, StartError):
+        return error.exit_code
+    if isinstance(error, EngineStartError) and (error.exit_code or 0) > 0:
+        return error.exit_code or StartError.exit_code
+    return ConfigError.exit_code if isinstance(error, ValueError) else StartError.exit_code
+
+
+def run_engine_command(
+    name: str, parse: Callable[[], Options], work: Callable[[Options], int]
+) -> int:
+    """Run `work` with the options of `parse`; an engine that refuses its flags adds the hint."""
+
+    def both() -> int:
+        options = parse()
+        try:
+            return work(options)
+        except EngineStartError as error:
+            if error.exit_code == ConfigError.exit_code and options.engine.hint:
+                error.args = (f"{error}; {options.engine.hint}",)
+            raise
+
+    return run_command(name, lambda: contained(both), "--start-timeout")
+
+
 def require(packages: Sequence[str], need: str, remedy: str) -> None:
-    """Raises ConfigError unless they are installed."""
+    """Raise ConfigError unless all packages are installed."""
     missing = [name for name in packages if not _is_installed(name)]
     if missing:
         raise ConfigError(f"{need} {', '.join(missing)}: in the repository, {remedy}")
@@ -73,12 +95,12 @@ def require(packages: Sequence[str], need: str, remedy: str) -> None:
 def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # of a package within one that is missing
+    except ModuleNotFoundError:  # the package around it is missing
         return False
 
 
 def require_engine(engine: EngineChoice) -> None:
-    """Raises ConfigError if one is to be launched, and what it needs is not installed."""
+    """Raise ConfigError if an engine is to be launched, and its packages are missing."""
     if not engine.endpoints:
         require(
             _ENGINE_PACKAGES,

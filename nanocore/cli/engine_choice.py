@@ -1,48 +1,43 @@
-"""Which engine a command works with: one that it launches from a model, or one that runs.
+"""EngineChoice: the engine of a command, launched from a model, or joined.
 
-Flags that are not the command's own go to the engine that it launches. Which flags an engine has
-only the engine knows: it refuses what is none when it starts, in its own words; what was near to
-one of the command's is said beside.
+Flags that are not the command's own go to the launched engine, which refuses unknown ones itself;
+then a hint names the command's flag that may have been meant.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from nanocore.cli.flag_types import at_least, seconds
+from nanocore import __version__
 from nanocore.protocol.errors import ConfigError
-from nanocore.system.near_flags import near_flag
+from nanocore.system.flags import FlagParser, at_least, near_flag, seconds
+
+if TYPE_CHECKING:
+    from nanocore.client import AsyncEngineClient
+    from nanocore.client.engine_keeper import EngineKeeper
 
 LAUNCH_TIMEOUT_S: Final = 600.0
 JOIN_TIMEOUT_S: Final = 10.0
 MAX_RESTARTS: Final = 5
 _NOT_OURS: Final = {
-    "--listen": "an engine that is launched here listens where only this command looks; for one "
-    "that others join, start `nanocore-engine --listen ENDPOINT`, and join it with "
-    "--endpoint ENDPOINT",
+    "--listen": "the engine launched here is private to this command; to share one, start "
+    "`nanocore-engine --listen ENDPOINT`, and join it with --endpoint ENDPOINT",
     "--check": "run `nanocore-engine --check`",
-    "--parent-fd": "it is the launcher's own",
+    "--parent-fd": "only launchers set it",
 }
-
-
-class CommandParser(argparse.ArgumentParser):
-    """Of one command: what is wrong is raised as ConfigError."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ConfigError."""
-        message = message.replace("ignored explicit argument", "takes no value, and was given")
-        raise ConfigError(f"{message} ({self.prog} --help lists the flags)")
+_READER_EXIT_CODES: Final = """\
+exit codes: 0 done, 2 usage or configuration, 5 address in use, 70 no engine responds, or internal
+error, 130 interrupted"""
 
 
 class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """Which one.
-
-    flags, max_restarts: of a launched engine, see `EngineKeeper`. hint: what to add if it refuses
-    them, or ''. endpoints, curve_dir: of the engines to join; no endpoint: one is launched.
+    """flags, max_restarts: of a launched engine, see `EngineKeeper`. hint: added to its refusal of
+    flags, or ''. endpoints, curve_dir: of engines to join; no endpoint: one is launched.
     tokenizer: a folder; None: the engine's.
     """
 
@@ -55,50 +50,79 @@ class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float
 
 
-def add_engine_flags(group: argparse._ArgumentGroup, bare_endpoint: str | None = None) -> None:
-    """Those of every command that has an engine.
+def engine_command_parser(prog: str, usage: str, description: str, epilog: str) -> FlagParser:
+    """Return the parser of a command that launches an engine, with --version."""
+    parser = FlagParser(
+        prog,
+        f"{description} An engine is launched, and ends with the command; flags that are not "
+        "listed here are passed to it, see `nanocore-engine --help`.",
+        usage=f"{prog} {usage} [flags] [flags of nanocore-engine]",
+        epilog=epilog,
+    )
+    parser.add_argument("--version", action="version", version=f"nanocore {__version__}")
+    return parser
 
-    bare_endpoint: what --endpoint means without a value; None: it needs one.
+
+def add_engine_flags(
+    group: argparse._ArgumentGroup,
+    bare_endpoint: str | None = None,
+    after_restarts: str = "0: exit when the engine dies",
+) -> None:
+    """Add the flags of every command that has an engine.
+
+    bare_endpoint: meaning of --endpoint without a value; None: it needs one.
     """
     add = group.add_argument
     add("--model", help="the same as MODEL")
     add("--endpoint", action="append", default=[],
         nargs=None if bare_endpoint is None else "?", const=bare_endpoint,
-        help="join the engine that runs there (ipc:// or tcp://), and launch none; repeat it for "
-        "engines of the same model, of which one is used as long as it serves"
-        + ("" if bare_endpoint is None else "; without a value it is this user's own"))  # fmt: skip
+        help="join the engine at this endpoint (ipc:// or tcp://) instead of launching one; repeat "
+        "it for engines of the same model, one of which is used while it serves"
+        + ("" if bare_endpoint is None else "; without a value: this user's default"))  # fmt: skip
     add("--curve-dir", metavar="DIR", help="with --endpoint tcp://: keys of nanocore-keygen")
     add("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the engine's)")
-    add(
-        "--start-timeout",
-        type=seconds,
-        metavar="S",
-        help=f"seconds that the engine may take to load (default: {LAUNCH_TIMEOUT_S:g}, and "
-        f"{JOIN_TIMEOUT_S:g} to answer with --endpoint)",
-    )
+    add("--start-timeout", type=seconds, metavar="S",
+        help=f"seconds for the engine to load (default: {LAUNCH_TIMEOUT_S:g}, and "
+        f"{JOIN_TIMEOUT_S:g} to connect with --endpoint)")  # fmt: skip
     add("--max-restarts", type=at_least(0), metavar="N",
-        help="of an engine that dies, in a row; then, and with 0, the command ends with it "
+        help=f"consecutive engine restarts before giving up; {after_restarts} "
         f"(default: {MAX_RESTARTS})")  # fmt: skip
 
 
+def parse_with_model(
+    parser: FlagParser, arguments: list[str]
+) -> tuple[argparse.Namespace, str | None, list[str]]:
+    """Return (known flags, the model, the engine's flags) of `[MODEL] [flags]`.
+
+    Raises:
+        ConfigError: an invalid flag or value, or two models.
+        SystemExit: --help or --version.
+    """
+    named = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    given, others = parser.parse_known_args(arguments[named is not None :])
+    if named is not None and given.model not in (None, named):
+        raise ConfigError(f"two models, {named} and --model {given.model}: name one")
+    return given, given.model if named is None else named, others
+
+
 def choose_engine(
-    parser: CommandParser,
+    parser: FlagParser,
     given: argparse.Namespace,
     model: str | None,
     others: list[str],
     model_is_first: bool = True,
 ) -> EngineChoice:
-    """others: what is none of the command's flags. model_is_first: a MODEL stands before the flags.
+    """others: flags that are not the command's. model_is_first: a MODEL stands before the flags.
 
     Raises:
-        ConfigError: that cannot be.
+        ConfigError: the flags contradict each other.
     """
     joined = bool(given.endpoint)
     hint = _check_others(parser, others, joined, model_is_first and model is None)
     if joined and model is not None:
         raise ConfigError(
-            f"--endpoint {given.endpoint[0]} joins an engine that runs, with the model that it "
-            f"has: leave {model} out"
+            f"--endpoint {given.endpoint[0]} joins a running engine, which has its model: leave "
+            f"{model} out"
         )
     if joined and given.max_restarts is not None:
         raise ConfigError("--max-restarts is for an engine that is launched, not with --endpoint")
@@ -115,11 +139,11 @@ def choose_engine(
     )
 
 
-def _check_others(parser: CommandParser, others: list[str], joined: bool, lacks_model: bool) -> str:
-    """Refuse what no engine is launched with; what may have been meant with the rest, or ''."""
+def _check_others(parser: FlagParser, others: list[str], joined: bool, lacks_model: bool) -> str:
+    """Refuse what no engine can be launched with; return the hint for the rest, or ''."""
     for other in others:
         if reason := _NOT_OURS.get(other.partition("=")[0]):
-            raise ConfigError(f"{other} is no flag of {parser.prog}: {reason}")
+            raise ConfigError(f"{other} is not a flag of {parser.prog}: {reason}")
     if lacks_model and others and not others[0].startswith("-") and not joined:
         raise ConfigError(f"{others[0]}: MODEL comes first: {parser.prog} {others[0]} [flags]")
     hints = [
@@ -128,7 +152,7 @@ def _check_others(parser: CommandParser, others: list[str], joined: bool, lacks_
         if (near := near_match(parser, other))
     ]
     values = [not other.startswith("-") for other in others]
-    if lacks_model and any(map(all, pairwise(values))):  # no flag takes two
+    if lacks_model and any(map(all, pairwise(values))):  # no flag takes two values
         hints.append(f"MODEL comes first: {parser.prog} MODEL [flags]")
     if others and joined:
         near = near_match(parser, others[0])
@@ -140,7 +164,53 @@ def _check_others(parser: CommandParser, others: list[str], joined: bool, lacks_
     return "; ".join(hints)
 
 
-def near_match(parser: CommandParser, argument: str) -> str | None:
-    """The parser's flag that an argument may mean, if any."""
+def near_match(parser: FlagParser, argument: str) -> str | None:
+    """Return the parser's flag that an argument may mean, if any."""
     known = [flag for action in parser._actions for flag in action.option_strings]
     return near_flag(argument, known, 0.8)
+
+
+def engine_client(
+    choice: EngineChoice, new_keeper: Callable[[], EngineKeeper] | None = None
+) -> AsyncEngineClient:
+    """Return a client that is not connected yet. Requests survive the death of their engine.
+
+    new_keeper: makes the keeper of a launched engine; None: one of the choice's flags.
+    """
+    from nanocore.client import AsyncEngineClient
+    from nanocore.client.engine_keeper import EngineKeeper
+
+    if choice.endpoints:
+        return AsyncEngineClient.connect(
+            choice.endpoints,
+            curve_dir=choice.curve_dir,
+            tokenizer=choice.tokenizer,
+            timeout_s=choice.start_timeout_s,
+        )
+    return AsyncEngineClient(
+        endpoints=(),
+        tokenizer=choice.tokenizer,
+        timeout_s=choice.start_timeout_s,
+        resume_timeout_s=choice.start_timeout_s,
+        new_keeper=new_keeper or (lambda: EngineKeeper(choice.flags, choice.max_restarts)),
+    )
+
+
+def reader_parser(prog: str, description: str) -> FlagParser:
+    """Return the parser of a command that only observes a running engine."""
+    parser = FlagParser(prog, description, epilog=_READER_EXIT_CODES)
+    parser.add_argument("--endpoint", metavar="ENDPOINT",
+        help="of the engine, ipc:// or tcp:// (default: this user's default endpoint)")  # fmt: skip
+    parser.add_argument("--curve-dir", metavar="DIR", help="keys of nanocore-keygen, for tcp://")
+    parser.add_argument("--timeout", type=seconds, default=JOIN_TIMEOUT_S, metavar="S",
+        help="seconds to connect (default: %(default)g)")  # fmt: skip
+    return parser
+
+
+def join(given: argparse.Namespace) -> AsyncEngineClient:
+    """Return a client, not connected yet, of the engine that a `reader_parser`'s flags name."""
+    from nanocore.client import AsyncEngineClient
+
+    return AsyncEngineClient.connect(
+        given.endpoint, timeout_s=given.timeout, curve_dir=given.curve_dir
+    )

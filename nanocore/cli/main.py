@@ -1,8 +1,9 @@
-"""The `nanocore` command: its subcommands, each of which is imported when it is asked for."""
+"""The `nanocore` command. Subcommands are imported when they are called."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import import_module
 from io import TextIOWrapper
@@ -11,20 +12,29 @@ from typing import Final, NoReturn
 from nanocore import __version__
 from nanocore.system import standard_streams
 
-_SUBCOMMANDS: Final = {
-    "serve": ("nanocore.cli.serve", "serve a model over HTTP"),
-    "chat": ("nanocore.cli.chat.command", "chat with a model in the terminal"),
-    "top": ("nanocore.cli.top.command", "watch what an engine does"),
-    "metrics": ("nanocore.cli.metrics", "print an engine's metrics, or serve them to Prometheus"),
-    "bench": ("nanocore.cli.bench", "measure an engine or a server"),
-    "batch": ("nanocore.cli.batch.command", "answer requests from a file"),
-    "trace": ("nanocore.cli.trace", "summarize a step trace, or draw it for Perfetto"),
-    "explain": ("nanocore.cli.explain", "why a request of a step trace took its time"),
+Subcommands = Mapping[str, tuple[str, str]]
+"""name: (module:function of a list of arguments, help)."""
+_SUBCOMMANDS: Final[Subcommands] = {
+    "serve": ("nanocore.cli.serve.command:run", "serve a model over HTTP"),
+    "chat": ("nanocore.cli.chat.command:run", "chat with a model in the terminal"),
+    "top": ("nanocore.cli.top.command:run", "show an engine's live load"),
+    "metrics": (
+        "nanocore.cli.metrics:run",
+        "print an engine's metrics, or serve them to Prometheus",
+    ),
+    "bench": ("nanocore.cli.main:run_bench", "measure an engine or a server"),
+    "batch": ("nanocore.cli.batch.command:run", "run requests from a file"),
+    "trace": ("nanocore.cli.trace:run", "summarize a step trace, or draw it for Perfetto"),
+    "explain": ("nanocore.cli.trace:run_explain", "explain the latency of a traced request"),
 }
-"""name: (the module whose `run(arguments)` it is, what it does)."""
-
+_BENCHMARKS: Final[Subcommands] = {
+    "serve": ("nanocore.bench.serve:run", "a running engine or server: TTFT, TPOT, ITL, goodput"),
+    "throughput": ("nanocore.bench.offline:run_throughput", "its own engine: all requests at once"),
+    "latency": ("nanocore.bench.offline:run_latency", "its own engine: one batch, repeatedly"),
+    "startup": ("nanocore.bench.offline:run_startup", "the time an engine takes to start"),
+}
 _SILENT: Final = ("serve", "batch")
-"""What these are for is not on standard output, which may be closed."""
+"""Commands that work with a closed standard output."""
 
 _USAGE: Final = """\
 usage: nanocore COMMAND [arguments]
@@ -32,27 +42,43 @@ usage: nanocore COMMAND [arguments]
 commands:
 {commands}
 
-`nanocore COMMAND --help` says more, `nanocore --version` which version this is. The engine alone is
-`nanocore-engine`.
+See `nanocore COMMAND --help`, and `nanocore --version`. The engine alone is `nanocore-engine`.
+"""
+_BENCH_USAGE: Final = """\
+usage: nanocore bench BENCHMARK [flags]
+
+benchmarks:
+{commands}
+
+Flags and JSON keys are those of `vllm bench`; see `nanocore bench BENCHMARK --help`.
+exit codes: 0 measured, 1 no request succeeded, 2 usage or configuration, 3 model files, 4 memory,
+70 internal error or engine failure, 130 interrupted
 """
 
 
-def _help() -> str:
-    lines = [f"  {name:<8} {text}" for name, (_, text) in _SUBCOMMANDS.items()]
-    return _USAGE.format(commands="\n".join(lines))
+def _help(usage: str, commands: Subcommands) -> None:
+    width = max(map(len, commands))
+    lines = [f"  {name:<{width}} {text}" for name, (_, text) in commands.items()]
+    print(usage.format(commands="\n".join(lines)), end="")
+
+
+def _call(target: str, arguments: list[str]) -> int:
+    module, _, function = target.partition(":")
+    exit_code: int = getattr(import_module(module), function)(arguments)
+    return exit_code
 
 
 def _run(arguments: list[str]) -> int:
     name = arguments[0] if arguments else ""
     if name in ("--help", "-h", "help"):
-        print(_help(), end="")
+        _help(_USAGE, _SUBCOMMANDS)
         return 0
     if name in ("--version", "-V"):
         print(f"nanocore {__version__}")
         return 0
     if name not in _SUBCOMMANDS:
         near = get_close_matches(name, _SUBCOMMANDS, n=1)
-        problem = f"there is no command {name!r}" if name else "which command?"
+        problem = f"unknown command {name!r}" if name else "which command?"
         hint = f"; did you mean {near[0]}?" if near else " (nanocore --help lists them)"
         print(f"nanocore: {problem}{hint}", file=sys.stderr)
         return 2
@@ -60,22 +86,42 @@ def _run(arguments: list[str]) -> int:
         standard_streams.open_missing()
         standard_streams.complain(f"nanocore {name}: standard output is closed: open it")
         return 2
-    exit_code: int = import_module(_SUBCOMMANDS[name][0]).run(arguments[1:])
-    return exit_code
+    return _call(_SUBCOMMANDS[name][0], arguments[1:])
+
+
+def run_bench(arguments: list[str]) -> int:
+    """Run `nanocore bench`; return the exit code."""
+    from nanocore.cli.command import contained, require, run_command
+    from nanocore.protocol.errors import ConfigError
+
+    def work() -> int:
+        name = arguments[0] if arguments else ""
+        if name in ("--help", "-h", "help"):
+            _help(_BENCH_USAGE, _BENCHMARKS)
+            return 0
+        if name not in _BENCHMARKS:
+            near = get_close_matches(name, _BENCHMARKS, n=1)
+            problem = f"unknown benchmark {name!r}" if name else "which benchmark?"
+            hint = f"; did you mean {near[0]}?" if near else f" There are {', '.join(_BENCHMARKS)}"
+            raise ConfigError(problem + hint)
+        require(("numpy",), "measuring needs", "pip install '.[bench]'")
+        return _call(_BENCHMARKS[name][0], arguments[1:])
+
+    return run_command("nanocore bench", lambda: contained(work))
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
     """Run a subcommand; exits with its code."""
-    if isinstance(sys.stdout, TextIOWrapper):  # of a terminal that knows ASCII alone
+    if isinstance(sys.stdout, TextIOWrapper):  # the terminal may know ASCII only
         sys.stdout.reconfigure(errors="replace")
     try:
         exit_code = _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         exit_code = 130
-    except BrokenPipeError:  # nobody reads what is printed: `| head`
+    except BrokenPipeError:  # the reader has gone: `| head`
         exit_code = standard_streams.BROKEN_PIPE
         standard_streams.flush_or_drop()
-    except OSError as error:  # a full disk, say, behind what is printed
+    except OSError as error:  # e.g. a full disk behind standard output
         standard_streams.complain(f"nanocore: {error.strerror or error}")
         exit_code = 1
         standard_streams.flush_or_drop()

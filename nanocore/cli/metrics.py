@@ -9,45 +9,45 @@ import sys
 from collections.abc import Iterable
 from typing import Final
 
-from nanocore.cli.command import require
-from nanocore.cli.engine_reader import ReaderParser, join, report_errors, run_until_signal
-from nanocore.cli.flag_types import DEFAULT_NAMESPACE, metrics_namespace, port
+from nanocore.cli.command import require, run_command
+from nanocore.cli.engine_choice import join, reader_parser
+from nanocore.cli.interrupts import Interrupts
 from nanocore.client import AsyncEngineClient
 from nanocore.protocol.errors import AddressInUseError, ConfigError, NanocoreError
 from nanocore.protocol.metrics import Metric, MetricSample
+from nanocore.system.flags import DEFAULT_NAMESPACE, FlagParser, metrics_namespace, port
 from nanocore.system.standard_streams import harmless
 
 DEFAULT_HOST: Final = "127.0.0.1"
 _PACKAGES: Final = ("prometheus_client",)
-_PATIENCE_S: Final = 2.0
+_READ_TIMEOUT_S: Final = 2.0
 
 
 def run(arguments: list[str]) -> int:
-    """Print the metrics, or serve them until Ctrl-C; returns the exit code."""
-    return report_errors("nanocore metrics", lambda: _run(arguments))
+    return run_command("nanocore metrics", lambda: _run(arguments))
 
 
 def _run(arguments: list[str]) -> int:
-    given = _parse(arguments)
+    given = metrics_parser().parse_args(arguments)
     require(_PACKAGES, "metrics need", "pip install '.[server]'")
     work = _print(given) if given.metrics_port is None else _serve(given)
-    return asyncio.run(run_until_signal(work))
+    return asyncio.run(Interrupts().run(work))
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = ReaderParser(
+def metrics_parser() -> FlagParser:
+    parser = reader_parser(
         "nanocore metrics", "Print an engine's metrics in Prometheus' text format, or serve them."
     )
     add = parser.add_argument
     add("--metrics-port", type=port, metavar="PORT",
-        help="serve them over HTTP there, 0 for any, instead of printing them")  # fmt: skip
+        help="serve over HTTP at this port instead of printing; 0: any free port")  # fmt: skip
     add("--metrics-host", default=DEFAULT_HOST, metavar="HOST",
-        help="address to serve them at (default: %(default)s)")  # fmt: skip
+        help="address to serve them on (default: %(default)s)")  # fmt: skip
     add("--metrics-namespace", type=metrics_namespace, default=DEFAULT_NAMESPACE, metavar="NAME",
-        help="names begin with it; vllm: as vLLM's (default: %(default)s)")  # fmt: skip
+        help="prefix of metric names; vllm: vLLM's names (default: %(default)s)")  # fmt: skip
     add("--served-model-name", metavar="NAME",
-        help="label of the series (default: the engine's name of its model)")  # fmt: skip
-    return parser.parse_args(arguments)
+        help="model_name label of the series (default: the engine's model)")  # fmt: skip
+    return parser
 
 
 async def _print(given: argparse.Namespace) -> None:
@@ -60,7 +60,7 @@ async def _print(given: argparse.Namespace) -> None:
 
 
 async def _serve(given: argparse.Namespace) -> None:
-    """Until Ctrl-C. An engine that is gone is one whose `engine_up` is 0; it may come back."""
+    """Serve until Ctrl-C. While the engine is gone, `engine_up` is 0."""
     from prometheus_client import CollectorRegistry, start_http_server
 
     from nanocore.http.exposition import PrometheusCollector
@@ -70,7 +70,7 @@ async def _serve(given: argparse.Namespace) -> None:
         name = given.served_model_name or client.model_card.model
 
         def read() -> Iterable[Metric]:
-            """Called by the thread that serves."""
+            # Runs in the thread of the HTTP server.
             return asyncio.run_coroutine_threadsafe(read_metrics(client), loop).result()
 
         registry = CollectorRegistry()
@@ -94,9 +94,9 @@ async def _serve(given: argparse.Namespace) -> None:
 
 
 async def read_metrics(client: AsyncEngineClient) -> list[Metric]:
-    """The engine's metrics, and whether it has told them."""
+    """Return the engine's metrics, and `engine_up`."""
     try:
-        async with asyncio.timeout(_PATIENCE_S):
+        async with asyncio.timeout(_READ_TIMEOUT_S):
             metrics = await client.metrics()
     except (NanocoreError, TimeoutError):
         metrics = []

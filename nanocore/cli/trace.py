@@ -1,27 +1,33 @@
-"""`nanocore trace FILE`: what a step trace says, in numbers, and as a picture for Perfetto."""
+"""`nanocore trace FILE` and `nanocore explain REQUEST [FILE]`: what a step trace says."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 import msgspec
 
-from nanocore.cli.trace_arguments import TraceParser, report_errors
+from nanocore.cli.command import run_command
+from nanocore.protocol.errors import ConfigError
+from nanocore.system.flags import FlagParser
 from nanocore.system.standard_streams import harmless
+from nanocore.tracing.explanation import explain
 from nanocore.tracing.perfetto import PerfettoWriter
-from nanocore.tracing.reader import TraceReader
-from nanocore.tracing.run import Run
-from nanocore.tracing.step import TraceError
-from nanocore.tracing.summary import RunSummary, Tally, summarize
-from nanocore.tracing.words import summary_text
+from nanocore.tracing.reader import TraceError, TraceReader
+from nanocore.tracing.summary import RunSummary, RunTotals, summarize
+from nanocore.tracing.texts import explanation_text, summary_text
+from nanocore.tracing.timeline import RunTimeline
+
+_EXIT_CODES: Final = (
+    "exit codes: 0 done, 2 usage, or the file or request cannot be read, 130 interrupted"
+)
 
 
-class Summary(msgspec.Struct):
-    """What `--json` prints. num_cut_lines: that an engine left unfinished."""
+class TraceSummary(msgspec.Struct):
+    """Output of `--json`. num_cut_lines: unfinished lines, which were ignored."""
 
     file: str
     num_cut_lines: int
@@ -29,15 +35,54 @@ class Summary(msgspec.Struct):
 
 
 def run(arguments: list[str]) -> int:
-    """Summarize a trace; returns the exit code."""
-    return report_errors("nanocore trace", lambda: _run(arguments))
+    return run_command("nanocore trace", lambda: _reporting(_trace, arguments))
 
 
-def read_trace(path: str, perfetto: str | None = None) -> Summary:
-    """Read a trace once, and draw it if asked for.
+def run_explain(arguments: list[str]) -> int:
+    return run_command("nanocore explain", lambda: _reporting(_explain, arguments))
+
+
+def _reporting(command: Callable[[list[str]], None], arguments: list[str]) -> int:
+    try:
+        command(arguments)
+    except TraceError as error:
+        raise ConfigError(str(error)) from None
+    return 0
+
+
+def trace_parser() -> FlagParser:
+    parser = FlagParser(
+        "nanocore trace",
+        "Summarize a step trace, as nanocore-engine --step-trace writes it.",
+        epilog=_EXIT_CODES,
+    )
+    parser.add_argument("file", metavar="FILE", help="the trace; it may still be written")
+    parser.add_argument(
+        "--perfetto", metavar="OUT", help="write Chrome trace events, for ui.perfetto.dev"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def explain_parser() -> FlagParser:
+    parser = FlagParser(
+        "nanocore explain",
+        "Explain why a request waited, which cached tokens it found, which request preempted it, "
+        "and what its time to first token consists of.",
+        epilog=_EXIT_CODES,
+    )
+    parser.add_argument("request", metavar="REQUEST", help="its id, as the client set it")
+    parser.add_argument("file", metavar="FILE", nargs="?", default="steps.jsonl",
+        help="of nanocore-engine --step-trace (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def read_trace(path: str, perfetto: str | None = None) -> TraceSummary:
+    """Read a trace once, and draw it into the file `perfetto`, if given.
 
     Raises:
-        TraceError: it is none, holds no step, or the picture cannot be written.
+        TraceError: it is no trace, holds no step, or the picture cannot be written.
     """
     reader = TraceReader(path)
     runs: list[RunSummary] = []
@@ -45,63 +90,59 @@ def read_trace(path: str, perfetto: str | None = None) -> Summary:
         writer = None
         if perfetto is not None:
             writer = PerfettoWriter(stack.enter_context(_picture(perfetto, path)))
-        current, tally = Run(1), Tally()
+        current, totals = RunTimeline(1), RunTotals()
 
         def end_run() -> None:
             current.settle()
-            runs.append(summarize(current, tally))
+            runs.append(summarize(current, totals))
             if writer is not None:
                 writer.end_run(current)
 
         for number, step in reader:
             if number != current.number:
                 end_run()
-                current, tally = Run(number), Tally()
+                current, totals = RunTimeline(number), RunTotals()
             current.add(step)
-            tally.add(step, current.num_tokens)
+            totals.add(step, current.num_tokens)
             if writer is not None:
                 writer.step(current, step)
         if not current.steps:
-            raise TraceError(f"{path} holds no step; was the engine asked anything?")
+            raise TraceError(f"{path} holds no step; did the engine get any request?")
         end_run()
         if writer is not None:
             writer.close()
-    return Summary(path, reader.num_cut_lines, runs)
+    return TraceSummary(path, reader.num_cut_lines, runs)
 
 
-def _run(arguments: list[str]) -> int:
-    parser = TraceParser(
-        prog="nanocore trace",
-        description="Summarize a step trace, as nanocore-engine --step-trace writes it.",
-    )
-    parser.add_argument("file", metavar="FILE", help="the trace; it may still be written")
-    parser.add_argument(
-        "--perfetto", metavar="OUT", help="write Chrome trace events, for ui.perfetto.dev"
-    )
-    parser.add_argument("--json", action="store_true", help="for programs")
-    given = parser.parse_args(arguments)
+def _trace(arguments: list[str]) -> None:
+    given = trace_parser().parse_args(arguments)
     summary = read_trace(given.file, given.perfetto)
     if given.json:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
-        return 0
+        return
     for one in summary.runs:
         print(harmless(summary_text(one)))
     if summary.num_cut_lines:
-        print(f"{summary.num_cut_lines} unfinished lines were left out")
+        print(f"ignored {summary.num_cut_lines} unfinished lines")
     if given.perfetto:
-        print(f"{given.perfetto} is written: open it at https://ui.perfetto.dev")
-    return 0
+        print(f"wrote {given.perfetto}: open it at https://ui.perfetto.dev")
+
+
+def _explain(arguments: list[str]) -> None:
+    given = explain_parser().parse_args(arguments)
+    explanation = explain(given.file, given.request)
+    if given.json:
+        sys.stdout.write(msgspec.json.encode(explanation).decode() + "\n")
+    else:
+        print(harmless(explanation_text(explanation)))
 
 
 @contextmanager
 def _picture(path: str, trace: str) -> Iterator[BinaryIO]:
-    """The file to draw into; what goes wrong with it, then or later, is told of it."""
     if os.path.exists(path) and os.path.exists(trace) and os.path.samefile(path, trace):
         raise TraceError(f"--perfetto {path} is the trace itself; name another file")
     try:
         with open(path, "wb") as file:
             yield file
     except OSError as error:
-        raise TraceError(
-            f"--perfetto {path}: {error.strerror}; name a file that can be written"
-        ) from None
+        raise TraceError(f"--perfetto {path}: {error.strerror}; name a writable file") from None

@@ -22,9 +22,9 @@ from nanocore.engine_core.flags import add_flags
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.system import standard_streams
+from nanocore.system.flags import near_flag
 from nanocore.system.large_stack_threads import any_alive
 from nanocore.system.logs import LogFormat, complain, start_log
-from nanocore.system.near_flags import near_flag
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
 
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6

@@ -1,1 +1,1 @@
-"""What processes need of the operating system: locks, private directories, parents' deaths."""
+"""Processes and the operating system: locks, private directories, children, streams, flags."""

@@ -1,9 +1,8 @@
-"""Modules of ours as processes of their own, which run the nanocore that starts them.
+"""Child processes that run a module of the same nanocore as their parent, and die with it.
 
-`python -m` would look in the working directory first: what lies there, a checkout of ours or a file
-called random.py, would run in the child and not in its parent. So a child begins with this file,
-by its path and without any script's folder (`-P`). It makes the package it is in `nanocore`,
-wherever the parent imported that from; all else is found as the environment says.
+`python -m` would search the working directory first, where a checkout of nanocore or a file called
+random.py may lie. So a child runs this file, by its path and without any script's folder (`-P`).
+It imports the package around it as `nanocore`, as the parent did; the environment decides all else.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import sys
 from typing import Final
 
 _FILE: Final = os.path.abspath(__file__)
+_PR_SET_PDEATHSIG: Final = 1
 _PACKAGE: Final = os.path.dirname(os.path.dirname(_FILE))
 
 
 def module_command(module: str) -> tuple[str, ...]:
-    """The command line that runs a module as `__main__`; what is added are its arguments.
+    """Return the command that runs a module as `__main__`; append arguments.
 
-    What the parent was told not to look at, its environment or its user's packages, is not looked
-    at by the child.
+    The child inherits the parent's -E and -s.
     """
     flags = [
         *(["-E"] if sys.flags.ignore_environment else []),
@@ -31,8 +30,20 @@ def module_command(module: str) -> tuple[str, ...]:
     return sys.executable, "-P", *flags, _FILE, module
 
 
+def signal_at_parent_death(number: int) -> None:
+    """Let the kernel send this signal when the thread that started this process ends.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, number) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
 def _run() -> None:
-    """Be the module that the first argument names."""
     spec = importlib.util.spec_from_file_location(
         "nanocore", os.path.join(_PACKAGE, "__init__.py"), submodule_search_locations=[_PACKAGE]
     )

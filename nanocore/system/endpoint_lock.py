@@ -1,10 +1,9 @@
-"""EndpointLock: who serves at an ipc endpoint.
+"""EndpointLock: ownership of an ipc endpoint.
 
-A second process could bind an ipc path anew and steal its clients, and a socket file follows the
-umask. So an engine's socket lies in a directory of mode 0700 that belongs to the user, and an flock
-beside it, held for the engine's life, says who serves there. Nothing but a socket that nobody
-serves any more is ever removed, and nothing but a lock written to: endpoints are typed by people.
-TCP endpoints have no lock: the kernel lets only one process listen at an address.
+A second process could bind the same ipc path and steal its clients, and socket files follow the
+umask. So an engine's socket lies in a directory of mode 0700, next to a file that is locked for the
+engine's life. Endpoints are typed by people, so only stale sockets are removed, and only lock files
+are written. TCP endpoints need no lock: the kernel allows one listener per address.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from nanocore.system.private_directory import make_private
 _WHAT: Final = "the endpoint's directory"
 _LOCK_CONTENT: Final = re.compile(rb"\d{0,30}\n?")
 _GRACE_S: Final = 5.0
-"""For a process that has let go of an endpoint to be gone."""
+"""Time for the last holder of a lock to exit."""
 
 
 def own_default_endpoint() -> str:
-    """The user's default endpoint, for a client: its directory is made, or found to be the user's.
+    """Return the user's default endpoint for a client, and check its directory.
 
-    In /tmp, another user could otherwise have put an engine of his own there.
+    In /tmp, another user could otherwise run an engine there.
 
     Raises:
         ConfigError: the directory is a symlink, another user's, or open to others.
@@ -45,16 +44,16 @@ class EndpointLock:
     """Ownership of an endpoint, from construction to `release`.
 
     Args:
-        flag: names the endpoint in error messages. patient: wait until nobody serves there, in a
-            thread that may wait for ever.
+        flag: names the endpoint in errors.
+        patient: wait, maybe for ever, until no other process serves there.
 
     Attributes:
-        last_holder: pid of the process that had it before, if it said so.
+        last_holder: pid of the process that held the lock before, if known.
 
     Raises:
-        ConfigError: the directory is a symlink, another user's, or open to others; or a file lies
-            in the socket's or the lock's place that is none.
-        AddressInUseError: another process serves there; the message names its pid if it is known.
+        ConfigError: the directory is a symlink, another user's, or open to others; or another
+            file has the name of the socket or the lock.
+        AddressInUseError: another process serves there; the message has its pid if known.
     """
 
     def __init__(self, endpoint: str, flag: str = "--listen", patient: bool = False) -> None:
@@ -91,9 +90,10 @@ class EndpointLock:
         self._close()
 
     def _take(self, endpoint: str, lock_path: Path, patient: bool) -> None:
-        """Lock the file and write our pid to it."""
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-            raise ConfigError(f"endpoint {endpoint!r}: {lock_path} is no file; {self._remedy}")
+            raise ConfigError(
+                f"endpoint {endpoint!r}: {lock_path} is not a regular file; {self._remedy}"
+            )
         self._read_holder(endpoint, lock_path)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | (0 if patient else fcntl.LOCK_NB))
@@ -102,12 +102,12 @@ class EndpointLock:
             raise AddressInUseError(
                 f"endpoint {endpoint} is served by process {holder}: stop it, or {self._remedy}"
             ) from None
-        self._read_holder(endpoint, lock_path)  # another one may have had it meanwhile
+        self._read_holder(endpoint, lock_path)  # another process may have held it meanwhile
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def _read_holder(self, endpoint: str, lock_path: Path) -> None:
-        """Raises ConfigError if this is a file of somebody's that is no lock."""
+        """Read the last holder's pid; raise ConfigError if the file is not a lock."""
         content = os.pread(self._fd, 32, 0)
         if not _LOCK_CONTENT.fullmatch(content):
             raise ConfigError(
@@ -117,15 +117,14 @@ class EndpointLock:
         self.last_holder = int(content) if content.strip() else None
 
     def _remove_stale_socket(self, endpoint: str) -> None:
-        """Remove what an engine that was killed has left in the socket's place, and only that."""
+        """Remove the socket of a killed engine, and nothing else."""
         try:
             mode = self.path.lstat().st_mode
         except FileNotFoundError:
             return
         if not stat.S_ISSOCK(mode):
             raise ConfigError(
-                f"endpoint {endpoint!r}: {self.path} exists and is no socket; it is left alone: "
-                f"{self._remedy}"
+                f"endpoint {endpoint!r}: {self.path} exists and is not a socket: {self._remedy}"
             )
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as visitor:
             try:
@@ -133,11 +132,10 @@ class EndpointLock:
             except ConnectionRefusedError:
                 self.path.unlink()
                 return
-            except OSError:  # a socket of another kind, or somebody's who is busy
+            except OSError:  # another type of socket, or a full backlog
                 pass
         raise AddressInUseError(
-            f"endpoint {endpoint} is served by a process that holds no lock: stop it, or "
-            f"{self._remedy}"
+            f"endpoint {endpoint} is served by a process without a lock: stop it, or {self._remedy}"
         )
 
     def _close(self) -> None:
@@ -147,13 +145,13 @@ class EndpointLock:
 
 
 def _wait_until_gone(pid: int | None) -> None:
-    """For the end of the process that let go of the lock: until then it has sockets and memory."""
+    """Wait for the exit of a process, which releases its sockets and memory."""
     if pid is None or pid == os.getpid():
         return
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:
-        return  # it is gone, or its number is one of another namespace
+        return  # it has exited, or is in another pid namespace
     try:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)

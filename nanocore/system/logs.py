@@ -1,7 +1,7 @@
-"""A process's log, on stderr: lines for people, or objects of JSON for programs, one a line.
+"""A process's log on stderr: text, or one JSON object per line.
 
-What is logged never holds a prompt or an answer. Where a line is about a request, `extra` has its
-request_id, which the objects have as a field of its own.
+Logs never contain prompts or responses. Records about a request have its request_id in `extra`,
+which becomes a JSON field.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ LogFormat: TypeAlias = Literal["text", "json"]
 
 
 class JsonFormatter(logging.Formatter):
-    """Each record as an object: time, level, process, pid, message; request_id, exception if there
-    are. process: its name."""
+    """Formats records as objects of time, level, process, pid, message, and maybe request_id and
+    exception. process: its name."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """In one line."""
         moment = datetime.fromtimestamp(record.created, UTC)
         fields = {
             "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
@@ -45,7 +44,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def start_log(process: str, log_format: LogFormat = "text") -> None:
-    """Send this process's log to stderr, whatever becomes of that. process: its name."""
+    """Send this process's log to stderr. process: its name."""
     handler = standard_streams.LogHandler()
     if log_format == "json":
         handler.setFormatter(JsonFormatter(process))
@@ -55,7 +54,7 @@ def start_log(process: str, log_format: LogFormat = "text") -> None:
 
 
 def complain(text: str) -> None:
-    """Say why the process ends: a line by itself, or an object among the log's others."""
+    """Report why the process ends, in the format of its log."""
     root = logging.getLogger()
     if any(isinstance(handler.formatter, JsonFormatter) for handler in root.handlers):
         root.error("%s", text)
@@ -64,5 +63,5 @@ def complain(text: str) -> None:
 
 
 def _plain(text: str) -> str:
-    """What UTF-8 cannot say, escaped."""
+    # Half a surrogate pair has no UTF-8.
     return text.encode(errors="backslashreplace").decode()

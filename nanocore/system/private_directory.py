@@ -1,4 +1,4 @@
-"""A directory that is its user's alone: for endpoints, and for what clients fetched."""
+"""Directories of mode 0700: for endpoints, logs and fetched files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanocore.protocol.errors import ConfigError
 
 
 def make_private(directory: Path, what: str) -> None:
-    """Make a directory of mode 0700, or see that it is the user's alone. what: it, in errors.
+    """Make a directory of mode 0700, or check an existing one. what: names it in errors.
 
     Raises:
         ConfigError: it cannot be made, is a symlink, another user's, or open to others.
@@ -22,7 +22,7 @@ def make_private(directory: Path, what: str) -> None:
     except OSError as error:
         raise ConfigError(f"{what} {directory}: {error.strerror}") from None
     problem = None
-    # Whoever can write to the parent could put a directory of his own in our place.
+    # Who can write to the parent could replace the directory.
     if parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX:
         problem = f"lies in {directory.parent}, which other users can write to"
     elif parent.st_uid not in (0, os.getuid()):

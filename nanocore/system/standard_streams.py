@@ -1,9 +1,9 @@
-"""A process's standard streams: whatever became of them, no engine or server is to end of it.
+"""Safe use of standard streams that are closed, full or not read.
 
-A descriptor that was closed before we began would be given to the next file or socket that is
-opened, and then get what libraries write to it. A stream whose reader is gone, or whose disk is
-full, would turn the exit code into Python's own. One whose reader does not read, a pipe that is
-full or a terminal that is held, would stop the thread that logs, and all clients with it.
+A descriptor that is closed at the start would be reused by the next file or socket, which then gets
+what libraries print. A stream without a reader, or on a full disk, would change the exit code to
+Python's own. A full pipe or a stopped terminal would block the thread that logs, and with it all
+clients.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Final
 
 STDERR_FD: Final = 2
 BROKEN_PIPE: Final = 141
-"""Exit code of a command whose reader has gone: what a shell says of one that SIGPIPE ended."""
-_PATIENCE_MS: Final = 100
+"""Exit code of a command whose reader has gone; a shell reports SIGPIPE this way."""
+_WRITE_TIMEOUT_MS: Final = 100
 _HARMFUL: Final = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""Control characters, what turns the direction of a text around, and halves of surrogate pairs."""
+"""Control characters, bidirectional overrides, and halves of surrogate pairs."""
 
 
 def harmless(text: str) -> str:
-    """It with what would move, colour or turn others as it is written in strings; new lines and
-    tabs stay, and so does what scripts and emoji are written with."""
+    """Escape what could move the cursor, change colours or reverse text, except for new lines and
+    tabs, and what scripts and emoji are written with."""
     return _HARMFUL.sub(_escaped, text.replace("\r\n", "\n"))
 
 
@@ -38,52 +38,52 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def open_missing() -> None:
-    """Give descriptors 0 to 2, where they are closed, to the null device. First in a process."""
+    """Open closed descriptors 0 to 2 on the null device. Call this first in a process."""
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            # It gets the lowest number that is free. Ranks inherit it.
+            # The lowest free number is this one. Ranks inherit it.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdin is None:
-        sys.stdin = open(os.devnull)  # noqa: SIM115 - for as long as the process lives
+        sys.stdin = open(os.devnull)  # noqa: SIM115 - for the life of the process
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
 
 
 class LogHandler(logging.Handler):
-    """Writes lines to stderr, and drops what its reader does not take in time."""
+    """Writes lines to stderr, and drops them if the reader is too slow."""
 
     def __init__(self) -> None:
         super().__init__()
         self._poll = select.poll()
         self._poll.register(STDERR_FD, select.POLLOUT)
-        self._patience_ms = _PATIENCE_MS
+        self._timeout_ms = _WRITE_TIMEOUT_MS
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Called under the handler's lock."""
+        # The handler's lock is held.
         data = (self.format(record) + "\n").encode(errors="backslashreplace")
         with suppress(OSError):
-            # A pipe that can be written to takes so many bytes at once.
+            # A writable pipe takes PIPE_BUF bytes without blocking.
             for start in range(0, len(data), select.PIPE_BUF):
-                if not self._poll.poll(self._patience_ms):
-                    self._patience_ms = 0  # until it is read again
+                if not self._poll.poll(self._timeout_ms):
+                    self._timeout_ms = 0  # do not wait again until the reader reads
                     return
                 os.write(STDERR_FD, data[start : start + select.PIPE_BUF])
-        self._patience_ms = _PATIENCE_MS
+        self._timeout_ms = _WRITE_TIMEOUT_MS
 
 
-def can_be_written(patience_ms: int = _PATIENCE_MS) -> bool:
-    """Whether stderr takes something within that time."""
+def can_be_written(timeout_ms: int = _WRITE_TIMEOUT_MS) -> bool:
+    """Return whether stderr becomes writable in time."""
     poll = select.poll()
     poll.register(STDERR_FD, select.POLLOUT)
-    return bool(poll.poll(patience_ms))
+    return bool(poll.poll(timeout_ms))
 
 
 def complain(text: str) -> None:
-    """Write a line to stderr, if anybody is there to read it; what peers said in it does no harm.
+    """Write a harmless line to stderr, if somebody reads it.
 
-    In one write, unbuffered too: an engine and its server complain at once, and of the same thing.
+    It is one write, also if unbuffered, since an engine and its server may complain at once.
     """
     if can_be_written():
         with suppress(OSError):
@@ -92,7 +92,7 @@ def complain(text: str) -> None:
 
 
 def flush_or_drop() -> None:
-    """Write out what is buffered; what cannot be written is forgotten. Last thing in a process."""
+    """Flush the streams, and drop what cannot be written. Call this last in a process."""
     for stream in (sys.stdout, sys.stderr):
         if stream is None:
             continue

@@ -1,4 +1,4 @@
-"""What a step trace says: lives of requests, a summary, a picture for Perfetto, explanations.
+"""Analysis of step traces: request timelines, summaries, a picture for Perfetto, explanations.
 
 Reads the lines that `nanocore-engine --step-trace FILE` writes, and needs no engine and no model.
 """

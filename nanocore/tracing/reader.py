@@ -1,7 +1,9 @@
-"""Reads a step trace line by line, also while it is written, and tells runs of engines apart.
+"""TraceReader: reads a step trace line by line, even while it is written, and separates runs.
 
-An engine appends to what is there, so a file may hold several runs. One that was killed leaves a
-cut line, to which the next one appends its first; a file that is being written ends with one.
+An engine appends to an existing file, so a file may hold several runs. A killed engine leaves an
+unfinished line, which the next engine continues with its first; a file in use ends with one.
+
+Unknown keys are ignored, and keys that older engines did not write have defaults.
 """
 
 from __future__ import annotations
@@ -11,19 +13,86 @@ from typing import Final
 
 import msgspec
 
-from nanocore.tracing.step import Step, TraceError
-
 _LINE_START: Final = b'{"step":'
 _SHOWN_CHARS: Final = 60
+
+
+class TraceError(ValueError):
+    """The trace cannot be read, or does not contain what is asked for."""
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """A request that reached the scheduler. Times are seconds of the trace.
+
+    received_s: when SUBMIT was read from the socket. compiled_s: when its structured output was
+    compiled, if it had to wait for that. arrived_s: when the scheduler got it. leader: the sibling
+    sample that computes the prompt.
+    """
+
+    id: str
+    session: int
+    priority: int
+    prompt_tokens: int
+    received_s: float
+    arrived_s: float
+    compiled_s: float | None = None
+    leader: str | None = None
+
+
+class Blocked(msgspec.Struct, frozen=True):
+    """The first request in line that a step left waiting, and what it lacked."""
+
+    id: str
+    by: str
+
+
+class Step(msgspec.Struct):
+    """One line. t_s: when the step was planned. `scheduled` and `computed` stay bytes until needed,
+    since most steps repeat those of the step before."""
+
+    step: int
+    t_s: float
+    duration_ms: float
+    scheduled: msgspec.Raw
+    computed: msgspec.Raw
+    new: list[str]
+    resumed: list[str]
+    preempted: list[str]
+    finished: list[str]
+    cached: dict[str, int]
+    num_running: int
+    num_waiting: int
+    free_blocks: int
+    total_blocks: int
+    token_budget: int
+    arrived: list[Arrival] = []
+    first: list[str] | None = None
+    sent: dict[str, float] = {}
+    preempted_by: dict[str, str] = {}
+    cached_from: dict[str, list[str]] = {}
+    blocked: Blocked | None = None
+
+    @property
+    def end_s(self) -> float:
+        """When the step's result was processed."""
+        return self.t_s + self.duration_ms / 1e3
+
+
+_COUNTS = msgspec.json.Decoder(dict[str, int])
+
+
+def counts(raw: msgspec.Raw) -> dict[str, int]:
+    """Decode `scheduled` or `computed`: tokens by request id."""
+    return _COUNTS.decode(raw)
 
 
 class TraceReader:
     """Iterates over a trace's steps, each with the number of its run, from 1.
 
-    num_cut_lines: lines that a killed engine, or one that is writing, left unfinished.
+    num_cut_lines: unfinished lines so far.
 
     Raises, when iterated:
-        TraceError: there is no such file, or a line is no step.
+        TraceError: the file cannot be read, or a line is not a step.
     """
 
     def __init__(self, path: str) -> None:
@@ -53,7 +122,7 @@ class TraceReader:
             ) from None
 
     def _mended(self, number: int, line: bytes, error: Exception) -> Step | None:
-        """The step of a line that is not one: behind a cut one's, or none if it is cut itself."""
+        """Return the step behind an unfinished one; None if the line itself is unfinished."""
         if not line.strip():
             return None
         if line.startswith(_LINE_START):
@@ -74,6 +143,6 @@ class TraceReader:
             return None
         shown = line[:_SHOWN_CHARS].decode(errors="backslashreplace").strip()
         raise TraceError(
-            f"{self._path} is no step trace: line {number} ({shown!r}): {error}; name a FILE "
+            f"{self._path} is not a step trace: line {number} ({shown!r}): {error}; name a FILE "
             "that nanocore-engine --step-trace has written"
         )

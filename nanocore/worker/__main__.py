@@ -24,7 +24,7 @@ from nanocore.protocol.errors import (
     StartError,
     is_out_of_memory,
 )
-from nanocore.system.lifeline import signal_at_parent_death
+from nanocore.system.child_process import signal_at_parent_death
 from nanocore.system.logs import start_log
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanocore.bench.outcome import Outcome
+from nanocore.bench.load import Outcome
 
 
 def outcome(

@@ -105,13 +105,13 @@ def test_custom_prompts_become_messages_unless_the_endpoint_does_that(
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        (SHAREGPT, "{}", "no list of objects with `conversations`"),
-        (SHAREGPT, "[", "no list of objects with `conversations`"),
-        (SHAREGPT, "[]", "no row of it can be a request"),
-        (CUSTOM, '{"prompt": 3}', 'line 1: it has no "prompt" that is a text'),
-        (CUSTOM, '{"prompt": "x"}', 'line 1: it has no "output_tokens": give --custom-output-len'),
+        (SHAREGPT, "{}", "not a list of objects with `conversations`"),
+        (SHAREGPT, "[", "not a list of objects with `conversations`"),
+        (SHAREGPT, "[]", "it has no usable row"),
+        (CUSTOM, '{"prompt": 3}', 'line 1: "prompt" is missing, or not a text'),
+        (CUSTOM, '{"prompt": "x"}', 'line 1: "output_tokens" is missing: give --custom-output-len'),
         (CUSTOM, '{"prompt": "x", "output_tokens": 0}', "line 1: output_tokens is 0"),
-        (CUSTOM, "", "no row of it can be a request"),
+        (CUSTOM, "", "it has no usable row"),
     ],
 )
 def test_a_damaged_file_is_named(

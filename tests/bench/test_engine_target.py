@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from nanocore.bench.engine_target import EngineTarget
-from nanocore.bench.outcome import BenchRequest, Outcome
+from nanocore.bench.load import BenchRequest, Outcome
+from nanocore.bench.targets import EngineTarget
 from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams
 from nanocore.client.outputs import CompletionOutput, RequestOutput
 from nanocore.client.progress import Progress
@@ -65,7 +65,7 @@ def test_each_output_with_new_tokens_is_an_arrival() -> None:
     [
         ([1], None, None, "EngineDeadError: it is gone"),
         ([1], "error", "no memory", "error: no memory"),
-        ([1], "timeout", None, "timeout: the engine ended it"),
+        ([1], "timeout", None, "timeout: ended by the engine"),
         ([0], "stop", None, "no token came"),
     ],
 )

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from nanocore.bench.http_target import open_server, shares
-from nanocore.bench.opened import Opened
-from nanocore.bench.outcome import BenchRequest, Outcome
-from nanocore.bench.serve_options import PATHS, Asked, Destination
+from nanocore.bench.load import BenchRequest, Outcome
+from nanocore.bench.targets import PATHS, Destination, OpenTarget, RequestFields
 from nanocore.protocol.errors import ConfigError, EngineDeadError
 from tests.bench.conftest import DEMO_MODEL
 from tests.bench.fake_server import DONE, FakeServer, chat, completion, event, serving
@@ -23,8 +22,8 @@ def send(
     server: FakeServer, request: BenchRequest = TEXT, backend: str = "openai", **asked: Any
 ) -> Outcome:
     async def one() -> Outcome:
-        async with open_server(destination(server, backend), Asked(**asked), 0) as opened:
-            return await opened.target.send(request, "id-7", arrival_s=1.0)
+        async with open_server(destination(server, backend), RequestFields(**asked), 0) as found:
+            return await found.target.send(request, "id-7", arrival_s=1.0)
 
     return asyncio.run(one())
 
@@ -34,9 +33,9 @@ def destination(server: FakeServer, backend: str = "openai", **fields: Any) -> D
     return Destination(backend=backend, base_url=server.url, **fields)
 
 
-def opened(where: Destination) -> Opened:
-    async def see() -> Opened:
-        async with open_server(where, Asked(), 0) as found:
+def found_target(where: Destination) -> OpenTarget:
+    async def see() -> OpenTarget:
+        async with open_server(where, RequestFields(), 0) as found:
             return found
 
     return asyncio.run(see())
@@ -82,7 +81,7 @@ def test_a_chats_role_and_end_are_no_tokens() -> None:
         (500, [b"it\nbroke"], "HTTP 500: it broke"),
         (429, [b""], "HTTP 429: "),
         (200, [DONE], "no token came"),
-        (200, completion(["a", "b"])[:1], "the stream ended before the answer did"),
+        (200, completion(["a", "b"])[:1], "the stream ended early"),
         (200, [*completion(["a"])[:1], event({"error": {"message": "oh"}})], "error: {'message'"),
         (500, [b"x" * 2**21], "HTTP 500: xxx"),
         (200, [b"data: " + b"x" * 2**22, b"x"], "DecodeError: an event has more than 4 MiB"),
@@ -103,7 +102,7 @@ def test_what_fails_is_said_and_ends_nothing_else(
 def test_a_server_that_is_gone_is_an_error_of_the_request() -> None:
     async def one() -> Outcome:
         where = destination(server, model="fake")
-        async with open_server(where, Asked(), 0) as found:
+        async with open_server(where, RequestFields(), 0) as found:
             return await found.target.send(TEXT, "", 1.0)
 
     with serving(lambda body: (200, [])) as server:
@@ -115,7 +114,8 @@ def test_without_usage_the_tokenizer_counts_else_the_chunks() -> None:
     pieces = completion(["1 + 2", " = ", "3"], num_prompt_tokens=None)
 
     async def one(tokenizer: str | None) -> Outcome:
-        async with open_server(destination(server, tokenizer=tokenizer), Asked(), 0) as found:
+        where = destination(server, tokenizer=tokenizer)
+        async with open_server(where, RequestFields(), 0) as found:
             return await found.target.send(TEXT, "", 1.0)
 
     with serving(lambda body: (200, pieces)) as server:
@@ -127,21 +127,21 @@ def test_without_usage_the_tokenizer_counts_else_the_chunks() -> None:
 
 def test_the_model_and_the_tokenizer_are_found() -> None:
     with serving(lambda body: (200, [])) as server:
-        found = opened(destination(server))
+        found = found_target(destination(server))
         assert (found.model_id, found.tokenizer_id, found.source.tokenizer) == (
             "a/fake",
             None,
             None,
         )
         folder = str(DEMO_MODEL)
-        found = opened(destination(server, model="name", model_id=folder))
+        found = found_target(destination(server, model="name", model_id=folder))
         assert (found.model_id, found.tokenizer_id) == (folder, folder)
         assert found.source.tokenizer is not None
 
 
 def test_the_tokenizer_may_be_that_of_an_engine(demo_endpoint: str) -> None:
     with serving(lambda body: (200, [])) as server:
-        found = opened(destination(server, engine_endpoint=demo_endpoint))
+        found = found_target(destination(server, engine_endpoint=demo_endpoint))
     assert found.tokenizer_id == str(DEMO_MODEL)
     assert found.source.tokenizer is not None
     assert found.model_id == "a/fake"
@@ -149,17 +149,17 @@ def test_the_tokenizer_may_be_that_of_an_engine(demo_endpoint: str) -> None:
 
 def test_what_cannot_be_opened_is_said() -> None:
     with serving(lambda body: (200, [])) as server:
-        with pytest.raises(ConfigError, match="/v1/x is none of --backend openai"):
-            opened(destination(server, path="/v1/x"))
-        with pytest.raises(ConfigError, match="is none of --backend openai"):
-            opened(destination(server, path=PATHS["openai-chat"]))
+        with pytest.raises(ConfigError, match="/v1/x does not fit --backend openai"):
+            found_target(destination(server, path="/v1/x"))
+        with pytest.raises(ConfigError, match="does not fit --backend openai"):
+            found_target(destination(server, path=PATHS["openai-chat"]))
         with pytest.raises(ConfigError, match="--tokenizer /nowhere"):
-            opened(destination(server, tokenizer="/nowhere"))
+            found_target(destination(server, tokenizer="/nowhere"))
         server.models_status = 401
         with pytest.raises(EngineDeadError, match="/v1/models: HTTP 401"):
-            opened(destination(server))
+            found_target(destination(server))
     with pytest.raises(EngineDeadError, match="/v1/models: ClientConnectorError"):
-        opened(destination(server))
+        found_target(destination(server))
 
 
 def test_shares_are_even() -> None:
@@ -176,24 +176,24 @@ def test_shares_are_even() -> None:
 def test_a_redirect_to_another_host_is_an_error_and_nothing_is_sent_there(location: str) -> None:
     async def one() -> Outcome:
         where = destination(server, model="fake")
-        async with open_server(where, Asked(), 0) as found:
+        async with open_server(where, RequestFields(), 0) as found:
             return await found.target.send(TEXT, "", 1.0)
 
     with serving(lambda body: (200, [])) as other, serving(lambda body: (200, [])) as server:
         server.location = location.format(other=other.url)
         error = asyncio.run(one()).error
         with pytest.raises(ConfigError, match=f"{server.url} redirects to .* not followed"):
-            opened(destination(server))
+            found_target(destination(server))
     assert f"{server.url} redirects to " in error
     assert not other.requests
     if "{" in location:
         assert f"redirects to {other.url}, which is not followed" in error
-        assert "give that URL" in error
+        assert "use that URL" in error
 
 
 def test_a_redirect_within_a_host_is_followed() -> None:
     async def one() -> Outcome:
-        async with open_server(destination(server, model="fake"), Asked(), 0) as found:
+        async with open_server(destination(server, model="fake"), RequestFields(), 0) as found:
             return await found.target.send(TEXT, "", 1.0)
 
     with serving(lambda body: (200, completion(["a"]))) as server:

@@ -1,26 +1,35 @@
-"""A run's JSON, its file and its table."""
+"""Statistics by hand and against numpy; the result's JSON, its file and its table."""
 
 from __future__ import annotations
 
 import json
-import re
+import random
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanocore.bench.datasets import PromptSource
-from nanocore.bench.html_report import MAX_TIMELINE_REQUESTS, html_report
-from nanocore.bench.load import Run, Target
-from nanocore.bench.opened import Opened
-from nanocore.bench.outcome import BenchRequest, Outcome
-from nanocore.bench.result import DETAILS, result_path, serve_result, table, write_result
-from nanocore.bench.serve_flags import parse
-from nanocore.bench.serve_options import ServeOptions
+from nanocore.bench.load import BenchRequest, LoadRun, Outcome, Target
+from nanocore.bench.result import (
+    DETAILS,
+    distribution,
+    is_within,
+    latencies_s,
+    peaks,
+    result_path,
+    serve_result,
+    table,
+    totals,
+    write_result,
+)
+from nanocore.bench.serve_flags import LoadOptions, parse
+from nanocore.bench.targets import OpenTarget
 from nanocore.protocol.errors import ConfigError
-from tests.bench.outcomes import FAILED, FIRST, SECOND
+from tests.bench.outcomes import FAILED, FIRST, SECOND, outcome
 
 KEYS = [
     "date",
@@ -76,18 +85,18 @@ class NoTarget:
 
 
 NOBODY: Target = NoTarget()
-OPENED = Opened(NOBODY, PromptSource(None, takes_text=True), "org/the-model", None)
+OPENED = OpenTarget(NOBODY, PromptSource(None, takes_text=True), "org/the-model", None)
 BEGAN = datetime(2026, 11, 24, 9, 8, 7)
 
 
 def result(
     line: str = "", outcomes: tuple[Outcome, ...] = (FIRST, SECOND, FAILED)
 ) -> dict[str, Any]:
-    run = Run(list(outcomes), 2.0)
+    run = LoadRun(list(outcomes), 2.0)
     return serve_result(options(line), OPENED, run, [0.5, 1.0, 1.5], BEGAN)
 
 
-def options(line: str = "") -> ServeOptions:
+def options(line: str = "") -> LoadOptions:
     return parse(line.split())
 
 
@@ -165,48 +174,101 @@ def test_the_files_name_is_vllms(line: str, name: str) -> None:
 
 def test_details_are_written_if_asked_for_and_results_appended(tmp_path: Path) -> None:
     path, found = tmp_path / "new" / "r.json", result()
-    report = options("--append-result").report
-    write_result(report, path, found)
-    write_result(replace(report, save_detailed=True), path, found)
+    appending = options("--append-result")
+    write_result(appending, path, found)
+    write_result(replace(appending, save_detailed=True), path, found)
     short, detailed = map(json.loads, path.read_text().splitlines())
     assert list(short) == [key for key in KEYS if key not in DETAILS]
     assert list(detailed) == KEYS
-    write_result(options("--save-result").report, path, found)
+    write_result(options("--save-result"), path, found)
     assert json.loads(path.read_text()) == short
     with pytest.raises(ConfigError, match="Is a directory: the result is not written"):
-        write_result(report, tmp_path, found)
+        write_result(appending, tmp_path, found)
 
 
-def page(outcomes: list[Outcome]) -> str:
-    found = result(outcomes=tuple(outcomes))
-    return html_report({**found, "percentiles": (50.0, 99.0)}, outcomes)
+# -- statistics ----------------------------------------------------------------------------------
+
+ALL = [FIRST, SECOND, FAILED]
 
 
-def test_the_page_needs_no_other_and_says_what_was_measured() -> None:
-    text = page([FIRST, SECOND, FAILED])
-    assert text.count("<svg") == 3
-    assert not re.search(r"<script|<link|<img|@import|src=|<!DOCTYPE svg|<\?xml", text)
-    references = re.findall(r'href="([^"]*)"|url\(([^)]*)\)', text)
-    assert references
-    assert {
-        one or other for one, other in references if not (one or other).startswith("#")
-    } == set()
-    assert "<td>TTFT</td><td>750.00</td><td>750.00</td><td>750.00</td><td>995.00</td>" in text
-    assert "HTTP 500" in text
-    assert "to the first token" in text
+def test_the_metrics_of_a_request() -> None:
+    assert (FIRST.ttft_s, FIRST.itls_s, FIRST.latency_s) == (0.5, [0.25, 0.5], 1.25)
+    assert FIRST.tpot_s == (1.25 - 0.5) / 3
+    assert (SECOND.ttft_s, SECOND.itls_s, SECOND.tpot_s) == (1.0, [], None)
+    nothing = Outcome(3, 1.0, 1.5)
+    assert (nothing.ttft_s, nothing.latency_s, nothing.queue_s) == (0, 0, 0.5)
 
 
-def test_what_servers_say_is_no_markup_of_the_page() -> None:
-    bad = Outcome(1, 0.0, 0.0, error="<script>alert(1)</script>")
-    text = page([bad])
-    assert "<script" not in text
-    assert "&lt;script&gt;" in text
+def test_latencies_are_of_requests_that_succeeded() -> None:
+    assert latencies_s(ALL) == {
+        "ttft": [0.5, 1.0],
+        "tpot": [0.25],
+        "itl": [0.25, 0.5],
+        "e2el": [1.25, 1.0],
+        "client_queue_time": [0, 0],
+        "e2el_including_client_queue": [1.25, 1.0],
+    }
+    late = Outcome(1, arrival_s=1.0, start_s=3.0)
+    late.add_tokens(1, 3.5)
+    found = latencies_s([late])
+    assert found["client_queue_time"] == [2.0]
+    assert (found["e2el"], found["e2el_including_client_queue"]) == ([0.5], [2.5])
 
 
-def test_a_page_of_failures_has_no_plots() -> None:
-    assert "<svg" not in page([FAILED])
+def test_totals_by_hand() -> None:
+    assert totals(ALL, 2.0, {"ttft": 600}) == {
+        "completed": 2,
+        "failed": 1,
+        "total_input_tokens": 30,
+        "total_output_tokens": 5,
+        "request_throughput": 1.0,
+        "request_goodput": 0.5,
+        "output_throughput": 2.5,
+        "total_token_throughput": 17.5,
+    }
+    assert totals(ALL, 2.0, {})["request_goodput"] is None
 
 
-def test_a_page_of_many_requests_shows_some() -> None:
-    num_requests = MAX_TIMELINE_REQUESTS * 2 + 1
-    assert f"267 of {num_requests} requests" in page([FIRST] * num_requests)
+@pytest.mark.parametrize(
+    ("goodput_ms", "first", "second"),
+    [
+        ({"ttft": 500}, True, False),
+        ({"ttft": 499}, False, False),
+        ({"tpot": 250}, True, True),
+        ({"tpot": 249}, False, True),
+        ({"e2el": 1000}, False, True),
+        ({"ttft": 1000, "e2el": 1250}, True, True),
+    ],
+)
+def test_goodput_takes_the_limit_itself(
+    goodput_ms: dict[str, float], first: bool, second: bool
+) -> None:
+    assert (is_within(FIRST, goodput_ms), is_within(SECOND, goodput_ms)) == (first, second)
+
+
+def test_peaks_count_tokens_and_requests_by_seconds_from_the_first_start() -> None:
+    long = outcome(10.0, [(10.5, 1), (13.25, 5)])  # tokens by second: 1 0 2 5, requests: 1 2 2 1
+    short = outcome(11.75, [(12.25, 2)])
+    expected = {"max_output_tokens_per_s": 5, "max_concurrent_requests": 2}
+    assert peaks([short, long, FAILED]) == expected
+
+
+def test_nothing_that_succeeded_divides_nothing_by_zero() -> None:
+    assert set(peaks([FAILED]).values()) == {0}
+    assert [*totals([FAILED], 1.0, {"ttft": 1}).values()] == [0, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_distributions_by_hand_and_by_numpy() -> None:
+    assert distribution([1.0, 2.0, 3.0, 6.0], [0, 50, 75, 100]) == {
+        "mean": 3.0,
+        "median": 2.5,
+        "std": pytest.approx((14 / 4) ** 0.5),  # of the population
+        "p0": 1.0,
+        "p50": 2.5,
+        "p75": 3.75,
+        "p100": 6.0,
+    }
+    rng = random.Random(1)
+    values = [rng.expovariate(1) for _ in range(999)]
+    assert distribution(values, [99.9])["p99.9"] == np.percentile(values, 99.9)
+    assert distribution([], [99.999]) == {"mean": 0, "median": 0, "std": 0, "p99.999": 0}

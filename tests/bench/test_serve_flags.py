@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from nanocore.bench.arrivals import Ramp, Traffic
+from nanocore.bench.load import Ramp, Traffic
 from nanocore.bench.serve_flags import parse
 from nanocore.protocol.errors import ConfigError
 
@@ -25,7 +25,7 @@ def test_defaults_are_vllms() -> None:
     assert (options.dataset.dataset_name, options.dataset.num_prompts) == ("random", 1000)
     assert (options.dataset.random_input_len, options.dataset.random_output_len) == (1024, 128)
     assert options.traffic == Traffic(math.inf, 1.0)
-    assert (options.report.percentile_metrics, options.report.percentiles) == (
+    assert (options.percentile_metrics, options.percentiles) == (
         ("ttft", "tpot", "itl"), (99.0,),
     )  # fmt: skip
     assert (options.max_concurrency, options.ready_timeout_s, options.num_warmups) == (None, 0, 0)
@@ -70,7 +70,7 @@ def test_lengths_go_to_all_datasets() -> None:
     ],
 )
 def test_random_lengths_and_traces_ignore_eos(arguments: list[str], ignores: bool) -> None:
-    assert parse(arguments).asked.ignore_eos is ignores
+    assert parse(arguments).fields.ignore_eos is ignores
 
 
 @pytest.mark.parametrize(
@@ -86,36 +86,17 @@ def test_traces_are_self_timed(arguments: list[str], is_self_timed: bool) -> Non
 
 
 def test_ramps_goodput_and_sampling() -> None:
-    options = parse(
-        [
-            "--ramp-up-strategy",
-            "linear",
-            "--ramp-up-start-rps",
-            "1",
-            "--ramp-up-end-rps",
-            "9",
-            "--burstiness",
-            "inf",
-            "--goodput",
-            "ttft:200",
-            "e2el:1e3",
-            "--temperature",
-            "0",
-            "--top-k",
-            "5",
-            "--metric-percentiles",
-            "50,99.9",
-            "--percentile-metrics",
-            "e2el",
-            "--metadata",
-            "a=1",
-        ]
+    line = (
+        "--ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 9 --burstiness inf "
+        "--goodput ttft:200 e2el:1e3 --temperature 0 --top-k 5 --metric-percentiles 50,99.9 "
+        "--percentile-metrics e2el --metadata a=1"
     )
+    options = parse(line.split())
     assert options.traffic == Traffic(math.inf, math.inf, Ramp("linear", 1, 9))
-    assert options.report.goodput_ms == {"ttft": 200, "e2el": 1000}
-    assert options.asked.sampling == {"temperature": 0, "top_k": 5}
-    assert options.report.percentiles == (50, 99.9)
-    assert options.report.metadata == {"a": "1"}
+    assert options.goodput_ms == {"ttft": 200, "e2el": 1000}
+    assert options.fields.sampling == {"temperature": 0, "top_k": 5}
+    assert options.percentiles == (50, 99.9)
+    assert options.metadata == {"a": "1"}
 
 
 @pytest.mark.parametrize(
@@ -123,18 +104,18 @@ def test_ramps_goodput_and_sampling() -> None:
     [
         ("--frobnicate", "unrecognized arguments: --frobnicate"),
         ("--backend tgi", "invalid choice: 'tgi'"),
-        ("--request-rate 0", "'0' is no number above 0"),
-        ("--burstiness nan", "'nan' is no number"),
-        ("--num-prompts 0", "'0' is no whole number from 1 on"),
+        ("--request-rate 0", "'0' is not a number above 0"),
+        ("--burstiness nan", "'nan' is not a number"),
+        ("--num-prompts 0", "'0' is not an integer >= 1"),
         ("--random-range-ratio 1", "a number from 0 to below 1"),
         ('--random-range-ratio {"input":0}', "a number from 0 to below 1"),
         ("--metric-percentiles 101", "percentiles are from 0 to 100"),
-        ("--percentile-metrics ttft,foo", "--percentile-metrics foo: there are ttft"),
-        ("--goodput itl:3", "--goodput itl: there are ttft, tpot, e2el"),
+        ("--percentile-metrics ttft,foo", "--percentile-metrics foo: choose from ttft"),
+        ("--goodput itl:3", "--goodput itl: choose from ttft, tpot, e2el"),
         ("--goodput ttft", "--goodput ttft: write KEY:VALUE"),
-        ("--goodput ttft:x", "--goodput ttft: 'x' is no number of milliseconds"),
+        ("--goodput ttft:x", "--goodput ttft: 'x' is not a number of milliseconds"),
         ("--header x", "--header x: write KEY=VALUE"),
-        ("--extra-body []", "'[]' is no JSON object"),
+        ("--extra-body []", "'[]' is not a JSON object"),
         ("--self-timed", "--self-timed is for traces"),
         ("--ramp-up-start-rps 1", "need --ramp-up-strategy"),
         ("--ramp-up-strategy linear --ramp-up-start-rps 1", "needs --ramp-up-start-rps and"),
@@ -144,7 +125,7 @@ def test_ramps_goodput_and_sampling() -> None:
         ),
         (
             "--ramp-up-strategy linear --ramp-up-start-rps 1 --ramp-up-end-rps 2 --request-rate 3",
-            "choose",
+            "exclude each other",
         ),
         ("--backend nanocore --port 3", "--port is for HTTP"),
         ("--backend nanocore --endpoint /v1/completions", "--endpoint is for HTTP"),

@@ -52,5 +52,5 @@ def test_a_chunk_brings_tokens_unless_it_is_a_role_or_an_end(
 def test_a_chunk_that_is_no_utf_8_is_one_and_one_without_end_is_none() -> None:
     (found,) = chunk_of(b'{"choices": [{"text": "a\xff"}]}').choices
     assert found.text == "a\ufffd"
-    with pytest.raises(msgspec.MsgspecError, match="too deep"):
+    with pytest.raises(msgspec.MsgspecError, match="too deeply"):
         chunk_of(b'{"error": ' + b"[" * 100_000)

@@ -11,8 +11,8 @@ import pytest
 
 from nanocore.bench.dataset_options import PREFIX_REPETITION, DatasetOptions
 from nanocore.bench.datasets import PromptSource, load_requests
-from nanocore.bench.outcome import BenchRequest
-from nanocore.bench.vocabulary import Vocabulary
+from nanocore.bench.load import BenchRequest
+from nanocore.bench.synthetic import PromptVocabulary
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ConfigError
 
@@ -67,7 +67,7 @@ def test_special_tokens_are_never_drawn(demo_tokenizer: Tokenizer) -> None:
     assert 7 not in BY_SIZE.vocabulary(as_text=False).draw(rng, 50_000)
     special = demo_tokenizer.backend.get_added_tokens_decoder().keys()
     assert special
-    drawn = set(Vocabulary.of_tokenizer(demo_tokenizer, False).draw(rng, 50_000).tolist())
+    drawn = set(PromptVocabulary.of_tokenizer(demo_tokenizer, False).draw(rng, 50_000).tolist())
     assert not special & drawn
     assert len(drawn) == demo_tokenizer.backend.get_vocab_size() - len(special)
 

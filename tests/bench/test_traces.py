@@ -9,7 +9,7 @@ import pytest
 
 from nanocore.bench.dataset_options import AZURE, MOONCAKE, TIMED_TRACE, DatasetOptions
 from nanocore.bench.datasets import PromptSource, load_requests
-from nanocore.bench.outcome import BenchRequest
+from nanocore.bench.load import BenchRequest
 from nanocore.protocol.errors import ConfigError
 from tests.bench.conftest import MakeFile
 
@@ -85,7 +85,7 @@ def test_azures_csv(dataset_file: MakeFile) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        (TIMED_TRACE, "", "there is no request"),
+        (TIMED_TRACE, "", "it has no request"),
         (TIMED_TRACE, "{", "line 1: Input data was truncated"),
         (TIMED_TRACE, "[]", "line 1: Expected `object`"),
         (TIMED_TRACE, '{"input_length": 1, "output_length": 1}', "line 1: timestamp is None"),
@@ -122,5 +122,5 @@ def test_a_trace_needs_its_file_and_an_endpoint_of_token_ids() -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load_requests(DatasetOptions(dataset_name=AZURE, dataset_path="/nowhere"), SOURCE)
     chat = replace(SOURCE, takes_token_ids=False)
-    with pytest.raises(ConfigError, match="does not take"):
+    with pytest.raises(ConfigError, match="do not take"):
         load_requests(DatasetOptions(dataset_name=AZURE, dataset_path="/nowhere"), chat)

@@ -35,7 +35,7 @@ def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> No
     [
         ([], "which command?"),
         (["sreve"], "did you mean serve?"),
-        (["--port"], "no command '--port'"),
+        (["--port"], "unknown command '--port'"),
         (["serve", "--port", "x"], "nanocore serve: argument --port"),
         (["serve", "--host", "0.0.0.0"], "nanocore serve: --host 0.0.0.0: whoever"),
     ],

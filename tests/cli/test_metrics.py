@@ -67,7 +67,7 @@ def test_metrics_are_served_until_ctrl_c_also_while_the_engine_is_gone() -> None
     with engine(DEMO) as started:
         exporter = subprocess.Popen(
             [sys.executable, "-m", "nanocore.cli", "metrics", "--endpoint", started.endpoint,
-             "--metrics-port", "0"],
+             "--metrics-port", "0", "--timeout", "60"],
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert exporter.stdout is not None
@@ -142,9 +142,9 @@ def test_a_full_disk_is_told_in_a_line(running: Engine) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("top", "--interval", "0"), "no number of seconds above 0"),
+        (("top", "--interval", "0"), "not a number of seconds above 0"),
         (("top", "--intervals", "1"), "unrecognized arguments: --intervals 1"),
-        (("metrics", "--metrics-namespace", "a-b"), "'a-b' is no name"),
+        (("metrics", "--metrics-namespace", "a-b"), "'a-b' is not a name"),
         (("metrics", "--endpoint", "tcp://127.0.0.1:9"), "needs --curve-dir"),
     ],
 )

@@ -39,7 +39,7 @@ def test_a_signal_lets_responses_end_and_leaves_the_engine_alone(
             running = server.ask()
             held.wait_for(1)
             server.signal(number)
-            server.line("may come to their end, for at most 25 s")
+            server.line("waiting up to 25 s for running responses")
             if num_workers == 1:
                 assert server.get("/livez")[0] == 200
                 assert server.get("/readyz")[0] == 503
@@ -60,7 +60,7 @@ def test_a_second_signal_ends_at_once(engine: forked.Engine, num_workers: int) -
             running = server.ask()
             held.wait_for(1)
             server.signal(signal.SIGTERM)
-            server.line("another signal ends them at once")
+            server.line("another signal exits at once")
             server.signal(signal.SIGTERM)
             assert server.exit() == 130
             with pytest.raises(ConnectionError):
@@ -92,7 +92,7 @@ def test_a_worker_that_dies_is_replaced_and_its_callers_wait(engine: forked.Engi
         waiting = [server.connect() for _ in range(32)]
         for connection in waiting:
             connection.request("GET", "/livez")
-        assert f"pid {first}" in server.line("another one starts")
+        assert f"pid {first}" in server.line("restarting in")
         for connection in waiting:
             assert answered(connection)[0] == 200
         assert second in children(server.pid)

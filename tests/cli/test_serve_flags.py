@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.cli.engine_choice import JOIN_TIMEOUT_S, LAUNCH_TIMEOUT_S
-from nanocore.cli.serve_flags import parse
-from nanocore.cli.serve_options import ServeOptions
+from nanocore.cli.serve.flags import ServeOptions, parse
 from nanocore.protocol.errors import ConfigError, KeyFileError
 
 
@@ -54,15 +53,15 @@ def test_what_is_not_ours_is_the_engines(arguments: list[str], flags: list[str])
     ("arguments", "text"),
     [
         (["a", "--model", "b"], "two models, a and --model b"),
-        (["--port", "65536"], "no port"),
-        (["--port", "9" * 5000], "no port"),
-        (["--http-workers", "0"], "no whole number from 1 to 256"),
-        (["--max-body-bytes", "-1"], "no whole number"),
+        (["--port", "65536"], "not a port"),
+        (["--port", "9" * 5000], "not a port"),
+        (["--http-workers", "0"], "not an integer from 1 to 256"),
+        (["--max-body-bytes", "-1"], "not an integer"),
         (["--header-timeout", "0"], "above 0"),
-        (["--header-timeout", "nan"], "no number of seconds"),
-        (["--shutdown-timeout", "-1"], "no number of seconds"),
-        (["--default-chat-template-kwargs", "[]"], "no JSON object"),
-        (["--default-chat-template-kwargs", "[" * 9999], "no JSON object"),
+        (["--header-timeout", "nan"], "not a number of seconds"),
+        (["--shutdown-timeout", "-1"], "not a number of seconds"),
+        (["--default-chat-template-kwargs", "[]"], "not a JSON object"),
+        (["--default-chat-template-kwargs", "[" * 9999], "not a JSON object"),
         (["--ssl-keyfile", "k"], "needs --ssl-certfile"),
         (["--ssl-ca-certs", "c"], "needs --ssl-certfile"),
         (["--ssl-cert-reqs", "2"], "needs --ssl-certfile"),
@@ -72,17 +71,17 @@ def test_what_is_not_ours_is_the_engines(arguments: list[str], flags: list[str])
         (["--endpoint", "ipc:///e", "--tp", "2"], "the engine runs already"),
         (["--endpoint", "ipc:///e", "--standby"], "for an engine that is launched"),
         (["--endpoint", "ipc:///e", "--max-restarts", "1"], "for an engine that is launched"),
-        (["--max-restarts", "-1"], "no whole number from 0 on"),
+        (["--max-restarts", "-1"], "not an integer >= 0"),
         (["--listen", "ipc:///e"], "--endpoint ENDPOINT"),
         (["--listen=ipc:///e"], "--endpoint ENDPOINT"),
         (["--check"], "nanocore-engine --check"),
-        (["--parent-fd", "3"], "launcher's own"),
-        (["--http-workers", "2", "--stored-responses-bytes", "1"], "leave it out"),
+        (["--parent-fd", "3"], "only launchers set it"),
+        (["--http-workers", "2", "--stored-responses-bytes", "1"], "leave one of them out"),
         (["--tokenizer", "/no/such"], "no such folder"),
-        (["--otlp-traces-endpoint", "collector:4318"], "no URL such as http://HOST:4318"),
-        (["--otlp-traces-endpoint", "ftp://amy:p4ss@c"], "'ftp://***@c' is no URL such as"),
-        (["--otlp-traces-endpoint", "http://"], "no URL such as http://HOST:4318"),
-        (["--otlp-traces-endpoint", "http://c:99999/"], "no URL such as http://HOST:4318"),
+        (["--otlp-traces-endpoint", "collector:4318"], "not a URL such as http://HOST:4318"),
+        (["--otlp-traces-endpoint", "ftp://amy:p4ss@c"], "'ftp://***@c' is not a URL such as"),
+        (["--otlp-traces-endpoint", "http://"], "not a URL such as http://HOST:4318"),
+        (["--otlp-traces-endpoint", "http://c:99999/"], "not a URL such as http://HOST:4318"),
         (["--api-key", ""], "printable ASCII"),
         (["--api-key", "a b"], "printable ASCII"),
         (["--enable-access-log=1"], "takes no value"),
@@ -162,8 +161,8 @@ def test_an_empty_key_in_the_environment_is_no_key() -> None:
     [
         (b"a\n", 0o640, "chmod 600"),
         (b"a\n", 0o604, "chmod 600"),
-        (b"\n# a\n", 0o600, "a key per line"),
-        (b"\xff\xfe\n", 0o600, "no text"),
+        (b"\n# a\n", 0o600, "one key per line"),
+        (b"\xff\xfe\n", 0o600, "not UTF-8"),
         (b"a b\n", 0o600, "printable ASCII"),
         (b"a\n" * 2**20, 0o600, "at most 1 MiB"),
     ],

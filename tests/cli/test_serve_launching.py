@@ -75,8 +75,8 @@ def test_the_engines_last_death_ends_the_server_with_its_cause(num_workers: int)
         assert server.exit() == 70
         below.wait_until_all_end()
         assert server.log[-1] == (
-            "nanocore serve: the engine process exited with code -9, and the server ends with it; "
-            "its log says more\n"
+            "nanocore serve: the engine process exited with code -9, so the server ends; "
+            "see the engine's log\n"
         )
         assert "Traceback" not in "".join(server.log)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanocore.cli.main import main
-from nanocore.tracing.waiting import REASONS
+from nanocore.tracing.explanation import REASONS
 from tests.tracing.pictures import read_picture
 from tests.tracing.trace_lines import arrival, blocked, line, text, write
 
@@ -44,11 +44,11 @@ def test_a_summary_in_words(trace: str, capsys: pytest.CaptureFixture[str]) -> N
     assert written.err == ""
     for words in (
         "run 1: 0.060 s, 6 steps (0.060 s in steps), 27 tokens computed (450/s)",
-        "3, of which 2 ended; at once at most 1 running, 1 waiting",
+        "3, of which 2 finished; at most 1 running and 1 waiting at once",
         "at most 25.0% in use, 1 preemption",
-        "4 of 20 prompt tokens found, by 1 requests",
-        "20.000 ms  every row was taken",
-        "10.000 ms  too few KV blocks were free",
+        "4 of 20 prompt tokens cached, in 1 requests",
+        "20.000 ms  all rows were in use",
+        "10.000 ms  not enough free KV blocks",
         "TTFT         p50 12.500 ms, p90 33.000 ms",
     ):
         assert words in written.out
@@ -86,7 +86,7 @@ def test_a_summary_for_programs(trace: str, capsys: pytest.CaptureFixture[str]) 
 def test_a_picture_is_drawn(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "p.json"
     assert exit_code("trace", trace, "--perfetto", str(out)) == 0
-    assert f"{out} is written" in capsys.readouterr().out
+    assert f"wrote {out}" in capsys.readouterr().out
     assert {one["ph"] for one in read_picture(out)} == set("XCMisf")
 
 
@@ -97,12 +97,12 @@ def test_an_explanation_in_words(trace: str, capsys: pytest.CaptureFixture[str])
         "  waited 21.000 ms:\n"
         f"     20.000 ms  {REASONS['rows']} (2 steps)\n"
         f"      1.000 ms  {REASONS['next_step']}\n"
-        "  prefix cache: 4 of 8 tokens found, computed for a\n"
+        "  prefix cache: 4 of 8 tokens cached, computed for a\n"
         "  preempted at 0.050000 s for c\n"
-        "    did not run for 10.000 ms:\n"
+        "    paused for 10.000 ms:\n"
         f"       10.000 ms  {REASONS['kv_blocks']} (1 step)\n"
         "  time to first token 33.000 ms:\n"
-        "      1.000 ms    3.0%  from the io thread, which checks it, to the scheduler\n"
+        "      1.000 ms    3.0%  validation in the io thread, and handover to the scheduler\n"
         "     21.000 ms   63.6%  waiting for its first row\n"
         "     10.000 ms   30.3%  in steps that computed its prompt\n"
         "      1.000 ms    3.0%  from its first token to the socket\n"
@@ -136,7 +136,7 @@ def test_of_several_requests_of_one_id_the_last_is_explained(
     assert exit_code("explain", "b", trace) == 0
     out = capsys.readouterr().out
     assert out.startswith("request b: run 2,")
-    assert "2 requests bore this id; this is the last of them." in out
+    assert "2 requests had this id; this is the last one." in out
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_of_several_requests_of_one_id_the_last_is_explained(
         (["trace", "/dev/null"], "/dev/null holds no step"),
         (["explain"], "nanocore explain: the following arguments are required: REQUEST"),
         (["explain", "a", "none.jsonl"], "nanocore explain: none.jsonl: No such file"),
-        (["explain", "bb", "TRACE"], "names no request 'bb'; the nearest are 'b'"),
-        (["explain", "a", "/dev/null"], "names no request 'a'; it names none"),
+        (["explain", "bb", "TRACE"], "has no request 'bb'; similar ids: 'b'"),
+        (["explain", "a", "/dev/null"], "has no request 'a'; it has no requests"),
     ],
 )
 def test_errors_are_one_line(

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nanocore.cli.api_keys import API_KEY_VARIABLE
 from nanocore.cli.engine_choice import LAUNCH_TIMEOUT_S
 from nanocore.cli.main import _SUBCOMMANDS
-from nanocore.cli.serve_flags import DEFAULT_PORT
-from nanocore.cli.serve_flags import build_parser as serve_parser
-from nanocore.cli.supervisor import INTERRUPTED
-from nanocore.cli.worker_pool import GRACE_S
+from nanocore.cli.serve.api_keys import API_KEY_VARIABLE
+from nanocore.cli.serve.flags import DEFAULT_PORT
+from nanocore.cli.serve.flags import build_parser as serve_parser
+from nanocore.cli.serve.supervisor import INTERRUPTED
+from nanocore.cli.serve.worker_pool import GRACE_S
 from nanocore.client.engine_keeper import _FAILED_STARTS
 from nanocore.client.launcher import STOP_TIMEOUT_S
 from nanocore.engine_core.cli import build_parser as engine_parser

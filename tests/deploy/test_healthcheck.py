@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import pytest
 
-from nanocore.cli.serve_flags import DEFAULT_PORT, build_parser
+from nanocore.cli.serve.flags import DEFAULT_PORT, build_parser
 from nanocore.http.server.http_server import HttpServer, ServerSettings
 from tests.deploy.manifests import DEPLOY
 
@@ -207,7 +207,7 @@ def test_a_server_at_a_unix_socket_is_healthy_when_it_is_ready(short_folder: Pat
         (engine,) = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
         os.kill(int(engine), signal.SIGKILL)
         assert CHECK.main() == 0, "its engine is replaced"
-        wait_for("an engine serves again")
+        wait_for("serving again")
         assert CHECK.main() == 0
     finally:
         server.terminate()

@@ -14,7 +14,7 @@ import pytest
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.sampling import SamplingParams
-from nanocore.system.near_flags import OTHER_NAMES
+from nanocore.system.flags import OTHER_NAMES
 from tests.docs.blocks import ROOT
 from tools.reference.parsers import commands
 

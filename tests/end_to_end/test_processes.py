@@ -204,7 +204,7 @@ def test_an_endpoint_at_a_files_place_exits_with_2_and_leaves_the_file(
         "--model", str(tiny_model), *(w for pair in endpoints.items() for w in pair)
     )
     assert result.returncode == 2
-    assert f"{notes} exists and is no socket" in result.stderr
+    assert f"{notes} exists and is not a socket" in result.stderr
     assert flag in result.stderr
     assert "Traceback" not in result.stderr
     assert notes.read_text() == "mine"

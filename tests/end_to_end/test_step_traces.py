@@ -1,4 +1,4 @@
-"""A real engine's trace, read: lives, pictures, and times to first tokens that add up."""
+"""A real engine's trace, read: timelines, pictures, and times to first tokens that add up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nanocore.cli.trace import read_trace
 from nanocore.client import AsyncEngineClient, RequestOutput, SamplingParams
 from nanocore.demo_model import demo_model_folder
 from nanocore.tracing.explanation import explanation_of, read_runs
-from nanocore.tracing.life import Chunk
+from nanocore.tracing.timeline import PrefillChunk
 from tests.end_to_end.engine_process import engine
 from tests.tracing.pictures import read_picture
 
@@ -66,8 +66,8 @@ def test_a_load_with_chunks_hits_and_preemptions_is_explained(tmp_path: Path) ->
     with engine(DEMO_MODEL, "--step-trace", str(trace), *FLAGS) as running:
         outputs = asyncio.run(asyncio.wait_for(load(running.endpoint), 100))
     (run,) = read_runs(str(trace))
-    assert len(run.lives) == NUM_REQUESTS + 6, "three samples are three"
-    explained = {life.id: explanation_of(run, life) for life in run.lives}
+    assert len(run.timelines) == NUM_REQUESTS + 6, "three samples are three"
+    explained = {timeline.id: explanation_of(run, timeline) for timeline in run.timelines}
     for name, told in explained.items():
         assert told.state == "finished"
         assert told.ttft_ms is not None
@@ -87,7 +87,9 @@ def test_a_load_with_chunks_hits_and_preemptions_is_explained(tmp_path: Path) ->
             assert explained[name].cached_tokens == output.num_cached_tokens
             assert explained[name].prompt_tokens == len(output.prompt_token_ids)
     assert (explained["hit"].cached_tokens, explained["hit"].cached_from) == (96, ["first"])
-    assert any(len(life.chunks) > 2 for life in run.lives), "prompts longer than the budget"
+    assert any(len(timeline.chunks) > 2 for timeline in run.timelines), (
+        "prompts longer than the budget"
+    )
     pauses = [pause for told in explained.values() for pause in told.preemptions]
     assert pauses
     assert all(pause.by in explained and pause.ms is not None for pause in pauses)
@@ -95,10 +97,10 @@ def test_a_load_with_chunks_hits_and_preemptions_is_explained(tmp_path: Path) ->
     assert {"kv_blocks", "priority", "next_step"} <= reasons
 
     summary = read_trace(str(trace), str(picture)).runs[0]
-    assert (summary.num_requests, summary.num_finished) == (len(run.lives), len(run.lives))
+    assert (summary.num_requests, summary.num_finished) == (len(run.timelines), len(run.timelines))
     assert summary.num_preemptions == len(pauses)
-    computed = sum(one.num_tokens for life in run.lives for one in life.work)
-    assert summary.num_tokens == computed, "each token that a step computed is in a life"
+    computed = sum(one.num_tokens for timeline in run.timelines for one in timeline.work)
+    assert summary.num_tokens == computed, "each token that a step computed is in a timeline"
     events = read_picture(picture)
     assert {"preempts", "hit", "prefill", "decode", "preempted", "queued"} <= {
         one["name"] for one in events
@@ -109,8 +111,8 @@ def test_a_load_with_chunks_hits_and_preemptions_is_explained(tmp_path: Path) ->
         assert step["t_s"] >= 0
         for name, at_s in step["sent"].items():
             assert at_s >= explained[name].received_s
-    for life in run.lives:
-        prompt = [one for one in life.work if isinstance(one, Chunk)]
-        assert life.arrival is not None
-        last = next(one for one in prompt if one.end_s == life.first_s)
-        assert last.num_computed + last.num_tokens == life.arrival.prompt_tokens
+    for timeline in run.timelines:
+        prompt = [one for one in timeline.work if isinstance(one, PrefillChunk)]
+        assert timeline.arrival is not None
+        last = next(one for one in prompt if one.end_s == timeline.first_s)
+        assert last.num_computed + last.num_tokens == timeline.arrival.prompt_tokens

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from nanocore.client.chat.events import Finished, Usage
-from nanocore.http import request_spans
+from nanocore.http import spans
 from nanocore.http.app import App
 from nanocore.http.request_record import RequestRecord
 from nanocore.http.request_spans import SpanWriter, otlp_spans
@@ -177,7 +177,7 @@ def test_a_failure_of_ours_is_an_error_of_the_span() -> None:
     writer = SpanWriter(provider)
     unavailable, died = RequestRecord("chat", "a"), RequestRecord("chat", "b")
     unavailable.status = 503
-    died.note_events([Finished("error", Usage(3, 0, 2, 0), None, "rank 1 died")], _Answer())
+    died.saw([Finished("error", Usage(3, 0, 2, 0), None, "rank 1 died")], _Answer())
     for record in (unavailable, died):
         writer.write(record, ("::1", 80), {"traceparent": "nonsense"})
     for span in exporter.get_finished_spans():
@@ -243,7 +243,7 @@ def test_spans_that_wait_at_the_end_reach_the_collector(monkeypatch: pytest.Monk
 
 
 def test_a_collector_that_does_not_answer_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_spans, "CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(spans, "CLOSE_TIMEOUT_S", 0.01)
     writer = otlp_spans("http://127.0.0.1:9/v1/traces")
     answered = threading.Event()
     monkeypatch.setattr(writer._provider, "shutdown", answered.wait)
@@ -259,7 +259,7 @@ def test_nothing_of_opentelemetry_is_imported_unless_it_is_asked_for() -> None:
         "from nanocore.http.server.service import HttpService\n"
         "from nanocore.http.server_settings import ServerSettings\n"
         "from nanocore.http.server_settings import AppSettings\n"
-        "import nanocore.cli.supervisor, nanocore.cli.http_worker\n"
+        "import nanocore.cli.serve.supervisor, nanocore.cli.serve.http_worker\n"
         "async def serve():\n"
         "    service = HttpService(AppSettings(), ServerSettings())\n"
         "    await service.start([])\n"

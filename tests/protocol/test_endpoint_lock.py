@@ -136,7 +136,7 @@ def test_a_socket_that_somebody_serves_without_a_lock_is_not_taken_away(
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(short_path / "engine.sock"))
         other.listen()
-        with pytest.raises(AddressInUseError, match="holds no lock"):
+        with pytest.raises(AddressInUseError, match="without a lock"):
             EndpointLock(endpoint)
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(short_path / "engine.sock"))
@@ -164,7 +164,7 @@ def test_what_lies_in_the_sockets_place_and_is_none_is_left_alone(
     _write_notes(short_path / "elsewhere")
     STRANGE[what](path)
     before = path.lstat()
-    with pytest.raises(ConfigError, match=r"engine\.sock exists and is no socket") as caught:
+    with pytest.raises(ConfigError, match=r"engine\.sock exists and is not a socket") as caught:
         EndpointLock(endpoint, "--some-endpoint")
     assert "choose another endpoint with --some-endpoint" in str(caught.value)
     after = path.lstat()

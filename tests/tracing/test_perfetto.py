@@ -110,9 +110,9 @@ def test_runs_follow_each_other_in_processes_of_their_own(tmp_path: Path) -> Non
     events = draw(tmp_path, *preempting(), *preempting())
     names = [one["args"]["name"] for one in events if one["name"] == "process_name"]
     assert names == ["engine, run 1", "requests, run 1", "engine, run 2", "requests, run 2"]
-    lives = [one for one in slices(events, "a") if one["name"] == "a"]
-    assert [one["pid"] for one in lives] == [2, 4]
-    assert lives[1]["ts"] > lives[0]["ts"] + lives[0]["dur"]
+    timelines = [one for one in slices(events, "a") if one["name"] == "a"]
+    assert [one["pid"] for one in timelines] == [2, 4]
+    assert timelines[1]["ts"] > timelines[0]["ts"] + timelines[0]["dur"]
 
 
 def test_ids_are_quoted(tmp_path: Path) -> None:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.tracing.reader import TraceReader
-from nanocore.tracing.step import TraceError
+from nanocore.tracing.reader import TraceError, TraceReader
 from tests.tracing.trace_lines import line, text, without_new_keys, write
 
 
@@ -67,7 +66,7 @@ def test_blank_lines_are_nothing(tmp_path: Path) -> None:
 )
 def test_what_is_no_step_is_told_with_its_line(tmp_path: Path, bad: str, number: int) -> None:
     (tmp_path / "t").write_text(bad)
-    with pytest.raises(TraceError, match=rf"t is no step trace: line {number} \(") as caught:
+    with pytest.raises(TraceError, match=rf"t is not a step trace: line {number} \(") as caught:
         steps_of(tmp_path / "t")
     assert "\n" not in str(caught.value)
 

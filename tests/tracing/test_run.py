@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from nanocore.tracing import run as run_module
-from nanocore.tracing.life import Chunk, DecodeRun, Preemption
-from nanocore.tracing.run import Run
+from nanocore.tracing import timeline as run_module
+from nanocore.tracing.timeline import DecodeSpan, Preemption, PrefillChunk, RunTimeline
 from tests.tracing.trace_lines import arrival, line, run_of, without_new_keys
 
 
@@ -29,30 +28,30 @@ def two_chunks_and_decodes(num_decodes: int) -> list[dict[str, Any]]:
 
 
 def test_chunks_and_decodes_of_one_request() -> None:
-    (life,) = run_of(*two_chunks_and_decodes(5)).lives
-    assert life.work == [
-        Chunk(at(1), at(2), 6, 0),
-        Chunk(at(2), at(3), 4, 6),
-        DecodeRun(at(3), at(8), 5, 5),
+    (timeline,) = run_of(*two_chunks_and_decodes(5)).timelines
+    assert timeline.work == [
+        PrefillChunk(at(1), at(2), 6, 0),
+        PrefillChunk(at(2), at(3), 4, 6),
+        DecodeSpan(at(3), at(8), 5, 5),
     ]
-    assert (life.admitted_s, life.first_s, life.ended_s) == (at(1), at(3), at(8))
-    assert life.sent_s == 0.0302
-    assert life.ttft_s == pytest.approx(0.0302 - 0.005)
-    assert (life.cached_tokens, life.preemptions, life.is_shared) == (0, [], False)
+    assert (timeline.admitted_s, timeline.first_s, timeline.ended_s) == (at(1), at(3), at(8))
+    assert timeline.sent_s == 0.0302
+    assert timeline.ttft_s == pytest.approx(0.0302 - 0.005)
+    assert (timeline.cached_tokens, timeline.preemptions, timeline.is_shared) == (0, [], False)
 
 
 def test_a_decode_that_is_left_out_of_a_step_goes_on() -> None:
     steps = two_chunks_and_decodes(4)
     steps[4]["scheduled"] = {}
-    (life,) = run_of(*steps).lives
-    assert life.work[2:] == [DecodeRun(at(3), at(7), 3, 3)]
+    (timeline,) = run_of(*steps).timelines
+    assert timeline.work[2:] == [DecodeSpan(at(3), at(7), 3, 3)]
 
 
 def test_drafts_count_as_tokens() -> None:
     steps = two_chunks_and_decodes(3)
     steps[3]["scheduled"] = {"a": 4}
-    (life,) = run_of(*steps).lives
-    assert life.work[2:] == [DecodeRun(at(3), at(6), 3, 6)]
+    (timeline,) = run_of(*steps).timelines
+    assert timeline.work[2:] == [DecodeSpan(at(3), at(6), 3, 6)]
 
 
 def test_a_preempted_request_is_computed_again_up_to_where_it_was() -> None:
@@ -62,15 +61,15 @@ def test_a_preempted_request_is_computed_again_up_to_where_it_was() -> None:
     steps.append(line(6, {"a": 8}, {"a": 4}, resumed=["a"], cached={"a": 4}))
     steps += [line(7 + i, {"a": 1}, {"a": 12 + i}) for i in range(2)]
     run = run_of(*steps)
-    (life,) = run.lives_of("a")
-    assert life.preemptions == [Preemption(at(5), "b", at(6))]
-    assert life.work[2:] == [
-        DecodeRun(at(3), at(5), 2, 2),
-        Chunk(at(6), at(7), 8, 4),
-        DecodeRun(at(7), at(9), 2, 2),
+    (timeline,) = run.timelines_of("a")
+    assert timeline.preemptions == [Preemption(at(5), "b", at(6))]
+    assert timeline.work[2:] == [
+        DecodeSpan(at(3), at(5), 2, 2),
+        PrefillChunk(at(6), at(7), 8, 4),
+        DecodeSpan(at(7), at(9), 2, 2),
     ]
-    assert life.cached_tokens == 0, "that was of its first admission"
-    assert life.ended_s is None
+    assert timeline.cached_tokens == 0, "that was of its first admission"
+    assert timeline.ended_s is None
 
 
 def test_an_id_that_is_used_again_is_another_life() -> None:
@@ -78,7 +77,7 @@ def test_an_id_that_is_used_again_is_another_life() -> None:
     again = line(5, {"a": 3}, new=["a"], arrived=[arrival("a", 3, 0.045, 0.046)], first=["a"])
     again |= {"finished": ["a"]}
     run = run_of(*steps, again, line(6, sent={"a": 0.0602}))
-    before, after = run.lives_of("a")
+    before, after = run.timelines_of("a")
     assert (before.ended_s, after.ended_s) == (at(5), at(6))
     assert (before.sent_s, after.sent_s) == (0.0302, 0.0602)
     assert [before.is_shared, after.is_shared] == [False, False]
@@ -88,49 +87,49 @@ def test_an_id_that_is_aborted_and_taken_again_in_one_step_is_two_lives() -> Non
     steps = two_chunks_and_decodes(2)
     steps[3] |= {"arrived": [arrival("a", 3, 0.045, 0.046)]}
     steps.append(line(5, {"a": 3}, new=["a"], first=["a"]))
-    before, after = run_of(*steps).lives_of("a")
+    before, after = run_of(*steps).timelines_of("a")
     assert (before.ended_s, after.ended_s, after.is_shared) == (at(5), None, False)
 
 
 def test_an_id_of_two_sessions_at_once_is_said_to_be_shared() -> None:
     steps = two_chunks_and_decodes(3)
     steps[2]["arrived"] = [arrival("a", 3, 0.025, 0.026, session=2)]
-    assert [life.is_shared for life in run_of(*steps).lives] == [False, True]
+    assert [timeline.is_shared for timeline in run_of(*steps).timelines] == [False, True]
 
 
 def test_a_first_token_that_is_sent_before_its_line_is_written_is_of_that_line() -> None:
     steps = two_chunks_and_decodes(1)
     del steps[2]["sent"]
     steps[1]["sent"] = {"a": 0.0299}
-    (life,) = run_of(*steps).lives
-    assert life.sent_s == 0.0299
+    (timeline,) = run_of(*steps).timelines
+    assert timeline.sent_s == 0.0299
 
 
 def test_an_older_engines_trace_has_no_arrivals_and_still_tells_lives() -> None:
     run = run_of(*map(without_new_keys, two_chunks_and_decodes(3)))
-    (life,) = run.lives
-    assert [type(one) for one in life.work] == [Chunk, Chunk, DecodeRun]
-    assert (run.has_arrivals, life.begin_s, life.ended_s) == (False, at(1), at(6))
+    (timeline,) = run.timelines
+    assert [type(one) for one in timeline.work] == [PrefillChunk, PrefillChunk, DecodeSpan]
+    assert (run.has_arrivals, timeline.begin_s, timeline.ended_s) == (False, at(1), at(6))
 
 
 def test_a_trace_that_begins_in_the_middle_has_lives_without_an_arrival() -> None:
     run = run_of(*(line(7 + i, {"a": 1, "b": 1}, {"a": 5 + i, "b": 9 + i}) for i in range(3)))
-    assert [(life.id, life.work) for life in run.lives] == [
-        (name, [DecodeRun(at(7), at(10), 3, 3)]) for name in "ab"
+    assert [(timeline.id, timeline.work) for timeline in run.timelines] == [
+        (name, [DecodeSpan(at(7), at(10), 3, 3)]) for name in "ab"
     ]
 
 
 def test_a_request_that_is_aborted_before_it_ran_ends() -> None:
-    (life,) = run_of(line(1, arrived=[arrival("a", 9, 0.001, 0.002)], finished=["a"])).lives
-    assert (life.admitted_s, life.ended_s, life.ttft_s) == (None, at(2), None)
+    (timeline,) = run_of(line(1, arrived=[arrival("a", 9, 0.001, 0.002)], finished=["a"])).timelines
+    assert (timeline.admitted_s, timeline.ended_s, timeline.ttft_s) == (None, at(2), None)
 
 
 def test_steps_that_repeat_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = []
     real = run_module.counts
     monkeypatch.setattr(run_module, "counts", lambda raw: decoded.append(raw) or real(raw))
-    (life,) = run_of(*two_chunks_and_decodes(1000)).lives
-    assert life.work[2] == DecodeRun(at(3), at(1003), 1000, 1000)
+    (timeline,) = run_of(*two_chunks_and_decodes(1000)).timelines
+    assert timeline.work[2] == DecodeSpan(at(3), at(1003), 1000, 1000)
     assert len(decoded) == 5, "two chunks, with what was computed before, and one decode"
 
 
@@ -157,17 +156,17 @@ def test_counting_by_differences_is_counting(seed: int) -> None:
                 scheduled[name] = rng.choice([1, 1, 3])
         steps.append(line(i, scheduled))
     counted = {
-        life.id: (
-            sum(one.num_steps for one in life.work if isinstance(one, DecodeRun)),
-            sum(one.num_tokens for one in life.work),
+        timeline.id: (
+            sum(one.num_steps for one in timeline.work if isinstance(one, DecodeSpan)),
+            sum(one.num_tokens for one in timeline.work),
         )
-        for life in run_of(*steps).lives
+        for timeline in run_of(*steps).timelines
     }
     assert counted == looked_into(steps)
 
 
 def test_a_run_knows_what_its_last_step_computed() -> None:
-    run = Run(1)
+    run = RunTimeline(1)
     assert (run.num_rows, run.num_tokens) == (0, 0)
     run = run_of(line(1, {"a": 6, "b": 1}), line(2, {"a": 6, "b": 1}))
     assert (run.num_rows, run.num_tokens) == (2, 7)

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from nanocore.tracing.ttft import PARTS, ttft_parts
+from nanocore.tracing.explanation import PARTS, ttft_parts
 from tests.tracing.trace_lines import arrival, line, run_of
 
 
 def parts(*steps: dict[str, Any]) -> dict[str, float]:
     """In ms, of request a; that they sum to the whole is checked here for all."""
-    (life,) = run_of(*steps).lives_of("a")
-    found = ttft_parts(life)
-    assert life.ttft_s is not None
-    assert sum(part.ms for part in found) == pytest.approx(life.ttft_s * 1e3)
+    (timeline,) = run_of(*steps).timelines_of("a")
+    found = ttft_parts(timeline)
+    assert timeline.ttft_s is not None
+    assert sum(part.ms for part in found) == pytest.approx(timeline.ttft_s * 1e3)
     assert sum(part.share for part in found) == pytest.approx(1.0)
     assert [part.name for part in found] == [name for name in PARTS if name in dict(pairs(found))]
     return {name: pytest.approx(ms) for name, ms in pairs(found)}
@@ -72,5 +72,5 @@ def test_steps_that_overlap_count_once() -> None:
 
 
 def test_a_request_without_a_first_token_has_no_parts() -> None:
-    (life,) = run_of(line(1, {"a": 6}, {"a": 0}, new=["a"], arrived=[CAME])).lives
-    assert ttft_parts(life) == []
+    (timeline,) = run_of(line(1, {"a": 6}, {"a": 0}, new=["a"], arrived=[CAME])).timelines
+    assert ttft_parts(timeline) == []

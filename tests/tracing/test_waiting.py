@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from nanocore.tracing.run import Run
-from nanocore.tracing.waiting import REASONS, waits
+from nanocore.tracing.explanation import REASONS, waits
+from nanocore.tracing.timeline import RunTimeline
 from tests.tracing.trace_lines import arrival, blocked, line, run_of, without_new_keys
 
 
-def reasons(run: Run, start_s: float, stop_s: float, name: str = "x") -> dict[str, Any]:
+def reasons(run: RunTimeline, start_s: float, stop_s: float, name: str = "x") -> dict[str, Any]:
     """(ms, steps) of x by reason; their sum is checked here for all."""
-    found = waits(run, run.lives_of(name)[-1], start_s, stop_s)
+    found = waits(run, run.timelines_of(name)[-1], start_s, stop_s)
     assert sum(wait.ms for wait in found) == pytest.approx((stop_s - start_s) * 1e3)
     assert {wait.reason for wait in found} <= REASONS.keys()
     return {wait.reason: (pytest.approx(wait.ms), wait.num_steps) for wait in found}
 
 
-def waiting_behind(head: dict[str, Any], by: str = "rows", **x: Any) -> Run:
+def waiting_behind(head: dict[str, Any], by: str = "rows", **x: Any) -> RunTimeline:
     """x came at 5 ms, and this one is first in line in steps 1 and 2; step 3 admits x."""
     came = [arrival("x", 4, 0.004, 0.005, **x)]
     if head["id"] != "x":

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from nanocore.tracing.run import Run
-from nanocore.tracing.step import Step
+from nanocore.tracing.reader import Step
+from nanocore.tracing.timeline import RunTimeline
 
 NEW_KEYS = ("arrived", "first", "sent", "preempted_by", "cached_from", "blocked")
 
@@ -82,9 +82,9 @@ def write(path: Path, *steps: dict[str, Any]) -> str:
     return str(path)
 
 
-def run_of(*steps: dict[str, Any]) -> Run:
+def run_of(*steps: dict[str, Any]) -> RunTimeline:
     """Read to its end."""
-    run = Run(1)
+    run = RunTimeline(1)
     for step in steps:
         run.add(msgspec.json.decode(json.dumps(step), type=Step))
     run.settle()

@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from nanocore.cli import bench
+from nanocore.cli import main
 from tools.reference.markdown import item, page, wrapped
 from tools.reference.parsers import actions_of
 
@@ -113,7 +113,7 @@ def _in_code(help: str) -> str:
 
 def exit_codes(name: str, parser: argparse.ArgumentParser) -> list[str]:
     """`code: meaning` of each, as its --help lists them; of benchmarks that of them all does."""
-    epilog = bench._USAGE if name.startswith("nanocore bench ") else parser.epilog or ""
+    epilog = main._BENCH_USAGE if name.startswith("nanocore bench ") else parser.epilog or ""
     _, found, codes = " ".join(epilog.split()).partition("exit codes: ")
     if not found:
         return []

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from nanocore.cli import bench, main
+from nanocore.cli import main
 
 ROOT = Path(__file__).parents[2]
 _PARSE = "parse_known_args"
@@ -33,15 +33,16 @@ def _stop(parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
     raise _Parsing(parser)
 
 
-def parser_of(module: str) -> argparse.ArgumentParser:
-    """The one that a subcommand's `run` begins to parse with."""
-    run = import_module(module).run
+def parser_of(target: str) -> argparse.ArgumentParser:
+    """The parser that a subcommand, `module:function`, parses with."""
+    module, _, function = target.partition(":")
+    run = getattr(import_module(module), function)
     with patch.object(argparse.ArgumentParser, _PARSE, _stop):
         try:
             run([])
         except _Parsing as parsing:
             return parsing.parser
-    raise LookupError(f"{module}.run parses no arguments")
+    raise LookupError(f"{target} parses no arguments")
 
 
 @cache
@@ -50,7 +51,7 @@ def commands() -> dict[str, tuple[argparse.ArgumentParser, str]]:
     found = {}
     for name, (module, text) in main._SUBCOMMANDS.items():
         if name == "bench":
-            for kind, (benchmark, measured) in bench._BENCHMARKS.items():
+            for kind, (benchmark, measured) in main._BENCHMARKS.items():
                 words = f"measure {measured}"
                 found[f"nanocore bench {kind}"] = (parser_of(benchmark), words)
         else:

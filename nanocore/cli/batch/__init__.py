@@ -1,1 +1,1 @@
-"""`nanocore batch`: answers requests from a file, by the code that answers them over HTTP."""
+"""`nanocore batch`: runs requests from a file through the HTTP application."""

@@ -1,6 +1,6 @@
-"""The lines of a batch: requests in OpenAI's form, and why one is none.
+"""The input of a batch: requests in OpenAI's form, and errors of invalid lines.
 
-A body is kept as it is written: the dialects read it, as they read what comes over HTTP.
+Bodies stay bytes: the dialects parse them, as they parse bodies from HTTP.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from nanocore.protocol.errors import shorten
 URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_CUSTOM_ID_CHARS: Final = 512
 ENVELOPE_BYTES: Final = 64 * 1024
-"""Of a line, for all that is not its body."""
+"""Limit of a line without its body."""
+DUPLICATE_CODE: Final = "duplicate_custom_id"
 _BOM: Final = b"\xef\xbb\xbf"
 
 
 class BatchRequest(msgspec.Struct, frozen=True):
-    """A line that can be asked. line: its number, from 1."""
+    """A valid line. line: its number, from 1."""
 
     line: int
     custom_id: str
@@ -29,7 +30,7 @@ class BatchRequest(msgspec.Struct, frozen=True):
 
 
 class BadLine(msgspec.Struct, frozen=True):
-    """A line that cannot. custom_id: None if it is not known whose it is. code: for programs."""
+    """An invalid line. custom_id: None if unknown. code: for programs."""
 
     line: int
     custom_id: str | None
@@ -49,7 +50,7 @@ class _Streams(msgspec.Struct):
 
 
 def read_lines(file: BinaryIO, max_body_bytes: int) -> Iterator[BatchRequest | BadLine]:
-    """Every line that is not blank, one at a time. file: at its beginning."""
+    """Yield all lines that are not blank. file: at its beginning."""
     limit = max_body_bytes + ENVELOPE_BYTES
     number = 0
     while data := file.readline(limit + 1):
@@ -64,13 +65,12 @@ def read_lines(file: BinaryIO, max_body_bytes: int) -> Iterator[BatchRequest | B
 
 
 def read_line(data: bytes, number: int) -> BatchRequest | BadLine:
-    """What one line asks for."""
     try:
         line = msgspec.json.decode(data, type=_Line)
     except msgspec.ValidationError as error:
         return BadLine(number, None, "invalid_line", f"{error}: custom_id, method, url, body")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        return BadLine(number, None, "invalid_json_line", f"it cannot be read as JSON: {error}")
+        return BadLine(number, None, "invalid_json_line", f"invalid JSON: {error}")
     if not 0 < len(line.custom_id) <= MAX_CUSTOM_ID_CHARS:
         text = f"its custom_id has {len(line.custom_id)} characters: 1 to {MAX_CUSTOM_ID_CHARS}"
         return BadLine(number, None, "invalid_custom_id", text)
@@ -82,7 +82,7 @@ def read_line(data: bytes, number: int) -> BatchRequest | BadLine:
         return BadLine(number, line.custom_id, "invalid_url", text)
     body = bytes(line.body)
     if _is_streamed(body):
-        text = "a batch streams nothing: leave stream out of the body"
+        text = "batches do not stream: leave stream out of the body"
         return BadLine(number, line.custom_id, "invalid_body", text)
     return BatchRequest(number, line.custom_id, line.url, body)
 
@@ -91,4 +91,4 @@ def _is_streamed(body: bytes) -> bool:
     try:
         return bool(msgspec.json.decode(body, type=_Streams).stream)
     except (msgspec.ValidationError, RecursionError):
-        return False  # it is no object, or too deep, and will be told so
+        return False  # the dialect reports what is wrong with the body

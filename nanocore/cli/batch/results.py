@@ -1,7 +1,7 @@
-"""A batch's results: a file that grows by a line for each one, and is where a later run goes on.
+"""Results: a file with one line per result, in OpenAI's form; a later run continues it.
 
-One run at a time writes it: it is locked. A last line that was cut in the middle is dropped. A file
-that holds anything else than results is refused before it is touched.
+It is locked for one run at a time. An unfinished last line is dropped. A file that holds anything
+but results is refused before it is changed.
 """
 
 from __future__ import annotations
@@ -10,31 +10,108 @@ import fcntl
 import os
 import stat
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Final
 
 import msgspec
 
-from nanocore.cli.batch.ledger import Ledger
-from nanocore.cli.batch.result_lines import START, ResultHead
+from nanocore.cli.batch.calls import CallResponse
+from nanocore.cli.batch.lines import DUPLICATE_CODE, BadLine, BatchRequest
+from nanocore.cli.batch.pending import ResultIndex
 from nanocore.protocol.errors import ConfigError, NanocoreError
 
 STANDARD: Final = "-"
+START: Final = b'{"id":"batch_req_'
+"""The beginning of each line."""
+
+
+class ResultError(msgspec.Struct, frozen=True):
+    """code: for programs. line: of the input, from 1."""
+
+    code: str | None
+    message: str
+    line: int
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: msgspec.Raw
+
+
+class _ResultLine(msgspec.Struct):
+    id: str
+    custom_id: str | None
+    response: _Response | None
+    error: ResultError | None
+
+
+class ResultHead(msgspec.Struct, frozen=True):
+    """The fields of a result that a later run needs."""
+
+    id: str
+    custom_id: str | None
+    error: ResultError | None
+
+    @property
+    def is_of_line(self) -> bool:
+        """Whether the result is of a line number instead of a custom_id."""
+        return self.custom_id is None or (
+            self.error is not None and self.error.code == DUPLICATE_CODE
+        )
+
+
+class _ErrorOfBody(msgspec.Struct, frozen=True):
+    message: str = "the request failed"
+    code: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    error: _ErrorOfBody = _ErrorOfBody()
+
+
+def response_line(request: BatchRequest, response: CallResponse) -> tuple[bytes, bool]:
+    """Return the result's line, and whether it is an error."""
+    error = None
+    if response.status >= 400:
+        found = msgspec.json.decode(response.body, type=_ErrorBody).error
+        error = ResultError(found.code, found.message, request.line)
+    # JSON strings contain no line breaks, so this only changes white space.
+    body = msgspec.Raw(response.body.replace(b"\n", b" "))
+    sent = _Response(response.status, response.request_id, body)
+    return _encode(_ResultLine(_new_id(), request.custom_id, sent, error)), error is not None
+
+
+def bad_line(bad: BadLine) -> bytes:
+    """Return the result's line of an invalid line."""
+    error = ResultError(bad.code, f"line {bad.line}: {bad.message}", bad.line)
+    return _encode(_ResultLine(_new_id(), bad.custom_id, None, error))
+
+
+def _new_id() -> str:
+    return f"batch_req_{uuid.uuid4().hex}"
+
+
+def _encode(line: _ResultLine) -> bytes:
+    return msgspec.json.encode(line) + b"\n"
+
+
 _DECODER: Final = msgspec.json.Decoder(ResultHead)
 
 
 class Results:
-    """Opened, with what it has noted in the ledger; `close` it.
+    """The open file; its earlier results are added to the index.
 
-    path: "-" is standard output, which like a pipe has no results of earlier runs. without_errors:
-    results that are errors are taken out of the file first, as if those lines had none.
+    path: "-" is standard output, which like a pipe has no earlier results. without_errors: remove
+    results that are errors first, so that their lines are retried.
 
     Raises:
-        ConfigError: the file cannot be written, is another run's now, or holds something else.
+        ConfigError: the file cannot be written, is in use by another run, or holds other data.
     """
 
-    def __init__(self, path: str, ledger: Ledger, without_errors: bool = False) -> None:
+    def __init__(self, path: str, index: ResultIndex, without_errors: bool = False) -> None:
         self._path = path
         self._fd = _open(path)
         try:
@@ -45,33 +122,26 @@ class Results:
                         self._fd = _rewritten(path, self._fd)
                     except OSError as error:
                         raise ConfigError(f"{path}: --retry-errors: {error.strerror}") from None
-                os.ftruncate(self._fd, _read(path, self._fd, ledger))
+                os.ftruncate(self._fd, _read(path, self._fd, index))
                 os.lseek(self._fd, 0, os.SEEK_END)
         except BaseException:
             os.close(self._fd)
             raise
 
     def is_file(self, other: int) -> bool:
-        """Whether this descriptor is of the same file."""
+        """Whether a descriptor is of the same file."""
         return os.path.samestat(os.fstat(self._fd), os.fstat(other))
 
     def append(self, line: bytes) -> None:
-        """Write a line, whole and at once.
-
-        Raises:
-            NanocoreError: it cannot be.
-        """
+        """Write a whole line without buffering; raises NanocoreError if that fails."""
         rest = memoryview(line)
         try:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
-            raise NanocoreError(
-                f"{self._path}: a result cannot be written: {error.strerror}"
-            ) from None
+            raise NanocoreError(f"{self._path}: cannot write a result: {error.strerror}") from None
 
     def close(self) -> None:
-        """The next run may have it."""
         os.close(self._fd)
 
 
@@ -81,40 +151,37 @@ def _open(path: str) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: results go there") from None
+        raise ConfigError(f"{path}: {error.strerror}: the results cannot be written") from None
 
 
 def _lock(path: str, fd: int) -> None:
-    """Raises ConfigError: it is another run's, or that has put another file in its place."""
+    """Raise ConfigError if another run has locked the file, or has just replaced it."""
     with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(fd), os.stat(path)):
             return
-    raise ConfigError(f"{path}: another run writes its results there")
+    raise ConfigError(f"{path}: another run is writing its results there")
 
 
-def _read(path: str, fd: int, ledger: Ledger) -> int:
-    """Note what is there; returns its bytes without a line that was cut."""
+def _read(path: str, fd: int, index: ResultIndex) -> int:
+    """Index existing results; return their length without an unfinished last line."""
     num_bytes = 0
     for number, line, head in _whole_lines(path, fd):
         num_bytes += len(line)
         if head.is_of_line:
             if head.error is None:
                 raise _other_file(path, number)
-            ledger.add_bad_line(head.error.line)
-        elif not ledger.add_result(head.custom_id or "", head.error is not None):
+            index.add_bad_line(head.error.line)
+        elif not index.add_result(head.custom_id or "", head.error is not None):
             raise ConfigError(
                 f"{path}: line {number} is a second result of {head.custom_id!r}: choose "
-                "another file for results"
+                "another output file"
             )
     return num_bytes
 
 
 def _rewritten(path: str, fd: int) -> int:
-    """Put a file without the results that are errors in its place; returns its descriptor.
-
-    A run that is killed meanwhile leaves the one or the other.
-    """
+    """Replace the file, atomically, by one without errors; return the new descriptor."""
     path = os.path.realpath(path)
     part = f"{path}.part"
     mode = stat.S_IMODE(os.fstat(fd).st_mode)
@@ -136,10 +203,10 @@ def _rewritten(path: str, fd: int) -> int:
 
 
 def _whole_lines(path: str, fd: int) -> Iterator[tuple[int, bytes, ResultHead]]:
-    """(number, line, what it says) of each; a last line that was cut is left out.
+    """Yield (number, line, decoded line), without an unfinished last line.
 
     Raises:
-        ConfigError: something else is in the file.
+        ConfigError: the file holds other data.
     """
     os.lseek(fd, 0, os.SEEK_SET)
     with open(fd, "rb", closefd=False) as file:
@@ -156,6 +223,6 @@ def _whole_lines(path: str, fd: int) -> Iterator[tuple[int, bytes, ResultHead]]:
 
 def _other_file(path: str, number: int) -> ConfigError:
     return ConfigError(
-        f"{path}: line {number} is no result of a batch, and nothing of it is touched: choose "
-        "another file for results"
+        f"{path}: line {number} is not a batch result; the file is unchanged: choose another "
+        "output file"
     )

@@ -1,7 +1,6 @@
-"""One run of `nanocore batch`: its files, its engine, its progress and its end.
+"""One run of `nanocore batch`: files, engine, progress bar and shutdown.
 
-A first signal ends it in order: requests that run are aborted, and the next run asks for them. A
-second one leaves at once.
+The first signal aborts running requests, which the next run repeats; the second one exits at once.
 """
 
 from __future__ import annotations
@@ -18,13 +17,12 @@ from typing import BinaryIO, Final
 from tqdm import tqdm
 
 from nanocore.cli.batch.flags import BatchOptions
-from nanocore.cli.batch.ledger import Ledger
 from nanocore.cli.batch.lines import read_lines
-from nanocore.cli.batch.plan import Plan
+from nanocore.cli.batch.pending import PendingLines, ResultIndex
 from nanocore.cli.batch.results import STANDARD, Results
 from nanocore.cli.batch.runner import BatchRunner, default_concurrency
 from nanocore.cli.command import INTERRUPTED
-from nanocore.cli.engine_client import engine_client
+from nanocore.cli.engine_choice import engine_client
 from nanocore.http.app import App
 from nanocore.protocol.errors import ConfigError
 
@@ -35,49 +33,50 @@ _COUNTED_BYTES: Final = 2**20
 
 
 def answer_batch(options: BatchOptions) -> int:
-    """All lines that have no results yet; the exit code.
+    """Process all lines without results; return the exit code.
 
     Raises:
-        NanocoreError: files that cannot be used, an engine that does not start, or ends.
+        NanocoreError: unusable files, or the engine did not start, or ended.
     """
     with (
         _opened(options.input) as source,
-        closing(Ledger()) as ledger,
-        closing(Results(options.output, ledger, options.retry_errors)) as results,
+        closing(ResultIndex()) as index,
+        closing(Results(options.output, index, options.retry_errors)) as results,
     ):
         if results.is_file(source.fileno()):
-            raise ConfigError(f"{options.input}: results go to another file than the requests")
-        plan = Plan(read_lines(source, options.app.max_body_bytes), ledger)
+            raise ConfigError(f"{options.input}: input and output are the same file")
+        pending = PendingLines(read_lines(source, options.app.max_body_bytes), index)
         with tqdm(total=_num_lines(source), unit="request", disable=None) as bar:
-            return asyncio.run(_answer(options, plan, results, bar))
+            return asyncio.run(_run(options, pending, results, bar))
 
 
 class _Once(logging.Filter):
-    """Lets each line pass once: of many requests that fail for one reason, one tells it."""
+    """Drops repeated lines: many requests may fail for the same reason."""
 
     def __init__(self) -> None:
         super().__init__()
         self._seen: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is new."""
         text = record.getMessage()
         is_new = text not in self._seen
         self._seen.add(text)
         return is_new
 
 
-async def _answer(options: BatchOptions, plan: Plan, results: Results, bar: tqdm[None]) -> int:
+async def _run(
+    options: BatchOptions, pending: PendingLines, results: Results, bar: tqdm[None]
+) -> int:
     logging.getLogger("nanocore.http.http_errors").addFilter(_Once())
     app = App(options.app)
 
     def show() -> None:
-        bar.update(plan.num_done + runner.num_answered + runner.num_failed - bar.n)
+        bar.update(pending.num_done + runner.num_answered + runner.num_failed - bar.n)
 
-    runner = BatchRunner(app, plan, results, show)
+    runner = BatchRunner(app, pending, results, show)
     interruption = _Interruption()
     try:
-        if await asyncio.to_thread(plan.has_more):
+        if await asyncio.to_thread(pending.has_more):
             async with engine_client(options.engine) as client:
                 app.state.client = client
                 await runner.run(options.max_concurrency or default_concurrency(client.limits))
@@ -85,21 +84,21 @@ async def _answer(options: BatchOptions, plan: Plan, results: Results, bar: tqdm
         if not interruption.came:
             raise
         bar.close()
-        logger.info("interrupted: the same command goes on where this one stopped")
+        logger.info("interrupted; run the same command again to continue")
         return INTERRUPTED
     finally:
         bar.close()
-    num_failed = plan.num_failed + runner.num_failed
-    num_answered = plan.num_done - plan.num_failed + runner.num_answered
+    num_failed = pending.num_failed + runner.num_failed
+    num_answered = pending.num_done - pending.num_failed + runner.num_answered
     logger.info(
-        "%d lines: %d answered, %d with an error, %d of them by earlier runs",
-        num_answered + num_failed, num_answered, num_failed, plan.num_done,
+        "%d lines: %d succeeded, %d failed; %d of them in earlier runs",
+        num_answered + num_failed, num_answered, num_failed, pending.num_done,
     )  # fmt: skip
     return SOME_FAILED if num_failed else 0
 
 
 class _Interruption:
-    """Cancels the task that made it at the first signal, and ends the process at the second."""
+    """Cancels the current task at the first signal, and exits at the second."""
 
     def __init__(self) -> None:
         self.came = False
@@ -125,13 +124,13 @@ def _opened(path: str) -> Iterator[BinaryIO]:
         file = open(path, "rb")  # noqa: SIM115 - closed below
         file.peek(1)  # a folder can be opened
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}: requests are read from there") from None
+        raise ConfigError(f"{path}: {error.strerror}: the requests cannot be read") from None
     with file:
         yield file
 
 
 def _num_lines(file: BinaryIO) -> int | None:
-    """How many there are, if it can be read twice."""
+    """Count the lines; None for a pipe, which cannot be read twice."""
     if not file.seekable():
         return None
     number = 0

@@ -1,22 +1,22 @@
-"""`nanocore chat`: from the command line to a conversation, and from errors to exit codes."""
+"""`nanocore chat`: checks packages, and starts a conversation or asks one question."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Final
 
-from nanocore.cli.chat.flags import ChatOptions, parse
-from nanocore.cli.command import require, require_engine, run_command
+from nanocore.cli.chat.flags import ChatSettings, parse
+from nanocore.cli.command import require, require_engine, run_engine_command
 
-_REMEDY = "pip install '.[chat]'"
+_REMEDY: Final = "pip install '.[chat]'"
 
 
 def run(arguments: list[str]) -> int:
-    """Chat until the end; returns the exit code."""
-    return run_command("nanocore chat", partial(parse, arguments, os.environ), _chat)
+    return run_engine_command("nanocore chat", partial(parse, arguments, os.environ), _chat)
 
 
-def _chat(options: ChatOptions) -> int:
+def _chat(options: ChatSettings) -> int:
     if options.is_prompted:
         require(("prompt_toolkit", "rich"), "a chat needs", _REMEDY)
     if options.url is None:

@@ -1,51 +1,64 @@
-"""What begins with a slash: names, what they take, and what they are for."""
+"""Slash commands, and the sampling parameters that `/set` and `--set` change."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.sampling import SamplingParams
 
 
-class Command(NamedTuple):
-    """argument: as help has it, in brackets if it may be left out, or ''."""
+class CommandHelp(NamedTuple):
+    """argument: in brackets if it is optional, '' if the command takes none."""
 
     argument: str
     meaning: str
 
 
-class Given(NamedTuple):
-    """A command as it was typed."""
+class SlashCommand(NamedTuple):
+    """A command as the user typed it."""
 
     name: str
     argument: str
 
 
 COMMANDS: Final = {
-    "help": Command("", "what there is"),
-    "system": Command("[TEXT]", "what the model is told first; - for nothing"),
-    "model": Command("[NAME]", "which model answers, or let another one answer"),
-    "new": Command("", "forget the conversation"),
-    "retry": Command("", "ask the last question again"),
-    "undo": Command("", "take back the last question and its answer"),
-    "set": Command(
+    "help": CommandHelp("", "list commands and keys"),
+    "system": CommandHelp("[TEXT]", "show or set the system prompt; - removes it"),
+    "model": CommandHelp("[NAME]", "list models, or switch to another one"),
+    "new": CommandHelp("", "forget the conversation"),
+    "retry": CommandHelp("", "ask the last question again"),
+    "undo": CommandHelp("", "remove the last question and its response"),
+    "set": CommandHelp(
         "[NAME [VALUE]]",
-        "how tokens are sampled, JSON or text; no VALUE: as the model has it",
+        "show or set sampling parameters, JSON or text; no VALUE: the model's default",
     ),
-    "save": Command("FILE", "write the conversation to a file"),
-    "load": Command("FILE", "go on with the conversation of a file"),
-    "exit": Command("", "end, as Ctrl-D does"),
+    "save": CommandHelp("FILE", "write the conversation to a file"),
+    "load": CommandHelp("FILE", "continue the conversation of a file"),
+    "exit": CommandHelp("", "end the chat, as Ctrl-D does"),
 }
+_KEYS: Final = {
+    "Alt-Enter": "start a new line",
+    "Ctrl-C": "stop the response, or empty the prompt",
+    "Ctrl-R": "search what was typed before",
+}
+SAMPLING_NAMES: Final = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop",
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
+)  # fmt: skip
 _FORM: Final = re.compile(r"/([A-Za-z]*)(?:\s+(.*))?", re.DOTALL)
 
 
-def parse(text: str) -> Given | None:
-    """The command that a text is; None: it is a message, as is what begins with a blank or a path.
+def parse_command(text: str) -> SlashCommand | None:
+    """Return the command in a text; None for a message: a leading blank or a path is one.
 
     Raises:
-        InvalidRequestError: there is no such command, or it takes something else.
+        InvalidRequestError: an unknown command, or a wrong argument.
     """
     found = _FORM.fullmatch(text)
     if found is None:
@@ -53,30 +66,70 @@ def parse(text: str) -> Given | None:
     name, argument = found[1].lower(), (found[2] or "").strip()
     if name not in COMMANDS:
         near = get_close_matches(name, COMMANDS, n=1)
-        hint = f"did you mean /{near[0]}?" if near else "/help lists them"
+        hint = f"did you mean /{near[0]}?" if near else "see /help."
         raise InvalidRequestError(
-            f"there is no command /{name}; {hint} (a message begins with a blank to begin with /)"
+            f'unknown command /{name}; {hint} To send text that starts with "/", put a space '
+            "before it."
         )
     takes = COMMANDS[name].argument
     if argument and not takes:
-        raise InvalidRequestError(f"/{name} takes nothing, and was given {argument!r}")
+        raise InvalidRequestError(f"/{name} takes no argument, got {argument!r}")
     if takes and not takes.startswith("[") and not argument:
         raise InvalidRequestError(f"/{name} needs a {takes}")
-    return Given(name, argument)
+    return SlashCommand(name, argument)
 
 
 def is_command(text: str) -> bool:
-    """Whether it has the form of one."""
+    """Whether a text has the form of a command, known or not."""
     return _FORM.fullmatch(text) is not None
 
 
 def help_text() -> str:
-    """Of all commands and keys."""
-    rows = [(f"/{name} {one.argument}".strip(), one.meaning) for name, one in COMMANDS.items()]
-    rows += [
-        ("Alt-Enter", "begin a line"),
-        ("Ctrl-C", "stop the answer, or empty the prompt"),
-        ("Ctrl-R", "look for what was typed before"),
-    ]
-    width = max(len(head) for head, _ in rows)
-    return "\n".join([f"{head:<{width}}  {meaning}" for head, meaning in rows])
+    rows = {f"/{name} {one.argument}".strip(): one.meaning for name, one in COMMANDS.items()}
+    rows |= _KEYS
+    width = max(map(len, rows))
+    return "\n".join([f"{head:<{width}}  {meaning}" for head, meaning in rows.items()])
+
+
+def with_value(sampling: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
+    """Return sampling parameters with one changed. text: JSON or plain text; '' removes it.
+
+    Raises:
+        InvalidRequestError: an unknown name, or a value out of range.
+    """
+    if name not in SAMPLING_NAMES:
+        near = get_close_matches(name, SAMPLING_NAMES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(SAMPLING_NAMES)}"
+        raise InvalidRequestError(f"unknown parameter {name!r}; {hint}")
+    changed = {known: value for known, value in sampling.items() if known != name}
+    if text:
+        changed[name] = _read(name, text)
+    return checked(changed)
+
+
+def checked(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of valid sampling parameters.
+
+    Raises:
+        InvalidRequestError: an unknown name, or a value out of range.
+    """
+    unknown = [name for name in sampling if name not in SAMPLING_NAMES]
+    if unknown:
+        raise InvalidRequestError(f"unknown parameter {unknown[0]!r}")
+    SamplingParams(**sampling)
+    return dict(sampling)
+
+
+def sampling_line(sampling: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name}={value if str(value).isprintable() else msgspec.json.encode(value).decode()}"
+        for name, value in sampling.items()
+    )
+
+
+def _read(name: str, text: str) -> Any:
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return text
+    return text if name == "stop" and not isinstance(value, (str, list)) else value

@@ -1,7 +1,7 @@
-"""Conversation: who said what, and the message that nobody has answered yet.
+"""Conversation: messages so far, and the question that has no response yet.
 
-A message enters the conversation with its answer. So one that failed can be asked again, or left
-behind, and no model ever sees two of the user's messages in a row.
+A question enters the conversation together with its response. So a failed one can be retried or
+abandoned, and no model ever sees two consecutive user messages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from nanocore.cli.chat.files import open_regular
+from nanocore.cli.chat.files import open_regular, replace_file
 from nanocore.cli.chat.target import Message
 from nanocore.protocol.errors import InvalidRequestError
 
@@ -21,7 +21,7 @@ _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class SavedChat(msgspec.Struct, kw_only=True):
-    """What `/save` writes; `messages` as OpenAI's API takes them."""
+    """Content of a file of `/save`; `messages` are those of OpenAI's API."""
 
     model: str = ""
     sampling: dict[str, Any] = {}
@@ -29,7 +29,7 @@ class SavedChat(msgspec.Struct, kw_only=True):
 
 
 class Conversation:
-    """system: what the model is told first, or ''. pending: a message without an answer."""
+    """system: the system prompt, or ''. pending: the question without a response."""
 
     def __init__(self, system: str = "") -> None:
         self.system = system
@@ -38,26 +38,25 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """All that is to be sent, or saved."""
+        """All messages, the system prompt and the pending question included."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         pending = [] if self.pending is None else [self.pending]
         return [*system, *self.turns, *pending]
 
     def say(self, text: str) -> None:
-        """The user says something, in place of what was not answered."""
+        """Set the pending question; one that had no response is forgotten."""
         self.pending = {"role": "user", "content": text}
 
     def answer(self, message: Message) -> None:
-        """The answer to what is pending."""
         assert self.pending is not None, "there is a question"
         self.turns += [self.pending, message]
         self.pending = None
 
     def take_back(self) -> Message:
-        """The user's last message, out of the conversation with all that followed.
+        """Remove the user's last message and all that followed; return the message.
 
         Raises:
-            InvalidRequestError: there is none.
+            InvalidRequestError: there is no message.
         """
         if self.pending is not None:
             message, self.pending = self.pending, None
@@ -67,18 +66,19 @@ class Conversation:
                 message = self.turns[i]
                 del self.turns[i:]
                 return message
-        raise InvalidRequestError("nothing has been said yet")
+        raise InvalidRequestError("the conversation is empty")
 
     def clear(self) -> None:
-        """Begin anew; the system's words stay."""
-        self.turns, self.pending = [], None
+        """Forget all messages but the system prompt."""
+        self.turns = []
+        self.pending = None
 
     def replace(self, messages: list[Message]) -> None:
-        """Take these in place of all."""
+        """Take these messages in place of all; a user's last one becomes the pending question."""
         self.clear()
         has_system = bool(messages) and messages[0]["role"] == "system"
         content = messages[0].get("content") if has_system else ""
-        is_plain = isinstance(content, str)  # else it stays a turn like others
+        is_plain = isinstance(content, str)  # else it stays a message like others
         self.system = str(content) if is_plain else ""
         self.turns = messages[has_system and is_plain :]
         if self.turns and self.turns[-1]["role"] == "user":
@@ -86,34 +86,25 @@ class Conversation:
 
 
 def save(path: Path, chat: SavedChat) -> None:
-    """Write it to a file that is the user's alone, in place of an earlier conversation.
+    """Write a file of mode 0600, replacing at most an earlier conversation.
 
     Raises:
-        InvalidRequestError: it cannot be written, or something else would be lost.
+        InvalidRequestError: it cannot be written, or holds anything else than a conversation.
     """
     try:
         if path.exists():
             _check_replaceable(path)
     except InvalidRequestError as error:
-        raise InvalidRequestError(f"{error}; it is left as it is: choose another name") from None
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+        raise InvalidRequestError(f"{error}; not overwritten: choose another name") from None
     try:
-        fd = open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
-        try:
-            with open(fd, "wb") as file:
-                file.write(msgspec.json.format(msgspec.json.encode(chat), indent=2) + b"\n")
-            beside.replace(path)
-        except BaseException:
-            beside.unlink(missing_ok=True)
-            raise
+        replace_file(path, msgspec.json.format(msgspec.json.encode(chat), indent=2) + b"\n")
     except OSError as error:
         raise InvalidRequestError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _check_replaceable(path: Path) -> None:
-    """Raises InvalidRequestError for a file that holds what `save` has not written."""
     if not load(path).messages:
-        raise InvalidRequestError(f"{path} holds no conversation: there are no messages")
+        raise InvalidRequestError(f"{path} holds no conversation: it has no messages")
     read = msgspec.json.decode(_read(path))
     others = set(read) - {*SavedChat.__struct_fields__} if isinstance(read, dict) else ()
     if others:
@@ -132,10 +123,10 @@ def _read(path: Path) -> bytes:
 
 
 def load(path: Path) -> SavedChat:
-    """What is in a file: that of `save`, or a list of messages.
+    """Read a file of `save`, or a JSON list of messages.
 
     Raises:
-        InvalidRequestError: it cannot be read, or holds something else.
+        InvalidRequestError: it cannot be read, or holds anything else.
     """
     data = _read(path)
     try:
@@ -146,7 +137,7 @@ def load(path: Path) -> SavedChat:
     for i, message in enumerate(chat.messages):
         if message.get("role") not in _ROLES:
             raise InvalidRequestError(
-                f"{path} holds no conversation: messages[{i}] has a role that is none of "
+                f"{path} holds no conversation: messages[{i}] has an unknown role; known: "
                 f"{', '.join(_ROLES)}"
             )
     return chat

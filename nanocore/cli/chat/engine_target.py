@@ -1,8 +1,8 @@
-"""EngineTarget: an engine of one's own, or one that runs, over the wire.
+"""EngineChatTarget: a chat with an engine over the wire, launched by this command or joined.
 
-An engine that is launched ends with the target. Its log goes to a file. `switch` ends it before
-another one starts, for two models may not fit; if that fails, the last one is started again. One
-that has died for good is started again when the next question comes.
+A launched engine ends with the target, and logs to a file. `switch` ends it before it starts the
+next one, since memory may not hold two models; if that fails, it starts the last one again. An
+engine that has used up its restarts is started again by the next question.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from nanocore.cli.chat.files import EngineLog
 from nanocore.cli.chat.target import Message, Resumed, TargetEvent
-from nanocore.cli.engine_choice import EngineChoice
-from nanocore.cli.engine_client import engine_client
+from nanocore.cli.engine_choice import EngineChoice, engine_client
 from nanocore.client import AsyncEngineClient
 from nanocore.client.chat.messages import ChatMessage
 from nanocore.client.engine_keeper import EngineKeeper
@@ -24,49 +23,46 @@ from nanocore.protocol.errors import InvalidRequestError, NanocoreError
 from nanocore.protocol.sampling import SamplingParams
 
 
-class EngineTarget:
-    """See `ChatTarget`. log: of the engine that is launched; None: one is joined."""
+class EngineChatTarget:
+    """See `ChatTarget`. log: of the engine to launch; None: an engine is joined."""
 
     def __init__(self, choice: EngineChoice, log: EngineLog | None) -> None:
-        self._choice, self._log = choice, log
+        self._choice = choice
+        self._log = log
         self._client: AsyncEngineClient | None = None
-        self._keeper: EngineKeeper | None = None  # of the launched one
+        self._keeper: EngineKeeper | None = None  # of the launched engine
 
     async def open(self) -> None:
-        """See `ChatTarget`."""
-        client = self._new_client()
+        log = self._log
+        client = engine_client(
+            self._choice, None if log is None else lambda: self._new_keeper(log.fd)
+        )
         await client.__aenter__()
         self._client = client
 
     async def close(self) -> None:
-        """See `ChatTarget`."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()
 
     @property
     def model(self) -> str:
-        """See `ChatTarget`."""
         return "" if self._client is None else self._client.model_card.model
 
     @property
     def max_model_len(self) -> int | None:
-        """See `ChatTarget`."""
         return None if self._client is None else self._client.model_card.max_model_len
 
     @property
     def is_connected(self) -> bool:
-        """See `ChatTarget`."""
         return self._client is not None and self._client.is_connected
 
     def news(self) -> str:
-        """See `ChatTarget`."""
         return "" if self._log is None else f"starting the engine: {self._log.last_line()}"
 
     async def ask(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[TargetEvent, None]:
-        """See `ChatTarget`."""
         if self._client is None or (self._keeper is not None and self._keeper.ended is not None):
             await self.close()
             await self.open()
@@ -75,13 +71,13 @@ class EngineTarget:
         recommended = SamplingParams.from_engine(client.model_card.default_sampling)
         params = replace(recommended, **sampling)
         num_resumes = 0
-        answer = await client.submit_chat(
+        response = await client.submit_chat(
             cast("Sequence[ChatMessage]", messages), params, fit_max_tokens=True
         )
-        events = answer.events()
+        events = response.events()
         try:
             async for event in events:
-                for resume in answer.resumes[num_resumes:]:
+                for resume in response.resumes[num_resumes:]:
                     num_resumes += 1
                     yield Resumed(resume.num_output_tokens, resume.is_exact)
                 yield event
@@ -89,15 +85,14 @@ class EngineTarget:
             await events.aclose()
 
     async def models(self) -> list[str]:
-        """See `ChatTarget`."""
         return [self.model] if self.model else []
 
     async def switch(self, model: str) -> None:
-        """See `ChatTarget`: launches another engine, with the flags of the last one."""
+        """Launch another engine with the same other flags."""
         if self._log is None:
             raise InvalidRequestError(
-                f"the engine at {self._choice.endpoints[0]} was joined with the model that it has: "
-                "only an engine that this command has launched gives way to another"
+                f"the engine at {self._choice.endpoints[0]} was joined and keeps its model: only "
+                "an engine that this command launched can be replaced"
             )
         last = self._choice
         others = [flag for flag in last.flags if not flag.startswith("--model=")]
@@ -109,12 +104,6 @@ class EngineTarget:
             self._choice = last
             await self.open()
             raise
-
-    def _new_client(self) -> AsyncEngineClient:
-        log = self._log
-        return engine_client(
-            self._choice, None if log is None else lambda: self._new_keeper(log.fd)
-        )
 
     def _new_keeper(self, log_fd: int) -> EngineKeeper:
         choice = self._choice

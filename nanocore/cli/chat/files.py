@@ -1,7 +1,7 @@
-"""The command's files: the log of a launched engine, and errors of ours; `history` is beside them.
+"""Files of the chat in `$XDG_STATE_HOME/nanocore`: engine log, error log, history of the prompt.
 
-They lie in `$XDG_STATE_HOME/nanocore`, or `~/.local/state/nanocore`, which is the user's alone.
-None grows for ever. Only regular files are opened: others might never answer.
+The directory, `~/.local/state/nanocore` by default, is accessible to its user alone. All files are
+bounded. Only regular files are opened, since opening a pipe might block for ever.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TAIL_BYTES: Final = 4096
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of a file, which is made with mode 0600 if O_CREAT is among the flags.
+    """Return a descriptor of a regular file; O_CREAT makes it with mode 0600.
 
     Raises:
         OSError: it cannot be opened, or is a pipe, a device or a directory.
@@ -34,29 +34,42 @@ def open_regular(path: Path, flags: int) -> int:
             return fd
         os.close(fd)
     except OSError as error:
-        if error.errno != errno.ENXIO:  # of a pipe that nobody reads
+        if error.errno != errno.ENXIO:  # a pipe without a reader
             raise
     raise OSError(errno.EINVAL, "it is no regular file")
 
 
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file of mode 0600 atomically; raises OSError if that fails."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    fd = open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
 def state_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """It, made if it was not there.
+    """Return the directory, made if it was missing.
 
     Raises:
-        ConfigError: it cannot be made, or is not the user's alone.
+        ConfigError: it cannot be made, or others can access it.
     """
     named = environment.get("XDG_STATE_HOME", "")
     try:
         base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
     except RuntimeError as error:
-        raise ConfigError(f"there is no directory for history and logs: {error}") from None
+        raise ConfigError(f"no directory for history and logs: {error}") from None
     directory = base / "nanocore"
     make_private(directory, "the directory for history and logs")
     return directory
 
 
 def open_engine_log(complain: Callable[[str], None]) -> EngineLog:
-    """In the state directory; where that cannot be, it goes nowhere, and `complain` is told why."""
+    """Open `chat-engine.log`; without a state directory, complain and discard the log."""
     try:
         return EngineLog(state_directory() / "chat-engine.log")
     except ConfigError as error:
@@ -65,10 +78,10 @@ def open_engine_log(complain: Callable[[str], None]) -> EngineLog:
 
 
 class EngineLog:
-    """Where a launched engine writes its log, for it must not write into the conversation.
+    """Log file of a launched engine, whose lines must not mix with the conversation.
 
     Args:
-        path: None: it goes nowhere.
+        path: None discards the log.
 
     Raises:
         ConfigError: it cannot be written.
@@ -82,11 +95,11 @@ class EngineLog:
             raise ConfigError(f"{path}: {error.strerror}: an engine's log goes there") from None
 
     def last_line(self) -> str:
-        """What the engine said last, or ''."""
+        """Return the engine's last line, or '' if there is none."""
         try:
             tail = os.pread(self.fd, _TAIL_BYTES, max(0, os.fstat(self.fd).st_size - _TAIL_BYTES))
         except OSError:
-            return ""  # it is only shown while one waits
+            return ""  # the line is only shown while one waits
         lines = tail.replace(b"\r", b"\n").decode(errors="replace").split("\n")
         return next(filter(None, reversed(lines)), "")
 
@@ -98,15 +111,14 @@ class EngineLog:
 
 
 class ErrorLog(logging.Handler):
-    """Appends errors of ours, with where they come from, to `chat-errors.log`."""
+    """Appends errors with their tracebacks to `chat-errors.log`."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Where that cannot be, the line that was shown has to do."""
-        with suppress(OSError, ConfigError):
+        with suppress(OSError, ConfigError):  # then the line that was shown has to do
             path = state_directory() / "chat-errors.log"
             fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
             with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -1,55 +1,63 @@
-"""OpenAITarget: any server of OpenAI's chat completions.
+"""OpenAIChatTarget: a chat with any server of OpenAI's chat completions.
 
-What it sends is read by `AnswerReader`. Leaving an answer closes its connection, by which servers
-know that nobody reads it. No error shows what proves who asks, be it in the URL or in what a server
-says.
+`ResponseReader` accepts streams of chunks and complete responses. Malformed parts are ignored:
+invalid UTF-8 becomes U+FFFD, and fields of a wrong type count as missing. Abandoning a response
+closes its connection, which tells the server. No error shows credentials, be they part of the URL
+or of what a server echoes.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import socket
 import ssl
 from base64 import b64encode
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Any, Final, get_args
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
 import msgspec
 
-from nanocore.bench.sse import read_body, within_origin
-from nanocore.cli.chat.chunks import (
-    AnswerReader,
-    number_in,
-    objects_in,
-    said_in,
-    text_in,
-    value_of,
-)
+from nanocore.bench.sse import DONE, EventReader, read_body, within_origin
 from nanocore.cli.chat.target import Message, TargetEvent
-from nanocore.client.chat.events import Started
+from nanocore.client.chat.events import (
+    ChatEvent,
+    ChatFinishReason,
+    Finished,
+    Reasoning,
+    Started,
+    Text,
+    ToolArguments,
+    ToolBegin,
+    Usage,
+)
 from nanocore.protocol.errors import (
     ConfigError,
     EngineDeadError,
     EngineOverloadedError,
     InvalidRequestError,
     NanocoreError,
+    shorten,
 )
 
 CONNECT_TIMEOUT_S: Final = 10.0
 _FAILURES: Final = (aiohttp.ClientError, OSError, TimeoutError)
 _MIN_SECRET_CHARS: Final = 6
-"""Of what is not shown: what is shorter hides nothing, and words would be hidden with it."""
+"""Shorter secrets are not masked: that would hide nothing, and mask common words."""
 _TRUST: Final = "SSL_CERT_FILE names a file of the certificates to trust"
+_MAX_COMPLETE_BYTES: Final = 2**26
+_STREAM: Final = re.compile(rb"\s*(?:data|event|id|retry)?:")
 
 
-class OpenAITarget:
+class OpenAIChatTarget:
     """See `ChatTarget`.
 
     Args:
-        url: of the API, to its /v1. api_key: what proves who asks, or None. model: None: the first
-            that the server names.
+        url: of the API, up to its /v1; may contain `user:password@`.
+        model: None takes the first that the server lists.
     """
 
     def __init__(self, url: str, api_key: str | None, model: str | None) -> None:
@@ -58,50 +66,45 @@ class OpenAITarget:
         secrets = [api_key or ""]
         self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         if parts.username is not None:
-            user = unquote(parts.username), unquote(parts.password or "")
-            basic = b64encode(":".join(user).encode()).decode()
-            secrets += [*user, basic]
+            user, password = unquote(parts.username), unquote(parts.password or "")
+            basic = b64encode(f"{user}:{password}".encode()).decode()
+            secrets += [user, password, basic]
             self._headers = {"authorization": f"Basic {basic}"}
         self._secrets = [secret for secret in secrets if len(secret) >= _MIN_SECRET_CHARS]
-        self._lengths: dict[str, int | None] = {}
+        self._context_lengths: dict[str, int | None] = {}
         self._session: aiohttp.ClientSession | None = None
         self.model = model or ""
         self.is_connected = True
 
     async def open(self) -> None:
-        """See `ChatTarget`: finds a model if none was named."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
         self._session = aiohttp.ClientSession(
             timeout=timeout, headers=self._headers, trace_configs=[within_origin()]
         )
         try:
             models = await self.models()
-        except InvalidRequestError as error:  # it lists none, as some proxies do
+        except InvalidRequestError as error:  # some proxies list no models
             models = []
             if not self.model:
                 raise ConfigError(f"{error}; name one with --model-name") from None
         if not self.model:
             if not models:
-                raise ConfigError(f"{self._url} names no model: name one with --model-name")
+                raise ConfigError(f"{self._url} lists no model: name one with --model-name")
             self.model = models[0]
 
     async def close(self) -> None:
-        """See `ChatTarget`."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     @property
     def max_model_len(self) -> int | None:
-        """See `ChatTarget`."""
-        return self._lengths.get(self.model)
+        return self._context_lengths.get(self.model)
 
     def news(self) -> str:
-        """See `ChatTarget`."""
         return ""
 
     async def models(self) -> list[str]:
-        """See `ChatTarget`."""
         assert self._session is not None, "it is open"
         url = f"{self._url}/models"
         try:
@@ -113,36 +116,38 @@ class OpenAITarget:
         except _FAILURES as error:
             raise self._lost(error) from None
         try:
-            listed = value_of(data)
+            listed = _decode(data)
         except ValueError as error:
             raise InvalidRequestError(f"{url} lists no models: {error}") from None
-        self._lengths = {
-            name: number_in(model, "max_model_len")
-            for model in objects_in(listed, "data")
-            if (name := text_in(model, "id"))
+        self._context_lengths = {
+            name: _number(model, "max_model_len")
+            for model in _objects(listed, "data")
+            if (name := _text(model, "id"))
         }
-        return list(self._lengths)
+        return list(self._context_lengths)
 
     async def switch(self, model: str) -> None:
-        """See `ChatTarget`."""
         known = await self.models()
         if known and model not in known:
-            raise InvalidRequestError(f"there is no model {model!r}: {', '.join(known)}")
+            raise InvalidRequestError(f"unknown model {model!r}; the server has {', '.join(known)}")
         self.model = model
 
     async def ask(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[TargetEvent, None]:
-        """See `ChatTarget`."""
         assert self._session is not None, "it is open"
         body = {
             "model": self.model,
-            "messages": [_without_reasoning(message) for message in messages],
+            # Servers that do not know this field refuse it; templates drop earlier reasoning.
+            "messages": [
+                {key: value for key, value in message.items() if key != "reasoning_content"}
+                for message in messages
+            ],
             "stream": True,
             "stream_options": {"include_usage": True},
             **sampling,
         }
-        answer = AnswerReader()
+        reader = ResponseReader()
         headers = {"content-type": "application/json"}
         try:
             async with self._session.post(
@@ -152,53 +157,186 @@ class OpenAITarget:
                     raise await self._refusal(response)
                 yield Started(response.headers.get("x-request-id", ""), (), 0)
                 async for data in response.content.iter_any():
-                    for event in answer.feed(data):
+                    for event in reader.feed(data):
                         yield event
-            for event in answer.end():
+            for event in reader.end():
                 yield event
         except _FAILURES as error:
             raise self._lost(error) from None
         except NanocoreError as error:
-            error.args = (self._discreet(str(error)), *error.args[1:])
+            error.args = (self._masked(str(error)), *error.args[1:])
             raise
 
     def _lost(self, error: Exception) -> NanocoreError:
         if isinstance(error, aiohttp.TooManyRedirects):
             return ConfigError(f"{self._url} redirects without end: give another URL")
-        reason = str(error) or f"no answer within {CONNECT_TIMEOUT_S:g} s"
+        reason = str(error) or f"no response within {CONNECT_TIMEOUT_S:g} s"
         if isinstance(error, aiohttp.ClientConnectorCertificateError):
             cause = getattr(error.certificate_error, "verify_message", "") or reason
             return ConfigError(f"{self._url}: its certificate is not trusted: {cause} ({_TRUST})")
         if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
-            cause = error.os_error  # the error's own text has what the URL says
+            cause = error.os_error  # the error's own text contains the URL
             if isinstance(cause, ssl.SSLError):
                 return ConfigError(f"{self._url}: TLS fails: {cause.reason or cause.strerror}")
             is_name = isinstance(cause, socket.gaierror)
             reason = str(cause.strerror) if is_name else os.strerror(cause.errno or 0)
-        return EngineDeadError(f"no server at {self._url}, or none any more: {reason}")
+        return EngineDeadError(f"cannot reach a server at {self._url}: {reason}")
 
-    def _discreet(self, text: str) -> str:
+    def _masked(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "***")
         return text
 
     async def _refusal(self, response: aiohttp.ClientResponse) -> NanocoreError:
-        """What the server says of it, in a line."""
-        text = (await read_body(response)).decode(errors="replace")
-        said = f"{self._url}: HTTP {response.status}: {said_in(text)}"
+        data = await read_body(response)
+        try:
+            value = _decode(data)
+        except ValueError:
+            value = None
+        reason = _error_text(value, data)
+        text = self._masked(f"{self._url}: HTTP {response.status}: {reason}")
         wait = response.headers.get("retry-after", "")
         if wait.isdecimal():
-            said += f" (again in {wait} s)"
-        said = self._discreet(said)
+            text += f" (retry after {wait} s)"
         if response.status in (401, 403):
-            return ConfigError(f"{said} (the key is --api-key's, or OPENAI_API_KEY's)")
+            return ConfigError(f"{text} (set the key by --api-key or OPENAI_API_KEY)")
         if response.status in (429, 503):
-            return EngineOverloadedError(said)
-        if 400 <= response.status < 500:
-            return InvalidRequestError(said)
-        return NanocoreError(said)
+            return EngineOverloadedError(text)
+        return (InvalidRequestError if response.status < 500 else NanocoreError)(text)
 
 
-def _without_reasoning(message: Message) -> Message:
-    """Servers that do not know it refuse it, and templates leave earlier thoughts out."""
-    return {key: value for key, value in message.items() if key != "reasoning_content"}
+class ResponseReader:
+    """Turns the bytes of one response into events."""
+
+    def __init__(self) -> None:
+        self._events = EventReader()
+        self._unread = b""  # all bytes, until the first event
+        self._call_index: dict[int, int] = {}  # the server's index of a tool call -> ours
+        self._usage: dict[str, Any] = {}
+        self._finish_reason = ""
+        self._has_begun = self._has_choice = self._is_done = False
+
+    def feed(self, data: bytes) -> Iterator[ChatEvent]:
+        """Yield the events that these bytes complete.
+
+        Raises:
+            NanocoreError: they are no chunks, or contain an error of the server.
+        """
+        try:
+            events = self._events.feed(data)
+        except msgspec.DecodeError as error:
+            raise NanocoreError(f"invalid chunk: {error}") from None
+        if not self._has_begun and len(self._unread) < _MAX_COMPLETE_BYTES:
+            self._unread = b"" if events else self._unread + data
+        for event in events:
+            self._has_begun = True
+            if event == DONE:
+                self._is_done = True
+                continue
+            try:
+                chunk = _decode(event)
+            except ValueError as error:
+                raise NanocoreError(f"invalid chunk: {error}") from None
+            yield from self._take(chunk, "delta")
+
+    def end(self) -> Iterator[ChatEvent]:
+        """Yield the last events: a complete response, and Finished.
+
+        Raises:
+            NanocoreError: the response was incomplete, or none at all.
+        """
+        if not self._has_begun and self._unread.strip() and not _STREAM.match(self._unread):
+            try:
+                value = _decode(self._unread)
+            except ValueError:
+                value = None
+            yield from self._take(value, "message")
+            if not self._has_choice:
+                reason = _error_text(None, self._unread)
+                raise NanocoreError(f"not a response of OpenAI's API: {reason}")
+            self._is_done = True
+        if not self._finish_reason and not self._is_done:
+            raise EngineDeadError("the connection was lost during the response")
+        if not self._has_choice:
+            raise NanocoreError("the response is empty")
+        finish_reason: Any = self._finish_reason
+        prompt = _object(self._usage, "prompt_tokens_details")
+        output = _object(self._usage, "completion_tokens_details")
+        yield Finished(
+            finish_reason if finish_reason in get_args(ChatFinishReason) else "stop",
+            Usage(
+                _number(self._usage, "prompt_tokens") or 0,
+                _number(prompt, "cached_tokens") or 0,
+                _number(self._usage, "completion_tokens") or 0,
+                _number(output, "reasoning_tokens") or 0,
+            ),
+            message=None
+            if finish_reason
+            else "the server sent no finish_reason: this may be incomplete",
+        )
+
+    def _take(self, chunk: Any, part: str) -> Iterator[ChatEvent]:
+        """part: "delta" in chunks, "message" in complete responses."""
+        if isinstance(chunk, dict) and (chunk.get("error") or chunk.get("object") == "error"):
+            reason = _error_text(chunk, json.dumps(chunk).encode())
+            raise NanocoreError(f"the server reported an error: {reason}")
+        self._usage = _object(chunk, "usage") or self._usage
+        for choice in _objects(chunk, "choices")[:1]:
+            self._has_choice = True
+            yield from self._delta(_object(choice, part))
+            self._finish_reason = _text(choice, "finish_reason") or self._finish_reason
+
+    def _delta(self, delta: dict[str, Any]) -> Iterator[ChatEvent]:
+        if reasoning := _text(delta, "reasoning") or _text(delta, "reasoning_content"):
+            yield Reasoning(reasoning)
+        parts = "".join([_text(part, "text") for part in _objects(delta, "content")])
+        if text := _text(delta, "content") or parts or _text(delta, "refusal"):
+            yield Text(text)
+        for i, call in enumerate(_objects(delta, "tool_calls")):
+            function, theirs = _object(call, "function"), _number(call, "index")
+            theirs = i if theirs is None else theirs
+            if theirs not in self._call_index:
+                index = self._call_index[theirs] = len(self._call_index)
+                yield ToolBegin(
+                    index, _text(call, "id") or f"call_{index}", _text(function, "name")
+                )
+            if arguments := _text(function, "arguments"):
+                yield ToolArguments(self._call_index[theirs], arguments)
+
+
+def _decode(data: bytes) -> Any:
+    try:
+        return json.loads(data.decode(errors="replace"), strict=False)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _object(value: Any, key: str) -> dict[str, Any]:
+    found = value.get(key) if isinstance(value, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def _objects(value: Any, key: str) -> list[dict[str, Any]]:
+    found = value.get(key) if isinstance(value, dict) else None
+    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+
+
+def _text(value: dict[str, Any], key: str) -> str:
+    found = value.get(key)
+    # JSON's escapes can spell half a surrogate pair, which no output can encode.
+    return found.encode(errors="replace").decode() if isinstance(found, str) else ""
+
+
+def _number(value: dict[str, Any], key: str) -> int | None:
+    found = value.get(key)
+    return found if type(found) is int and found >= 0 else None
+
+
+def _error_text(value: Any, body: bytes) -> str:
+    """Return the message of an error object, or else the whole body, in one line."""
+    for key in ("error", "message", "detail"):
+        if isinstance(value, dict) and value.get(key):
+            value = value[key]
+    text = value if isinstance(value, str) else body.decode(errors="replace")
+    text = text.encode(errors="replace").decode()
+    return shorten(" ".join(text.split()) or "(no reason)")

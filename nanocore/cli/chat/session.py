@@ -1,7 +1,7 @@
-"""One run of `nanocore chat`: its target from beginning to end, and one question to it.
+"""One run of `nanocore chat`: opens the target, and asks one question without a terminal.
 
-With a terminal on both sides it is a conversation (`interactive`). What the client logs of an
-engine that dies becomes a note; the engine's own log is a file.
+At a terminal `interactive` takes over. Warnings of the client, such as those of an engine that
+crashed, become notes; the engine's own log goes to a file.
 """
 
 from __future__ import annotations
@@ -9,60 +9,104 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
-from typing import TYPE_CHECKING, Final
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 from nanocore.cli.chat.conversation import Conversation
-from nanocore.cli.chat.engine_target import EngineTarget
+from nanocore.cli.chat.engine_target import EngineChatTarget
 from nanocore.cli.chat.files import open_engine_log
-from nanocore.cli.chat.flags import ChatOptions
-from nanocore.cli.chat.once import answer_once
-from nanocore.cli.chat.target import ChatTarget
-from nanocore.cli.chat.terminal import Interrupts
-from nanocore.protocol.errors import ConfigError
+from nanocore.cli.chat.target import ChatTarget, ChatTurn, incompleteness
+from nanocore.cli.interrupts import Interrupts
+from nanocore.client.chat.events import Text
+from nanocore.protocol.errors import ConfigError, InvalidRequestError, NanocoreError
 from nanocore.system import standard_streams
+from nanocore.system.standard_streams import harmless
 
 if TYPE_CHECKING:
-    from nanocore.cli.chat.openai_target import OpenAITarget
+    from nanocore.cli.chat.flags import ChatSettings
+    from nanocore.cli.chat.openai_target import OpenAIChatTarget
     from nanocore.cli.chat.view import View
 
 _MAX_QUESTION_BYTES: Final = 2**24
 
 
-def ask(options: ChatOptions) -> int:
-    """One question; the exit code.
+def ask(options: ChatSettings) -> int:
+    """Ask one question; return the exit code.
 
     Raises:
-        NanocoreError: nobody can be asked, or it has no answer.
+        NanocoreError: no target, or no complete response.
     """
     question = options.quick if options.quick is not None else _read_question()
-    with logged_to(standard_streams.complain):
-        return asyncio.run(Interrupts().run(_answer(options, question)))
+    with handled_by(WarningNotes(standard_streams.complain)):
+        return asyncio.run(Interrupts().run(_ask(options, question)))
 
 
-async def _answer(options: ChatOptions, question: str) -> None:
+async def _ask(options: ChatSettings, question: str) -> None:
     conversation = Conversation(options.system)
     conversation.say(question)
     async with opened(options, None) as target:
-        await answer_once(target, conversation, options.sampling)
+        await ask_once(target, conversation, options.sampling)
+
+
+async def ask_once(
+    target: ChatTarget, conversation: Conversation, sampling: Mapping[str, Any]
+) -> None:
+    """Stream the response to standard output; to a terminal without control characters.
+
+    Raises:
+        ConfigError: the question is invalid as it stands.
+        NanocoreError: no response, or an incomplete one.
+    """
+    turn = ChatTurn()
+    is_terminal = sys.stdout.isatty()
+    try:
+        events = target.ask(conversation.messages, sampling)
+        async with aclosing(events):
+            async for event in events:
+                turn.add(event)
+                if isinstance(event, Text):
+                    _write(harmless(event.delta) if is_terminal else event.delta)
+    except InvalidRequestError as error:
+        raise ConfigError(str(error)) from None
+    finally:
+        if turn.answer.content:
+            _write("\n")
+    answer = turn.answer
+    for call in answer.tool_calls:
+        standard_streams.complain(f"the model calls {call.name} {call.arguments}")
+    if why := incompleteness(answer, turn.stats(), target.max_model_len):
+        why = why.partition(";")[0]
+        if answer.finish_reason not in ("length", "stop"):
+            raise NanocoreError(why)
+        standard_streams.complain(f"nanocore chat: {why}")
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise NanocoreError(f"standard output cannot be written: {error.strerror}") from None
 
 
 @asynccontextmanager
-async def opened(options: ChatOptions, view: View | None) -> AsyncIterator[ChatTarget]:
-    """view: of who waits for it, if somebody does."""
+async def opened(options: ChatSettings, view: View | None) -> AsyncIterator[ChatTarget]:
+    """Open the target, and close it with the block. view: shows the progress."""
     with ExitStack() as closing_last:
-        target: EngineTarget | OpenAITarget
+        target: EngineChatTarget | OpenAIChatTarget
         if options.url is not None:
-            from nanocore.cli.chat.openai_target import OpenAITarget
+            from nanocore.cli.chat.openai_target import OpenAIChatTarget
 
-            target = OpenAITarget(options.url, options.api_key, options.model_name)
+            target = OpenAIChatTarget(options.url, options.api_key, options.model_name)
         elif options.engine.endpoints:
-            target = EngineTarget(options.engine, None)
+            target = EngineChatTarget(options.engine, None)
         else:
             log = open_engine_log(standard_streams.complain if view is None else view.note)
             closing_last.callback(log.close)
-            target = EngineTarget(options.engine, log)
+            target = EngineChatTarget(options.engine, log)
         try:
             if view is None:
                 await target.open()
@@ -75,16 +119,11 @@ async def opened(options: ChatOptions, view: View | None) -> AsyncIterator[ChatT
 
 
 def _read_question() -> str:
-    """All of standard input.
-
-    Raises:
-        ConfigError: it is no question.
-    """
     try:
         data = sys.stdin.buffer.read(_MAX_QUESTION_BYTES + 1)
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"standard input is no text in UTF-8: {error}") from None
+        raise ConfigError(f"standard input is not UTF-8: {error}") from None
     except OSError as error:
         raise ConfigError(f"standard input cannot be read: {error.strerror}") from None
     if len(data) > _MAX_QUESTION_BYTES:
@@ -94,27 +133,25 @@ def _read_question() -> str:
     return text.removesuffix("\n")
 
 
-class _Notes(logging.Handler):
-    """Warnings as lines."""
+class WarningNotes(logging.Handler):
+    """Passes warnings on as lines. The client logs in the event loop's thread."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
-        """In whatever thread it comes: those of the client come in the event loop's."""
         self._tell(record.getMessage())
 
 
-def logged_to(tell: Callable[[str], None]) -> AbstractContextManager[None]:
-    return handled_by(_Notes(tell))
-
-
 @contextmanager
-def handled_by(handler: logging.Handler) -> Iterator[None]:
+def handled_by(*handlers: logging.Handler) -> Iterator[None]:
+    """Send all log records to these handlers, too, inside this block."""
     root = logging.getLogger()
-    root.addHandler(handler)
+    for handler in handlers:
+        root.addHandler(handler)
     try:
         yield
     finally:
-        root.removeHandler(handler)
+        for handler in handlers:
+            root.removeHandler(handler)

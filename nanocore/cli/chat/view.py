@@ -1,13 +1,14 @@
-"""What the user sees: answers as they stream, notes beside them, errors in a line.
+"""View: streams responses to the terminal, with notes and errors as lines of their own.
 
-Nothing that is written is written again, so the terminal's scrollback is the conversation, however
-wide its window becomes. What a model or a server says reaches the terminal without its control
-characters: they are shown, and do nothing.
+Nothing is written twice, so the terminal's scrollback is the conversation, however the window is
+resized. Markdown keeps its marks, so that copied text is what the model wrote. Control characters
+of models and servers are shown as escapes and have no effect.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
@@ -16,31 +17,89 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text as StyledText
 
-from nanocore.cli.chat.markup import MarkupStream, Piece
 from nanocore.cli.chat.target import Resumed, TargetEvent
-from nanocore.cli.chat.turn import Figures
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
 from nanocore.system.standard_streams import harmless
 
-_UPDATE_S: Final = 0.2
-_PATIENCE_S: Final = 0.5
+PLAIN: Final = ""
+BOLD: Final = "bold"
+CODE: Final = "cyan"
 _NOTE: Final = "dim"
 _ERROR: Final = "red"
+_UPDATE_S: Final = 0.2
+_SPINNER_DELAY_S: Final = 0.5
+_TOKEN: Final = re.compile(r"\n|```|`|#{1,6} |\*\*|[^\n`#*]+|.")
+_UNDECIDED: Final = re.compile(r"(?:(?<!`)`{1,2}|(?<!#)#{1,6}|(?<!\*)\*{1,2})\Z")
+"""A mark at the end of a delta that the next one may change."""
+
+Piece = tuple[str, str]
+"""(a text, its style)"""
+
+
+class MarkdownStyles:
+    """Styles a stream of Markdown: headings, bold, and code inline or between fences."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_fenced = False
+        self._begin_line()
+
+    def _begin_line(self) -> None:
+        self._is_line_start = True
+        self._line_style = CODE if self._is_fenced else PLAIN
+        self._span_style = PLAIN
+
+    def feed(self, text: str, is_end: bool = False) -> list[Piece]:
+        """Return what can be written now; `is_end` flushes, and begins a new text."""
+        text = self._held + text
+        undecided = None if is_end else _UNDECIDED.search(text)
+        cut = undecided.start() if undecided else len(text)
+        pieces = []
+        for found in _TOKEN.finditer(text):
+            if found.start() >= cut:
+                break
+            pieces.append((found[0], self._style(found[0], text[found.end() : found.end() + 1])))
+        self._held = text[cut:]
+        if is_end:
+            self._is_fenced = False
+            self._begin_line()
+        return pieces
+
+    def _style(self, token: str, following: str) -> str:
+        """Return a token's style, and note what it begins or ends. following: the next character,
+        which tells the ** of bold text from that of `2 ** 3`."""
+        if token == "\n":
+            self._begin_line()
+            return PLAIN
+        if self._is_line_start and token == "```":
+            self._is_fenced = not self._is_fenced
+            self._line_style = CODE
+        elif self._is_line_start and token[0] == "#" and token[-1] == " " and not self._line_style:
+            self._line_style = BOLD
+        self._is_line_start &= token.isspace()
+        if self._line_style:
+            return self._line_style
+        before, mark = self._span_style, {"`": CODE, "**": BOLD}.get(token)
+        if mark is not None and before == mark:
+            self._span_style = PLAIN
+        elif mark is not None and not before and (mark == CODE or following.strip()):
+            self._span_style = mark
+        return before or self._span_style
 
 
 class View:
-    """Writes to a console. is_plain: without styles for Markdown."""
+    """is_plain: without styles for Markdown."""
 
     def __init__(self, console: Console, is_plain: bool = False) -> None:
         self.console = console
-        self._markup = None if is_plain else MarkupStream()
-        self._kind: type | None = None  # of what the answer is in the midst of
+        self._styles = None if is_plain else MarkdownStyles()
+        self._kind: type | None = None  # of the part that the response is in
         self._is_line_start = True
         self._timer: asyncio.TimerHandle | None = None
         self._spinner: Status | None = None
 
     def show(self, event: TargetEvent) -> None:
-        """More of an answer."""
+        """Write an event of a response."""
         if isinstance(event, (Text, Reasoning, ToolBegin, ToolArguments)):
             kind = ToolBegin if isinstance(event, ToolArguments) else type(event)
             if kind is not self._kind or isinstance(event, ToolBegin):
@@ -48,26 +107,23 @@ class View:
                 self._kind = kind
         if isinstance(event, Text):
             text = harmless(event.delta)
-            pieces = [(text, "")] if self._markup is None else self._markup.feed(text)
-            self._write(pieces)
-        elif isinstance(event, Reasoning):
+            self._write([(text, PLAIN)] if self._styles is None else self._styles.feed(text))
+        elif isinstance(event, (Reasoning, ToolArguments)):
             self._write([(harmless(event.delta), _NOTE)])
         elif isinstance(event, ToolBegin):
             self._write([(harmless(f"calls {event.name} "), _NOTE)])
-        elif isinstance(event, ToolArguments):
-            self._write([(harmless(event.delta), _NOTE)])
         elif isinstance(event, Resumed):
-            how = "" if event.is_exact else ", perhaps in other words"
-            self.note(f"another engine goes on behind {event.num_output_tokens} tokens{how}")
+            how = "" if event.is_exact else ", perhaps with other words"
+            self.note(f"another engine continues after {event.num_output_tokens} tokens{how}")
 
     @asynccontextmanager
     async def waiting(self, news: Callable[[], str]) -> AsyncIterator[None]:
-        """Show that something takes its time, and what it last said of itself."""
+        """Show a spinner with the latest news inside this block."""
 
         async def update() -> None:
             while True:
-                room = max(0, self.console.width - 4)
-                spinner.update(StyledText(harmless(news())[:room]))
+                num_columns = max(0, self.console.width - 4)
+                spinner.update(StyledText(harmless(news())[:num_columns]))
                 await asyncio.sleep(_UPDATE_S)
 
         with self.console.status("", spinner="line") as spinner:
@@ -78,27 +134,26 @@ class View:
                 task.cancel()
 
     def begin_answer(self) -> None:
-        """It is asked for, and may take its time."""
-        self._timer = asyncio.get_running_loop().call_later(_PATIENCE_S, self._spin)
+        """Show a spinner, unless the response begins soon."""
+        self._timer = asyncio.get_running_loop().call_later(_SPINNER_DELAY_S, self._spin)
 
     def end_answer(self) -> None:
-        """Nothing more of it comes."""
         self._stop_spinning()
         self._end_part()
         self._kind = None
 
     def note(self, text: str) -> None:
-        """A line that is not the model's. Within an answer that goes on behind it."""
+        """Write a line in parentheses; a response may continue after it."""
         self._end_line()
         self._write([(f"({harmless(text)})\n", _NOTE)])
 
     def say(self, text: str) -> None:
-        """What was asked of the command."""
+        """Write the output of a command."""
         self._end_line()
-        self._write([(f"{harmless(text)}\n", "")])
+        self._write([(f"{harmless(text)}\n", PLAIN)])
 
     def error(self, text: str) -> None:
-        """What went wrong, in a line."""
+        """Write one line, and end the response."""
         self.end_answer()
         self._write([(f"{harmless(' '.join(text.split()))}\n", _ERROR)])
 
@@ -114,13 +169,13 @@ class View:
         self._timer = self._spinner = None
 
     def _end_part(self) -> None:
-        if self._markup is not None:
-            self._write(self._markup.finish())
+        if self._styles is not None:
+            self._write(self._styles.feed("", is_end=True))
         self._end_line()
 
     def _end_line(self) -> None:
         if not self._is_line_start:
-            self._write([("\n", "")])
+            self._write([("\n", PLAIN)])
 
     def _write(self, pieces: list[Piece]) -> None:
         line = StyledText(end="")
@@ -131,25 +186,3 @@ class View:
             self._is_line_start = line.plain.endswith("\n")
             self.console.print(line, end="", soft_wrap=True, highlight=False)
             self.console.file.flush()
-
-
-def status(model: str, figures: Figures, max_model_len: int | None, num_columns: int) -> str:
-    """A line of what is known: as much of it as there is room for, the model first."""
-    parts = [harmless(model).rstrip("/").rpartition("/")[2] or "no model"]
-    used = figures.num_context_tokens
-    if used is not None:
-        most = "" if max_model_len is None else f"/{max_model_len:,}"
-        parts.append(f"context {used:,}{most}")
-    if figures.tokens_per_s is not None:
-        parts.append(f"{figures.tokens_per_s:,.0f} tokens/s")
-    if figures.ttft_s is not None:
-        parts.append(f"first {figures.ttft_s * 1e3:,.0f} ms")
-    if figures.num_prompt_tokens is not None:
-        cached = f" ({figures.num_cached_tokens:,} cached)" if figures.num_cached_tokens else ""
-        parts.append(f"prompt {figures.num_prompt_tokens:,}{cached}")
-    line = parts[0]
-    for part in parts[1:]:
-        if len(line) + len(part) + 3 > num_columns:
-            break
-        line += f" | {part}"
-    return line[:num_columns]

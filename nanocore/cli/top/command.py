@@ -12,39 +12,39 @@ from typing import Final
 
 import msgspec
 
-from nanocore.cli.command import require
-from nanocore.cli.engine_reader import ReaderParser, join, report_errors, run_until_signal
-from nanocore.cli.flag_types import seconds
-from nanocore.cli.top.readings import Load, Reading, load_between
+from nanocore.cli.command import require, run_command
+from nanocore.cli.engine_choice import join, reader_parser
+from nanocore.cli.interrupts import Interrupts
+from nanocore.cli.top.load import Load, MetricsReading, load_between
 from nanocore.client import AsyncEngineClient
 from nanocore.protocol.errors import NanocoreError
+from nanocore.system.flags import FlagParser, seconds
 from nanocore.system.standard_streams import harmless
 
 _HISTORY: Final = 600
-_NOBODY: Final = "no engine answers; waiting for it"
+_NO_ENGINE: Final = "no engine responds; waiting for one"
 
 
 def run(arguments: list[str]) -> int:
-    """Show an engine's load until Ctrl-C; returns the exit code."""
-    return report_errors("nanocore top", lambda: _run(arguments))
+    return run_command("nanocore top", lambda: _run(arguments))
 
 
 def _run(arguments: list[str]) -> int:
-    given = _parse(arguments)
+    given = top_parser().parse_args(arguments)
     if not given.json:
         require(["rich"], "the view needs", "pip install '.[top]', or use --json")
     is_live = sys.stdout.isatty() and not (given.json or given.once)
-    return asyncio.run(run_until_signal(_watch(given) if is_live else _print_loads(given)))
+    return asyncio.run(Interrupts().run(_watch(given) if is_live else _print_loads(given)))
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = ReaderParser("nanocore top", "Show what an engine does, as it does it.")
+def top_parser() -> FlagParser:
+    parser = reader_parser("nanocore top", "Show an engine's live load.")
     parser.add_argument("--interval", type=seconds, default=1.0, metavar="S",
-        help="seconds between two looks (default: %(default)g)")  # fmt: skip
+        help="seconds between samples (default: %(default)g)")  # fmt: skip
     parser.add_argument("--once", action="store_true", help="print one view and end")
     parser.add_argument("--json", action="store_true",
-        help="print an object of JSON for each look, or with --once for one")  # fmt: skip
-    return parser.parse_args(arguments)
+        help="print one JSON object per sample")  # fmt: skip
+    return parser
 
 
 async def watch(
@@ -53,21 +53,21 @@ async def watch(
     show: Callable[[Load | None], None],
     is_once: bool = False,
 ) -> None:
-    """Read an engine again and again, and show what happened in between.
+    """Sample an engine's metrics, and show the load between two samples.
 
-    show: is given None while no engine answers; it may come back.
+    show: gets None while no engine responds.
     """
-    before: Reading | None = None
+    before: MetricsReading | None = None
     while True:
         try:
-            now = Reading(await client.metrics(), time.monotonic())
+            now = MetricsReading(await client.metrics(), time.monotonic())
         except NanocoreError:
             if is_once:
                 raise
             before, now = None, None
             show(None)
         if before is not None and now is not None:
-            if now.is_older_than(before):  # another engine has taken its place
+            if now.is_older_than(before):  # a new engine
                 before = None
             else:
                 show(load_between(before, now))
@@ -78,14 +78,13 @@ async def watch(
 
 
 async def _print_loads(given: argparse.Namespace) -> None:
-    """One look below the other, for files, pipes and programs."""
 
     def show(load: Load | None) -> None:
         if given.json:
-            told = {"error": _NOBODY} if load is None else load
-            sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
+            message = {"error": _NO_ENGINE} if load is None else load
+            sys.stdout.write(msgspec.json.encode(message).decode() + "\n")
         elif load is None:
-            sys.stdout.write(f"{_NOBODY}\n")
+            sys.stdout.write(f"{_NO_ENGINE}\n")
         else:
             from rich.console import Console
 
@@ -110,7 +109,7 @@ async def _watch(given: argparse.Namespace) -> None:
 
             def show(load: Load | None) -> None:
                 if load is None:
-                    live.update(Text(_NOBODY), refresh=True)
+                    live.update(Text(_NO_ENGINE), refresh=True)
                     return
                 history.append(load.generation_tokens_per_s)
                 live.update(view(_title(client), load, [*history]), refresh=True)
@@ -120,6 +119,4 @@ async def _watch(given: argparse.Namespace) -> None:
 
 def _title(client: AsyncEngineClient) -> str:
     card = client.model_card
-    return (
-        f"{harmless(card.model)} · {card.dtype} · requests of {card.max_model_len:,} tokens at most"
-    )
+    return f"{harmless(card.model)} · {card.dtype} · context {card.max_model_len:,} tokens"

@@ -1,4 +1,4 @@
-"""How `nanocore top` looks: an engine's load as tables, bars and a line of the last minutes."""
+"""The view of `nanocore top`: tables, bars and a sparkline of the last minutes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from nanocore.cli.top.readings import Load, Quantiles
+from nanocore.cli.top.load import Load, Quantiles
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _SPARKLINE_CHARS: Final = 60
 
 
 def view(title: str, load: Load, history: Sequence[float]) -> RenderableType:
-    """title: which engine. history: tokens generated per second, the last one is the load's."""
-    state = " · drains" if load.is_draining else ""
+    """title: names the engine. history: generated tokens per second, the newest last."""
+    state = " · draining" if load.is_draining else ""
     return Panel(
         Group(
             _requests(load),
@@ -36,7 +36,7 @@ def view(title: str, load: Load, history: Sequence[float]) -> RenderableType:
 
 
 def sparkline(values: Sequence[float], num_chars: int = _SPARKLINE_CHARS) -> str:
-    """The last values as bars, the largest of them full; nothing is as low as can be."""
+    """Return the last values as bars, scaled to the largest."""
     shown = values[-num_chars:]
     most = max(shown, default=0.0) or 1.0
     return "".join([_BARS[round(value / most * (len(_BARS) - 1))] for value in shown])
@@ -46,7 +46,7 @@ def _requests(load: Load) -> Table:
     table = _grid(2)
     waiting = f"{load.num_waiting}"
     if load.num_deferred:
-        waiting += f" ({load.num_deferred} for their structured output)"
+        waiting += f" ({load.num_deferred} compiling structured outputs)"
     table.add_row("running", str(load.num_running))
     table.add_row("waiting", waiting)
     table.add_row("clients", str(load.num_clients))
@@ -66,8 +66,8 @@ def _tokens(load: Load, history: Sequence[float]) -> Table:
     table.add_row("steps", f"{load.steps_per_s:,.1f}/s")
     table.add_row(
         "machine",
-        f"{_share(load.decode_mbu)} of its bandwidth in decodes (MBU), "
-        f"{_share(load.prefill_mfu)} of its FLOP/s in prompts (MFU)",
+        f"{_share(load.decode_mbu)} of memory bandwidth in decodes (MBU), "
+        f"{_share(load.prefill_mfu)} of FLOP/s in prefills (MFU)",
     )
     return table
 
@@ -77,10 +77,10 @@ def _latencies(load: Load) -> Table:
     for head in ("ms", "mean", "p50", "p90", "p99"):
         table.add_column(head, justify="left" if head == "ms" else "right")
     for name, quantiles in (
-        ("in the queue", load.queue_s),
-        ("first token", load.ttft_s),
-        ("between tokens", load.itl_s),
-        ("whole requests", load.e2e_s),
+        ("queue time", load.queue_s),
+        ("time to first token", load.ttft_s),
+        ("inter-token latency", load.itl_s),
+        ("end to end", load.e2e_s),
     ):
         table.add_row(name, *_milliseconds(quantiles))
     return table
@@ -89,9 +89,9 @@ def _latencies(load: Load) -> Table:
 def _ends(load: Load) -> Table:
     table = _grid(2)
     ends = [f"{rate:,.1f} {reason}" for reason, rate in load.ended_per_s.items() if rate]
-    table.add_row("ended/s", Text(", ".join(ends) or "none"))
+    table.add_row("finished/s", Text(", ".join(ends) or "none"))
     table.add_row("preempted/s", f"{load.preemptions_per_s:,.1f}")
-    table.add_row("refused/s", f"{load.rejections_per_s:,.1f}")
+    table.add_row("rejected/s", f"{load.rejections_per_s:,.1f}")
     return table
 
 

@@ -33,8 +33,8 @@ from nanocore.engine_core.grammars.compile_process import (
 )
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError
+from nanocore.system.child_process import signal_at_parent_death
 from nanocore.system.large_stack_threads import give_way, start_thread
-from nanocore.system.lifeline import signal_at_parent_death
 from nanocore.worker.executors.pipe import Pipe
 
 _QUICK_S: Final = 0.02

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 from nanocore.protocol.errors import StartError, StartReport
-from nanocore.system.lifeline import signal_at_parent_death
+from nanocore.system.child_process import signal_at_parent_death
 
 GRACE_S: Final = 4.0
 """Time in which an orphaned engine may end by itself."""

@@ -129,7 +129,7 @@ def test_an_interrupted_run_ends_in_order_and_leaves_nothing_running(
         finally:
             running.kill()
         assert running.returncode == 130
-        assert "interrupted: the same command goes on" in log
+        assert "interrupted; run the same command again" in log
         assert "Traceback" not in log
         held.wait_for(0)
         assert out.read_bytes() == b""
@@ -177,7 +177,7 @@ def test_files_that_cannot_be_are_said_before_an_engine_is_asked(
     for source, target, text in (
         (tmp_path / "no", tmp_path / "out", "No such file"),
         (tmp_path, tmp_path / "out", "Is a directory"),
-        (requests, requests, "line 1 is no result of a batch"),
+        (requests, requests, "line 1 is not a batch result"),
         (requests, tmp_path, "Is a directory"),
     ):
         before = requests.read_bytes()

@@ -36,15 +36,15 @@ def test_answers_are_as_a_server_gives_them() -> None:
     [
         ([], "nanocore batch IN OUT"),
         (["in"], "nanocore batch IN OUT"),
-        (["--tp", "2", "in", "out"], "they come first"),
-        (["-i", "in"], "an output are needed"),
-        (["in", "out", "-i", "in"], "not both"),
-        (["in", "out", "--max-concurrency", "0"], "no whole number from 1 on"),
+        (["--tp", "2", "in", "out"], "an input and an output first"),
+        (["-i", "in"], "an input and an output first"),
+        (["in", "out", "-i", "in"], "either IN OUT, or -i"),
+        (["in", "out", "--max-concurrency", "0"], "not an integer >= 1"),
         (["in", "out", "--endpoint", "ipc:///e", "--max-concurency", "1"],
          "did you mean --max-concurrency?"),
         (["in", "out", "--endpoint", "ipc:///e", "--model", "m"], "leave m out"),
-        (["in", "out", "--listen", "ipc:///e"], "no flag of nanocore batch"),
-        (["in", "out", "--tool-call-parser", "x"], "there are auto, none"),
+        (["in", "out", "--listen", "ipc:///e"], "not a flag of nanocore batch"),
+        (["in", "out", "--tool-call-parser", "x"], "choose auto, none"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said(arguments: list[str], text: str) -> None:

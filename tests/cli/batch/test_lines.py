@@ -38,9 +38,9 @@ def test_blank_lines_count_and_are_nothing_else() -> None:
 @pytest.mark.parametrize(
     ("line", "custom_id", "code", "text"),
     [
-        (b"{", None, "invalid_json_line", "cannot be read as JSON"),
-        (b"\xff", None, "invalid_json_line", "cannot be read as JSON"),
-        (b'"' + b"[" * 100, None, "invalid_json_line", "cannot be read as JSON"),
+        (b"{", None, "invalid_json_line", "invalid JSON"),
+        (b"\xff", None, "invalid_json_line", "invalid JSON"),
+        (b'"' + b"[" * 100, None, "invalid_json_line", "invalid JSON"),
         (b"[]", None, "invalid_line", "Expected `object`, got `array`"),
         (b"{}", None, "invalid_line", "missing required field `custom_id`"),
         (request_line(custom_id=7), None, "invalid_line", "Expected `str`, got `int`"),

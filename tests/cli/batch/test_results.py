@@ -10,16 +10,14 @@ from typing import Any
 
 import pytest
 
-from nanocore.cli.batch.in_process import Answer
-from nanocore.cli.batch.ledger import Ledger
+from nanocore.cli.batch.calls import CallResponse
 from nanocore.cli.batch.lines import BadLine, BatchRequest
-from nanocore.cli.batch.plan import Plan
-from nanocore.cli.batch.result_lines import of_answer, of_bad_line
-from nanocore.cli.batch.results import Results
+from nanocore.cli.batch.pending import PendingLines, ResultIndex
+from nanocore.cli.batch.results import Results, bad_line, response_line
 from nanocore.protocol.errors import ConfigError, NanocoreError
 
-OK = Answer(200, "r", b'{"text": "x",\n "n": 1}', None)
-REFUSED = Answer(400, "r", b'{"error": {"message": "no", "code": "c", "type": "t"}}', None)
+OK = CallResponse(200, "r", b'{"text": "x",\n "n": 1}', None)
+REFUSED = CallResponse(400, "r", b'{"error": {"message": "no", "code": "c", "type": "t"}}', None)
 
 
 def asked(line: int, custom_id: str) -> BatchRequest:
@@ -31,17 +29,17 @@ def bad(line: int, custom_id: str | None = None) -> BadLine:
 
 
 @pytest.fixture
-def ledger() -> Iterator[Ledger]:
-    with closing(Ledger()) as made:
+def ledger() -> Iterator[ResultIndex]:
+    with closing(ResultIndex()) as made:
         yield made
 
 
 def left(
-    path: Path, lines: Sequence[BatchRequest | BadLine], ledger: Ledger
-) -> tuple[list[BatchRequest | BadLine], Plan]:
+    path: Path, lines: Sequence[BatchRequest | BadLine], ledger: ResultIndex
+) -> tuple[list[BatchRequest | BadLine], PendingLines]:
     """What a run that finds this file has to do, of these lines of the input."""
     Results(str(path), ledger).close()
-    plan = Plan(iter(lines), ledger)
+    plan = PendingLines(iter(lines), ledger)
     assert plan.has_more() in (True, False)
     return list(iter(plan.next, None)), plan
 
@@ -53,7 +51,7 @@ def read(data: bytes) -> Any:
 
 
 def test_an_answer_is_a_line_as_openai_has_it() -> None:
-    data, failed = of_answer(asked(3, "é"), OK)
+    data, failed = response_line(asked(3, "é"), OK)
     line = read(data)
     assert line.pop("id").startswith("batch_req_")
     assert line == {
@@ -65,7 +63,7 @@ def test_an_answer_is_a_line_as_openai_has_it() -> None:
 
 
 def test_a_refusal_has_its_status_and_body_and_an_error_beside() -> None:
-    data, failed = of_answer(asked(3, "a"), REFUSED)
+    data, failed = response_line(asked(3, "a"), REFUSED)
     line = read(data)
     assert line["response"]["status_code"] == 400
     assert line["response"]["body"] == json.loads(REFUSED.body)
@@ -74,20 +72,20 @@ def test_a_refusal_has_its_status_and_body_and_an_error_beside() -> None:
 
 
 def test_what_could_not_be_asked_has_an_error_alone() -> None:
-    line = read(of_bad_line(bad(3)))
+    line = read(bad_line(bad(3)))
     assert (line["custom_id"], line["response"]) == (None, None)
     message = "line 3: the url is not served"
     assert line["error"] == {"code": "invalid_url", "message": message, "line": 3}
 
 
-def test_what_has_a_result_is_not_left_to_do(tmp_path: Path, ledger: Ledger) -> None:
+def test_what_has_a_result_is_not_left_to_do(tmp_path: Path, ledger: ResultIndex) -> None:
     path = tmp_path / "out"
     lines = [asked(1, "a"), asked(2, "b"), bad(3), bad(4, "d"), bad(5), asked(6, "f")]
     path.write_bytes(
-        of_answer(asked(6, "f"), OK)[0]
-        + of_bad_line(bad(3))
-        + of_answer(asked(1, "a"), REFUSED)[0]
-        + of_bad_line(bad(4, "d"))
+        response_line(asked(6, "f"), OK)[0]
+        + bad_line(bad(3))
+        + response_line(asked(1, "a"), REFUSED)[0]
+        + bad_line(bad(4, "d"))
     )
     before = path.read_bytes()
     to_do, plan = left(path, lines, ledger)
@@ -96,7 +94,9 @@ def test_what_has_a_result_is_not_left_to_do(tmp_path: Path, ledger: Ledger) -> 
     assert path.read_bytes() == before
 
 
-def test_the_second_line_of_a_custom_id_is_an_error_once(tmp_path: Path, ledger: Ledger) -> None:
+def test_the_second_line_of_a_custom_id_is_an_error_once(
+    tmp_path: Path, ledger: ResultIndex
+) -> None:
     path = tmp_path / "out"
     lines = [asked(1, "a"), asked(2, "a"), asked(3, "b"), bad(4, "a")]
     to_do, _ = left(path, lines, ledger)
@@ -104,10 +104,10 @@ def test_the_second_line_of_a_custom_id_is_an_error_once(tmp_path: Path, ledger:
     assert isinstance(to_do[1], BadLine)
     assert isinstance(to_do[3], BadLine)
     assert to_do[1].code == to_do[3].code == "duplicate_custom_id"
-    assert "line 1 has this custom_id" in to_do[1].message
+    assert "line 1 has the same custom_id" in to_do[1].message
     # That is no result of the line that has it first.
-    path.write_bytes(of_bad_line(to_do[1]))
-    with closing(Ledger()) as another:
+    path.write_bytes(bad_line(to_do[1]))
+    with closing(ResultIndex()) as another:
         to_do, plan = left(path, lines, another)
     assert [line.line for line in to_do] == [1, 3, 4]
     assert plan.num_failed == 1
@@ -115,11 +115,11 @@ def test_the_second_line_of_a_custom_id_is_an_error_once(tmp_path: Path, ledger:
 
 def test_wherever_a_last_line_is_cut_it_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    whole = of_answer(asked(1, "a"), OK)[0]
-    last = of_answer(asked(2, "b"), OK)[0]
+    whole = response_line(asked(1, "a"), OK)[0]
+    last = response_line(asked(2, "b"), OK)[0]
     for num_bytes in range(len(last)):
         path.write_bytes(whole + last[:num_bytes])
-        with closing(Ledger()) as ledger, closing(Results(str(path), ledger)) as results:
+        with closing(ResultIndex()) as ledger, closing(Results(str(path), ledger)) as results:
             assert path.read_bytes() == whole
             assert [ledger.result(name) for name in "ab"] == [False, None]
             results.append(last)
@@ -140,67 +140,67 @@ def test_wherever_a_last_line_is_cut_it_is_dropped(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_of_anything_else_is_refused_and_left_as_it_is(
-    data: bytes, tmp_path: Path, ledger: Ledger
+    data: bytes, tmp_path: Path, ledger: ResultIndex
 ) -> None:
     path = tmp_path / "out"
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match="line 1 is no result of a batch"):
+    with pytest.raises(ConfigError, match="line 1 is not a batch result"):
         Results(str(path), ledger)
     assert path.read_bytes() == data
 
 
-def test_two_results_of_one_custom_id_are_refused(tmp_path: Path, ledger: Ledger) -> None:
+def test_two_results_of_one_custom_id_are_refused(tmp_path: Path, ledger: ResultIndex) -> None:
     path = tmp_path / "out"
-    path.write_bytes(of_answer(asked(1, "a"), OK)[0] * 2)
+    path.write_bytes(response_line(asked(1, "a"), OK)[0] * 2)
     with pytest.raises(ConfigError, match="line 2 is a second result of 'a'"):
         Results(str(path), ledger)
 
 
-def test_one_run_at_a_time_writes_a_file(tmp_path: Path, ledger: Ledger) -> None:
+def test_one_run_at_a_time_writes_a_file(tmp_path: Path, ledger: ResultIndex) -> None:
     path = str(tmp_path / "out")
-    with closing(Results(path, ledger)), pytest.raises(ConfigError, match="another run writes"):
+    with closing(Results(path, ledger)), pytest.raises(ConfigError, match="another run is writing"):
         Results(path, ledger)
     Results(path, ledger).close()
 
 
-def test_what_cannot_be_written_is_said(tmp_path: Path, ledger: Ledger) -> None:
+def test_what_cannot_be_written_is_said(tmp_path: Path, ledger: ResultIndex) -> None:
     with pytest.raises(ConfigError, match="No such file or directory"):
         Results(str(tmp_path / "no" / "out"), ledger)
     with closing(Results("/dev/full", ledger)) as full:
-        unwritten = pytest.raises(NanocoreError, match="a result cannot be written: No space")
+        unwritten = pytest.raises(NanocoreError, match="cannot write a result: No space")
         with unwritten:
             full.append(b"{}\n")
 
 
-def test_errors_are_taken_out_to_be_asked_again(tmp_path: Path, ledger: Ledger) -> None:
+def test_errors_are_taken_out_to_be_asked_again(tmp_path: Path, ledger: ResultIndex) -> None:
     path, link = tmp_path / "out", tmp_path / "link"
     link.symlink_to(path)
-    kept = [of_answer(asked(n, name), OK)[0] for n, name in ((1, "a"), (6, "f"))]
-    refused = of_answer(asked(2, "b"), REFUSED)[0]
-    path.write_bytes(kept[0] + of_bad_line(bad(3)) + refused + kept[1] + refused[:40])
+    kept = [response_line(asked(n, name), OK)[0] for n, name in ((1, "a"), (6, "f"))]
+    refused = response_line(asked(2, "b"), REFUSED)[0]
+    path.write_bytes(kept[0] + bad_line(bad(3)) + refused + kept[1] + refused[:40])
     path.chmod(0o640)
     with closing(Results(str(link), ledger, without_errors=True)) as results:
         assert path.read_bytes() == b"".join(kept)
         assert path.stat().st_mode & 0o777 == 0o640
-        with pytest.raises(ConfigError, match="another run writes"):
+        with pytest.raises(ConfigError, match="another run is writing"):
             Results(str(path), ledger)
         results.append(refused)
     assert path.read_bytes() == b"".join([*kept, refused])
     assert sorted(tmp_path.iterdir()) == [link, path]
     lines = [asked(1, "a"), asked(2, "b"), bad(3), asked(6, "f")]
-    with closing(Ledger()) as another:
+    with closing(ResultIndex()) as another:
         to_do, plan = left(path, lines, another)
     assert [line.line for line in to_do] == [3]
     assert (plan.num_done, plan.num_failed) == (3, 1)
 
 
 def test_a_file_of_anything_else_is_left_as_it_is_by_who_retries_too(
-    tmp_path: Path, ledger: Ledger
+    tmp_path: Path, ledger: ResultIndex
 ) -> None:
     path = tmp_path / "out"
-    data = of_bad_line(bad(3)) + b'{"custom_id": "a"}\n'
+    data = bad_line(bad(3)) + b'{"custom_id": "a"}\n'
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match="line 2 is no result of a batch"):
+    with pytest.raises(ConfigError, match="line 2 is not a batch result"):
         Results(str(path), ledger, without_errors=True)
     assert path.read_bytes() == data
     assert list(tmp_path.iterdir()) == [path]

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from nanocore.cli.batch.ledger import Ledger
 from nanocore.cli.batch.lines import BadLine, BatchRequest
-from nanocore.cli.batch.plan import Plan
+from nanocore.cli.batch.pending import PendingLines, ResultIndex
 from nanocore.cli.batch.results import Results
 from nanocore.cli.batch.runner import BatchRunner, default_concurrency
 from nanocore.http.exchange import Receive, Scope, Send
@@ -60,8 +59,8 @@ class Run:
         self._lines = lines
 
     def __call__(self, max_concurrency: int = 2) -> BatchRunner:
-        with closing(Ledger()) as ledger, closing(Results(str(self.path), ledger)) as results:
-            plan = Plan(self._lines, ledger)
+        with closing(ResultIndex()) as ledger, closing(Results(str(self.path), ledger)) as results:
+            plan = PendingLines(self._lines, ledger)
             runner = BatchRunner(self._app, plan, results, self._show, self._pause)
             asyncio.run(runner.run(max_concurrency))
             return runner
@@ -120,7 +119,7 @@ def test_an_engine_that_is_gone_ends_the_run_and_what_is_answered_stays(
     new_run: Callable[..., Run],
 ) -> None:
     run = new_run(PlayedApp(*[503] * 100), [*LINES[1:], LINES[0]])
-    with pytest.raises(EngineDeadError, match="the same command goes on"):
+    with pytest.raises(EngineDeadError, match="run the same command again"):
         run(1)
     assert len(run.results()) == 5
     assert sum(run.paused_s) <= 30

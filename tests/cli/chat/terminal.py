@@ -77,7 +77,7 @@ class Terminal:
         whole = self._raw
         if (cut := whole.rfind("\x1b")) >= 0 and not _ESCAPES.match(whole, cut):
             whole = whole[:cut]  # the rest of an escape comes with the next read
-        self.shown = _ESCAPES.sub("", whole).replace("\r\n", "\n")
+        self.shown = re.sub("\r+\n", "\n", _ESCAPES.sub("", whole))
         return bool(data)
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from nanocore.cli.chat.commands import COMMANDS, Given, help_text, parse
+from nanocore.cli.chat.commands import COMMANDS, SlashCommand, help_text, parse_command
 from nanocore.protocol.errors import InvalidRequestError
 
 
 @pytest.mark.parametrize(
     ("text", "given"),
     [
-        ("/new", Given("new", "")),
-        ("/NEW ", Given("new", "")),
-        ("/set temperature 0.5", Given("set", "temperature 0.5")),
-        ("/set", Given("set", "")),
-        ("/system Two\nlines.", Given("system", "Two\nlines.")),
-        ("/save  a file.json ", Given("save", "a file.json")),
+        ("/new", SlashCommand("new", "")),
+        ("/NEW ", SlashCommand("new", "")),
+        ("/set temperature 0.5", SlashCommand("set", "temperature 0.5")),
+        ("/set", SlashCommand("set", "")),
+        ("/system Two\nlines.", SlashCommand("system", "Two\nlines.")),
+        ("/save  a file.json ", SlashCommand("save", "a file.json")),
         ("hello", None),
         (" /new", None),
         ("/usr/bin/env is what?", None),
@@ -24,23 +24,23 @@ from nanocore.protocol.errors import InvalidRequestError
         ("two\n/new", None),
     ],
 )
-def test_a_command_begins_with_a_slash_and_a_word(text: str, given: Given | None) -> None:
-    assert parse(text) == given
+def test_a_command_begins_with_a_slash_and_a_word(text: str, given: SlashCommand | None) -> None:
+    assert parse_command(text) == given
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("/nwe", "there is no command /nwe; did you mean /new"),
-        ("/xyzzy", "/help lists them"),
-        ("/", "there is no command /;"),
-        ("/new all", "/new takes nothing, and was given 'all'"),
+        ("/nwe", "unknown command /nwe; did you mean /new"),
+        ("/xyzzy", "see /help. To send text"),
+        ("/", "unknown command /;"),
+        ("/new all", "/new takes no argument, got 'all'"),
         ("/save", "/save needs a FILE"),
     ],
 )
 def test_what_is_wrong_with_a_command_is_said(text: str, error: str) -> None:
     with pytest.raises(InvalidRequestError, match=error):
-        parse(text)
+        parse_command(text)
 
 
 def test_help_has_a_line_for_each_command() -> None:

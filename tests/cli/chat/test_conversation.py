@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from nanocore.cli.chat import sampling
+from nanocore.cli.chat.commands import with_value
 from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
 from nanocore.cli.chat.files import EngineLog, ErrorLog, open_engine_log, state_directory
-from nanocore.cli.chat.history import InputHistory
+from nanocore.cli.chat.interactive import BoundedHistory, input_history
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 
 HELLO = {"role": "user", "content": "hello"}
@@ -42,7 +42,7 @@ def test_taking_back_removes_the_last_question_and_what_followed() -> None:
     assert conversation.take_back()["content"] == "never answered"
     assert conversation.take_back() == HELLO
     assert conversation.turns == []
-    with pytest.raises(InvalidRequestError, match="nothing has been said yet"):
+    with pytest.raises(InvalidRequestError, match="the conversation is empty"):
         conversation.take_back()
 
 
@@ -78,12 +78,12 @@ def test_a_list_of_messages_is_a_conversation_and_its_last_question_waits(tmp_pa
 def test_no_other_file_is_written_over(tmp_path: Path) -> None:
     path = tmp_path / "mine.txt"
     path.write_text("dear to me")
-    with pytest.raises(InvalidRequestError, match=r"holds no conversation.*left as it is"):
+    with pytest.raises(InvalidRequestError, match=r"holds no conversation.*not overwritten"):
         save(path, SavedChat(messages=[HELLO]))
     assert path.read_text() == "dear to me"
     for content in ("[]", '{"messages": []}', '{"messages": [{"role": "user"}], "precious": 1}'):
         path.write_text(content)
-        with pytest.raises(InvalidRequestError, match=r"holds (no|more).*left as it is"):
+        with pytest.raises(InvalidRequestError, match=r"holds (no|more).*not overwritten"):
             save(path, SavedChat(messages=[HELLO]))
         assert path.read_text() == content
     with pytest.raises(InvalidRequestError, match="cannot be written: No such file"):
@@ -114,7 +114,7 @@ def test_what_is_no_conversation_is_not_loaded(content: str, tmp_path: Path) -> 
     ],
 )
 def test_a_value_is_json_or_a_text(name: str, text: str, value: Any) -> None:
-    changed = sampling.with_value({"seed": 3}, name, text)
+    changed = with_value({"seed": 3}, name, text)
     assert changed.get(name) == value
     assert changed.get("seed") == (3 if name != "seed" else None)
 
@@ -123,7 +123,7 @@ def test_a_value_is_json_or_a_text(name: str, text: str, value: Any) -> None:
     ("name", "text", "error"),
     [
         ("temprature", "0", "did you mean temperature"),
-        ("zzz", "0", "there are temperature, top_p"),
+        ("zzz", "0", "known: temperature, top_p"),
         ("temperature", "-1", "temperature"),
         ("temperature", "hot", "temperature='hot' is of the wrong type"),
         ("min_tokens", "9", "at most max_tokens"),
@@ -131,31 +131,44 @@ def test_a_value_is_json_or_a_text(name: str, text: str, value: Any) -> None:
 )
 def test_what_cannot_be_is_not_set(name: str, text: str, error: str) -> None:
     with pytest.raises(InvalidRequestError, match=error):
-        sampling.with_value({"max_tokens": 3}, name, text)
+        with_value({"max_tokens": 3}, name, text)
 
 
 def test_what_was_typed_is_kept_for_its_user_alone_and_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.cli.chat.history.MAX_ENTRIES", 3)
+    monkeypatch.setattr("nanocore.cli.chat.interactive.MAX_ENTRIES", 3)
     path = tmp_path / "history"
-    history = InputHistory(path, pytest.fail)
+    history = BoundedHistory(path)
     for number in range(7):
-        history.store_string(f"{number}\nü")
+        history.store_string(f"{number}\n# ü")
     history.store_string("x" * 20_000)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    again = InputHistory(path, pytest.fail)
-    assert list(again.load_history_strings()) == ["6\nü", "5\nü", "4\nü"]
+    again = BoundedHistory(path)
+    assert list(again.load_history_strings()) == ["6\n# ü", "5\n# ü", "4\n# ü"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_a_history_that_cannot_be_written_is_told_once(tmp_path: Path) -> None:
-    told: list[str] = []
-    history = InputHistory(tmp_path, told.append)
-    history.store_string("a")
-    history.store_string("b")
-    assert len(told) == 1
-    assert "Is a directory: what is typed is not kept there" in told[0]
+@pytest.mark.parametrize("kind", ["directory", "link", "pipe", "no directory"])
+def test_a_history_that_cannot_be_used_is_reported_and_kept_in_memory(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    path = state_directory({"XDG_STATE_HOME": str(tmp_path)}) / "chat-history"
+    match kind:
+        case "directory":
+            path.mkdir()
+        case "link":
+            path.symlink_to("/dev/zero")
+        case "pipe":
+            os.mkfifo(path)
+        case "no directory":
+            path.parent.chmod(0o755)
+    notes: list[str] = []
+    history = input_history(notes.append)
+    assert not isinstance(history, BoundedHistory)
+    assert len(notes) == 1
+    assert notes[0].endswith(": history is not saved")
 
 
 @pytest.fixture
@@ -168,26 +181,14 @@ def pipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("has_writer", [False, True])
 def test_nothing_waits_for_a_pipe(pipe: Path, has_writer: bool) -> None:
     fd = os.open(pipe, os.O_RDWR) if has_writer else -1
-    told: list[str] = []
     with pytest.raises(InvalidRequestError, match="it is no regular file"):
         load(pipe)
-    with pytest.raises(InvalidRequestError, match="it is no regular file; it is left as it is"):
+    with pytest.raises(InvalidRequestError, match="it is no regular file; not overwritten"):
         save(pipe, SavedChat(messages=[HELLO]))
     with pytest.raises(ConfigError, match="an engine's log goes there"):
         EngineLog(pipe)
-    history = InputHistory(pipe, told.append)
-    assert list(history.load_history_strings()) == []
-    assert len(told) == 1
     if has_writer:
         os.close(fd)
-
-
-def test_a_history_that_is_a_link_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("/dev/zero")
-    told: list[str] = []
-    history = InputHistory(tmp_path / "link", told.append)
-    assert list(history.load_history_strings()) == []
-    assert len(told) == 1
 
 
 def test_errors_of_ours_are_kept_and_bounded(

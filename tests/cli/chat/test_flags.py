@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.cli import command
-from nanocore.cli.chat.flags import ChatOptions, parse
+from nanocore.cli.chat.flags import ChatSettings, parse
 from nanocore.cli.main import main
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.errors import ConfigError
@@ -68,9 +68,9 @@ def test_a_line_end_is_no_part_of_a_key_and_a_wrong_one_matters_to_servers_alone
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["--url", "h:8000"], "no URL such as http://HOST:8000/v1"),
-        (["--url", "http://h/v1?x=1"], "no URL such as"),
-        (["--url", "http://amy:p@ss@h:99999/v1"], r"'http://\*{3}@h:99999/v1' is no URL"),
+        (["--url", "h:8000"], "not a URL such as http://HOST:8000/v1"),
+        (["--url", "http://h/v1?x=1"], "not a URL such as"),
+        (["--url", "http://amy:p@ss@h:99999/v1"], r"'http://\*{3}@h:99999/v1' is not a URL"),
         (["m", "--url", "http://h"], "leave m out"),
         (["--url", "http://h", "--dtype", "float32"], "leave --dtype out"),
         (["--url", "http://h", "--endpoint"], "leave --endpoint out"),
@@ -80,10 +80,10 @@ def test_a_line_end_is_no_part_of_a_key_and_a_wrong_one_matters_to_servers_alone
         (["m", "--endpoint", "ipc:///x/y"], "leave m out"),
         (["m", "--model", "n"], "two models, m and --model n"),
         (["-q", " "], "--quick: a message is needed"),
-        (["-q", "a\udcffb"], "--quick: it is no text in UTF-8"),
-        (["--system-prompt", "\udcff"], "--system-prompt: it is no text"),
+        (["-q", "a\udcffb"], "--quick: it is not UTF-8"),
+        (["--system-prompt", "\udcff"], "--system-prompt: it is not UTF-8"),
         (["--url", "http://h", "--api-key", "a\nb"], "--api-key: a key is printable ASCII"),
-        (["--url", "http://u:p@h", "--api-key", "k"], "a server is told one of them"),
+        (["--url", "http://u:p@h", "--api-key", "k"], "give one of them"),
         (["--set", "temperature"], "NAME=VALUE is needed"),
         (["--set", "temprature=0"], "did you mean temperature"),
         (["--set", "top_p=2"], "top_p"),
@@ -105,7 +105,7 @@ def test_missing_packages_are_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(command, "find_spec", lambda name: None if name == package else name)
-    monkeypatch.setattr(ChatOptions, "is_prompted", package == "prompt_toolkit")
+    monkeypatch.setattr(ChatSettings, "is_prompted", package == "prompt_toolkit")
     with pytest.raises(SystemExit) as ended:
         main(["chat", *arguments])
     assert ended.value.code == 2

@@ -139,11 +139,14 @@ def test_another_model_takes_the_launched_ones_place_and_the_conversation_stays(
     with chatting(str(DEMO), *GREEDY, "--dtype", "float32", TERM="dumb") as terminal:
         terminal.press(SUM)
         terminal.expect(ANSWER)
-        terminal.press(f"/model {tmp_path / 'other'}\n/model {tmp_path / 'none'}\n/retry\n")
-        terminal.expect(f"({tmp_path / 'other'} answers)")
+        terminal.press(f"/model {tmp_path / 'other'}{ENTER}")
+        terminal.expect(f"(model: {tmp_path / 'other'})")
+        terminal.press(f"/model {tmp_path / 'none'}{ENTER}")
+        terminal.expect(f"{tmp_path / 'none'}\n")
         terminal.expect(f"{tmp_path / 'none'}")
+        terminal.press(f"/retry{ENTER}")
         terminal.expect(ANSWER)
-        terminal.press("/model\n")
+        terminal.press(f"/model{ENTER}")
         terminal.expect(f"* {tmp_path / 'other'}\n")
         terminal.press(CTRL_D)
         assert terminal.exit() == 0
@@ -170,7 +173,7 @@ def test_a_server_is_asked_by_its_url_and_may_go(tmp_path: Path) -> None:
             served.signal(signal.SIGKILL)
             served.exit()
             terminal.press(SUM)
-            terminal.expect(f"no server at {url}/v1, or none any more: ")
+            terminal.expect(f"cannot reach a server at {url}/v1: ")
             terminal.press(CTRL_D)
             assert terminal.exit() == 0
 
@@ -188,8 +191,8 @@ def test_the_transcript_of_the_page_is_what_is_shown(engine: forked.Engine) -> N
             terminal.press(f"{line}\n")
             shown.append("> " + terminal.expect(f"{line}\n") + f"{line}\n")
         assert terminal.exit() == 0
-    figures = re.compile(r"^\(\w*demo_model \|.*\n", flags=re.MULTILINE)
-    assert figures.sub("", "".join(shown)) == transcript
+    stats = re.compile(r"^\(\w*demo_model \|.*\n", flags=re.MULTILINE)
+    assert stats.sub("", "".join(shown)) == transcript
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

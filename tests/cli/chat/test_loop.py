@@ -21,10 +21,10 @@ from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from nanocore.cli.chat.conversation import Conversation
+from nanocore.cli.chat.interactive import CommandCompleter, Prompt
 from nanocore.cli.chat.loop import ChatLoop
-from nanocore.cli.chat.once import answer_once
-from nanocore.cli.chat.prompt import CommandCompleter, Prompt
-from nanocore.cli.chat.terminal import Interrupts
+from nanocore.cli.chat.session import ask_once
+from nanocore.cli.interrupts import Interrupts
 from nanocore.client.chat.events import Failed, Finished, Started, Text, ToolBegin, Usage
 from nanocore.protocol.errors import (
     ConfigError,
@@ -50,11 +50,11 @@ class Typed:
         return self._texts.pop(0)
 
 
-def chat(target: FakeTarget, *texts: str, system: str = "", **arguments: Any) -> str:
+def chat(target: FakeTarget, *texts: str, system: str = "") -> str:
     """What is shown when these are typed."""
     shown, interrupts = Shown(), Interrupts()
     loop = ChatLoop(target, Conversation(system), {}, shown.view, interrupts)
-    assert asyncio.run(interrupts.run(loop.run(Typed(*texts), **arguments))) == 0
+    assert asyncio.run(interrupts.run(loop.run(Typed(*texts)))) == 0
     return shown.text
 
 
@@ -102,7 +102,7 @@ def test_what_was_taken_back_or_forgotten_is_not_sent() -> None:
 def test_the_systems_words_are_shown_and_removed() -> None:
     target = FakeTarget(answer("a"))
     shown = chat(target, "/system", "/system -", "/system", "x", system="Be kind.")
-    assert shown == "Be kind.\n(nothing)\na\n"
+    assert shown == "Be kind.\n(no system prompt)\na\n"
     assert contents(target.asked[0][0]) == ["x"]
 
 
@@ -111,7 +111,9 @@ def test_a_loaded_question_waits_for_retry(tmp_path: Path) -> None:
     path.write_text('[{"role": "user", "content": "so?"}]')
     target = FakeTarget(answer("a"))
     shown = chat(target, f"/load {path}", "/retry", "/save ~nobody-of-this-name/x")
-    assert shown.startswith("(1 messages; /retry asks the last one)\na\n~nobody-of-this-name/x ")
+    assert shown.startswith(
+        "(loaded 1 messages; /retry asks the last one)\na\n~nobody-of-this-name/x "
+    )
     assert contents(target.asked[0][0]) == ["so?"]
 
 
@@ -119,7 +121,7 @@ def test_a_model_is_shown_and_changed_and_the_conversation_stays() -> None:
     target = FakeTarget(answer("a"), answer("b"))
     shown = chat(target, "x", "/model", "/model none", "/model other", "y")
     assert shown.splitlines() == [
-        "a", "* fake", "  other", "there is no model 'none'", "(other answers)", "b",
+        "a", "* fake", "  other", "there is no model 'none'", "(model: other)", "b",
     ]  # fmt: skip
     assert contents(target.asked[1][0]) == ["x", "a", "y"]
 
@@ -131,7 +133,7 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
         target, f"/save {path}", "x", "/set seed 3", f"/save {path}", "/new", "/set seed",
         f"/load {path}", "y",
     )  # fmt: skip
-    assert shown.splitlines()[0] == "nothing has been said yet"
+    assert shown.splitlines()[0] == "the conversation is empty"
     assert contents(target.asked[1][0]) == ["x", "a", "y"]
     assert target.asked[1][1] == {"seed": 3}
 
@@ -237,16 +239,14 @@ def test_an_answer_that_waits_for_an_engine_says_so(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shown.view, "note", noted)
     loop = ChatLoop(target, Conversation(), {}, shown.view, interrupts)
     asyncio.run(interrupts.run(loop.run(Typed("x"))))
-    assert shown.text == "(there is no engine now; the answer waits for one, or for Ctrl-C)\na\n"
+    assert shown.text == "(no engine is running; waiting for one, Ctrl-C stops)\na\n"
 
 
-def test_a_full_context_is_told() -> None:
-    shown = chat(FakeTarget(answer("a b c", "length", 97)), "x", tells_figures=True)
+def test_a_full_context_is_reported() -> None:
+    shown = chat(FakeTarget(answer("a b c", "length", 97)), "x")
     assert shown.splitlines()[1:] == [
-        "(cut: the context of 100 tokens is full; /new begins anew)",
-        shown.splitlines()[2],
+        "(truncated: the context of 100 tokens is full; /new starts afresh)"
     ]
-    assert shown.splitlines()[2].startswith("(fake | context 100/100 | ")
 
 
 # -- with keys ---------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def test_commands_and_what_they_take_are_completed(tmp_path: Path) -> None:
 def once(target: FakeTarget) -> None:
     conversation = Conversation()
     conversation.say("x")
-    asyncio.run(answer_once(target, conversation, {"seed": 3}))
+    asyncio.run(ask_once(target, conversation, {"seed": 3}))
 
 
 def test_one_question_prints_its_answer_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,7 +342,7 @@ def test_an_answer_that_is_cut_says_so_beside_it(capsys: pytest.CaptureFixture[s
     once(FakeTarget(answer("half", "length")))
     written = capsys.readouterr()
     assert written.out == "half\n"
-    assert written.err == "nanocore chat: cut: it is as long as max_tokens allows\n"
+    assert written.err == "nanocore chat: truncated at max_tokens\n"
 
 
 def test_an_answer_that_cannot_be_written_is_an_error_and_not_two(
@@ -370,5 +370,5 @@ def test_one_question_that_cannot_be_answered_is_an_error_of_usage() -> None:
         once(FakeTarget([ContextLengthError("too long")]))
     with pytest.raises(EngineDeadError):
         once(FakeTarget([EngineDeadError("gone")]))
-    with pytest.raises(NanocoreError, match="it ended early: abort"):
+    with pytest.raises(NanocoreError, match="ended early: abort"):
         once(FakeTarget(answer("half", "abort")))

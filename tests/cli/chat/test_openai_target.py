@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from nanocore.cli.chat.openai_target import OpenAITarget
+from nanocore.cli.chat.openai_target import OpenAIChatTarget
 from nanocore.client.chat.answer import AnswerCollector, ChatAnswer, ToolCall
 from nanocore.client.chat.events import Started, Text, Usage
 from nanocore.protocol.errors import (
@@ -48,9 +48,9 @@ def delta(reason: str | None = None, **fields: Any) -> bytes:
 
 
 @asynccontextmanager
-async def opened(server: FakeServer, **arguments: Any) -> AsyncIterator[OpenAITarget]:
+async def opened(server: FakeServer, **arguments: Any) -> AsyncIterator[OpenAIChatTarget]:
     arguments = {"api_key": None, "model": None} | arguments
-    target = OpenAITarget(f"{server.url}/v1", **arguments)
+    target = OpenAIChatTarget(f"{server.url}/v1", **arguments)
     try:
         await target.open()
         yield target
@@ -58,7 +58,7 @@ async def opened(server: FakeServer, **arguments: Any) -> AsyncIterator[OpenAITa
         await target.close()
 
 
-async def collected(target: OpenAITarget, **sampling: Any) -> ChatAnswer:
+async def collected(target: OpenAIChatTarget, **sampling: Any) -> ChatAnswer:
     collector, is_first = AnswerCollector(), True
     async for one in target.ask(QUESTION, sampling):
         assert isinstance(one, Started) == is_first
@@ -133,10 +133,7 @@ def raw(text: str) -> bytes:
     [
         ([raw('{"choices": [{"delta": {"content": "a\xff\xfe\xc3(b"}}]}')],
          "a\ufffd\ufffd\ufffd(b"),
-        ([delta(content="x\ud83d"), delta(content="\ude00y")], "x\U0001f600y"),
-        ([delta(content="x\ud83d"), delta(content="y")], "x\ufffdy"),
-        ([delta(content="x\ud83d")], "x\ufffd"),
-        ([delta(content="x\ude00y")], "x\ufffdy"),
+        ([delta(content="x\ud83d")], "x?"),
         ([raw('{"choices": null}'), raw('{"choices": [null]}'),
           raw('{"choices": [{"delta": null}]}'),
           raw("3"), raw('{"usage": {"prompt_tokens": "x"}}'), delta(content=5),
@@ -145,8 +142,7 @@ def raw(text: str) -> bytes:
           "delta": {"content": "a"}}]})], "a"),
         ([delta(content="a").replace(b"\n", b"\r")], "a"),
     ],
-    ids=["no UTF-8", "an emoji in two chunks", "half", "half at the end", "other half", "odd",
-         "numbers", "CR"],
+    ids=["no UTF-8", "half a pair", "odd", "numbers", "CR"],
 )  # fmt: skip
 def test_what_is_odd_costs_nothing_but_itself(pieces: list[bytes], content: str) -> None:
     answer, _ = ask(answering(*pieces, delta("stop"), DONE))
@@ -172,7 +168,7 @@ def test_an_answer_that_comes_whole_is_one(content: str | list[dict[str, str]]) 
 
 def test_a_url_that_says_who_asks_is_not_shown_and_neither_is_its_user() -> None:
     async def run(url: str) -> None:
-        target = OpenAITarget(url, None, "m")
+        target = OpenAIChatTarget(url, None, "m")
         try:
             await target.open()
             await collected(target)
@@ -192,21 +188,21 @@ def test_a_url_that_says_who_asks_is_not_shown_and_neither_is_its_user() -> None
 @pytest.mark.parametrize(
     ("status", "body", "kind", "words"),
     [
-        (401, ERROR, ConfigError, r"HTTP 401: so not \(the key is --api-key's, or OPENAI_API_KEY"),
+        (401, ERROR, ConfigError, r"HTTP 401: so not \(set the key by --api-key or OPENAI_API_KEY"),
         (400, ERROR, InvalidRequestError, "HTTP 400: so not$"),
         (422, b'{"detail": [1]}', InvalidRequestError, "detail"),
         (429, b'{"message": "busy"}', EngineOverloadedError, "HTTP 429: busy"),
         (503, b"", EngineOverloadedError, r"HTTP 503: \(no reason\)"),
         (500, b"<html>" * 500, NanocoreError, r"\(3000 characters\)"),
-        (200, delta(content="a"), EngineDeadError, "lost before the answer had ended"),
-        (200, b"", EngineDeadError, "lost before the answer had ended"),
-        (200, b"data: {", EngineDeadError, "lost before the answer had ended"),
-        (200, b"data: {\n\n", NanocoreError, "no chunk of an answer"),
-        (200, b"data: " + b"[" * 200_000 + b"\n\n", NanocoreError, "no chunk.*too deep"),
-        (200, DONE, NanocoreError, "ended before it had begun"),
+        (200, delta(content="a"), EngineDeadError, "lost during the response"),
+        (200, b"", EngineDeadError, "lost during the response"),
+        (200, b"data: {", EngineDeadError, "lost during the response"),
+        (200, b"data: {\n\n", NanocoreError, "invalid chunk"),
+        (200, b"data: " + b"[" * 200_000 + b"\n\n", NanocoreError, "invalid chunk.*too deeply"),
+        (200, DONE, NanocoreError, "the response is empty"),
         (200, ERROR, NanocoreError, "error: so not"),
-        (200, b"<html>\nLog in", NanocoreError, "no answer of OpenAI's API: <html> Log in"),
-        (200, b'{"choices": []}', NanocoreError, "no answer of OpenAI's API"),
+        (200, b"<html>\nLog in", NanocoreError, "not a response of OpenAI's API: <html> Log in"),
+        (200, b'{"choices": []}', NanocoreError, "not a response of OpenAI's API"),
         (200, delta(content="a") + event({"object": "error", "message": "old", "code": 400}),
          NanocoreError, "error: old$"),
         (401, b"no sesame-key", ConfigError, r"HTTP 401: no \*\*\* \("),
@@ -249,7 +245,7 @@ def test_leaving_an_answer_closes_its_connection() -> None:
 
 def opening(url: str) -> None:
     async def run() -> None:
-        target = OpenAITarget(url, None, None)
+        target = OpenAIChatTarget(url, None, None)
         try:
             await target.open()
         finally:
@@ -262,7 +258,7 @@ def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr("nanocore.cli.chat.openai_target.CONNECT_TIMEOUT_S", 0.05)
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        pytest.raises(EngineDeadError, match="no server at"),
+        pytest.raises(EngineDeadError, match="cannot reach a server at"),
     ):
         opening(f"http://127.0.0.1:{silent.getsockname()[1]}/v1")
 
@@ -270,7 +266,7 @@ def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.Monkey
 def test_models_are_listed_and_chosen() -> None:
     async def run() -> Sequence[str]:
         async with opened(server) as target:
-            with pytest.raises(InvalidRequestError, match="there is no model 'none': fake"):
+            with pytest.raises(InvalidRequestError, match=r"unknown model .none.; .* fake"):
                 await target.switch("none")
             await target.switch("fake")
             assert target.max_model_len is None
@@ -291,14 +287,14 @@ def test_a_server_that_lists_no_models_needs_a_name() -> None:
         with pytest.raises(ConfigError, match=r"HTTP 404.*name one with --model-name"):
             asyncio.run(run(None))
         server.models_status = 401
-        with pytest.raises(ConfigError, match="the key is --api-key's"):
+        with pytest.raises(ConfigError, match="set the key by --api-key"):
             asyncio.run(run("mine"))
 
 
 def test_a_server_that_is_not_there_is_said_to_be_missing() -> None:
     with serving(answering()) as server:
         pass
-    with pytest.raises(EngineDeadError, match=f"no server at {server.url}/v1.*: Connection ref"):
+    with pytest.raises(EngineDeadError, match=f"a server at {server.url}/v1.*: Connection ref"):
         opening(f"{server.url}/v1")
 
 
@@ -307,7 +303,7 @@ def test_a_host_without_an_address_is_said_to_be_unknown(monkeypatch: pytest.Mon
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    with pytest.raises(EngineDeadError, match=r"no server at .*: Name or service not known"):
+    with pytest.raises(EngineDeadError, match=r"a server at .*: Name or service not known"):
         opening("http://nobody.invalid/v1")
 
 

@@ -6,10 +6,8 @@ import random
 
 import pytest
 
-from nanocore.cli.chat.markup import BOLD, CODE, PLAIN, MarkupStream, Piece
-from nanocore.cli.chat.target import Resumed
-from nanocore.cli.chat.turn import Figures, Turn, ending
-from nanocore.cli.chat.view import status
+from nanocore.cli.chat.target import ChatTurn, Resumed, TurnStats, incompleteness, status_line
+from nanocore.cli.chat.view import BOLD, CODE, PLAIN, MarkdownStyles, Piece
 from nanocore.client.chat.answer import ChatAnswer
 from nanocore.client.chat.events import (
     Finished,
@@ -48,8 +46,13 @@ def joined(pieces: list[Piece]) -> list[Piece]:
 
 
 def styled(*deltas: str) -> list[Piece]:
-    stream = MarkupStream()
-    return joined([*[piece for delta in deltas for piece in stream.feed(delta)], *stream.finish()])
+    stream = MarkdownStyles()
+    return joined(
+        [
+            *[piece for delta in deltas for piece in stream.feed(delta)],
+            *stream.feed("", is_end=True),
+        ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +88,7 @@ def test_a_text_looks_the_same_however_it_comes(seed: int) -> None:
 
 
 def test_what_streams_is_not_held_back() -> None:
-    stream = MarkupStream()
+    stream = MarkdownStyles()
     assert stream.feed("Hello") == [("Hello", PLAIN)]
     assert stream.feed(" wor") == [(" wor", PLAIN)]
     assert stream.feed("ld**") == [("ld", PLAIN)]
@@ -132,9 +135,9 @@ def test_parts_of_an_answer_begin_lines_and_notes_stand_between() -> None:
         'calls f {"a":1}',
         "calls g ",
         "on",
-        "(another engine goes on behind 5 tokens)",
+        "(another engine continues after 5 tokens)",
         "ward",
-        "(another engine goes on behind 6 tokens, perhaps in other words)",
+        "(another engine continues after 6 tokens, perhaps with other words)",
     ]
 
 
@@ -148,24 +151,24 @@ def test_what_turns_a_text_around_is_shown() -> None:
 
 def test_a_turn_measures_from_the_question() -> None:
     clock = iter([10.0, 10.5, 12.0])
-    turn = Turn(lambda: next(clock))
+    turn = ChatTurn(lambda: next(clock))
     turn.add(Started("r", range(30), 16))
     turn.add(Text("a"))
-    assert turn.figures() == Figures(num_prompt_tokens=30, num_cached_tokens=16, ttft_s=0.5)
+    assert turn.stats() == TurnStats(num_prompt_tokens=30, num_cached_tokens=16, ttft_s=0.5)
     turn.add(Text("b"))
     turn.add(Finished("stop", Usage(30, 16, 8, 0)))
-    figures = turn.figures()
-    assert (figures.tokens_per_s, figures.num_context_tokens) == (4.0, 38)
+    stats = turn.stats()
+    assert (stats.tokens_per_s, stats.num_context_tokens) == (4.0, 38)
     assert turn.message() == {"role": "assistant", "content": "ab"}
 
 
 def test_nothing_is_no_answer() -> None:
-    turn = Turn()
+    turn = ChatTurn()
     turn.add(Started("r", range(3), 0))
     assert turn.message() is None
 
 
-FIGURES = Figures(
+FIGURES = TurnStats(
     num_prompt_tokens=1030, num_cached_tokens=16, num_output_tokens=8, ttft_s=0.5, tokens_per_s=4.0
 )
 
@@ -180,27 +183,27 @@ FIGURES = Figures(
     ],
 )
 def test_a_narrow_terminal_shows_what_matters_most(num_columns: int, line: str) -> None:
-    assert status("/models/m/", FIGURES, 2048, num_columns) == line
+    assert status_line("/models/m/", FIGURES, 2048, num_columns) == line
 
 
 def test_what_nobody_counts_is_not_shown() -> None:
-    turn = Turn(iter([1.0, 2.0]).__next__)
+    turn = ChatTurn(iter([1.0, 2.0]).__next__)
     turn.add(Started("r", (), 0))
     turn.add(Text("a"))
     turn.add(Finished("stop", Usage(0, 0, 0, 0)))
-    assert status("m", turn.figures(), 1000, 80) == "m | first 1,000 ms"
+    assert status_line("m", turn.stats(), 1000, 80) == "m | first 1,000 ms"
 
 
 def test_of_an_answer_that_was_stopped_the_prompt_is_known() -> None:
-    turn = Turn(iter([1.0, 2.0]).__next__)
+    turn = ChatTurn(iter([1.0, 2.0]).__next__)
     turn.add(Started("r", range(30), 16))
     turn.add(Text("a"))
     line = "m | context 30/1,000 | first 1,000 ms | prompt 30 (16 cached)"
-    assert status("m", turn.figures(), 1000, 80) == line
+    assert status_line("m", turn.stats(), 1000, 80) == line
 
 
 def test_what_nobody_says_is_not_shown() -> None:
-    assert status("m\x1b", Figures(), None, 80) == "m\\x1b"
+    assert status_line("m\x1b", TurnStats(), None, 80) == "m\\x1b"
 
 
 @pytest.mark.parametrize(
@@ -210,12 +213,12 @@ def test_what_nobody_says_is_not_shown() -> None:
         ("stop", 1038, "why"),
         ("length", 1038, "the context of 1,038 tokens is full"),
         ("length", None, "max_tokens"),
-        ("error", 2048, "it ended early: why"),
+        ("error", 2048, "ended early: why"),
     ],
 )
 def test_an_answer_that_is_not_whole_says_why(
     reason: str, max_model_len: int | None, words: str
 ) -> None:
     answer = ChatAnswer(finish_reason=reason, message=words and "why")  # type: ignore[arg-type]
-    assert words in ending(answer, FIGURES, max_model_len)
-    assert bool(words) == bool(ending(answer, FIGURES, max_model_len))
+    assert words in incompleteness(answer, FIGURES, max_model_len)
+    assert bool(words) == bool(incompleteness(answer, FIGURES, max_model_len))

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from nanocore.cli.top.command import watch
-from nanocore.cli.top.readings import Load, Reading, load_between, quantile
+from nanocore.cli.top.load import Load, MetricsReading, load_between, quantile
 from nanocore.cli.top.view import sparkline, view
 from nanocore.protocol.errors import EngineDeadError
 from nanocore.protocol.metrics import Metric, MetricSample
@@ -30,9 +30,9 @@ def histogram(name: str, counts: list[int]) -> Metric:
     return Metric(name, "histogram", "", samples, [1.0, 2.0])
 
 
-def reading(at_s: float, scale: int) -> Reading:
+def reading(at_s: float, scale: int) -> MetricsReading:
     """Counters are some number times scale."""
-    return Reading(
+    return MetricsReading(
         [
             counter("generation_tokens", 100 * scale),
             counter("prompt_tokens", 50 * scale),
@@ -80,8 +80,8 @@ def test_quantiles_are_of_what_was_observed_in_between(load: Load) -> None:
 
 
 def test_what_is_below_the_first_bound_is_not_guessed() -> None:
-    before = Reading([histogram("request_queue_time_seconds", [0, 0, 0])], 1.0)
-    now = Reading([histogram("request_queue_time_seconds", [4, 0, 0])], 2.0)
+    before = MetricsReading([histogram("request_queue_time_seconds", [0, 0, 0])], 1.0)
+    now = MetricsReading([histogram("request_queue_time_seconds", [4, 0, 0])], 2.0)
     queue_s = load_between(before, now).queue_s
     assert (queue_s.mean, queue_s.p99, queue_s.least) == (1.5, None, 1.0)
     assert "<1000" in shown(load_between(before, now))

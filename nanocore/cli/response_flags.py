@@ -1,0 +1,77 @@
+"""Flags about reading requests and writing responses, shared by HTTP and batches."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from nanocore.protocol.errors import ConfigError, InvalidRequestError
+from nanocore.system.flags import json_object
+
+
+def add_response_flags(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--served-model-name", nargs="+", action="extend", default=[], metavar="NAME",
+        help="names of the model in requests; responses have the first")  # fmt: skip
+    for kind, what in (("tool-call", "tool calls"), ("reasoning", "reasoning")):
+        add(f"--{kind}-parser", default="auto", metavar="NAME",
+            help=f"format of {what} in the model's output: one of vLLM's names, or none "
+            "(default: auto, detected from the chat template)")  # fmt: skip
+    add("--default-chat-template-kwargs", type=json_object, default={}, metavar="JSON",
+        help="arguments of the chat template, unless a request sets them")  # fmt: skip
+    add("--allowed-chat-template-kwargs", nargs="+", action="extend", default=[], metavar="NAME",
+        help="further arguments of the chat template that requests may set")  # fmt: skip
+
+
+def response_settings(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of `AppSettings` that `add_response_flags` has flags for.
+
+    Raises:
+        ConfigError: a value that would fail each request, or could never be of use.
+    """
+    from nanocore.client.chat.parsing.formats import REASONING_PARSERS, TOOL_PARSERS
+    from nanocore.client.chat.template_kwargs import read_template_kwargs
+
+    for flag, name, known in (
+        ("--tool-call-parser", given.tool_call_parser, TOOL_PARSERS),
+        ("--reasoning-parser", given.reasoning_parser, REASONING_PARSERS),
+    ):
+        if name not in ("auto", "none", *known):
+            raise ConfigError(f"{flag} {name}: choose auto, none, {', '.join(sorted(known))}")
+    for flag, names in (
+        ("--default-chat-template-kwargs", given.default_chat_template_kwargs),
+        ("--allowed-chat-template-kwargs", given.allowed_chat_template_kwargs),
+    ):
+        try:
+            read_template_kwargs(dict.fromkeys(names), frozenset(names), ())
+        except InvalidRequestError as error:
+            raise ConfigError(f"{flag}: {error}") from None
+    if "" in given.served_model_name:
+        raise ConfigError("--served-model-name '': a name has at least one character")
+    return {
+        "served_model_names": tuple(given.served_model_name),
+        "max_body_bytes": given.max_body_bytes,
+        "tool_parser": _parser_name(given.tool_call_parser),
+        "reasoning_parser": _parser_name(given.reasoning_parser),
+        "default_chat_template_kwargs": given.default_chat_template_kwargs,
+        "allowed_template_kwargs": tuple(given.allowed_chat_template_kwargs),
+    }
+
+
+def _parser_name(text: str) -> str | None:
+    return None if text.lower() == "none" else text
+
+
+def check_tokenizer(folder: str | None) -> None:
+    """Raise ConfigError for a folder without a usable tokenizer."""
+    if folder is None:
+        return
+    if not Path(folder).is_dir():
+        raise ConfigError(f"--tokenizer {folder}: no such folder")
+    from nanocore.client.tokenizer import Tokenizer
+
+    try:
+        Tokenizer.from_folder(Path(folder)).close()
+    except InvalidRequestError as error:
+        raise ConfigError(f"--tokenizer {folder}: {error}") from None

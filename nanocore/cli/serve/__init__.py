@@ -1,0 +1,1 @@
+"""`nanocore serve`: a model over HTTP."""

@@ -1,0 +1,105 @@
+"""`python -m nanocore.cli.serve.http_worker FD`: one of several HTTP processes.
+
+FD is a socket to the parent (`worker_pool`), which sends the settings. The worker ends when the
+socket closes; the kernel kills it when the parent dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import Final, NoReturn
+
+import msgspec
+import uvloop
+
+from nanocore.cli.serve.worker_pool import WorkerStart
+from nanocore.http.server.service import EngineAddress, HttpService, freeze_startup
+from nanocore.protocol.errors import NanocoreError, StartError
+from nanocore.system.child_process import signal_at_parent_death
+from nanocore.system.logs import start_log
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S: Final = 10.0
+RETRY_S: Final = 1.0
+
+
+class _Link:
+    """Lines from the parent."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._socket.setblocking(False)
+        self._heard = b""
+
+    async def line(self) -> bytes:
+        """Return the next line; exit if the parent has closed the socket."""
+        while b"\n" not in self._heard:
+            data = await asyncio.get_running_loop().sock_recv(self._socket, 65536)
+            if not data:
+                os._exit(StartError.exit_code)
+            self._heard += data
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line
+
+    async def say_serving(self) -> None:
+        await asyncio.get_running_loop().sock_sendall(self._socket, b"s")
+
+
+async def _serve(link: _Link) -> None:
+    ending = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, ending.set)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the parent decides about the end
+    start = msgspec.json.decode(await link.line(), type=WorkerStart)
+    start_log(f"serve worker {start.number}", start.log_format)
+    service = HttpService(start.app, start.server)
+    await service.start([socket.socket(fileno=fd) for fd in start.fds])
+    hearing = asyncio.create_task(_hear(link, service))
+    await ending.wait()
+    try:
+        if not await service.drain(start.shutdown_timeout_s):
+            logger.info("some responses were incomplete after the timeout and were cut")
+    finally:
+        hearing.cancel()
+        await service.close()
+
+
+async def _hear(link: _Link, service: HttpService) -> None:
+    """Connect to the engine once its address arrives, and wait for the parent's end."""
+    try:
+        engine = msgspec.json.decode(await link.line(), type=EngineAddress)
+        said = ""
+        while True:
+            try:
+                await service.connect(engine, CONNECT_TIMEOUT_S)
+                break
+            except NanocoreError as error:
+                if str(error) != said:
+                    said = str(error)
+                    logger.error("%s; trying again", said)
+                await asyncio.sleep(RETRY_S)
+        freeze_startup()
+        await link.say_serving()
+        await link.line()
+    except Exception:
+        logger.exception("internal error")
+        os._exit(StartError.exit_code)
+
+
+def main() -> NoReturn:
+    signal_at_parent_death(signal.SIGKILL)
+    link = _Link(int(sys.argv[1]))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(link))
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

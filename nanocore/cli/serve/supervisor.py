@@ -1,0 +1,173 @@
+"""Supervisor: starts and stops a server's HTTP processes and its engine.
+
+A single process serves HTTP itself; several are workers. A launched engine ends with the server, is
+replaced when it dies, and ends the server when it has used up its restarts; a joined engine is left
+alone. The first signal lets running responses finish, the second one exits at once, whereupon the
+kernel ends the children.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import Coroutine
+from typing import Any, Final, TypeVar
+
+import uvloop
+
+from nanocore import __version__
+from nanocore.cli.serve.flags import ServeOptions
+from nanocore.cli.serve.worker_pool import WorkerPool
+from nanocore.client.engine_keeper import EngineKeeper
+from nanocore.http.server.service import EngineAddress, HttpService, freeze_startup
+from nanocore.protocol.errors import EngineDeadError, NanocoreError
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+CONNECT_TIMEOUT_S: Final = 60.0
+"""Time to connect to a launched engine that is ready."""
+FAREWELL_TIMEOUT_S: Final = 2.0
+"""Time for clients to receive the error after the engine's end."""
+INTERRUPTED: Final = 130
+
+
+class _SignalError(Exception):
+    """The first signal arrived."""
+
+
+class Supervisor:
+    """sockets: listening, a list for each process."""
+
+    def __init__(self, options: ServeOptions, sockets: list[list[socket.socket]]) -> None:
+        self._options = options
+        self._sockets = sockets
+        self._front: HttpService | WorkerPool
+        if options.http_workers == 1:
+            self._front = HttpService(options.app, options.server)
+        else:
+            HttpService(options.app, options.server)  # reports TLS errors here, once
+            self._front = WorkerPool(
+                options.app, options.server, options.shutdown_timeout_s, options.log_format
+            )
+        self._engine: EngineKeeper | None = None
+        self._engine_end: asyncio.Future[NanocoreError]
+        self._signal: asyncio.Future[int]
+
+    def run(self) -> int:
+        """Serve until a signal; return the exit code.
+
+        Raises:
+            NanocoreError: the engine did not start, or has ended for good.
+        """
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(self._run())
+
+    async def _run(self) -> int:
+        self._handle_signals()
+        url = self._url()
+        try:
+            await self._start_front()
+            logger.info("nanocore %s | listening at %s", __version__, url)
+            engine = await self._start_engine()
+            is_launched = self._engine is not None
+            timeout_s = CONNECT_TIMEOUT_S if is_launched else self._options.engine.start_timeout_s
+            card = await self._unless_over(self._front.connect(engine, timeout_s))
+            freeze_startup()
+            logger.info("ready: %s at %s | engine %s", card.model, url, ", ".join(engine.endpoints))
+            await self._unless_over(asyncio.Event().wait())
+            raise AssertionError
+        except _SignalError:
+            number = self._signal.result()
+            await self._drain(signal.Signals(number).name)
+            return INTERRUPTED if number == signal.SIGINT else 0
+        except EngineDeadError:
+            await self._front.drain(FAREWELL_TIMEOUT_S)
+            raise
+        finally:
+            await self._front.close()
+            if self._engine is not None:
+                await self._engine.stop()
+
+    async def _start_front(self) -> None:
+        if isinstance(self._front, WorkerPool):
+            await self._front.start(self._sockets)
+        else:
+            await self._front.start(self._sockets[0])
+
+    async def _start_engine(self) -> EngineAddress:
+        choice = self._options.engine
+        endpoints = choice.endpoints
+        if not endpoints:
+            logger.info("launching an engine: %s", " ".join(choice.flags) or "no flags")
+            keeper = EngineKeeper(choice.flags, choice.max_restarts, self._options.standby)
+            keeper.on_ready(self._on_ready)
+            keeper.on_ended(self._engine_end.set_result)
+            self._engine = keeper
+            await self._unless_over(keeper.start(choice.start_timeout_s))
+            endpoints = (keeper.endpoint,)
+        return EngineAddress(
+            endpoints=endpoints, curve_dir=choice.curve_dir, tokenizer=choice.tokenizer
+        )
+
+    def _on_ready(self) -> None:
+        keeper = self._engine
+        assert keeper is not None, "it has started"
+        gap_s = keeper.last_ready_s - keeper.last_death_s
+        logger.info("ready: serving again %.2f s after the engine's end", gap_s)
+
+    async def _unless_over(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Return the result, unless a signal or the engine's final end comes first."""
+        task = asyncio.create_task(coroutine)
+        ends: set[asyncio.Future[Any]] = {self._signal, self._engine_end}
+        try:
+            await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if self._signal.done():
+                raise _SignalError
+            if self._engine_end.done():
+                why = self._engine_end.result()
+                raise EngineDeadError(f"{why}, so the server ends; see the engine's log")
+            return await task
+        finally:
+            if not task.done():
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _drain(self, cause: str) -> None:
+        timeout_s = self._options.shutdown_timeout_s
+        if isinstance(self._front, HttpService) and not self._front.num_running:
+            logger.info("stopping: %s", cause)
+        else:
+            logger.info(
+                "%s: waiting up to %g s for running responses; another signal exits at once",
+                cause,
+                timeout_s,
+            )
+        if not await self._front.drain(timeout_s):
+            logger.info("some responses were incomplete after %g s and were cut", timeout_s)
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._signal = loop.create_future()
+        self._engine_end = loop.create_future()
+
+        def on_signal(number: int) -> None:
+            if self._signal.done():
+                os._exit(INTERRUPTED)
+            self._signal.set_result(number)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+            loop.add_signal_handler(signal.SIGHUP, on_signal, signal.SIGHUP)
+
+    def _url(self) -> str:
+        options = self._options
+        if options.uds is not None:
+            return f"unix:{options.uds}"
+        port = self._sockets[0][0].getsockname()[1]
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        return f"{options.server.scheme}://{host}:{port}"

@@ -1,0 +1,195 @@
+"""WorkerPool: several HTTP processes, restarted when they die.
+
+Each has its own listening sockets, which stay open here, so clients that connect while a worker is
+replaced wait for the next one. A worker gets its settings and the engine's address over a socket
+pair and reports there that it serves; each side ends when the pair closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from nanocore.http.server.service import EngineAddress
+from nanocore.http.server_settings import AppSettings, ServerSettings
+from nanocore.protocol.errors import EngineDeadError
+from nanocore.protocol.messages import ModelCard
+from nanocore.system.child_process import module_command
+from nanocore.system.logs import LogFormat
+
+logger = logging.getLogger(__name__)
+
+COMMAND: Final = module_command("nanocore.cli.serve.http_worker")
+FIRST_PAUSE_S: Final = 0.1
+MAX_PAUSE_S: Final = 10.0
+"""Longest pause before a worker is restarted, reached by doubling."""
+GRACE_S: Final = 3.0
+"""Time for workers to exit after the timeout of their responses."""
+
+
+class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
+    """First line to a worker. fds: of its listening sockets."""
+
+    app: AppSettings
+    server: ServerSettings
+    shutdown_timeout_s: float
+    fds: tuple[int, ...]
+    number: int
+    log_format: LogFormat
+
+
+class _Worker:
+    def __init__(self, number: int, sockets: Sequence[socket.socket]) -> None:
+        self.began_s = time.monotonic()
+        self.serves = asyncio.Event()
+        self._link, worker_end = socket.socketpair()
+        fds = [worker_end.fileno(), *(sock.fileno() for sock in sockets)]
+        with worker_end:
+            # In its own session Ctrl-C does not reach it: this process shuts it down in order.
+            self.process = subprocess.Popen(
+                [*COMMAND, str(worker_end.fileno())],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._link.setblocking(False)
+        self.number = number
+        self.fds = tuple(fds[1:])
+
+    async def tell(self, message: msgspec.Struct) -> None:
+        """Send a line; a worker that has ended is ignored."""
+        with suppress(OSError):
+            data = msgspec.json.encode(message) + b"\n"
+            await asyncio.get_running_loop().sock_sendall(self._link, data)
+
+    async def wait_exit(self) -> int:
+        """Wait for the worker's end, and note its readiness; return the exit code."""
+        with suppress(ConnectionResetError):
+            while await asyncio.get_running_loop().sock_recv(self._link, 64):
+                self.serves.set()
+        self._link.close()
+        return await asyncio.to_thread(self.process.wait)
+
+
+class WorkerPool:
+    """app, server: see `HttpService`."""
+
+    def __init__(
+        self,
+        app: AppSettings,
+        server: ServerSettings,
+        shutdown_timeout_s: float,
+        log_format: LogFormat,
+    ) -> None:
+        self._app = app
+        self._server = server
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._log_format = log_format
+        self._sockets: list[list[socket.socket]] = []
+        self._engine: asyncio.Future[EngineAddress]
+        self._workers: dict[int, _Worker] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._is_ending = asyncio.Event()
+
+    async def start(self, sockets: list[list[socket.socket]]) -> None:
+        """Start one worker per list of sockets."""
+        self._sockets = sockets
+        self._engine = asyncio.get_running_loop().create_future()
+        self._keepers = [
+            asyncio.create_task(self._keep(number)) for number in range(len(self._sockets))
+        ]
+
+    async def connect(self, engine: EngineAddress, timeout_s: float) -> ModelCard:
+        """Connect every worker to the engine.
+
+        Raises:
+            NanocoreError: see `AsyncEngineClient.connect`.
+        """
+        async with engine.client(timeout_s) as client:  # reports errors here, once
+            card = client.model_card
+        self._engine.set_result(engine)
+        try:
+            async with asyncio.timeout(timeout_s):
+                for number in range(len(self._sockets)):
+                    await self._worker_serves(number)
+        except TimeoutError:
+            raise EngineDeadError(
+                f"{len(self._sockets)} HTTP workers did not reach the engine in {timeout_s:g} s"
+            ) from None
+        return card
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Let workers finish their responses and exit; return whether all did in time."""
+        self._is_ending.set()
+        for sock in (sock for of_worker in self._sockets for sock in of_worker):
+            sock.close()  # the workers' copies stay open
+        self._signal(signal.SIGTERM)
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=timeout_s + GRACE_S)
+        return all(
+            keeper.done() and worker.process.returncode == 0
+            for keeper, worker in zip(self._keepers, self._workers.values(), strict=False)
+        )
+
+    async def close(self) -> None:
+        """Kill the remaining workers. Idempotent."""
+        self._is_ending.set()
+        self._signal(signal.SIGKILL)
+        await asyncio.gather(*self._keepers)
+
+    def _signal(self, number: int) -> None:
+        for worker in self._workers.values():
+            worker.process.send_signal(number)
+
+    async def _worker_serves(self, number: int) -> None:
+        """Wait until this worker, or its replacement, serves."""
+        while not (worker := self._workers[number]).serves.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_PAUSE_S):
+                    await worker.serves.wait()
+
+    async def _keep(self, number: int) -> None:
+        """Start a worker, and restart it whenever it ends, until the pool ends."""
+        pause_s = FIRST_PAUSE_S
+        while not self._is_ending.is_set():
+            worker = self._workers[number] = _Worker(number, self._sockets[number])
+            introduction = asyncio.create_task(self._introduce(worker))
+            code = await worker.wait_exit()
+            introduction.cancel()
+            if self._is_ending.is_set():
+                return
+            if time.monotonic() - worker.began_s > MAX_PAUSE_S:
+                pause_s = FIRST_PAUSE_S
+            logger.error(
+                "HTTP worker %d (pid %d) exited with code %d; restarting in %g s",
+                number,
+                worker.process.pid,
+                code,
+                pause_s,
+            )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._is_ending.wait()
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    async def _introduce(self, worker: _Worker) -> None:
+        """Send a worker its settings, and the engine's address once it is known."""
+        start = WorkerStart(
+            app=self._app,
+            server=self._server,
+            shutdown_timeout_s=self._shutdown_timeout_s,
+            fds=worker.fds,
+            number=worker.number,
+            log_format=self._log_format,
+        )
+        await worker.tell(start)
+        await worker.tell(await asyncio.shield(self._engine))

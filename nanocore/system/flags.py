@@ -1,0 +1,196 @@
+"""FlagParser, types of flags' values, and suggestions for unknown flags."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
+from typing import Any, Final, NoReturn
+from urllib.parse import SplitResult, urlsplit
+
+import msgspec
+
+from nanocore.protocol.errors import ConfigError
+
+DEFAULT_NAMESPACE: Final = "nanocore"
+
+
+class FlagParser(argparse.ArgumentParser):
+    """Raises ConfigError, in one line, where argparse would exit. Flags are not abbreviated."""
+
+    def __init__(
+        self, prog: str, description: str, *, usage: str | None = None, epilog: str | None = None
+    ) -> None:
+        super().__init__(prog, usage, description, epilog, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        message = message.replace("ignored explicit argument", "takes no value, got")
+        raise ConfigError(f"{message} ({self.prog} --help lists the flags)")
+
+
+def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
+    """Return a type of integers from `least` to `most`."""
+
+    def number(text: str) -> int:
+        if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most:
+            return int(text)
+        limits = f">= {least}" if most == 10**18 else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer {limits}")
+
+    return number
+
+
+def metrics_namespace(text: str) -> str:
+    if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", text):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is not a name of letters, digits and _")
+
+
+def port(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text[:6]) <= 65535:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+
+
+def seconds(text: str) -> float:
+    number = seconds_or_none(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return number
+
+
+def seconds_or_none(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if 0 <= number < 1e8:
+        return number
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+
+
+def otlp_url(text: str) -> str:
+    """Return the URL of an OTLP collector; without a path it gets /v1/traces."""
+    parts = http_url(text, "http://HOST:4318/v1/traces")
+    return text if parts.path.strip("/") else f"{text.rstrip('/')}/v1/traces"
+
+
+def api_url(text: str) -> str:
+    """Return the URL of an OpenAI API; without a path it gets /v1."""
+    parts = http_url(text, "http://HOST:8000/v1", has_query=False)
+    return text.rstrip("/") if parts.path.strip("/") else f"{text.rstrip('/')}/v1"
+
+
+def http_url(text: str, example: str, has_query: bool = True) -> SplitResult:
+    """Return the parts of a URL. has_query: whether a query or a fragment is allowed."""
+    try:
+        parts = urlsplit(text)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if is_valid and (has_query or not (parts.query or parts.fragment)):
+        return parts
+    shown = re.sub("//.*@", "//***@", text)  # there may be a password
+    raise argparse.ArgumentTypeError(f"{shown!r} is not a URL such as {example}")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = msgspec.json.decode(text)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+
+
+OTHER_NAMES: Final = {
+    # vLLM
+    "--api-server-count": "--http-workers",
+    "--disable-uvicorn-access-log": "--disable-access-log",
+    "--enable-log-requests": "--enable-access-log",
+    "--disable-log-requests": "--disable-access-log",
+    "--kv-events-config": "--kv-events-endpoint",
+    # SGLang
+    "--model-path": "--model",
+    "--tokenizer-path": "--tokenizer",
+    "--context-length": "--max-model-len",
+    "--random-seed": "--seed",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--max-total-tokens": "--num-gpu-blocks-override",
+    "--page-size": "--block-size",
+    "--max-running-requests": "--max-num-seqs",
+    "--max-queued-requests": "--max-num-queued-reqs",
+    "--chunked-prefill-size": "--max-num-batched-tokens",
+    "--max-prefill-tokens": "--max-num-batched-tokens",
+    "--prefill-max-requests": "--max-num-partial-prefills",
+    "--schedule-policy": "--scheduling-policy",
+    "--enable-priority-scheduling": "--scheduling-policy",
+    "--schedule-conservativeness": "--watermark",
+    "--tp-size": "--tp",
+    "--pp-size": "--pp",
+    "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--disable-cuda-graph": "--enforce-eager",
+    "--disable-overlap-schedule": "--no-async-scheduling",
+    "--enable-deterministic-inference": "--batch-invariant",
+    "--json-model-override-args": "--hf-overrides",
+    "--log-requests": "--enable-access-log",
+    # llama-server
+    "-m": "--model",
+    "-hf": "--model",
+    "--hf-repo": "--model",
+    "-c": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "-np": "--max-num-seqs",
+    "--parallel": "--max-num-seqs",
+    "-b": "--max-num-batched-tokens",
+    "--batch-size": "--max-num-batched-tokens",
+    "-ngl": "--device",
+    "--gpu-layers": "--device",
+    "--n-gpu-layers": "--device",
+    "-fa": "--attention-backend",
+    "--flash-attn": "--attention-backend",
+    "-ctk": "--kv-cache-dtype",
+    "-ctv": "--kv-cache-dtype",
+    "--cache-type-k": "--kv-cache-dtype",
+    "--cache-type-v": "--kv-cache-dtype",
+    "-sm": "--tp",
+    "--split-mode": "--tp",
+    "-a": "--served-model-name",
+    "--alias": "--served-model-name",
+    "--ssl-key-file": "--ssl-keyfile",
+    "--ssl-cert-file": "--ssl-certfile",
+    "--cache-prompt": "--enable-prefix-caching",
+    "--no-cache-prompt": "--no-enable-prefix-caching",
+    "--cors-origins": "--allowed-origins",
+    "--log-jsonl": "--log-format",
+    "--timeout": "--send-timeout",
+    "--threads-http": "--http-workers",
+    "--sse-ping-interval": "--comment-interval",
+    "--chat-template-kwargs": "--default-chat-template-kwargs",
+    "--reasoning-format": "--reasoning-parser",
+    "-s": "--seed",
+}
+"""Our flag for each name in another engine; docs/coming-from.md lists the same."""
+
+
+def near_flag(argument: str, known: Collection[str], nearness: float) -> str | None:
+    """Return the known flag that an unknown argument may mean, or None.
+
+    Other engines' names are looked up first: `--ctx-size` must not become `--block-size`, although
+    the spelling is close. nearness: from 0 to 1, of misspellings.
+    """
+    name = argument.partition("=")[0]
+    if name.startswith("--"):
+        name = name.replace("_", "-")
+    if name in known:
+        return name
+    if name in OTHER_NAMES:
+        return OTHER_NAMES[name] if OTHER_NAMES[name] in known else None
+    if not name.startswith("--"):
+        return None
+    longer = [flag for flag in known if flag.startswith(f"{name}-")]
+    near = longer if len(longer) == 1 else get_close_matches(name, known, n=1, cutoff=nearness)
+    return near[0] if near else None
