@@ -29,7 +29,7 @@ def add_answer_flags(group: argparse._ArgumentGroup) -> None:
 def check_answer_flags(given: argparse.Namespace) -> None:
     """Raises ConfigError for values that would fail each request, or could never be of use."""
     from nanocore.client.chat.parsing.formats import REASONING_PARSERS, TOOL_PARSERS
-    from nanocore.client.chat.template_kwargs import read_template_kwargs
+    from nanocore.client.chat.template import read_template_kwargs
 
     for flag, name, known in (
         ("--tool-call-parser", given.tool_call_parser, TOOL_PARSERS),

@@ -41,8 +41,8 @@ class CommandParser(argparse.ArgumentParser):
 class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Which one.
 
-    flags, max_restarts: of a launched engine, see `EngineKeeper`. hint: what to add if it refuses
-    them, or ''. endpoints, curve_dir: of the engines to join; no endpoint: one is launched.
+    flags, max_restarts: of a launched engine, see `EngineSupervisor`. hint: what to add if it
+    refuses them, or ''. endpoints, curve_dir: of the engines to join; no endpoint: one is launched.
     tokenizer: a folder; None: the engine's.
     """
 

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 from nanocore.cli.engine_choice import EngineChoice
 from nanocore.client import AsyncEngineClient
-from nanocore.client.engine_keeper import EngineKeeper
+from nanocore.client.connection.engine_supervisor import EngineSupervisor
 
 
 def engine_client(
-    choice: EngineChoice, new_keeper: Callable[[], EngineKeeper] | None = None
+    choice: EngineChoice, new_supervisor: Callable[[], EngineSupervisor] | None = None
 ) -> AsyncEngineClient:
     """Not entered yet. Requests go on with the next engine, if theirs dies.
 
-    new_keeper: of an engine that is launched, in place of one as the choice says.
+    new_supervisor: of an engine that is launched, in place of one as the choice says.
     """
     if choice.endpoints:
         return AsyncEngineClient.connect(
@@ -28,5 +28,6 @@ def engine_client(
         tokenizer=choice.tokenizer,
         timeout_s=choice.start_timeout_s,
         resume_timeout_s=choice.start_timeout_s,
-        new_keeper=new_keeper or (lambda: EngineKeeper(choice.flags, choice.max_restarts)),
+        new_supervisor=new_supervisor
+        or (lambda: EngineSupervisor(choice.flags, choice.max_restarts)),
     )

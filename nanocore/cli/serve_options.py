@@ -21,7 +21,7 @@ RESERVED_DESCRIPTORS: Final = 128
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Checked each for itself.
 
-    uds: in place of host and port. standby: of a launched engine, see `EngineKeeper`.
+    uds: in place of host and port. standby: of a launched engine, see `EngineSupervisor`.
     """
 
     app: AppSettings

@@ -21,7 +21,7 @@ import uvloop
 from nanocore import __version__
 from nanocore.cli.serve_options import ServeOptions
 from nanocore.cli.worker_pool import WorkerPool
-from nanocore.client.engine_keeper import EngineKeeper
+from nanocore.client.connection.engine_supervisor import EngineSupervisor
 from nanocore.http.service import EngineAddress, HttpService, freeze_startup
 from nanocore.protocol.errors import EngineDeadError, NanocoreError
 
@@ -53,7 +53,7 @@ class Supervisor:
             self._front = WorkerPool(
                 options.app, options.server, options.shutdown_timeout_s, options.log_format
             )
-        self._engine: EngineKeeper | None = None
+        self._engine: EngineSupervisor | None = None
         self._engine_end: asyncio.Future[NanocoreError]
         self._signal: asyncio.Future[int]
 
@@ -107,20 +107,20 @@ class Supervisor:
         endpoints = choice.endpoints
         if not endpoints:
             logger.info("launching an engine: %s", " ".join(choice.flags) or "no flags")
-            keeper = EngineKeeper(choice.flags, choice.max_restarts, self._options.standby)
-            keeper.on_ready(self._on_ready)
-            keeper.on_ended(self._engine_end.set_result)
-            self._engine = keeper
-            await self._unless_over(keeper.start(choice.start_timeout_s))
-            endpoints = (keeper.endpoint,)
+            supervisor = EngineSupervisor(choice.flags, choice.max_restarts, self._options.standby)
+            supervisor.on_ready(self._on_ready)
+            supervisor.on_ended(self._engine_end.set_result)
+            self._engine = supervisor
+            await self._unless_over(supervisor.start(choice.start_timeout_s))
+            endpoints = (supervisor.endpoint,)
         return EngineAddress(
             endpoints=endpoints, curve_dir=choice.curve_dir, tokenizer=choice.tokenizer
         )
 
     def _on_ready(self) -> None:
-        keeper = self._engine
-        assert keeper is not None, "it has started"
-        gap_s = keeper.last_ready_s - keeper.last_death_s
+        supervisor = self._engine
+        assert supervisor is not None, "it has started"
+        gap_s = supervisor.last_ready_s - supervisor.last_death_s
         logger.info("ready: an engine serves again, %.2f s after the end of the last one", gap_s)
 
     async def _unless_over(self, coroutine: Coroutine[Any, Any, Result]) -> Result:

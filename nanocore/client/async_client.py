@@ -19,19 +19,21 @@ from nanocore.client.arguments import (
     check_request_timeout,
     check_sampling_params,
 )
-from nanocore.client.calls import EngineHealth
-from nanocore.client.chat.event_stream import AnswerStream
+from nanocore.client.base_client import BaseClient
+from nanocore.client.chat.answer_stream import AnswerStream
+from nanocore.client.chat.chat_messages import is_long
+from nanocore.client.chat.chat_request import ChatOptions, prepare_chat
 from nanocore.client.chat.events import ChatEvent
-from nanocore.client.chat.messages import is_long
 from nanocore.client.chat.parsing.reasoning import PlainTextParser
-from nanocore.client.chat.request import ChatOptions, prepare_chat
-from nanocore.client.embedding import EmbeddingOutput, embedding_params
-from nanocore.client.linked_client import LinkedClient
-from nanocore.client.outputs import RequestOutput
-from nanocore.client.scoring import ScoreOutput, score_request
-from nanocore.client.stream import RequestStream
-from nanocore.client.submission import Prompt, submit
-from nanocore.client.submit_order import Place
+from nanocore.client.connection.control_calls import EngineHealth
+from nanocore.client.requests.request_outputs import (
+    EmbeddingOutput,
+    RequestOutput,
+    embedding_params,
+)
+from nanocore.client.requests.request_stream import RequestStream
+from nanocore.client.requests.scoring import ScoreOutput, score_request
+from nanocore.client.requests.submission import Prompt, SubmitTicket, submit
 from nanocore.client.tokenizer import ChatMessage
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import ADMIN_OPERATIONS, ControlOperation, Reply
@@ -45,7 +47,7 @@ STEPS_SINCE = 11
 Result = TypeVar("Result")
 
 
-class AsyncEngineClient(LinkedClient):
+class AsyncEngineClient(BaseClient):
     """A client of one engine; use `launch` or `connect`, and `async with`.
 
     If the session with the engine is lost, the next one, with whichever engine serves then, goes on
@@ -141,7 +143,7 @@ class AsyncEngineClient(LinkedClient):
         cache_salt: str | None = None,
         fit_max_tokens: bool = False,
         timeout_s: float | None = None,
-        place: Place | None = None,
+        ticket: SubmitTicket | None = None,
     ) -> AnswerStream:
         """Send a completion; its answer is read as it comes, in the manner of a chat's: all text.
 
@@ -149,10 +151,10 @@ class AsyncEngineClient(LinkedClient):
 
         Args:
             fit_max_tokens: cut max_tokens to the room that the prompt leaves in max_model_len.
-            place: one of `places`.
+            ticket: one of `submit_tickets`.
         """
-        with place or self._order.place() as taken:
-            session = await self._session(_patience_s(timeout_s))
+        with ticket or self._order.ticket() as taken:
+            session = await self._session(_wait_s(timeout_s))
             tokenizer = await session.tokenizer.get()
             stream = await submit(
                 session,
@@ -183,11 +185,11 @@ class AsyncEngineClient(LinkedClient):
         if params is None:
             params = SamplingParams.from_engine(self.model_card.default_sampling)
         check_sampling_params(params)
-        with self._order.place() as place:
-            session = await self._session(_patience_s(timeout_s))
+        with self._order.ticket() as ticket:
+            session = await self._session(_wait_s(timeout_s))
             has_much_text = is_long(messages, options.get("tools"))
             if has_much_text:
-                place.step_aside()
+                ticket.give_way()
             max_model_len = session.connection.welcome.model.max_model_len
             chat = await session.tokenizer.run(
                 lambda tokenizer: prepare_chat(messages, options, tokenizer, params, max_model_len),
@@ -200,7 +202,7 @@ class AsyncEngineClient(LinkedClient):
                 request_id,
                 priority,
                 cache_salt,
-                place,
+                ticket,
                 fit_max_tokens,
                 timeout_s,
             )
@@ -222,11 +224,11 @@ class AsyncEngineClient(LinkedClient):
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
-        place: Place | None = None,
+        ticket: SubmitTicket | None = None,
     ) -> RequestOutput:
         """The last output of a completion. Arguments as `generate` and `submit`."""
         stream = await self._submit(
-            prompt, sampling_params, request_id, priority, cache_salt, timeout_s, place
+            prompt, sampling_params, request_id, priority, cache_salt, timeout_s, ticket
         )
         return await _final(stream)
 
@@ -238,20 +240,22 @@ class AsyncEngineClient(LinkedClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        place: Place | None = None,
+        ticket: SubmitTicket | None = None,
     ) -> EmbeddingOutput:
         """The embedding of a prompt: the model's hidden state after its last norm.
 
         Args:
             pooling: of the "last" token, or the "mean" over all.
             normalize: to length 1.
-            place: as in `submit`.
+            ticket: as in `submit`.
 
         Raises:
             NanocoreError: as `generate`; or it was aborted, or ended by the engine.
         """
         params = embedding_params(pooling)
-        output = await self.complete(prompt, params, request_id, priority, cache_salt, place=place)
+        output = await self.complete(
+            prompt, params, request_id, priority, cache_salt, ticket=ticket
+        )
         return EmbeddingOutput.of(output, normalize, self.model_card.hidden_size)
 
     async def abort(self, request_id: str) -> None:
@@ -262,13 +266,13 @@ class AsyncEngineClient(LinkedClient):
     # -- the engine -------------------------------------------------------------------------------
 
     @contextmanager
-    def places(self, number: int) -> Iterator[list[Place]]:
+    def submit_tickets(self, number: int) -> Iterator[list[SubmitTicket]]:
         """Places in the order in which requests are submitted, for who prepares some at length.
 
         Each is given to one call of `submit`, `complete` or `embed`.
         """
         with ExitStack() as stack:
-            yield [stack.enter_context(self._order.place()) for _ in range(number)]
+            yield [stack.enter_context(self._order.ticket()) for _ in range(number)]
 
     async def stats(self) -> Stats:
         """The engine's counters and gauges."""
@@ -304,14 +308,14 @@ class AsyncEngineClient(LinkedClient):
                 f"steps came with protocol {major}.{STEPS_SINCE}, and this engine speaks "
                 f"{major}.{minor}: use a newer engine"
             )
-        reply = await connection.control("steps", after=after)
+        reply = await connection.calls.control("steps", after=after)
         if reply.steps is None:
             raise ProtocolError(f"the engine tells no steps: {reply.message}")
         return reply.steps
 
     async def health(self) -> EngineHealth:
         """A sign of life, or EngineDeadError."""
-        return await (await self._session()).connection.ping(HEALTH_TIMEOUT_S)
+        return await (await self._session()).connection.calls.ping(HEALTH_TIMEOUT_S)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prefixes; False, and nothing happens, while a request holds blocks."""
@@ -336,14 +340,14 @@ class AsyncEngineClient(LinkedClient):
             ContextLengthError: all but the last token are more than max_model_len.
             EngineDeadError: the engine is gone.
         """
-        with self._order.place() as place:
+        with self._order.ticket() as ticket:
             if is_long(*(text for text in (context, continuation) if isinstance(text, str))):
-                place.step_aside()
+                ticket.give_way()
             session = await self._session(math.inf)
             vocab_size = session.connection.welcome.model.vocab_size
             request = await score_request(session.tokenizer, context, continuation, vocab_size)
             stream = await self._submit(
-                request.prompt, request.params, request_id, priority, cache_salt, None, place
+                request.prompt, request.params, request_id, priority, cache_salt, None, ticket
             )
         return request.score(await _final(stream))
 
@@ -363,7 +367,7 @@ class AsyncEngineClient(LinkedClient):
 
     async def _control(self, operation: ControlOperation) -> Reply:
         connection = (await self._session()).connection
-        reply = await connection.control(operation)
+        reply = await connection.calls.control(operation)
         is_user = operation in ADMIN_OPERATIONS and connection.welcome.role == "user"
         if not reply.ok and (is_user or operation in ("pause", "drain")):
             raise InvalidRequestError(reply.message or f"{operation} is refused")
@@ -377,10 +381,10 @@ class AsyncEngineClient(LinkedClient):
         priority: int,
         cache_salt: str | None,
         timeout_s: float | None,
-        place: Place | None = None,
+        ticket: SubmitTicket | None = None,
     ) -> RequestStream:
-        with place or self._order.place() as taken:
-            session = await self._session(_patience_s(timeout_s))
+        with ticket or self._order.ticket() as taken:
+            session = await self._session(_wait_s(timeout_s))
             request = prompt, params, request_id, priority, cache_salt
             return await submit(session, *request, taken, timeout_s=timeout_s)
 
@@ -393,7 +397,7 @@ async def _final(stream: RequestStream) -> RequestOutput:
         stream.close()
 
 
-def _patience_s(timeout_s: float | None) -> float:
+def _wait_s(timeout_s: float | None) -> float:
     """How long a request waits for an engine, if its client lets it wait at all."""
     check_request_timeout(timeout_s)
     return math.inf if timeout_s is None else timeout_s

@@ -17,15 +17,13 @@ from typing import Any, Generic, Self, TypeVar, Unpack, cast
 
 from tqdm import tqdm
 
-from nanocore.client.arguments import check_sampling_params
+from nanocore.client.arguments import EngineArgument, check_sampling_params
 from nanocore.client.async_client import AsyncEngineClient
-from nanocore.client.chat.request import ChatOptions, prepare_chat
-from nanocore.client.embedding import EmbeddingOutput
-from nanocore.client.engine_flags import EngineArgument
-from nanocore.client.outputs import RequestOutput
-from nanocore.client.scoring import ScoreOutput
+from nanocore.client.chat.chat_request import ChatOptions, prepare_chat
+from nanocore.client.requests.request_outputs import EmbeddingOutput, RequestOutput
+from nanocore.client.requests.scoring import ScoreOutput
+from nanocore.client.requests.submission import Prompt
 from nanocore.client.stepwise import QUEUE_FACTOR, StepwiseRequests
-from nanocore.client.submission import Prompt
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import ClientStateError, EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import ModelCard

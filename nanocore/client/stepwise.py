@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nanocore.client.async_client import AsyncEngineClient
-from nanocore.client.outputs import RequestOutput
-from nanocore.client.submission import Prompt
+from nanocore.client.requests.request_outputs import RequestOutput
+from nanocore.client.requests.submission import Prompt
 from nanocore.protocol.errors import EngineOverloadedError, NanocoreError
 from nanocore.protocol.sampling import SamplingParams
 

@@ -1,8 +1,8 @@
-"""The text of single tokens: what one adds to a text, whatever tokens came before it.
+"""Text of single tokens: what a token adds to a text, whatever came before it.
 
-Most decoders allow that: byte-level ones (GPT-2's, Llama 3's, Qwen's) join the tokens' bytes, and
-those of SentencePiece's kind (Llama 2's, Gemma's) their texts, and only the first token of all is
-treated apart. A token that is not whole characters has bytes for a text. Owned by the Tokenizer.
+Most decoders allow that. Byte-level ones (GPT-2, Llama 3, Qwen) join the tokens' bytes, and those
+of SentencePiece's kind (Llama 2, Gemma) join their texts; only the first token of all differs. A
+token that is not whole characters has bytes in place of text.
 """
 
 from __future__ import annotations

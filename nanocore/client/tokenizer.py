@@ -17,15 +17,13 @@ from typing import Any, Final, Self, Unpack
 
 import tokenizers
 
-from nanocore.client.chat.conversation import TemplateDialect
-from nanocore.client.chat.messages import LONG_CHARS
-from nanocore.client.chat.messages import ChatMessage as ChatMessage
-from nanocore.client.chat.template import ChatTemplate
-from nanocore.client.chat.template_kwargs import TemplateOptions
-from nanocore.client.chat.token_guard import TokenGuard
-from nanocore.client.special_tokens import SpecialTokens
+from nanocore.client.chat.chat_messages import LONG_CHARS
+from nanocore.client.chat.chat_messages import ChatMessage as ChatMessage
+from nanocore.client.chat.special_token_guard import SpecialTokenGuard
+from nanocore.client.chat.template import ChatTemplate, TemplateOptions
+from nanocore.client.chat.template_dialect import TemplateDialect
 from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
-from nanocore.client.tokenizer_conversion import VOCABULARY_FILES, make_tokenizer_json
+from nanocore.client.tokenizer_files import VOCABULARY_FILES, SpecialTokens, make_tokenizer_json
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError
 from nanocore.protocol.messages import ModelFileName
 
@@ -107,7 +105,7 @@ class Tokenizer:
             raise InvalidRequestError(f"the special tokens of {source}: {error}") from None
         self.named_tokens: Mapping[str, str] = special_tokens.texts
         templates = _template_texts(files, config, source)
-        self._guard = TokenGuard(self.backend, "\0".join(templates.values()))
+        self._guard = SpecialTokenGuard(self.backend, "\0".join(templates.values()))
         self._templates = {
             name: ChatTemplate(text, special_tokens.texts, source, self._guard)
             for name, text in templates.items()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from nanocore.client.submit_order import Place
+from nanocore.client.requests.submission import SubmitTicket
 from nanocore.http.exchange import Disconnected, Exchange
 
 Result = TypeVar("Result")
@@ -32,11 +32,11 @@ async def attended(exchange: Exchange, work: Coroutine[Any, Any, Result]) -> Res
 
 
 async def attended_aside(
-    exchange: Exchange, places: Sequence[Place], work: Coroutine[Any, Any, Result]
+    exchange: Exchange, tickets: Sequence[SubmitTicket], work: Coroutine[Any, Any, Result]
 ) -> Result:
     """As `attended`, for work on much text: the requests that wait for it let others pass."""
-    for place in places:
-        place.step_aside()
+    for ticket in tickets:
+        ticket.give_way()
     return await attended(exchange, work)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanocore.client.outputs import RequestOutput
-from nanocore.client.sample import Sample
-from nanocore.client.stream import RequestStream
+from nanocore.client.requests.request_outputs import RequestOutput
+from nanocore.client.requests.request_stream import RequestStream
+from nanocore.client.requests.sample import Sample
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.messages import Event, FinishReason
 from nanocore.protocol.sampling import SamplingParams

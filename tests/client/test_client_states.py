@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanocore.client import LLM, AsyncEngineClient, ClientStateError, EngineDeadError
-from nanocore.client.linked_client import LinkedClient
+from nanocore.client.base_client import BaseClient
 from nanocore.protocol.messages import Bye
 from tests.client.fake_engine import NO_TEXT, FakeEngine, connected
 from tests.client.fake_socket import FakeSocket
@@ -44,11 +44,11 @@ CALLS: dict[str, Callable[[AsyncEngineClient], Any]] = {
 def test_the_list_of_calls_is_complete() -> None:
     names = {
         name
-        for owner in (AsyncEngineClient, LinkedClient)
+        for owner in (AsyncEngineClient, BaseClient)
         for name, value in vars(owner).items()
         if callable(value) and not name.startswith("_") and name not in ("launch", "connect")
     }
-    assert names == CALLS.keys() | {"close", "places"}
+    assert names == CALLS.keys() | {"close", "submit_tickets"}
 
 
 async def _call(call: str, client: AsyncEngineClient) -> None:
@@ -91,7 +91,7 @@ def test_a_client_of_another_threads_loop_says_so(endpoint: str, call: str) -> N
 def test_a_client_of_a_loop_that_is_over_says_so_and_can_be_closed(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.client.handshake.ClientSocket", FakeSocketOnce)
+    monkeypatch.setattr("nanocore.client.connection.handshake.ClientSocket", FakeSocketOnce)
     client = AsyncEngineClient.connect("ipc:///fake")
     run(client.__aenter__())
     with pytest.raises(ClientStateError, match="another one: enter and use it within"):
@@ -201,7 +201,7 @@ def test_an_llm_that_is_closed_says_so(monkeypatch: pytest.MonkeyPatch, endpoint
     monkeypatch.setattr(
         AsyncEngineClient, "launch", lambda *_, **__: AsyncEngineClient.connect("ipc:///fake")
     )
-    monkeypatch.setattr("nanocore.client.handshake.ClientSocket", FakeSocketOnce)
+    monkeypatch.setattr("nanocore.client.connection.handshake.ClientSocket", FakeSocketOnce)
     llm = LLM()
     llm.close()
     for call in (

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from nanocore.client import InvalidRequestError, NanocoreError, ProtocolError, SamplingParams
-from nanocore.client.embedding import EmbeddingOutput
+from nanocore.client.requests.request_outputs import EmbeddingOutput
 from nanocore.protocol.messages import Abort, Error, Event, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.client.fake_engine import connected, welcome_message

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from nanocore.client import LLM, AsyncEngineClient, EngineDeadError, EngineStartError
-from nanocore.client.launch_directory import LaunchDirectory
-from nanocore.client.launcher import EngineProcess
+from nanocore.client.connection.engine_process import EngineProcess, LaunchDirectory
 from tests.client.running import run
 
 READY = "import os, sys, time; os.write(int(sys.argv[1].partition('=')[2]), b'{}\\n'); "
@@ -38,7 +37,7 @@ def started(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> Iterator[list[
 
     monkeypatch.setattr(EngineProcess, "__init__", start)
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
-    monkeypatch.setattr("nanocore.client.launcher.STOP_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("nanocore.client.connection.engine_process.STOP_TIMEOUT_S", 0.01)
     yield processes
     assert all(process._process.returncode is not None for process in processes), "a zombie"
     assert list(short_path.iterdir()) == []
@@ -46,7 +45,7 @@ def started(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> Iterator[list[
 
 def _launches(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     command = (sys.executable, "-S", "-c", SCRIPTS[script])
-    monkeypatch.setattr("nanocore.client.launcher.COMMAND", command)
+    monkeypatch.setattr("nanocore.client.connection.engine_process.COMMAND", command)
 
 
 @pytest.mark.parametrize("num_cancels", [1, 2, 3])

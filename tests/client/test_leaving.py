@@ -90,7 +90,9 @@ def test_cancelling_aborts_however_soon_after_the_submit_it_comes(
     turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     socket = FakeSocket()
-    monkeypatch.setattr("nanocore.client.handshake.ClientSocket", lambda *_, **__: socket)
+    monkeypatch.setattr(
+        "nanocore.client.connection.handshake.ClientSocket", lambda *_, **__: socket
+    )
 
     async def scenario() -> None:
         async with AsyncEngineClient.connect("ipc:///fake", resume=False) as client:

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from nanocore.client import ProtocolError, SamplingParams
-from nanocore.client.logprobs import LogprobColumns, SampleLogprobs
+from nanocore.client.requests.logprob_views import LogprobTable, SampleLogprobs
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.codec import pack_uint32, unpack_logprobs
 from nanocore.protocol.messages import Event, TokenLogprobs
@@ -195,7 +195,7 @@ def test_reading_one_token_makes_the_dict_of_one_token(tokenizer: Tokenizer) -> 
     """A reader that takes the newest entry of each output pays as much for each, however many."""
     made: list[int] = []
 
-    class Counting(LogprobColumns):
+    class Counting(LogprobTable):
         def candidates(self, index: int) -> Any:
             made.append(index)
             return super().candidates(index)

@@ -42,8 +42,8 @@ GONE = "the connection to the engine was closed; nobody listens at .*nanocore-en
 
 @pytest.fixture(autouse=True)
 def _no_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanocore.client.connection.ENGINE_TIMEOUT_S", 1000.0)
-    monkeypatch.setattr("nanocore.client.engine_link.EXPLAIN_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("nanocore.client.connection.engine_connection.ENGINE_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("nanocore.client.connection.session_manager.DIAGNOSIS_TIMEOUT_S", 1000.0)
 
 
 def _welcome(instance: str, model: str = "/no/such/folder") -> Welcome:
@@ -252,7 +252,7 @@ def test_an_engine_that_does_not_say_hello_does_not_hold_up_the_bad_news(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be loading its model; whoever comes then shares the one HELLO that it has got."""
-    monkeypatch.setattr("nanocore.client.engine_link.EXPLAIN_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("nanocore.client.connection.session_manager.DIAGNOSIS_TIMEOUT_S", 0.01)
 
     async def scenario() -> None:
         async with connected(endpoint) as (old, client):

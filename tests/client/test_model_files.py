@@ -236,7 +236,7 @@ def test_content_of_another_digest_is_an_error_and_not_kept(endpoint: str, cache
 def test_an_engine_that_never_answers_is_taken_for_dead(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.client.model_files.CHUNK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("nanocore.client.connection.remote_files.CHUNK_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         async with connected(endpoint, welcome_message(ENTRY)) as (_, client):

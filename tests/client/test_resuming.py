@@ -39,7 +39,7 @@ FINGERPRINT = "f" * 32
 
 @pytest.fixture(autouse=True)
 def _no_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanocore.client.connection.ENGINE_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("nanocore.client.connection.engine_connection.ENGINE_TIMEOUT_S", 1000.0)
 
 
 def _welcome(number: int, fingerprint: str | None = FINGERPRINT, **model: Any) -> Welcome:
@@ -209,7 +209,7 @@ def test_what_cannot_be_sent_again_fails_and_keeps_nobody_waiting(
             requests = [_begin(client, name) for name in "ab"]
             for handle in (1, 2):
                 await old.accept(handle)
-            monkeypatch.setattr("nanocore.client.resumption.resubmissions", fail)
+            monkeypatch.setattr("nanocore.client.connection.resubmission.resubmissions", fail)
             old.close()
             async with _next(endpoint, _welcome(1)):
                 for request in requests:
@@ -508,7 +508,7 @@ def test_who_waited_in_vain_is_told_what_was_lost_and_why(endpoint: str) -> None
 def test_nobody_waits_longer_than_that_for_somebody_who_says_nothing(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.client.engine_link.REOPEN_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("nanocore.client.connection.session_manager.REOPEN_TIMEOUT_S", 1000.0)
 
     async def scenario() -> None:
         async with _connected(endpoint, resume_timeout_s=0.01) as (old, client):

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from nanocore.client import InvalidRequestError, SamplingParams
-from nanocore.client.bad_words import bad_words_token_ids
+from nanocore.client.requests.submission import bad_words_token_ids
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.codec import pack_uint32
 from nanocore.protocol.errors import EngineDeadError

@@ -14,10 +14,10 @@ import tokenizers
 from tokenizers import processors
 
 from nanocore.client import InvalidRequestError, NanocoreError, ScoreOutput
-from nanocore.client.model_files import ModelFiles
-from nanocore.client.scoring import ScoreRequest, score_request
+from nanocore.client.connection.client_session import TokenizerLoader
+from nanocore.client.connection.remote_files import RemoteFiles
+from nanocore.client.requests.scoring import ScoreRequest, score_request
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.client.tokenizer_loader import TokenizerLoader
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Error, Event, Submit
 from tests.client.byte_tokens import END, ids_of
@@ -34,7 +34,7 @@ BOS = 300
 
 def joined(folder: Path, context: Any, continuation: Any) -> ScoreRequest:
     """With the folder's tokenizer."""
-    files: ModelFiles = NO_FILES
+    files: RemoteFiles = NO_FILES
 
     async def scenario() -> ScoreRequest:
         loader = TokenizerLoader(folder, files, "test")

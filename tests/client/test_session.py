@@ -19,7 +19,7 @@ from nanocore.client import (
     NanocoreError,
     ProtocolError,
 )
-from nanocore.client.connection import EngineConnection
+from nanocore.client.connection.engine_connection import EngineConnection
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import (
     PROTOCOL_VERSION,
@@ -189,7 +189,9 @@ ENDS: dict[str, tuple[list[bytes], type[NanocoreError], str]] = {
 def test_when_the_session_ends_everyone_who_waits_is_told_and_the_next_call_opens_another(
     endpoint: str, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.client.engine_link.EXPLAIN_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(
+        "nanocore.client.connection.session_manager.DIAGNOSIS_TIMEOUT_S", PATIENCE_S
+    )
     frames, expected, text = ENDS[end]
 
     async def scenario() -> None:
@@ -235,7 +237,7 @@ def test_tokens_that_came_before_the_end_do_not_hide_it(endpoint: str) -> None:
 def test_an_engine_that_falls_silent_is_dead(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.client.connection.ENGINE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("nanocore.client.connection.engine_connection.ENGINE_TIMEOUT_S", 0.05)
 
     async def scenario() -> None:
         async with connected(endpoint) as (engine, client):
@@ -251,7 +253,7 @@ def test_an_engine_that_falls_silent_is_dead(
 def socket(monkeypatch: pytest.MonkeyPatch) -> FakeSocket:
     """The socket of the next connection."""
     fake = FakeSocket()
-    monkeypatch.setattr("nanocore.client.handshake.ClientSocket", lambda *_, **__: fake)
+    monkeypatch.setattr("nanocore.client.connection.handshake.ClientSocket", lambda *_, **__: fake)
     return fake
 
 
@@ -262,8 +264,8 @@ def test_a_call_that_cannot_be_sent_is_told_of_the_engines_death(
         connection = await EngineConnection.open("ipc:///fake", PATIENCE_S)
         socket.stuck = True
         calls = [
-            asyncio.create_task(connection.control("stats")),
-            asyncio.create_task(connection.ping(PATIENCE_S)),
+            asyncio.create_task(connection.calls.control("stats")),
+            asyncio.create_task(connection.calls.ping(PATIENCE_S)),
         ]
         await asyncio.sleep(0)
         connection.fail(EngineDeadError("killed"))
@@ -294,8 +296,10 @@ def test_a_submit_that_never_left_frees_its_id(socket: FakeSocket) -> None:
 def test_an_engine_that_speaks_again_in_time_is_not_dead(
     socket: FakeSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.client.connection.ENGINE_TIMEOUT_S", 0.0)
-    monkeypatch.setattr("nanocore.client.connection.GRACE_S", 1000.0)  # the test is the timer
+    monkeypatch.setattr("nanocore.client.connection.engine_connection.ENGINE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(
+        "nanocore.client.connection.engine_connection.GRACE_S", 1000.0
+    )  # the test is the timer
 
     async def scenario() -> None:
         connection = await EngineConnection.open("ipc:///fake", PATIENCE_S)
@@ -305,7 +309,7 @@ def test_an_engine_that_speaks_again_in_time_is_not_dead(
         connection.check_silence()
         connection.check_silence()
         with pytest.raises(EngineDeadError, match="not been heard of"):
-            await connection.control("stats")
+            await connection.calls.control("stats")
         await connection.close()
 
     run(scenario())
@@ -318,7 +322,7 @@ def test_an_engine_that_speaks_again_in_time_is_not_dead(
 def test_a_burst_of_messages_leaves_turns_to_others_and_loses_none(
     socket: FakeSocket, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, by_turn: list[int]
 ) -> None:
-    monkeypatch.setattr(f"nanocore.client.connection.{limit}", value)
+    monkeypatch.setattr(f"nanocore.client.connection.engine_connection.{limit}", value)
     nonces = list(range(1, 12))
 
     async def scenario() -> None:

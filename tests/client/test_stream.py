@@ -197,8 +197,8 @@ def test_times_are_those_of_the_first_token_and_the_end_however_late_they_are_re
 ) -> None:
     now_s = 100.0
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    monkeypatch.setattr("nanocore.client.progress.time", clock)
-    monkeypatch.setattr("nanocore.client.outputs.time", clock)
+    monkeypatch.setattr("nanocore.client.requests.progress.time", clock)
+    monkeypatch.setattr("nanocore.client.requests.request_outputs.time", clock)
     driven = DrivenStream(tokenizer)
     now_s = 101.0
     driven.push("a")

@@ -12,9 +12,9 @@ import pytest
 
 from nanocore.client import ClientStateError, InvalidRequestError, ProtocolError, collect
 from nanocore.client import tokenizer as module
+from nanocore.client.connection.client_session import NUM_THREADS
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
-from nanocore.client.tokenizer_conversion import make_tokenizer_json
-from nanocore.client.tokenizer_loader import NUM_THREADS
+from nanocore.client.tokenizer_files import make_tokenizer_json
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Abort, Control, Event, Reply, Submit
 from tests.client.fake_engine import NO_TEXT, connected, file_entry, welcome_message

@@ -19,8 +19,8 @@ from nanocore.cli.serve_flags import DEFAULT_PORT
 from nanocore.cli.serve_flags import build_parser as serve_parser
 from nanocore.cli.supervisor import INTERRUPTED
 from nanocore.cli.worker_pool import GRACE_S
-from nanocore.client.engine_keeper import _FAILED_STARTS
-from nanocore.client.launcher import STOP_TIMEOUT_S
+from nanocore.client.connection.engine_process import STOP_TIMEOUT_S
+from nanocore.client.connection.engine_supervisor import _FAILED_STARTS
 from nanocore.engine_core.cli import build_parser as engine_parser
 from nanocore.http.routes import find_route
 from nanocore.http.server import DISCONNECT_TIMEOUT_S

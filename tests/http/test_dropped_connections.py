@@ -23,7 +23,7 @@ from typing import Any, Final
 import pytest
 
 from nanocore.client import AsyncEngineClient
-from nanocore.client.chat.event_stream import AnswerStream
+from nanocore.client.chat.answer_stream import AnswerStream
 from nanocore.http.connection import MAX_UNSENT_BYTES
 from tests.http.raw_http import RawServer, demo_engine, post, raw_server, run
 

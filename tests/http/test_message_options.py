@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nanocore.client.chat.request import ChatOptions
+from nanocore.client.chat.chat_request import ChatOptions
 from nanocore.http.dialects.message_fields import MessagesRequest
 from nanocore.http.dialects.messages import conversation
 from tests.http.asgi import Connection, exchange

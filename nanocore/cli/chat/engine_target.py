@@ -18,8 +18,8 @@ from nanocore.cli.chat.target import Message, Resumed, TargetEvent
 from nanocore.cli.engine_choice import EngineChoice
 from nanocore.cli.engine_client import engine_client
 from nanocore.client import AsyncEngineClient
-from nanocore.client.chat.messages import ChatMessage
-from nanocore.client.engine_keeper import EngineKeeper
+from nanocore.client.chat.chat_messages import ChatMessage
+from nanocore.client.connection.engine_supervisor import EngineSupervisor
 from nanocore.protocol.errors import InvalidRequestError, NanocoreError
 from nanocore.protocol.sampling import SamplingParams
 
@@ -30,7 +30,7 @@ class EngineTarget:
     def __init__(self, choice: EngineChoice, log: EngineLog | None) -> None:
         self._choice, self._log = choice, log
         self._client: AsyncEngineClient | None = None
-        self._keeper: EngineKeeper | None = None  # of the launched one
+        self._supervisor: EngineSupervisor | None = None  # of the launched one
 
     async def open(self) -> None:
         """See `ChatTarget`."""
@@ -67,7 +67,9 @@ class EngineTarget:
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[TargetEvent, None]:
         """See `ChatTarget`."""
-        if self._client is None or (self._keeper is not None and self._keeper.ended is not None):
+        if self._client is None or (
+            self._supervisor is not None and self._supervisor.ended is not None
+        ):
             await self.close()
             await self.open()
         client = self._client
@@ -113,10 +115,10 @@ class EngineTarget:
     def _new_client(self) -> AsyncEngineClient:
         log = self._log
         return engine_client(
-            self._choice, None if log is None else lambda: self._new_keeper(log.fd)
+            self._choice, None if log is None else lambda: self._new_supervisor(log.fd)
         )
 
-    def _new_keeper(self, log_fd: int) -> EngineKeeper:
+    def _new_supervisor(self, log_fd: int) -> EngineSupervisor:
         choice = self._choice
-        self._keeper = EngineKeeper(choice.flags, choice.max_restarts, output_fd=log_fd)
-        return self._keeper
+        self._supervisor = EngineSupervisor(choice.flags, choice.max_restarts, output_fd=log_fd)
+        return self._supervisor

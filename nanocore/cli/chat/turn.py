@@ -8,8 +8,9 @@ from collections.abc import Callable
 import msgspec
 
 from nanocore.cli.chat.target import Message, Resumed, TargetEvent
-from nanocore.client.chat.answer import AnswerCollector, ChatAnswer
 from nanocore.client.chat.events import (
+    AnswerCollector,
+    ChatAnswer,
     Finished,
     Reasoning,
     Started,

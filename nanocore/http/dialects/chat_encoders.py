@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from nanocore.client.chat.answer import AnswerCollector
 from nanocore.client.chat.events import (
+    AnswerCollector,
     ChatEvent,
     Finished,
     Logprobs,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from nanocore.client.logprobs import Logprob
+from nanocore.client.requests.logprob_views import Logprob
 
 MAX_TOP_LOGPROBS: Final = 20
 """Of a token of a conversation."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from nanocore.client.chat.messages import ChatMessage
+from nanocore.client.chat.chat_messages import ChatMessage
 from nanocore.http.dialects.message_fields import Block, Source, Turn
 from nanocore.http.errors import HttpError, bad_request
 

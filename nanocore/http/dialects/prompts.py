@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final, TypeAlias, cast
 
-from nanocore.client.chat.messages import is_long
-from nanocore.client.submit_order import Place
+from nanocore.client.chat.chat_messages import is_long
+from nanocore.client.requests.submission import SubmitTicket
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
 from nanocore.http.attended import attended_aside
 from nanocore.http.errors import bad_request
@@ -50,7 +50,7 @@ def read_prompts(given: PromptInput, field: str) -> list[OnePrompt]:
 
 async def tokenize_prompts(
     exchange: Exchange,
-    places: Sequence[Place],
+    tickets: Sequence[SubmitTicket],
     prompts: Sequence[OnePrompt],
     add_special_tokens: bool,
     field: str,
@@ -58,7 +58,7 @@ async def tokenize_prompts(
 ) -> list[list[int]]:
     """The token ids of each; many texts, like long ones, hold up nobody else.
 
-    places: those of the prompts, which step aside if their texts are long. num_kept: keep the last
+    tickets: those of the prompts, which step aside if their texts are long. num_kept: keep the last
     so many tokens of each.
 
     Raises:
@@ -104,7 +104,7 @@ async def tokenize_prompts(
     elif not are_long:
         token_ids = await encode_all()
     else:
-        token_ids = await attended_aside(exchange, places, encode_all())
+        token_ids = await attended_aside(exchange, tickets, encode_all())
     return [token_ids[number] for number in range(len(prompts))]
 
 

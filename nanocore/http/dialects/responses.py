@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from nanocore.client import SamplingParams
-from nanocore.client.chat.request import ChatOptions
+from nanocore.client.chat.chat_request import ChatOptions
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.chat_options import (
     check_num_messages,
@@ -192,7 +192,7 @@ async def serve(exchange: Exchange) -> None:
         custom_tools=tools.custom,
         reasoning_as_summary=request.reasoning is not None and request.reasoning.wants_summary,
     )
-    keep = _keeper(store, style.id, before, items) if is_stored else None
+    keep = _supervisor(store, style.id, before, items) if is_stored else None
     kind = ResponseStreamEncoder if request.stream else ResponseAnswerEncoder
     await Delivery(exchange, [answer], kind(style, keep)).run()
 
@@ -227,7 +227,9 @@ def _conversation_before(store: ResponseStore, response_id: str | None) -> list[
     return stored.items
 
 
-def _keeper(store: ResponseStore, response_id: str, before: list[Item], items: list[Item]) -> Keep:
+def _supervisor(
+    store: ResponseStore, response_id: str, before: list[Item], items: list[Item]
+) -> Keep:
     def keep(body: bytes, output: list[Item]) -> None:
         whole = [*before, *items, *output]
         store.put(response_id, StoredResponse(body, whole, items))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from nanocore.client.detokenizer import IncrementalDetokenizer
-from nanocore.client.logprobs import Logprob
+from nanocore.client.requests.logprob_views import Logprob
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.http.dialects.logprobs import LEAST, finite
 

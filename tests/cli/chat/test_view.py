@@ -10,8 +10,8 @@ from nanocore.cli.chat.markup import BOLD, CODE, PLAIN, MarkupStream, Piece
 from nanocore.cli.chat.target import Resumed
 from nanocore.cli.chat.turn import Figures, Turn, ending
 from nanocore.cli.chat.view import status
-from nanocore.client.chat.answer import ChatAnswer
 from nanocore.client.chat.events import (
+    ChatAnswer,
     Finished,
     Reasoning,
     Started,

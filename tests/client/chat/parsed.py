@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
 from nanocore.client.chat.parsing.formats import Formats, make_parser
-from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
+from nanocore.client.chat.parsing.stream_reader import OutputParser, ParsedEvent
 from nanocore.client.chat.tools import Tool, read_tools
 
 Joined = list[tuple[str, ...]]

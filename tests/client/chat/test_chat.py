@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams, collect
+from nanocore.client.chat.chat_request import prepare_chat
 from nanocore.client.chat.events import (
     ChatEvent,
     Failed,
@@ -28,9 +29,8 @@ from nanocore.client.chat.events import (
     ToolBegin,
     Usage,
 )
-from nanocore.client.chat.request import prepare_chat
+from nanocore.client.connection.client_session import NUM_THREADS
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.client.tokenizer_loader import NUM_THREADS
 from nanocore.protocol.codec import pack_int32, unpack_int32
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import Event, Submit, TokenLogprobs

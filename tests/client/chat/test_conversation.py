@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanocore.client.chat.conversation import TemplateDialect
+from nanocore.client.chat.template_dialect import TemplateDialect
 from nanocore.protocol.errors import InvalidRequestError
 
 CALL = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}

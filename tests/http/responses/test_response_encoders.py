@@ -22,7 +22,7 @@ from nanocore.client.chat.events import (
     ToolBegin,
     Usage,
 )
-from nanocore.client.logprobs import Logprob
+from nanocore.client.requests.logprob_views import Logprob
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.http.dialects.response_encoders import ResponseAnswerEncoder, ResponseStreamEncoder
 from nanocore.http.dialects.response_items import Item

@@ -1,4 +1,4 @@
-"""The formats by name, which of them a model's chat template speaks, and parsers made of them.
+"""Registry of tool and reasoning formats, and detection of the format of a chat template.
 
 `TOOL_PARSERS` and `REASONING_PARSERS` may be extended; names are vLLM's where it has one.
 """
@@ -10,12 +10,13 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from nanocore.client.chat.parsing.deepseek_v3 import DeepseekV3Parser
 from nanocore.client.chat.parsing.harmony import HarmonyParser
-from nanocore.client.chat.parsing.hermes import HermesParser
-from nanocore.client.chat.parsing.llama3_json import Llama3JsonParser
-from nanocore.client.chat.parsing.mistral import MistralParser
-from nanocore.client.chat.parsing.parser import OutputParser
+from nanocore.client.chat.parsing.json_formats import (
+    DeepseekV3Parser,
+    HermesParser,
+    Llama3JsonParser,
+    MistralParser,
+)
 from nanocore.client.chat.parsing.pythonic import PythonicParser
 from nanocore.client.chat.parsing.qwen3_coder import Qwen3CoderParser, SeedOssParser
 from nanocore.client.chat.parsing.reasoning import (
@@ -25,6 +26,7 @@ from nanocore.client.chat.parsing.reasoning import (
     SeedOssThinkParser,
     ThinkParser,
 )
+from nanocore.client.chat.parsing.stream_reader import OutputParser
 from nanocore.client.chat.parsing.tool_parser import NewId, make_call_id
 from nanocore.client.chat.tools import Tool
 from nanocore.protocol.errors import InvalidRequestError

@@ -6,8 +6,7 @@ import re
 from typing import ClassVar, Final
 
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments
-from nanocore.client.chat.parsing.marks import Marks
-from nanocore.client.chat.parsing.reading import Delta, Steps
+from nanocore.client.chat.parsing.stream_reader import Delta, Marks, Steps
 from nanocore.client.chat.parsing.tool_parser import ToolParser
 
 _HEADER: Final = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")

@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import ClassVar, Final
 
 from nanocore.client.chat.events import Reasoning, Text
-from nanocore.client.chat.parsing.marks import Marks
-from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
-from nanocore.client.chat.parsing.reading import ReadingParser, Steps
+from nanocore.client.chat.parsing.stream_reader import (
+    Marks,
+    OutputParser,
+    ParsedEvent,
+    Steps,
+    StreamReader,
+)
 
 DEEPSEEK_TURN: Final = "<\uff5cAssistant\uff5c>"
 _LINE_BREAKS: Final = "\n\r"
@@ -30,7 +34,7 @@ class PlainTextParser:
         return []
 
 
-class ThinkParser(ReadingParser):
+class ThinkParser(StreamReader):
     """<think>, reasoning, </think>, and the rest, which `inner` parses. For Qwen3, DeepSeek-R1.
 
     The text may begin with <think>, after white space, or within the reasoning if the prompt opened

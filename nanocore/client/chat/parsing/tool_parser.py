@@ -1,9 +1,9 @@
-"""What parsers of tool calls share: text around calls, ids, and calls written as JSON objects.
+"""ToolParser: text around calls, call ids, and calls written as JSON objects.
 
-What turns out to be no call before its name is known is text, character for character. A call once
-begun stays one; what of its block is not understood then is part of its arguments until the block
-or the text ends, and what follows a complete call is text again. White space between text and a
-call, and after a call, is dropped. Half a call at the text's end stays half a call.
+Text that turns out to be no call before its name is known stays text, character for character. Once
+a call has begun, everything in its block belongs to its arguments until the block or the text ends;
+text after a complete call is text again. White space between text and a call, and after a call, is
+dropped. An incomplete call at the text's end stays incomplete.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, TypeAlias
 
 from nanocore.client.chat.events import Text, ToolArguments, ToolBegin
-from nanocore.client.chat.parsing.json_reading import JsonReadingParser
-from nanocore.client.chat.parsing.marks import SPACE, Marks
-from nanocore.client.chat.parsing.reading import Steps, ignore
+from nanocore.client.chat.parsing.json_reader import JsonReader
+from nanocore.client.chat.parsing.stream_reader import SPACE, Marks, Steps, ignore
 from nanocore.client.chat.tools import Tool
 
 NewId: TypeAlias = Callable[[], str]
@@ -29,7 +28,7 @@ def make_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-class ToolParser(JsonReadingParser):
+class ToolParser(JsonReader):
     """A parser of text and tool calls.
 
     Args:
