@@ -25,11 +25,7 @@ from nanocore.protocol.sampling import SamplingParams
 
 
 def check_request_id(request_id: object, max_chars: int) -> str:
-    """The id, if it can be one.
-
-    Raises:
-        InvalidRequestError: it is no str of 1 to max_chars characters.
-    """
+    """The id; raises InvalidRequestError unless it is a str of 1 to max_chars characters."""
     if not isinstance(request_id, str):
         raise InvalidRequestError(f"a request_id is a str, not {type(request_id).__name__}")
     if not 0 < len(request_id) <= max_chars:
@@ -53,11 +49,7 @@ def check_sampling_params(params: object) -> None:
 
 
 def check_timeout(name: str, seconds: object) -> float:
-    """The time in seconds.
-
-    Raises:
-        ConfigError: it is no number above 0.
-    """
+    """The time in seconds; raises ConfigError if it is no number above 0."""
     if isinstance(seconds, (int, float)) and seconds is not True and seconds > 0:  # nan is not
         return seconds
     raise ConfigError(f"{name}={seconds!r}: seconds above 0")
@@ -80,22 +72,14 @@ def check_after(number: object) -> int:
 
 
 def check_endpoint(endpoint: object) -> str:
-    """The endpoint, if it can be one; whether it is one, the socket says.
-
-    Raises:
-        ConfigError: it is no str, or holds a zero, at which ZeroMQ would cut it.
-    """
+    """The endpoint; raises ConfigError unless it is a str without zeros, where ZeroMQ would cut it."""
     if isinstance(endpoint, str) and "\0" not in endpoint:
         return endpoint
     raise ConfigError(f"endpoint={endpoint!r}: a str, as in ipc:///path/engine.sock")
 
 
 def check_endpoints(endpoints: object) -> list[str]:
-    """One endpoint, or a sequence of them, each once.
-
-    Raises:
-        ConfigError: one of them can be none, or there is none.
-    """
+    """One endpoint, or a sequence of them, each once; raises ConfigError."""
     if not isinstance(endpoints, (list, tuple)):
         return [check_endpoint(endpoints)]
     if not endpoints:
@@ -111,11 +95,7 @@ def check_count(name: str, number: object) -> int:
 
 
 def folder_path(name: str, folder: object) -> Path:
-    """A folder that is named by a str or a path.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """A folder that is named by a str or a path; raises ConfigError if it is neither."""
     if isinstance(folder, (str, os.PathLike)) and isinstance(path := os.fspath(folder), str):
         return Path(path)
     raise ConfigError(f"{name}={folder!r}: a folder, as a str or a Path")
@@ -137,11 +117,7 @@ _NOT_OURS: Final = {
 
 
 def engine_flags(arguments: Mapping[str, EngineArgument]) -> list[str]:
-    """The flags of an engine that a client launches.
-
-    Raises:
-        ConfigError: an argument that is no flag, or not one of a launched engine.
-    """
+    """The flags of an engine that a client launches; raises ConfigError."""
     flags = []
     for name, value in arguments.items():
         if value is None:
@@ -186,7 +162,6 @@ def _text(name: str, value: object) -> str:
 
 
 def _json(value: dict[Any, Any]) -> str | None:
-    """None: JSON cannot say it."""
     try:
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):

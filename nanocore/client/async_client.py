@@ -281,7 +281,7 @@ class AsyncEngineClient(BaseClient):
         return stats
 
     async def metrics(self) -> list[Metric]:
-        """All that the engine counts and times; docs/seeing.md has the names.
+        """All metrics of the engine; docs/seeing.md has the names.
 
         Raises:
             ProtocolError: the engine is too old to tell.
@@ -329,7 +329,7 @@ class AsyncEngineClient(BaseClient):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> ScoreOutput:
-        """How likely a continuation is after a context: the sum of its tokens' log probabilities.
+        """Log probability of a continuation given its context: the sum over its tokens.
 
         Two texts are tokenized as the one that they make, and spaces that end the context belong to
         the continuation; an empty context is the model's BOS, or else its EOS. Token ids are taken
@@ -390,7 +390,6 @@ class AsyncEngineClient(BaseClient):
 
 
 async def _final(stream: RequestStream) -> RequestOutput:
-    """Its last output; whoever stops waiting aborts it."""
     try:
         return await stream.final()
     finally:
@@ -398,6 +397,5 @@ async def _final(stream: RequestStream) -> RequestOutput:
 
 
 def _wait_s(timeout_s: float | None) -> float:
-    """How long a request waits for an engine, if its client lets it wait at all."""
     check_request_timeout(timeout_s)
     return math.inf if timeout_s is None else timeout_s

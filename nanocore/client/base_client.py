@@ -35,7 +35,7 @@ _ELSEWHERE: Final = (
 
 
 class BaseClient:
-    """What an AsyncEngineClient is before it asks for anything of its own: see there."""
+    """Launching, connecting and closing; AsyncEngineClient adds the requests."""
 
     def __init__(
         self,
@@ -206,12 +206,12 @@ class BaseClient:
 
     @property
     def model_card(self) -> ModelCard:
-        """What the engine says of its model."""
+        """Model card that the engine sent."""
         return self._entered().welcome.model
 
     @property
     def limits(self) -> Limits:
-        """What the engine refuses to exceed; max_num_seqs: requests that it runs at once."""
+        """Limits of the engine; max_num_seqs: requests that it runs at once."""
         return self._entered().welcome.limits
 
     @property
@@ -257,7 +257,7 @@ class BaseClient:
     async def with_tokenizer(
         self, work: Callable[[Tokenizer], Result], is_long: bool = False
     ) -> Result:
-        """What this work returns, done in a thread, so that it may take long.
+        """Run work in a thread and return its result; it may take long.
 
         is_long: it is about more than LONG_CHARS characters, and holds up other such work only.
 
@@ -286,7 +286,8 @@ class BaseClient:
         return self._link
 
     def _check_loop(self) -> SessionManager:
-        """The link, which serves one event loop: in another one every wait would be for ever."""
+        # An asyncio client serves one event loop: in another one every wait would last
+        # forever.
         link = self._entered()
         if asyncio.get_running_loop() is not self._loop:
             raise ClientStateError(_ELSEWHERE)

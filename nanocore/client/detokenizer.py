@@ -67,7 +67,7 @@ class IncrementalDetokenizer:
 
 
 class _SingleTokens:
-    """For tokens that have texts of their own: only bytes of half a character are kept."""
+    """Source for tokens that have texts of their own: only bytes of half a character are kept."""
 
     tokens_per_slice: Final = 200  # of 0.7 us; of 8 us, if it is the first time for each
 
@@ -79,7 +79,6 @@ class _SingleTokens:
         )
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
         text = self._texts[token_id]
         if self._is_first and text:
             text = self._texts.first(token_id)
@@ -95,13 +94,14 @@ class _SingleTokens:
         return characters
 
     def flush(self) -> str:
-        """Nothing if half a character is held; Python holds other bytes, too (a surrogate's)."""
+        # Incomplete bytes are dropped. Python also holds others back (a surrogate's):
+        # those are shown.
         text = self._bytes.decode("utf-8", "replace")
         return "" if text == REPLACEMENT else text
 
 
 class _Window:
-    """For tokens whose text depends on those before: a decode of the last few shows what one adds.
+    """Source for tokens whose text depends on others: decodes the last few tokens together.
 
     Tokens that no decode shows are left out, or they would push the others out of the window.
     """
@@ -121,7 +121,6 @@ class _Window:
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """The text that this token adds; "" while it may be half a character."""
         if not self._is_decoded(token_id):
             return ""
         self._held.append(token_id)
@@ -131,7 +130,6 @@ class _Window:
         return self._take(text)
 
     def flush(self) -> str:
-        """What is held back, without the half character."""
         return self._take(self._decode(self._context + self._held).removesuffix(REPLACEMENT))
 
     def _take(self, text: str) -> str:
@@ -144,7 +142,7 @@ class _Window:
         return added
 
     def _forget(self) -> None:
-        """Keep the last tokens, some more if they would begin inside a character of several."""
+        # Keep some more tokens if the last ones would begin inside a character.
         for num_tokens in range(MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS + MAX_CHARACTER_BYTES):
             context = self._context[-num_tokens:]
             shown = self._decode(context)
@@ -196,13 +194,13 @@ class StopStringMatcher:
 
 
 def _end(text: str, stop: str, num_seen: int) -> int:
-    """Where `stop` first ends in `text`, beyond its first num_seen characters; 0 if nowhere."""
+    """Return where `stop` first ends in `text`, beyond num_seen characters; 0 if nowhere."""
     start = text.find(stop, max(0, num_seen + 1 - len(stop)))
     return start + len(stop) if start >= 0 else 0
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, and not all of it."""
+    """Return the length of the longest end of `text` that begins `stop`, and is not all of it."""
     if not text:
         return 0
     last = text[-1]
@@ -234,7 +232,7 @@ class SampleText:
 
     @property
     def push(self) -> Callable[[int], str] | None:
-        """What `read` does with one token that does not end it, if nothing else is to be done."""
+        """Return the fast path of `read` for one token, or None if stop strings must be watched."""
         return None if self._stops is not None else self._opened().push
 
     def read(
@@ -278,7 +276,7 @@ class SampleText:
         return "".join(pieces), stop, num_tokens
 
     def _opened(self) -> IncrementalDetokenizer:
-        """The detokenizer; made late, because only now has the engine checked the prompt's ids."""
+        # Made late: only now has the engine checked the prompt's ids.
         if self._detokenizer is None:
             self._detokenizer = IncrementalDetokenizer(
                 self._tokenizer, self._prompt_token_ids, self._skip_special_tokens

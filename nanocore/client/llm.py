@@ -88,7 +88,7 @@ class LLM:
 
     @property
     def model_card(self) -> ModelCard:
-        """What the engine says of its model."""
+        """Model card that the engine sent."""
         return self._client.model_card
 
     def get_tokenizer(self) -> Tokenizer:
@@ -217,21 +217,19 @@ class LLM:
         self._run(self._requests.abort(request_id))
 
     def metrics(self) -> list[Metric]:
-        """All that the engine counts and times."""
+        """All metrics of the engine."""
         return self._run(self._client.metrics())
 
     def stats(self) -> Stats:
-        """The engine's counters and gauges."""
         return self._run(self._client.stats())
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes."""
         return self._run(self._client.reset_prefix_cache())
 
     def score(
         self, pairs: Sequence[tuple[Prompt, Prompt]], *, use_tqdm: bool = True
     ) -> list[ScoreOutput]:
-        """How likely each continuation is after its context, in the order of the pairs.
+        """Log probability of each continuation given its context, in the order of the pairs.
 
         All or nothing, as `generate`.
 
@@ -257,7 +255,6 @@ class LLM:
     async def _all(
         self, calls: Sequence[Callable[[], Awaitable[Result]]], use_tqdm: bool
     ) -> list[Result]:
-        """What they return, in their order; as many at once as keep the engine busy."""
         in_flight = asyncio.Semaphore(QUEUE_FACTOR * self._client.limits.max_num_seqs)
         with tqdm(total=len(calls), unit="request", disable=not use_tqdm) as progress:
 
@@ -272,7 +269,7 @@ class LLM:
         return [task.result() for task in tasks]
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run it in our thread. On Ctrl-C it is cancelled, and its end awaited, before we go."""
+        # On Ctrl-C the coroutine is cancelled, and its end awaited, before this returns.
         if self._loop.is_closed():
             coroutine.close()
             raise ClientStateError("this LLM is closed: make a new one")
@@ -296,7 +293,6 @@ class LLM:
 
 
 async def _accepted(call: Callable[[], Awaitable[Result]]) -> Result:
-    """What it returns, called again as often as the engine is too busy to take its request."""
     while True:
         try:
             return await call()
@@ -305,7 +301,7 @@ async def _accepted(call: Callable[[], Awaitable[Result]]) -> Result:
 
 
 async def _others_end() -> None:
-    """Wait until this is the only task of its event loop, and no thread works for it."""
+    # Wait until this is the only task of its event loop, and no thread works for it.
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_default_executor()
@@ -327,7 +323,6 @@ class _Call(Generic[Result]):
         loop.call_soon_threadsafe(self._start)
 
     def cancel(self) -> None:
-        """Cancel it, from another thread."""
         self._loop.call_soon_threadsafe(self._cancel)
 
     def _start(self) -> None:

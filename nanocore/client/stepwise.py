@@ -34,7 +34,7 @@ class _Request:
 
 
 class StepwiseRequests:
-    """Those of one client that have not ended, in the order in which they were added."""
+    """Open requests of one client, in the order in which they were added."""
 
     def __init__(self, client: AsyncEngineClient) -> None:
         self._client = client
@@ -90,7 +90,7 @@ class StepwiseRequests:
         await _end([*requests.values()])
 
     def _take(self) -> list[RequestOutput] | Exception | None:
-        """What is there; the error of a request, if there is nothing else to return before."""
+        """Return outputs, or one request's error if there are none, so that no output is lost."""
         outputs = []
         for request_id, request in [*self._requests.items()]:
             news = request.news
@@ -117,7 +117,6 @@ class StepwiseRequests:
         outputs: AsyncGenerator[RequestOutput, None],
         in_flight: asyncio.Semaphore,
     ) -> None:
-        """Hand over one output after the other, or what ended them."""
         try:
             async with in_flight, aclosing(outputs):
                 async for output in outputs:
@@ -135,7 +134,6 @@ class StepwiseRequests:
     async def _generate(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Its outputs, submitted again as often as the engine is too busy to take it."""
         while True:
             try:
                 async with aclosing(self._client.generate(prompt, params, request_id)) as outputs:

@@ -51,7 +51,7 @@ TEMPLATE_FILES: Final[dict[str, ModelFileName]] = {
 
 
 def needed_files(available: Container[str]) -> list[ModelFileName]:
-    """Those of a model's files that its Tokenizer is made of."""
+    """Select the files that a Tokenizer is made of."""
     wanted = TOKENIZER_FILES
     if "tokenizer.json" not in available:
         wanted += VOCABULARY_FILES
@@ -157,7 +157,7 @@ class Tokenizer:
         return text[self._count_last(text, 2 * num_tokens)[1] :]
 
     def _count_last(self, text: str, max_tokens: float) -> tuple[int, int]:
-        """Tokens at the text's end, and where they start: at 0, or when they are more than these.
+        """Count tokens from the text's end, at most these; also return where they start.
 
         Pieces have a few tokens more than the text that they make.
         """
@@ -169,7 +169,8 @@ class Tokenizer:
         return num_tokens, start
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        """Of a long text as a batch of one: for batches the library lets other threads run."""
+        # A long text is encoded as a batch of one: for batches the library lets other
+        # threads run.
         backend = self.backend
         try:
             if len(text) <= MAX_QUICK_CHARS:
@@ -189,7 +190,7 @@ class Tokenizer:
 
     @cached_property
     def num_added_tokens(self) -> tuple[int, int]:
-        """How many special tokens `encode` puts before a text, and behind it."""
+        """Number of special tokens that `encode` puts before a text, and behind it."""
         whole, own = self.encode("x"), self.encode("x", add_special_tokens=False)
         starts = range(len(whole) - len(own) + 1)
         start = next((i for i in starts if whole[i : i + len(own)] == own), len(starts) - 1)
@@ -197,7 +198,6 @@ class Tokenizer:
 
     @property
     def num_appended_tokens(self) -> int:
-        """Those behind it, as models of embeddings want them."""
         return self.num_added_tokens[1]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -222,7 +222,7 @@ class Tokenizer:
         return 0 <= token_id < MAX_TOKEN_IDS and self.backend.id_to_token(token_id) is not None
 
     def token_text(self, token_id: int) -> TokenText:
-        """What a token adds to a text that other tokens begin, for logprobs.
+        """Return the text that a token adds after other tokens, for logprobs.
 
         Special tokens are shown as they are written. Models whose tokens have no text of their own
         (`token_texts(False).are_exact` is false) give what this one adds to one certain other
@@ -245,7 +245,7 @@ class Tokenizer:
 
     @property
     def prefix_token_id(self) -> int | None:
-        """What stands before a text where something must: BOS, else EOS; None if neither has a
+        """BOS, else EOS, for texts that must not be empty; None if neither has a
         name."""
         names = self.named_tokens
         text = names.get("bos_token", names.get("eos_token"))
@@ -267,7 +267,7 @@ class Tokenizer:
 
     @cached_property
     def template_dialect(self) -> TemplateDialect:
-        """What the chat template takes; it is asked when a conversation needs to know."""
+        """Dialect of the chat template, detected when a conversation needs it."""
         template = self._template(has_tools=True)
         return TemplateDialect(
             lambda messages, **more: "".join(template.render(messages, **more)), template.text
@@ -350,7 +350,6 @@ class Tokenizer:
 
 
 def _far_too_long(num_tokens: int, max_tokens: float) -> ContextLengthError:
-    """num_tokens: that were counted."""
     return ContextLengthError(
         f"the prompt has {num_tokens} tokens or more, and max_model_len={max_tokens}: shorten the "
         "prompt, or start the engine with a larger --max-model-len"
@@ -370,7 +369,7 @@ def _parse_object(files: Mapping[str, bytes], name: str, source: str) -> dict[st
 def _template_texts(
     files: Mapping[str, bytes], config: dict[str, Any], source: str
 ) -> dict[str, str]:
-    """The template's own file, or else the configuration's, by name: "default", "tool_use"."""
+    """Return the templates by name, of their own files or else of the configuration."""
     template = config.get("chat_template")
     if isinstance(template, list):
         entries = [e for e in template if isinstance(e, dict) and isinstance(e.get("name"), str)]

@@ -31,7 +31,7 @@ _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized")
 
 
 class SpecialTokens:
-    """What three files say together.
+    """Special tokens as three files name them.
 
     Args:
         config: tokenizer_config.json. older: special_tokens_map.json.
@@ -106,7 +106,7 @@ class SpecialTokens:
 
 
 def _text(token: object) -> str | None:
-    """A token is given as its text, or as an object around it; None if it is neither."""
+    # A token is given as its text, or as an object around it.
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -185,7 +185,7 @@ def make_tokenizer_json(
 
 
 def _tokenizer_class(config: Mapping[str, Any]) -> Any:
-    """transformers' own class of this name, if it has one that makes a tokenizer.json."""
+    # transformers' own class of this name, never one of the model's code.
     import transformers
 
     name = config.get("tokenizer_class")

@@ -77,12 +77,12 @@ class AnswerStream:
 
     @property
     def not_held(self) -> Sequence[str]:
-        """What a lenient schema asks for and the grammar lacks, once answered."""
+        """Parts of a lenient schema that the engine's grammar lacks; known once answered."""
         return self.form_names.not_held(self._stream.not_held)
 
     @property
     def resumes(self) -> Sequence[Resume]:
-        """How often, and how, it has gone on with another engine."""
+        """Changes of engine of this request."""
         return self._stream.resumes
 
     @property
@@ -115,7 +115,7 @@ class AnswerStream:
         return events
 
     def news(self) -> asyncio.Future[None]:
-        """To be awaited after `read` found nothing, and before it is called again."""
+        """Return a future to await after `read` found nothing, and before it is called again."""
         return self._stream.news()
 
     def listen(self, callback: Callable[[], None]) -> None:
@@ -132,11 +132,7 @@ class AnswerStream:
         self.finished = True
 
     async def events(self) -> AsyncGenerator[ChatEvent, None]:
-        """All events, as they come. Leaving it aborts the request.
-
-        Raises:
-            NanocoreError: as `read`; after Started, Failed says it first.
-        """
+        """All events, as they come. Leaving it aborts the request; raises NanocoreError."""
         try:
             while not self.finished:
                 events = self.read()
@@ -204,7 +200,6 @@ class _SampleEvents:
         self._is_finished = False
 
     def read(self, events: list[ChatEvent]) -> None:
-        """Append what the sample's last `read` has brought."""
         sample = self._sample
         if sample.delta:
             for event in self._parser.feed(sample.delta):
@@ -234,7 +229,6 @@ class _SampleEvents:
             events.append(Logprobs(new, self._sample.index))
 
     def _note(self, event: ParsedEvent, events: list[ChatEvent]) -> None:
-        """What goes before an event."""
         if isinstance(event, ToolArguments):
             self._bare_call = None
             return
@@ -246,7 +240,7 @@ class _SampleEvents:
             self._bare_call = event.tool_index
 
     def _add_no_arguments(self, events: list[ChatEvent]) -> None:
-        """What a call that the model wrote without any has: clients read them as JSON."""
+        # Clients parse arguments as JSON, so a call without any gets an empty object.
         if self._bare_call is not None:
             events.append(ToolArguments(self._bare_call, "{}", self._sample.index))
             self._bare_call = None
@@ -271,7 +265,6 @@ class _SampleEvents:
         )
 
     def _num_reasoning_tokens(self) -> int:
-        """Up to the token that ends it; if no single one does, as many as its text has."""
         if not self._reasoning:
             return 0
         end, token_ids = self._reasoning_end, self._sample.token_ids

@@ -81,11 +81,7 @@ def is_long(*given: object) -> bool:
 
 
 def plain(value: object) -> Any:
-    """A copy of what JSON can hold, of its types only. Tuples become lists.
-
-    Raises:
-        TypeError: it holds something else, or an integer of more than 8192 bits.
-    """
+    """Copy what JSON can hold, tuples as lists; raises TypeError for anything else."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

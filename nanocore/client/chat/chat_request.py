@@ -59,7 +59,7 @@ _TAIL_TOKENS: Final = 32
 
 
 class ChatOptions(TypedDict, total=False):
-    """What may be asked of a chat beside its messages; names are OpenAI's and vLLM's.
+    """Options of a chat; names are OpenAI's and vLLM's.
 
     tools: in OpenAI's shape. tool_choice: "auto", "none" (the model does not see the tools),
     "required" or {"type": "function", "function": {"name": ...}}. parallel_tool_calls: the answer
@@ -84,7 +84,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class PreparedChat(NamedTuple):
-    """What is sent, and what reads the answer. new_parser: of the sample of this index.
+    """Prompt and parameters to send, and the parsers of the answer, by sample index.
 
     reasoning_end: the mark that ends the model's reasoning, if there is one. tool_prompt: see
     `TemplateDialect`; None without tools, too. form_names: what the caller calls what is not held.
@@ -149,7 +149,6 @@ def prepare_chat(
 def _parser(
     formats: Formats, tools: Sequence[Tool], choice: ToolChoice, in_reasoning: bool, index: int
 ) -> OutputParser:
-    """Of a sample: a forced answer is in its grammar's form, and not in the model's own."""
     forced: OutputParser | None = None
     if choice.tool is not None:
         forced = NamedToolParser(choice.tool.name, index, new_id_of(formats))
@@ -190,7 +189,6 @@ def _ends_in_reasoning(
 
 
 def _check(options: ChatOptions, params: SamplingParams) -> None:
-    """Refuse options of other names or types; what others mean is for those who read them."""
     for name, value in options.items():
         if name not in ChatOptions.__annotations__:
             raise TypeError(f"chat() got an unexpected keyword argument {name!r}")
@@ -224,7 +222,6 @@ def _encode(
 
 
 def _formats(options: ChatOptions, tokenizer: Tokenizer, tool_prompt: ToolPrompt | None) -> Formats:
-    """As the caller names them, or as the template shows them."""
     found = detect_formats(tokenizer.chat_template_text)
     tools = options.get("tool_parser", "auto")
     reasoning = options.get("reasoning_parser", "auto")
@@ -243,7 +240,7 @@ def _form(
     formats: Formats,
     in_reasoning: bool,
 ) -> tuple[StructuredOutputsParams | None, FormNames]:
-    """What the answer must be, its reasoning included, and what the caller calls that.
+    """Return the structured output, reasoning included, and the caller's names for it.
 
     Calls of very many tools are held to names: arguments of those that are not strict are left out.
     """

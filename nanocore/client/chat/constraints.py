@@ -77,7 +77,7 @@ class FormNames(NamedTuple):
 
 
 def names_of_format(response_format: object) -> FormNames:
-    """Of a response_format, by its type."""
+    """Return the names of a response_format, by its type."""
     given: dict[str, Any] = response_format if isinstance(response_format, dict) else {}
     if given.get("type") not in ("json_schema", "json_object"):
         return FormNames("response_format")
@@ -85,7 +85,7 @@ def names_of_format(response_format: object) -> FormNames:
 
 
 def names_of_calls(tools: Sequence[Tool], choice: ToolChoice) -> FormNames:
-    """Of calls that match their tools' schemas."""
+    """Return the names of the schemas of tool calls."""
     parts = [f"tools[{tool.name}].parameters" for tool in tools]
     if choice.tool is not None:
         return FormNames(parts[tools.index(choice.tool)])
@@ -134,7 +134,6 @@ def _read_response_format(response_format: object) -> StructuredOutputsParams | 
 
 
 def _of_object(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """The schema, of objects alone: json_object promises one."""
     if isinstance(schema, bool):
         return schema and {"type": "object"}
     types = schema.get("type", "object")
@@ -154,7 +153,7 @@ def constraint(
     response_format: StructuredOutputsParams | None,
     tool_format: str | None,
 ) -> StructuredOutputsParams | None:
-    """What the answer must be after its reasoning; None: any text.
+    """Return the structured output that follows the reasoning; None allows any text.
 
     tool_format: the model's own form of tool calls. If it is hermes's, calls of tools that are
     strict match their schemas, also if the model is free to call. Beside a response format, calls
@@ -185,7 +184,6 @@ def constraint(
 def _or_calls(
     response_format: StructuredOutputsParams, tools: list[Tool], tool_format: str | None
 ) -> StructuredOutputsParams:
-    """The form, or anything that begins as a call does."""
     if tool_format is None or not tools:
         return response_format
     prefixes = beginnings_of(tool_format, tools)
@@ -199,7 +197,7 @@ def _or_calls(
 
 
 def _shortened(prefixes: list[str]) -> list[str]:
-    """As many as may be sent: those of many tools, cut until enough of them are equal."""
+    """Cut prefixes until enough of them are equal to be sent."""
     length = max(map(len, prefixes))
     while len(prefixes) > MAX_FREE_PREFIXES:
         length -= 1
@@ -229,7 +227,6 @@ def with_reasoning(
 
 
 def _hermes_calls(tools: list[Tool]) -> dict[str, Any]:
-    """Free text, in which calls are as the model was taught to write them."""
     call = call_schema(loosened(tools), "arguments")
     structure = {"begin": "<tool_call>\n", "schema": call, "end": "\n</tool_call>"}
     return {"structures": [structure], "triggers": ["<tool_call>"]}

@@ -35,14 +35,14 @@ class Started(msgspec.Struct, frozen=True, gc=False):
 
 
 class Text(msgspec.Struct, frozen=True, gc=False):
-    """More of the answer's text. index: of the request's n samples, here and below."""
+    """Text of the answer. index: of the request's n samples, here and below."""
 
     delta: str
     index: int = 0
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    """More of what the model thought before its answer."""
+    """Text that the model wrote as reasoning."""
 
     delta: str
     index: int = 0
@@ -59,7 +59,7 @@ class ToolBegin(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolArguments(msgspec.Struct, frozen=True, gc=False):
-    """More of a call's arguments: a JSON object's text, unless the model wrote none."""
+    """Arguments of a call: text of a JSON object, unless the model wrote something else."""
 
     tool_index: int
     delta: str
@@ -67,7 +67,7 @@ class ToolArguments(msgspec.Struct, frozen=True, gc=False):
 
 
 class Logprobs(msgspec.Struct, frozen=True, gc=False):
-    """Of each new token, special ones included: its candidates by token id, itself first."""
+    """Candidates by token id, for each new token (special ones included), itself first."""
 
     tokens: list[dict[int, Logprob]]
     index: int = 0
@@ -153,11 +153,7 @@ class ChatAnswer(msgspec.Struct):
 
 
 async def collect(events: AsyncIterable[ChatEvent]) -> list[ChatAnswer]:
-    """The answers that these events make, in the order of their index.
-
-    Raises:
-        NanocoreError: what the events raise.
-    """
+    """The answers that these events make, in the order of their index; raises NanocoreError."""
     collector = AnswerCollector()
     async for event in events:
         collector.add(event)
@@ -176,7 +172,7 @@ class AnswerCollector:
             self._parts.setdefault(event.index, _Parts()).add(event)
 
     def answers(self) -> list[ChatAnswer]:
-        """What they make so far, in the order of their index."""
+        """Return the answers so far, in the order of their index."""
         return [self._parts[index].answer() for index in sorted(self._parts)]
 
 

@@ -63,7 +63,6 @@ class _GenerationTag(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        """What is between the tags, in a scope of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = self.call_method("_text_of")
@@ -80,7 +79,6 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """dict.fromkeys."""
         return dict.fromkeys(*args)
 
 
@@ -111,7 +109,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as a model reads it; jinja2's own filter writes it for HTML."""
+    # jinja2's own filter escapes for HTML, which models have not seen.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -130,7 +128,6 @@ class _Server:
         self._now = datetime.min
 
     def answer(self, frame: bytearray) -> tuple[bytes, str]:
-        """Status and text: the prompt, or what went wrong."""
         try:
             request = json.loads(frame)
             self._now = datetime.fromisoformat(request["now"])
@@ -155,7 +152,7 @@ class _Server:
 
 
 def _read(stream: Any) -> bytearray | None:
-    """One frame, or None at the end of the parent."""
+    """Read one frame; None once the parent has closed the socket."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -167,7 +164,8 @@ def _read(stream: Any) -> bytearray | None:
 
 
 def _limit(max_memory: int) -> None:
-    """No files, no processes, no memory beyond this, and death when the CPU time is over."""
+    """Forbid files, processes and memory beyond this, and end the process when its CPU time is
+    over."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):

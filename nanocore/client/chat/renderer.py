@@ -40,7 +40,8 @@ class RenderProcessError(NanocoreError):
 
 
 class _ProcessKilledError(Exception):
-    """By somebody else: no limit does that. failure: what it is if it happens again."""
+    """Raised if somebody else killed the process: no limit does that. failure: what it is if it
+    happens again."""
 
     def __init__(self, failure: NanocoreError) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ class Renderer:
         raise self._failure(text)
 
     def _rendered(self, request: bytes) -> tuple[str, str]:
-        """Status and text; again with a new process if somebody has killed this one."""
+        """Return status and text; if the process was killed, try again with a new one."""
         for num_left in reversed(range(_MAX_TRIES)):
             process = self._process
             try:
@@ -144,7 +145,7 @@ class Renderer:
         self._process = self._socket = self._finalizer = None
 
     def forget(self) -> None:
-        """In a new process that was forked off: what we had is our parent's."""
+        """Drop, in a forked process, what belongs to the parent."""
         if self._process is not None and self._socket is not None and self._finalizer is not None:
             self._finalizer.detach()
             self._socket.close()
@@ -231,7 +232,7 @@ class Renderer:
         return b"".join(pieces)
 
     def _status(self) -> int | None:
-        """How the process ended, seen up to a second after its socket closes; None: it runs."""
+        """Return the exit status, waiting up to a second; None while it runs."""
         assert self._process is not None
         try:
             return self._process.wait(timeout=1.0)
@@ -239,7 +240,6 @@ class Renderer:
             return None
 
     def _death(self) -> Exception:
-        """Why the process is gone."""
         status = self._status()
         if status == -signal.SIGPROF:
             return self._failure(f"it takes more than {MAX_CPU_S:g} s of CPU time, the limit")
@@ -259,7 +259,7 @@ class Renderer:
 
 
 def _is_stopped(pid: int) -> bool:
-    """By a signal: nobody would wake it."""
+    # A process that a signal has stopped would never reply.
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     except OSError:  # there is no /proc

@@ -87,7 +87,7 @@ class SpellingCutter:
         return sentinel.join(pieces)
 
     def _normalized_end(self, text: str) -> str:
-        """Of the normalized text, enough for a token; much of a text may be normalized away."""
+        """Return the end of the normalized text, long enough for a token."""
         assert self._normalize is not None
         assert self._normalized is not None
         num_chars = _MAX_CUT_CHARS
@@ -148,7 +148,7 @@ class SpellingCutter:
         return cuts
 
     def _arises_in(self, text: str) -> bool:
-        """Whether a token, or its beginning at the end, comes of taking out what templates do."""
+        """Whether removing what templates remove would leave a token, or begin one at the end."""
         length = len(text) + 1
         while len(text) < length:
             length = len(text)
@@ -201,7 +201,7 @@ Mark = Callable[[str], str]
 
 
 class SpecialTokenGuard:
-    """What of a tokenizer's tokens may only come from the template.
+    """Guard of the tokens that only the template may write.
 
     Args:
         backend: the tokenizer. template: the template's source, or several's.
@@ -266,11 +266,9 @@ class SpecialTokenGuard:
         }
 
     def _is_constant(self, name: str) -> bool:
-        """Whether the template has it as a string."""
         return any(f"{quote}{name}{quote}" in self._template for quote in "'\"")
 
     def _is_attribute(self, name: str) -> bool:
-        """Whether the template asks for the value of this key."""
         if self._is_constant(name):
             return True
         return re.search(rf"\.{re.escape(name)}\b", self._template) is not None
@@ -294,7 +292,7 @@ class SpecialTokenGuard:
         return ids
 
     def _encode_within(self, part: str, encode: Callable[[str], list[int]]) -> list[int]:
-        """A part as if it stood within a text: some tokenizers put a space before a beginning.
+        """Encode a part as if it stood within a text: some tokenizers add a space at a beginning.
 
         After a special token most do not. Those that do (Llama 2's) do not after a new line, unless
         the two make one token: then there is one space more.
@@ -322,7 +320,8 @@ class SpecialTokenGuard:
 
     @cached_property
     def _all(self) -> SpellingCutter:
-        """Answers may hold more, as templates look for the ends of thoughts in them."""
+        # Answers of the model may hold more: templates search them for the ends of
+        # reasoning.
         known = f"{self._template}\0{_ESCAPE.sub(_unescaped, self._template)}"
         return self._guarded([t for t in self._tokens if t.special or t.content in known])
 
@@ -341,7 +340,7 @@ class SpecialTokenGuard:
 
     @cached_property
     def _anchor(self) -> str:
-        """A token that a part may follow and be tokenized as if it were within a text, or ""."""
+        """Return a token after which a part is tokenized as within a text, or ""."""
         for token in self._tokens:
             plain = not (token.lstrip or token.rstrip or token.single_word or token.normalized)
             others = (other.content for other in self._tokens if other is not token)
@@ -361,7 +360,6 @@ def _map_texts(value: Any, mark: Mark, mark_key: Mark) -> Any:
 
 
 def _unescaped(found: re.Match[str]) -> str:
-    """What an escape in a template's string stands for."""
     *codes, other = found.groups()
     code = next(filter(None, codes), None)
     return chr(int(code, 16)) if code else _CONTROLS.get(other, other)

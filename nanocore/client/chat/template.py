@@ -36,7 +36,7 @@ _RESERVED: Final = frozenset(
 
 
 class TemplateOptions(TypedDict, total=False):
-    """What a template gets beside the messages.
+    """Options of a template, besides the messages.
 
     tools: OpenAI's, as dicts. chat_template_kwargs: further names for the template, such as
     enable_thinking. allowed_template_kwargs: which names these may be; DEFAULT_TEMPLATE_KWARGS.
@@ -210,7 +210,7 @@ def _check_end(add_generation_prompt: object, continue_final_message: object) ->
 
 
 def _mark_end(message: dict[str, Any], key: str, template: str) -> str:
-    """Put the mark at the end of what the prompt is to end with, and return what it was."""
+    """Put the mark at the end of the final message, and return its text without."""
     final = message.get(key)
     if final is None:
         raise InvalidRequestError(
@@ -236,7 +236,6 @@ def _mark_end(message: dict[str, Any], key: str, template: str) -> str:
 
 
 def _cut_end(text: str, final: str) -> str:
-    """The prompt up to the mark."""
     end = text.rfind(_CONTINUED.strip())
     if end < 0 or final.strip() not in text:
         raise InvalidRequestError(

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class TemplateDialect:
-    """What one template takes.
+    """Dialect of one template: what its messages may hold.
 
     render: a conversation to a prompt, by that template. source: the template's.
     """
@@ -74,7 +74,7 @@ class TemplateDialect:
 
     @cached_property
     def tool_prompt(self) -> ToolPrompt | None:
-        """How the model sees a request's tools if the template does not show them; None if it does.
+        """How tools are shown if the template does not show them; None if it does.
 
         "generic": the system's text is to describe them. "none": not at all, for the template knows
         of tools, and leaves them out.
@@ -119,7 +119,6 @@ class TemplateDialect:
         return turn
 
     def _content(self, i: int, message: Mapping[str, Any]) -> Any:
-        """A turn's text, or parts where the template takes them; None if it has none."""
         content = message.get("content")
         if content is None and isinstance(message.get("refusal"), str):
             return message["refusal"]
@@ -136,13 +135,12 @@ class TemplateDialect:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether it shows text in parts, and not the list of them."""
         text = self._try([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
         return text is not None and _PROBE in text and "'type'" not in text and '"type"' not in text
 
     @cached_property
     def _knows_developer(self) -> bool:
-        """Whether it has a form for this role, and does not print whatever role a turn has."""
+        # A template that prints any role must not be taken for one that knows this role.
         user = {"role": "user", "content": "hi"}
         text, other = (
             self._try([{"role": role, "content": _PROBE}, user])
@@ -159,13 +157,12 @@ class TemplateDialect:
 
     @cached_property
     def _takes_late_system(self) -> bool:
-        """Whether the system may speak after others, as it does in agents' conversations."""
         text = self._try([{"role": "user", "content": "hi"}, {"role": "system", "content": _PROBE}])
         return text is not None and _PROBE in text
 
     @cached_property
     def _calls_form(self) -> tuple[bool, bool] | None:
-        """(arguments are objects and not JSON text, content may not be missing)
+        """Return (arguments are objects and not JSON text, content may not be missing).
 
         None: it shows no calls, or none like this.
         """
@@ -189,7 +186,7 @@ class TemplateDialect:
 
 
 def _as_users(turns: list[dict[str, Any]], role: str = "system") -> list[dict[str, Any]]:
-    """The turns of this role as the user's, each one with those of the user around it."""
+    """Give the turns of this role to the user, joined with the user's turns around them."""
     said: list[dict[str, Any]] = []
     was_other = False
     for turn in turns:
@@ -205,7 +202,6 @@ def _as_users(turns: list[dict[str, Any]], role: str = "system") -> list[dict[st
 
 
 def _joined(first: Any, second: Any) -> Any:
-    """Contents, one after the other: texts, or lists of parts."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
     both = [
@@ -216,7 +212,6 @@ def _joined(first: Any, second: Any) -> Any:
 
 
 def _calling(as_objects: bool, has_content: bool) -> list[dict[str, Any]]:
-    """A conversation with a tool call in it."""
     arguments: Any = {"probe": [1]}
     function = {"name": "f", "arguments": arguments if as_objects else json.dumps(arguments)}
     call = {"id": "call12345", "type": "function", "function": function}
@@ -226,11 +221,7 @@ def _calling(as_objects: bool, has_content: bool) -> list[dict[str, Any]]:
 
 
 def _calls(i: int, calls: object) -> list[dict[str, Any]]:
-    """The calls of a turn; arguments that are missing are none.
-
-    Raises:
-        InvalidRequestError: they are no list, or one is not what it must be.
-    """
+    """The calls of a turn; arguments that are missing are none; raises InvalidRequestError."""
     where = f"messages[{i}].tool_calls"
     if not isinstance(calls, list | tuple | None):
         raise _bad_call(where, "a list of calls", calls)
@@ -254,7 +245,6 @@ def _bad_call(where: str, what: str, value: object) -> InvalidRequestError:
 
 
 def _call(call: dict[str, Any], as_objects: bool) -> dict[str, Any]:
-    """A tool call with its arguments in the other form, where they can be."""
     function = call["function"]
     arguments = function["arguments"]
     if as_objects and isinstance(arguments, str):

@@ -36,12 +36,7 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 def read_tools(tools: Sequence[object] | None) -> list[Tool]:
-    """The tools of a request.
-
-    Raises:
-        InvalidRequestError: one is not {"type": "function", "function": {"name": ...}}, a name is
-            not plain or comes twice, or there are more than MAX_TOOLS.
-    """
+    """Read the tools of a request; raises InvalidRequestError if one is malformed or named twice."""
     if tools is None:
         return []
     if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
@@ -101,7 +96,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 def read_tool_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
-    """Of "none", "auto", "required", {"type": "function", "function": {"name": ...}}, or None.
+    """Read "none", "auto", "required", {"type": "function", "function": {"name": ...}}, or None.
 
     None is "auto" if there are tools.
 
@@ -134,7 +129,7 @@ def read_tool_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """What a call's arguments are: an object, even if the tool's schema does not say so."""
+    """Return the schema of a call's arguments: an object, even if the tool does not say so."""
     return {"type": "object", **tool.parameters}
 
 
@@ -187,7 +182,7 @@ def call_schema(tools: Sequence[Tool], key: str) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str, name: str | None = None) -> Any:
-    """The schema with references to its own parts beginning at the root.
+    """Return the schema with references to its own parts moved to the root.
 
     name: its `$id`, which two tools may share: it goes, and references by it are moved, too. A part
     with an `$id` of its own is the root of what it refers to, wherever it is.
@@ -249,11 +244,7 @@ def describe_tools(tools: Sequence[Tool], tool_format: str | None) -> str:
 
 
 def call_text(call: Mapping[str, Any]) -> str:
-    """A call of the past, as the model was asked to write it.
-
-    Raises:
-        InvalidRequestError: it holds what JSON cannot.
-    """
+    """A call of the past, as the model was asked to write it; raises InvalidRequestError."""
     function = call["function"]
     arguments = function["arguments"]
     try:
@@ -266,5 +257,5 @@ def call_text(call: Mapping[str, Any]) -> str:
 
 
 def result_text(content: str) -> str:
-    """What a call returned, for the user's turn."""
+    """Return a call's result as text of the user's turn."""
     return f"<tool_response>\n{content}\n</tool_response>"

@@ -58,12 +58,7 @@ class TokenizerLoader:
         return loading.exception() is None and not self._is_closed
 
     async def get(self) -> Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            InvalidRequestError: there is none, or its files are damaged.
-            ProtocolError, EngineDeadError: as `RemoteFiles.read`.
-        """
+        """Load and return the tokenizer; raises InvalidRequestError if its files are damaged."""
         if self._loading is None:
             self._loading = asyncio.create_task(self._load(), name="nanocore-tokenizer")
             # Looked at, even if everyone who waits has left.
@@ -87,7 +82,7 @@ class TokenizerLoader:
         )
 
     async def run(self, work: Callable[[Tokenizer], Result], is_long: bool = False) -> Result:
-        """What this work returns, done in a thread: rendering a chat may take long.
+        """Run work in a thread and return its result: rendering a chat may take long.
 
         is_long: it is about more than LONG_CHARS, and has other threads, so that the rest never
         waits for it. Work for which nobody waits any more is not begun.

@@ -56,11 +56,7 @@ class ControlCalls:
         )
 
     async def ping(self, timeout_s: float) -> EngineHealth:
-        """Measure the round trip of a PING.
-
-        Raises:
-            EngineDeadError: no reply within timeout_s.
-        """
+        """Measure the round trip of a PING; raises EngineDeadError."""
         start_s = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):

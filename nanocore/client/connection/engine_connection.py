@@ -211,7 +211,7 @@ class EngineConnection:
         await self._send(encode(message))
 
     async def _send(self, frames: list[bytes]) -> None:
-        """Send, waiting for room in the socket, but only while the session lives."""
+        # Wait for room in the socket, but only while the session lives.
         if self._socket.send_nowait(frames):
             return
         sending = asyncio.ensure_future(self._socket.send(frames))
@@ -224,7 +224,7 @@ class EngineConnection:
             sending.result()
 
     async def _receive_loop(self) -> None:
-        """Receive until the session ends. Whatever ends it, all waits must end, too."""
+        # Whatever ends it, all waits must end, too.
         try:
             try:
                 await self._receive()
@@ -250,7 +250,7 @@ class EngineConnection:
                 await asyncio.sleep(0)
 
     async def _diagnosed(self, error: NanocoreError) -> NanocoreError:
-        """The error for those who wait: for a lost connection, what became of the engine."""
+        """Return the error for those who wait: after a loss, what became of the engine."""
         is_loss = isinstance(error, ConnectionLostError) or getattr(error, "code", "") == NO_SESSION
         if not is_loss or self._diagnose is None:
             return error

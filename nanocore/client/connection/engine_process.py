@@ -60,7 +60,6 @@ class LaunchDirectory:
             self._fd = -1
 
     def _remove_left_over(self) -> None:
-        """Remove the directories whose clients are gone."""
         for path in self.path.parent.glob(f"{_PREFIX}*"):
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -204,7 +203,7 @@ class EngineProcess:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def _reap(self) -> int:
-        """Wait for the process and kill what it has left, its ranks above all; its exit code.
+        """Wait for the process, kill what it has left (its ranks), and return its exit code.
 
         As long as nobody has waited for the process, its number is that of no other group.
         """
@@ -215,7 +214,7 @@ class EngineProcess:
         return self._process.wait()
 
     async def _read_report(self) -> StartReport | None:
-        """One line from the engine; None if it closed its end first."""
+        """Read one line; None if the engine closed its end first."""
         while b"\n" not in self._heard:
             data = await self._read()
             if not data:
@@ -225,7 +224,6 @@ class EngineProcess:
         return msgspec.json.decode(line, type=StartReport)
 
     async def _read(self) -> bytes:
-        """Some bytes of the engine's report; empty once its end is closed."""
         try:
             return await asyncio.get_running_loop().sock_recv(self._link, 65536)
         except ConnectionResetError:
@@ -233,7 +231,6 @@ class EngineProcess:
 
 
 def _wait(pidfd: int, timeout_s: float) -> None:
-    """For the end of this process, no longer."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.poll(timeout_s * 1e3)

@@ -41,7 +41,7 @@ _FAILED_STARTS: Final = {*_DEATHS, AddressInUseError.exit_code}
 
 
 class EngineSupervisor:
-    """From `start` to `stop`, in one event loop.
+    """Supervisor of one launched engine, from `start` to `stop`, in one event loop.
 
     Args:
         flags: of `engine_flags`. max_restarts: in a row, without `progress` and without an engine
@@ -170,14 +170,12 @@ class EngineSupervisor:
         return self._active
 
     def _launch(self, *flags: str) -> EngineProcess:
-        """Raises EngineStartError if there is no room for a process."""
         assert self._directory is not None, "it is made before the first engine"
         engine = EngineProcess([*self._flags, *flags], self._directory, self._output_fd)
         self._processes.append(engine)
         return engine
 
     def _forget(self, engine: EngineProcess) -> None:
-        """Of an engine that is gone."""
         engine.kill()
         self._processes.remove(engine)
 
@@ -193,7 +191,9 @@ class EngineSupervisor:
         return self._successor
 
     async def _bring_up(self, *flags: str) -> EngineProcess:
-        """An engine that serves; what the last one's remains may cause is tried again.
+        """Start an engine and wait until it serves.
+
+        Failures that leftovers of the last engine may cause are retried.
 
         Raises:
             NanocoreError: none will.
@@ -220,7 +220,6 @@ class EngineSupervisor:
                     num_failed += 1
 
     async def _keep(self, engine: EngineProcess) -> None:
-        """Replace the engine whenever it dies, until the end."""
         try:
             while True:
                 engine = await self._replace(engine)
@@ -231,7 +230,7 @@ class EngineSupervisor:
             await self._end(EngineDeadError(f"internal error: {type(error).__name__}: {error}"))
 
     async def _replace(self, engine: EngineProcess) -> EngineProcess:
-        """Wait for its death, and have another one serve.
+        """Wait until the engine dies, and return the next one once it serves.
 
         Raises:
             NanocoreError: there will be none.
@@ -267,7 +266,7 @@ class EngineSupervisor:
         return engine
 
     def _count(self, error: NanocoreError) -> None:
-        """One more restart in a row. Raises EngineDeadError if there have been enough."""
+        """Count a restart in a row; raises EngineDeadError after the last one."""
         if self._num_in_a_row == self._max_restarts:
             raise EngineDeadError(f"{error}, after {self._max_restarts} restarts in a row")
         self._num_in_a_row += 1
@@ -279,7 +278,6 @@ class EngineSupervisor:
         )
 
     async def _end(self, error: NanocoreError) -> None:
-        """There will be no engine any more."""
         if self._successor is not None:
             self._successor.cancel()
             await asyncio.wait({self._successor})
@@ -292,7 +290,7 @@ class EngineSupervisor:
 
 
 async def _strike_if_stopped(engine: EngineProcess) -> None:
-    """A process that stands still serves nobody, and nothing else would end it."""
+    # A stopped process serves no requests, and nothing else would end it.
     num_stopped = 0
     while num_stopped < _MAX_STOPPED_POLLS:
         await asyncio.sleep(_STOPPED_POLL_S)
@@ -302,11 +300,10 @@ async def _strike_if_stopped(engine: EngineProcess) -> None:
 
 
 def _pause_s(num_before: int) -> float:
-    """Before an engine is started, by how many were without success."""
     return min(_FIRST_PAUSE_S * 2 ** (num_before - 1), _MAX_PAUSE_S) if num_before else 0.0
 
 
 def _look_at(successor: asyncio.Task[EngineProcess]) -> None:
-    """Its failure is told when it is needed; until then it is worth a line."""
+    # Retrieve the failure, so that asyncio does not report it; it is raised when it is needed.
     if not successor.cancelled() and (error := successor.exception()) is not None:
         logger.warning("no other engine is ready to take over: %s", error)

@@ -87,7 +87,7 @@ def _welcome(answer: Message) -> Welcome:
 
 
 def _seen(socket: ClientSocket, keys: ClientKeys | None) -> str:
-    """What was seen at the endpoint, for those who waited for nothing."""
+    """Describe what was seen at the endpoint, for the timeout's error."""
     if socket.is_connected or (socket.is_accepted and keys is None):
         return _SILENCE
     return _NOBODY if keys is None else _CHECK_KEYS

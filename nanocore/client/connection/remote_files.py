@@ -85,7 +85,6 @@ class FileCache:
 
     @cached_property
     def _directory(self) -> Path | None:
-        """The directory, made if need be; None if it cannot be used."""
         directory = self._named_directory
         try:
             if not directory.is_absolute():

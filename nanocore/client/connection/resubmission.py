@@ -51,7 +51,7 @@ MAX_REFUSAL_S: Final = 1.0
 
 @dataclass(slots=True, eq=False)
 class _LostRequest:
-    """What no engine has of a request.
+    """Samples of one request that no engine has.
 
     welcome: of the engine that had it. was_killed: that engine had not announced its end.
     """
@@ -158,7 +158,7 @@ class Resubmission:
         self._lost.setdefault(request.stream, lost).parts.append(request)
 
     async def _run(self) -> None:
-        """Send until nothing is lost. One task does all of it, so nothing is sent twice."""
+        # One task does all of it, so nothing is sent twice.
         try:
             while self._lost:
                 session = await self._wait_for_session()

@@ -103,7 +103,7 @@ class SessionManager:
 
     @property
     def welcome(self) -> Welcome:
-        """What the engine said of itself when the last session was opened."""
+        """WELCOME of the last session."""
         return self._last.connection.welcome
 
     @property
@@ -137,7 +137,7 @@ class SessionManager:
             raise EngineDeadError(text) from None
 
     async def _try_session(self, since_s: float, may_wait: bool) -> ClientSession | None:
-        """As `session`; None: there may be one later, and it is worthwhile to wait."""
+        """Return a session, or None if it is worthwhile to wait and try again."""
         await self._resubmission.wait_for_trial()
         try:
             return await self._usable_session()
@@ -186,13 +186,12 @@ class SessionManager:
         return self._session
 
     def _sessions(self) -> Iterator[ClientSession]:
-        """Those that may be open."""
         if self._session is not None:
             yield self._session
         yield from self._draining
 
     async def _usable_session(self) -> ClientSession:
-        """One whose engine takes new requests, as far as there is another."""
+        """Return a session whose engine takes new requests, if there is one."""
         last = self._last.connection
         if last.error is None and not (last.is_draining and len(self._endpoints) > 1):
             return self._last
@@ -207,7 +206,7 @@ class SessionManager:
             raise
 
     async def _first_session(self, timeout_s: float) -> ClientSession:
-        """With the first engine that answers; waits for one, if there is but one to ask."""
+        # With several endpoints none may be waited for: the others would not be tried.
         if len(self._endpoints) == 1:
             wait_for_listener = self._supervisor is None
             return await self._new_session(self._endpoints[0], timeout_s, wait_for_listener)
@@ -221,7 +220,6 @@ class SessionManager:
             await asyncio.sleep(_RESTART_POLL_S)
 
     async def _session_of_any(self, endpoints: Sequence[str], timeout_s: float) -> ClientSession:
-        """With the first of them that answers now."""
         errors: list[NanocoreError] = []
         if len(endpoints) > 1:
             timeout_s = min(timeout_s, NEXT_ENDPOINT_TIMEOUT_S)
@@ -257,7 +255,6 @@ class SessionManager:
         return ClientSession(endpoint, connection, files, tokenizer, self.leave)
 
     def _reopen(self) -> asyncio.Task[ClientSession]:
-        """The task that opens the next session."""
         if self._opening is None or self._opening.done():
             self._opening = self._start(self._open_next())
         return self._opening
@@ -282,7 +279,7 @@ class SessionManager:
         return self._session
 
     async def _session_of_any_or_ours(self, endpoints: Sequence[str]) -> ClientSession:
-        """Waits for the engine that we keep as long as it is being restarted."""
+        # A launched engine that is being restarted will listen again: wait for it.
         since_s = time.monotonic()
         while True:
             try:
@@ -318,7 +315,7 @@ class SessionManager:
         return is_taken
 
     def _remaining_s(self, seconds: float) -> float:
-        """How long requests wait on for an engine, so many seconds after they lost theirs."""
+        """How much longer requests wait for an engine, after waiting for so many seconds."""
         if self._ended is not None or self._resume_timeout_s is None:
             return 0.0
         if self._supervisor is not None and self._supervisor.is_restarting:
@@ -326,7 +323,7 @@ class SessionManager:
         return self._resume_timeout_s - seconds
 
     async def _diagnose(self, endpoint: str, loss: NanocoreError) -> NanocoreError:
-        """What became of the engine of the session that is lost; see `EngineConnection`."""
+        """Open the next session, and say what became of the lost one's engine."""
         old = self.welcome
         try:
             async with asyncio.timeout(DIAGNOSIS_TIMEOUT_S):
@@ -355,7 +352,7 @@ class SessionManager:
         )
 
     async def _final_error(self, error: NanocoreError) -> NanocoreError:
-        """Of an engine that does not listen any more; if it is ours, its exit code says more."""
+        # If we launched the engine, its exit code says more: wait until it is known.
         if self._supervisor is not None:
             deadline_s = time.monotonic() + STOP_TIMEOUT_S
             while not (self._ended or self._supervisor.is_restarting):
@@ -365,7 +362,6 @@ class SessionManager:
         return self._ended or error
 
     def _engine_ended(self, error: NanocoreError) -> None:
-        """The supervisor's call: there will be none any more. Tells everyone who waits."""
         if self._ended is None:
             self._ended = error
             if self._session is not None:
@@ -375,7 +371,7 @@ class SessionManager:
         self._start(session.tokenizer.close())
 
     def _start(self, coroutine: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
-        """A task that `close` awaits; its failure is looked at, even if nobody waits any more."""
+        """Start a task that `close` awaits; its error is retrieved even if nothing waits for it."""
         task = asyncio.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._forget)

@@ -78,7 +78,7 @@ class LogprobTable:
         self._sums.append(self._sums[-1] + message.logprobs[start])
 
     def sum(self, num_tokens: int) -> float:
-        """Of the first tokens' own log probabilities."""
+        """Sum of the first num_tokens tokens' own log probabilities."""
         return self._sums[num_tokens]
 
     def candidates(self, index: int) -> dict[int, Logprob]:
@@ -131,19 +131,19 @@ class _View(Sequence[Entry], Generic[Entry]):
 
 
 class SampleLogprobs(_View[dict[int, Logprob]]):
-    """Of each output token: its candidates."""
+    """Candidates of each output token."""
 
     def _entry(self, index: int) -> dict[int, Logprob]:
         return self._columns.candidates(index)
 
     @property
     def sum(self) -> float:
-        """Of the tokens' own log probabilities: how likely the text is."""
+        """Log probability of the whole text."""
         return self._columns.sum(self._num_tokens)
 
 
 class PromptLogprobs(_View[dict[int, Logprob] | None]):
-    """Of each prompt token: its candidates; of the first, before which there is nothing, None."""
+    """Candidates of each prompt token; None for the first, which nothing precedes."""
 
     def __len__(self) -> int:
         return 1 + self._num_tokens

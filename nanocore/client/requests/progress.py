@@ -58,7 +58,7 @@ class Progress:
         return self._over
 
     def token_came(self) -> None:
-        """To be called while `is_awaited`."""
+        """Note a token; only called while `is_awaited`."""
         if self._at_next is not None:
             self._tell_next()
         if self.first_token_s is None:
@@ -79,7 +79,7 @@ class Progress:
             self.is_awaited = self.first_token_s is None
 
     def wake_all(self) -> None:
-        """Nothing more will come."""
+        """Wake all waiters at the end."""
         self._tell_next()
         self.wake()
         if self._over is not None and not self._over.done():

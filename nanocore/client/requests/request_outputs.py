@@ -40,7 +40,7 @@ class Resume(msgspec.Struct, gc=False):
 
     @property
     def gap_s(self) -> float | None:
-        """From the loss to the next token."""
+        """Seconds from the loss to the next token."""
         return None if self.next_s is None else self.next_s - self.lost_s
 
 
@@ -166,7 +166,7 @@ class EmbeddingOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @classmethod
     def of(cls, output: RequestOutput, normalize: bool, size: int | None) -> EmbeddingOutput:
-        """Of a request's last output. normalize: to length 1, if it is not 0. size: the model's.
+        """Read a request's last output. normalize: to length 1, if it is not 0. size: hidden_size.
 
         Raises:
             NanocoreError: it has none, because it was aborted, or the engine ended it.
@@ -194,11 +194,7 @@ class EmbeddingOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def embedding_params(pooling: Pooling) -> SamplingParams:
-    """What asks for an embedding and nothing else.
-
-    Raises:
-        InvalidRequestError: there is no such pooling.
-    """
+    """Return the parameters of a request for an embedding; raises InvalidRequestError."""
     params = SamplingParams(pooling=pooling, detokenize=False)
     if params.pooling is None:
         raise InvalidRequestError("pooling=None: an embedding needs 'last' or 'mean'")

@@ -91,11 +91,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        """Wait for news, and return it as one output.
-
-        Raises:
-            NanocoreError: the request was refused, failed in the engine, or the engine is gone.
-        """
+        """Wait for news, and return it as one output; raises NanocoreError."""
         if self.progress.is_behind:
             await asyncio.sleep(0)
         while not self.finished:
@@ -120,7 +116,7 @@ class RequestStream:
         return last
 
     def news(self) -> asyncio.Future[None]:
-        """To be awaited after `read` found nothing, and before it is called again."""
+        """Return a future to await after `read` found nothing, and before it is called again."""
         return self.progress.news()
 
     def listen(self, callback: Callable[[], None]) -> None:
@@ -158,11 +154,7 @@ class RequestStream:
         )
 
     def advance(self) -> bool:
-        """Let the samples read what has arrived; False if that is nothing.
-
-        Raises:
-            NanocoreError: as `read`.
-        """
+        """Let the samples read what has arrived; False if that is nothing; raises NanocoreError."""
         if self.finished:
             return False
         progress = self.progress
@@ -184,7 +176,7 @@ class RequestStream:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Those that have arrived, if they were asked for."""
+        """Prompt logprobs that have arrived, if requested."""
         columns = self.samples[0].prompt_logprobs
         return None if columns is None else PromptLogprobs(columns, len(columns))
 
@@ -199,7 +191,6 @@ class RequestStream:
     # -- inside -----------------------------------------------------------------------------------
 
     def _read_all(self) -> bool:
-        """Read every sample; whether anything is new."""
         is_new = False
         for sample in self.samples:
             if sample.read():
@@ -210,7 +201,7 @@ class RequestStream:
         return is_new
 
     def _finish(self, sample: Sample) -> None:
-        """A sample was read to its end; tell the engine, if that does not know it."""
+        # The engine does not know that a stop string has ended the sample.
         self.finished = self.progress.num_unread == 0
         if sample.outlives_reading and self._error is None:
             self._leave(self, sample if self.is_running else None)

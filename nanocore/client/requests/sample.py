@@ -23,7 +23,7 @@ from nanocore.protocol.sampling import SamplingParams
 
 
 class Sample:
-    """What feeds the index-th sample of a request, and what its stream reads.
+    """Tokens of one sample of a request as they arrive, and its text as it is read.
 
     Args:
         prompt_token_ids, params: of the request.
@@ -105,7 +105,7 @@ class Sample:
         self.logprobs.append(message, index, start)
 
     def push_prompt_logprobs(self, message: UnpackedLogprobs, index: int, start: int) -> None:
-        """Likewise, of the prompt's next token."""
+        """Add the log probabilities of the prompt's next token."""
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.append(message, index, start)
 
@@ -144,11 +144,11 @@ class Sample:
 
     @property
     def arrived_token_ids(self) -> list[int]:
-        """Those that have come, read or not. Not to be changed."""
+        """Token ids that have arrived, read or not. Not to be changed."""
         return self._token_ids
 
     def begin_again(self) -> None:
-        """What another engine will say of the prompt is to be taken as the first."""
+        """Discard prompt logprobs: the next engine sends them from the beginning."""
         if self.prompt_logprobs is not None and not self._token_ids:
             self.prompt_logprobs = LogprobTable(self._tokenizer)
 
@@ -161,7 +161,7 @@ class Sample:
 
     @property
     def output(self) -> CompletionOutput:
-        """What was read so far."""
+        """Output as of the last `read`."""
         logprobs = self.logprobs
         return CompletionOutput(
             self._parts,
@@ -183,7 +183,7 @@ class Sample:
 
     @property
     def token_ids(self) -> list[int]:
-        """Those that were read."""
+        """Token ids that were read."""
         return self._token_ids[: self.num_read]
 
     def read(self) -> bool:
@@ -224,7 +224,7 @@ class Sample:
         return True
 
     def _slice(self) -> int:
-        """So many tokens may be read now without holding up the event loop, others' included."""
+        """Return how many tokens may be read at once without holding up the event loop."""
         if self._text is None:
             return sys.maxsize
         return max(1, self._text.tokens_per_slice // self._progress.num_unread)

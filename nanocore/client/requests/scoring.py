@@ -22,7 +22,7 @@ from nanocore.protocol.sampling import SamplingParams
 
 
 class ScoreOutput(msgspec.Struct, frozen=True):
-    """How likely a continuation is.
+    """Score of a continuation.
 
     token_ids: the continuation's. token_logprobs: of each of them, given all before it; natural.
     is_greedy: each is the most likely one there. num_cached_tokens: of the context, found in the
@@ -37,25 +37,24 @@ class ScoreOutput(msgspec.Struct, frozen=True):
 
     @property
     def logprob(self) -> float:
-        """Of the whole continuation: the sum of its tokens'."""
+        """Log probability of the whole continuation: the sum over its tokens."""
         return sum(self.token_logprobs)
 
     @property
     def num_tokens(self) -> int:
-        """Of the continuation."""
+        """Tokens of the continuation."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """What is submitted to score a continuation. Neither part is empty."""
+    """Request that scores a continuation. Neither part is empty."""
 
     context_ids: list[int]
     continuation_ids: list[int]
 
     @property
     def prompt(self) -> list[int]:
-        """All tokens but the last."""
         return self.context_ids + self.continuation_ids[:-1]
 
     @property
@@ -71,11 +70,7 @@ class ScoreRequest:
         )
 
     def score(self, output: RequestOutput) -> ScoreOutput:
-        """What the request's last output says.
-
-        Raises:
-            NanocoreError: the engine has ended the request, or the caller has.
-        """
+        """Return the score that the request's last output holds; raises NanocoreError."""
         (sample,) = output.outputs
         if not sample.logprobs:
             raise NanocoreError(
@@ -144,14 +139,14 @@ async def score_request(
 
 
 async def _open_ids(tokenizer: TokenizerLoader, text: str) -> list[int]:
-    """A text's, with what the tokenizer puts before it (BOS), without what it puts behind (EOS)."""
+    """Encode with the tokens that the tokenizer adds before a text (BOS), without those behind
+    (EOS)."""
     token_ids = await tokenizer.encode(text)
     num_appended = (await tokenizer.get()).num_appended_tokens
     return token_ids[: len(token_ids) - num_appended]
 
 
 def _given_ids(name: str, prompt: list[int] | array[int] | TokensPrompt) -> list[int]:
-    """Of whatever integers, numpy's too."""
     try:
         return [index(token_id) for token_id in given_token_ids(prompt)]
     except TypeError as error:

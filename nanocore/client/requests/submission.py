@@ -176,7 +176,7 @@ async def submit(
 
 
 def _as_known(sampling: EngineSamplingParams, minor: int) -> EngineSamplingParams:
-    """Without what an engine of this minor version does not know and can do without."""
+    # Older engines do without leniency: they refuse what their grammars lack.
     wanted = sampling.structured_outputs
     if wanted is not None and wanted.lenient and minor < LENIENT_SINCE:
         return replace(sampling, structured_outputs=replace(wanted, lenient=[]))
@@ -189,7 +189,7 @@ def _check_capabilities(sampling: EngineSamplingParams, capabilities: Sequence[s
 
 
 def _fitted(params: SamplingParams, room: int) -> SamplingParams:
-    """A full prompt leaves room for one token; what is longer is for the engine to refuse."""
+    # A full prompt leaves one token; the engine refuses longer prompts with the reason.
     if params.max_tokens is None or params.max_tokens <= room or room < 0:
         return params
     return replace(params, max_tokens=max(room, 1))
@@ -207,11 +207,7 @@ async def _tokenize(
 
 
 def given_token_ids(prompt: list[int] | array[int] | TokensPrompt) -> list[int] | array[int]:
-    """Those of a prompt that is no text.
-
-    Raises:
-        InvalidRequestError: it is no prompt.
-    """
+    """Return the token ids of a prompt that is no text; raises InvalidRequestError."""
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     if isinstance(token_ids, (list, array)):
         return token_ids
@@ -224,7 +220,7 @@ def given_token_ids(prompt: list[int] | array[int] | TokensPrompt) -> list[int] 
 def _check_version(
     sampling: EngineSamplingParams, protocol: tuple[int, int], timeout_s: float | None
 ) -> None:
-    """Refuse what came later than the session's protocol; defaults are not sent at all."""
+    """Refuse fields that are newer than the session's protocol; defaults are not sent at all."""
     major, spoken = protocol
     newer = [
         ("bad_words" if name == "bad_words_token_ids" else name, minor)

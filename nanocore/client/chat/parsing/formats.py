@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Formats(msgspec.Struct, frozen=True):
-    """How a model writes tool calls and reasoning; None: not at all, so all is text."""
+    """Formats of a model's tool calls and reasoning; None: it has none, so all is text."""
 
     tools: str | None = None
     reasoning: str | None = None
@@ -49,9 +49,7 @@ class ToolFormat(Protocol):
         """Texts that the parser must see even if they are special tokens."""
         ...
 
-    def __call__(self, tools: Sequence[Tool], index: int, new_id: NewId | None) -> OutputParser:
-        """A parser of one sample."""
-        ...
+    def __call__(self, tools: Sequence[Tool], index: int, new_id: NewId | None) -> OutputParser: ...
 
 
 class ReasoningFormat(Protocol):
@@ -62,9 +60,7 @@ class ReasoningFormat(Protocol):
         """Texts that the parser must see even if they are special tokens."""
         ...
 
-    def __call__(self, inner: OutputParser, in_reasoning: bool, index: int) -> OutputParser:
-        """A parser of one sample."""
-        ...
+    def __call__(self, inner: OutputParser, in_reasoning: bool, index: int) -> OutputParser: ...
 
 
 class _HarmonyReasoning:
@@ -139,7 +135,7 @@ def wrap_in_reasoning(
 
 
 def new_id_of(formats: Formats) -> NewId:
-    """What makes ids of calls as the format wants them: some templates check those of the past."""
+    """Return the maker of call ids: some templates check the form of past ids."""
     new_id: NewId = make_call_id
     if formats.tools is not None:
         parser = _known(TOOL_PARSERS, formats.tools, "tool calls")
@@ -148,7 +144,7 @@ def new_id_of(formats: Formats) -> NewId:
 
 
 def beginnings_of(tool_format: str, tools: Sequence[Tool]) -> list[str]:
-    """What an answer in this format that calls a tool begins with; [] where it has no such sign.
+    """Return the texts that begin a tool call in this format; [] where it has no such mark.
 
     Raises:
         InvalidRequestError: there is no such format.

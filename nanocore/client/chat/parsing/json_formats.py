@@ -24,7 +24,6 @@ class HermesParser(ToolParser):
     closer: ClassVar[str] = "</tool_call>"
 
     def block(self, opener: str) -> Steps[None]:
-        """One call."""
         if (yield from self.call_object()):
             yield from self.span(_SURPLUS)
             yield from self.accept(self.closer)
@@ -41,11 +40,9 @@ class Llama3JsonParser(ToolParser):
 
     @classmethod
     def beginnings(cls, tools: Sequence[Tool]) -> list[str]:
-        """The mark, or an object that names a tool."""
         return [*cls.marks, *(f'{{"name": {json_string(one.name)}' for one in tools)]
 
     def block(self, opener: str) -> Steps[None]:
-        """Calls up to what is none."""
         is_open = opener == "{"
         is_list = opener == "["
         if opener in self.marks:
@@ -78,11 +75,9 @@ class MistralParser(ToolParser):
 
     @staticmethod
     def default_id() -> str:
-        """Nine letters or digits."""
         return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_CHARS))
 
     def block(self, opener: str) -> Steps[None]:
-        """An array, or one call."""
         yield from self.space()
         if (yield from self.accept("[")):
             yield from self.call_array()
@@ -99,7 +94,7 @@ class MistralParser(ToolParser):
 
 
 def _mark(words: str) -> str:
-    """The special token of these words: with a wide bar, and a block for each space."""
+    # These tokens have full-width bars, and a block in place of each space.
     return f"<\uff5c{words}\uff5c>".replace(" ", "\u2581")
 
 
@@ -123,7 +118,6 @@ class DeepseekV3Parser(ToolParser):
     closer: ClassVar[str] = _CALL_END
 
     def block(self, opener: str) -> Steps[None]:
-        """Calls up to the mark of their end."""
         while (yield from self._call()):
             yield from self.space()
             if (yield from self.accept(_CALLS_END)):

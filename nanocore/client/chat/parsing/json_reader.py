@@ -41,7 +41,7 @@ class JsonScanner:
         self._is_escaped = False
 
     def scan(self, text: str, at: int) -> int:
-        """How far from `at` on the text belongs to the value.
+        """Return the end of the value's text, from `at` on.
 
         Stops before what no JSON has: a "<" outside of strings, a control character within one.
         """
@@ -92,7 +92,7 @@ class JsonScanner:
 
 
 class JsonReader(StreamReader):
-    """What parsers of JSON share. closer: the mark that ends a block; a value that is not complete
+    """Base of parsers of JSON. closer: the mark that ends a block; a value that is not complete
     ends there, too, unless the mark is in a string."""
 
     closer: ClassVar[str] = ""
@@ -145,7 +145,7 @@ class JsonReader(StreamReader):
         return "".join(pieces) if (yield from self.json_text(pieces.append)) else None
 
     def _escape(self) -> Steps[str]:
-        """What an escape says. One that is none says itself; half a surrogate pair, U+FFFD."""
+        # An unknown escape stands for itself, half a surrogate pair for U+FFFD.
         if not (yield from self.fill(2)):
             return self.take(len(self._text))
         letter = self._text[self._at + 1]
@@ -164,7 +164,6 @@ class JsonReader(StreamReader):
         return "\ufffd" if 0xD800 <= code < 0xE000 else chr(code)
 
     def _code_unit(self, offset: int) -> Steps[int | None]:
-        """The code of the \\uXXXX that is `offset` characters ahead."""
         for num_chars, expected in ((1, "\\"), (2, "\\u")):
             if not (yield from self.fill(offset + num_chars)):
                 return None

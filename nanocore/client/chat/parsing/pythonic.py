@@ -33,7 +33,8 @@ def python_to_json(text: str) -> str:
 
 
 def _value(node: ast.expr) -> Any:
-    """Tuples and sets become lists, keys strings, and what Python would look up, a string."""
+    # Tuples and sets become lists, keys strings. Names that Python would look up become
+    # strings.
     match node:
         case ast.Constant(value=str() as text):
             # Escapes may spell halves of surrogate pairs.
@@ -81,11 +82,9 @@ class PythonicParser(ToolParser):
 
     @classmethod
     def beginnings(cls, tools: Sequence[Tool]) -> list[str]:
-        """The mark, or a list whose first call is of a tool."""
         return [*cls.openers.texts, *(f"[{one.name}(" for one in tools)]
 
     def block(self, opener: str) -> Steps[None]:
-        """One list."""
         yield from self.space()
         if not (yield from self.accept("[")):
             return
@@ -103,7 +102,6 @@ class PythonicParser(ToolParser):
             yield from self.accept("<|python_end|>")
 
     def _call(self) -> Steps[bool]:
-        """Reads NAME(KEY=VALUE, ...); whether it is a call."""
         yield from self.space()
         name = yield from self.span(_NAME)
         if name not in self._tools or not (yield from self.accept("(")):
@@ -129,7 +127,6 @@ class PythonicParser(ToolParser):
         return True
 
     def _argument(self) -> Steps[str | None]:
-        """Reads up to the comma or the bracket that ends an argument; None if neither comes."""
         pieces: list[str] = []
         depth = 0
         while (mark := (yield from self.before(_STRUCTURE, pieces.append))) is not None:
@@ -146,7 +143,6 @@ class PythonicParser(ToolParser):
         return None
 
     def _string(self, quote: str, pieces: list[str]) -> Steps[None]:
-        """Reads the rest of a string as it is written."""
         while (mark := (yield from self.until(_QUOTES[quote], pieces.append))) is not None:
             pieces.append(mark)
             if mark == quote:

@@ -21,7 +21,6 @@ def _value_ends(call_end: str) -> Marks:
 
 
 def _parts(call_end: str) -> tuple[str, ...]:
-    """What may follow a value."""
     return "<parameter=", "</function>", call_end
 
 
@@ -40,7 +39,6 @@ class Qwen3CoderParser(ToolParser):
     value_ends: ClassVar[Marks] = _value_ends("</tool_call>")
 
     def block(self, opener: str) -> Steps[None]:
-        """One call; without <tool_call> around it, too."""
         if opener != "<function=":
             yield from self.space()
             if not (yield from self.accept("<function=")):
@@ -54,7 +52,6 @@ class Qwen3CoderParser(ToolParser):
         yield from self.accept(self.marks[1])
 
     def _name(self) -> Steps[str | None]:
-        """Reads a name and the bracket after it."""
         pieces: list[str] = []
         yield from self.before(_NAME_ENDS, pieces.append)
         is_closed = yield from self.accept(">")
@@ -95,7 +92,7 @@ class Qwen3CoderParser(ToolParser):
 
 
 class SeedOssParser(Qwen3CoderParser):
-    """The same with Seed-OSS's tags around a call."""
+    """Parser of Qwen3-Coder's format with Seed-OSS's tags around a call."""
 
     marks: ClassVar[tuple[str, ...]] = ("<seed:tool_call>", "</seed:tool_call>")
     openers: ClassVar[Marks] = Marks(("<seed:tool_call>", "<function="))

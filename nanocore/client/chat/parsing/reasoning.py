@@ -20,17 +20,15 @@ _TURNS: Final = ("<|", "<\uff5c", "[/INST]", "<start_of_turn>", "<end_of_turn>",
 
 
 class PlainTextParser:
-    """All is text."""
+    """Parser of formats without tools and reasoning: all is text."""
 
     def __init__(self, index: int = 0) -> None:
         self._index = index
 
     def feed(self, delta: str) -> list[ParsedEvent]:
-        """The text."""
         return [Text(delta, self._index)] if delta else []
 
     def finish(self) -> list[ParsedEvent]:
-        """Nothing."""
         return []
 
 
@@ -53,16 +51,13 @@ class ThinkParser(StreamReader):
         self._is_over = False
 
     def feed(self, delta: str) -> list[ParsedEvent]:
-        """The events that this piece of text completes."""
         return self._inner.feed(delta) if self._is_over else super().feed(delta)
 
     def finish(self) -> list[ParsedEvent]:
-        """What was held back, here or by the inner parser."""
         events = [] if self._is_over else super().finish()
         return events + self._inner.finish()
 
     def run(self) -> Steps[None]:
-        """Reads the reasoning, and hands over."""
         begin, end = self.marks
         self._held = []
         yield from self.space()
@@ -90,13 +85,13 @@ class ThinkParser(StreamReader):
 
 
 class MistralThinkParser(ThinkParser):
-    """The same with Mistral's tags."""
+    """ThinkParser with Mistral's tags."""
 
     marks: ClassVar[tuple[str, ...]] = ("[THINK]", "[/THINK]")
 
 
 class SeedOssThinkParser(ThinkParser):
-    """The same with Seed-OSS's tags."""
+    """ThinkParser with Seed-OSS's tags."""
 
     marks: ClassVar[tuple[str, ...]] = ("<seed:think>", "</seed:think>")
 

@@ -22,13 +22,11 @@ class NamedToolParser:
         self._is_begun = False
 
     def feed(self, delta: str) -> list[ParsedEvent]:
-        """All of it as arguments."""
         if not delta:
             return []
         return [*self.finish(), ToolArguments(0, delta, self._index)]
 
     def finish(self) -> list[ParsedEvent]:
-        """The beginning of the call, if it has not begun."""
         if self._is_begun:
             return []
         self._is_begun = True
@@ -45,15 +43,12 @@ class RequiredToolsParser(ToolParser):
     is_bare = True
 
     def feed(self, delta: str) -> list[ParsedEvent]:
-        """The calls."""
         return [event for event in super().feed(delta) if not isinstance(event, Text)]
 
     def finish(self) -> list[ParsedEvent]:
-        """The rest of them."""
         return [event for event in super().finish() if not isinstance(event, Text)]
 
     def block(self, opener: str) -> Steps[None]:
-        """The array."""
         yield from self.space()
         if (yield from self.accept("[")):
             yield from self.call_array()
@@ -72,14 +67,12 @@ class SpecialTextFilter:
         self._held = ""
 
     def feed(self, delta: str) -> list[ParsedEvent]:
-        """What the inner parser makes of the rest of it."""
         if not self._held and not self._dropped.may_begin(delta):
             return self._inner.feed(delta)
         kept = self._kept(self._held + delta, ended=False)
         return self._inner.feed(kept) if kept else []
 
     def finish(self) -> list[ParsedEvent]:
-        """What was held back, here or by the inner parser."""
         kept = self._kept(self._held, ended=True)
         events = self._inner.feed(kept) if kept else []
         return events + self._inner.finish()

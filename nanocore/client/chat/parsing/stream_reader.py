@@ -19,7 +19,7 @@ SPACE: Final = " \t\r\n"
 
 
 class Marks:
-    """Some marks, to be found leftmost and longest.
+    """Marks of a format, to be found leftmost and longest.
 
     texts: the marks. risk: a text in which this pattern finds nothing neither holds a mark nor
     begins one, and does not end in white space.
@@ -67,11 +67,11 @@ class OutputParser(Protocol):
     """
 
     def feed(self, delta: str) -> list[ParsedEvent]:
-        """The events that this piece of text completes."""
+        """Return the events that this piece of text completes."""
         ...
 
     def finish(self) -> list[ParsedEvent]:
-        """What was held back, when no more text will come. Called once, and nothing after it."""
+        """Return what was held back, when no more text will come. Called once, at the end."""
         ...
 
 
@@ -106,10 +106,9 @@ class StreamReader(ABC):
 
     @abstractmethod
     def run(self) -> Steps[None]:
-        """Reads the whole text."""
+        """Read the whole text."""
 
     def feed(self, delta: str) -> list[ParsedEvent]:
-        """The events that this piece of text completes."""
         quick = self._quick
         if quick is not None and self._risk is not None and not self._risk.search(delta):
             return [quick(delta, self._index)] if delta else []
@@ -118,7 +117,6 @@ class StreamReader(ABC):
         return self._go_on()
 
     def finish(self) -> list[ParsedEvent]:
-        """What was held back."""
         self._ended = True
         return self._go_on()
 
@@ -129,14 +127,14 @@ class StreamReader(ABC):
         return events
 
     def emit(self, kind: type[Delta], delta: str) -> None:
-        """More of this kind, of the last call if it is arguments; one event with its neighbours."""
+        """Add to the pending event of this kind; another kind flushes it first."""
         if kind is not self._pending_kind:
             self.flush()
             self._pending_kind = kind
         self._pending.append(delta)
 
     def flush(self) -> None:
-        """Makes an event of what was emitted last; one of another kind can follow it."""
+        """Make an event of what is pending."""
         delta = "".join(self._pending)
         self._pending.clear()
         if not delta:
@@ -149,7 +147,7 @@ class StreamReader(ABC):
             self._out.append(Text(delta, self._index))
 
     def take(self, end: int) -> str:
-        """The text up to `end`, which is read now."""
+        """Read the text up to `end`."""
         piece = self._text[self._at : end]
         self._at = end
         if self._held is not None:
@@ -157,7 +155,7 @@ class StreamReader(ABC):
         return piece
 
     def without_trailing(self, piece: str, characters: str) -> str:
-        """All text so far that such characters do not end; what is left waits for more.
+        """Return the text so far without such characters at its end, which wait for more text.
 
         Empty if all of it waits.
         """
@@ -171,7 +169,7 @@ class StreamReader(ABC):
         return text
 
     def fill(self, num_chars: int) -> Steps[bool]:
-        """Waits for so many characters; whether they are there."""
+        """Wait for so many characters; False if the text ends first."""
         while len(self._text) - self._at < num_chars:
             if self._ended:
                 return False
@@ -179,7 +177,7 @@ class StreamReader(ABC):
         return True
 
     def sees(self, *literals: str) -> Steps[str | None]:
-        """Which of these is next, the longest if several are; nothing is read."""
+        """Return which literal is next, the longest if several are; reads nothing."""
         longest = max(map(len, literals))
         while True:
             rest = self._text[self._at : self._at + longest]
@@ -235,7 +233,7 @@ class StreamReader(ABC):
     def until(
         self, marks: Marks, sink: Sink, quick: type[Text] | type[Reasoning] | None = None
     ) -> Steps[str | None]:
-        """As `before`, and reads the mark, too."""
+        """Read as `before`, and the mark, too."""
         mark = yield from self.before(marks, sink, quick)
         if mark is not None:
             self.take(self._at + len(mark))

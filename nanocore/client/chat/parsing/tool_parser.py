@@ -53,12 +53,11 @@ class ToolParser(JsonReader):
 
     @staticmethod
     def default_id() -> str:
-        """An id for a call, if the caller makes none."""
         return make_call_id()
 
     @classmethod
     def beginnings(cls, tools: Sequence[Tool]) -> list[str]:
-        """What an answer that calls one of these tools begins with, white space aside."""
+        """Return the texts with which an answer that calls a tool may begin."""
         return list(cls.openers.texts)
 
     @abstractmethod
@@ -69,7 +68,6 @@ class ToolParser(JsonReader):
         """
 
     def run(self) -> Steps[None]:
-        """Text and blocks in turn."""
         opener = "" if self.is_bare else (yield from self.until(self.openers, self.say, Text))
         while opener is not None:
             self.hold(opener)
@@ -80,15 +78,14 @@ class ToolParser(JsonReader):
         self.emit(Text, "".join(self._trailing))
 
     def say(self, text: str) -> None:
-        """More text; white space at its end waits until it is known not to precede a call."""
+        """Emit text; white space at its end waits, as it may precede a call."""
         self.emit(Text, self.without_trailing(text, SPACE))
 
     def hold(self, opener: str = "") -> None:
-        """From here on what is read is text again, unless a call begins."""
+        """Hold what is read from here on: it is text unless `begin` is called."""
         self._held = [opener]
 
     def _release(self) -> bool:
-        """Whether there was something held, which is text now."""
         text = "".join(self._held or ())
         self._held = None
         if text:
@@ -96,7 +93,7 @@ class ToolParser(JsonReader):
         return bool(text)
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        """A call begins."""
+        """Begin a call; text that was held belongs to it."""
         self._held = None
         self._trailing.clear()
         self.flush()
@@ -105,7 +102,7 @@ class ToolParser(JsonReader):
         self._num_calls += 1
 
     def add(self, arguments: str) -> None:
-        """More arguments of the call that has begun."""
+        """Emit arguments of the call that has begun."""
         self.emit(ToolArguments, arguments)
 
     def call_array(self) -> Steps[None]:
@@ -166,7 +163,6 @@ class ToolParser(JsonReader):
         return True
 
     def _key(self) -> Steps[str | None]:
-        """Reads a key and its colon."""
         yield from self.space()
         key = yield from self.word()
         yield from self.space()
@@ -176,7 +172,6 @@ class ToolParser(JsonReader):
         return key
 
     def _arguments(self, sink: Callable[[str], object]) -> Steps[None]:
-        """Reads a call's arguments."""
         if (yield from self.sees('"')):
             yield from self.json_text(sink)
         elif (yield from self.sees("n")):
