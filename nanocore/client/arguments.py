@@ -72,7 +72,7 @@ def check_after(number: object) -> int:
 
 
 def check_endpoint(endpoint: object) -> str:
-    """The endpoint; raises ConfigError unless it is a str without zeros, where ZeroMQ would cut it."""
+    """The endpoint; raises ConfigError unless it is a str without zeros, which ZeroMQ would cut."""
     if isinstance(endpoint, str) and "\0" not in endpoint:
         return endpoint
     raise ConfigError(f"endpoint={endpoint!r}: a str, as in ipc:///path/engine.sock")

@@ -14,7 +14,6 @@ import pytest
 
 from nanocore.client import LLM, AsyncEngineClient, EngineDeadError, EngineStartError
 from nanocore.client.connection.engine_process import EngineProcess, LaunchDirectory
-from tests.client.running import run
 
 READY = "import os, sys, time; os.write(int(sys.argv[1].partition('=')[2]), b'{}\\n'); "
 SCRIPTS = {
@@ -50,24 +49,21 @@ def _launches(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
 
 @pytest.mark.parametrize("num_cancels", [1, 2, 3])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_cancelling_a_launch_leaves_nothing_however_impatiently(
+async def test_cancelling_a_launch_leaves_nothing_however_impatiently(
     monkeypatch: pytest.MonkeyPatch, started: list[EngineProcess], script: str, num_cancels: int
 ) -> None:
     _launches(monkeypatch, script)
 
-    async def scenario() -> None:
-        client = AsyncEngineClient.launch()
-        entering = asyncio.create_task(client.__aenter__())
-        while not (started if script == "says nothing" else client._link):
+    client = AsyncEngineClient.launch()
+    entering = asyncio.create_task(client.__aenter__())
+    while not (started if script == "says nothing" else client._link):
+        await asyncio.sleep(0)
+    for _ in range(num_cancels):
+        entering.cancel()
+        for _ in range(3):
             await asyncio.sleep(0)
-        for _ in range(num_cancels):
-            entering.cancel()
-            for _ in range(3):
-                await asyncio.sleep(0)
-        with pytest.raises(asyncio.CancelledError):
-            await entering
-
-    run(scenario())
+    with pytest.raises(asyncio.CancelledError):
+        await entering
     assert len(started) == 1
 
 

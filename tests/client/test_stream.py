@@ -97,20 +97,17 @@ def test_cached_tokens_are_known_from_the_first_output_on(tokenizer: Tokenizer) 
     assert driven.next().num_cached_tokens == 16
 
 
-def test_news_without_tokens_or_end_is_not_an_output(tokenizer: Tokenizer) -> None:
+async def test_news_without_tokens_or_end_is_not_an_output(tokenizer: Tokenizer) -> None:
     driven = DrivenStream(tokenizer)
     driven.say(num_cached_tokens=0)
     driven.push("")
 
-    async def scenario() -> None:
-        reading = asyncio.ensure_future(driven.stream.__anext__())
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert not reading.done()
-        driven.push("a")
-        assert (await reading).outputs[0].text == "a"
-
-    run(scenario())
+    reading = asyncio.ensure_future(driven.stream.__anext__())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not reading.done()
+    driven.push("a")
+    assert (await reading).outputs[0].text == "a"
 
 
 def test_a_reader_that_waits_is_woken_by_tokens(tokenizer: Tokenizer) -> None:

@@ -18,7 +18,7 @@ from nanocore.http.app import App
 from nanocore.http.settings import AppSettings
 from nanocore.protocol.messages import Submit, Welcome
 from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, welcome_message
-from tests.client.running import PATIENCE_S, run
+from tests.client.running import PATIENCE_S
 from tests.http.asgi import Connection, scope, turns
 
 QUICK = "quick"
@@ -93,91 +93,76 @@ async def _next_is_long(engine: FakeEngine) -> bool:
 
 @pytest.mark.parametrize("slow", ASKS)
 @pytest.mark.parametrize("second", ["ids", "chat"])
-def test_a_request_waits_for_one_that_was_made_before_it(
+async def test_a_request_waits_for_one_that_was_made_before_it(
     endpoint: str, tokenizer_folder: Path, may_encode: threading.Event, slow: str, second: str
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, _roomy(), tokenizer=tokenizer_folder) as (engine, client):
-            await client.get_tokenizer()
-            tasks = [asyncio.create_task(ASKS[slow](client, SLOW))]
-            await turns()
-            if second == "ids":
-                tasks.append(asyncio.create_task(client.complete([1], NO_TEXT)))
-            else:
-                tasks.append(asyncio.create_task(ASKS[second](client, QUICK)))
-            # The other one is rendered and tokenized meanwhile.
-            await client.with_tokenizer(lambda tokenizer: tokenizer.encode(QUICK))
-            await turns(20)
-            may_encode.set()
-            if "several" in slow:
-                assert not await _next_is_long(engine)
-            assert await _next_is_long(engine)
+    async with connected(endpoint, _roomy(), tokenizer=tokenizer_folder) as (engine, client):
+        await client.get_tokenizer()
+        tasks = [asyncio.create_task(ASKS[slow](client, SLOW))]
+        await turns()
+        if second == "ids":
+            tasks.append(asyncio.create_task(client.complete([1], NO_TEXT)))
+        else:
+            tasks.append(asyncio.create_task(ASKS[second](client, QUICK)))
+        # The other one is rendered and tokenized meanwhile.
+        await client.with_tokenizer(lambda tokenizer: tokenizer.encode(QUICK))
+        await turns(20)
+        may_encode.set()
+        if "several" in slow:
             assert not await _next_is_long(engine)
-            await _leave(tasks)
-
-    run(scenario())
+        assert await _next_is_long(engine)
+        assert not await _next_is_long(engine)
+        await _leave(tasks)
 
 
 @pytest.mark.parametrize("slow", ASKS)
-def test_a_long_text_holds_up_no_other_request(
+async def test_a_long_text_holds_up_no_other_request(
     endpoint: str, tokenizer_folder: Path, may_encode: threading.Event, slow: str
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, _roomy(), tokenizer=tokenizer_folder) as (engine, client):
-            await client.get_tokenizer()
-            tasks = [asyncio.create_task(ASKS[slow](client, LONG)) for _ in range(2)]
-            await turns()
-            for ask in ("generate", "chat", "/v1/completions"):
-                tasks.append(asyncio.create_task(ASKS[ask](client, QUICK)))
-                assert not await _next_is_long(engine)
-            may_encode.set()
-            await _leave(tasks)
-
-    run(scenario())
+    async with connected(endpoint, _roomy(), tokenizer=tokenizer_folder) as (engine, client):
+        await client.get_tokenizer()
+        tasks = [asyncio.create_task(ASKS[slow](client, LONG)) for _ in range(2)]
+        await turns()
+        for ask in ("generate", "chat", "/v1/completions"):
+            tasks.append(asyncio.create_task(ASKS[ask](client, QUICK)))
+            assert not await _next_is_long(engine)
+        may_encode.set()
+        await _leave(tasks)
 
 
-def test_one_that_comes_as_the_tokenizer_is_loaded_does_not_overtake_those_that_wait(
+async def test_one_that_comes_as_the_tokenizer_is_loaded_does_not_overtake_those_that_wait(
     endpoint: str, tokenizer_folder: Path
 ) -> None:
     """At whichever turn of the event loop it comes."""
 
-    async def scenario() -> None:
-        for num_turns in range(8):
-            async with connected(endpoint, _roomy(), tokenizer=tokenizer_folder) as (
-                engine,
-                client,
-            ):
-                assert client._link is not None
-                tokenizer = client._link._last.tokenizer
-                tasks = [asyncio.create_task(client.complete("a", ONE, request_id="first"))]
-                await turns()
-                assert tokenizer._loading is not None
-                while not tokenizer._loading.done():
-                    await asyncio.sleep(0)
-                await turns(num_turns)
-                tasks.append(asyncio.create_task(client.complete("b", ONE, request_id="second")))
-                order = [(await engine.receive(Submit)).request_id for _ in tasks]
-                assert order == ["first", "second"]
-                await _leave(tasks)
-
-    run(scenario())
+    for num_turns in range(8):
+        async with connected(endpoint, _roomy(), tokenizer=tokenizer_folder) as (engine, client):
+            assert client._link is not None
+            tokenizer = client._link._last.tokenizer
+            tasks = [asyncio.create_task(client.complete("a", ONE, request_id="first"))]
+            await turns()
+            assert tokenizer._loading is not None
+            while not tokenizer._loading.done():
+                await asyncio.sleep(0)
+            await turns(num_turns)
+            tasks.append(asyncio.create_task(client.complete("b", ONE, request_id="second")))
+            order = [(await engine.receive(Submit)).request_id for _ in tasks]
+            assert order == ["first", "second"]
+            await _leave(tasks)
 
 
-def test_one_that_fails_or_leaves_holds_up_nobody(
+async def test_one_that_fails_or_leaves_holds_up_nobody(
     endpoint: str, tokenizer_folder: Path, may_encode: threading.Event
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, _roomy(), tokenizer=tokenizer_folder) as (engine, client):
-            leaving = asyncio.create_task(client.complete(SLOW, ONE))
-            failing = asyncio.create_task(client.complete(SLOW + "\ud800", ONE))
-            last = asyncio.create_task(client.complete("c", ONE, request_id="last"))
-            await turns()
-            leaving.cancel()
-            may_encode.set()
-            assert (await engine.receive(Submit)).request_id == "last"
-            await _leave([leaving, failing, last])
-
-    run(scenario())
+    async with connected(endpoint, _roomy(), tokenizer=tokenizer_folder) as (engine, client):
+        leaving = asyncio.create_task(client.complete(SLOW, ONE))
+        failing = asyncio.create_task(client.complete(SLOW + "\ud800", ONE))
+        last = asyncio.create_task(client.complete("c", ONE, request_id="last"))
+        await turns()
+        leaving.cancel()
+        may_encode.set()
+        assert (await engine.receive(Submit)).request_id == "last"
+        await _leave([leaving, failing, last])
 
 
 async def _leave(tasks: list[asyncio.Task[Any]]) -> None:

@@ -137,8 +137,7 @@ TRAINED: dict[str, Callable[[], tokenizers.Tokenizer]] = {
         normalizer=_PREPEND,
     ),
     "byte-tokens gemma": lambda: _with_byte_tokens(
-        [_SPACE, decoders.ByteFallback(), decoders.Fuse()],
-        normalizer=normalizers.Replace(" ", "▁"),
+        [_SPACE, decoders.ByteFallback(), decoders.Fuse()], normalizer=normalizers.Replace(" ", "▁")
     ),
     "byte-tokens metaspace": lambda: _with_byte_tokens(
         [decoders.ByteFallback(), decoders.Metaspace()], pre_tokenizer=pre_tokenizers.Metaspace()

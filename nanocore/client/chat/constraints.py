@@ -26,10 +26,7 @@ from nanocore.client.chat.tools import (
 )
 from nanocore.protocol.errors import InvalidRequestError, NanocoreError, quoted
 from nanocore.protocol.fields import MAX_FREE_PREFIXES
-from nanocore.protocol.structured_outputs import (
-    ReasoningMarks,
-    StructuredOutputsParams,
-)
+from nanocore.protocol.structured_outputs import ReasoningMarks, StructuredOutputsParams
 
 _PART: Final = re.compile(
     r"structured_outputs\.(?:json|structural_tag\.structures\[0\]\.schema) at '/\$defs/(\d+)"

@@ -36,7 +36,7 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 def read_tools(tools: Sequence[object] | None) -> list[Tool]:
-    """Read the tools of a request; raises InvalidRequestError if one is malformed or named twice."""
+    """Read the tools; raises InvalidRequestError if one is malformed or a name comes twice."""
     if tools is None:
         return []
     if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):

@@ -51,8 +51,7 @@ class ControlCalls:
 
     async def control(self, operation: ControlOperation, **fields: Unpack[ControlFields]) -> Reply:
         return await self._call(
-            self._replies,
-            lambda call_id: Control(call_id=call_id, operation=operation, **fields),
+            self._replies, lambda call_id: Control(call_id=call_id, operation=operation, **fields)
         )
 
     async def ping(self, timeout_s: float) -> EngineHealth:

@@ -16,11 +16,7 @@ from typing import Final, Self, TypeAlias, TypedDict
 
 from msgspec.structs import replace
 
-from nanocore.client.arguments import (
-    check_request_id,
-    check_request_timeout,
-    check_sampling_params,
-)
+from nanocore.client.arguments import check_request_id, check_request_timeout, check_sampling_params
 from nanocore.client.chat.chat_messages import LONG_CHARS
 from nanocore.client.connection.client_session import ClientSession
 from nanocore.client.connection.request_table import OpenRequest

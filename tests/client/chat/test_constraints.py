@@ -19,10 +19,7 @@ from nanocore.client.chat.tools import (
 )
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.fields import MAX_FREE_PREFIXES
-from nanocore.protocol.structured_outputs import (
-    ReasoningMarks,
-    StructuredOutputsParams,
-)
+from nanocore.protocol.structured_outputs import ReasoningMarks, StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {
