@@ -1,8 +1,8 @@
-"""AsyncEngineClient: the asyncio SDK. It owns an engine, or joins one that runs.
+"""AsyncEngineClient: the asyncio SDK. It launches an engine, or joins a running one.
 
-Tokenizes, submits, streams, and turns whatever goes wrong into typed exceptions. Leaving a
-`generate` iterator, or cancelling its task, aborts the request. Belongs to the event loop in which
-it is entered; in every other one it says so.
+Tokenizes, submits, streams, and raises typed exceptions. Leaving a `generate` iterator, or
+cancelling its task, aborts the request. A client belongs to the event loop in which it is entered,
+and raises ClientStateError in any other.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from nanocore.protocol.steps import RecentSteps
 
 HEALTH_TIMEOUT_S = 5.0
 STEPS_SINCE = 11
-"""The minor version of the protocol that brought CONTROL `steps`."""
+"""Minor version of the protocol that brought CONTROL `steps`."""
 Result = TypeVar("Result")
 
 
 class AsyncEngineClient(BaseClient):
     """A client of one engine; use `launch` or `connect`, and `async with`.
 
-    If the session with the engine is lost, the next one, with whichever engine serves then, goes on
-    with the requests that were open in it, token for token; other calls fail, and are to be made
-    again. `RequestOutput.resumes` tells. With `resume=False` requests fail, too.
+    If the session with the engine is lost, open requests continue, token for token, in the next
+    session, with whichever engine serves then (`RequestOutput.resumes`). Other calls fail and must
+    be repeated. With `resume=False` requests fail, too.
 
     Every method raises ClientStateError before the client is entered, after it is closed, and in
     another event loop than the one in which it was entered. `pause`, `drain` and
@@ -113,9 +113,7 @@ class AsyncEngineClient(BaseClient):
         timeout_s: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[ChatEvent, None]:
-        """Stream the assistant's answer to a conversation, by the model's chat template.
-
-        `collect` makes answers of the events.
+        """Stream the assistant's answer to a conversation; `collect` joins the events.
 
         Args:
             options: see `ChatOptions`: tools, tool_choice, response_format and others.
@@ -145,13 +143,13 @@ class AsyncEngineClient(BaseClient):
         timeout_s: float | None = None,
         ticket: SubmitTicket | None = None,
     ) -> AnswerStream:
-        """Send a completion; its answer is read as it comes, in the manner of a chat's: all text.
+        """Send a completion; its output is read as an AnswerStream, all of it text.
 
-        For who serves many and has no task for each: `AnswerStream.listen`.
+        `AnswerStream.listen` serves many requests without a task for each.
 
         Args:
-            fit_max_tokens: cut max_tokens to the room that the prompt leaves in max_model_len.
-            ticket: one of `submit_tickets`.
+            fit_max_tokens: limit max_tokens to what the prompt leaves of max_model_len.
+            ticket: place in the order of submission, from `submit_tickets`.
         """
         with ticket or self._order.ticket() as taken:
             session = await self._session(_wait_s(timeout_s))
@@ -180,7 +178,7 @@ class AsyncEngineClient(BaseClient):
         timeout_s: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> AnswerStream:
-        """Send a conversation; its answer is read as it comes. Arguments as `chat` and `submit`."""
+        """Send a conversation and return its answer. Arguments as `chat` and `submit`."""
         params = sampling_params
         if params is None:
             params = SamplingParams.from_engine(self.model_card.default_sampling)
@@ -226,7 +224,7 @@ class AsyncEngineClient(BaseClient):
         timeout_s: float | None = None,
         ticket: SubmitTicket | None = None,
     ) -> RequestOutput:
-        """The last output of a completion. Arguments as `generate` and `submit`."""
+        """Return the last output of a completion. Arguments as `generate` and `submit`."""
         stream = await self._submit(
             prompt, sampling_params, request_id, priority, cache_salt, timeout_s, ticket
         )
@@ -242,7 +240,7 @@ class AsyncEngineClient(BaseClient):
         cache_salt: str | None = None,
         ticket: SubmitTicket | None = None,
     ) -> EmbeddingOutput:
-        """The embedding of a prompt: the model's hidden state after its last norm.
+        """Return the embedding of a prompt: the model's hidden state after its last norm.
 
         Args:
             pooling: of the "last" token, or the "mean" over all.
@@ -267,9 +265,9 @@ class AsyncEngineClient(BaseClient):
 
     @contextmanager
     def submit_tickets(self, number: int) -> Iterator[list[SubmitTicket]]:
-        """Places in the order in which requests are submitted, for who prepares some at length.
+        """Reserve places in the order of submission, for requests that are prepared at length.
 
-        Each is given to one call of `submit`, `complete` or `embed`.
+        Each ticket is passed to one call of `submit`, `complete` or `embed`.
         """
         with ExitStack() as stack:
             yield [stack.enter_context(self._order.ticket()) for _ in range(number)]
@@ -284,21 +282,21 @@ class AsyncEngineClient(BaseClient):
         """All metrics of the engine; docs/seeing.md has the names.
 
         Raises:
-            ProtocolError: the engine is too old to tell.
+            ProtocolError: the engine is too old.
         """
         reply = await self._control("metrics")
         if reply.metrics is None:
-            raise ProtocolError(f"the engine tells no metrics: {reply.message}")
+            raise ProtocolError(f"the engine reports no metrics: {reply.message}")
         return reply.metrics
 
     async def recent_steps(self, after: int = 0) -> RecentSteps:
-        """The engine's last steps, and the ways of requests that are open or ended lately.
+        """Return the engine's last steps, and timelines of requests that are open or ended lately.
 
         Args:
-            after: only steps with larger numbers; requests are told in any case.
+            after: only steps with larger numbers; requests are always included.
 
         Raises:
-            ProtocolError: the engine is too old to tell.
+            ProtocolError: the engine is too old.
         """
         after = check_after(after)
         connection = (await self._session()).connection
@@ -310,15 +308,15 @@ class AsyncEngineClient(BaseClient):
             )
         reply = await connection.calls.control("steps", after=after)
         if reply.steps is None:
-            raise ProtocolError(f"the engine tells no steps: {reply.message}")
+            raise ProtocolError(f"the engine reports no steps: {reply.message}")
         return reply.steps
 
     async def health(self) -> EngineHealth:
-        """A sign of life, or EngineDeadError."""
+        """Ping the engine; raises EngineDeadError without a reply."""
         return await (await self._session()).connection.calls.ping(HEALTH_TIMEOUT_S)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False, and nothing happens, while a request holds blocks."""
+        """Empty the prefix cache; returns False, without effect, while a request holds blocks."""
         return (await self._control("reset_prefix_cache")).ok
 
     async def score(
@@ -352,15 +350,15 @@ class AsyncEngineClient(BaseClient):
         return request.score(await _final(stream))
 
     async def pause(self) -> None:
-        """Stop stepping. Requests are accepted and kept, and go on after `resume`."""
+        """Stop computing steps. Requests are accepted, and continue after `resume`."""
         await self._control("pause")
 
     async def resume(self) -> None:
-        """End this session's pause; the engine steps again once nobody has paused it."""
+        """End this session's pause; the engine continues once no session pauses it."""
         await self._control("resume")
 
     async def drain(self) -> None:
-        """Have the engine finish what it has, take nothing new from anybody, and end."""
+        """Drain the engine: it finishes open requests, takes no new ones, and stops."""
         await self._control("drain")
 
     # -- inside -----------------------------------------------------------------------------------

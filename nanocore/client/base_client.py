@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from os import PathLike
-from types import NoneType, TracebackType
+from types import NoneType
 from typing import Final, Self, TypeVar
 
 from nanocore.client.arguments import (
@@ -70,19 +70,19 @@ class BaseClient:
         standby: bool = False,
         **engine_args: EngineArgument,
     ) -> Self:
-        """A client with an engine process of its own, which ends with it.
+        """Launch an engine process, which ends with the client.
 
-        If the engine dies it is started again, and requests go on where they stopped.
+        If the engine dies it is restarted, and requests continue where they stopped.
 
         Args:
             model: model folder, or id on the hub; None is the demo model.
             tokenizer: folder with the tokenizer's files; None reads them from the engine.
             start_timeout_s: how long the engine may take to load.
             resume: False lets requests fail with the engine, for good.
-            max_restarts: in a row: without a request that has got on with one of them, and without
-                one that has served for 30 s.
-            standby: keep a second engine process that has loaded its model and waits for the first
-                one's death: that takes the memory of the weights twice.
+            max_restarts: restarts in a row, with no progress of a request in between, and with less
+                than 30 s of serving.
+            standby: keep a second engine process, with its model loaded, that takes over when the
+                first one dies. The weights take twice the memory.
             engine_args: flags of `nanocore-engine`, e.g. max_num_seqs=8; False is --no-flag, and
                 None leaves a flag out.
 
@@ -115,10 +115,10 @@ class BaseClient:
         resume: bool = True,
         resume_timeout_s: float = 60.0,
     ) -> Self:
-        """A client of a running engine, by default the user's default one.
+        """Join a running engine, by default at the user's default endpoint.
 
-        Nothing of the model needs to be on this machine: see `get_tokenizer`. If the engine is lost
-        its requests go on with the next one at the endpoint, or at another one of several.
+        The model's files need not be on this machine: see `get_tokenizer`. If the engine is lost,
+        requests continue with the next one at this endpoint, or at another one of several.
 
         Args:
             endpoint: ipc:///path/engine.sock or tcp://host:port; or several, of engines that serve
@@ -127,13 +127,13 @@ class BaseClient:
             tokenizer: folder with the tokenizer's files; None reads them from the engine.
             timeout_s: how long entering waits for an engine to listen there, and to answer.
             resume: False lets requests fail with their session.
-            resume_timeout_s: how long they wait for an engine to go on with.
+            resume_timeout_s: how long requests wait for an engine that continues them.
 
         Raises (at once):
             ConfigError: tcp without keys, or a default endpoint in another user's directory.
             KeyFileError: keys that cannot be used.
         Raises (on entering):
-            EngineDeadError: nobody answers. ProtocolError: the engine speaks another version.
+            EngineDeadError: no reply. ProtocolError: the engine speaks another version.
             EngineOverloadedError: it has as many clients as it serves.
         """
         endpoints = [own_default_endpoint()] if endpoint is None else check_endpoints(endpoint)
@@ -171,12 +171,7 @@ class BaseClient:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -199,7 +194,7 @@ class BaseClient:
 
     @property
     def endpoint(self) -> str:
-        """Where the engine listens, as ipc:// or tcp://; of a launched one, a private place."""
+        """Endpoint of the engine, ipc:// or tcp://; a private one if the client launched it."""
         if self._link is None and self._endpoints:
             return self._endpoints[0]
         return self._entered().endpoint

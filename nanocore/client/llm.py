@@ -1,7 +1,4 @@
-"""LLM: the synchronous SDK for offline work. Results come in input order, with a progress bar.
-
-An AsyncEngineClient in a thread of its own does the work.
-"""
+"""LLM: the synchronous SDK for offline inference, around an AsyncEngineClient in a thread."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent import futures
 from functools import partial
 from os import PathLike
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack, cast
 
 from tqdm import tqdm
@@ -34,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class LLM:
-    """An engine of one's own, used synchronously.
+    """Synchronous use of a launched engine. Results come in input order, with a progress bar.
 
     Args:
         model: model folder; None is the demo model.
@@ -70,12 +66,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

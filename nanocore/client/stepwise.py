@@ -1,8 +1,8 @@
-"""The requests of `LLM.add_request` and `LLM.step`: each a task that reads `generate`.
+"""Requests of `LLM.add_request` and `LLM.step`: each is a task that reads `generate`.
 
-A task hands over one output, and reads on once a step has taken it; what arrives meanwhile is
-merged by the stream. What a step has taken is kept until its caller says that it came: Ctrl-C may
-come first, and then the next step has it. Lives in the event loop of the LLM's thread.
+A task hands over one output, and continues once a step has taken it; the stream merges what arrives
+meanwhile. The result of a step is kept until its caller confirms it (`received`): Ctrl-C may come
+first, and then the next step returns it. Lives in the event loop of the LLM's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUEUE_FACTOR: Final = 4
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """news: what no step has taken yet. taken: set by the step that takes it."""
+    """One request. news: not taken by a step yet. taken: set by the step that takes it."""
 
     task: asyncio.Task[None] | None = None
     news: RequestOutput | Exception | None = None

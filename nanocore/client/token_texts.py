@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import tokenizers
 
 REPLACEMENT: Final = "\ufffd"
-"""What bytes that are no UTF-8 decode to."""
+"""Character that invalid UTF-8 decodes to."""
 MAX_TOKEN_IDS: Final = 1 << 32
 """The library takes no other ids, and no tokenizer has them."""
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-Fa-f]{2})>")

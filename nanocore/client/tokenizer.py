@@ -30,9 +30,9 @@ from nanocore.protocol.messages import ModelFileName
 logger = logging.getLogger(__name__)
 
 MAX_QUICK_CHARS: Final = 1 << 12
-"""Texts above this are tokenized in a thread: one of 16384 characters takes up to 15 ms."""
+"""Longer texts are tokenized in a thread: one of 16384 characters takes up to 15 ms."""
 MAX_QUICK_TOKENS: Final = 1 << 12
-"""More of them are decoded so that other threads run meanwhile: these take up to 4 ms."""
+"""Limit of tokens decoded while holding the interpreter's lock: up to 4 ms."""
 TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -41,7 +41,7 @@ TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
 )
-"""What a Tokenizer is made of; only the first is needed, or VOCABULARY_FILES in its place."""
+"""Files of a Tokenizer; only the first is needed, or VOCABULARY_FILES in its place."""
 
 TEMPLATE_FILES: Final[dict[str, ModelFileName]] = {
     "default": "chat_template.jinja",

@@ -117,7 +117,7 @@ VOCABULARY_FILES: Final[tuple[ModelFileName, ...]] = (
     "merges.txt",
     "vocab.txt",
 )
-"""What models without a tokenizer.json have in its place: one of them, or two."""
+"""Files of models without a tokenizer.json: one of them, or two."""
 _REMEDY: Final = (
     "pass token ids instead of text, with detokenize=False, or tokenizer=FOLDER with the folder "
     "that holds the model's tokenizer.json"
@@ -136,7 +136,7 @@ _SETTINGS: Final = frozenset(
         "trim_offsets",
     }
 )
-"""What of a configuration is passed on, besides the names of tokens: above all, no paths."""
+"""Settings passed to transformers, besides the names of tokens: above all, no paths."""
 
 
 def make_tokenizer_json(

@@ -115,7 +115,7 @@ async def test_recent_steps_are_those_after_a_number(endpoint: str) -> None:
         call = asyncio.create_task(client.recent_steps())
         control = await engine.receive(Control)
         engine.send(Reply(call_id=control.call_id, ok=False, message="not today"))
-        with pytest.raises(ProtocolError, match="tells no steps: not today"):
+        with pytest.raises(ProtocolError, match="reports no steps: not today"):
             await call
 
 

@@ -84,7 +84,7 @@ def test_an_engine_before_1_7_or_without_the_capability_is_not_asked(endpoint: s
                 await client.embed([1])
 
     run(scenario(replace(ABLE, protocol=(1, 6)), "pooling came with protocol 1.7"))
-    run(scenario(replace(ABLE, capabilities=["priority"]), "gives no embeddings"))
+    run(scenario(replace(ABLE, capabilities=["priority"]), "does not compute embeddings"))
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from tests.client.fake_engine import MAX_NUM_SEQS, NO_TEXT, FakeEngine, connecte
 from tests.client.running import PATIENCE_S, run
 from tests.protocol.keys import free_port, make_key_folders
 
-GONE = "the connection to the engine was closed; nobody listens at .*nanocore-engine --listen"
+GONE = "the connection to the engine was closed; nothing listens at .*nanocore-engine --listen"
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ async def test_what_the_engine_said_before_it_went_is_heard(endpoint: str) -> No
         assert (await done).finished
         with pytest.raises(EngineDeadError, match="has stopped: SIGTERM"):
             await open_still
-        with pytest.raises(EngineDeadError, match="has stopped: SIGTERM; nobody listens"):
+        with pytest.raises(EngineDeadError, match="has stopped: SIGTERM; nothing listens"):
             await client.stats()
 
 

@@ -437,7 +437,7 @@ async def test_who_waited_in_vain_is_told_what_was_lost_and_why(endpoint: str) -
         request = _begin(client)
         await old.accept(1)
         old.close()
-        with pytest.raises(EngineDeadError, match="was closed; nobody listens"):
+        with pytest.raises(EngineDeadError, match="was closed; nothing listens"):
             await request
 
 

@@ -111,7 +111,7 @@ def test_an_engine_that_does_not_answer_hello_is_dead(endpoint: str) -> None:
 
 
 def test_somebody_who_says_nothing_is_told_from_nobody(endpoint: str) -> None:
-    with pytest.raises(EngineDeadError, match="nobody listens there; start an engine"):
+    with pytest.raises(EngineDeadError, match="nothing listens there; start an engine"):
         run(EngineConnection.open(endpoint, timeout_s=0.05))
     engine = FakeEngine(endpoint)
     try:
@@ -122,7 +122,7 @@ def test_somebody_who_says_nothing_is_told_from_nobody(endpoint: str) -> None:
             text = str(caught.value)
             if "nobody" not in text:
                 break
-        assert "somebody listens there and says nothing" in text
+        assert "something listens there and is silent" in text
     finally:
         engine.close()
 

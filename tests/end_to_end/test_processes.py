@@ -320,9 +320,9 @@ def test_killing_an_engine_tells_the_clients_that_joined_it_and_the_next_one_ser
             stream = client.generate([1, 2, 3], LONG)
             await anext(stream)
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(EngineDeadError, match="was closed; nobody listens at"):
+            with pytest.raises(EngineDeadError, match="was closed; nothing listens at"):
                 await read_to_the_end(stream)
-            with pytest.raises(EngineDeadError, match=r"nobody listens at .*nanocore-engine"):
+            with pytest.raises(EngineDeadError, match=r"nothing listens at .*nanocore-engine"):
                 await client.complete([1], GREEDY)
             with forked.engine(tiny_model, endpoint=client.endpoint):
                 while True:

@@ -7,31 +7,31 @@ from typing import Any, Final, Literal, NotRequired, TypedDict
 
 _MAX_INT_BITS: Final = 8192
 LONG_CHARS: Final = 1 << 16
-"""Above this a text or a conversation is long: to tokenize it takes from 50 ms to seconds."""
+"""Characters above which a text or conversation is long: tokenizing takes 50 ms to seconds."""
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
-"""What clients and templates call a turn's reasoning; the first that is there is meant."""
+"""Names of a turn's reasoning in clients and templates; the first that is present counts."""
 
 
-class TextPart(TypedDict):
+class MessageTextPart(TypedDict):
     """A part of a message's content."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(TypedDict):
-    """name, and arguments: an object, or its JSON text."""
+class MessageFunction(TypedDict):
+    """Called function. arguments: an object, or its JSON text."""
 
     name: str
     arguments: str | dict[str, Any]
 
 
-class ToolCall(TypedDict):
+class MessageToolCall(TypedDict):
     """A call that the model made."""
 
     id: NotRequired[str]
     type: NotRequired[Literal["function"]]
-    function: CalledFunction
+    function: MessageFunction
 
 
 class ChatMessage(TypedDict):
@@ -44,10 +44,10 @@ class ChatMessage(TypedDict):
     """
 
     role: str
-    content: NotRequired[str | list[TextPart] | list[dict[str, Any]] | None]
+    content: NotRequired[str | list[MessageTextPart] | list[dict[str, Any]] | None]
     name: NotRequired[str | None]
     reasoning_content: NotRequired[str | None]
-    tool_calls: NotRequired[list[ToolCall] | list[dict[str, Any]] | None]
+    tool_calls: NotRequired[list[MessageToolCall] | list[dict[str, Any]] | None]
     tool_call_id: NotRequired[str | None]
 
 

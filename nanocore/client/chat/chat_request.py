@@ -55,7 +55,7 @@ from nanocore.protocol.sampling import SamplingParams
 from nanocore.protocol.structured_outputs import FormTooLargeError, StructuredOutputsParams
 
 _TAIL_TOKENS: Final = 32
-"""An open mark stands at the very end of a generation prompt."""
+"""Tokens at a prompt's end that are searched for an open reasoning mark."""
 
 
 class ChatOptions(TypedDict, total=False):

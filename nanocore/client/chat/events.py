@@ -112,7 +112,7 @@ ChatEvent: TypeAlias = (
 
 
 class ToolCall(msgspec.Struct):
-    """arguments: what the model wrote, which need not be JSON unless it was forced to."""
+    """Call in an answer. arguments: as the model wrote them, JSON only if a grammar forced it."""
 
     id: str
     name: str

@@ -34,7 +34,7 @@ from jinja2.utils import Namespace
 _LENGTH: Final = struct.Struct("!I")
 _MAX_ERROR_CHARS: Final = 1 << 18
 _USUAL_SIZE: Final = 256 << 20
-"""More than the address space that Python and jinja2 take."""
+"""Upper bound of the address space of Python and jinja2."""
 
 
 def compile_template(text: str, now: Callable[[], datetime]) -> jinja2.Template:

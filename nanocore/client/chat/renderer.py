@@ -20,9 +20,9 @@ from typing import Any, Final
 from nanocore.protocol.errors import InvalidRequestError, NanocoreError, shorten
 
 MAX_CPU_S: Final = 2.0
-"""For one rendering, and the template's compilation before the first."""
+"""CPU time limit of one rendering; the first one includes compiling the template."""
 MAX_WALL_S: Final = 30.0
-"""For one rendering, and for the process's start: only a machine that stands still gets there."""
+"""Time limit of one rendering, and of starting the process; reached only on a hung machine."""
 MAX_MEMORY: Final = 256 << 20
 """Bytes that the process may take beyond what it has at its start."""
 MAX_OUTPUT_FACTOR: Final = 4
@@ -32,7 +32,7 @@ _MAX_REASON_CHARS: Final = 200
 _MAX_TRIES: Final = 3
 _LENGTH: Final = struct.Struct("!I")
 _ENVIRONMENT: Final = ("TZ", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH")
-"""All that the process sees of ours."""
+"""Environment variables that are passed to the process."""
 
 
 class RenderProcessError(NanocoreError):

@@ -192,9 +192,9 @@ _CONTROLS: Final = {"n": "\n", "t": "\t", "r": "\r"}
 _REPLACED: Final = re.compile(
     r"""\breplace\(\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")""", re.DOTALL
 )
-"""What a template replaces in texts, often by nothing: what stood around it is joined."""
+"""Texts that a template replaces, often by nothing, which joins their neighbours."""
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Those that every template may turn into a token."""
+"""Roles that every template may turn into a token."""
 
 Mark = Callable[[str], str]
 """Puts sentinels into a text; as it comes, if it needs none."""

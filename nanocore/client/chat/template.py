@@ -25,7 +25,7 @@ DEFAULT_TEMPLATE_KWARGS: Final = frozenset(
         "tools_in_user_message", "xml_tools",
     }
 )  # fmt: skip
-"""What templates of known models ask for, all of it harmless: switches, the date, more tools."""
+"""Names that known models' templates use, all harmless: switches, the date, more tools."""
 _RESERVED: Final = frozenset(
     {
         "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize",
@@ -92,7 +92,7 @@ def read_template_kwargs(
 
 MAX_TEMPLATE_CHARS: Final = 1 << 16
 _CONTINUED: Final = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Where the prompt is to end: transformers' own mark, as templates might look at its length."""
+"""Mark of the prompt's end: transformers' own, as templates might look at its length."""
 
 
 class ChatTemplate:

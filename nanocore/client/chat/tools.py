@@ -89,7 +89,7 @@ _NAMED_SCHEMAS: Final = frozenset(
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """mode: "auto" leaves it to the model; with "named" it calls the tool, and it alone."""
+    """Choice of tools. mode: "auto" leaves it to the model; "named" forces a call of `tool`."""
 
     mode: Literal["none", "auto", "required", "named"]
     tool: Tool | None = None

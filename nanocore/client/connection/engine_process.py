@@ -80,7 +80,7 @@ COMMAND: Final = module_command("nanocore.engine_core")
 
 
 class EngineProcess:
-    """A `nanocore-engine` of our own.
+    """Process of a launched `nanocore-engine`.
 
     Args:
         flags: of `engine_flags`. directory: where it listens. output_fd: where what it writes goes;
@@ -162,9 +162,9 @@ class EngineProcess:
         return await asyncio.to_thread(self._reap)
 
     async def stop(self) -> None:
-        """End the process, kindly and then firmly, and what is its. Idempotent.
+        """Stop the process by SIGTERM, then SIGKILL, and its children. Idempotent.
 
-        Whoever is cancelled meanwhile wants it over now: the process is killed.
+        If the caller is cancelled meanwhile, the process is killed at once.
         """
         if self._pidfd < 0:
             return
@@ -178,18 +178,18 @@ class EngineProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a signal has stopped the process; not a debugger, which is looking at it."""
+        """Whether a signal has stopped the process (a debugger does not count)."""
         with suppress(OSError):
             stat = Path(f"/proc/{self.pid}/stat").read_text("utf-8", "replace")
             return stat.rpartition(")")[2].split()[0] == "T"
         return False
 
     def strike(self) -> None:
-        """Kill the process, and leave the rest to `kill`."""
+        """Send SIGKILL; `kill` frees the rest."""
         self._signal(signal.SIGKILL)
 
     def kill(self) -> None:
-        """End the process at once, and what is its. Idempotent."""
+        """Kill the process and its children, and free its resources. Idempotent."""
         if self._pidfd < 0:
             return
         self.strike()

@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S: Final = 0.5
 _MAX_PAUSE_S: Final = 8.0
-"""Before a restart that is not the first in a row."""
+"""Pauses before a restart that is not the first in a row."""
 _SETTLED_S: Final = 30.0
-"""An engine that has served so long does what it is for."""
+"""Time of serving after which the count of restarts in a row begins anew."""
 _STOPPED_POLL_S: Final = 1.0
 _MAX_STOPPED_POLLS: Final = 10
-"""An engine that is found stopped (SIGSTOP) so often in a row is replaced. They are counted, so
-that who was stopped together with it does not take the time for its."""
+"""Consecutive polls that find the engine stopped (SIGSTOP) before it is replaced. Polls are
+counted, not seconds: a client that was stopped together with its engine must not kill it."""
 _DEATHS: Final = {StartError.exit_code, CacheMemoryError.exit_code}
 _FAILED_STARTS: Final = {*_DEATHS, AddressInUseError.exit_code}
-"""What the remains of the last engine may cause: their memory, their hold of the address."""
+"""Exit codes that leftovers of the last engine may cause, by their memory or their address."""
 
 
 class EngineSupervisor:
@@ -84,18 +84,15 @@ class EngineSupervisor:
         self._keeping: asyncio.Task[None] | None = None
 
     def on_death(self, callback: Callable[[int], None]) -> None:
-        """Have it called, in the event loop, when an engine has died that will be replaced.
-
-        With its exit code; below 0 it is a signal's number.
-        """
+        """Register a callback for deaths of engines; gets the exit code, or minus the signal."""
         self._on_death.append(callback)
 
     def on_ready(self, callback: Callable[[], None]) -> None:
-        """Have it called, in the event loop, when the next engine serves."""
+        """Register a callback for the next engine's readiness."""
         self._on_ready.append(callback)
 
     def on_ended(self, callback: Callable[[NanocoreError], None]) -> None:
-        """Have it called, in the event loop, when there will be no engine; not after `stop`."""
+        """Register a callback for the end, when no engine follows; not called after `stop`."""
         self._on_ended.append(callback)
 
     async def start(self, timeout_s: float) -> None:
@@ -122,7 +119,7 @@ class EngineSupervisor:
 
     @property
     def endpoint(self) -> str:
-        """Where each of the engines listens."""
+        """Endpoint of the engine, the same after each restart."""
         return self._started.endpoint
 
     @property
@@ -132,18 +129,18 @@ class EngineSupervisor:
 
     @property
     def standby_pid(self) -> int | None:
-        """Process id of an engine that has loaded everything and waits; None if there is none."""
+        """Process id of the standby once it has loaded everything; None before."""
         waiting = [engine.pid for engine in self._processes if engine.stands_by]
         return next((pid for pid in waiting if pid != self.pid), None)
 
     def progress(self) -> None:
-        """The engine has done what it is for: the restarts in a row begin anew."""
+        """Count restarts in a row from 0 again: a request has progressed."""
         self._num_in_a_row = 0
 
     async def stop(self) -> None:
-        """End the engine, kindly and then firmly, and remove its directory. Idempotent.
+        """Stop the engine by SIGTERM, then SIGKILL, and remove its directory. Idempotent.
 
-        Whoever is cancelled meanwhile wants it over now: the processes are killed.
+        If the caller is cancelled meanwhile, the processes are killed at once.
         """
         for task in (self._keeping, self._successor):
             # Of another event loop, it is over with that.
@@ -225,8 +222,8 @@ class EngineSupervisor:
                 engine = await self._replace(engine)
         except NanocoreError as error:
             await self._end(error)
-        except Exception as error:  # nobody may wait for ever for an engine that nobody starts
-            logger.exception("internal error: the engine is not looked after any more")
+        except Exception as error:  # else clients would wait forever
+            logger.exception("internal error: the engine is not supervised any more")
             await self._end(EngineDeadError(f"internal error: {type(error).__name__}: {error}"))
 
     async def _replace(self, engine: EngineProcess) -> EngineProcess:
@@ -271,7 +268,7 @@ class EngineSupervisor:
             raise EngineDeadError(f"{error}, after {self._max_restarts} restarts in a row")
         self._num_in_a_row += 1
         logger.warning(
-            "%s: another one takes its place (restart %d of at most %d in a row)",
+            "%s: restarting it (restart %d of at most %d in a row)",
             error,
             self._num_in_a_row,
             self._max_restarts,
@@ -306,4 +303,4 @@ def _pause_s(num_before: int) -> float:
 def _look_at(successor: asyncio.Task[EngineProcess]) -> None:
     # Retrieve the failure, so that asyncio does not report it; it is raised when it is needed.
     if not successor.cancelled() and (error := successor.exception()) is not None:
-        logger.warning("no other engine is ready to take over: %s", error)
+        logger.warning("no standby is ready to take over: %s", error)

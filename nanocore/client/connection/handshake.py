@@ -17,12 +17,12 @@ from nanocore.protocol.messages import PROTOCOL_VERSION, Hello, Message, Refused
 from nanocore.protocol.sockets import ClientKeys, ClientSocket, ConnectionLostError
 
 _RETRY_S: Final = 0.05
-"""Between two attempts, if the other side closes the connection before it has answered."""
+"""Pause before another attempt, if the connection closed before a reply."""
 _START_ONE: Final = "start an engine with `nanocore-engine --listen {}`"
-_NOBODY: Final = f"nobody listens there; {_START_ONE}"
+_NOBODY: Final = f"nothing listens there; {_START_ONE}"
 _SILENCE: Final = (
-    "somebody listens there and says nothing, as an engine does that still loads its model; try "
-    "again, with a longer timeout_s"
+    "something listens there and is silent, as an engine that still loads its model; try again "
+    "with a longer timeout_s"
 )
 _CHECK_KEYS: Final = (
     "if one runs there, check the keys: engine.key here must be the engine's own, and "
@@ -57,7 +57,7 @@ async def say_hello(
                     except ConnectionLostError as lost:
                         if lost.refused:
                             remedy = _START_ONE.format(endpoint)
-                            text = f"nobody listens at {endpoint}: {remedy}"
+                            text = f"nothing listens at {endpoint}: {remedy}"
                             raise EngineDeadError(text) from None
                     finally:
                         seen = _seen(socket, keys)

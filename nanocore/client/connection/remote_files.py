@@ -99,7 +99,7 @@ class FileCache:
 CHUNK_TIMEOUT_S: Final = 10.0
 """Engines answer read_file at once, whatever they compute."""
 MIN_CHUNK_BYTES: Final = 1024
-"""Of engines that would send less at a time, nothing is read: it would take for ever."""
+"""Smallest chunk size accepted from an engine: with smaller ones reading would take forever."""
 _NUM_IN_FLIGHT: Final = 8
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 

@@ -98,7 +98,7 @@ class SessionManager:
 
     @property
     def endpoint(self) -> str:
-        """Where the last session's engine listens."""
+        """Endpoint of the last session's engine."""
         return self._last.endpoint
 
     @property
@@ -117,7 +117,7 @@ class SessionManager:
         return self._last.connection.is_draining and len(self._endpoints) == 1
 
     async def session(self, wait_s: float = 0.0) -> ClientSession:
-        """An open session: the last one, or a new one if that has ended.
+        """Return an open session: the last one, or a new one if that has ended.
 
         wait_s: how long to wait for an engine at most, as requests do that have lost theirs.
 

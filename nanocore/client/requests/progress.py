@@ -12,11 +12,12 @@ from collections.abc import Callable
 
 
 class Progress:
-    """start_s, first_token_s, end_s: by the monotonic clock; the last two None until then.
+    """Progress of one request.
 
+    start_s, first_token_s, end_s: by the monotonic clock; the last two None until then.
     num_running: samples that neither the engine nor a stop string has ended. num_unread: those not
-    read to their ends. is_awaited: whether `wake` must hear of a token. is_behind: reading has left
-    something for the next time, so that others have a turn before.
+    read to their ends. is_awaited: whether `token_came` must be called. is_behind: the last read
+    left tokens for the next one, so that others run before.
     """
 
     def __init__(self, num_samples: int) -> None:

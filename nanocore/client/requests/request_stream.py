@@ -74,7 +74,7 @@ class RequestStream:
 
     @property
     def is_running(self) -> bool:
-        """Whether some sample has not ended."""
+        """Whether a sample has not ended."""
         return self.progress.num_running > 0
 
     @property
@@ -132,7 +132,7 @@ class RequestStream:
             self.progress.on_end(callback)
 
     def read(self) -> RequestOutput | None:
-        """Take in what has arrived; None if that is nothing a consumer would notice.
+        """Read what has arrived; None if there is nothing new for a consumer.
 
         Raises:
             NanocoreError: as `__anext__`, once everything that came before was read.

@@ -11,7 +11,6 @@ import time
 import uuid
 from array import array
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Final, Self, TypeAlias, TypedDict
 
 from msgspec.structs import replace
@@ -30,32 +29,36 @@ from nanocore.protocol.sampling import EngineSamplingParams, SamplingParams
 
 
 class SubmitQueue:
-    """The order of one client's requests, in one event loop."""
+    """Order of one client's requests: they are submitted in the order of the calls.
+
+    A request may wait for a session, the tokenizer or a template; later ones wait for it. Requests
+    with long texts give way, so that they delay no others. Lives in one event loop.
+    """
 
     def __init__(self) -> None:
-        self._tickets: dict[SubmitTicket, None] = {}  # the first one's turn it is
+        self._tickets: dict[SubmitTicket, None] = {}  # in order; the first one may submit
 
     def ticket(self) -> SubmitTicket:
-        """The last one. At the end of a `with` that has it it is the next one's turn."""
+        """Take the last place. Leaving the ticket's `with` block lets the next request submit."""
         ticket = SubmitTicket(self._tickets)
         self._tickets[ticket] = None
         return ticket
 
 
 class SubmitTicket:
-    """A request's ticket in the order."""
+    """Place of one request in the queue."""
 
     def __init__(self, tickets: dict[SubmitTicket, None]) -> None:
         self._tickets = tickets
         self._turn = asyncio.Event()
 
     async def turn(self) -> None:
-        """Wait until all earlier requests are submitted, have failed, or stepped aside."""
+        """Wait until all earlier requests are submitted, have failed, or gave way."""
         if self in self._tickets and next(iter(self._tickets)) is not self:
             await self._turn.wait()
 
     def give_way(self) -> None:
-        """Let others pass. Idempotent."""
+        """Leave the queue, so that later requests need not wait. Idempotent."""
         self._tickets.pop(self, None)
         for first in self._tickets:
             first._turn.set()
@@ -64,20 +67,16 @@ class SubmitTicket:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.give_way()
 
 
 async def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """Sequences of tokens that say these words: of each one or two.
+    """Return the token sequences that make these words: one or two for each.
 
-    The second one is the word after a space, unless it ends with the first one: then that forbids
-    it already.
+    The second one is the word after a space, unless it ends with the first one, which forbids it
+    already. vLLM forbids it only if it has as many tokens, so that " apple" of one token comes
+    although "apple", of three, is bad.
 
     Raises:
         InvalidRequestError: a word has no tokens.
@@ -98,14 +97,14 @@ async def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[li
 
 
 class TokensPrompt(TypedDict):
-    """A prompt that is tokenized already."""
+    """Prompt that is tokenized already."""
 
     prompt_token_ids: list[int] | array[int]
 
 
 _DEFAULTS: Final = EngineSamplingParams()
 LENIENT_SINCE: Final = 12
-"""The minor version of the protocol that can leave out; before, what a grammar lacks is refused."""
+"""Minor version of the protocol that brought lenient schemas."""
 _EMBEDDINGS: Final[Capability] = "embeddings"
 Prompt: TypeAlias = "str | list[int] | array[int] | TokensPrompt"
 
@@ -121,10 +120,9 @@ async def submit(
     fit_max_tokens: bool = False,
     timeout_s: float | None = None,
 ) -> RequestStream:
-    """Send a request; its output, or why there is none, goes to the stream.
+    """Send a request; its output, or its error, goes to the stream.
 
-    ticket: when it is sent. fit_max_tokens: cut them to the room that the prompt leaves. timeout_s:
-    of all of it.
+    fit_max_tokens: limit max_tokens to the remaining context. timeout_s: of the whole request.
 
     Raises:
         InvalidRequestError: it cannot be sent. ContextLengthError: its text is far too long.
@@ -181,7 +179,7 @@ def _as_known(sampling: EngineSamplingParams, minor: int) -> EngineSamplingParam
 
 def _check_capabilities(sampling: EngineSamplingParams, capabilities: Sequence[str]) -> None:
     if sampling.pooling is not None and _EMBEDDINGS not in capabilities:
-        raise InvalidRequestError("this engine gives no embeddings: use another one")
+        raise InvalidRequestError("this engine does not compute embeddings: use another one")
 
 
 def _fitted(params: SamplingParams, room: int) -> SamplingParams:

@@ -206,7 +206,7 @@ def detect_formats(template_text: str | None) -> Formats:
 
 
 _OTHER_FORMATS: Final = ("<arg_key>", "<tool_calls>", "<invoke")
-"""Of models whose templates have other marks in common with the formats here, and no parser yet."""
+"""Marks of formats without a parser, whose templates share other marks with formats here."""
 _TOOL_SIGNS: Final = (
     ("deepseek_v3", ("<\uff5ctool\u2581calls\u2581begin\uff5c>",)),
     ("seed_oss", ("<seed:tool_call>",)),
@@ -219,4 +219,4 @@ _TOOL_SIGNS: Final = (
     ("llama3_json", ("<|python_tag|>",)),
     ("llama3_json", ('"name"', '"parameters"', "<|start_header_id|>")),
 )
-"""What a template mentions whose model speaks the format; the first that fits counts."""
+"""Formats, and texts that all occur in their templates; the first match counts."""

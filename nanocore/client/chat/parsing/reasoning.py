@@ -16,7 +16,7 @@ from nanocore.client.chat.parsing.stream_reader import (
 DEEPSEEK_TURN: Final = "<\uff5cAssistant\uff5c>"
 _LINE_BREAKS: Final = "\n\r"
 _TURNS: Final = ("<|", "<\uff5c", "[/INST]", "<start_of_turn>", "<end_of_turn>", "</s>")
-"""What the marks of turns look like, in the families' templates."""
+"""Beginnings of turn marks in the families' templates."""
 
 
 class PlainTextParser:

@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
 
 SPACE: Final = " \t\r\n"
-"""What counts as white space around calls: JSON's."""
+"""White space around calls, as in JSON."""
 
 
 class Marks:
@@ -35,10 +35,10 @@ class Marks:
         self.risk = re.compile(rf"{self._first.pattern}|[{SPACE}]\Z")
 
     def find(self, text: str, at: int, ended: bool) -> tuple[int, str | None]:
-        """Where from `at` on the first mark begins, and the mark.
+        """Find the first mark from `at` on; return its start and the mark.
 
-        None if there is none: then all before the place is no part of a mark, and what follows is
-        the beginning of one, which more text may complete. If ended, none will come.
+        The mark is None if there is none yet: then no text before the start belongs to a mark, and
+        the rest may begin one. ended: no more text will come.
         """
         lengths = self._lengths
         for candidate in self._first.finditer(text, at):
