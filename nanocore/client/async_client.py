@@ -98,7 +98,7 @@ class AsyncEngineClient(BaseClient):
                     if stream.progress.is_behind:
                         await asyncio.sleep(0)
                 else:
-                    self._check_loop()  # else nobody would ever wake us
+                    self._check_loop()  # no other event loop would wake us
                     await stream.news()
         finally:
             stream.close()
@@ -360,8 +360,6 @@ class AsyncEngineClient(BaseClient):
     async def drain(self) -> None:
         """Drain the engine: it finishes open requests, takes no new ones, and stops."""
         await self._control("drain")
-
-    # -- inside -----------------------------------------------------------------------------------
 
     async def _control(self, operation: ControlOperation) -> Reply:
         connection = (await self._session()).connection

@@ -240,7 +240,7 @@ class BaseClient:
     async def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: float = math.inf
     ) -> list[int]:
-        """A text's token ids, as `Tokenizer.encode`; a long text holds up nobody else.
+        """Tokenize a text, as `Tokenizer.encode`; a long text delays no other calls.
 
         Raises:
             InvalidRequestError, ProtocolError, EngineDeadError: as `get_tokenizer`; or the text is
@@ -254,7 +254,7 @@ class BaseClient:
     ) -> Result:
         """Run work in a thread and return its result; it may take long.
 
-        is_long: it is about more than LONG_CHARS characters, and holds up other such work only.
+        is_long: the work is about more than LONG_CHARS characters; it only delays other such work.
 
         Raises:
             InvalidRequestError, ProtocolError, EngineDeadError: as `get_tokenizer`; and what work
@@ -263,7 +263,7 @@ class BaseClient:
         return await (await self._session(math.inf)).tokenizer.run(work, is_long)
 
     async def read_file(self, name: str) -> bytes:
-        """A file of the model; `model_card.files` names those that the engine serves.
+        """Read a file of the model; `model_card.files` names those that the engine serves.
 
         Raises:
             InvalidRequestError: it serves no such file.
@@ -272,8 +272,6 @@ class BaseClient:
         if not isinstance(name, str):
             raise InvalidRequestError(f"a file's name is a str, not {type(name).__name__}")
         return await (await self._session()).files.read(name)
-
-    # -- inside -----------------------------------------------------------------------------------
 
     def _entered(self) -> SessionManager:
         if self._link is None:

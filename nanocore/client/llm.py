@@ -177,7 +177,7 @@ class LLM:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Begin a request that `step` reports of; returns its id, which its outputs have.
 
-        `generate` and `chat` may be used beside it.
+        `generate` and `chat` may be called meanwhile.
         """
         return self._run(self._requests.add(prompt, sampling_params))
 
@@ -185,8 +185,8 @@ class LLM:
         """Wait until something has changed; the outputs of the requests that have, as added.
 
         An output has everything so far; `finished` is the last one. [] if nothing is unfinished. A
-        request that fails is raised by a step of its own, and is then forgotten: the others go on,
-        and lose nothing. After Ctrl-C the next step returns what this one would have.
+        request that fails is raised by a step of its own, and is then forgotten; the others
+        continue. After Ctrl-C the next step returns what this one would have.
 
         Raises:
             NanocoreError: of the request that its `request_id` names.

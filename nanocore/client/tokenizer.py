@@ -274,7 +274,7 @@ class Tokenizer:
         )
 
     def close(self) -> None:
-        """End the processes of the chat templates; whoever renders again starts new ones."""
+        """End the processes of the chat templates; rendering again starts new ones."""
         for template in self._templates.values():
             template.close()
 

@@ -71,7 +71,7 @@ class SpecialTokens:
             }
 
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
-        """Let a tokenizer know the tokens that only the configuration tells it are special.
+        """Add the tokens that only the configuration marks as special to a tokenizer.
 
         Without, a template's "<|end|>" would be many tokens. Only where the id is certain: the
         configuration gives the one that the tokenizer would, or the vocabulary has the token.

@@ -91,7 +91,7 @@ class AnswerStream:
         return self._stream.progress.first_token_s
 
     def read(self) -> list[ChatEvent]:
-        """The events that are new; of a long backlog only so many that nobody is held up.
+        """Return new events; of a long backlog only some, so that the event loop is not blocked.
 
         Raises:
             NanocoreError: the request was refused, failed in the engine, or the engine is gone;

@@ -66,7 +66,7 @@ class ChatOptions(TypedDict, total=False):
     may have more than one call; True. response_format: see `constraints`. chat_template_kwargs:
     for the template; names must be in allowed_template_kwargs, by default DEFAULT_TEMPLATE_KWARGS.
     add_generation_prompt: begin the answer; done unless the last message is continued.
-    continue_final_message: the answer goes on where the last message ends. tool_parser,
+    continue_final_message: the answer continues the last message. tool_parser,
     reasoning_parser: how the model writes such things; "auto", the default, asks its template, None
     takes all for text.
     """
@@ -242,7 +242,7 @@ def _form(
 ) -> tuple[StructuredOutputsParams | None, FormNames]:
     """Return the structured output, reasoning included, and the caller's names for it.
 
-    Calls of very many tools are held to names: arguments of those that are not strict are left out.
+    For very many tools only names are constrained: arguments of tools that are not strict are free.
     """
     response_format = options.get("response_format")
     wanted = read_response_format(response_format)
@@ -258,8 +258,8 @@ def _form(
     if params.structured_outputs is not None:
         if form is not None:
             raise InvalidRequestError(
-                "structured_outputs beside a response_format or forced tool calls: an answer has "
-                "one form; give one of them"
+                "structured_outputs together with a response_format or forced tool calls: give one "
+                "of them"
             )
         form, names = params.structured_outputs, FormNames()
     with names.in_errors():

@@ -101,7 +101,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False):
-    """The request has failed after Started; whoever reads on gets this error raised."""
+    """The request has failed after Started; reading on raises this error."""
 
     error: NanocoreError
 

@@ -91,7 +91,9 @@ class Renderer:
                 status, text = self._rendered(request)
                 if status == "m" or self._is_ending:
                     self.close()
-            except BaseException:  # an interrupt, too: the answer that may come is to nobody
+            except (
+                BaseException
+            ):  # an interrupt, too: a late reply would be taken for the next one's
                 self.close()
                 raise
             finally:
@@ -139,7 +141,7 @@ class Renderer:
             process.kill()  # the thread that waits for it closes the rest
 
     def close(self) -> None:
-        """End the process, if there is one, which nobody waits for."""
+        """End the process, if there is one; no thread may wait for it."""
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._socket = self._finalizer = None

@@ -41,7 +41,7 @@ class TemplateOptions(TypedDict, total=False):
     tools: OpenAI's, as dicts. chat_template_kwargs: further names for the template, such as
     enable_thinking. allowed_template_kwargs: which names these may be; DEFAULT_TEMPLATE_KWARGS.
     continue_final_message: the prompt ends with the last message's content (or with what the named
-    key of it has), for the model to go on there.
+    key of it has), which the model continues.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -204,7 +204,7 @@ def _check_end(add_generation_prompt: object, continue_final_message: object) ->
         )
     if continue_final_message and add_generation_prompt:
         raise InvalidRequestError(
-            "add_generation_prompt begins another message, continue_final_message goes on with the "
+            "add_generation_prompt begins another message, continue_final_message continues the "
             "last one: leave out either"
         )
 

@@ -48,7 +48,7 @@ class TemplateDialect:
     ) -> list[dict[str, Any]]:
         """The messages as the template takes them; those of the caller stay as they are.
 
-        system_text: what the system says beside its own message.
+        system_text: text that is added to the system message.
 
         Raises:
             InvalidRequestError: a message is no dict, or a part of its content is no text.

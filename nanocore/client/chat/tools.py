@@ -134,7 +134,7 @@ def arguments_schema(tool: Tool) -> dict[str, Any]:
 
 
 def loosened(tools: Sequence[Tool]) -> list[Tool]:
-    """The tools; arguments of those that are not strict are any object."""
+    """Return the tools; arguments of tools that are not strict may be any object."""
     return [tool if tool.strict else replace(tool, parameters={}) for tool in tools]
 
 

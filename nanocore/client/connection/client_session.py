@@ -68,7 +68,7 @@ class TokenizerLoader:
     async def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: float = math.inf
     ) -> list[int]:
-        """A text's token ids, as `Tokenizer.encode`; a long text holds up nobody else.
+        """Tokenize a text, as `Tokenizer.encode`; a long text delays no other work.
 
         Raises:
             InvalidRequestError, ProtocolError, EngineDeadError: as `get` and `Tokenizer.encode`.
@@ -85,7 +85,7 @@ class TokenizerLoader:
         """Run work in a thread and return its result: rendering a chat may take long.
 
         is_long: it is about more than LONG_CHARS, and has other threads, so that the rest never
-        waits for it. Work for which nobody waits any more is not begun.
+        waits for it. Work whose caller was cancelled is not begun.
 
         Raises:
             InvalidRequestError, ProtocolError, EngineDeadError: as `get`; and what work raises.

@@ -205,7 +205,7 @@ class EngineProcess:
     def _reap(self) -> int:
         """Wait for the process, kill what it has left (its ranks), and return its exit code.
 
-        As long as nobody has waited for the process, its number is that of no other group.
+        Until the process is waited for, no other process group can have its number.
         """
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)

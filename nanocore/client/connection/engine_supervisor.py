@@ -46,7 +46,7 @@ class EngineSupervisor:
     Args:
         flags: of `engine_flags`. max_restarts: in a row, without `progress` and without an engine
             that has served for 30 s; 0: the first death is the end. standby: keep a second engine
-            loaded beside the one that serves. output_fd: where what engines write goes; None: where
+            loaded while the first one serves. output_fd: where what engines write goes; None: where
             ours does.
 
     Attributes:
@@ -159,8 +159,6 @@ class EngineSupervisor:
             if self._directory is not None:
                 self._directory.remove()
 
-    # -- inside -----------------------------------------------------------------------------------
-
     @property
     def _started(self) -> EngineProcess:
         assert self._active is not None, "a supervisor has an engine once it is started"
@@ -248,8 +246,8 @@ class EngineSupervisor:
         self._count(error)
         self.last_death_s = died_s
         self.is_restarting = True
-        for tell in self._on_death:
-            tell(code)
+        for callback in self._on_death:
+            callback(code)
         successor = self._successor
         if successor is None or (successor.done() and successor.exception() is not None):
             successor = self._start_next()
@@ -258,8 +256,8 @@ class EngineSupervisor:
         self._successor = None
         self._serves(engine)
         self.is_restarting = False
-        for say in self._on_ready:
-            say()
+        for ready in self._on_ready:
+            ready()
         return engine
 
     def _count(self, error: NanocoreError) -> None:
@@ -282,8 +280,8 @@ class EngineSupervisor:
             self._forget(engine)
         self.ended = error
         self.is_restarting = False
-        for tell in self._on_ended:
-            tell(error)
+        for callback in self._on_ended:
+            callback(error)
 
 
 async def _strike_if_stopped(engine: EngineProcess) -> None:

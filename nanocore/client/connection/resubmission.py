@@ -294,7 +294,7 @@ class Resubmission:
                     EngineDeadError(
                         f"{stream.num_deaths} engines died while this request was open, the last "
                         f"one while it was alone there ({lost.error}): it is not sent again; other "
-                        "requests go on"
+                        "requests continue"
                     )
                 )
                 self._on_progress()
@@ -383,7 +383,7 @@ def _count_death(lost: _LostRequest, session: ClientSession) -> None:
 def _obstacle(lost: _LostRequest, new: Welcome) -> str | None:
     """Why this engine cannot continue the request; None if it can."""
     if lost.stream.num_arrived and new.protocol < (1, 9):
-        return f"it speaks protocol {new.protocol}, which cannot go on with a request"
+        return f"it speaks protocol {new.protocol}, which cannot continue a request"
     old = lost.welcome.model
     for name in ("architecture", "vocab_size", "eos_token_ids", "hidden_size"):
         before, now = getattr(old, name), getattr(new.model, name)
@@ -400,7 +400,7 @@ def _make_resume(lost: _LostRequest, new: Welcome, reached_s: float) -> Resume:
     is_exact = not num_tokens or (now is not None and now == before)
     if not is_exact:
         logger.warning(
-            "request %r goes on after %d tokens with an engine that does not promise the same bits "
+            "request %r continues after %d tokens with an engine that may not compute the same bits "
             "(numerics_fingerprint %s, and was %s)",
             lost.stream.request_id,
             num_tokens,

@@ -55,7 +55,7 @@ class SessionManager:
         endpoints: of engines of one model; the first that answers serves until it is lost.
         keys: for all of them. supervisor: of the engine, if we launched it.
         tokenizer_folder: where the user has the tokenizer's files; None reads them from the engine.
-        resume_timeout_s: how long requests wait for an engine to go on with; None: they fail.
+        resume_timeout_s: how long requests wait for an engine that continues them; None: they fail.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class SessionManager:
 
     @property
     def session_is_open(self) -> bool:
-        """Whether the last session goes on; the next call opens another if not."""
+        """Whether the last session is open; if not, the next call opens another."""
         return self._last.connection.error is None
 
     @property
@@ -150,19 +150,19 @@ class SessionManager:
             raise
 
     def abort(self, request_id: str) -> None:
-        """End a request; those of sessions that are over have ended, or wait for an engine."""
+        """End a request, in whichever session it runs, or while it waits for an engine."""
         for session in self._sessions():
             session.connection.abort(request_id)
         self._resubmission.abort(request_id)
 
     def leave(self, stream: RequestStream, sample: Sample | None) -> None:
-        """Nobody reads a request, or this sample of it, any more: it is aborted where it is."""
+        """Abort a request, or this sample of it, wherever it is: nothing reads it any more."""
         for session in self._sessions():
             session.connection.leave(stream, sample)
         self._resubmission.leave(stream, sample)
 
     async def close(self) -> None:
-        """Say BYE, and end everything that goes on. Idempotent."""
+        """Say BYE, and end all requests and tasks. Idempotent."""
         self._ended = ClientStateError("this client was closed")
         if self._opening is not None:
             self._opening.cancel()
@@ -176,8 +176,6 @@ class SessionManager:
         """Free the sockets, when the event loop that would close them in order is over."""
         for session in self._sessions():
             session.connection.release()
-
-    # -- inside -----------------------------------------------------------------------------------
 
     @property
     def _last(self) -> ClientSession:
@@ -335,9 +333,9 @@ class SessionManager:
             return gone
         except NanocoreError as refusal:
             return EngineDeadError(f"{loss}; {refusal}")
-        again = "send the requests that were open again"
+        again = "repeat the requests that were open"
         if self._resume_timeout_s is not None:
-            again = "requests go on, send other calls again"
+            again = "requests continue, repeat other calls"
         if new.engine_instance != old.engine_instance:
             return EngineDeadError(
                 f"the engine is gone, and a new engine serves at {self.endpoint}, which knows "

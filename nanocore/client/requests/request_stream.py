@@ -27,10 +27,10 @@ class RequestStream:
     Args:
         request_id, prompt, prompt_token_ids, params: the request.
         tokenizer: None if the request wants no text.
-        leave: ends early one sample, while others go on, or with None the whole request; called at
+        leave: ends one sample early, or with None the whole request; called at
             most once for each, and not after its end.
 
-    finished: everything was read. num_output_tokens: so many were, of all samples. seed: the first
+    finished: everything was read. num_output_tokens: tokens read, of all samples. seed: the first
     sample's, once the request is accepted; not_held: of its structured output, see ACCEPTED.
     message: with which it was sent. deadline_s: by the monotonic clock, if its time is limited.
     resumes: its changes of engine. num_deaths: engines that died while it was open, since it last
@@ -187,8 +187,6 @@ class RequestStream:
         self.finished = True
         if self.is_running and self._error is None:
             self._leave(self, None)
-
-    # -- inside -----------------------------------------------------------------------------------
 
     def _read_all(self) -> bool:
         is_new = False

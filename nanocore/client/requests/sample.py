@@ -31,7 +31,7 @@ class Sample:
         progress: of the request.
 
     request_id: under which it was submitted. handle: the engine's name for it, once accepted.
-    logprobs, prompt_logprobs: None if nobody asked; the first sample alone has the prompt's.
+    logprobs, prompt_logprobs: None if not requested; only the first sample has the prompt's.
     embedding: with the end, if it is asked for. delta: the text that the last `read` has brought.
     finished: that is all.
     """
@@ -140,7 +140,7 @@ class Sample:
             self._end = event
             self._set_ended()
 
-    # -- when another engine goes on with it ------------------------------------------------------
+    # -- for resubmission ------------------------------------------------------------------------
 
     @property
     def arrived_token_ids(self) -> list[int]:

@@ -92,7 +92,7 @@ async def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[li
         sequences.append(first)
         if second[-len(first) :] != first:
             sequences.append(second)
-        await asyncio.sleep(0)  # the event loop's others go on between words
+        await asyncio.sleep(0)  # other tasks run between words
     return sequences
 
 

@@ -121,7 +121,7 @@ class JsonReader(StreamReader):
                 yield
 
     def json_text(self, sink: Sink) -> Steps[bool]:
-        """Reads a string and gives what it says to `sink`; False if it is none, or never ends."""
+        """Reads a string and passes its content to `sink`; False if there is none, or no end."""
         if not (yield from self.accept('"')):
             return False
         while True:
@@ -140,7 +140,7 @@ class JsonReader(StreamReader):
                 sink((yield from self._escape()))
 
     def word(self) -> Steps[str | None]:
-        """Reads a string; None if it is none, or never ends."""
+        """Reads a string; None if there is none, or no end."""
         pieces: list[str] = []
         return "".join(pieces) if (yield from self.json_text(pieces.append)) else None
 

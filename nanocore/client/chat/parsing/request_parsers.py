@@ -1,4 +1,4 @@
-"""Parsers that a request needs beside its model's format: forced calls, and filters."""
+"""Parsers that a request needs besides its model's format: forced calls, and filters."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class ToolParser(JsonReader):
         """Reads {"name": ..., "arguments" or "parameters": ...}; whether it was a call.
 
         Arguments that come before the name wait for it; an "id" counts if it comes before the
-        arguments. Arguments written as a string are what it says, and null is none at all.
+        arguments. Arguments written as a string are its content, and null means no arguments.
         must_be_known: it is a call only if it has nothing but a call's keys, with arguments, and a
         tool of this name exists. is_open: its bracket was read.
         """
