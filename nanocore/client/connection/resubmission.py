@@ -400,7 +400,7 @@ def _make_resume(lost: _LostRequest, new: Welcome, reached_s: float) -> Resume:
     is_exact = not num_tokens or (now is not None and now == before)
     if not is_exact:
         logger.warning(
-            "request %r continues after %d tokens with an engine that may not compute the same bits "
+            "request %r continues after %d tokens with an engine that may compute other bits "
             "(numerics_fingerprint %s, and was %s)",
             lost.stream.request_id,
             num_tokens,
