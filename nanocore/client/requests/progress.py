@@ -25,16 +25,15 @@ class Progress:
         self.start_s = time.monotonic()
         self.first_token_s: float | None = None
         self.end_s: float | None = None
-        self.is_awaited = True  # the first one is, by the clock
+        self.is_awaited = True  # for first_token_s
         self.is_behind = False
         self._news: asyncio.Future[None] | None = None
         self._listener: Callable[[], None] | None = None
-        self._over: asyncio.Future[None] | None = None
         self._at_end: Callable[[], None] | None = None
         self._at_next: Callable[[], None] | None = None
 
     def news(self) -> asyncio.Future[None]:
-        """Done when something has arrived from now on."""
+        """Return a future that is done when something has arrived from now on."""
         self._news = asyncio.Future()
         self.is_awaited = True
         return self._news
@@ -53,24 +52,19 @@ class Progress:
         self._at_next = callback
         self.is_awaited = True
 
-    def over(self) -> asyncio.Future[None]:
-        """Done when nothing more will come."""
-        self._over = asyncio.Future()
-        return self._over
-
     def token_came(self) -> None:
         """Note a token; only called while `is_awaited`."""
         if self._at_next is not None:
             self._tell_next()
         if self.first_token_s is None:
             self.first_token_s = time.monotonic()
-        elif self._listener is not None:  # a listener is all who waits
+        elif self._listener is not None:  # then no future waits
             self._listener()
             return
         self.wake()
 
     def wake(self) -> None:
-        """Something has arrived."""
+        """Wake the reader: something has arrived."""
         future, self._news = self._news, None
         if future is not None and not future.done():
             future.set_result(None)
@@ -83,8 +77,6 @@ class Progress:
         """Wake all waiters at the end."""
         self._tell_next()
         self.wake()
-        if self._over is not None and not self._over.done():
-            self._over.set_result(None)
         callback, self._at_end = self._at_end, None
         if callback is not None:
             callback()
@@ -95,7 +87,7 @@ class Progress:
             callback()
 
     def sample_ended(self) -> None:
-        """A sample has ended, by the engine or by a stop string."""
+        """Note that the engine, or a stop string, has ended a sample."""
         self.num_running -= 1
         if self.num_running:
             self.wake()

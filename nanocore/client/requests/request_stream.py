@@ -108,7 +108,9 @@ class RequestStream:
             NanocoreError: as `__anext__`.
         """
         if not self._must_watch and self.is_running and self._error is None:
-            await self.progress.over()
+            ended: asyncio.Future[None] = asyncio.Future()
+            self.progress.on_end(lambda: None if ended.done() else ended.set_result(None))
+            await ended
         last = None
         async for output in self:
             last = output
