@@ -36,7 +36,6 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> Tokenizer:
-    """The byte tokenizer: one token per byte."""
     return Tokenizer.from_folder(tokenizer_folder)
 
 

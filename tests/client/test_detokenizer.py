@@ -21,7 +21,6 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPL
 def _pieces(
     tokenizer: Tokenizer, output: list[int], prompt: list[int] | None = None, skip: bool = True
 ) -> list[str]:
-    """The text that each output token completes."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt or [], skip)
     return [detokenizer.append([token_id]) for token_id in output]
 

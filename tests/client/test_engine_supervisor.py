@@ -41,7 +41,6 @@ class Watched:
         supervisor.on_ended(self.news.put_nowait)
 
     async def until_end(self) -> list[int | NanocoreError | None]:
-        """All that it says until there is no engine any more."""
         heard: list[int | NanocoreError | None] = []
         while not heard or not isinstance(heard[-1], NanocoreError):
             heard.append(await self.news.get())

@@ -62,7 +62,6 @@ async def _serves(engine: FakeEngine, client: AsyncEngineClient) -> None:
 
 
 async def _until_lost(client: AsyncEngineClient) -> None:
-    """Wait until the client knows that its session is over."""
     assert client._link is not None
     while client._link.session_is_open:
         await asyncio.sleep(0)

@@ -29,7 +29,6 @@ ENTRY = file_entry(NAME, CONTENT)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "nanocore" / "files"
 

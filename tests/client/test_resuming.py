@@ -43,7 +43,6 @@ def _no_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _welcome(number: int, fingerprint: str | None = FINGERPRINT, **model: Any) -> Welcome:
-    """Of the engine of this number."""
     welcome = welcome_message()
     card = replace(welcome.model, numerics_fingerprint=fingerprint, **model)
     capabilities = [*welcome.capabilities, "embeddings"]
@@ -54,7 +53,6 @@ def _welcome(number: int, fingerprint: str | None = FINGERPRINT, **model: Any) -
 async def _connected(
     *endpoints: str, **options: Any
 ) -> AsyncIterator[tuple[FakeEngine, AsyncEngineClient]]:
-    """An engine at the first endpoint, and a client of all."""
     options = {"timeout_s": PATIENCE_S, "resume_timeout_s": PATIENCE_S, **options}
     engine = FakeEngine(endpoints[0])
     try:
@@ -68,7 +66,6 @@ async def _connected(
 
 @asynccontextmanager
 async def _next(endpoint: str, welcome: Welcome) -> AsyncIterator[FakeEngine]:
-    """Another engine, with which the client has opened a session."""
     engine = FakeEngine(endpoint)
     try:
         await engine.welcome(welcome)

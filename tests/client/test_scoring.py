@@ -33,7 +33,6 @@ BOS = 300
 
 
 def joined(folder: Path, context: Any, continuation: Any) -> ScoreRequest:
-    """With the folder's tokenizer."""
     files: RemoteFiles = NO_FILES
 
     async def scenario() -> ScoreRequest:
@@ -45,7 +44,6 @@ def joined(folder: Path, context: Any, continuation: Any) -> ScoreRequest:
 
 @pytest.fixture(scope="module")
 def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer whose tokens are words with the space before them."""
     folder = tmp_path_factory.mktemp("merging")
     TRAINED["byte-level gpt-2"]().save(str(folder / "tokenizer.json"))
     return folder

@@ -231,7 +231,6 @@ async def test_an_engine_that_falls_silent_is_dead(
 
 @pytest.fixture
 def socket(monkeypatch: pytest.MonkeyPatch) -> FakeSocket:
-    """The socket of the next connection."""
     fake = FakeSocket()
     monkeypatch.setattr("nanocore.client.connection.handshake.ClientSocket", lambda *_, **__: fake)
     return fake

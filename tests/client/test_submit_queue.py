@@ -81,7 +81,6 @@ def may_encode(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def _roomy() -> Welcome:
-    """Of an engine whose model takes long texts."""
     welcome = welcome_message()
     model = replace(welcome.model, max_model_len=2 * LONG_CHARS)
     return replace(welcome, model=model, capabilities=[*welcome.capabilities, "embeddings"])

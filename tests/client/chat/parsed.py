@@ -49,7 +49,6 @@ def parser_of(tools: str | None, reasoning: str | None = None, **options: bool) 
 
 
 def events_of(parser: OutputParser, pieces: Iterable[str]) -> list[ParsedEvent]:
-    """All events."""
     events = [event for piece in pieces for event in parser.feed(piece)]
     return events + parser.finish()
 

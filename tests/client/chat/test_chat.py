@@ -92,7 +92,6 @@ async def asked(
 
 
 def joined(events: list[ChatEvent]) -> list[ChatEvent]:
-    """Neighbours of one kind are one."""
     result: list[Any] = []
     for event in events:
         last = result[-1] if result else None

@@ -80,7 +80,6 @@ def _tokenizer(kind: str, template: str = TEMPLATE) -> Tokenizer:
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    """One of each kind."""
     return _tokenizer(request.param)
 
 
@@ -99,7 +98,6 @@ def _check(tokenizer: Tokenizer, tokens: list[str], given: Call, harmless: Call)
 
 
 def _conversation(texts: list[str]) -> Call:
-    """The same everywhere but for the texts: in each place that a caller has."""
     get = iter(texts).__next__
     call = {"function": {"name": "f", "arguments": {"a": get(), f"{get()}k": 1}}}
     messages = [

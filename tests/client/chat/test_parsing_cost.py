@@ -60,7 +60,6 @@ BY_TEXT = pytest.mark.parametrize(("tools", "prefix", "repeated"), HOSTILE)
 
 
 def num_calls(parser: OutputParser, pieces: Iterable[str]) -> int:
-    """How many functions, of Python and of C, parsing calls."""
     count = 0
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
