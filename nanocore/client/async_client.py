@@ -151,7 +151,7 @@ class AsyncEngineClient(BaseClient):
             fit_max_tokens: limit max_tokens to what the prompt leaves of max_model_len.
             ticket: place in the order of submission, from `submit_tickets`.
         """
-        with ticket or self._order.ticket() as taken:
+        with ticket or self._queue.ticket() as taken:
             session = await self._session(_wait_s(timeout_s))
             tokenizer = await session.tokenizer.get()
             stream = await submit(
@@ -183,7 +183,7 @@ class AsyncEngineClient(BaseClient):
         if params is None:
             params = SamplingParams.from_engine(self.model_card.default_sampling)
         check_sampling_params(params)
-        with self._order.ticket() as ticket:
+        with self._queue.ticket() as ticket:
             session = await self._session(_wait_s(timeout_s))
             has_much_text = is_long(messages, options.get("tools"))
             if has_much_text:
@@ -258,8 +258,8 @@ class AsyncEngineClient(BaseClient):
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator ends with finish_reason "abort". Idempotent."""
-        link = self._check_loop()
-        link.abort(check_request_id(request_id, link.welcome.limits.max_request_id_chars))
+        manager = self._check_loop()
+        manager.abort(check_request_id(request_id, manager.welcome.limits.max_request_id_chars))
 
     # -- the engine -------------------------------------------------------------------------------
 
@@ -270,7 +270,7 @@ class AsyncEngineClient(BaseClient):
         Each ticket is passed to one call of `submit`, `complete` or `embed`.
         """
         with ExitStack() as stack:
-            yield [stack.enter_context(self._order.ticket()) for _ in range(number)]
+            yield [stack.enter_context(self._queue.ticket()) for _ in range(number)]
 
     async def stats(self) -> Stats:
         """The engine's counters and gauges."""
@@ -338,7 +338,7 @@ class AsyncEngineClient(BaseClient):
             ContextLengthError: all but the last token are more than max_model_len.
             EngineDeadError: the engine is gone.
         """
-        with self._order.ticket() as ticket:
+        with self._queue.ticket() as ticket:
             if is_long(*(text for text in (context, continuation) if isinstance(text, str))):
                 ticket.give_way()
             session = await self._session(math.inf)
@@ -379,7 +379,7 @@ class AsyncEngineClient(BaseClient):
         timeout_s: float | None,
         ticket: SubmitTicket | None = None,
     ) -> RequestStream:
-        with ticket or self._order.ticket() as taken:
+        with ticket or self._queue.ticket() as taken:
             session = await self._session(_wait_s(timeout_s))
             request = prompt, params, request_id, priority, cache_salt
             return await submit(session, *request, taken, timeout_s=timeout_s)

@@ -55,8 +55,8 @@ class BaseClient:
         self._timeout_s = timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None  # while it is entered
         self._supervisor: EngineSupervisor | None = None
-        self._link: SessionManager | None = None
-        self._order = SubmitQueue()
+        self._manager: SessionManager | None = None
+        self._queue = SubmitQueue()
 
     @classmethod
     def launch(
@@ -157,15 +157,15 @@ class BaseClient:
                 self._supervisor = self._new_supervisor()
                 await self._supervisor.start(self._timeout_s)
                 endpoints = [self._supervisor.endpoint]
-            link = SessionManager(
+            manager = SessionManager(
                 endpoints,
                 self._keys,
                 self._tokenizer_folder,
                 self._supervisor,
                 self._resume_timeout_s,
             )
-            self._link = link
-            await link.open(self._timeout_s)
+            self._manager = manager
+            await manager.open(self._timeout_s)
         except BaseException:
             await self.close()
             raise
@@ -181,11 +181,11 @@ class BaseClient:
         elsewhere = asyncio.get_running_loop() is not self._loop
         if elsewhere and self._loop.is_running():
             raise ClientStateError(_ELSEWHERE)
-        link, supervisor = self._link, self._supervisor
-        self._loop = self._link = self._supervisor = None
+        manager, supervisor = self._manager, self._supervisor
+        self._loop = self._manager = self._supervisor = None
         try:
-            if link is not None:
-                link.release() if elsewhere else await link.close()
+            if manager is not None:
+                manager.release() if elsewhere else await manager.close()
         finally:
             if supervisor is not None:
                 await supervisor.stop()
@@ -195,7 +195,7 @@ class BaseClient:
     @property
     def endpoint(self) -> str:
         """Endpoint of the engine, ipc:// or tcp://; a private one if the client launched it."""
-        if self._link is None and self._endpoints:
+        if self._manager is None and self._endpoints:
             return self._endpoints[0]
         return self._entered().endpoint
 
@@ -274,17 +274,17 @@ class BaseClient:
         return await (await self._session()).files.read(name)
 
     def _entered(self) -> SessionManager:
-        if self._link is None:
+        if self._manager is None:
             raise ClientStateError("this client is not open: use it inside `async with`")
-        return self._link
+        return self._manager
 
     def _check_loop(self) -> SessionManager:
         # An asyncio client serves one event loop: in another one every wait would last
         # forever.
-        link = self._entered()
+        manager = self._entered()
         if asyncio.get_running_loop() is not self._loop:
             raise ClientStateError(_ELSEWHERE)
-        return link
+        return manager
 
     async def _session(self, wait_s: float = 0.0) -> ClientSession:
         return await self._check_loop().session(wait_s)
