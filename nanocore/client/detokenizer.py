@@ -263,6 +263,7 @@ class SampleText:
     ) -> tuple[str, str | None, int]:
         assert self._stops is not None
         pieces = []
+        # As in vLLM V1: a stop string that ends within the first min_tokens is never found.
         num_exempt = self._min_tokens - num_read
         for i, token_id in enumerate(shown):  # one by one: the result must not depend on merging
             text, stop = self._stops.push(detokenizer.append([token_id]), i >= num_exempt)

@@ -49,7 +49,8 @@ class LaunchDirectory:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             if os.fstat(self._fd).st_nlink:
                 break
-            os.close(self._fd)  # another launch came before the lock, and took it for left over
+            # Another launch took the directory for left over, before it was locked: try again.
+            os.close(self._fd)
         self._remove_left_over()
 
     def remove(self) -> None:

@@ -142,7 +142,8 @@ class SessionManager:
         try:
             return await self._usable_session()
         except (EngineDeadError, EngineOverloadedError) as error:
-            if self.session_is_open:  # it drains, and there is no other
+            # The engine drains and there is no other: its refusal says so best.
+            if self.session_is_open:
                 return self._last
             is_worthwhile = may_wait and self._remaining_s(time.monotonic() - since_s) > 0
             if is_worthwhile and isinstance(error, EngineDeadError):
@@ -197,9 +198,10 @@ class SessionManager:
             raise self._ended
         opening = self._reopen()
         try:
+            # Shielded: other callers may wait for the same task.
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            if opening.cancelled() and self._ended is not None:  # not we were cancelled
+            if opening.cancelled() and self._ended is not None:  # `close` cancelled it, not us
                 raise self._ended from None
             raise
 
@@ -259,6 +261,7 @@ class SessionManager:
 
     async def _open_next(self) -> ClientSession:
         old = self._last
+        # The endpoints in turn, beginning with the last one unless its engine is draining.
         at = self._endpoints.index(old.endpoint)
         endpoints = [*self._endpoints[at + 1 :], *self._endpoints[:at]]
         if not old.connection.is_draining or not endpoints:

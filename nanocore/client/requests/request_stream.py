@@ -168,6 +168,7 @@ class RequestStream:
             self.num_output_tokens = only.num_read
             if only.finished:
                 self._finish(only)
+        # Everything that came before the error is read first.
         if self._error is None or self.finished:
             return is_new
         if is_new:

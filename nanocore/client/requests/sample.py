@@ -193,6 +193,7 @@ class Sample:
         """
         num_read, end = self.num_read, self._end
         num_new = len(self._token_ids) - num_read
+        # Fast path of streaming, where each token is read as it comes.
         if num_new == 1 and end is None and self._push is not None:
             self.delta = delta = self._push(self._token_ids[num_read])
             if delta:
@@ -203,6 +204,7 @@ class Sample:
             if self.finished or (num_new == 0 and end is None):
                 self.delta = ""
                 return False
+            # A long backlog is read in slices, the end only with the last one.
             if num_new > (num_most := self._slice()):
                 num_new, end = num_most, None
                 self._progress.is_behind = True

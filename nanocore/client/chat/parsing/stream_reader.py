@@ -109,6 +109,7 @@ class StreamReader(ABC):
         """Read the whole text."""
 
     def feed(self, delta: str) -> list[ParsedEvent]:
+        # Fast path: text without a possible mark is an event at once, without the generator.
         quick = self._quick
         if quick is not None and self._risk is not None and not self._risk.search(delta):
             return [quick(delta, self._index)] if delta else []
@@ -183,6 +184,7 @@ class StreamReader(ABC):
             rest = self._text[self._at : self._at + longest]
             match = max((s for s in literals if rest.startswith(s)), key=len, default=None)
             num_matched = len(match or "")
+            # A longer literal may still follow: wait until more text decides.
             undecided = any(
                 len(s) > len(rest) >= num_matched and s.startswith(rest) for s in literals
             )
