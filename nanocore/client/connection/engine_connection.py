@@ -274,8 +274,7 @@ class EngineConnection:
             self._suspected_s = self._heard_s
             self._timer = self._loop.call_later(GRACE_S, self.check_silence)
         else:
-            text = f"the engine has not been heard of for {self._timeout_s:g} s"
-            self.fail(EngineDeadError(text))
+            self.fail(EngineDeadError(f"the engine has been silent for {self._timeout_s:g} s"))
 
     def _handle(self, message: Message) -> None:
         match message:

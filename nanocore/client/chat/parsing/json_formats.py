@@ -112,8 +112,12 @@ class DeepseekV3Parser(ToolParser):
     and JSON (V3.1). Any name is taken."""
 
     marks: ClassVar[tuple[str, ...]] = (
-        _CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEPARATOR
-    )  # fmt: skip
+        _CALLS_BEGIN,
+        _CALLS_END,
+        _CALL_BEGIN,
+        _CALL_END,
+        _SEPARATOR,
+    )
     openers: ClassVar[Marks] = Marks((_CALLS_BEGIN,))
     closer: ClassVar[str] = _CALL_END
 
