@@ -56,7 +56,7 @@ async def test_cancelling_a_launch_leaves_nothing_however_impatiently(
 
     client = AsyncEngineClient.launch()
     entering = asyncio.create_task(client.__aenter__())
-    while not (started if script == "says nothing" else client._link):
+    while not (started if script == "says nothing" else client._manager):
         await asyncio.sleep(0)
     for _ in range(num_cancels):
         entering.cancel()

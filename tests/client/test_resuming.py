@@ -85,8 +85,8 @@ def _begin(
 
 
 async def _until_lost(client: AsyncEngineClient) -> None:
-    assert client._link is not None
-    while client._link.session_is_open:
+    assert client._manager is not None
+    while client._manager.session_is_open:
         await asyncio.sleep(0)
 
 
