@@ -126,7 +126,7 @@ async def test_a_new_engine_at_the_endpoint_gets_one_hello_and_nothing_of_the_ol
         new = FakeEngine(endpoint)
         await new.welcome(_welcome("new", "/other"))
         for request in waiting:
-            with pytest.raises(EngineDeadError, match=r"a new engine .* open again"):
+            with pytest.raises(EngineDeadError, match=r"a new engine .* were open"):
                 await request
         assert client.model_card.model == "/other"
         await _serves(new, client)
