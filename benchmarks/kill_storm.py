@@ -26,7 +26,7 @@ from nanocore.client import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from nanocore.client.stream import RequestStream
+from nanocore.client.requests.request_stream import RequestStream
 
 PARTS: Final = {
     "gap_ms": "kill to next token",

@@ -20,8 +20,8 @@ import numpy as np
 from overhead_engine import NUM_PROMPT_TOKENS, VOCAB_SIZE, frozen_heap
 
 from nanocore.client import SamplingParams
-from nanocore.client.stream import RequestStream
-from nanocore.client.stream_table import StreamTable
+from nanocore.client.connection.request_table import OpenRequest, RequestTable
+from nanocore.client.requests.request_stream import RequestStream
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.output_frames import output_frames
@@ -115,14 +115,14 @@ def client_us_per_token(num_streams: int, repeats: int) -> list[float]:
 
     figures = []
     for _ in range(repeats):
-        table = StreamTable()
+        table = RequestTable()
         streams = []
         for handle in range(num_streams):
             prompt = [token(7 * handle + i) for i in range(NUM_PROMPT_TOKENS)]
             stream = RequestStream(
                 f"r{handle}", None, prompt, SamplingParams(), tokenizer, leave=_no_leaving
             )
-            table.add(stream)
+            table.add(OpenRequest(stream))
             table.accept(Accepted(request_id=stream.request_id, handle=handle, seed=0))
             streams.append(stream)
         steps = [
@@ -142,7 +142,7 @@ def client_us_per_token(num_streams: int, repeats: int) -> list[float]:
     return figures
 
 
-def _read_steps(table: StreamTable, streams: list[RequestStream], steps: list[list[bytes]]) -> int:
+def _read_steps(table: RequestTable, streams: list[RequestStream], steps: list[list[bytes]]) -> int:
     """Nanoseconds that all steps but the first ones take; also checks what was read."""
     decode = client_decoder().decode
     start_ns = 0

@@ -11,7 +11,11 @@ import msgspec
 import pytest
 
 import nanocore.client
-from nanocore.client.connection import ENGINE_TIMEOUT_S, GRACE_S, TCP_ENGINE_TIMEOUT_S
+from nanocore.client.connection.engine_connection import (
+    ENGINE_TIMEOUT_S,
+    GRACE_S,
+    TCP_ENGINE_TIMEOUT_S,
+)
 from nanocore.engine_core.cli import build_parser
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
 from nanocore.engine_core.io.control_handler import MAX_CALLS

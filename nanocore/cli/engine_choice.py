@@ -19,7 +19,7 @@ from nanocore.system.flags import FlagParser, at_least, near_flag, seconds
 
 if TYPE_CHECKING:
     from nanocore.client import AsyncEngineClient
-    from nanocore.client.engine_keeper import EngineKeeper
+    from nanocore.client.connection.engine_supervisor import EngineSupervisor
 
 LAUNCH_TIMEOUT_S: Final = 600.0
 JOIN_TIMEOUT_S: Final = 10.0
@@ -36,7 +36,7 @@ error, 130 interrupted"""
 
 
 class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """flags, max_restarts: of a launched engine, see `EngineKeeper`. hint: added to its refusal of
+    """flags, max_restarts: of a launched engine, see `EngineSupervisor`. hint: added to its refusal of
     flags, or ''. endpoints, curve_dir: of engines to join; no endpoint: one is launched.
     tokenizer: a folder; None: the engine's.
     """
@@ -171,14 +171,14 @@ def near_match(parser: FlagParser, argument: str) -> str | None:
 
 
 def engine_client(
-    choice: EngineChoice, new_keeper: Callable[[], EngineKeeper] | None = None
+    choice: EngineChoice, new_supervisor: Callable[[], EngineSupervisor] | None = None
 ) -> AsyncEngineClient:
     """Return a client that is not connected yet. Requests survive the death of their engine.
 
-    new_keeper: makes the keeper of a launched engine; None: one of the choice's flags.
+    new_supervisor: makes the keeper of a launched engine; None: one of the choice's flags.
     """
     from nanocore.client import AsyncEngineClient
-    from nanocore.client.engine_keeper import EngineKeeper
+    from nanocore.client.connection.engine_supervisor import EngineSupervisor
 
     if choice.endpoints:
         return AsyncEngineClient.connect(
@@ -192,7 +192,8 @@ def engine_client(
         tokenizer=choice.tokenizer,
         timeout_s=choice.start_timeout_s,
         resume_timeout_s=choice.start_timeout_s,
-        new_keeper=new_keeper or (lambda: EngineKeeper(choice.flags, choice.max_restarts)),
+        new_supervisor=new_supervisor
+        or (lambda: EngineSupervisor(choice.flags, choice.max_restarts)),
     )
 
 

@@ -31,7 +31,7 @@ def response_settings(given: argparse.Namespace) -> dict[str, Any]:
         ConfigError: a value that would fail each request, or could never be of use.
     """
     from nanocore.client.chat.parsing.formats import REASONING_PARSERS, TOOL_PARSERS
-    from nanocore.client.chat.template_kwargs import read_template_kwargs
+    from nanocore.client.chat.template import read_template_kwargs
 
     for flag, name, known in (
         ("--tool-call-parser", given.tool_call_parser, TOOL_PARSERS),

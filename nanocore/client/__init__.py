@@ -1,15 +1,19 @@
 """The SDK: text in, text out, over the wire. Needs no torch; imports only `nanocore.protocol`."""
 
 from nanocore.client.async_client import AsyncEngineClient
-from nanocore.client.calls import EngineHealth
-from nanocore.client.chat.answer import ChatAnswer, ToolCall, collect
+from nanocore.client.chat.events import ChatAnswer, ToolCall, collect
 from nanocore.client.chat.renderer import RenderProcessError
-from nanocore.client.embedding import EmbeddingOutput
+from nanocore.client.connection.control_calls import EngineHealth
 from nanocore.client.llm import LLM
-from nanocore.client.logprobs import Logprob
-from nanocore.client.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from nanocore.client.resume import Resume
-from nanocore.client.scoring import ScoreOutput
+from nanocore.client.requests.logprob_views import Logprob
+from nanocore.client.requests.request_outputs import (
+    CompletionOutput,
+    EmbeddingOutput,
+    RequestMetrics,
+    RequestOutput,
+    Resume,
+)
+from nanocore.client.requests.scoring import ScoreOutput
 from nanocore.protocol.errors import (
     ClientStateError,
     ConfigError,

@@ -1,14 +1,22 @@
-"""What callers of the SDK give: checked before anything is sent or started.
+"""Arguments of SDK calls, checked before anything is sent; and flags of a launched engine.
 
-What would cost more than the call that gave it is refused here: an ERROR that names no request ends
-the whole session, and so would a SUBMIT whose id the engine cannot send back. All else is for the
-engine to judge, which has to check it anyway.
+Refused here is what would cost more than the one call: an ERROR that names no request ends the
+session, and so would a SUBMIT whose id the engine cannot send back. The engine checks the rest.
+
+Python arguments become flags of `nanocore-engine`: max_num_seqs=8 is --max-num-seqs=8, True is
+--flag, False is --no-flag, a dict is its JSON, and None leaves the flag out. Which flags and ranges
+exist, only the engine knows: it refuses the others when it starts.
 """
 
 from __future__ import annotations
 
+import json
+import operator
 import os
+import reprlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Final, SupportsIndex, TypeAlias
 
 from nanocore.protocol.errors import ConfigError, InvalidRequestError, quoted
 from nanocore.protocol.fields import MAX_EXACT_INT
@@ -17,11 +25,7 @@ from nanocore.protocol.sampling import SamplingParams
 
 
 def check_request_id(request_id: object, max_chars: int) -> str:
-    """The id, if it can be one.
-
-    Raises:
-        InvalidRequestError: it is no str of 1 to max_chars characters.
-    """
+    """The id; raises InvalidRequestError unless it is a str of 1 to max_chars characters."""
     if not isinstance(request_id, str):
         raise InvalidRequestError(f"a request_id is a str, not {type(request_id).__name__}")
     if not 0 < len(request_id) <= max_chars:
@@ -45,11 +49,7 @@ def check_sampling_params(params: object) -> None:
 
 
 def check_timeout(name: str, seconds: object) -> float:
-    """The time in seconds.
-
-    Raises:
-        ConfigError: it is no number above 0.
-    """
+    """The time in seconds; raises ConfigError if it is no number above 0."""
     if isinstance(seconds, (int, float)) and seconds is not True and seconds > 0:  # nan is not
         return seconds
     raise ConfigError(f"{name}={seconds!r}: seconds above 0")
@@ -72,22 +72,14 @@ def check_after(number: object) -> int:
 
 
 def check_endpoint(endpoint: object) -> str:
-    """The endpoint, if it can be one; whether it is one, the socket says.
-
-    Raises:
-        ConfigError: it is no str, or holds a zero, at which ZeroMQ would cut it.
-    """
+    """The endpoint; raises ConfigError unless it is a str without zeros, which ZeroMQ would cut."""
     if isinstance(endpoint, str) and "\0" not in endpoint:
         return endpoint
     raise ConfigError(f"endpoint={endpoint!r}: a str, as in ipc:///path/engine.sock")
 
 
 def check_endpoints(endpoints: object) -> list[str]:
-    """One endpoint, or a sequence of them, each once.
-
-    Raises:
-        ConfigError: one of them can be none, or there is none.
-    """
+    """One endpoint, or a sequence of them, each once; raises ConfigError."""
     if not isinstance(endpoints, (list, tuple)):
         return [check_endpoint(endpoints)]
     if not endpoints:
@@ -103,11 +95,74 @@ def check_count(name: str, number: object) -> int:
 
 
 def folder_path(name: str, folder: object) -> Path:
-    """A folder that is named by a str or a path.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """A folder that is named by a str or a path; raises ConfigError if it is neither."""
     if isinstance(folder, (str, os.PathLike)) and isinstance(path := os.fspath(folder), str):
         return Path(path)
     raise ConfigError(f"{name}={folder!r}: a folder, as a str or a Path")
+
+
+EngineArgument: TypeAlias = (
+    str | os.PathLike[str] | SupportsIndex | float | bool | dict[str, Any] | None
+)
+_NOT_OURS: Final = {
+    "listen": "it listens where only its client looks; for an engine that others join, start "
+    "`nanocore-engine --listen ENDPOINT` and use connect()",
+    "curve_dir": "keys are for TCP; start `nanocore-engine --listen tcp://ADDRESS:PORT "
+    "--curve-dir DIR` and use connect()",
+    "check": "there would be nothing to join; run `nanocore-engine --check`",
+    "parent_fd": "it is the launcher's own",
+    "version": "run `nanocore-engine --version`",
+    "help": "run `nanocore-engine --help`",
+}
+
+
+def engine_flags(arguments: Mapping[str, EngineArgument]) -> list[str]:
+    """The flags of an engine that a client launches; raises ConfigError."""
+    flags = []
+    for name, value in arguments.items():
+        if value is None:
+            continue
+        if not name.isidentifier():
+            raise ConfigError(f"{name!r} is no name of an argument: write max_num_seqs=8")
+        if name in _NOT_OURS:
+            raise ConfigError(
+                f"{name}={value!r} is no argument of a launched engine: {_NOT_OURS[name]}"
+            )
+        flag = name.replace("_", "-")
+        if value is True:
+            flags.append(f"--{flag}")
+        elif value is False:
+            flags.append(f"--no-{flag}")
+        else:
+            flags.append(f"--{flag}={_text(name, value)}")
+    return flags
+
+
+def _text(name: str, value: object) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        text = os.fspath(value)
+    elif isinstance(value, float):
+        return repr(float(value))
+    elif isinstance(value, dict):
+        text = _json(value)
+    else:
+        try:
+            return str(operator.index(value))  # type: ignore[arg-type]
+        except TypeError:
+            text = None
+    try:
+        if isinstance(text, str) and b"\0" not in os.fsencode(text):
+            return text
+    except UnicodeEncodeError:
+        pass
+    raise ConfigError(
+        f"{name}={reprlib.repr(value)}: an engine's argument is a str without zeros, a Path, a "
+        "number, True, False, a dict that JSON can say, or None for its default"
+    )
+
+
+def _json(value: dict[Any, Any]) -> str | None:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return None

@@ -1,8 +1,8 @@
-"""AsyncEngineClient: the asyncio SDK. It owns an engine, or joins one that runs.
+"""AsyncEngineClient: the asyncio SDK. It launches an engine, or joins a running one.
 
-Tokenizes, submits, streams, and turns whatever goes wrong into typed exceptions. Leaving a
-`generate` iterator, or cancelling its task, aborts the request. Belongs to the event loop in which
-it is entered; in every other one it says so.
+Tokenizes, submits, streams, and raises typed exceptions. Leaving a `generate` iterator, or
+cancelling its task, aborts the request. A client belongs to the event loop in which it is entered,
+and raises ClientStateError in any other.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from nanocore.client.arguments import (
     check_request_timeout,
     check_sampling_params,
 )
-from nanocore.client.calls import EngineHealth
-from nanocore.client.chat.event_stream import AnswerStream
+from nanocore.client.base_client import BaseClient
+from nanocore.client.chat.answer_stream import AnswerStream
+from nanocore.client.chat.chat_messages import is_long
+from nanocore.client.chat.chat_request import ChatOptions, prepare_chat
 from nanocore.client.chat.events import ChatEvent
-from nanocore.client.chat.messages import is_long
 from nanocore.client.chat.parsing.reasoning import PlainTextParser
-from nanocore.client.chat.request import ChatOptions, prepare_chat
-from nanocore.client.embedding import EmbeddingOutput, embedding_params
-from nanocore.client.linked_client import LinkedClient
-from nanocore.client.outputs import RequestOutput
-from nanocore.client.scoring import ScoreOutput, score_request
-from nanocore.client.stream import RequestStream
-from nanocore.client.submission import Prompt, submit
-from nanocore.client.submit_order import Place
+from nanocore.client.connection.control_calls import EngineHealth
+from nanocore.client.requests.request_outputs import (
+    EmbeddingOutput,
+    RequestOutput,
+    embedding_params,
+)
+from nanocore.client.requests.request_stream import RequestStream
+from nanocore.client.requests.scoring import ScoreOutput, score_request
+from nanocore.client.requests.submission import Prompt, SubmitTicket, submit
 from nanocore.client.tokenizer import ChatMessage
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import ADMIN_OPERATIONS, ControlOperation, Reply
@@ -40,16 +42,16 @@ from nanocore.protocol.sampling import Pooling, SamplingParams
 
 HEALTH_TIMEOUT_S = 5.0
 STEPS_SINCE = 11
-"""The minor version of the protocol that brought CONTROL `steps`."""
+"""Minor version of the protocol that brought CONTROL `steps`."""
 Result = TypeVar("Result")
 
 
-class AsyncEngineClient(LinkedClient):
+class AsyncEngineClient(BaseClient):
     """A client of one engine; use `launch` or `connect`, and `async with`.
 
-    If the session with the engine is lost, the next one, with whichever engine serves then, goes on
-    with the requests that were open in it, token for token; other calls fail, and are to be made
-    again. `RequestOutput.resumes` tells. With `resume=False` requests fail, too.
+    If the session with the engine is lost, open requests continue, token for token, in the next
+    session, with whichever engine serves then (`RequestOutput.resumes`). Other calls fail and must
+    be repeated. With `resume=False` requests fail, too.
 
     Every method raises ClientStateError before the client is entered, after it is closed, and in
     another event loop than the one in which it was entered. `pause`, `drain` and
@@ -95,7 +97,7 @@ class AsyncEngineClient(LinkedClient):
                     if stream.progress.is_behind:
                         await asyncio.sleep(0)
                 else:
-                    self._check_loop()  # else nobody would ever wake us
+                    self._check_loop()  # no other event loop would wake us
                     await stream.news()
         finally:
             stream.close()
@@ -110,9 +112,7 @@ class AsyncEngineClient(LinkedClient):
         timeout_s: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> AsyncGenerator[ChatEvent, None]:
-        """Stream the assistant's answer to a conversation, by the model's chat template.
-
-        `collect` makes answers of the events.
+        """Stream the assistant's answer to a conversation; `collect` joins the events.
 
         Args:
             options: see `ChatOptions`: tools, tool_choice, response_format and others.
@@ -140,18 +140,18 @@ class AsyncEngineClient(LinkedClient):
         cache_salt: str | None = None,
         fit_max_tokens: bool = False,
         timeout_s: float | None = None,
-        place: Place | None = None,
+        ticket: SubmitTicket | None = None,
     ) -> AnswerStream:
-        """Send a completion; its answer is read as it comes, in the manner of a chat's: all text.
+        """Send a completion; its output is read as an AnswerStream, all of it text.
 
-        For who serves many and has no task for each: `AnswerStream.listen`.
+        `AnswerStream.listen` serves many requests without a task for each.
 
         Args:
-            fit_max_tokens: cut max_tokens to the room that the prompt leaves in max_model_len.
-            place: one of `places`.
+            fit_max_tokens: limit max_tokens to what the prompt leaves of max_model_len.
+            ticket: place in the order of submission, from `submit_tickets`.
         """
-        with place or self._order.place() as taken:
-            session = await self._session(_patience_s(timeout_s))
+        with ticket or self._queue.ticket() as taken:
+            session = await self._session(_wait_s(timeout_s))
             tokenizer = await session.tokenizer.get()
             stream = await submit(
                 session,
@@ -177,16 +177,16 @@ class AsyncEngineClient(LinkedClient):
         timeout_s: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> AnswerStream:
-        """Send a conversation; its answer is read as it comes. Arguments as `chat` and `submit`."""
+        """Send a conversation and return its answer. Arguments as `chat` and `submit`."""
         params = sampling_params
         if params is None:
             params = SamplingParams.from_engine(self.model_card.default_sampling)
         check_sampling_params(params)
-        with self._order.place() as place:
-            session = await self._session(_patience_s(timeout_s))
+        with self._queue.ticket() as ticket:
+            session = await self._session(_wait_s(timeout_s))
             has_much_text = is_long(messages, options.get("tools"))
             if has_much_text:
-                place.step_aside()
+                ticket.give_way()
             max_model_len = session.connection.welcome.model.max_model_len
             chat = await session.tokenizer.run(
                 lambda tokenizer: prepare_chat(messages, options, tokenizer, params, max_model_len),
@@ -199,7 +199,7 @@ class AsyncEngineClient(LinkedClient):
                 request_id,
                 priority,
                 cache_salt,
-                place,
+                ticket,
                 fit_max_tokens,
                 timeout_s,
             )
@@ -221,11 +221,11 @@ class AsyncEngineClient(LinkedClient):
         priority: int = 0,
         cache_salt: str | None = None,
         timeout_s: float | None = None,
-        place: Place | None = None,
+        ticket: SubmitTicket | None = None,
     ) -> RequestOutput:
-        """The last output of a completion. Arguments as `generate` and `submit`."""
+        """Return the last output of a completion. Arguments as `generate` and `submit`."""
         stream = await self._submit(
-            prompt, sampling_params, request_id, priority, cache_salt, timeout_s, place
+            prompt, sampling_params, request_id, priority, cache_salt, timeout_s, ticket
         )
         return await _final(stream)
 
@@ -237,37 +237,39 @@ class AsyncEngineClient(LinkedClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
-        place: Place | None = None,
+        ticket: SubmitTicket | None = None,
     ) -> EmbeddingOutput:
-        """The embedding of a prompt: the model's hidden state after its last norm.
+        """Return the embedding of a prompt: the model's hidden state after its last norm.
 
         Args:
             pooling: of the "last" token, or the "mean" over all.
             normalize: to length 1.
-            place: as in `submit`.
+            ticket: as in `submit`.
 
         Raises:
             NanocoreError: as `generate`; or it was aborted, or ended by the engine.
         """
         params = embedding_params(pooling)
-        output = await self.complete(prompt, params, request_id, priority, cache_salt, place=place)
+        output = await self.complete(
+            prompt, params, request_id, priority, cache_salt, ticket=ticket
+        )
         return EmbeddingOutput.of(output, normalize, self.model_card.hidden_size)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its iterator ends with finish_reason "abort". Idempotent."""
-        link = self._check_loop()
-        link.abort(check_request_id(request_id, link.welcome.limits.max_request_id_chars))
+        manager = self._check_loop()
+        manager.abort(check_request_id(request_id, manager.welcome.limits.max_request_id_chars))
 
     # -- the engine -------------------------------------------------------------------------------
 
     @contextmanager
-    def places(self, number: int) -> Iterator[list[Place]]:
-        """Places in the order in which requests are submitted, for who prepares some at length.
+    def submit_tickets(self, number: int) -> Iterator[list[SubmitTicket]]:
+        """Reserve places in the order of submission, for requests that are prepared at length.
 
-        Each is given to one call of `submit`, `complete` or `embed`.
+        Each ticket is passed to one call of `submit`, `complete` or `embed`.
         """
         with ExitStack() as stack:
-            yield [stack.enter_context(self._order.place()) for _ in range(number)]
+            yield [stack.enter_context(self._queue.ticket()) for _ in range(number)]
 
     async def stats(self) -> Stats:
         """The engine's counters and gauges."""
@@ -276,24 +278,24 @@ class AsyncEngineClient(LinkedClient):
         return stats
 
     async def metrics(self) -> list[Metric]:
-        """All that the engine counts and times; docs/observability.md has the names.
+        """All metrics of the engine; docs/seeing.md has the names.
 
         Raises:
-            ProtocolError: the engine is too old to tell.
+            ProtocolError: the engine is too old.
         """
         reply = await self._control("metrics")
         if reply.metrics is None:
-            raise ProtocolError(f"the engine tells no metrics: {reply.message}")
+            raise ProtocolError(f"the engine reports no metrics: {reply.message}")
         return reply.metrics
 
     async def recent_steps(self, after: int = 0) -> RecentSteps:
-        """The engine's last steps, and the ways of requests that are open or ended lately.
+        """Return the engine's last steps, and timelines of requests that are open or ended lately.
 
         Args:
-            after: only steps with larger numbers; requests are told in any case.
+            after: only steps with larger numbers; requests are always included.
 
         Raises:
-            ProtocolError: the engine is too old to tell.
+            ProtocolError: the engine is too old.
         """
         after = check_after(after)
         connection = (await self._session()).connection
@@ -303,17 +305,17 @@ class AsyncEngineClient(LinkedClient):
                 f"steps came with protocol {major}.{STEPS_SINCE}, and this engine speaks "
                 f"{major}.{minor}: use a newer engine"
             )
-        reply = await connection.control("steps", after=after)
+        reply = await connection.calls.control("steps", after=after)
         if reply.steps is None:
-            raise ProtocolError(f"the engine tells no steps: {reply.message}")
+            raise ProtocolError(f"the engine reports no steps: {reply.message}")
         return reply.steps
 
     async def health(self) -> EngineHealth:
-        """A sign of life, or EngineDeadError."""
-        return await (await self._session()).connection.ping(HEALTH_TIMEOUT_S)
+        """Ping the engine; raises EngineDeadError without a reply."""
+        return await (await self._session()).connection.calls.ping(HEALTH_TIMEOUT_S)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False, and nothing happens, while a request holds blocks."""
+        """Empty the prefix cache; returns False, without effect, while a request holds blocks."""
         return (await self._control("reset_prefix_cache")).ok
 
     async def score(
@@ -324,7 +326,7 @@ class AsyncEngineClient(LinkedClient):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> ScoreOutput:
-        """How likely a continuation is after a context: the sum of its tokens' log probabilities.
+        """Log probability of a continuation given its context: the sum over its tokens.
 
         Two texts are tokenized as the one that they make, and spaces that end the context belong to
         the continuation; an empty context is the model's BOS, or else its EOS. Token ids are taken
@@ -335,34 +337,32 @@ class AsyncEngineClient(LinkedClient):
             ContextLengthError: all but the last token are more than max_model_len.
             EngineDeadError: the engine is gone.
         """
-        with self._order.place() as place:
+        with self._queue.ticket() as ticket:
             if is_long(*(text for text in (context, continuation) if isinstance(text, str))):
-                place.step_aside()
+                ticket.give_way()
             session = await self._session(math.inf)
             vocab_size = session.connection.welcome.model.vocab_size
             request = await score_request(session.tokenizer, context, continuation, vocab_size)
             stream = await self._submit(
-                request.prompt, request.params, request_id, priority, cache_salt, None, place
+                request.prompt, request.params, request_id, priority, cache_salt, None, ticket
             )
         return request.score(await _final(stream))
 
     async def pause(self) -> None:
-        """Stop stepping. Requests are accepted and kept, and go on after `resume`."""
+        """Stop computing steps. Requests are accepted, and continue after `resume`."""
         await self._control("pause")
 
     async def resume(self) -> None:
-        """End this session's pause; the engine steps again once nobody has paused it."""
+        """End this session's pause; the engine continues once no session pauses it."""
         await self._control("resume")
 
     async def drain(self) -> None:
-        """Have the engine finish what it has, take nothing new from anybody, and end."""
+        """Drain the engine: it finishes open requests, takes no new ones, and stops."""
         await self._control("drain")
-
-    # -- inside -----------------------------------------------------------------------------------
 
     async def _control(self, operation: ControlOperation) -> Reply:
         connection = (await self._session()).connection
-        reply = await connection.control(operation)
+        reply = await connection.calls.control(operation)
         is_user = operation in ADMIN_OPERATIONS and connection.welcome.role == "user"
         if not reply.ok and (is_user or operation in ("pause", "drain")):
             raise InvalidRequestError(reply.message or f"{operation} is refused")
@@ -376,23 +376,21 @@ class AsyncEngineClient(LinkedClient):
         priority: int,
         cache_salt: str | None,
         timeout_s: float | None,
-        place: Place | None = None,
+        ticket: SubmitTicket | None = None,
     ) -> RequestStream:
-        with place or self._order.place() as taken:
-            session = await self._session(_patience_s(timeout_s))
+        with ticket or self._queue.ticket() as taken:
+            session = await self._session(_wait_s(timeout_s))
             request = prompt, params, request_id, priority, cache_salt
             return await submit(session, *request, taken, timeout_s=timeout_s)
 
 
 async def _final(stream: RequestStream) -> RequestOutput:
-    """Its last output; whoever stops waiting aborts it."""
     try:
         return await stream.final()
     finally:
         stream.close()
 
 
-def _patience_s(timeout_s: float | None) -> float:
-    """How long a request waits for an engine, if its client lets it wait at all."""
+def _wait_s(timeout_s: float | None) -> float:
     check_request_timeout(timeout_s)
     return math.inf if timeout_s is None else timeout_s

@@ -1,10 +1,13 @@
-"""Incremental detokenization: text piece by piece, each piece whole characters.
+"""Text of output tokens: incremental detokenization and stop strings.
 
 The rule: the pieces of a request make the text that decoding its prompt and output at once would
-add to the prompt's. Exceptions are what can be told only later: a character that is incomplete when
-the request ends is left out (at once, it would be U+FFFD), and of byte tokens (<0x80>) whole
-characters count even if their neighbours are no UTF-8 (at once, the whole run would be U+FFFD).
-How the tokens are cut into calls has no influence.
+add to the prompt's. There are two exceptions, which only later tokens could decide. A character
+that is incomplete when the request ends is left out (decoded at once, it would be U+FFFD). Of byte
+tokens (<0x80>) whole characters count even if their neighbours are no UTF-8 (decoded at once, the
+whole run would be U+FFFD). How the tokens are cut into calls has no influence.
+
+A stop string ends the text before it appears, also when it is split over tokens. Text that may
+begin one is held back. The engine knows no text, so the client looks, and then aborts the request.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from typing import Final
 
 from nanocore.client.token_texts import REPLACEMENT, TokenTexts
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.protocol.messages import Event
+from nanocore.protocol.sampling import SamplingParams
 
 MAX_CONTEXT_TOKENS: Final = 8
 MAX_WINDOW_TOKENS: Final = 24
@@ -62,7 +67,7 @@ class IncrementalDetokenizer:
 
 
 class _SingleTokens:
-    """For tokens that have texts of their own: only bytes of half a character are kept."""
+    """Source for tokens that have texts of their own: only bytes of half a character are kept."""
 
     tokens_per_slice: Final = 200  # of 0.7 us; of 8 us, if it is the first time for each
 
@@ -74,7 +79,6 @@ class _SingleTokens:
         )
 
     def push(self, token_id: int) -> str:
-        """The characters that this token completes."""
         text = self._texts[token_id]
         if self._is_first and text:
             text = self._texts.first(token_id)
@@ -90,13 +94,14 @@ class _SingleTokens:
         return characters
 
     def flush(self) -> str:
-        """Nothing if half a character is held; Python holds other bytes, too (a surrogate's)."""
+        # Incomplete bytes are dropped. Python also holds others back (a surrogate's):
+        # those are shown.
         text = self._bytes.decode("utf-8", "replace")
         return "" if text == REPLACEMENT else text
 
 
 class _Window:
-    """For tokens whose text depends on those before: a decode of the last few shows what one adds.
+    """Source for tokens whose text depends on others: decodes the last few tokens together.
 
     Tokens that no decode shows are left out, or they would push the others out of the window.
     """
@@ -116,7 +121,6 @@ class _Window:
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """The text that this token adds; "" while it may be half a character."""
         if not self._is_decoded(token_id):
             return ""
         self._held.append(token_id)
@@ -126,7 +130,6 @@ class _Window:
         return self._take(text)
 
     def flush(self) -> str:
-        """What is held back, without the half character."""
         return self._take(self._decode(self._context + self._held).removesuffix(REPLACEMENT))
 
     def _take(self, text: str) -> str:
@@ -139,10 +142,144 @@ class _Window:
         return added
 
     def _forget(self) -> None:
-        """Keep the last tokens, some more if they would begin inside a character of several."""
+        # Keep some more tokens if the last ones would begin inside a character.
         for num_tokens in range(MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS + MAX_CHARACTER_BYTES):
             context = self._context[-num_tokens:]
             shown = self._decode(context)
             if REPLACEMENT not in shown:
                 break
         self._context, self._shown = context, shown
+
+
+class StopStringMatcher:
+    """Watches one request's text.
+
+    Args:
+        stops: non-empty strings. include: keep the stop string at the end of the text.
+    """
+
+    def __init__(self, stops: list[str], include: bool) -> None:
+        self._stops = stops
+        self._include = include
+        self._held = ""
+        self._min_chars = min(map(len, stops))
+
+    def push(self, text: str, is_sought: bool = True) -> tuple[str, str | None]:
+        """(text that may be shown, the stop string found or None).
+
+        is_sought: stop strings may end in this text; if not, none that does is found later either.
+        Of several matches the one that ends first wins, and of those the first in the list, so that
+        the result does not depend on how the text was cut into pieces.
+        """
+        num_seen = len(self._held)
+        if num_seen:
+            text = self._held + text
+            self._held = ""
+        if is_sought and len(text) >= self._min_chars:
+            found = [(end, stop) for stop in self._stops if (end := _end(text, stop, num_seen))]
+            if found:
+                end, stop = min(found, key=lambda match: match[0])
+                return text[: end if self._include else end - len(stop)], stop
+        num_held = 0
+        for stop in self._stops:
+            num_held = max(num_held, _overlap(text, stop))
+        if num_held:
+            text, self._held = text[:-num_held], text[-num_held:]
+        return text, None
+
+    def flush(self) -> str:
+        """The text held back, when no more will come."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _end(text: str, stop: str, num_seen: int) -> int:
+    """Return where `stop` first ends in `text`, beyond num_seen characters; 0 if nowhere."""
+    start = text.find(stop, max(0, num_seen + 1 - len(stop)))
+    return start + len(stop) if start >= 0 else 0
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that begins `stop`, and is not all of it."""
+    if not text:
+        return 0
+    last = text[-1]
+    length = 1 + stop.rfind(last, 0, min(len(text), len(stop) - 1))
+    while length and not text.endswith(stop[:length]):
+        length = 1 + stop.rfind(last, 0, length - 1)
+    return length
+
+
+class SampleText:
+    """Args: the model's tokenizer, and the request."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._prompt_token_ids = prompt_token_ids
+        self._skip_special_tokens = params.skip_special_tokens
+        self._keeps_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        stops = params.stop_strings
+        self._stops = StopStringMatcher(stops, self._keeps_stop) if stops else None
+        self._detokenizer: IncrementalDetokenizer | None = None
+
+    @property
+    def tokens_per_slice(self) -> int:
+        """So many tokens may be read at once without holding up the event loop."""
+        return self._opened().tokens_per_slice
+
+    @property
+    def push(self) -> Callable[[int], str] | None:
+        """Return the fast path of `read` for one token, or None if stop strings must be watched."""
+        return None if self._stops is not None else self._opened().push
+
+    def read(
+        self, token_ids: list[int], num_read: int, end: Event | None
+    ) -> tuple[str, str | None, int]:
+        """(text to show, stop string found or None, how many of the tokens were used).
+
+        num_read: tokens before these. end: of the sample, after these.
+        """
+        detokenizer = self._detokenizer or self._opened()
+        shown = token_ids
+        if end is not None and end.finish_reason == "stop" and not self._keeps_stop:
+            shown = token_ids[:-1]  # the EOS or stop token itself is not text
+        if self._stops is not None:
+            return self._read_to_stop(detokenizer, shown, num_read, end, len(token_ids))
+        text = detokenizer.append(shown)
+        if end is not None:
+            text += detokenizer.flush()
+        return text, None, len(token_ids)
+
+    def _read_to_stop(
+        self,
+        detokenizer: IncrementalDetokenizer,
+        shown: list[int],
+        num_read: int,
+        end: Event | None,
+        num_tokens: int,
+    ) -> tuple[str, str | None, int]:
+        assert self._stops is not None
+        pieces = []
+        # As in vLLM V1: a stop string that ends within the first min_tokens is never found.
+        num_exempt = self._min_tokens - num_read
+        for i, token_id in enumerate(shown):  # one by one: the result must not depend on merging
+            text, stop = self._stops.push(detokenizer.append([token_id]), i >= num_exempt)
+            pieces.append(text)
+            if stop is not None:
+                return "".join(pieces), stop, i + 1
+        stop = None
+        if end is not None:
+            text, stop = self._stops.push(detokenizer.flush(), num_tokens > num_exempt)
+            pieces.append(text if stop is not None else text + self._stops.flush())
+        return "".join(pieces), stop, num_tokens
+
+    def _opened(self) -> IncrementalDetokenizer:
+        # Made late: only now has the engine checked the prompt's ids.
+        if self._detokenizer is None:
+            self._detokenizer = IncrementalDetokenizer(
+                self._tokenizer, self._prompt_token_ids, self._skip_special_tokens
+            )
+        return self._detokenizer

@@ -1,7 +1,4 @@
-"""LLM: the synchronous SDK for offline work. Results come in input order, with a progress bar.
-
-An AsyncEngineClient in a thread of its own does the work.
-"""
+"""LLM: the synchronous SDK for offline inference, around an AsyncEngineClient in a thread."""
 
 from __future__ import annotations
 
@@ -12,20 +9,17 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent import futures
 from functools import partial
 from os import PathLike
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar, Unpack, cast
 
 from tqdm import tqdm
 
-from nanocore.client.arguments import check_sampling_params
+from nanocore.client.arguments import EngineArgument, check_sampling_params
 from nanocore.client.async_client import AsyncEngineClient
-from nanocore.client.chat.request import ChatOptions, prepare_chat
-from nanocore.client.embedding import EmbeddingOutput
-from nanocore.client.engine_flags import EngineArgument
-from nanocore.client.outputs import RequestOutput
-from nanocore.client.scoring import ScoreOutput
+from nanocore.client.chat.chat_request import ChatOptions, prepare_chat
+from nanocore.client.requests.request_outputs import EmbeddingOutput, RequestOutput
+from nanocore.client.requests.scoring import ScoreOutput
+from nanocore.client.requests.submission import Prompt
 from nanocore.client.stepwise import QUEUE_FACTOR, StepwiseRequests
-from nanocore.client.submission import Prompt
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import ClientStateError, EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import ModelCard
@@ -36,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class LLM:
-    """An engine of one's own, used synchronously.
+    """Synchronous use of a launched engine. Results come in input order, with a progress bar.
 
     Args:
         model: model folder; None is the demo model.
@@ -72,12 +66,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -90,7 +79,7 @@ class LLM:
 
     @property
     def model_card(self) -> ModelCard:
-        """What the engine says of its model."""
+        """Model card that the engine sent."""
         return self._client.model_card
 
     def get_tokenizer(self) -> Tokenizer:
@@ -188,7 +177,7 @@ class LLM:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
         """Begin a request that `step` reports of; returns its id, which its outputs have.
 
-        `generate` and `chat` may be used beside it.
+        `generate` and `chat` may be called meanwhile.
         """
         return self._run(self._requests.add(prompt, sampling_params))
 
@@ -196,8 +185,8 @@ class LLM:
         """Wait until something has changed; the outputs of the requests that have, as added.
 
         An output has everything so far; `finished` is the last one. [] if nothing is unfinished. A
-        request that fails is raised by a step of its own, and is then forgotten: the others go on,
-        and lose nothing. After Ctrl-C the next step returns what this one would have.
+        request that fails is raised by a step of its own, and is then forgotten; the others
+        continue. After Ctrl-C the next step returns what this one would have.
 
         Raises:
             NanocoreError: of the request that its `request_id` names.
@@ -219,21 +208,19 @@ class LLM:
         self._run(self._requests.abort(request_id))
 
     def metrics(self) -> list[Metric]:
-        """All that the engine counts and times."""
+        """All metrics of the engine."""
         return self._run(self._client.metrics())
 
     def stats(self) -> Stats:
-        """The engine's counters and gauges."""
         return self._run(self._client.stats())
 
     def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes."""
         return self._run(self._client.reset_prefix_cache())
 
     def score(
         self, pairs: Sequence[tuple[Prompt, Prompt]], *, use_tqdm: bool = True
     ) -> list[ScoreOutput]:
-        """How likely each continuation is after its context, in the order of the pairs.
+        """Log probability of each continuation given its context, in the order of the pairs.
 
         All or nothing, as `generate`.
 
@@ -259,7 +246,6 @@ class LLM:
     async def _all(
         self, calls: Sequence[Callable[[], Awaitable[Result]]], use_tqdm: bool
     ) -> list[Result]:
-        """What they return, in their order; as many at once as keep the engine busy."""
         in_flight = asyncio.Semaphore(QUEUE_FACTOR * self._client.limits.max_num_seqs)
         with tqdm(total=len(calls), unit="request", disable=not use_tqdm) as progress:
 
@@ -274,7 +260,7 @@ class LLM:
         return [task.result() for task in tasks]
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run it in our thread. On Ctrl-C it is cancelled, and its end awaited, before we go."""
+        # On Ctrl-C the coroutine is cancelled, and its end awaited, before this returns.
         if self._loop.is_closed():
             coroutine.close()
             raise ClientStateError("this LLM is closed: make a new one")
@@ -298,7 +284,6 @@ class LLM:
 
 
 async def _accepted(call: Callable[[], Awaitable[Result]]) -> Result:
-    """What it returns, called again as often as the engine is too busy to take its request."""
     while True:
         try:
             return await call()
@@ -307,7 +292,7 @@ async def _accepted(call: Callable[[], Awaitable[Result]]) -> Result:
 
 
 async def _others_end() -> None:
-    """Wait until this is the only task of its event loop, and no thread works for it."""
+    # Wait until this is the only task of its event loop, and no thread works for it.
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_default_executor()
@@ -329,7 +314,6 @@ class _Call(Generic[Result]):
         loop.call_soon_threadsafe(self._start)
 
     def cancel(self) -> None:
-        """Cancel it, from another thread."""
         self._loop.call_soon_threadsafe(self._cancel)
 
     def _start(self) -> None:

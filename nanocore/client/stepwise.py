@@ -1,8 +1,8 @@
-"""The requests of `LLM.add_request` and `LLM.step`: each a task that reads `generate`.
+"""Requests of `LLM.add_request` and `LLM.step`: each is a task that reads `generate`.
 
-A task hands over one output, and reads on once a step has taken it; what arrives meanwhile is
-merged by the stream. What a step has taken is kept until its caller says that it came: Ctrl-C may
-come first, and then the next step has it. Lives in the event loop of the LLM's thread.
+A task hands over one output, and continues once a step has taken it; the stream merges what arrives
+meanwhile. The result of a step is kept until its caller confirms it (`received`): Ctrl-C may come
+first, and then the next step returns it. Lives in the event loop of the LLM's thread.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from nanocore.client.async_client import AsyncEngineClient
-from nanocore.client.outputs import RequestOutput
-from nanocore.client.submission import Prompt
+from nanocore.client.requests.request_outputs import RequestOutput
+from nanocore.client.requests.submission import Prompt
 from nanocore.protocol.errors import EngineOverloadedError, NanocoreError
 from nanocore.protocol.sampling import SamplingParams
 
@@ -26,7 +26,7 @@ QUEUE_FACTOR: Final = 4
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """news: what no step has taken yet. taken: set by the step that takes it."""
+    """One request. news: not taken by a step yet. taken: set by the step that takes it."""
 
     task: asyncio.Task[None] | None = None
     news: RequestOutput | Exception | None = None
@@ -34,7 +34,7 @@ class _Request:
 
 
 class StepwiseRequests:
-    """Those of one client that have not ended, in the order in which they were added."""
+    """Open requests of one client, in the order in which they were added."""
 
     def __init__(self, client: AsyncEngineClient) -> None:
         self._client = client
@@ -90,7 +90,7 @@ class StepwiseRequests:
         await _end([*requests.values()])
 
     def _take(self) -> list[RequestOutput] | Exception | None:
-        """What is there; the error of a request, if there is nothing else to return before."""
+        """Return outputs, or one request's error if there are none, so that no output is lost."""
         outputs = []
         for request_id, request in [*self._requests.items()]:
             news = request.news
@@ -117,7 +117,6 @@ class StepwiseRequests:
         outputs: AsyncGenerator[RequestOutput, None],
         in_flight: asyncio.Semaphore,
     ) -> None:
-        """Hand over one output after the other, or what ended them."""
         try:
             async with in_flight, aclosing(outputs):
                 async for output in outputs:
@@ -135,7 +134,6 @@ class StepwiseRequests:
     async def _generate(
         self, prompt: Prompt, params: SamplingParams | None, request_id: str
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Its outputs, submitted again as often as the engine is too busy to take it."""
         while True:
             try:
                 async with aclosing(self._client.generate(prompt, params, request_id)) as outputs:

@@ -1,8 +1,8 @@
-"""The text of single tokens: what one adds to a text, whatever tokens came before it.
+"""Text of single tokens: what a token adds to a text, whatever came before it.
 
-Most decoders allow that: byte-level ones (GPT-2's, Llama 3's, Qwen's) join the tokens' bytes, and
-those of SentencePiece's kind (Llama 2's, Gemma's) their texts, and only the first token of all is
-treated apart. A token that is not whole characters has bytes for a text. Owned by the Tokenizer.
+Most decoders allow that. Byte-level ones (GPT-2, Llama 3, Qwen) join the tokens' bytes, and those
+of SentencePiece's kind (Llama 2, Gemma) join their texts; only the first token of all differs. A
+token that is not whole characters has bytes in place of text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 import tokenizers
 
 REPLACEMENT: Final = "\ufffd"
-"""What bytes that are no UTF-8 decode to."""
+"""Character that invalid UTF-8 decodes to."""
 MAX_TOKEN_IDS: Final = 1 << 32
 """The library takes no other ids, and no tokenizer has them."""
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -24,7 +24,7 @@ _SINGLE_STEPS: Final = frozenset({"Replace", "ByteFallback", "Metaspace", "WordP
 
 
 class TokenText(NamedTuple):
-    """What one token adds to a text, as logprobs show it.
+    """Text and bytes that one token adds to a text, as logprobs show them.
 
     text: half a character in it is shown as U+FFFD. bytes: the token's own, so that those of
     successive tokens make whole characters; none for ids of no token.
@@ -35,7 +35,7 @@ class TokenText(NamedTuple):
 
 
 class _Anchor(NamedTuple):
-    """At most one token, and its text."""
+    """Zero or one token, and its text."""
 
     token_ids: list[int]
     text: str
@@ -79,7 +79,7 @@ class TokenTexts(dict[int, str | bytes]):
         return self._decode([token_id]) if text and isinstance(text, str) else text
 
     def _partial(self, token_id: int, text: str) -> str | bytes:
-        """The bytes behind a text with a U+FFFD, unless that is what they say."""
+        """Return the bytes behind a text with a U+FFFD, unless they are U+FFFD."""
         token = self._backend.id_to_token(token_id)
         assert token is not None, "it has a text"
         if self._has_byte_symbols:
@@ -98,7 +98,7 @@ class TokenTexts(dict[int, str | bytes]):
 
     @cached_property
     def _anchor(self) -> _Anchor:
-        """An ordinary token to put before others, so that they are not the first; if need be."""
+        """Return an ordinary token to put before others, so that they are not the first."""
         ordinary = range(0 if self.joins_bytes else self._backend.get_vocab_size())
         for token_id in ordinary:
             text = self._decode([token_id])
@@ -114,7 +114,6 @@ class TokenTexts(dict[int, str | bytes]):
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
-    """What a tokenizer's decoder does, step by step, in the format of tokenizer.json."""
     if backend.decoder is None:
         return []  # tokens are joined by spaces
     state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
@@ -136,7 +135,7 @@ def _treats_tokens_singly(steps: list[dict[str, Any]]) -> bool:
 
 
 def _byte_level_symbols() -> dict[str, int]:
-    """The bytes by the printable characters that stand for them in byte-level vocabularies."""
+    """Return the byte of each printable character of byte-level vocabularies."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

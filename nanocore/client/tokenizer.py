@@ -17,24 +17,22 @@ from typing import Any, Final, Self, Unpack
 
 import tokenizers
 
-from nanocore.client.chat.conversation import TemplateDialect
-from nanocore.client.chat.messages import LONG_CHARS
-from nanocore.client.chat.messages import ChatMessage as ChatMessage
-from nanocore.client.chat.template import ChatTemplate
-from nanocore.client.chat.template_kwargs import TemplateOptions
-from nanocore.client.chat.token_guard import TokenGuard
-from nanocore.client.special_tokens import SpecialTokens
+from nanocore.client.chat.chat_messages import LONG_CHARS
+from nanocore.client.chat.chat_messages import ChatMessage as ChatMessage
+from nanocore.client.chat.special_token_guard import SpecialTokenGuard
+from nanocore.client.chat.template import ChatTemplate, TemplateOptions
+from nanocore.client.chat.template_dialect import TemplateDialect
 from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
-from nanocore.client.tokenizer_conversion import VOCABULARY_FILES, make_tokenizer_json
+from nanocore.client.tokenizer_files import VOCABULARY_FILES, SpecialTokens, make_tokenizer_json
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError
 from nanocore.protocol.messages import ModelFileName
 
 logger = logging.getLogger(__name__)
 
 MAX_QUICK_CHARS: Final = 1 << 12
-"""Texts above this are tokenized in a thread: one of 16384 characters takes up to 15 ms."""
+"""Longer texts are tokenized in a thread: one of 16384 characters takes up to 15 ms."""
 MAX_QUICK_TOKENS: Final = 1 << 12
-"""More of them are decoded so that other threads run meanwhile: these take up to 4 ms."""
+"""Limit of tokens decoded while holding the interpreter's lock: up to 4 ms."""
 TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -43,7 +41,7 @@ TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
 )
-"""What a Tokenizer is made of; only the first is needed, or VOCABULARY_FILES in its place."""
+"""Files of a Tokenizer; only the first is needed, or VOCABULARY_FILES in its place."""
 
 TEMPLATE_FILES: Final[dict[str, ModelFileName]] = {
     "default": "chat_template.jinja",
@@ -53,7 +51,7 @@ TEMPLATE_FILES: Final[dict[str, ModelFileName]] = {
 
 
 def needed_files(available: Container[str]) -> list[ModelFileName]:
-    """Those of a model's files that its Tokenizer is made of."""
+    """Select the files that a Tokenizer is made of."""
     wanted = TOKENIZER_FILES
     if "tokenizer.json" not in available:
         wanted += VOCABULARY_FILES
@@ -107,7 +105,7 @@ class Tokenizer:
             raise InvalidRequestError(f"the special tokens of {source}: {error}") from None
         self.named_tokens: Mapping[str, str] = special_tokens.texts
         templates = _template_texts(files, config, source)
-        self._guard = TokenGuard(self.backend, "\0".join(templates.values()))
+        self._guard = SpecialTokenGuard(self.backend, "\0".join(templates.values()))
         self._templates = {
             name: ChatTemplate(text, special_tokens.texts, source, self._guard)
             for name, text in templates.items()
@@ -159,7 +157,7 @@ class Tokenizer:
         return text[self._count_last(text, 2 * num_tokens)[1] :]
 
     def _count_last(self, text: str, max_tokens: float) -> tuple[int, int]:
-        """Tokens at the text's end, and where they start: at 0, or when they are more than these.
+        """Count tokens from the text's end, at most these; also return where they start.
 
         Pieces have a few tokens more than the text that they make.
         """
@@ -171,7 +169,8 @@ class Tokenizer:
         return num_tokens, start
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        """Of a long text as a batch of one: for batches the library lets other threads run."""
+        # A long text is encoded as a batch of one: for batches the library lets other
+        # threads run.
         backend = self.backend
         try:
             if len(text) <= MAX_QUICK_CHARS:
@@ -191,7 +190,7 @@ class Tokenizer:
 
     @cached_property
     def num_added_tokens(self) -> tuple[int, int]:
-        """How many special tokens `encode` puts before a text, and behind it."""
+        """Number of special tokens that `encode` puts before a text, and behind it."""
         whole, own = self.encode("x"), self.encode("x", add_special_tokens=False)
         starts = range(len(whole) - len(own) + 1)
         start = next((i for i in starts if whole[i : i + len(own)] == own), len(starts) - 1)
@@ -199,7 +198,6 @@ class Tokenizer:
 
     @property
     def num_appended_tokens(self) -> int:
-        """Those behind it, as models of embeddings want them."""
         return self.num_added_tokens[1]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -224,7 +222,7 @@ class Tokenizer:
         return 0 <= token_id < MAX_TOKEN_IDS and self.backend.id_to_token(token_id) is not None
 
     def token_text(self, token_id: int) -> TokenText:
-        """What a token adds to a text that other tokens begin, for logprobs.
+        """Return the text that a token adds after other tokens, for logprobs.
 
         Special tokens are shown as they are written. Models whose tokens have no text of their own
         (`token_texts(False).are_exact` is false) give what this one adds to one certain other
@@ -247,7 +245,7 @@ class Tokenizer:
 
     @property
     def prefix_token_id(self) -> int | None:
-        """What stands before a text where something must: BOS, else EOS; None if neither has a
+        """BOS, else EOS, for texts that must not be empty; None if neither has a
         name."""
         names = self.named_tokens
         text = names.get("bos_token", names.get("eos_token"))
@@ -269,14 +267,14 @@ class Tokenizer:
 
     @cached_property
     def template_dialect(self) -> TemplateDialect:
-        """What the chat template takes; it is asked when a conversation needs to know."""
+        """Dialect of the chat template, detected when a conversation needs it."""
         template = self._template(has_tools=True)
         return TemplateDialect(
             lambda messages, **more: "".join(template.render(messages, **more)), template.text
         )
 
     def close(self) -> None:
-        """End the processes of the chat templates; whoever renders again starts new ones."""
+        """End the processes of the chat templates; rendering again starts new ones."""
         for template in self._templates.values():
             template.close()
 
@@ -352,7 +350,6 @@ class Tokenizer:
 
 
 def _far_too_long(num_tokens: int, max_tokens: float) -> ContextLengthError:
-    """num_tokens: that were counted."""
     return ContextLengthError(
         f"the prompt has {num_tokens} tokens or more, and max_model_len={max_tokens}: shorten the "
         "prompt, or start the engine with a larger --max-model-len"
@@ -372,7 +369,7 @@ def _parse_object(files: Mapping[str, bytes], name: str, source: str) -> dict[st
 def _template_texts(
     files: Mapping[str, bytes], config: dict[str, Any], source: str
 ) -> dict[str, str]:
-    """The template's own file, or else the configuration's, by name: "default", "tool_use"."""
+    """Return the templates by name, of their own files or else of the configuration."""
     template = config.get("chat_template")
     if isinstance(template, list):
         entries = [e for e in template if isinstance(e, dict) and isinstance(e.get("name"), str)]

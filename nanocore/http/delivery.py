@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Coroutine, Generator, Sequence
 from typing import Any, Protocol
 
-from nanocore.client.chat.event_stream import AnswerStream
+from nanocore.client.chat.answer_stream import AnswerStream
 from nanocore.client.chat.events import ChatEvent, Finished
 from nanocore.http.exchange import JSON, Exchange
 from nanocore.http.http_errors import HttpError, bad_request, unavailable

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal, Protocol, TypeAlias
 
 from nanocore.client import SamplingParams
-from nanocore.client.chat.event_stream import AnswerStream
+from nanocore.client.chat.answer_stream import AnswerStream
 from nanocore.client.chat.events import ChatEvent, Finished, Started
 from nanocore.http.dialects.encoding import UsageSum
 

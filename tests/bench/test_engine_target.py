@@ -12,8 +12,8 @@ import pytest
 from nanocore.bench.load import BenchRequest, Outcome
 from nanocore.bench.targets import EngineTarget
 from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams
-from nanocore.client.outputs import CompletionOutput, RequestOutput
-from nanocore.client.progress import Progress
+from nanocore.client.requests.progress import Progress
+from nanocore.client.requests.request_outputs import CompletionOutput, RequestOutput
 from nanocore.protocol.messages import FinishReason
 
 TOKEN_IDS = [5, 6, 7, 8]

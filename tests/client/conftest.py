@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,18 @@ import pytest
 
 from nanocore.client import AsyncEngineClient
 from nanocore.client.tokenizer import Tokenizer
+from tests.client.running import run
 from tests.tiny_models import write_byte_tokenizer
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run tests that are coroutines, each in an event loop of its own, and with a time limit."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +36,6 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(tokenizer_folder: Path) -> Tokenizer:
-    """The byte tokenizer: one token per byte."""
     return Tokenizer.from_folder(tokenizer_folder)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanocore.client.outputs import RequestOutput
-from nanocore.client.sample import Sample
-from nanocore.client.stream import RequestStream
+from nanocore.client.requests.request_outputs import RequestOutput
+from nanocore.client.requests.request_stream import RequestStream
+from nanocore.client.requests.sample import Sample
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.messages import Event, FinishReason
 from nanocore.protocol.sampling import SamplingParams
@@ -43,23 +43,18 @@ class DrivenStream:
         self.stream.samples[index].push_tokens(ids_of(self._tokenizer, text))
 
     def say(self, index: int = 0, **fields: Any) -> None:
-        """An event of this sample."""
         self.stream.samples[index].push_event(Event(handle=1 + index, **fields))
 
     def end(self, reason: FinishReason = "length", index: int = 0, **fields: Any) -> None:
-        """The engine has ended the sample."""
         self.say(index, finish_reason=reason, **fields)
 
     def next(self) -> RequestOutput:
-        """The next output, without waiting."""
         return run(anext(self.stream), PATIENCE_S)
 
     def final(self) -> RequestOutput:
-        """The last output, without waiting."""
         return run(self.stream.final(), PATIENCE_S)
 
     async def read_between(self, pieces: list[str]) -> list[RequestOutput]:
-        """All outputs, when each piece is read before the next one arrives."""
         outputs: list[RequestOutput] = []
         for piece in pieces:
             self.push(piece)
@@ -70,8 +65,6 @@ class DrivenStream:
         return [*outputs, await anext(self.stream)]
 
     def rest(self) -> list[RequestOutput]:
-        """All outputs up to the end."""
-
         async def collect() -> list[RequestOutput]:
             return [output async for output in self.stream]
 

@@ -45,7 +45,6 @@ NO_TEXT = SamplingParams(detokenize=False)
 
 
 def file_entry(name: Any, content: bytes) -> ModelFile:
-    """What the model card says of a file."""
     digest = hashlib.sha256(content).hexdigest()
     return ModelFile(name=name, num_bytes=len(content), sha256=digest)
 
@@ -81,7 +80,6 @@ class FakeEngine:
         return message
 
     def send(self, message: Message) -> None:
-        """Say something to the client."""
         self.send_frames(encode(message))
 
     def send_frames(self, frames: list[bytes]) -> None:
@@ -97,13 +95,11 @@ class FakeEngine:
             await asyncio.to_thread(self._socket.wait, 10)
 
     async def welcome(self, message: Message | None = None) -> Hello:
-        """Answer HELLO."""
         hello = await self.receive(Hello)
         self.send(message or welcome_message())
         return hello
 
     async def accept(self, handle: int = 1) -> Submit:
-        """Answer SUBMIT by giving the request this handle."""
         submit = await self.receive(Submit)
         self.send(Accepted(request_id=submit.request_id, handle=handle, seed=0))
         return submit
@@ -132,11 +128,9 @@ class FakeEngine:
         )
 
     def finish(self, handle: int = 1, reason: FinishReason = "length") -> None:
-        """End a request."""
         self.output({}, Event(handle=handle, finish_reason=reason))
 
     def close(self) -> None:
-        """Vanish, without a word."""
         self._socket.close()
 
     def _next_frames(self) -> list[bytes]:

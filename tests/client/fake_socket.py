@@ -28,16 +28,13 @@ class FakeSocket:
         self._decoder = engine_decoder()
 
     def say(self, message: Message) -> None:
-        """Let the engine say this before the next wait."""
         self._answers.append(encode(message))
 
     async def send(self, frames: Sequence[bytes]) -> None:
-        """Take a message, or wait for ever."""
         if not self.send_nowait(frames):
             await asyncio.get_running_loop().create_future()
 
     def send_nowait(self, frames: Sequence[bytes]) -> bool:
-        """Take a message if one can be sent."""
         self.post(frames)
         return not self.stuck
 
@@ -47,13 +44,11 @@ class FakeSocket:
             self.messages.append(self._decoder.decode(frames))
 
     async def receive(self) -> list[bytes]:
-        """The engine's next message, or wait for ever."""
         while (frames := self.receive_nowait()) is None:
             await asyncio.get_running_loop().create_future()
         return frames
 
     def receive_nowait(self) -> list[bytes] | None:
-        """The engine's next message, if there is one."""
         return self._answers.popleft() if self._answers else None
 
     def close(self) -> None:

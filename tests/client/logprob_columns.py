@@ -13,7 +13,6 @@ Told: TypeAlias = tuple[int, int, list[tuple[int, float]]]
 
 
 def logprobs_of(*told: Told) -> TokenLogprobs:
-    """The columns that say this."""
     candidates = [candidate for _, _, candidates in told for candidate in candidates]
     return TokenLogprobs(
         handles=pack_uint32([handle for handle, _, _ in told]),

@@ -15,7 +15,6 @@ from tests.client.fake_engine import FakeEngine
 async def served(
     endpoint: str, welcome: Message | None = None
 ) -> AsyncIterator[tuple[FakeEngine, LLM]]:
-    """Both, with an open session."""
     engine = FakeEngine(endpoint)
     try:
         welcoming = asyncio.create_task(engine.welcome(welcome))

@@ -21,10 +21,7 @@ async def _refused_at_once(
     engine: FakeEngine, client: AsyncEngineClient, *args: Any, **options: Any
 ) -> None:
     """Assert that a request is refused before anything is sent, in each of the three ways."""
-    for call in (
-        client.complete(*args, **options),
-        anext(client.generate(*args, **options)),
-    ):
+    for call in (client.complete(*args, **options), anext(client.generate(*args, **options))):
         with pytest.raises(InvalidRequestError):
             await call
     await _next_message_is_a_request(engine, client)
@@ -40,25 +37,19 @@ async def _next_message_is_a_request(engine: FakeEngine, client: AsyncEngineClie
 @pytest.mark.parametrize(
     "request_id", ["", "x" * 257, 0, 5, b"r", ["r"], "\ud800"], ids=lambda value: repr(value)[:9]
 )
-def test_what_is_no_request_id_is_refused_at_once(endpoint: str, request_id: Any) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            await _refused_at_once(engine, client, [1], NO_TEXT, request_id=request_id)
-            with pytest.raises(InvalidRequestError):
-                await client.abort(request_id)
-            await _next_message_is_a_request(engine, client)
-
-    run(scenario())
+async def test_what_is_no_request_id_is_refused_at_once(endpoint: str, request_id: Any) -> None:
+    async with connected(endpoint) as (engine, client):
+        await _refused_at_once(engine, client, [1], NO_TEXT, request_id=request_id)
+        with pytest.raises(InvalidRequestError):
+            await client.abort(request_id)
+        await _next_message_is_a_request(engine, client)
 
 
-def test_nobody_is_aborted_by_the_name_of_none(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            with pytest.raises(InvalidRequestError, match="a str, not NoneType"):
-                await client.abort(None)  # type: ignore[arg-type]
-            await _next_message_is_a_request(engine, client)
-
-    run(scenario())
+async def test_nobody_is_aborted_by_the_name_of_none(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        with pytest.raises(InvalidRequestError, match="a str, not NoneType"):
+            await client.abort(None)  # type: ignore[arg-type]
+        await _next_message_is_a_request(engine, client)
 
 
 @pytest.mark.parametrize(
@@ -66,12 +57,9 @@ def test_nobody_is_aborted_by_the_name_of_none(endpoint: str) -> None:
     [{"max_tokens": 1}, "greedy", 1, [NO_TEXT], SamplingParams, EngineSamplingParams()],
     ids=lambda value: type(value).__name__,
 )
-def test_what_are_no_sampling_params_is_refused_at_once(endpoint: str, params: Any) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            await _refused_at_once(engine, client, [1], params)
-
-    run(scenario())
+async def test_what_are_no_sampling_params_is_refused_at_once(endpoint: str, params: Any) -> None:
+    async with connected(endpoint) as (engine, client):
+        await _refused_at_once(engine, client, [1], params)
 
 
 @pytest.mark.parametrize(
@@ -80,51 +68,39 @@ def test_what_are_no_sampling_params_is_refused_at_once(endpoint: str, params: A
      [1.5], array("d", [1.5]), array("q", [2**31]), [2**31], {"prompt_token_ids": (1, 2)}],
     ids=repr,
 )  # fmt: skip
-def test_what_is_no_prompt_is_refused_at_once(endpoint: str, prompt: Any) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            await _refused_at_once(engine, client, prompt, NO_TEXT)
-
-    run(scenario())
+async def test_what_is_no_prompt_is_refused_at_once(endpoint: str, prompt: Any) -> None:
+    async with connected(endpoint) as (engine, client):
+        await _refused_at_once(engine, client, prompt, NO_TEXT)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"priority": Ellipsis}, {"cache_salt": Ellipsis}, {"priority": 2**64}],
-    ids=str,
+    "options", [{"priority": Ellipsis}, {"cache_salt": Ellipsis}, {"priority": 2**64}], ids=str
 )
-def test_what_cannot_be_sent_is_refused_at_once(endpoint: str, options: dict[str, Any]) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            await _refused_at_once(engine, client, [1], NO_TEXT, **options)
+async def test_what_cannot_be_sent_is_refused_at_once(
+    endpoint: str, options: dict[str, Any]
+) -> None:
+    async with connected(endpoint) as (engine, client):
+        await _refused_at_once(engine, client, [1], NO_TEXT, **options)
 
-    run(scenario())
 
-
-def test_a_request_above_the_frames_limit_is_refused_at_once_and_no_session_is_cut(
+async def test_a_request_above_the_frames_limit_is_refused_at_once_and_no_session_is_cut(
     endpoint: str,
 ) -> None:
     welcome = welcome_message()
     welcome = replace(welcome, limits=replace(welcome.limits, max_frame_bytes=10_000))
 
-    async def scenario() -> None:
-        async with connected(endpoint, welcome) as (engine, client):
-            with pytest.raises(InvalidRequestError, match=r"has 1\d{4} bytes.* at most 10000"):
-                await client.complete([1] * 2_600, NO_TEXT)
-            await _refused_at_once(engine, client, [1] * 2_600, NO_TEXT)
-
-    run(scenario())
+    async with connected(endpoint, welcome) as (engine, client):
+        with pytest.raises(InvalidRequestError, match=r"has 1\d{4} bytes.* at most 10000"):
+            await client.complete([1] * 2_600, NO_TEXT)
+        await _refused_at_once(engine, client, [1] * 2_600, NO_TEXT)
 
 
 @pytest.mark.parametrize("name", [None, 5, ["tokenizer.json"], b"tokenizer.json", "/etc/passwd"])
-def test_what_is_no_files_name_is_refused_at_once(endpoint: str, name: Any) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            with pytest.raises(InvalidRequestError):
-                await client.read_file(name)
-            await _next_message_is_a_request(engine, client)
-
-    run(scenario())
+async def test_what_is_no_files_name_is_refused_at_once(endpoint: str, name: Any) -> None:
+    async with connected(endpoint) as (engine, client):
+        with pytest.raises(InvalidRequestError):
+            await client.read_file(name)
+        await _next_message_is_a_request(engine, client)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ CONVERSATION: list[ChatMessage] = [
 
 
 def _render(folder: Path, template: str, messages: list[ChatMessage] = CONVERSATION) -> str:
-    """Read the folder with this template and render the messages."""
     (folder / "chat_template.jinja").write_text(template)
     return Tokenizer.from_folder(folder).render_chat(messages)
 
@@ -51,7 +50,6 @@ def test_a_template_file_is_preferred_to_the_config(folder: Path) -> None:
 
 
 def _both(folder: Path, messages: Any = CONVERSATION) -> str:
-    """The prompt, which is also that of transformers."""
     rendered = Tokenizer.from_folder(folder).render_chat(messages)
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
     expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -176,7 +174,6 @@ class _Role(str):
     """A string with more to it."""
 
     def secret(self) -> str:
-        """What a template must not reach."""
         return "secret"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nanocore.client import LLM, AsyncEngineClient, ClientStateError, EngineDeadError
-from nanocore.client.linked_client import LinkedClient
+from nanocore.client.base_client import BaseClient
 from nanocore.protocol.messages import Bye
 from tests.client.fake_engine import NO_TEXT, FakeEngine, connected
 from tests.client.fake_socket import FakeSocket
@@ -44,11 +44,11 @@ CALLS: dict[str, Callable[[AsyncEngineClient], Any]] = {
 def test_the_list_of_calls_is_complete() -> None:
     names = {
         name
-        for owner in (AsyncEngineClient, LinkedClient)
+        for owner in (AsyncEngineClient, BaseClient)
         for name, value in vars(owner).items()
         if callable(value) and not name.startswith("_") and name not in ("launch", "connect")
     }
-    assert names == CALLS.keys() | {"close", "places"}
+    assert names == CALLS.keys() | {"close", "submit_tickets"}
 
 
 async def _call(call: str, client: AsyncEngineClient) -> None:
@@ -56,42 +56,36 @@ async def _call(call: str, client: AsyncEngineClient) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_client_that_is_not_entered_or_closed_says_so(endpoint: str, call: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (_, client):
-            await client.close()
-            with pytest.raises(ClientStateError, match="inside `async with`"):
-                await _call(call, client)
-        client = AsyncEngineClient.connect(endpoint)
+async def test_a_client_that_is_not_entered_or_closed_says_so(endpoint: str, call: str) -> None:
+    async with connected(endpoint) as (_, client):
+        await client.close()
         with pytest.raises(ClientStateError, match="inside `async with`"):
             await _call(call, client)
-        for name in ("model_card", "limits"):
-            with pytest.raises(ClientStateError, match="inside `async with`"):
-                getattr(client, name)
+    client = AsyncEngineClient.connect(endpoint)
+    with pytest.raises(ClientStateError, match="inside `async with`"):
+        await _call(call, client)
+    for name in ("model_card", "limits"):
         with pytest.raises(ClientStateError, match="inside `async with`"):
-            AsyncEngineClient.launch().endpoint  # noqa: B018
-        await client.close()
-
-    run(scenario())
+            getattr(client, name)
+    with pytest.raises(ClientStateError, match="inside `async with`"):
+        AsyncEngineClient.launch().endpoint  # noqa: B018
+    await client.close()
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_client_of_another_threads_loop_says_so(endpoint: str, call: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (_, client):
-            for wrong in (_call(call, client), client.close()):
-                with pytest.raises(ClientStateError, match="another one: enter and use it within"):
-                    await asyncio.to_thread(run, wrong)
-            assert client.limits.max_num_seqs == 2, "it is as it was"
-
-    run(scenario())
+async def test_a_client_of_another_threads_loop_says_so(endpoint: str, call: str) -> None:
+    async with connected(endpoint) as (_, client):
+        for wrong in (_call(call, client), client.close()):
+            with pytest.raises(ClientStateError, match="another one: enter and use it within"):
+                await asyncio.to_thread(run, wrong)
+        assert client.limits.max_num_seqs == 2, "it is as it was"
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_client_of_a_loop_that_is_over_says_so_and_can_be_closed(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.client.handshake.ClientSocket", FakeSocketOnce)
+    monkeypatch.setattr("nanocore.client.connection.handshake.ClientSocket", FakeSocketOnce)
     client = AsyncEngineClient.connect("ipc:///fake")
     run(client.__aenter__())
     with pytest.raises(ClientStateError, match="another one: enter and use it within"):
@@ -108,36 +102,30 @@ class FakeSocketOnce(FakeSocket):
         super().__init__()
 
 
-def test_a_stream_that_is_read_on_in_another_loop_says_so(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            stream = client.generate([1], NO_TEXT)
-            first = asyncio.create_task(_next(stream))
-            await engine.accept(1)
-            engine.output({1: [10]})
-            await first
-            with pytest.raises(ClientStateError, match="another one"):
-                await asyncio.to_thread(run, _next(stream))
-
-    run(scenario())
+async def test_a_stream_that_is_read_on_in_another_loop_says_so(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        stream = client.generate([1], NO_TEXT)
+        first = asyncio.create_task(_next(stream))
+        await engine.accept(1)
+        engine.output({1: [10]})
+        await first
+        with pytest.raises(ClientStateError, match="another one"):
+            await asyncio.to_thread(run, _next(stream))
 
 
 async def _next(stream: Any) -> None:
     await anext(stream)
 
 
-def test_a_client_is_entered_once_at_a_time_and_may_be_entered_again(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            with pytest.raises(ClientStateError, match="open already"):
-                await client.__aenter__()
-            assert client.limits.max_num_seqs == 2
-            await client.close()
-            welcoming = asyncio.create_task(_welcome_again(engine))
-            async with client:
-                await welcoming
-
-    run(scenario())
+async def test_a_client_is_entered_once_at_a_time_and_may_be_entered_again(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        with pytest.raises(ClientStateError, match="open already"):
+            await client.__aenter__()
+        assert client.limits.max_num_seqs == 2
+        await client.close()
+        welcoming = asyncio.create_task(_welcome_again(engine))
+        async with client:
+            await welcoming
 
 
 async def _welcome_again(engine: FakeEngine) -> None:
@@ -146,33 +134,27 @@ async def _welcome_again(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_client_that_is_being_entered_says_so(endpoint: str, call: str) -> None:
-    async def scenario() -> None:
-        client = AsyncEngineClient.connect(endpoint)
-        entering = asyncio.create_task(client.__aenter__())
-        await asyncio.sleep(0)
-        for wrong in (_call(call, client), client.__aenter__()):
-            with pytest.raises(ClientStateError, match=r"not open yet|open already"):
-                await wrong
-        entering.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await entering
-        with pytest.raises(ClientStateError, match="inside `async with`"):
-            await _call(call, client)
-
-    run(scenario())
+async def test_a_client_that_is_being_entered_says_so(endpoint: str, call: str) -> None:
+    client = AsyncEngineClient.connect(endpoint)
+    entering = asyncio.create_task(client.__aenter__())
+    await asyncio.sleep(0)
+    for wrong in (_call(call, client), client.__aenter__()):
+        with pytest.raises(ClientStateError, match=r"not open yet|open already"):
+            await wrong
+    entering.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    with pytest.raises(ClientStateError, match="inside `async with`"):
+        await _call(call, client)
 
 
-def test_requests_that_are_open_when_the_client_is_closed_say_so(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            request = asyncio.create_task(client.complete([1], NO_TEXT))
-            await engine.accept(1)
-            await client.close()
-            with pytest.raises(ClientStateError, match="closed"):
-                await request
-
-    run(scenario())
+async def test_requests_that_are_open_when_the_client_is_closed_say_so(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        request = asyncio.create_task(client.complete([1], NO_TEXT))
+        await engine.accept(1)
+        await client.close()
+        with pytest.raises(ClientStateError, match="closed"):
+            await request
 
 
 def _open_descriptors() -> int:
@@ -180,28 +162,25 @@ def _open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_clients_that_come_and_go_leave_no_descriptors(endpoint: str) -> None:
-    async def scenario() -> None:
-        async def visit() -> None:
-            async with connected(endpoint):
-                pass
+async def test_clients_that_come_and_go_leave_no_descriptors(endpoint: str) -> None:
+    async def visit() -> None:
+        async with connected(endpoint):
+            pass
 
+    await visit()
+    num_open = _open_descriptors()
+    for _ in range(5):
         await visit()
-        num_open = _open_descriptors()
-        for _ in range(5):
-            await visit()
-            with pytest.raises(EngineDeadError, match="within"):
-                await AsyncEngineClient.connect(endpoint, timeout_s=0.01).__aenter__()
-        assert _open_descriptors() == num_open
-
-    run(scenario())
+        with pytest.raises(EngineDeadError, match="within"):
+            await AsyncEngineClient.connect(endpoint, timeout_s=0.01).__aenter__()
+    assert _open_descriptors() == num_open
 
 
 def test_an_llm_that_is_closed_says_so(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setattr(
         AsyncEngineClient, "launch", lambda *_, **__: AsyncEngineClient.connect("ipc:///fake")
     )
-    monkeypatch.setattr("nanocore.client.handshake.ClientSocket", FakeSocketOnce)
+    monkeypatch.setattr("nanocore.client.connection.handshake.ClientSocket", FakeSocketOnce)
     llm = LLM()
     llm.close()
     for call in (

@@ -33,7 +33,6 @@ def test_keys_for_an_ipc_endpoint_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def runtime_dir(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the default endpoint's directory is made."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     return short_path
 

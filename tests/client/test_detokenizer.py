@@ -21,7 +21,6 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters=REPL
 def _pieces(
     tokenizer: Tokenizer, output: list[int], prompt: list[int] | None = None, skip: bool = True
 ) -> list[str]:
-    """The text that each output token completes."""
     detokenizer = IncrementalDetokenizer(tokenizer, prompt or [], skip)
     return [detokenizer.append([token_id]) for token_id in output]
 
@@ -70,9 +69,7 @@ def test_invalid_bytes_never_raise_and_never_split_a_character(
     assert set(decoded.removeprefix(shown)) <= {REPLACEMENT}, "only what is no text is held back"
 
 
-def test_a_byte_that_can_never_be_of_a_character_is_replaced_at_once(
-    tokenizer: Tokenizer,
-) -> None:
+def test_a_byte_that_can_never_be_of_a_character_is_replaced_at_once(tokenizer: Tokenizer) -> None:
     pieces = _pieces(tokenizer, ids_of(tokenizer, b"a\xffb\xe4c"))
     assert pieces == ["a", REPLACEMENT, "b", "", f"{REPLACEMENT}c"]
 

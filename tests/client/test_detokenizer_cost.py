@@ -42,7 +42,6 @@ class _Counting:
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """The name of a kind."""
     return str(request.param)
 
 

@@ -26,13 +26,11 @@ IN_CHARACTERS = [*"é中👍\u07ff\U0010ffff".encode(), 0xFF]
 
 @pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
-    """The name of a kind."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def any_tokenizer(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A tokenizer of that kind."""
     folder = tmp_path_factory.mktemp(kind)
     tokenizer = make(kind, folder)
     assert has_decoder(folder) == (kind != "none")
@@ -150,12 +148,10 @@ def test_bytes_held_without_need_are_shown_at_the_end(tmp_path: Path) -> None:
 
 @pytest.fixture(params=sorted(FALLBACK))
 def fallback(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
-    """A tokenizer of SentencePiece's kind, as Llama 2's and Gemma's."""
     return make(request.param, tmp_path)
 
 
 def _named(tokenizer: Tokenizer, *tokens: str | bytes) -> list[int]:
-    """Ids of words, and of the byte tokens of bytes."""
     names = [[f"<0x{byte:02X}>" for byte in t] if isinstance(t, bytes) else [t] for t in tokens]
     return [tokenizer.backend.token_to_id(name) for name in itertools.chain(*names)]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nanocore.client import LLM, AsyncEngineClient, ConfigError
-from nanocore.client.engine_flags import EngineArgument, engine_flags
+from nanocore.client.arguments import EngineArgument, engine_flags
 from nanocore.engine_core.cli import parse_config
 from nanocore.engine_core.config import EngineConfig
 

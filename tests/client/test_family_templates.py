@@ -66,7 +66,6 @@ class _Clock(datetime):
 
     @classmethod
     def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
-        """The test's time."""
         return NOW
 
 
@@ -77,7 +76,6 @@ def _the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model folder with the template of one family."""
     folder = tmp_path_factory.mktemp("family")
     write_byte_tokenizer(folder)
     config = {
@@ -91,7 +89,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
-    """Ours."""
     real = chat_template.ChatTemplate
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanocore.client.tokenizer.ChatTemplate", partial(real, now=lambda: NOW))
@@ -100,7 +97,6 @@ def tokenizer(folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> PreTrainedTokenizerFast:
-    """Theirs."""
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -108,7 +104,6 @@ _ARGUMENTS = ("add_generation_prompt", "tools", "continue_final_message")
 
 
 def _rendered(render: Callable[..., str], *args: Any, **kwargs: Any) -> tuple[str, str]:
-    """The prompt, or the reason why there is none."""
     try:
         return "prompt", render(*args, **kwargs)
     except Exception as error:  # transformers raises whatever the template does

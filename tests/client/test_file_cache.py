@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.client.file_cache import FileCache
+from nanocore.client.connection.remote_files import FileCache
 
 CONTENT = b"a tokenizer"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()

@@ -13,9 +13,7 @@ from typing import Any
 import pytest
 
 from nanocore.client import LLM, AsyncEngineClient, EngineDeadError, EngineStartError
-from nanocore.client.launch_directory import LaunchDirectory
-from nanocore.client.launcher import EngineProcess
-from tests.client.running import run
+from nanocore.client.connection.engine_process import EngineProcess, LaunchDirectory
 
 READY = "import os, sys, time; os.write(int(sys.argv[1].partition('=')[2]), b'{}\\n'); "
 SCRIPTS = {
@@ -38,7 +36,7 @@ def started(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> Iterator[list[
 
     monkeypatch.setattr(EngineProcess, "__init__", start)
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
-    monkeypatch.setattr("nanocore.client.launcher.STOP_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("nanocore.client.connection.engine_process.STOP_TIMEOUT_S", 0.01)
     yield processes
     assert all(process._process.returncode is not None for process in processes), "a zombie"
     assert list(short_path.iterdir()) == []
@@ -46,29 +44,26 @@ def started(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> Iterator[list[
 
 def _launches(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     command = (sys.executable, "-S", "-c", SCRIPTS[script])
-    monkeypatch.setattr("nanocore.client.launcher.COMMAND", command)
+    monkeypatch.setattr("nanocore.client.connection.engine_process.COMMAND", command)
 
 
 @pytest.mark.parametrize("num_cancels", [1, 2, 3])
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_cancelling_a_launch_leaves_nothing_however_impatiently(
+async def test_cancelling_a_launch_leaves_nothing_however_impatiently(
     monkeypatch: pytest.MonkeyPatch, started: list[EngineProcess], script: str, num_cancels: int
 ) -> None:
     _launches(monkeypatch, script)
 
-    async def scenario() -> None:
-        client = AsyncEngineClient.launch()
-        entering = asyncio.create_task(client.__aenter__())
-        while not (started if script == "says nothing" else client._link):
+    client = AsyncEngineClient.launch()
+    entering = asyncio.create_task(client.__aenter__())
+    while not (started if script == "says nothing" else client._manager):
+        await asyncio.sleep(0)
+    for _ in range(num_cancels):
+        entering.cancel()
+        for _ in range(3):
             await asyncio.sleep(0)
-        for _ in range(num_cancels):
-            entering.cancel()
-            for _ in range(3):
-                await asyncio.sleep(0)
-        with pytest.raises(asyncio.CancelledError):
-            await entering
-
-    run(scenario())
+    with pytest.raises(asyncio.CancelledError):
+        await entering
     assert len(started) == 1
 
 

@@ -11,7 +11,6 @@ from nanocore.client import AsyncEngineClient, SamplingParams
 from nanocore.protocol.messages import Abort, Event, Message, Ping, Pong, Submit
 from tests.client.fake_engine import NO_TEXT, FakeEngine, connected
 from tests.client.fake_socket import FakeSocket
-from tests.client.running import run
 
 
 async def _expect_silence(engine: FakeEngine, client: AsyncEngineClient) -> None:
@@ -22,170 +21,145 @@ async def _expect_silence(engine: FakeEngine, client: AsyncEngineClient) -> None
     await marker
 
 
-def test_leaving_the_iterator_sends_one_abort(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
+async def test_leaving_the_iterator_sends_one_abort(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
 
-            async def read_one() -> None:
-                async for _ in client.generate([1], NO_TEXT, request_id="r"):
-                    break
+        async def read_one() -> None:
+            async for _ in client.generate([1], NO_TEXT, request_id="r"):
+                break
 
-            reading = asyncio.create_task(read_one())
-            await engine.accept(1)
-            engine.output({1: [10]})
-            await reading
-            assert (await engine.receive(Abort)).request_ids == ["r"]
-            engine.output({1: [11]}, Event(handle=1, finish_reason="abort"))
-            await _expect_silence(engine, client)
-
-    run(scenario())
+        reading = asyncio.create_task(read_one())
+        await engine.accept(1)
+        engine.output({1: [10]})
+        await reading
+        assert (await engine.receive(Abort)).request_ids == ["r"]
+        engine.output({1: [11]}, Event(handle=1, finish_reason="abort"))
+        await _expect_silence(engine, client)
 
 
-def test_leaving_a_chat_sends_one_abort(endpoint: str, tokenizer_folder: Path) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+async def test_leaving_a_chat_sends_one_abort(endpoint: str, tokenizer_folder: Path) -> None:
+    async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
 
-            async def read_one() -> None:
-                async for _ in client.chat([{"role": "user", "content": "hi"}], request_id="r"):
-                    break
+        async def read_one() -> None:
+            async for _ in client.chat([{"role": "user", "content": "hi"}], request_id="r"):
+                break
 
-            reading = asyncio.create_task(read_one())
-            await engine.accept(1)
-            engine.output({1: [10]})
-            await reading
-            assert (await engine.receive(Abort)).request_ids == ["r"]
-            await _expect_silence(engine, client)
-
-    run(scenario())
+        reading = asyncio.create_task(read_one())
+        await engine.accept(1)
+        engine.output({1: [10]})
+        await reading
+        assert (await engine.receive(Abort)).request_ids == ["r"]
+        await _expect_silence(engine, client)
 
 
 @pytest.mark.parametrize("accepted", [True, False])
 @pytest.mark.parametrize("streaming", [True, False])
-def test_cancelling_the_task_sends_one_abort(
+async def test_cancelling_the_task_sends_one_abort(
     endpoint: str, accepted: bool, streaming: bool
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
+    async with connected(endpoint) as (engine, client):
 
-            async def read() -> None:
-                if streaming:
-                    async for _ in client.generate([1], NO_TEXT, request_id="r"):
-                        pass
-                else:
-                    await client.complete([1], NO_TEXT, request_id="r")
+        async def read() -> None:
+            if streaming:
+                async for _ in client.generate([1], NO_TEXT, request_id="r"):
+                    pass
+            else:
+                await client.complete([1], NO_TEXT, request_id="r")
 
-            reading = asyncio.create_task(read())
-            await (engine.accept(1) if accepted else engine.receive(Message))
-            reading.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await reading
-            assert (await engine.receive(Abort)).request_ids == ["r"]
-            await _expect_silence(engine, client)
-
-    run(scenario())
+        reading = asyncio.create_task(read())
+        await (engine.accept(1) if accepted else engine.receive(Message))
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert (await engine.receive(Abort)).request_ids == ["r"]
+        await _expect_silence(engine, client)
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_cancelling_aborts_however_soon_after_the_submit_it_comes(
+async def test_cancelling_aborts_however_soon_after_the_submit_it_comes(
     turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     socket = FakeSocket()
-    monkeypatch.setattr("nanocore.client.handshake.ClientSocket", lambda *_, **__: socket)
+    monkeypatch.setattr(
+        "nanocore.client.connection.handshake.ClientSocket", lambda *_, **__: socket
+    )
 
-    async def scenario() -> None:
-        async with AsyncEngineClient.connect("ipc:///fake", resume=False) as client:
-            request = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-            while not isinstance(socket.messages[-1], Submit):
-                await asyncio.sleep(0)
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            request.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await request
-            assert socket.messages[2:] == [Abort(request_ids=["r"])]
-
-    run(scenario())
-
-
-def test_an_exception_in_the_readers_loop_sends_one_abort(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-
-            async def read() -> None:
-                async for _ in client.generate([1], NO_TEXT, request_id="r"):
-                    raise KeyError("the reader's own")
-
-            reading = asyncio.create_task(read())
-            await engine.accept(1)
-            engine.output({1: [10]})
-            with pytest.raises(KeyError):
-                await reading
-            assert (await engine.receive(Abort)).request_ids == ["r"]
-            await _expect_silence(engine, client)
-
-    run(scenario())
-
-
-def test_a_request_that_has_ended_is_not_aborted(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            request = asyncio.create_task(client.complete([1], NO_TEXT))
-            await engine.accept(1)
-            engine.finish(1)
+    async with AsyncEngineClient.connect("ipc:///fake", resume=False) as client:
+        request = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
+        while not isinstance(socket.messages[-1], Submit):
+            await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
             await request
-            await _expect_silence(engine, client)
-
-    run(scenario())
+        assert socket.messages[2:] == [Abort(request_ids=["r"])]
 
 
-def test_a_stop_string_sends_one_abort_and_late_tokens_are_ignored(
+async def test_an_exception_in_the_readers_loop_sends_one_abort(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+
+        async def read() -> None:
+            async for _ in client.generate([1], NO_TEXT, request_id="r"):
+                raise KeyError("the reader's own")
+
+        reading = asyncio.create_task(read())
+        await engine.accept(1)
+        engine.output({1: [10]})
+        with pytest.raises(KeyError):
+            await reading
+        assert (await engine.receive(Abort)).request_ids == ["r"]
+        await _expect_silence(engine, client)
+
+
+async def test_a_request_that_has_ended_is_not_aborted(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        request = asyncio.create_task(client.complete([1], NO_TEXT))
+        await engine.accept(1)
+        engine.finish(1)
+        await request
+        await _expect_silence(engine, client)
+
+
+async def test_a_stop_string_sends_one_abort_and_late_tokens_are_ignored(
     endpoint: str, tokenizer_folder: Path
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
-            tokenizer = await client.get_tokenizer()
-            params = SamplingParams(stop=["END"])
-            request = asyncio.create_task(client.complete("x", params, request_id="r"))
-            await engine.accept(1)
-            for piece in ("abE", "ND", "cd"):
-                engine.output({1: tokenizer.encode(piece)})
-            output = await request
-            assert output.outputs[0].text == "ab"
-            assert (await engine.receive(Abort)).request_ids == ["r"]
-            engine.output({1: [1, 2]}, Event(handle=1, finish_reason="abort"))
-            await _expect_silence(engine, client)
-            assert output.outputs[0].text == "ab"
-
-    run(scenario())
+    async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+        tokenizer = await client.get_tokenizer()
+        params = SamplingParams(stop=["END"])
+        request = asyncio.create_task(client.complete("x", params, request_id="r"))
+        await engine.accept(1)
+        for piece in ("abE", "ND", "cd"):
+            engine.output({1: tokenizer.encode(piece)})
+        output = await request
+        assert output.outputs[0].text == "ab"
+        assert (await engine.receive(Abort)).request_ids == ["r"]
+        engine.output({1: [1, 2]}, Event(handle=1, finish_reason="abort"))
+        await _expect_silence(engine, client)
+        assert output.outputs[0].text == "ab"
 
 
-def test_abort_by_name_ends_the_iterator_with_that_reason(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            request = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-            await engine.accept(1)
-            engine.output({1: [10]})
-            await client.abort("r")
-            assert (await engine.receive(Abort)).request_ids == ["r"]
-            engine.finish(1, "abort")
-            output = await request
-            assert output.outputs[0].finish_reason == "abort"
-            assert output.outputs[0].token_ids == [10]
-            await _expect_silence(engine, client)
-
-    run(scenario())
+async def test_abort_by_name_ends_the_iterator_with_that_reason(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        request = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
+        await engine.accept(1)
+        engine.output({1: [10]})
+        await client.abort("r")
+        assert (await engine.receive(Abort)).request_ids == ["r"]
+        engine.finish(1, "abort")
+        output = await request
+        assert output.outputs[0].finish_reason == "abort"
+        assert output.outputs[0].token_ids == [10]
+        await _expect_silence(engine, client)
 
 
-def test_requests_are_left_one_by_one(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            kept = asyncio.create_task(client.complete([1], NO_TEXT, request_id="kept"))
-            await engine.accept(1)
-            left = asyncio.create_task(client.complete([1], NO_TEXT, request_id="left"))
-            await engine.accept(2)
-            left.cancel()
-            assert (await engine.receive(Abort)).request_ids == ["left"]
-            engine.output({1: [10], 2: [20]}, Event(handle=1, finish_reason="length"))
-            assert (await kept).outputs[0].token_ids == [10]
-
-    run(scenario())
+async def test_requests_are_left_one_by_one(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        kept = asyncio.create_task(client.complete([1], NO_TEXT, request_id="kept"))
+        await engine.accept(1)
+        left = asyncio.create_task(client.complete([1], NO_TEXT, request_id="left"))
+        await engine.accept(2)
+        left.cancel()
+        assert (await engine.receive(Abort)).request_ids == ["left"]
+        engine.output({1: [10], 2: [20]}, Event(handle=1, finish_reason="length"))
+        assert (await kept).outputs[0].token_ids == [10]

@@ -10,12 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from nanocore.client import (
-    ClientStateError,
-    EngineDeadError,
-    InvalidRequestError,
-    ProtocolError,
-)
+from nanocore.client import ClientStateError, EngineDeadError, InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import (
     MAX_FILE_BYTES,
     MAX_FILE_CHUNK_BYTES,
@@ -34,7 +29,6 @@ ENTRY = file_entry(NAME, CONTENT)
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "nanocore" / "files"
 
@@ -44,36 +38,30 @@ def _num_cached(cache: Path) -> int:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, MAX_FILE_CHUNK_BYTES, MAX_FILE_CHUNK_BYTES + 1])
-def test_a_file_of_any_size_is_read(endpoint: str, num_bytes: int) -> None:
+async def test_a_file_of_any_size_is_read(endpoint: str, num_bytes: int) -> None:
     content = CONTENT[:num_bytes]
     welcome = welcome_message(file_entry(NAME, content))
 
-    async def scenario() -> None:
-        async with connected(endpoint, welcome) as (engine, client):
-            reading = asyncio.create_task(client.read_file(NAME))
-            num_chunks = -(-num_bytes // MAX_FILE_CHUNK_BYTES)
-            await engine.serve_chunks(num_chunks, {NAME: content})
-            assert await reading == content
-
-    run(scenario())
+    async with connected(endpoint, welcome) as (engine, client):
+        reading = asyncio.create_task(client.read_file(NAME))
+        num_chunks = -(-num_bytes // MAX_FILE_CHUNK_BYTES)
+        await engine.serve_chunks(num_chunks, {NAME: content})
+        assert await reading == content
 
 
-def test_a_few_chunks_are_under_way_and_may_come_in_any_order(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
-            reading = asyncio.create_task(client.read_file(NAME))
-            asked = [await engine.receive(Control) for _ in range(8)]
-            marker = asyncio.create_task(client.stats())
-            assert (await engine.receive(Control)).operation == "stats", "a ninth chunk"
-            marker.cancel()
-            for control in reversed(asked):
-                end = control.offset + MAX_FILE_CHUNK_BYTES
-                data = CONTENT[control.offset : end]
-                engine.send(Reply(call_id=control.call_id, data=data))
-            await engine.serve_chunks(21 - 8, {NAME: CONTENT})
-            assert await reading == CONTENT
-
-    run(scenario())
+async def test_a_few_chunks_are_under_way_and_may_come_in_any_order(endpoint: str) -> None:
+    async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+        reading = asyncio.create_task(client.read_file(NAME))
+        asked = [await engine.receive(Control) for _ in range(8)]
+        marker = asyncio.create_task(client.stats())
+        assert (await engine.receive(Control)).operation == "stats", "a ninth chunk"
+        marker.cancel()
+        for control in reversed(asked):
+            end = control.offset + MAX_FILE_CHUNK_BYTES
+            data = CONTENT[control.offset : end]
+            engine.send(Reply(call_id=control.call_id, data=data))
+        await engine.serve_chunks(21 - 8, {NAME: CONTENT})
+        assert await reading == CONTENT
 
 
 def test_the_second_client_asks_for_nothing(endpoint: str) -> None:
@@ -100,52 +88,43 @@ def test_a_damaged_copy_is_fetched_again_and_replaced(endpoint: str, cache: Path
     assert (cache / ENTRY.sha256).read_bytes() == CONTENT
 
 
-def test_two_clients_that_fetch_at_once_do_not_disturb_each_other(
+async def test_two_clients_that_fetch_at_once_do_not_disturb_each_other(
     endpoint: str, cache: Path
 ) -> None:
-    async def scenario() -> None:
-        async with (
-            connected(endpoint, welcome_message(ENTRY)) as (engine, client),
-            connected(endpoint + "2", welcome_message(ENTRY)) as (engine_2, client_2),
-        ):
-            reading = [asyncio.create_task(c.read_file(NAME)) for c in (client, client_2)]
-            serving = [e.serve_chunks(21, {NAME: CONTENT}) for e in (engine, engine_2)]
-            await asyncio.gather(*serving)
-            assert await asyncio.gather(*reading) == [CONTENT] * 2
-        assert _num_cached(cache) == 1
-
-    run(scenario())
+    async with (
+        connected(endpoint, welcome_message(ENTRY)) as (engine, client),
+        connected(endpoint + "2", welcome_message(ENTRY)) as (engine_2, client_2),
+    ):
+        reading = [asyncio.create_task(c.read_file(NAME)) for c in (client, client_2)]
+        serving = [e.serve_chunks(21, {NAME: CONTENT}) for e in (engine, engine_2)]
+        await asyncio.gather(*serving)
+        assert await asyncio.gather(*reading) == [CONTENT] * 2
+    assert _num_cached(cache) == 1
 
 
-def test_a_cache_that_cannot_be_used_stops_nobody(
+async def test_a_cache_that_cannot_be_used_stops_nobody(
     endpoint: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "nanocore").write_bytes(b"in the way")
 
-    async def scenario() -> None:
-        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
-            for _ in range(2):
-                reading = asyncio.create_task(client.read_file(NAME))
-                await engine.serve_chunks(21, {NAME: CONTENT})
-                assert await reading == CONTENT
-
-    run(scenario())
+    async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+        for _ in range(2):
+            reading = asyncio.create_task(client.read_file(NAME))
+            await engine.serve_chunks(21, {NAME: CONTENT})
+            assert await reading == CONTENT
     assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("name", ["chat_template.jinja", "../../etc/passwd", "/etc/passwd", ""])
-def test_a_file_that_is_not_offered_is_refused_with_those_that_are(
+async def test_a_file_that_is_not_offered_is_refused_with_those_that_are(
     endpoint: str, name: str
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, welcome_message(ENTRY)) as (_, client):
-            with pytest.raises(InvalidRequestError, match=r"it serves tokenizer\.json"):
-                await client.read_file(name)
-        async with connected(endpoint) as (_, client):
-            with pytest.raises(InvalidRequestError, match="it serves none"):
-                await client.read_file(name)
-
-    run(scenario())
+    async with connected(endpoint, welcome_message(ENTRY)) as (_, client):
+        with pytest.raises(InvalidRequestError, match=r"it serves tokenizer\.json"):
+            await client.read_file(name)
+    async with connected(endpoint) as (_, client):
+        with pytest.raises(InvalidRequestError, match="it serves none"):
+            await client.read_file(name)
 
 
 def _chunks_of(num_bytes: int) -> Welcome:
@@ -166,31 +145,27 @@ def _chunks_of(num_bytes: int) -> Welcome:
         (_chunks_of(-1), "chunks of -1 bytes"),
     ],
 )
-def test_an_offer_that_cannot_be_right_is_refused_before_anything_is_asked(
+async def test_an_offer_that_cannot_be_right_is_refused_before_anything_is_asked(
     endpoint: str, tmp_path: Path, welcome: Welcome, message: str
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, welcome) as (_, client):
-            with pytest.raises(ProtocolError, match=message):
-                await client.read_file(NAME)
-
-    run(scenario())
+    async with connected(endpoint, welcome) as (_, client):
+        with pytest.raises(ProtocolError, match=message):
+            await client.read_file(NAME)
     assert not list(tmp_path.rglob("escape"))
 
 
-def test_a_name_of_a_later_version_is_a_name_and_no_path(endpoint: str, tmp_path: Path) -> None:
+async def test_a_name_of_a_later_version_is_a_name_and_no_path(
+    endpoint: str, tmp_path: Path
+) -> None:
     name = f"..{tmp_path}/new.json"
     welcome = welcome_message(file_entry(name, b"x"))
 
-    async def scenario() -> None:
-        async with connected(endpoint, welcome) as (engine, client):
-            with pytest.raises(InvalidRequestError, match=r"no tokenizer\.json"):
-                await client.get_tokenizer()
-            reading = asyncio.create_task(client.read_file(name))
-            await engine.serve_chunks(1, {name: b"x"})
-            assert await reading == b"x"
-
-    run(scenario())
+    async with connected(endpoint, welcome) as (engine, client):
+        with pytest.raises(InvalidRequestError, match=r"no tokenizer\.json"):
+            await client.get_tokenizer()
+        reading = asyncio.create_task(client.read_file(name))
+        await engine.serve_chunks(1, {name: b"x"})
+        assert await reading == b"x"
     assert not any(tmp_path.rglob("new.json"))
 
 
@@ -205,64 +180,51 @@ def test_a_name_of_a_later_version_is_a_name_and_no_path(endpoint: str, tmp_path
         ({"ok": False, "message": "not now"}, "refuses it: not now"),
     ],
 )
-def test_a_chunk_that_cannot_be_right_ends_the_fetch(
+async def test_a_chunk_that_cannot_be_right_ends_the_fetch(
     endpoint: str, cache: Path, answer: dict[str, Any], message: str
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
-            reading = asyncio.create_task(client.read_file(NAME))
-            control = await engine.receive(Control)
-            engine.send(Reply(call_id=control.call_id, **answer))
-            await engine.flush()
-            with pytest.raises(ProtocolError, match=message):
-                await reading
-
-    run(scenario())
+    async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+        reading = asyncio.create_task(client.read_file(NAME))
+        control = await engine.receive(Control)
+        engine.send(Reply(call_id=control.call_id, **answer))
+        await engine.flush()
+        with pytest.raises(ProtocolError, match=message):
+            await reading
     assert _num_cached(cache) == 0
 
 
-def test_content_of_another_digest_is_an_error_and_not_kept(endpoint: str, cache: Path) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
-            reading = asyncio.create_task(client.read_file(NAME))
-            await engine.serve_chunks(21, {NAME: CONTENT[:-1] + b"?"})
-            with pytest.raises(ProtocolError, match="had promised"):
-                await reading
-
-    run(scenario())
+async def test_content_of_another_digest_is_an_error_and_not_kept(
+    endpoint: str, cache: Path
+) -> None:
+    async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+        reading = asyncio.create_task(client.read_file(NAME))
+        await engine.serve_chunks(21, {NAME: CONTENT[:-1] + b"?"})
+        with pytest.raises(ProtocolError, match="had promised"):
+            await reading
     assert _num_cached(cache) == 0
 
 
-def test_an_engine_that_never_answers_is_taken_for_dead(
+async def test_an_engine_that_never_answers_is_taken_for_dead(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.client.model_files.CHUNK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("nanocore.client.connection.remote_files.CHUNK_TIMEOUT_S", 0.05)
 
-    async def scenario() -> None:
-        async with connected(endpoint, welcome_message(ENTRY)) as (_, client):
-            with pytest.raises(EngineDeadError, match=r"tokenizer\.json within 0\.05 s"):
-                await client.read_file(NAME)
-
-    run(scenario())
+    async with connected(endpoint, welcome_message(ENTRY)) as (_, client):
+        with pytest.raises(EngineDeadError, match=r"tokenizer\.json within 0\.05 s"):
+            await client.read_file(NAME)
 
 
-def test_closing_ends_the_fetch(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
-            reading = asyncio.create_task(client.read_file(NAME))
-            await engine.serve_chunks(3, {NAME: CONTENT})
-            await client.close()
-            with pytest.raises(ClientStateError):
-                await reading
-
-    run(scenario())
+async def test_closing_ends_the_fetch(endpoint: str) -> None:
+    async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+        reading = asyncio.create_task(client.read_file(NAME))
+        await engine.serve_chunks(3, {NAME: CONTENT})
+        await client.close()
+        with pytest.raises(ClientStateError):
+            await reading
 
 
-def test_the_card_is_the_clients_to_see(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, welcome_message(ENTRY)) as (_, client):
-            assert client.model_card.files == [
-                ModelFile(name=NAME, num_bytes=len(CONTENT), sha256=ENTRY.sha256)
-            ]
-
-    run(scenario())
+async def test_the_card_is_the_clients_to_see(endpoint: str) -> None:
+    async with connected(endpoint, welcome_message(ENTRY)) as (_, client):
+        assert client.model_card.files == [
+            ModelFile(name=NAME, num_bytes=len(CONTENT), sha256=ENTRY.sha256)
+        ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nanocore.client.outputs import CompletionOutput
+from nanocore.client.requests.request_outputs import CompletionOutput
 
 
 def test_a_printed_completion_shows_its_own_moment() -> None:

@@ -22,105 +22,87 @@ from tests.client.fake_engine import NO_TEXT, connected
 from tests.client.running import run
 
 
-def test_a_submit_holds_what_the_engine_needs_and_no_text_options(endpoint: str) -> None:
+async def test_a_submit_holds_what_the_engine_needs_and_no_text_options(endpoint: str) -> None:
     params = SamplingParams(temperature=0.5, max_tokens=3, seed=9, detokenize=False)
 
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            request = asyncio.create_task(
-                client.complete([1, 2], params, request_id="r", priority=-2, cache_salt="salt")
-            )
-            assert await engine.accept() == Submit(
-                request_id="r",
-                prompt_token_ids=pack_int32([1, 2]),
-                sampling=params.for_engine(),
-                priority=-2,
-                cache_salt="salt",
-            )
-            engine.finish()
-            await request
-
-    run(scenario())
+    async with connected(endpoint) as (engine, client):
+        request = asyncio.create_task(
+            client.complete([1, 2], params, request_id="r", priority=-2, cache_salt="salt")
+        )
+        assert await engine.accept() == Submit(
+            request_id="r",
+            prompt_token_ids=pack_int32([1, 2]),
+            sampling=params.for_engine(),
+            priority=-2,
+            cache_salt="salt",
+        )
+        engine.finish()
+        await request
 
 
-def test_requests_without_a_name_get_different_ones(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            requests = [asyncio.create_task(client.complete([1], NO_TEXT)) for _ in range(2)]
-            names = {(await engine.accept(handle)).request_id for handle in (1, 2)}
-            assert len(names) == 2
-            engine.finish(1)
-            engine.finish(2)
-            outputs = await asyncio.gather(*requests)
-            assert {output.request_id for output in outputs} == names
-
-    run(scenario())
+async def test_requests_without_a_name_get_different_ones(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        requests = [asyncio.create_task(client.complete([1], NO_TEXT)) for _ in range(2)]
+        names = {(await engine.accept(handle)).request_id for handle in (1, 2)}
+        assert len(names) == 2
+        engine.finish(1)
+        engine.finish(2)
+        outputs = await asyncio.gather(*requests)
+        assert {output.request_id for output in outputs} == names
 
 
-def test_a_stream_gives_each_steps_token_as_it_comes(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            stream = client.generate([1], NO_TEXT)
-            first = asyncio.ensure_future(anext(stream))
-            await engine.accept(7)
-            engine.output({7: [10]}, Event(handle=7, num_cached_tokens=16))
-            assert (await first).outputs[0].token_ids == [10]
-            engine.output({7: [11]}, Event(handle=7, finish_reason="length"))
-            (last,) = [output async for output in stream]
-            assert last.finished
-            assert last.outputs[0].token_ids == [10, 11]
-            assert last.num_cached_tokens == 16
-
-    run(scenario())
+async def test_a_stream_gives_each_steps_token_as_it_comes(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        stream = client.generate([1], NO_TEXT)
+        first = asyncio.ensure_future(anext(stream))
+        await engine.accept(7)
+        engine.output({7: [10]}, Event(handle=7, num_cached_tokens=16))
+        assert (await first).outputs[0].token_ids == [10]
+        engine.output({7: [11]}, Event(handle=7, finish_reason="length"))
+        (last,) = [output async for output in stream]
+        assert last.finished
+        assert last.outputs[0].token_ids == [10, 11]
+        assert last.num_cached_tokens == 16
 
 
-def test_counts_say_which_tokens_are_whose(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            requests = [asyncio.create_task(client.complete([1], NO_TEXT)) for _ in range(3)]
-            for handle in (1, 2, 3):
-                await engine.accept(handle)
-            engine.output({2: [20, 21, 22], 3: [], 1: [10]})
-            engine.output({3: [30], 1: [11, 12]})
-            for handle in (1, 2, 3):
-                engine.finish(handle)
-            outputs = await asyncio.gather(*requests)
-            assert [output.outputs[0].token_ids for output in outputs] == [
-                [10, 11, 12],
-                [20, 21, 22],
-                [30],
-            ]
-
-    run(scenario())
+async def test_counts_say_which_tokens_are_whose(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        requests = [asyncio.create_task(client.complete([1], NO_TEXT)) for _ in range(3)]
+        for handle in (1, 2, 3):
+            await engine.accept(handle)
+        engine.output({2: [20, 21, 22], 3: [], 1: [10]})
+        engine.output({3: [30], 1: [11, 12]})
+        for handle in (1, 2, 3):
+            engine.finish(handle)
+        outputs = await asyncio.gather(*requests)
+        assert [output.outputs[0].token_ids for output in outputs] == [
+            [10, 11, 12],
+            [20, 21, 22],
+            [30],
+        ]
 
 
-def test_interleaved_requests_keep_their_tokens_apart(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            requests = [asyncio.create_task(client.complete([1], NO_TEXT)) for _ in range(2)]
-            await engine.accept(1)
-            await engine.accept(2)
-            engine.output({1: [10], 2: [20]})
-            engine.output({2: [21], 1: [11]}, Event(handle=2, finish_reason="length"))
-            engine.output({1: [12]}, Event(handle=1, finish_reason="length"))
-            outputs = await asyncio.gather(*requests)
-            assert [o.outputs[0].token_ids for o in outputs] == [[10, 11, 12], [20, 21]]
-
-    run(scenario())
+async def test_interleaved_requests_keep_their_tokens_apart(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        requests = [asyncio.create_task(client.complete([1], NO_TEXT)) for _ in range(2)]
+        await engine.accept(1)
+        await engine.accept(2)
+        engine.output({1: [10], 2: [20]})
+        engine.output({2: [21], 1: [11]}, Event(handle=2, finish_reason="length"))
+        engine.output({1: [12]}, Event(handle=1, finish_reason="length"))
+        outputs = await asyncio.gather(*requests)
+        assert [o.outputs[0].token_ids for o in outputs] == [[10, 11, 12], [20, 21]]
 
 
-def test_news_of_unknown_requests_is_ignored(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            request = asyncio.create_task(client.complete([1], NO_TEXT))
-            await engine.accept(1)
-            engine.send(Accepted(request_id="other", handle=5, seed=0))
-            engine.output({5: [1, 2], 1: [10], 6: [3]}, Event(handle=6, finish_reason="stop"))
-            engine.send(Error(code="invalid_request", message="?", request_id="other"))
-            engine.finish()
-            assert (await request).outputs[0].token_ids == [10]
-
-    run(scenario())
+async def test_news_of_unknown_requests_is_ignored(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        request = asyncio.create_task(client.complete([1], NO_TEXT))
+        await engine.accept(1)
+        engine.send(Accepted(request_id="other", handle=5, seed=0))
+        engine.output({5: [1, 2], 1: [10], 6: [3]}, Event(handle=6, finish_reason="stop"))
+        engine.send(Error(code="invalid_request", message="?", request_id="other"))
+        engine.finish()
+        assert (await request).outputs[0].token_ids == [10]
 
 
 REFUSALS: dict[ErrorCode, type[NanocoreError]] = {
@@ -134,78 +116,66 @@ REFUSALS: dict[ErrorCode, type[NanocoreError]] = {
 
 
 @pytest.mark.parametrize("code", REFUSALS)
-def test_an_error_for_one_request_is_its_typed_exception_and_no_one_elses(
+async def test_an_error_for_one_request_is_its_typed_exception_and_no_one_elses(
     endpoint: str, code: ErrorCode
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            bystander = asyncio.create_task(client.complete([1], NO_TEXT))
-            await engine.accept(1)
-            refused = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-            await engine.receive(Submit)
-            engine.send(Error(code=code, message="because", request_id="r", retry_after_s=2.5))
-            with pytest.raises(REFUSALS[code], match="because") as caught:
-                await refused
-            assert type(caught.value) is REFUSALS[code]
-            if code == "overloaded":
-                assert getattr(caught.value, "retry_after_s", None) == 2.5
-            engine.finish(1)
-            assert (await bystander).finished
-
-    run(scenario())
+    async with connected(endpoint) as (engine, client):
+        bystander = asyncio.create_task(client.complete([1], NO_TEXT))
+        await engine.accept(1)
+        refused = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
+        await engine.receive(Submit)
+        engine.send(Error(code=code, message="because", request_id="r", retry_after_s=2.5))
+        with pytest.raises(REFUSALS[code], match="because") as caught:
+            await refused
+        assert type(caught.value) is REFUSALS[code]
+        if code == "overloaded":
+            assert getattr(caught.value, "retry_after_s", None) == 2.5
+        engine.finish(1)
+        assert (await bystander).finished
 
 
-def test_an_id_that_is_in_use_is_refused_without_harm_to_the_first(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            first = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-            await engine.accept(1)
-            with pytest.raises(InvalidRequestError, match="'r' is in use"):
-                await client.complete([1], NO_TEXT, request_id="r")
-            engine.output({1: [10]}, Event(handle=1, finish_reason="length"))
-            assert (await first).outputs[0].token_ids == [10]
-
-    run(scenario())
+async def test_an_id_that_is_in_use_is_refused_without_harm_to_the_first(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        first = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
+        await engine.accept(1)
+        with pytest.raises(InvalidRequestError, match="'r' is in use"):
+            await client.complete([1], NO_TEXT, request_id="r")
+        engine.output({1: [10]}, Event(handle=1, finish_reason="length"))
+        assert (await first).outputs[0].token_ids == [10]
 
 
 @pytest.mark.parametrize("how", ["finished", "refused"])
-def test_an_id_is_free_again_after_its_request(endpoint: str, how: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            first = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-            await engine.accept(1)
-            if how == "finished":
-                engine.finish(1)
-            else:
-                engine.send(Error(code="overloaded", message="full", request_id="r"))
-            await asyncio.gather(first, return_exceptions=True)
-            second = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-            await engine.accept(2)
-            engine.finish(2)
-            assert (await second).finished
-
-    run(scenario())
+async def test_an_id_is_free_again_after_its_request(endpoint: str, how: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        first = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
+        await engine.accept(1)
+        if how == "finished":
+            engine.finish(1)
+        else:
+            engine.send(Error(code="overloaded", message="full", request_id="r"))
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
+        await engine.accept(2)
+        engine.finish(2)
+        assert (await second).finished
 
 
-def test_an_id_is_free_again_once_a_stop_string_has_ended_its_request(
+async def test_an_id_is_free_again_once_a_stop_string_has_ended_its_request(
     endpoint: str, tokenizer_folder: Any
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
-            tokenizer = await client.get_tokenizer()
-            params = SamplingParams(stop="b")
-            first = asyncio.create_task(client.complete("a", params, request_id="r"))
-            await engine.accept(1)
-            engine.output({1: tokenizer.encode("abc")})
-            assert (await first).outputs[0].text == "a"
-            await engine.receive(Abort)
-            second = asyncio.create_task(client.complete("a", params, request_id="r"))
-            await engine.accept(2)
-            engine.output({}, Event(handle=1, finish_reason="abort"))
-            engine.output({2: tokenizer.encode("xb")})
-            assert (await second).outputs[0].text == "x"
-
-    run(scenario())
+    async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+        tokenizer = await client.get_tokenizer()
+        params = SamplingParams(stop="b")
+        first = asyncio.create_task(client.complete("a", params, request_id="r"))
+        await engine.accept(1)
+        engine.output({1: tokenizer.encode("abc")})
+        assert (await first).outputs[0].text == "a"
+        await engine.receive(Abort)
+        second = asyncio.create_task(client.complete("a", params, request_id="r"))
+        await engine.accept(2)
+        engine.output({}, Event(handle=1, finish_reason="abort"))
+        engine.output({2: tokenizer.encode("xb")})
+        assert (await second).outputs[0].text == "x"
 
 
 @pytest.mark.parametrize(

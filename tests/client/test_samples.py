@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from nanocore.client import InvalidRequestError, SamplingParams
-from nanocore.client.bad_words import bad_words_token_ids
+from nanocore.client.requests.submission import bad_words_token_ids
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.codec import pack_uint32
 from nanocore.protocol.errors import EngineDeadError
@@ -89,60 +89,50 @@ def test_a_failure_fails_all_samples_after_what_came_before(tokenizer: Tokenizer
         driven.next()
 
 
-def test_final_waits_for_every_sample(tokenizer: Tokenizer) -> None:
+async def test_final_waits_for_every_sample(tokenizer: Tokenizer) -> None:
     driven = DrivenStream(tokenizer, n=2)
 
-    async def scenario() -> None:
-        waiting = asyncio.ensure_future(driven.stream.final())
-        for index, text in enumerate(("a", "b")):
-            await asyncio.sleep(0)
-            assert not waiting.done()
-            driven.push(text, index)
-            driven.end(index=index)
-        assert [completion.text for completion in (await waiting).outputs] == ["a", "b"]
-
-    run(scenario())
+    waiting = asyncio.ensure_future(driven.stream.final())
+    for index, text in enumerate(("a", "b")):
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        driven.push(text, index)
+        driven.end(index=index)
+    assert [completion.text for completion in (await waiting).outputs] == ["a", "b"]
 
 
-def test_samples_have_handles_from_the_first_one_on(endpoint: str) -> None:
+async def test_samples_have_handles_from_the_first_one_on(endpoint: str) -> None:
     params = SamplingParams(n=3, detokenize=False)
 
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            request = asyncio.create_task(client.complete([1], params))
-            other = asyncio.create_task(client.complete([1], SamplingParams(detokenize=False)))
-            assert (await engine.accept(5)).sampling.n == 3
-            await engine.accept(8)
-            ends = [Event(handle=handle, finish_reason="length") for handle in (7, 5, 6, 8)]
-            engine.output({6: [60], 8: [80], 7: [70], 5: [50, 51]}, *ends)
-            outputs = (await request).outputs
-            assert [output.token_ids for output in outputs] == [[50, 51], [60], [70]]
-            assert (await other).outputs[0].token_ids == [80]
-
-    run(scenario())
+    async with connected(endpoint) as (engine, client):
+        request = asyncio.create_task(client.complete([1], params))
+        other = asyncio.create_task(client.complete([1], SamplingParams(detokenize=False)))
+        assert (await engine.accept(5)).sampling.n == 3
+        await engine.accept(8)
+        ends = [Event(handle=handle, finish_reason="length") for handle in (7, 5, 6, 8)]
+        engine.output({6: [60], 8: [80], 7: [70], 5: [50, 51]}, *ends)
+        outputs = (await request).outputs
+        assert [output.token_ids for output in outputs] == [[50, 51], [60], [70]]
+        assert (await other).outputs[0].token_ids == [80]
 
 
-def test_a_single_samples_end_is_told_by_its_handle(endpoint: str, tokenizer_folder: Any) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
-            ids = ids_of(await client.get_tokenizer(), "ab.")
-            outputs = client.generate([1], SamplingParams(n=2, stop="."), request_id="r")
-            reading = asyncio.ensure_future(anext(outputs))
-            await engine.accept(3)
-            engine.output({3: ids[:1], 4: ids})
-            assert [o.finish_reason for o in (await reading).outputs] == [None, "stop"]
-            assert await engine.receive(Abort) == Abort(request_ids=[], handles=pack_uint32([4]))
-            engine.output({4: [1, 2]}, Event(handle=4, finish_reason="abort"))
-            engine.output({3: ids[1:2]})
-            last = await anext(outputs)
-            assert [(o.text, o.finish_reason) for o in last.outputs] == [
-                ("ab", None),
-                ("ab", "stop"),
-            ]
-            await outputs.aclose()
-            assert await engine.receive(Abort) == Abort(request_ids=["r"])
-
-    run(scenario())
+async def test_a_single_samples_end_is_told_by_its_handle(
+    endpoint: str, tokenizer_folder: Any
+) -> None:
+    async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+        ids = ids_of(await client.get_tokenizer(), "ab.")
+        outputs = client.generate([1], SamplingParams(n=2, stop="."), request_id="r")
+        reading = asyncio.ensure_future(anext(outputs))
+        await engine.accept(3)
+        engine.output({3: ids[:1], 4: ids})
+        assert [o.finish_reason for o in (await reading).outputs] == [None, "stop"]
+        assert await engine.receive(Abort) == Abort(request_ids=[], handles=pack_uint32([4]))
+        engine.output({4: [1, 2]}, Event(handle=4, finish_reason="abort"))
+        engine.output({3: ids[1:2]})
+        last = await anext(outputs)
+        assert [(o.text, o.finish_reason) for o in last.outputs] == [("ab", None), ("ab", "stop")]
+        await outputs.aclose()
+        assert await engine.receive(Abort) == Abort(request_ids=["r"])
 
 
 @pytest.mark.parametrize(
@@ -150,52 +140,43 @@ def test_a_single_samples_end_is_told_by_its_handle(endpoint: str, tokenizer_fol
     [{"n": 2}, {"logprobs": 0}, {"min_tokens": 1}, {"bad_words": ["a"]}, {"logit_bias": {1: 1.0}}],
     ids=lambda params: next(iter(params)),
 )
-def test_an_older_engine_is_not_asked_for_what_it_does_not_know(
+async def test_an_older_engine_is_not_asked_for_what_it_does_not_know(
     endpoint: str, tokenizer_folder: Any, params: dict[str, Any]
 ) -> None:
-    async def scenario() -> None:
-        welcome = replace(welcome_message(), protocol=(1, 4))
-        async with connected(endpoint, welcome, tokenizer=tokenizer_folder) as (engine, client):
-            name = next(iter(params))
-            with pytest.raises(InvalidRequestError, match=rf"^{name} .*1\.5, .* speaks 1\.4"):
-                await client.complete([1], SamplingParams(**params))
-            known = SamplingParams(skip_reading_prefix_cache=True)
-            request = asyncio.create_task(client.complete([1], known))
-            assert (await engine.accept()).sampling == known.for_engine()
-            engine.finish()
-            await request
-
-    run(scenario())
+    welcome = replace(welcome_message(), protocol=(1, 4))
+    async with connected(endpoint, welcome, tokenizer=tokenizer_folder) as (engine, client):
+        name = next(iter(params))
+        with pytest.raises(InvalidRequestError, match=rf"^{name} .*1\.5, .* speaks 1\.4"):
+            await client.complete([1], SamplingParams(**params))
+        known = SamplingParams(skip_reading_prefix_cache=True)
+        request = asyncio.create_task(client.complete([1], known))
+        assert (await engine.accept()).sampling == known.for_engine()
+        engine.finish()
+        await request
 
 
-def test_bad_words_are_tokenized_alone_and_after_a_space(
+async def test_bad_words_are_tokenized_alone_and_after_a_space(
     endpoint: str, tokenizer_folder: Any
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
-            tokenizer = await client.get_tokenizer()
-            params = SamplingParams(bad_words=["ab", " c"], detokenize=False)
-            request = asyncio.create_task(client.complete([1], params))
-            # A byte more: the word after a space is longer, so it holds the word itself.
-            assert (await engine.accept()).sampling.bad_words_token_ids == [
-                ids_of(tokenizer, "ab"),
-                ids_of(tokenizer, "c"),
-            ]
-            engine.finish()
-            await request
-            with pytest.raises(InvalidRequestError, match="no tokens"):
-                await client.complete([1], SamplingParams(bad_words=["  "]))
-
-    run(scenario())
+    async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+        tokenizer = await client.get_tokenizer()
+        params = SamplingParams(bad_words=["ab", " c"], detokenize=False)
+        request = asyncio.create_task(client.complete([1], params))
+        # A byte more: the word after a space is longer, so it holds the word itself.
+        assert (await engine.accept()).sampling.bad_words_token_ids == [
+            ids_of(tokenizer, "ab"),
+            ids_of(tokenizer, "c"),
+        ]
+        engine.finish()
+        await request
+        with pytest.raises(InvalidRequestError, match="no tokens"):
+            await client.complete([1], SamplingParams(bad_words=["  "]))
 
 
-def test_bad_words_need_a_tokenizer(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (_, client):
-            with pytest.raises(InvalidRequestError, match=r"tokenizer"):
-                await client.complete([1], SamplingParams(bad_words=["a"], detokenize=False))
-
-    run(scenario())
+async def test_bad_words_need_a_tokenizer(endpoint: str) -> None:
+    async with connected(endpoint) as (_, client):
+        with pytest.raises(InvalidRequestError, match=r"tokenizer"):
+            await client.complete([1], SamplingParams(bad_words=["a"], detokenize=False))
 
 
 class _Words:

@@ -14,10 +14,10 @@ import tokenizers
 from tokenizers import processors
 
 from nanocore.client import InvalidRequestError, NanocoreError, ScoreOutput
-from nanocore.client.model_files import ModelFiles
-from nanocore.client.scoring import ScoreRequest, score_request
+from nanocore.client.connection.client_session import TokenizerLoader
+from nanocore.client.connection.remote_files import RemoteFiles
+from nanocore.client.requests.scoring import ScoreRequest, score_request
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.client.tokenizer_loader import TokenizerLoader
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Error, Event, Submit
 from tests.client.byte_tokens import END, ids_of
@@ -33,8 +33,7 @@ BOS = 300
 
 
 def joined(folder: Path, context: Any, continuation: Any) -> ScoreRequest:
-    """With the folder's tokenizer."""
-    files: ModelFiles = NO_FILES
+    files: RemoteFiles = NO_FILES
 
     async def scenario() -> ScoreRequest:
         loader = TokenizerLoader(folder, files, "test")
@@ -45,7 +44,6 @@ def joined(folder: Path, context: Any, continuation: Any) -> ScoreRequest:
 
 @pytest.fixture(scope="module")
 def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer whose tokens are words with the space before them."""
     folder = tmp_path_factory.mktemp("merging")
     TRAINED["byte-level gpt-2"]().save(str(folder / "tokenizer.json"))
     return folder
@@ -195,78 +193,63 @@ async def answer(engine: FakeEngine, handle: int, *told: tuple[float, int]) -> S
 @pytest.mark.parametrize(
     ("ranks", "is_greedy"), [((9, 1, 1), True), ((9, 1, 2), False), ((9, 2, 1), False)]
 )
-def test_a_score_is_that_of_the_continuations_tokens_alone(
+async def test_a_score_is_that_of_the_continuations_tokens_alone(
     endpoint: str, ranks: tuple[int, ...], is_greedy: bool
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            scoring = asyncio.create_task(client.score([1, 2], [3, 4], "name", cache_salt="salt"))
-            submit = await answer(engine, 1, *zip((-7.0, -0.5, -0.25), ranks, strict=True))
-            assert unpack_int32(submit.prompt_token_ids).tolist() == [1, 2, 3]
-            assert (submit.request_id, submit.cache_salt) == ("name", "salt")
-            sampling = submit.sampling
-            assert sampling is not None
-            assert (sampling.max_tokens, sampling.prompt_logprobs, sampling.logprobs) == (1, 0, 0)
-            score = await scoring
-            assert score == ScoreOutput("name", [3, 4], [-0.5, -0.25], is_greedy, 0)
-            assert (score.logprob, score.num_tokens) == (-0.75, 2)
-
-    run(scenario())
+    async with connected(endpoint) as (engine, client):
+        scoring = asyncio.create_task(client.score([1, 2], [3, 4], "name", cache_salt="salt"))
+        submit = await answer(engine, 1, *zip((-7.0, -0.5, -0.25), ranks, strict=True))
+        assert unpack_int32(submit.prompt_token_ids).tolist() == [1, 2, 3]
+        assert (submit.request_id, submit.cache_salt) == ("name", "salt")
+        sampling = submit.sampling
+        assert sampling is not None
+        assert (sampling.max_tokens, sampling.prompt_logprobs, sampling.logprobs) == (1, 0, 0)
+        score = await scoring
+        assert score == ScoreOutput("name", [3, 4], [-0.5, -0.25], is_greedy, 0)
+        assert (score.logprob, score.num_tokens) == (-0.75, 2)
 
 
-def test_one_token_needs_no_log_probabilities_of_its_prompt(endpoint: str) -> None:
+async def test_one_token_needs_no_log_probabilities_of_its_prompt(endpoint: str) -> None:
     """So that the prefix cache may have it."""
 
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            scoring = asyncio.create_task(client.score([1, 2], [3]))
-            submit = await answer(engine, 1, (-0.5, 1))
-            assert submit.sampling is not None
-            assert submit.sampling.prompt_logprobs is None
-            score = await scoring
-            assert (score.token_logprobs, score.num_cached_tokens) == ([-0.5], 1)
-
-    run(scenario())
+    async with connected(endpoint) as (engine, client):
+        scoring = asyncio.create_task(client.score([1, 2], [3]))
+        submit = await answer(engine, 1, (-0.5, 1))
+        assert submit.sampling is not None
+        assert submit.sampling.prompt_logprobs is None
+        score = await scoring
+        assert (score.token_logprobs, score.num_cached_tokens) == ([-0.5], 1)
 
 
-def test_a_request_that_ends_without_a_score_says_why(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            scoring = asyncio.create_task(client.score([1, 2], [3]))
-            await engine.accept(1)
-            engine.output({}, Event(handle=1, finish_reason="abort", message="it is draining"))
-            with pytest.raises(NanocoreError, match="ended with abort: it is draining"):
-                await scoring
-
-    run(scenario())
+async def test_a_request_that_ends_without_a_score_says_why(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        scoring = asyncio.create_task(client.score([1, 2], [3]))
+        await engine.accept(1)
+        engine.output({}, Event(handle=1, finish_reason="abort", message="it is draining"))
+        with pytest.raises(NanocoreError, match="ended with abort: it is draining"):
+            await scoring
 
 
-def test_scores_come_in_the_order_of_the_pairs_and_busy_engines_are_asked_again(
+async def test_scores_come_in_the_order_of_the_pairs_and_busy_engines_are_asked_again(
     joining: str,
 ) -> None:
-    async def scenario() -> None:
-        async with served(joining) as (engine, llm):
-            pairs = [([1], [5]), ([2], [6]), ([3], [7])]
-            scoring = asyncio.create_task(asyncio.to_thread(llm.score, pairs, use_tqdm=False))
-            refused = await engine.receive(Submit)
-            busy = Error(
-                code="overloaded", message="full", request_id=refused.request_id, retry_after_s=0.01
-            )
-            engine.send(busy)
-            for handle in (1, 2, 3):
-                await answer(engine, handle, (-float(handle), 1))
-            scores = await scoring
-            assert [score.token_ids for score in scores] == [[5], [6], [7]]
-            assert sorted(score.logprob for score in scores) == [-3.0, -2.0, -1.0]
-
-    run(scenario())
+    async with served(joining) as (engine, llm):
+        pairs = [([1], [5]), ([2], [6]), ([3], [7])]
+        scoring = asyncio.create_task(asyncio.to_thread(llm.score, pairs, use_tqdm=False))
+        refused = await engine.receive(Submit)
+        busy = Error(
+            code="overloaded", message="full", request_id=refused.request_id, retry_after_s=0.01
+        )
+        engine.send(busy)
+        for handle in (1, 2, 3):
+            await answer(engine, handle, (-float(handle), 1))
+        scores = await scoring
+        assert [score.token_ids for score in scores] == [[5], [6], [7]]
+        assert sorted(score.logprob for score in scores) == [-3.0, -2.0, -1.0]
 
 
 @pytest.mark.parametrize("pairs", [None, "ab", [1], ["abc"], [([1],)], [([1], [2], [3])]], ids=repr)
-def test_what_are_no_pairs_is_refused(joining: str, pairs: Any) -> None:
-    async def scenario() -> None:
-        async with served(joining) as (_, llm):
-            with pytest.raises(InvalidRequestError, match="pairs are a list of"):
-                await asyncio.to_thread(llm.score, pairs, use_tqdm=False)
-
-    run(scenario())
+async def test_what_are_no_pairs_is_refused(joining: str, pairs: Any) -> None:
+    async with served(joining) as (_, llm):
+        with pytest.raises(InvalidRequestError, match="pairs are a list of"):
+            await asyncio.to_thread(llm.score, pairs, use_tqdm=False)

@@ -19,7 +19,7 @@ from nanocore.client import (
     NanocoreError,
     ProtocolError,
 )
-from nanocore.client.connection import EngineConnection
+from nanocore.client.connection.engine_connection import EngineConnection
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import (
     PROTOCOL_VERSION,
@@ -48,20 +48,17 @@ async def _open(endpoint: str, answer: list[bytes]) -> None:
         engine.close()
 
 
-def test_a_session_begins_with_the_version_and_gives_the_model_card(endpoint: str) -> None:
-    async def scenario() -> None:
-        engine = FakeEngine(endpoint)
-        welcoming = asyncio.create_task(engine.welcome(welcome_message()))
-        async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S) as client:
-            hello = await welcoming
-            assert hello.protocol == PROTOCOL_VERSION
-            assert hello.client == f"nanocore-python/{__version__}"
-            assert client.model_card == welcome_message().model
-            assert client.limits.max_num_seqs == 2
-            assert client.endpoint == endpoint
-        engine.close()
-
-    run(scenario())
+async def test_a_session_begins_with_the_version_and_gives_the_model_card(endpoint: str) -> None:
+    engine = FakeEngine(endpoint)
+    welcoming = asyncio.create_task(engine.welcome(welcome_message()))
+    async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S) as client:
+        hello = await welcoming
+        assert hello.protocol == PROTOCOL_VERSION
+        assert hello.client == f"nanocore-python/{__version__}"
+        assert client.model_card == welcome_message().model
+        assert client.limits.max_num_seqs == 2
+        assert client.endpoint == endpoint
+    engine.close()
 
 
 def test_unknown_fields_in_welcome_are_ignored(endpoint: str) -> None:
@@ -81,9 +78,7 @@ def test_a_refusal_is_a_protocol_error_in_the_engines_words(endpoint: str) -> No
         run(_open(endpoint, encode(refused)))
 
 
-def test_an_engine_with_too_many_clients_is_overloaded_and_says_for_how_long(
-    endpoint: str,
-) -> None:
+def test_an_engine_with_too_many_clients_is_overloaded_and_says_for_how_long(endpoint: str) -> None:
     refused = Refused(message="64 clients", supported=[PROTOCOL_VERSION], retry_after_s=2.5)
     with pytest.raises(EngineOverloadedError, match="64 clients") as caught:
         run(_open(endpoint, encode(refused)))
@@ -116,7 +111,7 @@ def test_an_engine_that_does_not_answer_hello_is_dead(endpoint: str) -> None:
 
 
 def test_somebody_who_says_nothing_is_told_from_nobody(endpoint: str) -> None:
-    with pytest.raises(EngineDeadError, match="nobody listens there; start an engine"):
+    with pytest.raises(EngineDeadError, match="nothing listens there; start an engine"):
         run(EngineConnection.open(endpoint, timeout_s=0.05))
     engine = FakeEngine(endpoint)
     try:
@@ -127,7 +122,7 @@ def test_somebody_who_says_nothing_is_told_from_nobody(endpoint: str) -> None:
             text = str(caught.value)
             if "nobody" not in text:
                 break
-        assert "somebody listens there and says nothing" in text
+        assert "something listens there and is silent" in text
     finally:
         engine.close()
 
@@ -143,27 +138,21 @@ def test_a_client_that_is_not_entered_says_so(endpoint: str) -> None:
         run(client.stats())
 
 
-def test_leaving_the_client_says_bye_once(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            await client.close()
-            await client.close()
-            await engine.receive(Bye)
-            welcoming = asyncio.create_task(engine.welcome())
-            async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S):
-                await welcoming  # a HELLO, and not another BYE
-
-    run(scenario())
+async def test_leaving_the_client_says_bye_once(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        await client.close()
+        await client.close()
+        await engine.receive(Bye)
+        welcoming = asyncio.create_task(engine.welcome())
+        async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S):
+            await welcoming  # a HELLO, and not another BYE
 
 
-def test_a_ping_is_answered_by_a_pong_of_the_same_nonce(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, _):
-            engine.send(Ping(nonce=77))
-            engine.send(Ping(nonce=78))
-            assert [(await engine.receive(Pong)).nonce for _ in range(2)] == [77, 78]
-
-    run(scenario())
+async def test_a_ping_is_answered_by_a_pong_of_the_same_nonce(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, _):
+        engine.send(Ping(nonce=77))
+        engine.send(Ping(nonce=78))
+        assert [(await engine.receive(Pong)).nonce for _ in range(2)] == [77, 78]
 
 
 ENDS: dict[str, tuple[list[bytes], type[NanocoreError], str]] = {
@@ -177,7 +166,7 @@ ENDS: dict[str, tuple[list[bytes], type[NanocoreError], str]] = {
     "no session": (
         encode(Error(code="no_session", message="PONG before HELLO, or after BYE")),
         ProtocolError,
-        "closed this session.*nothing for 10 s.*send the requests",
+        "closed this session.*nothing for 10 s.*repeat the requests",
     ),
     "no message": ([b"\x12", b"\xc1"], ProtocolError, "OUTPUT"),
     "unknown op": ([b"\xee", b"\x80"], ProtocolError, "0xee"),
@@ -186,72 +175,64 @@ ENDS: dict[str, tuple[list[bytes], type[NanocoreError], str]] = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_when_the_session_ends_everyone_who_waits_is_told_and_the_next_call_opens_another(
+async def test_when_the_session_ends_everyone_who_waits_is_told_and_the_next_call_opens_another(
     endpoint: str, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.client.engine_link.EXPLAIN_TIMEOUT_S", PATIENCE_S)
+    monkeypatch.setattr(
+        "nanocore.client.connection.session_manager.DIAGNOSIS_TIMEOUT_S", PATIENCE_S
+    )
     frames, expected, text = ENDS[end]
 
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            waiting = [
-                asyncio.create_task(client.complete([1], NO_TEXT, request_id="a")),
-                asyncio.create_task(anext(client.generate([1], NO_TEXT, request_id="b"))),
-                asyncio.create_task(client.stats()),
-                asyncio.create_task(client.health()),
-            ]
-            await engine.accept(1)
-            for _ in range(3):
-                await engine.receive(Message)
-            engine.send_frames(frames)
-            if end == "no session":  # it is looked at what has become of the engine
-                await engine.welcome()
-            results = await asyncio.gather(*waiting, return_exceptions=True)
-            assert all(isinstance(result, expected) for result in results)
-            assert all(re.search(text, str(result)) for result in results)
-            later = [asyncio.create_task(client.health()) for _ in range(3)]
-            if end != "no session":
-                await engine.welcome()
-            for ping in [await engine.receive(Ping) for _ in later]:  # and not another HELLO
-                engine.send(Pong(nonce=ping.nonce))
-            await asyncio.gather(*later)
-
-    run(scenario())
+    async with connected(endpoint) as (engine, client):
+        waiting = [
+            asyncio.create_task(client.complete([1], NO_TEXT, request_id="a")),
+            asyncio.create_task(anext(client.generate([1], NO_TEXT, request_id="b"))),
+            asyncio.create_task(client.stats()),
+            asyncio.create_task(client.health()),
+        ]
+        await engine.accept(1)
+        for _ in range(3):
+            await engine.receive(Message)
+        engine.send_frames(frames)
+        if end == "no session":  # it is looked at what has become of the engine
+            await engine.welcome()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all(isinstance(result, expected) for result in results)
+        assert all(re.search(text, str(result)) for result in results)
+        later = [asyncio.create_task(client.health()) for _ in range(3)]
+        if end != "no session":
+            await engine.welcome()
+        for ping in [await engine.receive(Ping) for _ in later]:  # and not another HELLO
+            engine.send(Pong(nonce=ping.nonce))
+        await asyncio.gather(*later)
 
 
-def test_tokens_that_came_before_the_end_do_not_hide_it(endpoint: str) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            request = asyncio.create_task(client.complete([1], NO_TEXT))
-            await engine.accept(1)
-            engine.output({1: [5]})
-            engine.send(Bye(reason="SIGTERM"))
-            with pytest.raises(EngineDeadError, match="SIGTERM"):
-                await request
-
-    run(scenario())
+async def test_tokens_that_came_before_the_end_do_not_hide_it(endpoint: str) -> None:
+    async with connected(endpoint) as (engine, client):
+        request = asyncio.create_task(client.complete([1], NO_TEXT))
+        await engine.accept(1)
+        engine.output({1: [5]})
+        engine.send(Bye(reason="SIGTERM"))
+        with pytest.raises(EngineDeadError, match="SIGTERM"):
+            await request
 
 
-def test_an_engine_that_falls_silent_is_dead(
+async def test_an_engine_that_falls_silent_is_dead(
     endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.client.connection.ENGINE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("nanocore.client.connection.engine_connection.ENGINE_TIMEOUT_S", 0.05)
 
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            request = asyncio.create_task(client.complete([1], NO_TEXT))
-            await engine.receive(Submit)
-            with pytest.raises(EngineDeadError, match="not been heard of"):
-                await request
-
-    run(scenario())
+    async with connected(endpoint) as (engine, client):
+        request = asyncio.create_task(client.complete([1], NO_TEXT))
+        await engine.receive(Submit)
+        with pytest.raises(EngineDeadError, match="has been silent for"):
+            await request
 
 
 @pytest.fixture
 def socket(monkeypatch: pytest.MonkeyPatch) -> FakeSocket:
-    """The socket of the next connection."""
     fake = FakeSocket()
-    monkeypatch.setattr("nanocore.client.handshake.ClientSocket", lambda *_, **__: fake)
+    monkeypatch.setattr("nanocore.client.connection.handshake.ClientSocket", lambda *_, **__: fake)
     return fake
 
 
@@ -262,8 +243,8 @@ def test_a_call_that_cannot_be_sent_is_told_of_the_engines_death(
         connection = await EngineConnection.open("ipc:///fake", PATIENCE_S)
         socket.stuck = True
         calls = [
-            asyncio.create_task(connection.control("stats")),
-            asyncio.create_task(connection.ping(PATIENCE_S)),
+            asyncio.create_task(connection.calls.control("stats")),
+            asyncio.create_task(connection.calls.ping(PATIENCE_S)),
         ]
         await asyncio.sleep(0)
         connection.fail(EngineDeadError("killed"))
@@ -277,60 +258,53 @@ def test_a_call_that_cannot_be_sent_is_told_of_the_engines_death(
     assert caplog.messages == [], "a future's error that nobody awaited is logged by asyncio"
 
 
-def test_a_submit_that_never_left_frees_its_id(socket: FakeSocket) -> None:
-    async def scenario() -> None:
-        async with AsyncEngineClient.connect("ipc:///fake") as client:
-            socket.stuck = True
-            for _ in range(2):
-                request = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-                await asyncio.sleep(0)
-                request.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await request
-
-    run(scenario())
+async def test_a_submit_that_never_left_frees_its_id(socket: FakeSocket) -> None:
+    async with AsyncEngineClient.connect("ipc:///fake") as client:
+        socket.stuck = True
+        for _ in range(2):
+            request = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
+            await asyncio.sleep(0)
+            request.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await request
 
 
-def test_an_engine_that_speaks_again_in_time_is_not_dead(
+async def test_an_engine_that_speaks_again_in_time_is_not_dead(
     socket: FakeSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.client.connection.ENGINE_TIMEOUT_S", 0.0)
-    monkeypatch.setattr("nanocore.client.connection.GRACE_S", 1000.0)  # the test is the timer
+    monkeypatch.setattr("nanocore.client.connection.engine_connection.ENGINE_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(
+        "nanocore.client.connection.engine_connection.GRACE_S", 1000.0
+    )  # the test is the timer
 
-    async def scenario() -> None:
-        connection = await EngineConnection.open("ipc:///fake", PATIENCE_S)
-        for _ in range(3):
-            connection.check_silence()
-            connection.take(encode(Pong()))
+    connection = await EngineConnection.open("ipc:///fake", PATIENCE_S)
+    for _ in range(3):
         connection.check_silence()
-        connection.check_silence()
-        with pytest.raises(EngineDeadError, match="not been heard of"):
-            await connection.control("stats")
-        await connection.close()
-
-    run(scenario())
+        connection.take(encode(Pong()))
+    connection.check_silence()
+    connection.check_silence()
+    with pytest.raises(EngineDeadError, match="has been silent for"):
+        await connection.calls.control("stats")
+    await connection.close()
 
 
 @pytest.mark.parametrize(
     ("limit", "value", "by_turn"),
     [("_MAX_BATCH", 2, [3, 6, 9, 11]), ("_MAX_BATCH_BYTES", 0, list(range(1, 12)))],
 )
-def test_a_burst_of_messages_leaves_turns_to_others_and_loses_none(
+async def test_a_burst_of_messages_leaves_turns_to_others_and_loses_none(
     socket: FakeSocket, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, by_turn: list[int]
 ) -> None:
-    monkeypatch.setattr(f"nanocore.client.connection.{limit}", value)
+    monkeypatch.setattr(f"nanocore.client.connection.engine_connection.{limit}", value)
     nonces = list(range(1, 12))
 
-    async def scenario() -> None:
-        for nonce in nonces:
-            socket.say(Ping(nonce=nonce))
-        connection = await EngineConnection.open("ipc:///fake", PATIENCE_S)
-        answered = []
-        while not answered or answered[-1] < len(nonces):
-            await asyncio.sleep(0)
-            answered.append(sum(isinstance(message, Pong) for message in socket.messages))
-        assert answered == by_turn
-        assert [m.nonce for m in socket.messages if isinstance(m, Pong)] == nonces
-        await connection.close()
-
-    run(scenario())
+    for nonce in nonces:
+        socket.say(Ping(nonce=nonce))
+    connection = await EngineConnection.open("ipc:///fake", PATIENCE_S)
+    answered = []
+    while not answered or answered[-1] < len(nonces):
+        await asyncio.sleep(0)
+        answered.append(sum(isinstance(message, Pong) for message in socket.messages))
+    assert answered == by_turn
+    assert [m.nonce for m in socket.messages if isinstance(m, Pong)] == nonces
+    await connection.close()

@@ -68,26 +68,23 @@ def test_final_lets_others_have_turns(
     assert max(turns) <= _slice(tokenizer)
 
 
-def test_generate_gives_a_backlog_piece_by_piece_with_turns_between(
+async def test_generate_gives_a_backlog_piece_by_piece_with_turns_between(
     endpoint: str, tokenizer_folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
-            tokenizer = await client.get_tokenizer()
-            outputs = client.generate([1], SamplingParams())
-            reading = asyncio.ensure_future(anext(outputs))
-            await engine.accept(1)
-            ids = ids_of(tokenizer, "a" * NUM_TOKENS)
-            engine.output({1: ids}, Event(handle=1, finish_reason="length"))
-            with counted_slices(monkeypatch) as turns:
-                counting = asyncio.create_task(_count_turns(turns))
-                deltas = [(await reading).outputs[0].delta]
-                deltas += [output.outputs[0].delta async for output in outputs]
-                counting.cancel()
-            assert "".join(deltas) == "a" * NUM_TOKENS
-            assert max(turns) <= _slice(tokenizer)
-
-    run(scenario())
+    async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+        tokenizer = await client.get_tokenizer()
+        outputs = client.generate([1], SamplingParams())
+        reading = asyncio.ensure_future(anext(outputs))
+        await engine.accept(1)
+        ids = ids_of(tokenizer, "a" * NUM_TOKENS)
+        engine.output({1: ids}, Event(handle=1, finish_reason="length"))
+        with counted_slices(monkeypatch) as turns:
+            counting = asyncio.create_task(_count_turns(turns))
+            deltas = [(await reading).outputs[0].delta]
+            deltas += [output.outputs[0].delta async for output in outputs]
+            counting.cancel()
+        assert "".join(deltas) == "a" * NUM_TOKENS
+        assert max(turns) <= _slice(tokenizer)
 
 
 def test_the_end_of_a_sample_is_read_with_its_last_tokens(tokenizer: Tokenizer) -> None:

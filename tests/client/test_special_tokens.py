@@ -24,7 +24,6 @@ TEXT = "a<filler260>b<filler261><|end|>c<filler262>d<added>"
 
 
 def _write(folder: Path, config: dict[str, Any], older: dict[str, Any] | None = None) -> Path:
-    """A model folder whose configuration says this."""
     write_byte_tokenizer(folder)
     config = {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast", **config}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocore.client.stop_strings import StopStringMatcher
+from nanocore.client.detokenizer import StopStringMatcher
 from tests.campaign import examples
 
 PROPERTY = settings(max_examples=examples(100), deadline=None, derandomize=True)

@@ -97,20 +97,17 @@ def test_cached_tokens_are_known_from_the_first_output_on(tokenizer: Tokenizer) 
     assert driven.next().num_cached_tokens == 16
 
 
-def test_news_without_tokens_or_end_is_not_an_output(tokenizer: Tokenizer) -> None:
+async def test_news_without_tokens_or_end_is_not_an_output(tokenizer: Tokenizer) -> None:
     driven = DrivenStream(tokenizer)
     driven.say(num_cached_tokens=0)
     driven.push("")
 
-    async def scenario() -> None:
-        reading = asyncio.ensure_future(driven.stream.__anext__())
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert not reading.done()
-        driven.push("a")
-        assert (await reading).outputs[0].text == "a"
-
-    run(scenario())
+    reading = asyncio.ensure_future(driven.stream.__anext__())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not reading.done()
+    driven.push("a")
+    assert (await reading).outputs[0].text == "a"
 
 
 def test_a_reader_that_waits_is_woken_by_tokens(tokenizer: Tokenizer) -> None:
@@ -197,8 +194,8 @@ def test_times_are_those_of_the_first_token_and_the_end_however_late_they_are_re
 ) -> None:
     now_s = 100.0
     clock = SimpleNamespace(monotonic=lambda: now_s)
-    monkeypatch.setattr("nanocore.client.progress.time", clock)
-    monkeypatch.setattr("nanocore.client.outputs.time", clock)
+    monkeypatch.setattr("nanocore.client.requests.progress.time", clock)
+    monkeypatch.setattr("nanocore.client.requests.request_outputs.time", clock)
     driven = DrivenStream(tokenizer)
     now_s = 101.0
     driven.push("a")

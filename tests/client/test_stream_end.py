@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import EngineDeadError
-from nanocore.protocol.messages import FinishReason
 from tests.campaign import examples
 from tests.client.byte_tokens import END, ids_of
 from tests.client.driven_stream import DrivenStream
 from tests.client.running import run
-
-
-@pytest.mark.parametrize("reason", ["length", "abort"])
-def test_the_engines_finish_reason_is_the_outputs(
-    tokenizer: Tokenizer, reason: FinishReason
-) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.push("ab")
-    driven.end(reason)
-    output = driven.final()
-    assert output.finished
-    assert output.outputs[0].finish_reason == reason
-    assert output.outputs[0].stop_reason is None
-    assert output.outputs[0].message is None
-    assert output.outputs[0].text == "ab"
-    assert driven.aborts == []
 
 
 def test_an_end_after_everything_was_read_is_an_output_of_its_own(tokenizer: Tokenizer) -> None:
@@ -41,38 +26,37 @@ def test_an_end_after_everything_was_read_is_an_output_of_its_own(tokenizer: Tok
     assert (last.outputs[0].delta, last.outputs[0].text) == ("", "ab")
 
 
-def test_an_error_of_the_engine_is_an_end_with_its_cause(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.end("error", message="the forward pass failed")
-    completion = driven.final().outputs[0]
-    assert (completion.finish_reason, completion.stop_reason) == ("error", None)
-    assert completion.message == "the forward pass failed"
-
-
-def test_an_abort_by_the_engine_has_its_cause_and_no_stop_reason(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.push("ab")
-    driven.end("abort", message="SIGTERM")
-    completion = driven.final().outputs[0]
-    assert (completion.finish_reason, completion.stop_reason) == ("abort", None)
-    assert completion.message == "SIGTERM"
-
-
-def test_the_token_that_stops_is_an_id_but_not_text(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer, stop_token_ids=ids_of(tokenizer, "."))
-    driven.push("ab.")
-    driven.end("stop", stop_reason=ids_of(tokenizer, ".")[0])
-    completion = driven.final().outputs[0]
-    assert completion.text == "ab"
-    assert completion.token_ids == ids_of(tokenizer, "ab.")
-    assert completion.stop_reason == ids_of(tokenizer, ".")[0]
-
-
-def test_the_token_that_stops_is_text_on_request(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer, include_stop_str_in_output=True)
-    driven.push("ab.")
-    driven.end("stop", stop_reason=ids_of(tokenizer, ".")[0])
-    assert driven.final().outputs[0].text == "ab."
+@pytest.mark.parametrize(
+    ("params", "pushed", "end", "text"),
+    [
+        ({}, b"ab", {"finish_reason": "length"}, "ab"),
+        ({}, b"ab.", {"finish_reason": "length"}, "ab."),
+        ({}, b"ab", {"finish_reason": "abort"}, "ab"),
+        ({}, b"ab", {"finish_reason": "abort", "message": "SIGTERM"}, "ab"),
+        ({}, b"", {"finish_reason": "error", "message": "the forward pass failed"}, ""),
+        ({}, b"ab.", {"finish_reason": "stop", "stop_reason": ord(".")}, "ab"),
+        (
+            {"include_stop_str_in_output": True},
+            b"ab.",
+            {"finish_reason": "stop", "stop_reason": ord(".")},
+            "ab.",
+        ),
+        ({}, b"ab\xe4\xb8", {"finish_reason": "length"}, "ab"),  # half a character is dropped
+    ],
+)
+def test_an_end_by_the_engine_has_its_reasons_and_all_token_ids(
+    tokenizer: Tokenizer, params: dict[str, Any], pushed: bytes, end: dict[str, Any], text: str
+) -> None:
+    driven = DrivenStream(tokenizer, **params)
+    driven.push(pushed)
+    driven.say(**end)
+    output = driven.final()
+    (completion,) = output.outputs
+    assert output.finished
+    assert (completion.text, completion.token_ids) == (text, ids_of(tokenizer, pushed))
+    expected = {"stop_reason": None, "message": None, **end}
+    assert {name: getattr(completion, name) for name in expected} == expected
+    assert driven.aborts == []
 
 
 def test_the_eos_token_is_not_text_even_when_special_tokens_are_kept(tokenizer: Tokenizer) -> None:
@@ -83,22 +67,6 @@ def test_the_eos_token_is_not_text_even_when_special_tokens_are_kept(tokenizer: 
     completion = driven.final().outputs[0]
     assert completion.text == "ab"
     assert completion.token_ids[-1] == END
-
-
-def test_the_last_token_of_a_length_limit_is_text(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.push("ab.")
-    driven.end("length")
-    assert driven.final().outputs[0].text == "ab."
-
-
-def test_half_a_character_at_the_end_is_dropped(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.push(b"ab\xe4\xb8")
-    driven.end("length")
-    completion = driven.final().outputs[0]
-    assert completion.text == "ab"
-    assert len(completion.token_ids) == 4
 
 
 def test_a_stop_string_ends_the_request_and_aborts_it_once(tokenizer: Tokenizer) -> None:
@@ -114,18 +82,17 @@ def test_a_stop_string_ends_the_request_and_aborts_it_once(tokenizer: Tokenizer)
     assert driven.aborts == ["r"]
 
 
-def test_a_stop_string_is_kept_in_the_text_on_request(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer, stop="END", include_stop_str_in_output=True)
+@pytest.mark.parametrize(("include", "text"), [(False, "ab"), (True, "abEND")])
+def test_the_token_ids_end_with_the_stop_string(
+    tokenizer: Tokenizer, include: bool, text: str
+) -> None:
+    driven = DrivenStream(tokenizer, stop="END", include_stop_str_in_output=include)
     driven.push("abENDcd")
-    assert driven.final().outputs[0].text == "abEND"
-
-
-def test_the_token_ids_end_with_the_stop_string(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer, stop=["END"])
-    driven.push("abENDcd")
-    output = driven.final()
+    output = driven.final()  # before the engine's end
+    assert output.outputs[0].text == text
     assert output.outputs[0].token_ids == ids_of(tokenizer, "abEND")
     assert output.metrics.num_output_tokens == 5
+    assert driven.aborts == ["r"]
 
 
 def test_what_arrives_after_a_stop_string_is_not_read(tokenizer: Tokenizer) -> None:
@@ -155,13 +122,6 @@ def test_text_held_back_for_a_stop_string_is_released_at_the_end(tokenizer: Toke
     driven.end("length")
     last = driven.next().outputs[0]
     assert (last.text, last.delta, last.finish_reason) == ("abEN", "EN", "length")
-
-
-def test_final_watches_for_stop_strings_before_the_end(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer, stop=["END"])
-    driven.push("abEND")
-    assert driven.final().outputs[0].text == "ab"
-    assert driven.aborts == ["r"]
 
 
 @settings(max_examples=examples(40), deadline=None, derandomize=True)

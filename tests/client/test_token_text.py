@@ -25,7 +25,6 @@ def _both(text: str) -> TokenText:
 
 @pytest.fixture(params=KINDS)
 def any_tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
-    """One of every kind."""
     return make(request.param, tmp_path)
 
 

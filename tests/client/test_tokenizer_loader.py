@@ -12,9 +12,9 @@ import pytest
 
 from nanocore.client import ClientStateError, InvalidRequestError, ProtocolError, collect
 from nanocore.client import tokenizer as module
+from nanocore.client.connection.client_session import NUM_THREADS
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
-from nanocore.client.tokenizer_conversion import make_tokenizer_json
-from nanocore.client.tokenizer_loader import NUM_THREADS
+from nanocore.client.tokenizer_files import make_tokenizer_json
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Abort, Control, Event, Reply, Submit
 from tests.client.fake_engine import NO_TEXT, connected, file_entry, welcome_message
@@ -41,21 +41,18 @@ def _serving(endpoint: str, contents: dict[str, bytes], **options: Any) -> Any:
     return connected(endpoint, welcome, **options)
 
 
-def test_a_chat_needs_nothing_but_the_endpoint(
+async def test_a_chat_needs_nothing_but_the_endpoint(
     endpoint: str, contents: dict[str, bytes], tokenizer: Any
 ) -> None:
-    async def scenario() -> None:
-        async with _serving(endpoint, contents) as (engine, client):
-            answer = client.chat([{"role": "user", "content": "é"}])
-            reading = asyncio.create_task(collect(answer))
-            await engine.serve_chunks(NUM_FILES, contents)
-            submit = await engine.accept()
-            engine.output({1: tokenizer.encode("中")}, Event(handle=1, finish_reason="length"))
-            prompt = tokenizer.encode("user: é\nassistant: ")
-            assert unpack_int32(submit.prompt_token_ids).tolist() == prompt
-            assert [one.content for one in await reading] == ["中"]
-
-    run(scenario())
+    async with _serving(endpoint, contents) as (engine, client):
+        answer = client.chat([{"role": "user", "content": "é"}])
+        reading = asyncio.create_task(collect(answer))
+        await engine.serve_chunks(NUM_FILES, contents)
+        submit = await engine.accept()
+        engine.output({1: tokenizer.encode("中")}, Event(handle=1, finish_reason="length"))
+        prompt = tokenizer.encode("user: é\nassistant: ")
+        assert unpack_int32(submit.prompt_token_ids).tolist() == prompt
+        assert [one.content for one in await reading] == ["中"]
 
 
 def test_special_tokens_come_from_an_engine_that_serves_their_file_and_else_are_not_missed(
@@ -80,49 +77,40 @@ def test_special_tokens_come_from_an_engine_that_serves_their_file_and_else_are_
     assert run(render()) == "<filler300>a"
 
 
-def test_a_hundred_requests_at_once_load_it_once_and_keep_their_order(
+async def test_a_hundred_requests_at_once_load_it_once_and_keep_their_order(
     endpoint: str, contents: dict[str, bytes]
 ) -> None:
-    async def scenario() -> None:
-        async with _serving(endpoint, contents) as (engine, client):
-            requests = [
-                asyncio.create_task(client.complete("a", request_id=str(i))) for i in range(100)
-            ]
-            await engine.serve_chunks(NUM_FILES, contents)
-            for i in range(100):
-                assert (await engine.accept(i)).request_id == str(i)
-                engine.finish(i)
-                await requests[i]  # the engine's high-water mark is less than all the answers
-            assert await client.get_tokenizer() is await client.get_tokenizer()
-
-    run(scenario())
+    async with _serving(endpoint, contents) as (engine, client):
+        requests = [
+            asyncio.create_task(client.complete("a", request_id=str(i))) for i in range(100)
+        ]
+        await engine.serve_chunks(NUM_FILES, contents)
+        for i in range(100):
+            assert (await engine.accept(i)).request_id == str(i)
+            engine.finish(i)
+            await requests[i]  # the engine's high-water mark is less than all the answers
+        assert await client.get_tokenizer() is await client.get_tokenizer()
 
 
-def test_token_ids_without_text_need_none(endpoint: str, contents: dict[str, bytes]) -> None:
-    async def scenario() -> None:
-        async with _serving(endpoint, contents) as (engine, client):
-            request = asyncio.create_task(client.complete([1], NO_TEXT))
-            await engine.accept()
-            engine.finish()
-            await request
-
-    run(scenario())
+async def test_token_ids_without_text_need_none(endpoint: str, contents: dict[str, bytes]) -> None:
+    async with _serving(endpoint, contents) as (engine, client):
+        request = asyncio.create_task(client.complete([1], NO_TEXT))
+        await engine.accept()
+        engine.finish()
+        await request
 
 
-def test_a_folder_that_is_named_wins(
+async def test_a_folder_that_is_named_wins(
     endpoint: str, tokenizer_folder: Path, contents: dict[str, bytes]
 ) -> None:
     damaged = {**contents, "tokenizer.json": b"{}"}
 
-    async def scenario() -> None:
-        async with _serving(endpoint, damaged, tokenizer=tokenizer_folder) as (_, client):
-            tokenizer = await client.get_tokenizer()
-            assert tokenizer.decode(tokenizer.encode("é")) == "é"
-
-    run(scenario())
+    async with _serving(endpoint, damaged, tokenizer=tokenizer_folder) as (_, client):
+        tokenizer = await client.get_tokenizer()
+        assert tokenizer.decode(tokenizer.encode("é")) == "é"
 
 
-def test_the_vocabulary_of_a_model_without_a_tokenizer_comes_from_the_engine(
+async def test_the_vocabulary_of_a_model_without_a_tokenizer_comes_from_the_engine(
     endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_byte_level(tmp_path, "GPT2Tokenizer")
@@ -134,98 +122,80 @@ def test_the_vocabulary_of_a_model_without_a_tokenizer_comes_from_the_engine(
         threads.append(threading.current_thread())
         return make_tokenizer_json(*args)
 
-    async def scenario() -> None:
-        monkeypatch.setattr(module, "make_tokenizer_json", recording)
-        async with _serving(endpoint, vocabulary) as (engine, client):
-            requests = [asyncio.create_task(client.get_tokenizer()) for _ in range(3)]
-            await engine.serve_chunks(len(vocabulary), vocabulary)
-            tokenizer, *others = await asyncio.gather(*requests)
-            assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
-            assert others == [tokenizer] * 2
-            assert len(threads) == 1, "it is made once"
-            assert threads[0] is not threading.main_thread(), "and holds up nobody"
-
-    run(scenario())
+    monkeypatch.setattr(module, "make_tokenizer_json", recording)
+    async with _serving(endpoint, vocabulary) as (engine, client):
+        requests = [asyncio.create_task(client.get_tokenizer()) for _ in range(3)]
+        await engine.serve_chunks(len(vocabulary), vocabulary)
+        tokenizer, *others = await asyncio.gather(*requests)
+        assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+        assert others == [tokenizer] * 2
+        assert len(threads) == 1, "it is made once"
+        assert threads[0] is not threading.main_thread(), "and holds up nobody"
 
 
-def test_the_vocabulary_of_a_model_with_a_tokenizer_is_not_fetched(
+async def test_the_vocabulary_of_a_model_with_a_tokenizer_is_not_fetched(
     endpoint: str, contents: dict[str, bytes]
 ) -> None:
     contents = {**contents, "vocab.json": b"x", "merges.txt": b"x", "tokenizer.model": b"x"}
 
-    async def scenario() -> None:
-        async with _serving(endpoint, contents) as (engine, client):
-            loading = asyncio.create_task(client.get_tokenizer())
-            await engine.serve_chunks(NUM_FILES, contents)
-            assert (await loading).encode("a")
-
-    run(scenario())
+    async with _serving(endpoint, contents) as (engine, client):
+        loading = asyncio.create_task(client.get_tokenizer())
+        await engine.serve_chunks(NUM_FILES, contents)
+        assert (await loading).encode("a")
 
 
-def test_an_engine_without_a_tokenizer_is_refused_with_the_remedy(
+async def test_an_engine_without_a_tokenizer_is_refused_with_the_remedy(
     endpoint: str, contents: dict[str, bytes]
 ) -> None:
     del contents["tokenizer.json"]
 
-    async def scenario() -> None:
-        async with _serving(endpoint, contents) as (engine, client):
-            request = asyncio.create_task(client.complete("text"))
-            await engine.serve_chunks(NUM_FILES - 1, contents)
-            with pytest.raises(InvalidRequestError, match="tokenizer=FOLDER"):
-                await request
-
-    run(scenario())
+    async with _serving(endpoint, contents) as (engine, client):
+        request = asyncio.create_task(client.complete("text"))
+        await engine.serve_chunks(NUM_FILES - 1, contents)
+        with pytest.raises(InvalidRequestError, match="tokenizer=FOLDER"):
+            await request
 
 
-def test_a_failure_is_everyones_and_the_next_one_tries_again(
+async def test_a_failure_is_everyones_and_the_next_one_tries_again(
     endpoint: str, contents: dict[str, bytes]
 ) -> None:
-    async def scenario() -> None:
-        async with _serving(endpoint, contents) as (engine, client):
-            requests = [asyncio.create_task(client.complete("a")) for _ in range(3)]
-            control = await engine.receive(Control)
-            engine.send(Reply(call_id=control.call_id, ok=False, message="not now"))
-            errors = await asyncio.gather(*requests, return_exceptions=True)
-            assert [type(error) for error in errors] == [ProtocolError] * 3
-            loading = asyncio.create_task(client.get_tokenizer())
-            await engine.serve_chunks(NUM_FILES, contents)
-            assert (await loading).encode("a")
-
-    run(scenario())
+    async with _serving(endpoint, contents) as (engine, client):
+        requests = [asyncio.create_task(client.complete("a")) for _ in range(3)]
+        control = await engine.receive(Control)
+        engine.send(Reply(call_id=control.call_id, ok=False, message="not now"))
+        errors = await asyncio.gather(*requests, return_exceptions=True)
+        assert [type(error) for error in errors] == [ProtocolError] * 3
+        loading = asyncio.create_task(client.get_tokenizer())
+        await engine.serve_chunks(NUM_FILES, contents)
+        assert (await loading).encode("a")
 
 
-def test_whoever_stops_waiting_leaves_the_others_theirs(
+async def test_whoever_stops_waiting_leaves_the_others_theirs(
     endpoint: str, contents: dict[str, bytes]
 ) -> None:
-    async def scenario() -> None:
-        async with _serving(endpoint, contents) as (engine, client):
-            first, second = (asyncio.create_task(client.get_tokenizer()) for _ in range(2))
-            control = await engine.receive(Control)
-            first.cancel()
-            data = contents[control.file or ""]
-            engine.send(Reply(call_id=control.call_id, data=data))
-            await engine.serve_chunks(NUM_FILES - 1, contents)
-            assert (await second).encode("a")
-            assert first.cancelled()
-
-    run(scenario())
+    async with _serving(endpoint, contents) as (engine, client):
+        first, second = (asyncio.create_task(client.get_tokenizer()) for _ in range(2))
+        control = await engine.receive(Control)
+        first.cancel()
+        data = contents[control.file or ""]
+        engine.send(Reply(call_id=control.call_id, data=data))
+        await engine.serve_chunks(NUM_FILES - 1, contents)
+        assert (await second).encode("a")
+        assert first.cancelled()
 
 
-def test_closing_ends_the_loading(endpoint: str, contents: dict[str, bytes]) -> None:
-    async def scenario() -> None:
-        async with _serving(endpoint, contents) as (engine, client):
-            loading = asyncio.create_task(client.get_tokenizer())
-            await engine.receive(Control)
-            await client.close()
-            with pytest.raises(ClientStateError):
-                await loading
-            with pytest.raises(ClientStateError):
-                await client.get_tokenizer()
-
-    run(scenario())
+async def test_closing_ends_the_loading(endpoint: str, contents: dict[str, bytes]) -> None:
+    async with _serving(endpoint, contents) as (engine, client):
+        loading = asyncio.create_task(client.get_tokenizer())
+        await engine.receive(Control)
+        await client.close()
+        with pytest.raises(ClientStateError):
+            await loading
+        with pytest.raises(ClientStateError):
+            await client.get_tokenizer()
 
 
-def test_a_long_text_holds_up_nobody_while_it_is_tokenized(
+async def test_a_long_text_holds_up_nobody_while_it_is_tokenized(
     endpoint: str, contents: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = "a" * (MAX_QUICK_CHARS + 1)
@@ -236,45 +206,41 @@ def test_a_long_text_holds_up_nobody_while_it_is_tokenized(
         threads.append(threading.current_thread())
         return encode(self, text, *args)
 
-    async def scenario() -> None:
-        async with _serving(endpoint, contents) as (engine, client):
-            loading = asyncio.create_task(client.get_tokenizer())
-            await engine.serve_chunks(NUM_FILES, contents)
-            tokenizer = await loading
-            monkeypatch.setattr(Tokenizer, "encode", recording)
-            for prompt in (text, text[:-1]):
-                request = asyncio.create_task(client.complete(prompt))
-                submit = await engine.receive(Submit)
-                assert unpack_int32(submit.prompt_token_ids).tolist() == encode(tokenizer, prompt)
-                request.cancel()
-                await engine.receive(Abort)
-            assert [thread is threading.main_thread() for thread in threads] == [False, True]
-
-    run(scenario())
+    async with _serving(endpoint, contents) as (engine, client):
+        loading = asyncio.create_task(client.get_tokenizer())
+        await engine.serve_chunks(NUM_FILES, contents)
+        tokenizer = await loading
+        monkeypatch.setattr(Tokenizer, "encode", recording)
+        for prompt in (text, text[:-1]):
+            request = asyncio.create_task(client.complete(prompt))
+            submit = await engine.receive(Submit)
+            assert unpack_int32(submit.prompt_token_ids).tolist() == encode(tokenizer, prompt)
+            request.cancel()
+            await engine.receive(Abort)
+        assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
 
-def test_short_work_does_not_wait_for_long_work(tokenizer_folder: Path, endpoint: str) -> None:
+async def test_short_work_does_not_wait_for_long_work(
+    tokenizer_folder: Path, endpoint: str
+) -> None:
     is_begun, may_end = threading.Semaphore(0), threading.Event()
 
     def work_at_length(_: Tokenizer) -> None:
         is_begun.release()
         may_end.wait(PATIENCE_S)
 
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=tokenizer_folder) as (_, client):
-            loop = asyncio.get_running_loop()
-            long = [loop.create_task(client.with_tokenizer(work_at_length, True)) for _ in "abcd"]
-            for _ in range(NUM_THREADS):
-                await asyncio.to_thread(is_begun.acquire)
-            text = "a" * (MAX_QUICK_CHARS + 1)
-            assert await client.encode(text) == (await client.get_tokenizer()).encode(text)
-            may_end.set()
-            await asyncio.gather(*long)
-
-    run(scenario())
+    async with connected(endpoint, tokenizer=tokenizer_folder) as (_, client):
+        loop = asyncio.get_running_loop()
+        long = [loop.create_task(client.with_tokenizer(work_at_length, True)) for _ in "abcd"]
+        for _ in range(NUM_THREADS):
+            await asyncio.to_thread(is_begun.acquire)
+        text = "a" * (MAX_QUICK_CHARS + 1)
+        assert await client.encode(text) == (await client.get_tokenizer()).encode(text)
+        may_end.set()
+        await asyncio.gather(*long)
 
 
-def test_work_that_nobody_waits_for_any_more_is_not_begun(
+async def test_work_that_nobody_waits_for_any_more_is_not_begun(
     tokenizer_folder: Path, endpoint: str
 ) -> None:
     may_end = threading.Event()
@@ -284,17 +250,14 @@ def test_work_that_nobody_waits_for_any_more_is_not_begun(
         begun.append(name)
         may_end.wait(PATIENCE_S)
 
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=tokenizer_folder) as (_, client):
-            names = [*map(str, range(NUM_THREADS)), "left", "last"]
-            loop = asyncio.get_running_loop()
-            works = [loop.create_task(client.with_tokenizer(partial(work, n), True)) for n in names]
-            while len(begun) < NUM_THREADS:
-                await asyncio.sleep(0)
-            works[-2].cancel()
-            await asyncio.gather(works[-2], return_exceptions=True)
-            may_end.set()
-            await works[-1]
-            assert "left" not in begun
-
-    run(scenario())
+    async with connected(endpoint, tokenizer=tokenizer_folder) as (_, client):
+        names = [*map(str, range(NUM_THREADS)), "left", "last"]
+        loop = asyncio.get_running_loop()
+        works = [loop.create_task(client.with_tokenizer(partial(work, n), True)) for n in names]
+        while len(begun) < NUM_THREADS:
+            await asyncio.sleep(0)
+        works[-2].cancel()
+        await asyncio.gather(works[-2], return_exceptions=True)
+        may_end.set()
+        await works[-1]
+        assert "left" not in begun

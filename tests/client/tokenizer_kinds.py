@@ -89,13 +89,11 @@ FALLBACK = {"llama-2", "gemma", "metaspace-bytes"}
 
 
 def make(kind: str, folder: Path) -> Tokenizer:
-    """The tokenizer of this kind, read from a folder."""
     KINDS[kind]().save(str(folder / "tokenizer.json"))
     return Tokenizer.from_folder(folder)
 
 
 def has_decoder(folder: Path) -> bool:
-    """Whether tokenizer.json names a decoder."""
     return json.loads((folder / "tokenizer.json").read_text())["decoder"] is not None
 
 

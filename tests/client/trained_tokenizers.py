@@ -78,7 +78,6 @@ def _with_byte_tokens(steps: list[Any], **parts: Any) -> tokenizers.Tokenizer:
 
 
 def _unigram() -> tokenizers.Tokenizer:
-    """As T5."""
     trainer = trainers.UnigramTrainer(
         vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False
     )
@@ -89,7 +88,6 @@ def _unigram() -> tokenizers.Tokenizer:
 
 
 def _word_piece() -> tokenizers.Tokenizer:
-    """As BERT."""
     trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=SPECIAL, show_progress=False)
     return _trained(
         models.WordPiece(unk_token="<unk>"), trainer,
@@ -98,7 +96,6 @@ def _word_piece() -> tokenizers.Tokenizer:
 
 
 def _words() -> tokenizers.Tokenizer:
-    """Words, which nothing joins."""
     trainer = trainers.WordLevelTrainer(special_tokens=SPECIAL, show_progress=False)
     whitespace = pre_tokenizers.Whitespace()
     return _trained(models.WordLevel(unk_token="<unk>"), trainer, pre_tokenizer=whitespace)
@@ -116,7 +113,6 @@ def _suffixes() -> tokenizers.Tokenizer:
 
 
 def _letters() -> tokenizers.Tokenizer:
-    """As Wav2Vec2: repetitions are dropped."""
     letters = sorted({*"".join(CORPUS)} - {" "})
     vocab = {token: i for i, token in enumerate([*SPECIAL, "<pad>", "|", *letters])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
@@ -137,8 +133,7 @@ TRAINED: dict[str, Callable[[], tokenizers.Tokenizer]] = {
         normalizer=_PREPEND,
     ),
     "byte-tokens gemma": lambda: _with_byte_tokens(
-        [_SPACE, decoders.ByteFallback(), decoders.Fuse()],
-        normalizer=normalizers.Replace(" ", "▁"),
+        [_SPACE, decoders.ByteFallback(), decoders.Fuse()], normalizer=normalizers.Replace(" ", "▁")
     ),
     "byte-tokens metaspace": lambda: _with_byte_tokens(
         [decoders.ByteFallback(), decoders.Metaspace()], pre_tokenizer=pre_tokenizers.Metaspace()
@@ -153,5 +148,4 @@ TRAINED: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 @cache
 def trained(kind: str) -> Tokenizer:
-    """The tokenizer of this kind."""
     return Tokenizer({"tokenizer.json": TRAINED[kind]().to_str().encode()}, kind)

@@ -63,5 +63,4 @@ def write_sentence_pieces(folder: Path, tokenizer_class: str) -> None:
 
 
 def write_config(folder: Path, **config: object) -> None:
-    """tokenizer_config.json."""
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.report import describe_run, write_report
 from nanocore.client import LLM, SamplingParams
-from nanocore.client.engine_flags import EngineArgument
+from nanocore.client.arguments import EngineArgument
 from nanocore.protocol.metrics import Stats
 from tests.demo_model.tasks import TASKS, Example, held_out
 

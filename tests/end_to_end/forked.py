@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanocore.client import AsyncEngineClient, SamplingParams
-from nanocore.client.engine_flags import EngineArgument, engine_flags
+from nanocore.client.arguments import EngineArgument, engine_flags
 from nanocore.engine_core.cli import main
 from nanocore.protocol.messages import ModelCard
 from tests.end_to_end.engine_process import EXIT_TIMEOUT_S

@@ -21,8 +21,7 @@ from nanocore.client import (
     StructuredOutputsParams,
     collect,
 )
-from nanocore.client.chat.answer import ChatAnswer
-from nanocore.client.chat.events import Failed, Started
+from nanocore.client.chat.events import ChatAnswer, Failed, Started
 from nanocore.demo_model import demo_model_folder
 from nanocore.protocol.structured_outputs import ReasoningMarks
 from tests.end_to_end.forked import Engine, engine
@@ -176,8 +175,8 @@ def test_an_engine_that_is_killed_ends_a_chat_with_failed_and_its_error() -> Non
             params = SamplingParams(ignore_eos=True)
             events = client.chat(QUESTION, params)
             assert isinstance(await anext(events), Started)
-            assert client._keeper is not None
-            os.kill(client._keeper.pid, signal.SIGKILL)
+            assert client._supervisor is not None
+            os.kill(client._supervisor.pid, signal.SIGKILL)
             async for event in events:
                 if isinstance(event, Failed):
                     break

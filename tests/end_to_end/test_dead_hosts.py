@@ -31,7 +31,7 @@ PATIENCE_S = 120.0
 CLIENT = """
 import asyncio, sys
 from pathlib import Path
-from nanocore.client.connection import EngineConnection
+from nanocore.client.connection.engine_connection import EngineConnection
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Ping, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
@@ -46,12 +46,12 @@ async def main(endpoint, keys, num, patience_ms):
     for i in map(str, range(num)):
         prompt = b"\\1\\0\\0\\0"
         socket.post(encode(Submit(request_id=i, prompt_token_ids=prompt, sampling=params)))
-    while (await connection.control("stats")).stats.num_requests_running < min(num, 1):
+    while (await connection.calls.control("stats")).stats.num_requests_running < min(num, 1):
         pass
     print("ready", flush=True)
-    while connection.end is None:
+    while connection.error is None:
         await asyncio.sleep(0.02)
-    print("lost:", connection.end, flush=True)
+    print("lost:", connection.error, flush=True)
 
 asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
 """
@@ -59,13 +59,13 @@ asyncio.run(main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])))
 WATCHER = """
 import asyncio, sys
 from pathlib import Path
-from nanocore.client.connection import EngineConnection
+from nanocore.client.connection.engine_connection import EngineConnection
 from nanocore.protocol.sockets import ClientKeys
 
 async def main(endpoint, keys):
     connection = await EngineConnection.open(endpoint, 120, ClientKeys.load(Path(keys)))
     async def stats():
-        return (await connection.control("stats")).stats
+        return (await connection.calls.control("stats")).stats
     while (await stats()).num_clients < 2:
         pass
     print("ready", flush=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.client.launch_directory import LaunchDirectory
+from nanocore.client.connection.engine_process import LaunchDirectory
 
 EXIT_TIMEOUT_S = 60.0
 
@@ -20,8 +20,8 @@ EXIT_TIMEOUT_S = 60.0
 SETUP = """
 import asyncio, os, signal, sys, threading
 from nanocore.client import LLM, AsyncEngineClient, SamplingParams
-from nanocore.client.launch_directory import LaunchDirectory
-from nanocore.client.launcher import EngineProcess
+from nanocore.client.connection.engine_process import LaunchDirectory
+from nanocore.client.connection.engine_process import EngineProcess
 
 def left():
     try:

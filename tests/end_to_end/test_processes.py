@@ -297,8 +297,8 @@ def test_killing_an_engine_without_restarts_fails_its_requests_at_once(
         async with AsyncEngineClient.launch(tiny_model, max_restarts=0) as client:
             stream = client.generate([1, 2, 3], LONG)
             await anext(stream)
-            assert client._keeper is not None
-            os.kill(client._keeper.pid, signal.SIGKILL)
+            assert client._supervisor is not None
+            os.kill(client._supervisor.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError, match="exit"):
                 async for _ in stream:
                     pass
@@ -311,16 +311,18 @@ def test_killing_an_engine_without_restarts_fails_its_requests_at_once(
 def test_killing_an_engine_tells_the_clients_that_joined_it_and_the_next_one_serves_them(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanocore.client.connection.ENGINE_TIMEOUT_S", 1000.0)  # it is not that
+    monkeypatch.setattr(
+        "nanocore.client.connection.engine_connection.ENGINE_TIMEOUT_S", 1000.0
+    )  # it is not that
 
     async def main(client: AsyncEngineClient, pid: int) -> None:
         async with client:
             stream = client.generate([1, 2, 3], LONG)
             await anext(stream)
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(EngineDeadError, match="was closed; nobody listens at"):
+            with pytest.raises(EngineDeadError, match="was closed; nothing listens at"):
                 await read_to_the_end(stream)
-            with pytest.raises(EngineDeadError, match=r"nobody listens at .*nanocore-engine"):
+            with pytest.raises(EngineDeadError, match=r"nothing listens at .*nanocore-engine"):
                 await client.complete([1], GREEDY)
             with forked.engine(tiny_model, endpoint=client.endpoint):
                 while True:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.client import AsyncEngineClient, SamplingParams
-from nanocore.client.engine_keeper import EngineKeeper
+from nanocore.client.connection.engine_supervisor import EngineSupervisor
 from nanocore.protocol.errors import NanocoreError
 from tests.cli.served import Descendants, children
 from tests.end_to_end.engine_process import EXIT_TIMEOUT_S, command, run_to_exit
@@ -28,38 +28,38 @@ async def answer(endpoint: str) -> list[int]:
         return (await client.complete([1, 2, 3], PARAMS)).outputs[0].token_ids
 
 
-async def stands_by(keeper: EngineKeeper, standby: bool) -> None:
+async def stands_by(supervisor: EngineSupervisor, standby: bool) -> None:
     """Wait for the standby, if there is to be one."""
-    while standby and keeper.standby_pid is None:
+    while standby and supervisor.standby_pid is None:
         await asyncio.sleep(0.01)
 
 
 async def kill_one_after_another(flags: list[str], num_kills: int, standby: bool) -> None:
     """Kill engines; what is there beside the engine that serves is the same after each."""
     others = set(children(os.getpid()))
-    keeper = EngineKeeper(flags, standby=standby)
+    supervisor = EngineSupervisor(flags, standby=standby)
     news: asyncio.Queue[NanocoreError | None] = asyncio.Queue()
-    keeper.on_ready(lambda: news.put_nowait(None))
-    keeper.on_ended(news.put_nowait)
-    await keeper.start(120)
-    folder = Path(keeper.endpoint.removeprefix("ipc://")).parent
-    await stands_by(keeper, standby)
-    said, left = [await answer(keeper.endpoint)], []
+    supervisor.on_ready(lambda: news.put_nowait(None))
+    supervisor.on_ended(news.put_nowait)
+    await supervisor.start(120)
+    folder = Path(supervisor.endpoint.removeprefix("ipc://")).parent
+    await stands_by(supervisor, standby)
+    said, left = [await answer(supervisor.endpoint)], []
     for _ in range(num_kills):
-        below = Descendants(keeper.pid)
-        os.kill(keeper.pid, signal.SIGKILL)
+        below = Descendants(supervisor.pid)
+        os.kill(supervisor.pid, signal.SIGKILL)
         assert await news.get() is None
         await asyncio.to_thread(below.wait_until_all_end)
-        keeper.progress()
-        said.append(await answer(keeper.endpoint))
-        await stands_by(keeper, standby)
-        assert set(children(os.getpid())) - others == {one.pid for one in keeper._processes}
-        assert len(keeper._processes) == 1 + standby
+        supervisor.progress()
+        said.append(await answer(supervisor.endpoint))
+        await stands_by(supervisor, standby)
+        assert set(children(os.getpid())) - others == {one.pid for one in supervisor._processes}
+        assert len(supervisor._processes) == 1 + standby
         # What engines share with their ranks has no names.
         left.append((len(os.listdir("/proc/self/fd")), sorted(os.listdir(folder))))
     assert all(again == said[0] for again in said)
     assert left[-1] == left[0]
-    await keeper.stop()
+    await supervisor.stop()
     assert set(children(os.getpid())) <= others
     assert not folder.exists()
 
@@ -82,13 +82,13 @@ def test_nothing_of_engines_that_were_killed_piles_up(
 
 KEEPS_TWO = """
 import asyncio
-from nanocore.client.engine_keeper import EngineKeeper
+from nanocore.client.connection.engine_supervisor import EngineSupervisor
 async def main():
-    keeper = EngineKeeper([], standby=True)
-    await keeper.start(60)
-    while keeper.standby_pid is None:
+    supervisor = EngineSupervisor([], standby=True)
+    await supervisor.start(60)
+    while supervisor.standby_pid is None:
         await asyncio.sleep(0.01)
-    print(keeper.endpoint, flush=True)
+    print(supervisor.endpoint, flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())
 """

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nanocore.client import LLM, AsyncEngineClient, RequestOutput, SamplingParams
-from nanocore.client.engine_flags import engine_flags
+from nanocore.client.arguments import engine_flags
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.metrics import Stats
 from tests.end_to_end.forked import engine

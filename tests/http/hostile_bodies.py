@@ -73,10 +73,10 @@ def mutated(rng: random.Random, good: dict[str, Any]) -> dict[str, Any]:
     """A copy with one to three wrong values somewhere in it."""
     body = copy.deepcopy(good)
     for _ in range(rng.randint(1, 3)):
-        places = list(_places(body))
-        if not places:
+        tickets = list(_places(body))
+        if not tickets:
             break
-        holder, key = rng.choice(places)
+        holder, key = rng.choice(tickets)
         match rng.randrange(6):
             case 0:
                 del holder[key]

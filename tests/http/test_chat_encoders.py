@@ -18,7 +18,7 @@ from nanocore.client.chat.events import (
     ToolBegin,
     Usage,
 )
-from nanocore.client.logprobs import Logprob
+from nanocore.client.requests.logprob_views import Logprob
 from nanocore.http.dialects.chat_completions import (
     ChatCompletionEncoder,
     ChatStreamEncoder,

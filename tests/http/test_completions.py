@@ -128,9 +128,9 @@ def test_harnesses_read_a_prompts_own_logprobs(demo_endpoint: str) -> None:
     tops = [max(top.values()) for top in logprobs.top_logprobs[num_context:-1]]
     assert tops == score.token_logprobs  # each is the likeliest
     assert choice.text.startswith(PROMPT + ANSWER)
-    places = zip(logprobs.text_offset, logprobs.tokens, strict=True)
+    tickets = zip(logprobs.text_offset, logprobs.tokens, strict=True)
     assert all(
-        choice.text[offset : offset + len(token)] == token for offset, token in list(places)[:-1]
+        choice.text[offset : offset + len(token)] == token for offset, token in list(tickets)[:-1]
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nanocore.client.chat.event_stream import AnswerStream
+from nanocore.client.chat.answer_stream import AnswerStream
 from nanocore.client.chat.events import ChatEvent, Finished, Started, Text
 from nanocore.client.chat.parsing.reasoning import PlainTextParser
 from nanocore.client.tokenizer import Tokenizer

@@ -24,7 +24,7 @@ import pytest
 import uvloop
 
 from nanocore.client import AsyncEngineClient
-from nanocore.client.chat.event_stream import AnswerStream
+from nanocore.client.chat.answer_stream import AnswerStream
 from nanocore.http.server.http_connection import MAX_UNSENT_BYTES
 from tests.client.running import in_uvloop, run
 from tests.http.raw_http import RawServer, demo_engine, post, raw_server

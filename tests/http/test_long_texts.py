@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nanocore.client.chat.messages import LONG_CHARS
+from nanocore.client.chat.chat_messages import LONG_CHARS
 from nanocore.client.tokenizer import Tokenizer
 from tests.client.running import PATIENCE_S, run
 from tests.http.asgi import Connection, scope, turns

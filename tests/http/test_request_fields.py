@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from nanocore.client.chat.request import ChatOptions
+from nanocore.client.chat.chat_request import ChatOptions
 from nanocore.http.dialects.anthropic_messages import MessagesRequest, conversation
 from nanocore.http.dialects.chat_completions import ChatCompletionRequest
 from nanocore.http.dialects.prompts import MAX_PROMPTS, num_kept_tokens, read_prompts

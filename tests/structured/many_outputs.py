@@ -22,7 +22,7 @@ from jsonschema import Draft202012Validator
 
 from benchmarks.report import describe_run, write_report
 from nanocore.client import LLM, SamplingParams, StructuredOutputsParams
-from nanocore.client.outputs import CompletionOutput
+from nanocore.client.requests.request_outputs import CompletionOutput
 from nanocore.client.tokenizer import Tokenizer
 from tests.structured.corpus import SCHEMAS
 from tests.structured.validity import exact_validator, why_invalid

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanocore.client.outputs import CompletionOutput
+from nanocore.client.requests.request_outputs import CompletionOutput
 from tests.structured.corpus import SCHEMAS
 from tests.structured.many_outputs import generate, judge
 

@@ -17,8 +17,8 @@ from nanocore.cli.chat.files import EngineLog
 from nanocore.cli.chat.target import Message, Resumed, TargetEvent
 from nanocore.cli.engine_choice import EngineChoice, engine_client
 from nanocore.client import AsyncEngineClient
-from nanocore.client.chat.messages import ChatMessage
-from nanocore.client.engine_keeper import EngineKeeper
+from nanocore.client.chat.chat_messages import ChatMessage
+from nanocore.client.connection.engine_supervisor import EngineSupervisor
 from nanocore.protocol.errors import InvalidRequestError, NanocoreError
 from nanocore.protocol.sampling import SamplingParams
 
@@ -30,12 +30,12 @@ class EngineChatTarget:
         self._choice = choice
         self._log = log
         self._client: AsyncEngineClient | None = None
-        self._keeper: EngineKeeper | None = None  # of the launched engine
+        self._supervisor: EngineSupervisor | None = None  # of the launched engine
 
     async def open(self) -> None:
         log = self._log
         client = engine_client(
-            self._choice, None if log is None else lambda: self._new_keeper(log.fd)
+            self._choice, None if log is None else lambda: self._new_supervisor(log.fd)
         )
         await client.__aenter__()
         self._client = client
@@ -63,7 +63,9 @@ class EngineChatTarget:
     async def ask(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[TargetEvent, None]:
-        if self._client is None or (self._keeper is not None and self._keeper.ended is not None):
+        if self._client is None or (
+            self._supervisor is not None and self._supervisor.ended is not None
+        ):
             await self.close()
             await self.open()
         client = self._client
@@ -105,7 +107,7 @@ class EngineChatTarget:
             await self.open()
             raise
 
-    def _new_keeper(self, log_fd: int) -> EngineKeeper:
+    def _new_supervisor(self, log_fd: int) -> EngineSupervisor:
         choice = self._choice
-        self._keeper = EngineKeeper(choice.flags, choice.max_restarts, output_fd=log_fd)
-        return self._keeper
+        self._supervisor = EngineSupervisor(choice.flags, choice.max_restarts, output_fd=log_fd)
+        return self._supervisor

@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from nanocore.client.chat.answer import AnswerCollector, ChatAnswer
 from nanocore.client.chat.events import (
+    AnswerCollector,
+    ChatAnswer,
     ChatEvent,
     Finished,
     Reasoning,

@@ -59,7 +59,7 @@ _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """uds: replaces host and port. standby: of a launched engine, see `EngineKeeper`."""
+    """uds: replaces host and port. standby: of a launched engine, see `EngineSupervisor`."""
 
     app: AppSettings
     server: ServerSettings

@@ -21,7 +21,7 @@ import uvloop
 from nanocore import __version__
 from nanocore.cli.serve.flags import ServeOptions
 from nanocore.cli.serve.worker_pool import WorkerPool
-from nanocore.client.engine_keeper import EngineKeeper
+from nanocore.client.connection.engine_supervisor import EngineSupervisor
 from nanocore.http.server.service import EngineAddress, HttpService, freeze_startup
 from nanocore.protocol.errors import EngineDeadError, NanocoreError
 
@@ -53,7 +53,7 @@ class Supervisor:
             self._front = WorkerPool(
                 options.app, options.server, options.shutdown_timeout_s, options.log_format
             )
-        self._engine: EngineKeeper | None = None
+        self._engine: EngineSupervisor | None = None
         self._engine_end: asyncio.Future[NanocoreError]
         self._signal: asyncio.Future[int]
 
@@ -103,7 +103,7 @@ class Supervisor:
         endpoints = choice.endpoints
         if not endpoints:
             logger.info("launching an engine: %s", " ".join(choice.flags) or "no flags")
-            keeper = EngineKeeper(choice.flags, choice.max_restarts, self._options.standby)
+            keeper = EngineSupervisor(choice.flags, choice.max_restarts, self._options.standby)
             keeper.on_ready(self._on_ready)
             keeper.on_ended(self._engine_end.set_result)
             self._engine = keeper

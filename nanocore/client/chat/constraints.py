@@ -1,18 +1,22 @@
-"""What an answer must be, as structured outputs: a forced tool call, or a response format.
+"""Structured outputs of an answer: a forced tool call, or a response format.
 
-What is forced is JSON of a schema, whatever a model's own form of tool calls is, as in vLLM. A
-model that thinks does so before.
+A forced answer is JSON that matches a schema, whatever the model's own format of tool calls is, as
+in vLLM. A model that reasons does so before. `FormNames` lets errors and `not_held` use the
+caller's names for the parts of a schema.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from nanocore.client.chat.form_names import names_of_format
 from nanocore.client.chat.parsing.formats import REASONING_PARSERS, Formats, beginnings_of
-from nanocore.client.chat.tool_choice import (
+from nanocore.client.chat.tools import (
+    Tool,
     ToolChoice,
     arguments_schema,
     call_schema,
@@ -20,13 +24,70 @@ from nanocore.client.chat.tool_choice import (
     loosened,
     with_equal_schemas,
 )
-from nanocore.client.chat.tools import Tool
-from nanocore.protocol.errors import InvalidRequestError, quoted
+from nanocore.protocol.errors import InvalidRequestError, NanocoreError, quoted
 from nanocore.protocol.fields import MAX_FREE_PREFIXES
-from nanocore.protocol.structured_outputs import (
-    ReasoningMarks,
-    StructuredOutputsParams,
+from nanocore.protocol.structured_outputs import ReasoningMarks, StructuredOutputsParams
+
+_PART: Final = re.compile(
+    r"structured_outputs\.(?:json|structural_tag\.structures\[0\]\.schema) at '/\$defs/(\d+)"
 )
+_WHOLE: Final = re.compile(r"structured_outputs(?:\.(?:json|structural_tag)\b|(?![\w.]))")
+
+
+class FormNames(NamedTuple):
+    """Names of a form, of the schemas in its "$defs", and of parts that were left out of it.
+
+    whole: "" if the caller wrote structured_outputs. parts: by number.
+    """
+
+    whole: str = ""
+    parts: Sequence[str] = ()
+    left_out: Sequence[str] = ()
+
+    @contextmanager
+    def in_errors(self) -> Iterator[None]:
+        """Let errors of the form speak of what the caller wrote."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            self.rename(error)
+            raise
+
+    def rename(self, error: NanocoreError) -> None:
+        """Let an error of the form speak of what the caller wrote."""
+        text = self.named(str(error))
+        if text != str(error):
+            error.args = (text,)
+            if isinstance(error, InvalidRequestError):
+                error.param = self.whole.partition(":")[0]
+
+    def not_held(self, pointers: Sequence[str]) -> list[str]:
+        """Names of what is not held. pointers: of keywords in the schema that was sent."""
+        places = [self.named(f"structured_outputs.json at '{pointer}") for pointer in pointers]
+        return [*self.left_out, *(place.replace(" at '", "", 1) for place in places)]
+
+    def named(self, text: str) -> str:
+        """The text, with the caller's names in place of the engine's."""
+        if self.parts:
+            text = _PART.sub(lambda found: f"{self.parts[int(found[1])]} at '", text)
+        return _WHOLE.sub(self.whole, text) if self.whole else text
+
+
+def names_of_format(response_format: object) -> FormNames:
+    """Return the names of a response_format, by its type."""
+    given: dict[str, Any] = response_format if isinstance(response_format, dict) else {}
+    if given.get("type") not in ("json_schema", "json_object"):
+        return FormNames("response_format")
+    return FormNames(f"response_format{'.json_schema' * ('json_schema' in given)}.schema")
+
+
+def names_of_calls(tools: Sequence[Tool], choice: ToolChoice) -> FormNames:
+    """Return the names of the schemas of tool calls."""
+    parts = [f"tools[{tool.name}].parameters" for tool in tools]
+    if choice.tool is not None:
+        return FormNames(parts[tools.index(choice.tool)])
+    return FormNames("tools: the schema of all calls", parts)
+
 
 _FORMATS: Final = (
     '{"type": "text"}, {"type": "json_object"}, perhaps with "schema": {...}, {"type": '
@@ -70,7 +131,6 @@ def _read_response_format(response_format: object) -> StructuredOutputsParams | 
 
 
 def _of_object(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
-    """The schema, of objects alone: json_object promises one."""
     if isinstance(schema, bool):
         return schema and {"type": "object"}
     types = schema.get("type", "object")
@@ -90,7 +150,7 @@ def constraint(
     response_format: StructuredOutputsParams | None,
     tool_format: str | None,
 ) -> StructuredOutputsParams | None:
-    """What the answer must be after its reasoning; None: any text.
+    """Return the structured output that follows the reasoning; None allows any text.
 
     tool_format: the model's own form of tool calls. If it is hermes's, calls of tools that are
     strict match their schemas, also if the model is free to call. Beside a response format, calls
@@ -121,7 +181,6 @@ def constraint(
 def _or_calls(
     response_format: StructuredOutputsParams, tools: list[Tool], tool_format: str | None
 ) -> StructuredOutputsParams:
-    """The form, or anything that begins as a call does."""
     if tool_format is None or not tools:
         return response_format
     prefixes = beginnings_of(tool_format, tools)
@@ -135,7 +194,7 @@ def _or_calls(
 
 
 def _shortened(prefixes: list[str]) -> list[str]:
-    """As many as may be sent: those of many tools, cut until enough of them are equal."""
+    """Cut prefixes until enough of them are equal to be sent."""
     length = max(map(len, prefixes))
     while len(prefixes) > MAX_FREE_PREFIXES:
         length -= 1
@@ -165,7 +224,6 @@ def with_reasoning(
 
 
 def _hermes_calls(tools: list[Tool]) -> dict[str, Any]:
-    """Free text, in which calls are as the model was taught to write them."""
     call = call_schema(loosened(tools), "arguments")
     structure = {"begin": "<tool_call>\n", "schema": call, "end": "\n</tool_call>"}
     return {"structures": [structure], "triggers": ["<tool_call>"]}

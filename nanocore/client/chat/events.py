@@ -1,18 +1,18 @@
-"""What a streamed answer is made of: one vocabulary, whatever dialect will speak it.
+"""Events of a streamed answer, and the whole answer that they make.
 
-For each sample: text, reasoning and tool calls as they come, logprobs if they were asked for, and
-one Finished. Once for the request: Started comes first; Failed, if it comes, last. Deltas are never
-empty, and joined they are the whole.
+For each sample: text, reasoning and tool calls as they come, logprobs if requested, and one
+Finished. For the request: Started comes first; Failed, if it comes, last. Deltas are never empty,
+and joined they are the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import AsyncIterable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from nanocore.client.logprobs import Logprob, PromptLogprobs
+from nanocore.client.requests.logprob_views import Logprob, PromptLogprobs
 from nanocore.protocol.errors import NanocoreError
 
 ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "abort", "timeout", "error"]
@@ -35,14 +35,14 @@ class Started(msgspec.Struct, frozen=True, gc=False):
 
 
 class Text(msgspec.Struct, frozen=True, gc=False):
-    """More of the answer's text. index: of the request's n samples, here and below."""
+    """Text of the answer. index: of the request's n samples, here and below."""
 
     delta: str
     index: int = 0
 
 
 class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    """More of what the model thought before its answer."""
+    """Text that the model wrote as reasoning."""
 
     delta: str
     index: int = 0
@@ -59,7 +59,7 @@ class ToolBegin(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolArguments(msgspec.Struct, frozen=True, gc=False):
-    """More of a call's arguments: a JSON object's text, unless the model wrote none."""
+    """Arguments of a call: text of a JSON object, unless the model wrote something else."""
 
     tool_index: int
     delta: str
@@ -67,7 +67,7 @@ class ToolArguments(msgspec.Struct, frozen=True, gc=False):
 
 
 class Logprobs(msgspec.Struct, frozen=True, gc=False):
-    """Of each new token, special ones included: its candidates by token id, itself first."""
+    """Candidates by token id, for each new token (special ones included), itself first."""
 
     tokens: list[dict[int, Logprob]]
     index: int = 0
@@ -101,7 +101,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False):
-    """The request has failed after Started; whoever reads on gets this error raised."""
+    """The request has failed after Started; reading on raises this error."""
 
     error: NanocoreError
 
@@ -109,3 +109,109 @@ class Failed(msgspec.Struct, frozen=True, gc=False):
 ChatEvent: TypeAlias = (
     Started | Text | Reasoning | ToolBegin | ToolArguments | Logprobs | Finished | Failed
 )
+
+
+class ToolCall(msgspec.Struct):
+    """Call in an answer. arguments: as the model wrote them, JSON only if a grammar forced it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ChatAnswer(msgspec.Struct):
+    """One sample's answer, as far as its events go.
+
+    content: its text; what follows a call begins a line. finish_reason, usage: None until it has
+    ended. logprobs: of each token, if they were asked for.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = msgspec.field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = msgspec.field(default_factory=list)
+    finish_reason: ChatFinishReason | None = None
+    stop_reason: int | str | None = None
+    message: str | None = None
+    usage: Usage | None = None
+
+    def to_message(self) -> dict[str, Any]:
+        """The turn, to be appended to the conversation."""
+        turn: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            turn["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            turn["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in self.tool_calls
+            ]
+        return turn
+
+
+async def collect(events: AsyncIterable[ChatEvent]) -> list[ChatAnswer]:
+    """The answers that these events make, in the order of their index; raises NanocoreError."""
+    collector = AnswerCollector()
+    async for event in events:
+        collector.add(event)
+    return collector.answers()
+
+
+class AnswerCollector:
+    """Puts answers together from their events."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, _Parts] = {}
+
+    def add(self, event: ChatEvent) -> None:
+        """The next one."""
+        if isinstance(event, (Text, Reasoning, ToolBegin, ToolArguments, Logprobs, Finished)):
+            self._parts.setdefault(event.index, _Parts()).add(event)
+
+    def answers(self) -> list[ChatAnswer]:
+        """Return the answers so far, in the order of their index."""
+        return [self._parts[index].answer() for index in sorted(self._parts)]
+
+
+class _Parts:
+    """Pieces, which are joined at the end: a text of n pieces costs O(n)."""
+
+    def __init__(self) -> None:
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[ToolBegin, list[str]]] = []
+        self._is_split = False
+        self._answer = ChatAnswer()
+
+    def add(
+        self, event: Text | Reasoning | ToolBegin | ToolArguments | Logprobs | Finished
+    ) -> None:
+        if isinstance(event, Text):
+            self._text += ["\n", event.delta] if self._is_split else [event.delta]
+            self._is_split = False
+        elif isinstance(event, Reasoning):
+            self._reasoning.append(event.delta)
+        elif isinstance(event, ToolBegin):
+            self._calls.append((event, []))
+            self._is_split = bool(self._text)
+        elif isinstance(event, ToolArguments):
+            self._calls[event.tool_index][1].append(event.delta)
+        elif isinstance(event, Logprobs):
+            self._answer.logprobs += event.tokens
+        else:
+            self._answer.finish_reason = event.finish_reason
+            self._answer.stop_reason = event.stop_reason
+            self._answer.message = event.message
+            self._answer.usage = event.usage
+
+    def answer(self) -> ChatAnswer:
+        answer = self._answer
+        answer.content = "".join(self._text)
+        answer.reasoning = "".join(self._reasoning)
+        answer.tool_calls = [
+            ToolCall(begin.id, begin.name, "".join(arguments)) for begin, arguments in self._calls
+        ]
+        return answer

@@ -34,7 +34,7 @@ from jinja2.utils import Namespace
 _LENGTH: Final = struct.Struct("!I")
 _MAX_ERROR_CHARS: Final = 1 << 18
 _USUAL_SIZE: Final = 256 << 20
-"""More than the address space that Python and jinja2 take."""
+"""Upper bound of the address space of Python and jinja2."""
 
 
 def compile_template(text: str, now: Callable[[], datetime]) -> jinja2.Template:
@@ -43,9 +43,7 @@ def compile_template(text: str, now: Callable[[], datetime]) -> jinja2.Template:
     now: the clock that it reads the date from.
     """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
     environment.globals |= {
@@ -63,7 +61,6 @@ class _GenerationTag(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        """What is between the tags, in a scope of its own."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         call = self.call_method("_text_of")
@@ -80,7 +77,6 @@ class _Dict:
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """dict.fromkeys."""
         return dict.fromkeys(*args)
 
 
@@ -111,7 +107,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as a model reads it; jinja2's own filter writes it for HTML."""
+    # jinja2's own filter escapes for HTML, which models have not seen.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -130,7 +126,6 @@ class _Server:
         self._now = datetime.min
 
     def answer(self, frame: bytearray) -> tuple[bytes, str]:
-        """Status and text: the prompt, or what went wrong."""
         try:
             request = json.loads(frame)
             self._now = datetime.fromisoformat(request["now"])
@@ -155,7 +150,7 @@ class _Server:
 
 
 def _read(stream: Any) -> bytearray | None:
-    """One frame, or None at the end of the parent."""
+    """Read one frame; None once the parent has closed the socket."""
     head = stream.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -167,7 +162,8 @@ def _read(stream: Any) -> bytearray | None:
 
 
 def _limit(max_memory: int) -> None:
-    """No files, no processes, no memory beyond this, and death when the CPU time is over."""
+    """Forbid files, processes and memory beyond this, and end the process when its CPU time is
+    over."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NPROC):

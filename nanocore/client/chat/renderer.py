@@ -20,9 +20,9 @@ from typing import Any, Final
 from nanocore.protocol.errors import InvalidRequestError, NanocoreError, shorten
 
 MAX_CPU_S: Final = 2.0
-"""For one rendering, and the template's compilation before the first."""
+"""CPU time limit of one rendering; the first one includes compiling the template."""
 MAX_WALL_S: Final = 30.0
-"""For one rendering, and for the process's start: only a machine that stands still gets there."""
+"""Time limit of one rendering, and of starting the process; reached only on a hung machine."""
 MAX_MEMORY: Final = 256 << 20
 """Bytes that the process may take beyond what it has at its start."""
 MAX_OUTPUT_FACTOR: Final = 4
@@ -32,7 +32,7 @@ _MAX_REASON_CHARS: Final = 200
 _MAX_TRIES: Final = 3
 _LENGTH: Final = struct.Struct("!I")
 _ENVIRONMENT: Final = ("TZ", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH")
-"""All that the process sees of ours."""
+"""Environment variables that are passed to the process."""
 
 
 class RenderProcessError(NanocoreError):
@@ -40,7 +40,8 @@ class RenderProcessError(NanocoreError):
 
 
 class _ProcessKilledError(Exception):
-    """By somebody else: no limit does that. failure: what it is if it happens again."""
+    """Raised if somebody else killed the process: no limit does that. failure: what it is if it
+    happens again."""
 
     def __init__(self, failure: NanocoreError) -> None:
         super().__init__()
@@ -90,7 +91,9 @@ class Renderer:
                 status, text = self._rendered(request)
                 if status == "m" or self._is_ending:
                     self.close()
-            except BaseException:  # an interrupt, too: the answer that may come is to nobody
+            except (
+                BaseException
+            ):  # an interrupt, too: a late reply would be taken for the next one's
                 self.close()
                 raise
             finally:
@@ -107,7 +110,7 @@ class Renderer:
         raise self._failure(text)
 
     def _rendered(self, request: bytes) -> tuple[str, str]:
-        """Status and text; again with a new process if somebody has killed this one."""
+        """Return status and text; if the process was killed, try again with a new one."""
         for num_left in reversed(range(_MAX_TRIES)):
             process = self._process
             try:
@@ -138,13 +141,13 @@ class Renderer:
             process.kill()  # the thread that waits for it closes the rest
 
     def close(self) -> None:
-        """End the process, if there is one, which nobody waits for."""
+        """End the process, if there is one; no thread may wait for it."""
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._socket = self._finalizer = None
 
     def forget(self) -> None:
-        """In a new process that was forked off: what we had is our parent's."""
+        """Drop, in a forked process, what belongs to the parent."""
         if self._process is not None and self._socket is not None and self._finalizer is not None:
             self._finalizer.detach()
             self._socket.close()
@@ -231,7 +234,7 @@ class Renderer:
         return b"".join(pieces)
 
     def _status(self) -> int | None:
-        """How the process ended, seen up to a second after its socket closes; None: it runs."""
+        """Return the exit status, waiting up to a second; None while it runs."""
         assert self._process is not None
         try:
             return self._process.wait(timeout=1.0)
@@ -239,7 +242,6 @@ class Renderer:
             return None
 
     def _death(self) -> Exception:
-        """Why the process is gone."""
         status = self._status()
         if status == -signal.SIGPROF:
             return self._failure(f"it takes more than {MAX_CPU_S:g} s of CPU time, the limit")
@@ -259,7 +261,7 @@ class Renderer:
 
 
 def _is_stopped(pid: int) -> bool:
-    """By a signal: nobody would wake it."""
+    # A process that a signal has stopped would never reply.
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     except OSError:  # there is no /proc

@@ -1,25 +1,98 @@
 """A model's chat template: messages to a prompt, as transformers' apply_chat_template makes it.
 
-Models are trained on what that function makes, so templates see here what they see there: the
-filters and globals, the names that are defined, and the messages, with values of None left out.
-A template is foreign code: it runs in a process of its own (`renderer`).
+Models are trained on that function's output, so templates see here what they see there: the filters
+and globals, the names that are defined, and the messages, with values of None left out. Further
+names (`chat_template_kwargs`) must be allowed. A template is foreign code: it runs in a process of
+its own (`renderer`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
-from nanocore.client.chat.messages import REASONING_KEYS, is_long, plain, template_message
+from nanocore.client.chat.chat_messages import REASONING_KEYS, is_long, plain, template_message
 from nanocore.client.chat.renderer import Renderer
-from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS, read_template_kwargs
-from nanocore.client.chat.token_guard import TokenGuard
+from nanocore.client.chat.special_token_guard import SpecialTokenGuard
 from nanocore.protocol.errors import InvalidRequestError, quoted, shorten
+
+DEFAULT_TEMPLATE_KWARGS: Final = frozenset(
+    {
+        "builtin_tools", "controls", "custom_tools", "date_string", "documents", "enable_thinking",
+        "keep_past_thinking", "model_identity", "preserve_thinking", "python_tools",
+        "reasoning_effort", "thinking", "thinking_budget", "thinking_mode",
+        "tools_in_user_message", "xml_tools",
+    }
+)  # fmt: skip
+"""Names that known models' templates use, all harmless: switches, the date, more tools."""
+_RESERVED: Final = frozenset(
+    {
+        "messages", "tools", "add_generation_prompt", "continue_final_message", "tokenize",
+        "chat_template", "raise_exception", "strftime_now", "namespace", "dict", "range", "lipsum",
+        "cycler", "joiner", "loop", "self", "caller", "varargs", "kwargs",
+    }
+)  # fmt: skip
+
+
+class TemplateOptions(TypedDict, total=False):
+    """Options of a template, besides the messages.
+
+    tools: OpenAI's, as dicts. chat_template_kwargs: further names for the template, such as
+    enable_thinking. allowed_template_kwargs: which names these may be; DEFAULT_TEMPLATE_KWARGS.
+    continue_final_message: the prompt ends with the last message's content (or with what the named
+    key of it has), which the model continues.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    allowed_template_kwargs: Collection[str]
+    continue_final_message: bool | str
+
+
+def read_template_kwargs(
+    given: Mapping[str, object] | None, allowed: Collection[str], special_tokens: Collection[str]
+) -> dict[str, Any]:
+    """Plain copies of what is given.
+
+    allowed: the names that may be. special_tokens: the names that templates know these by.
+
+    Raises:
+        InvalidRequestError: a name is not allowed, or has a meaning already, or a value is none
+            that JSON can hold.
+    """
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(
+            f"chat_template_kwargs is a dict of names and values, not {type(given).__name__}"
+        )
+    if isinstance(allowed, (str, bytes)) or not isinstance(allowed, Collection):
+        raise InvalidRequestError(
+            f"allowed_template_kwargs={quoted(allowed)}: a collection of names"
+        )
+    for name in given:
+        if not isinstance(name, str) or not name.isidentifier() or name.startswith("_"):
+            reason = "a name is an identifier that begins with a letter"
+        elif name in _RESERVED or name in special_tokens or name.endswith("_token"):
+            reason = "it has a meaning in every template: choose another name"
+        elif name not in allowed:
+            names = ", ".join(sorted(map(str, allowed))) or "none"
+            reason = (
+                f"allowed are {names}: leave it out, or have it allowed in allowed_template_kwargs"
+            )
+        else:
+            continue
+        raise InvalidRequestError(f"chat_template_kwargs[{quoted(name)}]: {reason}")
+    try:
+        return {name: plain(value) for name, value in given.items()}
+    except (TypeError, RecursionError) as error:
+        raise InvalidRequestError(f"chat_template_kwargs: {error}") from None
+
 
 MAX_TEMPLATE_CHARS: Final = 1 << 16
 _CONTINUED: Final = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Where the prompt is to end: transformers' own mark, as templates might look at its length."""
+"""Mark of the prompt's end: transformers' own, as templates might look at its length."""
 
 
 class ChatTemplate:
@@ -41,7 +114,7 @@ class ChatTemplate:
         text: str,
         special_tokens: Mapping[str, str],
         source: str,
-        guard: TokenGuard | None = None,
+        guard: SpecialTokenGuard | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         if len(text) > MAX_TEMPLATE_CHARS:
@@ -131,13 +204,13 @@ def _check_end(add_generation_prompt: object, continue_final_message: object) ->
         )
     if continue_final_message and add_generation_prompt:
         raise InvalidRequestError(
-            "add_generation_prompt begins another message, continue_final_message goes on with the "
+            "add_generation_prompt begins another message, continue_final_message continues the "
             "last one: leave out either"
         )
 
 
 def _mark_end(message: dict[str, Any], key: str, template: str) -> str:
-    """Put the mark at the end of what the prompt is to end with, and return what it was."""
+    """Put the mark at the end of the final message, and return its text without."""
     final = message.get(key)
     if final is None:
         raise InvalidRequestError(
@@ -163,7 +236,6 @@ def _mark_end(message: dict[str, Any], key: str, template: str) -> str:
 
 
 def _cut_end(text: str, final: str) -> str:
-    """The prompt up to the mark."""
     end = text.rfind(_CONTINUED.strip())
     if end < 0 or final.strip() not in text:
         raise InvalidRequestError(

@@ -1,13 +1,20 @@
-"""Tools as callers give them: OpenAI's shape, checked."""
+"""Tools of a request: OpenAI's shape, `tool_choice`, their JSON Schemas, and tools as text.
+
+Text is for models whose chat templates do not know tools. Its form of calls is Hermes's, which many
+models have seen in training.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 
+from nanocore.client.chat.chat_messages import plain
 from nanocore.protocol.errors import InvalidRequestError, quoted
 
 MAX_TOOLS: Final = 1024
@@ -29,12 +36,7 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 def read_tools(tools: Sequence[object] | None) -> list[Tool]:
-    """The tools of a request.
-
-    Raises:
-        InvalidRequestError: one is not {"type": "function", "function": {"name": ...}}, a name is
-            not plain or comes twice, or there are more than MAX_TOOLS.
-    """
+    """Read the tools; raises InvalidRequestError if one is malformed or a name comes twice."""
     if tools is None:
         return []
     if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
@@ -76,3 +78,184 @@ def _read(i: int, tool: object) -> Tool:
             f"{type(parameters).__name__}"
         )
     return Tool(name, parameters, function.get("strict") is True, tool)
+
+
+_UNSCHEMATIC: Final = frozenset({"const", "enum", "default", "examples"})
+"""Keywords whose values are data, where "$ref" refers to nothing."""
+_NAMED_SCHEMAS: Final = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+"""Keywords whose values are schemas by name, whatever the names are."""
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Choice of tools. mode: "auto" leaves it to the model; "named" forces a call of `tool`."""
+
+    mode: Literal["none", "auto", "required", "named"]
+    tool: Tool | None = None
+
+
+def read_tool_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
+    """Read "none", "auto", "required", {"type": "function", "function": {"name": ...}}, or None.
+
+    None is "auto" if there are tools.
+
+    Raises:
+        InvalidRequestError: it is none of these, or names no tool of the request.
+    """
+    if choice is None:
+        choice = "auto" if tools else "none"
+    if choice in ("none", "auto"):
+        return ToolChoice("auto" if tools and choice == "auto" else "none")
+    names = ", ".join(repr(tool.name) for tool in tools) or "there are none"
+    if choice == "required":
+        if not tools:
+            raise InvalidRequestError('tool_choice="required" needs tools: give at least one')
+        return ToolChoice("required")
+    if isinstance(choice, dict) and choice.get("type", "function") == "function":
+        function = choice.get("function", choice)  # the Responses API has the name outside
+        name = function.get("name") if isinstance(function, dict) else None
+        for tool in tools:
+            if tool.name == name:
+                return ToolChoice("named", tool)
+        if isinstance(name, str):
+            raise InvalidRequestError(
+                f"tool_choice names {quoted(name)}, which is none of the tools: {names}"
+            )
+    raise InvalidRequestError(
+        'tool_choice is "none", "auto", "required" or {"type": "function", "function": {"name": '
+        f"str}}}}, not {quoted(choice)}"
+    )
+
+
+def arguments_schema(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a call's arguments: an object, even if the tool does not say so."""
+    return {"type": "object", **tool.parameters}
+
+
+def loosened(tools: Sequence[Tool]) -> list[Tool]:
+    """Return the tools; arguments of tools that are not strict may be any object."""
+    return [tool if tool.strict else replace(tool, parameters={}) for tool in tools]
+
+
+def with_equal_schemas(tools: Sequence[Tool]) -> dict[int, list[Tool]]:
+    """Tools whose arguments are the same, and as strict, by the number of the first of them."""
+    first: dict[tuple[str, bool], int] = {}
+    groups: dict[int, list[Tool]] = {}
+    for i, tool in enumerate(tools):
+        number = first.setdefault((repr(tool.parameters), tool.strict), i)
+        groups.setdefault(number, []).append(tool)
+    return groups
+
+
+def calls_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
+    """An array of calls, [{"name": ..., "parameters": {...}}, ...]; parallel: of more than one."""
+    call = call_schema(tools, "parameters")
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": call, "$defs": call.pop("$defs")}
+
+
+def call_schema(tools: Sequence[Tool], key: str) -> dict[str, Any]:
+    """A call, {"name": ..., key: {...}}.
+
+    A schema's references begin at its root, which is moved to "/$defs/" and the number of the first
+    tool of `with_equal_schemas`: names may be long.
+    """
+    groups = with_equal_schemas(tools)
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"enum": [tool.name for tool in group]},
+                key: {"$ref": f"#/$defs/{number}"},
+            },
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for number, group in groups.items()
+    ]
+    schemas = {
+        str(number): _moved(arguments_schema(group[0]), f"#/$defs/{number}")
+        for number, group in groups.items()
+    }
+    return {"anyOf": calls, "$defs": schemas}
+
+
+def _moved(schema: Any, root: str, name: str | None = None) -> Any:
+    """Return the schema with references to its own parts moved to the root.
+
+    name: its `$id`, which two tools may share: it goes, and references by it are moved, too. A part
+    with an `$id` of its own is the root of what it refers to, wherever it is.
+    """
+    if isinstance(schema, list):
+        return [_moved(item, root, name) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if isinstance(schema.get("$id"), str):
+        if name is not None:
+            return schema
+        name = schema["$id"].removesuffix("#")
+        schema = {key: value for key, value in schema.items() if key != "$id"}
+    name = name or ""
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str):
+            own = value.removeprefix(name)
+            is_own = own in ("", "#") or own.startswith("#/")
+            moved[key] = f"{root}{own[1:]}" if is_own else value
+        elif key in _NAMED_SCHEMAS and isinstance(value, dict):
+            moved[key] = {one: _moved(part, root, name) for one, part in value.items()}
+        else:
+            moved[key] = value if key in _UNSCHEMATIC else _moved(value, root, name)
+    return moved
+
+
+ToolPrompt: TypeAlias = Literal["generic", "none"]
+"""How tools are shown that the template does not show: by the text below, or not at all."""
+GENERIC_FORMAT: Final = "hermes"
+"""The parser of calls that are written as described here."""
+_TOOLS: Final = """\
+# Tools
+
+You may call these functions. Each line describes one:
+<tools>
+{tools}
+</tools>"""
+_CALLS: Final = """
+
+To call one, write its name and its arguments as JSON between these tags, and nothing else:
+<tool_call>
+{"name": "the function's name", "arguments": {"name of an argument": "its value"}}
+</tool_call>"""
+
+
+def describe_tools(tools: Sequence[Tool], tool_format: str | None) -> str:
+    """Text for the system's turn. tool_format: how calls will be read; only Hermes's is described.
+
+    Raises:
+        InvalidRequestError: a tool holds what JSON cannot.
+    """
+    try:
+        lines = [json.dumps(plain(tool.source), ensure_ascii=False) for tool in tools]
+    except (TypeError, RecursionError) as error:
+        raise InvalidRequestError(f"the tools of a chat: {error}") from None
+    text = _TOOLS.format(tools="\n".join(lines))
+    return text + _CALLS if tool_format == GENERIC_FORMAT else text
+
+
+def call_text(call: Mapping[str, Any]) -> str:
+    """A call of the past, as the model was asked to write it; raises InvalidRequestError."""
+    function = call["function"]
+    arguments = function["arguments"]
+    try:
+        if not isinstance(arguments, str):
+            arguments = json.dumps(plain(arguments), ensure_ascii=False)
+        name = json.dumps(function["name"], ensure_ascii=False)
+    except (TypeError, RecursionError) as error:
+        raise InvalidRequestError(f"the messages of a chat: {error}") from None
+    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments or "{}"}}}\n</tool_call>'
+
+
+def result_text(content: str) -> str:
+    """Return a call's result as text of the user's turn."""
+    return f"<tool_response>\n{content}\n</tool_response>"

@@ -12,8 +12,8 @@ import msgspec
 from msgspec.structs import replace
 
 from nanocore.client import SamplingParams
-from nanocore.client.chat.messages import ChatMessage
-from nanocore.client.chat.request import ChatOptions
+from nanocore.client.chat.chat_messages import ChatMessage
+from nanocore.client.chat.chat_request import ChatOptions
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.chat_options import (
     chat_token_ids,

@@ -9,8 +9,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from nanocore.client import SamplingParams
-from nanocore.client.chat.answer import AnswerCollector, ChatAnswer
+from nanocore.client.chat.chat_request import ChatOptions
 from nanocore.client.chat.events import (
+    AnswerCollector,
+    ChatAnswer,
     ChatEvent,
     Finished,
     Logprobs,
@@ -20,7 +22,6 @@ from nanocore.client.chat.events import (
     ToolArguments,
     ToolBegin,
 )
-from nanocore.client.chat.request import ChatOptions
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.chat_options import (
     check_num_messages,

@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 from nanocore.client import SamplingParams
-from nanocore.client.chat.event_stream import AnswerStream
-from nanocore.client.chat.messages import ChatMessage, is_long
-from nanocore.client.chat.request import ChatOptions, prepare_chat
-from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
+from nanocore.client.chat.answer_stream import AnswerStream
+from nanocore.client.chat.chat_messages import ChatMessage, is_long
+from nanocore.client.chat.chat_request import ChatOptions, prepare_chat
+from nanocore.client.chat.template import DEFAULT_TEMPLATE_KWARGS
 from nanocore.http.dialects.request_fields import SamplingFields
 from nanocore.http.exchange import Exchange
 from nanocore.http.http_errors import bad_request

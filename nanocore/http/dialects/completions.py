@@ -13,11 +13,10 @@ from typing import Any, Final
 from msgspec.structs import replace
 
 from nanocore.client import AsyncEngineClient, ModelCard, SamplingParams
-from nanocore.client.chat.constraints import read_response_format
-from nanocore.client.chat.event_stream import AnswerStream
-from nanocore.client.chat.form_names import names_of_format
-from nanocore.client.chat.messages import is_long
-from nanocore.client.submit_order import Place
+from nanocore.client.chat.answer_stream import AnswerStream
+from nanocore.client.chat.chat_messages import is_long
+from nanocore.client.chat.constraints import names_of_format, read_response_format
+from nanocore.client.requests.submission import SubmitTicket
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.completion_encoders import (
@@ -110,9 +109,9 @@ async def serve(exchange: Exchange) -> None:
         _check_batch(client, len(prompts) * params.n)
     response_id = ResponseId("cmpl-", request.request_id)
     # Places are taken before tokenizing, so that requests keep the order in which they came.
-    with client.places(len(prompts)) as places:
+    with client.submit_tickets(len(prompts)) as tickets:
         token_ids = await tokenize_prompts(
-            exchange, places, prompts, request.add_special_tokens is not False, "prompt", num_kept
+            exchange, tickets, prompts, request.add_special_tokens is not False, "prompt", num_kept
         )
         style = CompletionStyle(
             head=response_id.head("text_completion", model, client.model_card.numerics_fingerprint),
@@ -121,11 +120,11 @@ async def serve(exchange: Exchange) -> None:
             shows_output=request.max_tokens != 0,
             shows_prompt=request.prompt_logprobs is not None,
             skip_special_tokens=params.skip_special_tokens,
-            echoes=await _echoes(exchange, places, request, prompts, token_ids)
+            echoes=await _echoes(exchange, tickets, request, prompts, token_ids)
             if request.echo
             else (),
         )
-        streams = await _submit(client, token_ids, params, request, response_id, places)
+        streams = await _submit(client, token_ids, params, request, response_id, tickets)
         if request.response_format is not None:
             for stream in streams:
                 stream.form_names = names_of_format(request.response_format)
@@ -155,7 +154,7 @@ async def _submit(
     params: SamplingParams,
     request: CompletionRequest,
     response_id: ResponseId,
-    places: Sequence[Place],
+    tickets: Sequence[SubmitTicket],
 ) -> list[AnswerStream]:
     streams: list[AnswerStream] = []
     try:
@@ -170,7 +169,7 @@ async def _submit(
                     request.priority or 0,
                     request.cache_salt,
                     True,
-                    place=places[i],
+                    ticket=tickets[i],
                 )
             )
     except BaseException:
@@ -194,7 +193,7 @@ def _check_batch(client: AsyncEngineClient, num_samples: int) -> None:
 
 async def _echoes(
     exchange: Exchange,
-    places: Sequence[Place],
+    tickets: Sequence[SubmitTicket],
     request: CompletionRequest,
     prompts: Sequence[OnePrompt],
     token_ids: Sequence[list[int]],
@@ -217,4 +216,4 @@ async def _echoes(
 
     are_long = is_long(*token_ids)
     making = exchange.client.with_tokenizer(make, are_long)
-    return await (attended_aside(exchange, places, making) if are_long else making)
+    return await (attended_aside(exchange, tickets, making) if are_long else making)

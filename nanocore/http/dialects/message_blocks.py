@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from nanocore.client.chat.messages import ChatMessage
+from nanocore.client.chat.chat_messages import ChatMessage
 from nanocore.http.http_errors import HttpError, bad_request
 
 _BILLING: Final = re.compile(r"\s*x-anthropic-billing-header:[^\n]*\n?")

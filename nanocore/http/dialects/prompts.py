@@ -6,8 +6,8 @@ from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import Any, Final, TypeAlias, cast
 
-from nanocore.client.chat.messages import is_long
-from nanocore.client.submit_order import Place
+from nanocore.client.chat.chat_messages import is_long
+from nanocore.client.requests.submission import SubmitTicket
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
 from nanocore.http.exchange import Exchange, Result
 from nanocore.http.http_errors import bad_request
@@ -48,7 +48,7 @@ def read_prompts(given: PromptInput, field: str) -> list[OnePrompt]:
 
 async def tokenize_prompts(
     exchange: Exchange,
-    places: Sequence[Place],
+    tickets: Sequence[SubmitTicket],
     prompts: Sequence[OnePrompt],
     add_special_tokens: bool,
     field: str,
@@ -56,7 +56,7 @@ async def tokenize_prompts(
 ) -> list[list[int]]:
     """Return the token ids of each prompt; much text is tokenized without delaying other requests.
 
-    places: of the prompts in the order of submission, which long ones give up. field: name of the
+    tickets: of the prompts in the order of submission, which long ones give up. field: name of the
     prompts, for errors. num_kept: keep this many last tokens of each.
 
     Raises:
@@ -103,16 +103,16 @@ async def tokenize_prompts(
     elif not are_long:
         token_ids = await encode_all()
     else:
-        token_ids = await attended_aside(exchange, places, encode_all())
+        token_ids = await attended_aside(exchange, tickets, encode_all())
     return [token_ids[number] for number in range(len(prompts))]
 
 
 async def attended_aside(
-    exchange: Exchange, places: Sequence[Place], work: Coroutine[Any, Any, Result]
+    exchange: Exchange, tickets: Sequence[SubmitTicket], work: Coroutine[Any, Any, Result]
 ) -> Result:
     """Do long work as `Exchange.attended`; other requests may overtake those that wait for it."""
-    for place in places:
-        place.step_aside()
+    for ticket in tickets:
+        ticket.give_way()
     return await exchange.attended(work)
 
 

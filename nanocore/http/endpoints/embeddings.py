@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from nanocore.client import AsyncEngineClient, EmbeddingOutput
-from nanocore.client.submit_order import Place
+from nanocore.client.requests.submission import SubmitTicket
 from nanocore.http.dialects.prompts import (
     PromptInput,
     num_kept_tokens,
@@ -75,11 +75,11 @@ async def serve(exchange: Exchange) -> None:
         )
     num_kept = num_kept_tokens(request.truncate_prompt_tokens, card.max_model_len)
     prompts = read_prompts(request.input, "input")
-    with client.places(len(prompts)) as places:
+    with client.submit_tickets(len(prompts)) as tickets:
         token_ids = await tokenize_prompts(
-            exchange, places, prompts, request.add_special_tokens is not False, "input", num_kept
+            exchange, tickets, prompts, request.add_special_tokens is not False, "input", num_kept
         )
-        outputs = await exchange.attended(_embed(client, token_ids, request, places))
+        outputs = await exchange.attended(_embed(client, token_ids, request, tickets))
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
     if exchange.record is not None:
@@ -109,7 +109,7 @@ async def _embed(
     client: AsyncEngineClient,
     prompts: Sequence[list[int]],
     request: EmbeddingRequest,
-    places: Sequence[Place],
+    tickets: Sequence[SubmitTicket],
 ) -> list[EmbeddingOutput]:
     """Embed all prompts; the first error cancels the others."""
     try:
@@ -123,10 +123,10 @@ async def _embed(
                         None,
                         request.priority or 0,
                         request.cache_salt,
-                        place,
+                        ticket,
                     )
                 )
-                for prompt, place in zip(prompts, places, strict=True)
+                for prompt, ticket in zip(prompts, tickets, strict=True)
             ]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None

@@ -65,7 +65,7 @@ def test_an_engine_of_ones_own_answers_and_comes_back_and_ends_with_the_chat(
         terminal.expect(ANSWER)
         terminal.expect("demo_model | context 34/2,048 | ")
         os.kill(engine_pid(terminal), signal.SIGKILL)
-        terminal.expect("(the engine process exited with code -9: another one takes its place")
+        terminal.expect("(the engine process exited with code -9: restarting it")
         terminal.press(f"What is 3 + 4?{ENTER}")
         terminal.expect("3 + 4 = 7")
         terminal.expect("context ")

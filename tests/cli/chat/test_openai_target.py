@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from nanocore.cli.chat.openai_target import OpenAIChatTarget
-from nanocore.client.chat.answer import AnswerCollector, ChatAnswer, ToolCall
-from nanocore.client.chat.events import Started, Text, Usage
+from nanocore.client.chat.events import AnswerCollector, ChatAnswer, Started, Text, ToolCall, Usage
 from nanocore.protocol.errors import (
     ConfigError,
     EngineDeadError,

@@ -8,8 +8,8 @@ import pytest
 
 from nanocore.cli.chat.target import ChatTurn, Resumed, TurnStats, incompleteness, status_line
 from nanocore.cli.chat.view import BOLD, CODE, PLAIN, MarkdownStyles, Piece
-from nanocore.client.chat.answer import ChatAnswer
 from nanocore.client.chat.events import (
+    ChatAnswer,
     Finished,
     Reasoning,
     Started,

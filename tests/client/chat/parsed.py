@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
 from nanocore.client.chat.parsing.formats import Formats, make_parser
-from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
+from nanocore.client.chat.parsing.stream_reader import OutputParser, ParsedEvent
 from nanocore.client.chat.tools import Tool, read_tools
 
 Joined = list[tuple[str, ...]]
@@ -49,7 +49,6 @@ def parser_of(tools: str | None, reasoning: str | None = None, **options: bool) 
 
 
 def events_of(parser: OutputParser, pieces: Iterable[str]) -> list[ParsedEvent]:
-    """All events."""
     events = [event for piece in pieces for event in parser.feed(piece)]
     return events + parser.finish()
 

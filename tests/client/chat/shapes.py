@@ -21,12 +21,10 @@ class Shape(NamedTuple):
 
 
 def call(name: str, arguments: str = "") -> tuple[str, ...]:
-    """A call."""
     return ("call", name, arguments)
 
 
 def deepseek(words: str) -> str:
-    """A special token of DeepSeek's."""
     return f"<{B}{words.replace(' ', chr(0x2581))}{B}>"
 
 
@@ -116,7 +114,6 @@ CODER = "<tool_call>\n<function={}>\n{}</function>\n</tool_call>"
 
 
 def parameters(**values: str) -> str:
-    """Qwen3-Coder's parameters."""
     return "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
 
 

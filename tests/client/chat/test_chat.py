@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams, collect
+from nanocore.client.chat.chat_request import prepare_chat
 from nanocore.client.chat.events import (
     ChatEvent,
     Failed,
@@ -28,9 +29,8 @@ from nanocore.client.chat.events import (
     ToolBegin,
     Usage,
 )
-from nanocore.client.chat.request import prepare_chat
+from nanocore.client.connection.client_session import NUM_THREADS
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.client.tokenizer_loader import NUM_THREADS
 from nanocore.protocol.codec import pack_int32, unpack_int32
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import Event, Submit, TokenLogprobs
@@ -92,7 +92,6 @@ async def asked(
 
 
 def joined(events: list[ChatEvent]) -> list[ChatEvent]:
-    """Neighbours of one kind are one."""
     result: list[Any] = []
     for event in events:
         last = result[-1] if result else None
@@ -103,49 +102,43 @@ def joined(events: list[ChatEvent]) -> list[ChatEvent]:
     return result
 
 
-def test_an_answer_begins_has_text_and_ends_with_its_usage(
+async def test_an_answer_begins_has_text_and_ends_with_its_usage(
     endpoint: str, tokenizer_folder: Path, tokenizer: Tokenizer
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
-            submit, events = await asked(engine, client, "he", "llo", request_id="r")
-            prompt = tokenizer.encode("user: hi\nassistant: ")
-            assert unpack_int32(submit.prompt_token_ids).tolist() == prompt
-            started, *rest = joined(events)
-            assert isinstance(started, Started)
-            assert [*started.prompt_token_ids] == prompt
-            assert (started.request_id, started.num_cached_tokens) == ("r", 3)
-            usage = Usage(len(prompt), 3, 6, 0)
-            assert rest == [Text("hello"), Finished("stop", usage)]
-
-    run(scenario())
+    async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+        submit, events = await asked(engine, client, "he", "llo", request_id="r")
+        prompt = tokenizer.encode("user: hi\nassistant: ")
+        assert unpack_int32(submit.prompt_token_ids).tolist() == prompt
+        started, *rest = joined(events)
+        assert isinstance(started, Started)
+        assert [*started.prompt_token_ids] == prompt
+        assert (started.request_id, started.num_cached_tokens) == ("r", 3)
+        usage = Usage(len(prompt), 3, 6, 0)
+        assert rest == [Text("hello"), Finished("stop", usage)]
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 5, 1000])
-def test_reasoning_and_tool_calls_are_events_however_they_are_cut(
+async def test_reasoning_and_tool_calls_are_events_however_they_are_cut(
     endpoint: str, thinker: Path, pieces: int
 ) -> None:
     text = f"<think>\nhm\n</think>\n\nI add.\n{CALL}"
     size = -(-len(text) // pieces)
 
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=thinker) as (engine, client):
-            parts = [text[i : i + size] for i in range(0, len(text), size)]
-            submit, events = await asked(engine, client, *parts, tools=TOOLS)
-            prompt = bytes(unpack_int32(submit.prompt_token_ids))
-            assert len(prompt) > len("user: hi\nassistant: ")
-            started, thought, said, begin, arguments, finished = joined(events)
-            assert isinstance(started, Started)
-            assert (thought, said) == (Reasoning("hm"), Text("I add."))
-            assert isinstance(begin, ToolBegin)
-            assert (begin.tool_index, begin.name, begin.index) == (0, "add", 0)
-            assert begin.id.startswith("call_")
-            assert arguments == ToolArguments(0, '{"a": 1}')
-            assert isinstance(finished, Finished)
-            assert finished.finish_reason == "tool_calls"
-            assert finished.usage.num_reasoning_tokens == len("hm")
-
-    run(scenario())
+    async with connected(endpoint, tokenizer=thinker) as (engine, client):
+        parts = [text[i : i + size] for i in range(0, len(text), size)]
+        submit, events = await asked(engine, client, *parts, tools=TOOLS)
+        prompt = bytes(unpack_int32(submit.prompt_token_ids))
+        assert len(prompt) > len("user: hi\nassistant: ")
+        started, thought, said, begin, arguments, finished = joined(events)
+        assert isinstance(started, Started)
+        assert (thought, said) == (Reasoning("hm"), Text("I add."))
+        assert isinstance(begin, ToolBegin)
+        assert (begin.tool_index, begin.name, begin.index) == (0, "add", 0)
+        assert begin.id.startswith("call_")
+        assert arguments == ToolArguments(0, '{"a": 1}')
+        assert isinstance(finished, Finished)
+        assert finished.finish_reason == "tool_calls"
+        assert finished.usage.num_reasoning_tokens == len("hm")
 
 
 @pytest.mark.parametrize(
@@ -157,7 +150,7 @@ def test_reasoning_and_tool_calls_are_events_however_they_are_cut(
     ],
 )
 @pytest.mark.parametrize("special", [True, False])
-def test_reasoning_is_counted_up_to_the_token_that_ends_it(
+async def test_reasoning_is_counted_up_to_the_token_that_ends_it(
     endpoint: str,
     thinker: Path,
     tmp_path: Path,
@@ -171,26 +164,20 @@ def test_reasoning_is_counted_up_to_the_token_that_ends_it(
     marked.add_tokens([AddedToken(mark, special=special) for mark in (begin, end)])
     marked.save(str(folder / "tokenizer.json"))
 
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=folder) as (engine, client):
-            options: Any = {"reasoning_parser": reasoning, "tool_parser": None}
-            _, events = await asked(engine, client, f"{begin}hm \n\n{end}so", **options)
-            *_, thought, said, finished = joined(events)
-            assert (thought, said) == (Reasoning("hm "), Text("so"))
-            assert isinstance(finished, Finished)
-            assert finished.usage.num_reasoning_tokens == len([begin, *"hm \n\n", end])
-
-    run(scenario())
+    async with connected(endpoint, tokenizer=folder) as (engine, client):
+        options: Any = {"reasoning_parser": reasoning, "tool_parser": None}
+        _, events = await asked(engine, client, f"{begin}hm \n\n{end}so", **options)
+        *_, thought, said, finished = joined(events)
+        assert (thought, said) == (Reasoning("hm "), Text("so"))
+        assert isinstance(finished, Finished)
+        assert finished.usage.num_reasoning_tokens == len([begin, *"hm \n\n", end])
 
 
-def test_a_prompt_that_opens_the_reasoning_is_seen(endpoint: str, thinker: Path) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=thinker) as (engine, client):
-            options: Any = {"chat_template_kwargs": {"enable_thinking": True}}
-            _, events = await asked(engine, client, "hm</think>so", **options)
-            assert joined(events)[1:-1] == [Reasoning("hm"), Text("so")]
-
-    run(scenario())
+async def test_a_prompt_that_opens_the_reasoning_is_seen(endpoint: str, thinker: Path) -> None:
+    async with connected(endpoint, tokenizer=thinker) as (engine, client):
+        options: Any = {"chat_template_kwargs": {"enable_thinking": True}}
+        _, events = await asked(engine, client, "hm</think>so", **options)
+        assert joined(events)[1:-1] == [Reasoning("hm"), Text("so")]
 
 
 R1 = """\
@@ -227,40 +214,28 @@ def test_deepseek_thinks_without_an_opening_mark(
     tokenizer.close()
 
 
-def test_parsers_can_be_named_and_left_out(endpoint: str, thinker: Path) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=thinker) as (engine, client):
-            options: Any = {"tool_parser": None, "reasoning_parser": None}
-            _, events = await asked(
-                engine, client, f"<think>a</think>{CALL}", tools=TOOLS, **options
-            )
-            assert joined(events)[1:-1] == [Text(f"<think>a</think>{CALL}")]
-            with pytest.raises(InvalidRequestError, match="'nope'"):
-                await anext(client.chat([USER], tools=TOOLS, tool_parser="nope"))
-            with pytest.raises(InvalidRequestError, match="'nope'"):
-                await anext(client.chat([USER], reasoning_parser="nope"))
-
-    run(scenario())
+async def test_parsers_can_be_named_and_left_out(endpoint: str, thinker: Path) -> None:
+    async with connected(endpoint, tokenizer=thinker) as (engine, client):
+        options: Any = {"tool_parser": None, "reasoning_parser": None}
+        _, events = await asked(engine, client, f"<think>a</think>{CALL}", tools=TOOLS, **options)
+        assert joined(events)[1:-1] == [Text(f"<think>a</think>{CALL}")]
+        with pytest.raises(InvalidRequestError, match="'nope'"):
+            await anext(client.chat([USER], tools=TOOLS, tool_parser="nope"))
+        with pytest.raises(InvalidRequestError, match="'nope'"):
+            await anext(client.chat([USER], reasoning_parser="nope"))
 
 
-def test_tools_that_may_not_be_called_are_not_shown(endpoint: str, thinker: Path) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=thinker) as (engine, client):
-            submit, events = await asked(engine, client, CALL, tools=TOOLS, tool_choice="none")
-            assert len(unpack_int32(submit.prompt_token_ids)) == len("user: hi\nassistant: ")
-            assert joined(events)[1:-1] == [Text(CALL)]
-
-    run(scenario())
+async def test_tools_that_may_not_be_called_are_not_shown(endpoint: str, thinker: Path) -> None:
+    async with connected(endpoint, tokenizer=thinker) as (engine, client):
+        submit, events = await asked(engine, client, CALL, tools=TOOLS, tool_choice="none")
+        assert len(unpack_int32(submit.prompt_token_ids)) == len("user: hi\nassistant: ")
+        assert joined(events)[1:-1] == [Text(CALL)]
 
 
 NAMED: Any = {"type": "function", "function": {"name": "add"}}
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}
 FORCED: dict[str, tuple[dict[str, Any], str, list[Any]]] = {
-    "named": (
-        {"tools": TOOLS, "tool_choice": NAMED},
-        '{"a": 12}',
-        [("add", '{"a": 12}')],
-    ),
+    "named": ({"tools": TOOLS, "tool_choice": NAMED}, '{"a": 12}', [("add", '{"a": 12}')]),
     "required": (
         {"tools": TOOLS, "tool_choice": "required"},
         '[{"name": "add", "parameters": {"a": 1}}, {"name": "add", "parameters": {}}]',
@@ -272,59 +247,50 @@ FORCED: dict[str, tuple[dict[str, Any], str, list[Any]]] = {
 
 @pytest.mark.parametrize("name", FORCED)
 @pytest.mark.parametrize("open_thought", [True, False])
-def test_forced_answers_are_structured_outputs_after_the_reasoning(
+async def test_forced_answers_are_structured_outputs_after_the_reasoning(
     endpoint: str, thinker: Path, name: str, open_thought: bool
 ) -> None:
     options, text, calls = FORCED[name]
     kwargs = {"chat_template_kwargs": {"enable_thinking": open_thought}}
 
-    async def scenario() -> None:
-        async with connected(endpoint, ABLE, tokenizer=thinker) as (engine, client):
-            thought = "hm</think>\n\n" if open_thought else ""
-            submit, events = await asked(engine, client, thought, text, **options, **kwargs)
-            wanted = submit.sampling.structured_outputs
-            assert wanted is not None
-            assert wanted.json is not None
-            marks = ReasoningMarks(begin="" if open_thought else "<think>", end="</think>")
-            assert wanted.reasoning == marks
-            (answer,) = await collect(_again(events))
-            assert [(call.name, call.arguments) for call in answer.tool_calls] == calls
-            assert answer.content == ("" if calls else text)
-            assert answer.reasoning == ("hm" if open_thought else "")
-            assert answer.finish_reason == ("tool_calls" if calls else "stop")
-
-    run(scenario())
+    async with connected(endpoint, ABLE, tokenizer=thinker) as (engine, client):
+        thought = "hm</think>\n\n" if open_thought else ""
+        submit, events = await asked(engine, client, thought, text, **options, **kwargs)
+        wanted = submit.sampling.structured_outputs
+        assert wanted is not None
+        assert wanted.json is not None
+        marks = ReasoningMarks(begin="" if open_thought else "<think>", end="</think>")
+        assert wanted.reasoning == marks
+        (answer,) = await collect(_again(events))
+        assert [(call.name, call.arguments) for call in answer.tool_calls] == calls
+        assert answer.content == ("" if calls else text)
+        assert answer.reasoning == ("hm" if open_thought else "")
+        assert answer.finish_reason == ("tool_calls" if calls else "stop")
 
 
 @pytest.mark.parametrize("empty", ['{"name": "add", "arguments": null}', '{"name": "add"}'])
-def test_calls_without_arguments_have_an_empty_object(
+async def test_calls_without_arguments_have_an_empty_object(
     endpoint: str, thinker: Path, empty: str
 ) -> None:
     call = f"<tool_call>\n{empty}\n</tool_call>\n"
 
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=thinker) as (engine, client):
-            _, events = await asked(engine, client, call, call + CALL + call, tools=TOOLS)
-            (answer,) = await collect(_again(events))
-            assert [one.arguments for one in answer.tool_calls] == ["{}", "{}", '{"a": 1}', "{}"]
-
-    run(scenario())
+    async with connected(endpoint, tokenizer=thinker) as (engine, client):
+        _, events = await asked(engine, client, call, call + CALL + call, tools=TOOLS)
+        (answer,) = await collect(_again(events))
+        assert [one.arguments for one in answer.tool_calls] == ["{}", "{}", '{"a": 1}', "{}"]
 
 
 @pytest.mark.parametrize("name", ["named", "required"])
-def test_forced_calls_have_ids_as_the_models_template_wants_them(
+async def test_forced_calls_have_ids_as_the_models_template_wants_them(
     endpoint: str, thinker: Path, name: str
 ) -> None:
     options, text, _ = FORCED[name]
 
-    async def scenario() -> None:
-        async with connected(endpoint, ABLE, tokenizer=thinker) as (engine, client):
-            _, events = await asked(engine, client, text, **options, tool_parser="mistral")
-            (answer,) = await collect(_again(events))
-            assert all(len(call.id) == 9 and call.id.isalnum() for call in answer.tool_calls)
-            assert answer.tool_calls
-
-    run(scenario())
+    async with connected(endpoint, ABLE, tokenizer=thinker) as (engine, client):
+        _, events = await asked(engine, client, text, **options, tool_parser="mistral")
+        (answer,) = await collect(_again(events))
+        assert all(len(call.id) == 9 and call.id.isalnum() for call in answer.tool_calls)
+        assert answer.tool_calls
 
 
 async def _again(events: list[ChatEvent]) -> Any:
@@ -332,70 +298,58 @@ async def _again(events: list[ChatEvent]) -> Any:
         yield event
 
 
-def test_an_answer_becomes_a_turn_of_the_conversation(endpoint: str, thinker: Path) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=thinker) as (engine, client):
-            _, events = await asked(engine, client, f"<think>hm</think>ok{CALL}", tools=TOOLS)
-            (answer,) = await collect(_again(events))
-            turn = answer.to_message()
-            (call,) = turn.pop("tool_calls")
-            assert turn == {"role": "assistant", "content": "ok", "reasoning_content": "hm"}
-            assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-            assert json.loads(json.dumps(call)) == call
-
-    run(scenario())
+async def test_an_answer_becomes_a_turn_of_the_conversation(endpoint: str, thinker: Path) -> None:
+    async with connected(endpoint, tokenizer=thinker) as (engine, client):
+        _, events = await asked(engine, client, f"<think>hm</think>ok{CALL}", tools=TOOLS)
+        (answer,) = await collect(_again(events))
+        turn = answer.to_message()
+        (call,) = turn.pop("tool_calls")
+        assert turn == {"role": "assistant", "content": "ok", "reasoning_content": "hm"}
+        assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+        assert json.loads(json.dumps(call)) == call
 
 
-def test_several_samples_are_parsed_apart(endpoint: str, thinker: Path) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=thinker) as (engine, client):
-            tokenizer = await client.get_tokenizer()
-            answers = asyncio.create_task(
-                collect(client.chat([USER], SamplingParams(n=2), tools=TOOLS))
-            )
-            await engine.accept()
-            for first, second in zip(("<thi", "nk>a</think>b"), ("c", CALL), strict=True):
-                engine.output({1: tokenizer.encode(first), 2: tokenizer.encode(second)})
-            ends = [Event(handle=h, finish_reason="length") for h in (1, 2)]
-            engine.output({}, *ends)
-            one, two = await answers
-            assert (one.reasoning, one.content, one.tool_calls) == ("a", "b", [])
-            assert (two.content, [call.name for call in two.tool_calls]) == ("c", ["add"])
-            assert (one.finish_reason, two.finish_reason) == ("length", "length")
-
-    run(scenario())
+async def test_several_samples_are_parsed_apart(endpoint: str, thinker: Path) -> None:
+    async with connected(endpoint, tokenizer=thinker) as (engine, client):
+        tokenizer = await client.get_tokenizer()
+        answers = asyncio.create_task(
+            collect(client.chat([USER], SamplingParams(n=2), tools=TOOLS))
+        )
+        await engine.accept()
+        for first, second in zip(("<thi", "nk>a</think>b"), ("c", CALL), strict=True):
+            engine.output({1: tokenizer.encode(first), 2: tokenizer.encode(second)})
+        ends = [Event(handle=h, finish_reason="length") for h in (1, 2)]
+        engine.output({}, *ends)
+        one, two = await answers
+        assert (one.reasoning, one.content, one.tool_calls) == ("a", "b", [])
+        assert (two.content, [call.name for call in two.tool_calls]) == ("c", ["add"])
+        assert (one.finish_reason, two.finish_reason) == ("length", "length")
 
 
-def test_logprobs_come_with_their_tokens(endpoint: str, tokenizer_folder: Path) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
-            chat = client.chat([USER], SamplingParams(logprobs=0))
+async def test_logprobs_come_with_their_tokens(endpoint: str, tokenizer_folder: Path) -> None:
+    async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+        chat = client.chat([USER], SamplingParams(logprobs=0))
 
-            async def read() -> list[ChatEvent]:
-                return [event async for event in chat]
+        async def read() -> list[ChatEvent]:
+            return [event async for event in chat]
 
-            reading = asyncio.create_task(read())
-            await engine.accept()
-            for token, logprob in ((65, -0.5), (66, -1.0)):
-                columns = TokenLogprobs(
-                    handles=pack_int32([1]), ranks=pack_int32([1]), counts=pack_int32([1]),
-                    token_ids=pack_int32([token]), logprobs=array("f", [logprob]).tobytes(),
-                )  # fmt: skip
-                engine.output({1: [token]}, logprobs=columns)
-            engine.finish()
-            shown = [
-                one
-                for event in await reading
-                if isinstance(event, Logprobs)
-                for one in event.tokens
-            ]
-            assert [[*one] for one in shown] == [[65], [66]]
-            assert [one[token].logprob for one, token in zip(shown, (65, 66), strict=True)] == [
-                -0.5,
-                -1.0,
-            ]
-
-    run(scenario())
+        reading = asyncio.create_task(read())
+        await engine.accept()
+        for token, logprob in ((65, -0.5), (66, -1.0)):
+            columns = TokenLogprobs(
+                handles=pack_int32([1]), ranks=pack_int32([1]), counts=pack_int32([1]),
+                token_ids=pack_int32([token]), logprobs=array("f", [logprob]).tobytes(),
+            )  # fmt: skip
+            engine.output({1: [token]}, logprobs=columns)
+        engine.finish()
+        shown = [
+            one for event in await reading if isinstance(event, Logprobs) for one in event.tokens
+        ]
+        assert [[*one] for one in shown] == [[65], [66]]
+        assert [one[token].logprob for one, token in zip(shown, (65, 66), strict=True)] == [
+            -0.5,
+            -1.0,
+        ]
 
 
 def test_a_failure_is_an_event_and_then_raised(endpoint: str, tokenizer_folder: Path) -> None:
@@ -420,18 +374,15 @@ def test_a_failure_is_an_event_and_then_raised(endpoint: str, tokenizer_folder: 
     run(scenario(), 60)
 
 
-def test_what_users_write_of_marks_opens_no_reasoning(endpoint: str, thinker: Path) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=thinker) as (engine, client):
-            tokenizer = await client.get_tokenizer()
-            user = {"role": "user", "content": "What is <think>?"}
-            answers = asyncio.create_task(collect(client.chat([user])))  # type: ignore[list-item]
-            await engine.accept()
-            engine.output({1: tokenizer.encode("A mark.")}, Event(handle=1, finish_reason="length"))
-            (answer,) = await answers
-            assert (answer.reasoning, answer.content) == ("", "A mark.")
-
-    run(scenario())
+async def test_what_users_write_of_marks_opens_no_reasoning(endpoint: str, thinker: Path) -> None:
+    async with connected(endpoint, tokenizer=thinker) as (engine, client):
+        tokenizer = await client.get_tokenizer()
+        user = {"role": "user", "content": "What is <think>?"}
+        answers = asyncio.create_task(collect(client.chat([user])))  # type: ignore[list-item]
+        await engine.accept()
+        engine.output({1: tokenizer.encode("A mark.")}, Event(handle=1, finish_reason="length"))
+        (answer,) = await answers
+        assert (answer.reasoning, answer.content) == ("", "A mark.")
 
 
 def test_a_chat_that_is_cancelled_before_its_turn_is_never_rendered(
@@ -498,32 +449,23 @@ WRONG_OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", WRONG_OPTIONS, ids=[*map(str, range(len(WRONG_OPTIONS)))])
-def test_options_of_another_type_are_refused_by_name(
+async def test_options_of_another_type_are_refused_by_name(
     endpoint: str, thinker: Path, options: dict[str, Any]
 ) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=thinker) as (_, client):
-            name = next(iter(options)).replace("sampling_params", "detokenize")
-            with pytest.raises(InvalidRequestError, match=name):
-                await anext(client.chat([USER], **options))
-
-    run(scenario())
+    async with connected(endpoint, tokenizer=thinker) as (_, client):
+        name = next(iter(options)).replace("sampling_params", "detokenize")
+        with pytest.raises(InvalidRequestError, match=name):
+            await anext(client.chat([USER], **options))
 
 
-def test_a_message_without_a_role_is_refused_by_place(endpoint: str, thinker: Path) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=thinker) as (_, client):
-            for role in ({}, {"role": 5}, {"role": ""}):
-                with pytest.raises(InvalidRequestError, match=r"messages\[1\] has no role"):
-                    await anext(client.chat([USER, {"content": "x", **role}]))
-
-    run(scenario())
+async def test_a_message_without_a_role_is_refused_by_place(endpoint: str, thinker: Path) -> None:
+    async with connected(endpoint, tokenizer=thinker) as (_, client):
+        for role in ({}, {"role": 5}, {"role": ""}):
+            with pytest.raises(InvalidRequestError, match=r"messages\[1\] has no role"):
+                await anext(client.chat([USER, {"content": "x", **role}]))
 
 
-def test_an_unknown_option_is_a_type_error(endpoint: str, tokenizer_folder: Path) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=tokenizer_folder) as (_, client):
-            with pytest.raises(TypeError, match="'tool'"):
-                await anext(client.chat([USER], tool=TOOLS))  # type: ignore[call-arg]
-
-    run(scenario())
+async def test_an_unknown_option_is_a_type_error(endpoint: str, tokenizer_folder: Path) -> None:
+    async with connected(endpoint, tokenizer=tokenizer_folder) as (_, client):
+        with pytest.raises(TypeError, match="'tool'"):
+            await anext(client.chat([USER], tool=TOOLS))  # type: ignore[call-arg]

@@ -10,14 +10,16 @@ from msgspec.structs import replace
 
 from nanocore.client.chat.constraints import constraint, read_response_format, with_reasoning
 from nanocore.client.chat.parsing.formats import TOOL_PARSERS, Formats
-from nanocore.client.chat.tool_choice import ToolChoice, calls_schema, read_tool_choice
-from nanocore.client.chat.tools import MAX_TOOLS, read_tools
+from nanocore.client.chat.tools import (
+    MAX_TOOLS,
+    ToolChoice,
+    calls_schema,
+    read_tool_choice,
+    read_tools,
+)
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.fields import MAX_FREE_PREFIXES
-from nanocore.protocol.structured_outputs import (
-    ReasoningMarks,
-    StructuredOutputsParams,
-)
+from nanocore.protocol.structured_outputs import ReasoningMarks, StructuredOutputsParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from nanocore.client.chat.conversation import TemplateDialect
+from nanocore.client.chat.template_dialect import TemplateDialect
 from nanocore.protocol.errors import InvalidRequestError
 
 CALL = {"id": "call12345", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
 
 
 def python_template(messages: list[dict[str, Any]], **takes: bool) -> str:
-    """A template that takes only what it says it does."""
     lines = []
     for message in messages:
         content = message.get("content")
@@ -117,7 +116,6 @@ def test_a_calling_turn_gets_content_only_where_it_must() -> None:
 
 
 def plain_template(messages: list[dict[str, Any]], tools: Any = None) -> str:
-    """A template that knows nothing of tools."""
     if not all(isinstance(message.get("content"), str) for message in messages):
         raise InvalidRequestError("content is added to a text")
     return "\n".join(f"{message['role']}: " + message["content"] for message in messages)

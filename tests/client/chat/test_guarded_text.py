@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from nanocore.client.chat.guarded_text import GuardedText
-from nanocore.client.chat.token_guard import TokenGuard
+from nanocore.client.chat.special_token_guard import SpecialTokenGuard, SpellingCutter
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import InvalidRequestError
 
@@ -81,7 +80,6 @@ def _tokenizer(kind: str, template: str = TEMPLATE) -> Tokenizer:
 
 @pytest.fixture(scope="module", params=KINDS)
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    """One of each kind."""
     return _tokenizer(request.param)
 
 
@@ -100,7 +98,6 @@ def _check(tokenizer: Tokenizer, tokens: list[str], given: Call, harmless: Call)
 
 
 def _conversation(texts: list[str]) -> Call:
-    """The same everywhere but for the texts: in each place that a caller has."""
     get = iter(texts).__next__
     call = {"function": {"name": "f", "arguments": {"a": get(), f"{get()}k": 1}}}
     messages = [
@@ -197,7 +194,7 @@ def test_a_role_cannot_be_what_the_template_lacks_for_a_token() -> None:
 def test_a_part_is_whole_though_a_token_continues_another() -> None:
     backend = Backend(models.BPE(vocab={s: i for i, s in enumerate(SYMBOLS)}, merges=[]))
     backend.add_special_tokens(["<|s", "<|s|>", "<s>"])
-    guard = TokenGuard(backend, "")
+    guard = SpecialTokenGuard(backend, "")
     marked, sentinel = guard.mark({"messages": [{"role": "user", "content": "a<|s|>b<s>"}]})
     parts = guard.parts(marked["messages"][0]["content"], sentinel)
     ids = guard.encode(parts, lambda text: backend.encode(text, add_special_tokens=False).ids)
@@ -207,13 +204,13 @@ def test_a_part_is_whole_though_a_token_continues_another() -> None:
 def test_a_special_token_of_one_character_cannot_be_written_by_users() -> None:
     backend = _backend("plain")
     backend.add_special_tokens(["é"])
-    guard = TokenGuard(backend, "")
+    guard = SpecialTokenGuard(backend, "")
     with pytest.raises(InvalidRequestError, match="'é', which is a special token"):
         guard.mark({"messages": [{"role": "user", "content": "café"}]})
 
 
 def test_texts_with_every_sentinel_are_refused_only_if_one_is_needed() -> None:
-    guard = TokenGuard(_backend("plain"), "")
+    guard = SpecialTokenGuard(_backend("plain"), "")
     sentinels = "".join(map(chr, range(0xFDD0, 0xFDF0)))
     harmless = {"messages": [{"role": "user", "content": sentinels}]}
     assert guard.mark(harmless) == (harmless, None)
@@ -225,14 +222,14 @@ def test_texts_with_every_sentinel_are_refused_only_if_one_is_needed() -> None:
 def test_cutting_looks_at_each_place_of_a_long_text_a_few_times(unit: str) -> None:
     """Counted, not timed: what a text of many beginnings costs does not grow with the tokens."""
     texts = [f"<|r{i}|>" for i in range(6000)] + [f"<|{'x' * i}|>" for i in range(20)]
-    guarded = GuardedText(texts)
+    guarded = SpellingCutter(texts)
     text = unit * (50_000 // len(unit))
     assert guarded.cut(text + "<|r5|>", "\ufdd0").endswith("<\ufdd0|r5|>")
     assert max(map(len, guarded._lengths.values())) <= 24
 
 
 def test_a_long_text_that_becomes_a_token_is_cut_where_it_does() -> None:
-    guard = TokenGuard(_backend("lower case"), "")
+    guard = SpecialTokenGuard(_backend("lower case"), "")
     text = "x" * 5000 + "<|S|>" + "y" * 5000
     marked, sentinel = guard.mark({"messages": [{"role": "user", "content": text}]})
     parts = guard.parts(marked["messages"][0]["content"], sentinel)
@@ -290,7 +287,7 @@ def test_keys_that_the_template_asks_for_stay() -> None:
     assert _special_texts(template, tools=[{"invoke": "a", "end|>": "b"}]) == []
     backend = _backend("plain")
     backend.add_special_tokens(["<invoke>", "<|end|>"])
-    guard = TokenGuard(backend, template)
+    guard = SpecialTokenGuard(backend, template)
     conversation = {"messages": [], "tools": [{"invoke": "a", "end|>": "b", "invok": "c"}]}
     assert guard.mark(conversation) == (conversation, None)
 
@@ -298,7 +295,7 @@ def test_keys_that_the_template_asks_for_stay() -> None:
 def test_ordinary_keys_are_tokenized_as_they_are() -> None:
     backend = _backend("plain")
     backend.add_special_tokens(["<|repo_name|>", "<|user|>", "<|file_sep|>", "[TOOL]"])
-    guard = TokenGuard(backend, "")
+    guard = SpecialTokenGuard(backend, "")
     tool = {"name": "a", "user": {"repo_name": "b", "file": "c", "sep": "d", "TOOL": "e", "e": "f"}}
     conversation = {"messages": [], "tools": [tool]}
     assert guard.mark(conversation) == (conversation, None)

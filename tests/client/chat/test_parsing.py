@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocore.client.chat.parsing.parser import OutputParser
+from nanocore.client.chat.parsing.stream_reader import OutputParser
 from tests.campaign import examples
 from tests.client.chat.parsed import events_of, joined, parser_of
 from tests.client.chat.shapes import SHAPES, Shape

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from nanocore.client.chat.parsing.parser import OutputParser
-from nanocore.client.chat.parsing.reading import ReadingParser
-from nanocore.client.chat.parsing.special_text import SpecialTextFilter
+from nanocore.client.chat.parsing.request_parsers import SpecialTextFilter
+from nanocore.client.chat.parsing.stream_reader import OutputParser, StreamReader
 from tests.client.chat.parsed import events_of, joined, parser_of
 
 MAX_WAITING_CHARS = 64
@@ -61,7 +60,6 @@ BY_TEXT = pytest.mark.parametrize(("tools", "prefix", "repeated"), HOSTILE)
 
 
 def num_calls(parser: OutputParser, pieces: Iterable[str]) -> int:
-    """How many functions, of Python and of C, parsing calls."""
     count = 0
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
@@ -94,7 +92,7 @@ def test_twice_the_text_costs_twice_the_calls(
 @BY_TEXT
 def test_no_more_than_a_mark_is_read_again(tools: str | None, prefix: str, repeated: str) -> None:
     parser = parser_of(tools, "qwen3" if tools is None else None)
-    assert isinstance(parser, ReadingParser)
+    assert isinstance(parser, StreamReader)
     for character in prefix + repeated * (2000 // len(repeated)):
         parser.feed(character)
         assert len(parser._text) - parser._at <= MAX_WAITING_CHARS

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
-from nanocore.client.chat.parsing.forced import NamedToolParser, RequiredToolsParser
 from nanocore.client.chat.parsing.formats import (
     TOOL_PARSERS,
     Formats,
@@ -19,9 +18,13 @@ from nanocore.client.chat.parsing.formats import (
     marks_of,
     wrap_in_reasoning,
 )
-from nanocore.client.chat.parsing.hermes import HermesParser
+from nanocore.client.chat.parsing.json_formats import HermesParser
 from nanocore.client.chat.parsing.reasoning import PlainTextParser, prompt_opens_reasoning
-from nanocore.client.chat.parsing.special_text import SpecialTextFilter
+from nanocore.client.chat.parsing.request_parsers import (
+    NamedToolParser,
+    RequiredToolsParser,
+    SpecialTextFilter,
+)
 from nanocore.protocol.errors import InvalidRequestError
 from tests.campaign import examples
 from tests.client.chat.parsed import TOOLS, events_of, joined, parser_of

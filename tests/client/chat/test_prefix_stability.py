@@ -161,13 +161,11 @@ def template(family: str, now: datetime) -> ChatTemplate:
 def prompt(
     family: str, name: str, end: int, now: datetime = TODAY, add_generation_prompt: bool = True
 ) -> str:
-    """What the engine is sent for the answer that is the conversation's turn `end`."""
     messages, tools = CONVERSATIONS[name][:end], TOOLS if name == "tools given" else None
     return "".join(template(family, now).render(messages, add_generation_prompt, tools=tools))
 
 
 def num_common(one: Sequence[object], other: Sequence[object]) -> int:
-    """Items that both begin with."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -183,17 +181,14 @@ class Turn:
 
     @property
     def is_kept(self) -> bool:
-        """The text is."""
         return self.after.startswith(self.sent + self.written)
 
     def kept(self, encode: Encode) -> tuple[int, int]:
-        """Of how many tokens how many are."""
         had = encode(self.sent) + encode(self.written)
         return num_common(had, encode(self.after)), len(had)
 
 
 def turns(family: str, name: str) -> list[Turn]:
-    """Those of a conversation that the family has: some know no tools, some no thoughts."""
     messages = CONVERSATIONS[name]
     places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     try:
@@ -286,7 +281,6 @@ def test_a_prompt_with_a_date_stays_up_to_it_when_the_day_changes(family: str) -
 
 @pytest.fixture(scope="module")
 def chatml() -> Tokenizer:
-    """With the demo model's template, which trims nothing: a newline is before each answer."""
     backend = TRAINED[GPT_2]()
     backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     config = demo_model_folder() / "tokenizer_config.json"
@@ -295,7 +289,6 @@ def chatml() -> Tokenizer:
 
 
 def encoded(chatml: Tokenizer, text: str) -> tuple[list[int], list[int]]:
-    """A prompt, and the next one after this answer."""
     messages: Any = [*PLAIN[:1], answer(text), *PLAIN[:1]]
     return chatml.encode_chat(messages[:1]), chatml.encode_chat(messages)
 

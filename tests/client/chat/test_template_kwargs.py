@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanocore.client.chat.template_kwargs import DEFAULT_TEMPLATE_KWARGS
+from nanocore.client.chat.template import DEFAULT_TEMPLATE_KWARGS
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
 from nanocore.protocol.errors import InvalidRequestError
 

@@ -7,13 +7,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from nanocore.client.chat.tool_choice import (
+from nanocore.client.chat.tools import (
+    MAX_TOOLS,
     ToolChoice,
     arguments_schema,
     calls_schema,
     read_tool_choice,
+    read_tools,
 )
-from nanocore.client.chat.tools import MAX_TOOLS, read_tools
 from nanocore.protocol.errors import InvalidRequestError
 
 

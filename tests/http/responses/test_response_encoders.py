@@ -22,7 +22,7 @@ from nanocore.client.chat.events import (
     ToolBegin,
     Usage,
 )
-from nanocore.client.logprobs import Logprob
+from nanocore.client.requests.logprob_views import Logprob
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.http.dialects.responses.response_encoders import (
     ResponseEncoder,
@@ -116,8 +116,8 @@ def test_each_item_is_added_written_and_done_before_the_next(num_steps: int) -> 
         "output_item.done",
         "completed",
     ]  # fmt: skip
-    places = [event["output_index"] for event in events if "output_index" in event]
-    assert places == sorted(places)
+    tickets = [event["output_index"] for event in events if "output_index" in event]
+    assert tickets == sorted(tickets)
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
     assert [item["id"] for item in done] == ["rs_k_0", "msg_k_1", "fc_k_2", "ctc_k_3"]

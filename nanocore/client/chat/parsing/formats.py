@@ -1,4 +1,4 @@
-"""The formats by name, which of them a model's chat template speaks, and parsers made of them.
+"""Registry of tool and reasoning formats, and detection of the format of a chat template.
 
 `TOOL_PARSERS` and `REASONING_PARSERS` may be extended; names are vLLM's where it has one.
 """
@@ -10,12 +10,13 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from nanocore.client.chat.parsing.deepseek_v3 import DeepseekV3Parser
 from nanocore.client.chat.parsing.harmony import HarmonyParser
-from nanocore.client.chat.parsing.hermes import HermesParser
-from nanocore.client.chat.parsing.llama3_json import Llama3JsonParser
-from nanocore.client.chat.parsing.mistral import MistralParser
-from nanocore.client.chat.parsing.parser import OutputParser
+from nanocore.client.chat.parsing.json_formats import (
+    DeepseekV3Parser,
+    HermesParser,
+    Llama3JsonParser,
+    MistralParser,
+)
 from nanocore.client.chat.parsing.pythonic import PythonicParser
 from nanocore.client.chat.parsing.qwen3_coder import Qwen3CoderParser, SeedOssParser
 from nanocore.client.chat.parsing.reasoning import (
@@ -25,6 +26,7 @@ from nanocore.client.chat.parsing.reasoning import (
     SeedOssThinkParser,
     ThinkParser,
 )
+from nanocore.client.chat.parsing.stream_reader import OutputParser
 from nanocore.client.chat.parsing.tool_parser import NewId, make_call_id
 from nanocore.client.chat.tools import Tool
 from nanocore.protocol.errors import InvalidRequestError
@@ -33,7 +35,7 @@ T = TypeVar("T")
 
 
 class Formats(msgspec.Struct, frozen=True):
-    """How a model writes tool calls and reasoning; None: not at all, so all is text."""
+    """Formats of a model's tool calls and reasoning; None: it has none, so all is text."""
 
     tools: str | None = None
     reasoning: str | None = None
@@ -47,9 +49,7 @@ class ToolFormat(Protocol):
         """Texts that the parser must see even if they are special tokens."""
         ...
 
-    def __call__(self, tools: Sequence[Tool], index: int, new_id: NewId | None) -> OutputParser:
-        """A parser of one sample."""
-        ...
+    def __call__(self, tools: Sequence[Tool], index: int, new_id: NewId | None) -> OutputParser: ...
 
 
 class ReasoningFormat(Protocol):
@@ -60,9 +60,7 @@ class ReasoningFormat(Protocol):
         """Texts that the parser must see even if they are special tokens."""
         ...
 
-    def __call__(self, inner: OutputParser, in_reasoning: bool, index: int) -> OutputParser:
-        """A parser of one sample."""
-        ...
+    def __call__(self, inner: OutputParser, in_reasoning: bool, index: int) -> OutputParser: ...
 
 
 class _HarmonyReasoning:
@@ -137,7 +135,7 @@ def wrap_in_reasoning(
 
 
 def new_id_of(formats: Formats) -> NewId:
-    """What makes ids of calls as the format wants them: some templates check those of the past."""
+    """Return the maker of call ids: some templates check the form of past ids."""
     new_id: NewId = make_call_id
     if formats.tools is not None:
         parser = _known(TOOL_PARSERS, formats.tools, "tool calls")
@@ -146,7 +144,7 @@ def new_id_of(formats: Formats) -> NewId:
 
 
 def beginnings_of(tool_format: str, tools: Sequence[Tool]) -> list[str]:
-    """What an answer in this format that calls a tool begins with; [] where it has no such sign.
+    """Return the texts that begin a tool call in this format; [] where it has no such mark.
 
     Raises:
         InvalidRequestError: there is no such format.
@@ -208,7 +206,7 @@ def detect_formats(template_text: str | None) -> Formats:
 
 
 _OTHER_FORMATS: Final = ("<arg_key>", "<tool_calls>", "<invoke")
-"""Of models whose templates have other marks in common with the formats here, and no parser yet."""
+"""Marks of formats without a parser, whose templates share other marks with formats here."""
 _TOOL_SIGNS: Final = (
     ("deepseek_v3", ("<\uff5ctool\u2581calls\u2581begin\uff5c>",)),
     ("seed_oss", ("<seed:tool_call>",)),
@@ -221,4 +219,4 @@ _TOOL_SIGNS: Final = (
     ("llama3_json", ("<|python_tag|>",)),
     ("llama3_json", ('"name"', '"parameters"', "<|start_header_id|>")),
 )
-"""What a template mentions whose model speaks the format; the first that fits counts."""
+"""Formats, and texts that all occur in their templates; the first match counts."""

@@ -6,8 +6,7 @@ import re
 from typing import ClassVar, Final
 
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments
-from nanocore.client.chat.parsing.marks import Marks
-from nanocore.client.chat.parsing.reading import Delta, Steps
+from nanocore.client.chat.parsing.stream_reader import Delta, Marks, Steps
 from nanocore.client.chat.parsing.tool_parser import ToolParser
 
 _HEADER: Final = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>")
@@ -46,7 +45,6 @@ class HarmonyParser(ToolParser):
                 yield from self._body(Text, Text)
 
     def block(self, opener: str) -> Steps[None]:
-        """Reads a header and its message."""
         header = yield from self._header()
         if header is None:
             return
@@ -64,19 +62,17 @@ class HarmonyParser(ToolParser):
     def _body(
         self, kind: type[Delta], quick: type[Text] | type[Reasoning] | None = None
     ) -> Steps[None]:
-        """Reads a message up to its end."""
         mark = yield from self.before(_BODY_ENDS, lambda text: self.emit(kind, text), quick)
         if mark in _ENDS:
             yield from self.accept(mark)
 
     def _join(self, kind: type[Text] | type[Reasoning]) -> None:
-        """A message that says something of this kind begins."""
         if kind in self._spoken:
             self.emit(kind, "\n")
         self._spoken.add(kind)
 
     def _header(self) -> Steps[dict[str, str] | None]:
-        """What stands before <|message|>, by its part; None if the text, or the message, ends."""
+        """Read the parts of a header by name; None if the text, or the message, ends."""
         part = "role"
         parts: dict[str, list[str]] = {"role": [], "channel": [], "constrain": []}
         while True:

@@ -1,17 +1,67 @@
-"""Llama 3.2 and 4: calls as a Python list, [get_weather(city='Paris', days=3), other()]."""
+"""Tool parser of Llama 3.2 and 4: calls as a Python list, [get_weather(city='Paris'), other()].
+
+Literals are parsed by `ast` and read from its tree: nothing is run.
+"""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import warnings
 from collections.abc import Sequence
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
-from nanocore.client.chat.parsing.json_reading import json_string
-from nanocore.client.chat.parsing.marks import Marks
-from nanocore.client.chat.parsing.python_values import python_to_json
-from nanocore.client.chat.parsing.reading import Steps
+from nanocore.client.chat.parsing.json_reader import json_string
+from nanocore.client.chat.parsing.stream_reader import Marks, Steps
 from nanocore.client.chat.parsing.tool_parser import ToolParser
 from nanocore.client.chat.tools import Tool
+
+_WORDS: Final = {"true": True, "false": False, "null": None}
+_UNREADABLE: Final = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+
+
+def python_to_json(text: str) -> str:
+    """A literal as JSON; what Python does not read, or JSON does not have, as a string."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that are none
+            tree = ast.parse(f"({text}\n)", mode="eval")
+        return json.dumps(_value(tree.body), ensure_ascii=False, allow_nan=False)
+    except _UNREADABLE:
+        return json_string(text.strip())
+
+
+def _value(node: ast.expr) -> Any:
+    # Tuples and sets become lists, keys strings. Names that Python would look up become
+    # strings.
+    match node:
+        case ast.Constant(value=str() as text):
+            # Escapes may spell halves of surrogate pairs.
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case ast.JoinedStr(values=[ast.Constant() as only]):
+            return _value(only)
+        case ast.Constant(value=bytes() as data):
+            return data.decode("utf-8", "replace")
+        case ast.Constant(value=bool() | int() | float() | None as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+            return -value
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values) if None not in keys:
+            return {_key(key): _value(v) for key, v in zip(keys, values, strict=True) if key}
+        case ast.Name(id=name):
+            return _WORDS.get(name, name)
+    return ast.unparse(node)
+
+
+def _key(node: ast.expr) -> str:
+    value = _value(node)
+    return value if isinstance(value, str) else json.dumps(value)
+
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]*")
 _KEYWORD: Final = re.compile(r"""\s*["']?([A-Za-z0-9_.-]+)["']?\s*[:=](?!=)""")
@@ -32,11 +82,9 @@ class PythonicParser(ToolParser):
 
     @classmethod
     def beginnings(cls, tools: Sequence[Tool]) -> list[str]:
-        """The mark, or a list whose first call is of a tool."""
         return [*cls.openers.texts, *(f"[{one.name}(" for one in tools)]
 
     def block(self, opener: str) -> Steps[None]:
-        """One list."""
         yield from self.space()
         if not (yield from self.accept("[")):
             return
@@ -54,7 +102,6 @@ class PythonicParser(ToolParser):
             yield from self.accept("<|python_end|>")
 
     def _call(self) -> Steps[bool]:
-        """Reads NAME(KEY=VALUE, ...); whether it is a call."""
         yield from self.space()
         name = yield from self.span(_NAME)
         if name not in self._tools or not (yield from self.accept("(")):
@@ -80,7 +127,6 @@ class PythonicParser(ToolParser):
         return True
 
     def _argument(self) -> Steps[str | None]:
-        """Reads up to the comma or the bracket that ends an argument; None if neither comes."""
         pieces: list[str] = []
         depth = 0
         while (mark := (yield from self.before(_STRUCTURE, pieces.append))) is not None:
@@ -97,7 +143,6 @@ class PythonicParser(ToolParser):
         return None
 
     def _string(self, quote: str, pieces: list[str]) -> Steps[None]:
-        """Reads the rest of a string as it is written."""
         while (mark := (yield from self.until(_QUOTES[quote], pieces.append))) is not None:
             pieces.append(mark)
             if mark == quote:

@@ -1,13 +1,15 @@
-"""Qwen3-Coder: calls as tags, <function=NAME> around <parameter=KEY>VALUE</parameter>."""
+"""Tool parser of Qwen3-Coder: <function=NAME> around <parameter=KEY>VALUE</parameter>.
+
+Values have no quotes: they become JSON by the types that the tool's schema allows.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+import json
+from typing import Any, ClassVar, Final
 
-from nanocore.client.chat.parsing.json_reading import escape, json_string
-from nanocore.client.chat.parsing.marks import Marks
-from nanocore.client.chat.parsing.reading import Steps, ignore
-from nanocore.client.chat.parsing.schema_types import to_json, types_of
+from nanocore.client.chat.parsing.json_reader import escape, json_string
+from nanocore.client.chat.parsing.stream_reader import Marks, Steps, ignore
 from nanocore.client.chat.parsing.tool_parser import ToolParser
 
 _NAME_ENDS: Final = Marks((">", "<", "\n"))
@@ -19,7 +21,6 @@ def _value_ends(call_end: str) -> Marks:
 
 
 def _parts(call_end: str) -> tuple[str, ...]:
-    """What may follow a value."""
     return "<parameter=", "</function>", call_end
 
 
@@ -38,7 +39,6 @@ class Qwen3CoderParser(ToolParser):
     value_ends: ClassVar[Marks] = _value_ends("</tool_call>")
 
     def block(self, opener: str) -> Steps[None]:
-        """One call; without <tool_call> around it, too."""
         if opener != "<function=":
             yield from self.space()
             if not (yield from self.accept("<function=")):
@@ -52,7 +52,6 @@ class Qwen3CoderParser(ToolParser):
         yield from self.accept(self.marks[1])
 
     def _name(self) -> Steps[str | None]:
-        """Reads a name and the bracket after it."""
         pieces: list[str] = []
         yield from self.before(_NAME_ENDS, pieces.append)
         is_closed = yield from self.accept(">")
@@ -93,9 +92,77 @@ class Qwen3CoderParser(ToolParser):
 
 
 class SeedOssParser(Qwen3CoderParser):
-    """The same with Seed-OSS's tags around a call."""
+    """Parser of Qwen3-Coder's format with Seed-OSS's tags around a call."""
 
     marks: ClassVar[tuple[str, ...]] = ("<seed:tool_call>", "</seed:tool_call>")
     openers: ClassVar[Marks] = Marks(("<seed:tool_call>", "<function="))
     parts: ClassVar[Marks] = Marks(_parts("</seed:tool_call>"))
     value_ends: ClassVar[Marks] = _value_ends("</seed:tool_call>")
+
+
+_MAX_SCHEMAS: Final = 64
+"""Schemas looked at for one parameter: they may refer to each other in a circle."""
+_LITERALS: Final = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
+_KINDS: Final[dict[type, str]] = {
+    str: "string", bool: "boolean", type(None): "null", int: "integer", float: "number",
+    list: "array", dict: "object",
+}  # fmt: skip
+
+
+def types_of(parameters: dict[str, Any], name: str) -> frozenset[str]:
+    """The JSON types that a property of a tool's parameters may have; empty if they are unknown.
+
+    Follows type, anyOf, oneOf, allOf, and $ref within the parameters; without a type, the values of
+    enum and const say it.
+    """
+    properties = parameters.get("properties")
+    pending = [properties.get(name)] if isinstance(properties, dict) else []
+    found: set[str] = set()
+    for _ in range(_MAX_SCHEMAS):
+        if not pending:
+            break
+        schema = pending.pop()
+        if not isinstance(schema, dict):
+            continue
+        kinds = schema.get("type")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        found.update(kind for kind in kinds if isinstance(kind, str))
+        if "type" not in schema:
+            values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+            values = [*values, *([schema["const"]] if "const" in schema else [])]
+            found.update(_KINDS[type(value)] for value in values if type(value) in _KINDS)
+        for key in ("anyOf", "oneOf", "allOf"):
+            if isinstance(schema.get(key), list):
+                pending += schema[key]
+        if isinstance(schema.get("$ref"), str):
+            pending.append(_resolved(parameters, schema["$ref"]))
+    return frozenset(found)
+
+
+def _resolved(root: dict[str, Any], reference: str) -> object:
+    if not reference.startswith("#/"):
+        return None
+    node: object = root
+    for part in reference[2:].split("/"):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+def to_json(text: str, types: frozenset[str]) -> str:
+    """The text as JSON of one of these types, if it is that; else as a string."""
+    stripped = text.strip()
+    kind = _LITERALS.get(stripped.lower())
+    if kind in types:
+        return "null" if kind == "null" else stripped.lower()
+    try:
+        value = json.loads(stripped, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return json_string(text)
+    kind = _KINDS.get(type(value))
+    if kind in types or (kind == "integer" and "number" in types):
+        return stripped
+    return json_string(text)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -5,32 +5,34 @@ from __future__ import annotations
 from typing import ClassVar, Final
 
 from nanocore.client.chat.events import Reasoning, Text
-from nanocore.client.chat.parsing.marks import Marks
-from nanocore.client.chat.parsing.parser import OutputParser, ParsedEvent
-from nanocore.client.chat.parsing.reading import ReadingParser, Steps
+from nanocore.client.chat.parsing.stream_reader import (
+    Marks,
+    OutputParser,
+    ParsedEvent,
+    Steps,
+    StreamReader,
+)
 
 DEEPSEEK_TURN: Final = "<\uff5cAssistant\uff5c>"
 _LINE_BREAKS: Final = "\n\r"
 _TURNS: Final = ("<|", "<\uff5c", "[/INST]", "<start_of_turn>", "<end_of_turn>", "</s>")
-"""What the marks of turns look like, in the families' templates."""
+"""Beginnings of turn marks in the families' templates."""
 
 
 class PlainTextParser:
-    """All is text."""
+    """Parser of formats without tools and reasoning: all is text."""
 
     def __init__(self, index: int = 0) -> None:
         self._index = index
 
     def feed(self, delta: str) -> list[ParsedEvent]:
-        """The text."""
         return [Text(delta, self._index)] if delta else []
 
     def finish(self) -> list[ParsedEvent]:
-        """Nothing."""
         return []
 
 
-class ThinkParser(ReadingParser):
+class ThinkParser(StreamReader):
     """<think>, reasoning, </think>, and the rest, which `inner` parses. For Qwen3, DeepSeek-R1.
 
     The text may begin with <think>, after white space, or within the reasoning if the prompt opened
@@ -49,16 +51,13 @@ class ThinkParser(ReadingParser):
         self._is_over = False
 
     def feed(self, delta: str) -> list[ParsedEvent]:
-        """The events that this piece of text completes."""
         return self._inner.feed(delta) if self._is_over else super().feed(delta)
 
     def finish(self) -> list[ParsedEvent]:
-        """What was held back, here or by the inner parser."""
         events = [] if self._is_over else super().finish()
         return events + self._inner.finish()
 
     def run(self) -> Steps[None]:
-        """Reads the reasoning, and hands over."""
         begin, end = self.marks
         self._held = []
         yield from self.space()
@@ -86,13 +85,13 @@ class ThinkParser(ReadingParser):
 
 
 class MistralThinkParser(ThinkParser):
-    """The same with Mistral's tags."""
+    """ThinkParser with Mistral's tags."""
 
     marks: ClassVar[tuple[str, ...]] = ("[THINK]", "[/THINK]")
 
 
 class SeedOssThinkParser(ThinkParser):
-    """The same with Seed-OSS's tags."""
+    """ThinkParser with Seed-OSS's tags."""
 
     marks: ClassVar[tuple[str, ...]] = ("<seed:think>", "</seed:think>")
 

@@ -1,9 +1,9 @@
-"""What parsers of tool calls share: text around calls, ids, and calls written as JSON objects.
+"""ToolParser: text around calls, call ids, and calls written as JSON objects.
 
-What turns out to be no call before its name is known is text, character for character. A call once
-begun stays one; what of its block is not understood then is part of its arguments until the block
-or the text ends, and what follows a complete call is text again. White space between text and a
-call, and after a call, is dropped. Half a call at the text's end stays half a call.
+Text that turns out to be no call before its name is known stays text, character for character. Once
+a call has begun, everything in its block belongs to its arguments until the block or the text ends;
+text after a complete call is text again. White space between text and a call, and after a call, is
+dropped. An incomplete call at the text's end stays incomplete.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Final, TypeAlias
 
 from nanocore.client.chat.events import Text, ToolArguments, ToolBegin
-from nanocore.client.chat.parsing.json_reading import JsonReadingParser
-from nanocore.client.chat.parsing.marks import SPACE, Marks
-from nanocore.client.chat.parsing.reading import Steps, ignore
+from nanocore.client.chat.parsing.json_reader import JsonReader
+from nanocore.client.chat.parsing.stream_reader import SPACE, Marks, Steps, ignore
 from nanocore.client.chat.tools import Tool
 
 NewId: TypeAlias = Callable[[], str]
@@ -29,7 +28,7 @@ def make_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-class ToolParser(JsonReadingParser):
+class ToolParser(JsonReader):
     """A parser of text and tool calls.
 
     Args:
@@ -54,12 +53,11 @@ class ToolParser(JsonReadingParser):
 
     @staticmethod
     def default_id() -> str:
-        """An id for a call, if the caller makes none."""
         return make_call_id()
 
     @classmethod
     def beginnings(cls, tools: Sequence[Tool]) -> list[str]:
-        """What an answer that calls one of these tools begins with, white space aside."""
+        """Return the texts with which an answer that calls a tool may begin."""
         return list(cls.openers.texts)
 
     @abstractmethod
@@ -70,7 +68,6 @@ class ToolParser(JsonReadingParser):
         """
 
     def run(self) -> Steps[None]:
-        """Text and blocks in turn."""
         opener = "" if self.is_bare else (yield from self.until(self.openers, self.say, Text))
         while opener is not None:
             self.hold(opener)
@@ -81,15 +78,14 @@ class ToolParser(JsonReadingParser):
         self.emit(Text, "".join(self._trailing))
 
     def say(self, text: str) -> None:
-        """More text; white space at its end waits until it is known not to precede a call."""
+        """Emit text; white space at its end waits, as it may precede a call."""
         self.emit(Text, self.without_trailing(text, SPACE))
 
     def hold(self, opener: str = "") -> None:
-        """From here on what is read is text again, unless a call begins."""
+        """Hold what is read from here on: it is text unless `begin` is called."""
         self._held = [opener]
 
     def _release(self) -> bool:
-        """Whether there was something held, which is text now."""
         text = "".join(self._held or ())
         self._held = None
         if text:
@@ -97,7 +93,7 @@ class ToolParser(JsonReadingParser):
         return bool(text)
 
     def begin(self, name: str, call_id: str | None = None) -> None:
-        """A call begins."""
+        """Begin a call; text that was held belongs to it."""
         self._held = None
         self._trailing.clear()
         self.flush()
@@ -106,7 +102,7 @@ class ToolParser(JsonReadingParser):
         self._num_calls += 1
 
     def add(self, arguments: str) -> None:
-        """More arguments of the call that has begun."""
+        """Emit arguments of the call that has begun."""
         self.emit(ToolArguments, arguments)
 
     def call_array(self) -> Steps[None]:
@@ -125,7 +121,7 @@ class ToolParser(JsonReadingParser):
         """Reads {"name": ..., "arguments" or "parameters": ...}; whether it was a call.
 
         Arguments that come before the name wait for it; an "id" counts if it comes before the
-        arguments. Arguments written as a string are what it says, and null is none at all.
+        arguments. Arguments written as a string are its content, and null means no arguments.
         must_be_known: it is a call only if it has nothing but a call's keys, with arguments, and a
         tool of this name exists. is_open: its bracket was read.
         """
@@ -167,7 +163,6 @@ class ToolParser(JsonReadingParser):
         return True
 
     def _key(self) -> Steps[str | None]:
-        """Reads a key and its colon."""
         yield from self.space()
         key = yield from self.word()
         yield from self.space()
@@ -177,7 +172,6 @@ class ToolParser(JsonReadingParser):
         return key
 
     def _arguments(self, sink: Callable[[str], object]) -> Steps[None]:
-        """Reads a call's arguments."""
         if (yield from self.sees('"')):
             yield from self.json_text(sink)
         elif (yield from self.sees("n")):

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from nanocore.client import SamplingParams
-from nanocore.client.chat.request import ChatOptions
+from nanocore.client.chat.chat_request import ChatOptions
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.chat_options import (
     check_num_messages,

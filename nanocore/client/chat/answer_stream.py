@@ -1,0 +1,274 @@
+"""AnswerStream: the events of an answer, read without awaiting.
+
+A reader is called when there is news, so one loop can serve many answers in one turn of the event
+loop. `events` is the same for a caller that has a task of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+
+from nanocore.client.chat.constraints import FormNames
+from nanocore.client.chat.events import (
+    ChatEvent,
+    Failed,
+    Finished,
+    Logprobs,
+    Reasoning,
+    Started,
+    Text,
+    ToolArguments,
+    ToolBegin,
+    Usage,
+)
+from nanocore.client.chat.parsing.stream_reader import OutputParser, ParsedEvent
+from nanocore.client.chat.tools import ToolPrompt
+from nanocore.client.requests.logprob_views import SampleLogprobs
+from nanocore.client.requests.request_outputs import Resume
+from nanocore.client.requests.request_stream import RequestStream
+from nanocore.client.requests.sample import Sample
+from nanocore.client.tokenizer import Tokenizer
+from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError, NanocoreError
+
+
+class AnswerStream:
+    """An answer that is being made. One reader.
+
+    Args:
+        stream: the request's.
+        new_parser: of the sample of this index.
+        tokenizer: the model's.
+        reasoning_end: the mark that ends its reasoning; to count that by tokens.
+        tool_prompt: how the model sees the request's tools, if its template does not show them.
+        form_names: what errors and `not_held` call the form that it is held to.
+
+    As of the last `read`: finished: everything was read, or reading has failed. is_behind: it has
+    left something, so that others have their turn before. num_output_tokens: of all samples.
+    """
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        new_parser: Callable[[int], OutputParser],
+        tokenizer: Tokenizer,
+        reasoning_end: str | None = None,
+        tool_prompt: ToolPrompt | None = None,
+        form_names: FormNames | None = None,
+    ) -> None:
+        self._stream = stream
+        self.form_names = form_names or FormNames()
+        self.tool_prompt = tool_prompt
+        self._reasoning_end = None
+        if reasoning_end is not None:
+            self._reasoning_end = tokenizer.backend.token_to_id(reasoning_end)
+        self._new_parser = new_parser
+        self._tokenizer = tokenizer
+        self._samples: list[_SampleEvents] = []
+        self._has_started = False
+        self.finished = False
+        self.is_behind = False
+        self.num_output_tokens = 0
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the engine has accepted the request, or refused."""
+        return self._stream.is_answered
+
+    @property
+    def not_held(self) -> Sequence[str]:
+        """Parts of a lenient schema that the engine's grammar lacks; known once answered."""
+        return self.form_names.not_held(self._stream.not_held)
+
+    @property
+    def resumes(self) -> Sequence[Resume]:
+        """Changes of engine of this request."""
+        return self._stream.resumes
+
+    @property
+    def first_token_s(self) -> float | None:
+        """When its first token came, by the monotonic clock; None before."""
+        return self._stream.progress.first_token_s
+
+    def read(self) -> list[ChatEvent]:
+        """Return new events; of a long backlog only some, so that the event loop is not blocked.
+
+        Raises:
+            NanocoreError: the request was refused, failed in the engine, or the engine is gone;
+                once everything that came before was read.
+        """
+        stream = self._stream
+        events: list[ChatEvent] = []
+        try:
+            is_new = stream.advance()
+        except (InvalidRequestError, EngineOverloadedError) as error:
+            self.form_names.rename(error)
+            raise
+        finally:
+            self.finished, self.is_behind = stream.finished, stream.progress.is_behind
+            self.num_output_tokens = stream.num_output_tokens
+        if is_new:
+            if not self._has_started:
+                self._start(events)
+            for sample in self._samples:
+                sample.read(events)
+        return events
+
+    def news(self) -> asyncio.Future[None]:
+        """Return a future to await after `read` found nothing, and before it is called again."""
+        return self._stream.news()
+
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Call this whenever `read` may find something, from now on: at least once."""
+        self._stream.listen(callback)
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call this when all is there; whenever anything is, if stop strings need watching."""
+        self._stream.on_end(callback)
+
+    def close(self) -> None:
+        """Stop reading: the request is aborted unless it has ended. Idempotent."""
+        self._stream.close()
+        self.finished = True
+
+    async def events(self) -> AsyncGenerator[ChatEvent, None]:
+        """All events, as they come. Leaving it aborts the request; raises NanocoreError."""
+        try:
+            while not self.finished:
+                events = self.read()
+                for event in events:
+                    yield event
+                if self.is_behind:
+                    await asyncio.sleep(0)
+                elif not events:
+                    await self.news()
+        except NanocoreError as error:
+            if self._has_started:
+                yield Failed(error)
+            raise
+        finally:
+            self.close()
+
+    def _start(self, events: list[ChatEvent]) -> None:
+        stream = self._stream
+        self._has_started = True
+        self._samples = [
+            _SampleEvents(
+                sample,
+                self._new_parser(sample.index),
+                self._tokenizer,
+                stream,
+                self._reasoning_end,
+                self.form_names,
+            )
+            for sample in stream.samples
+        ]
+        events.append(
+            Started(
+                stream.request_id,
+                stream.prompt_token_ids,
+                stream.samples[0].num_cached_tokens or 0,
+                stream.seed,
+                stream.prompt_logprobs,
+                self.not_held,
+            )
+        )
+
+
+class _SampleEvents:
+    """One sample's events so far. reasoning_end: the token that ends its reasoning."""
+
+    def __init__(
+        self,
+        sample: Sample,
+        parser: OutputParser,
+        tokenizer: Tokenizer,
+        stream: RequestStream,
+        reasoning_end: int | None,
+        form_names: FormNames,
+    ) -> None:
+        self._reasoning_end = reasoning_end
+        self._form_names = form_names
+        self._sample = sample
+        self._parser = parser
+        self._tokenizer = tokenizer
+        self._stream = stream
+        self._reasoning: list[str] = []
+        self._has_called = False
+        self._bare_call: int | None = None
+        self._num_logprobs = 0
+        self._is_finished = False
+
+    def read(self, events: list[ChatEvent]) -> None:
+        sample = self._sample
+        if sample.delta:
+            for event in self._parser.feed(sample.delta):
+                if type(event) is not Text or self._bare_call is not None:
+                    self._note(event, events)
+                events.append(event)
+        if sample.finished and not self._is_finished:
+            self._end(events)
+        elif sample.logprobs is not None:
+            self._add_logprobs(events)
+
+    def _end(self, events: list[ChatEvent]) -> None:
+        self._is_finished = True
+        for event in self._parser.finish():
+            self._note(event, events)
+            events.append(event)
+        if self._sample.finish_reason == "stop":
+            self._add_no_arguments(events)
+        self._add_logprobs(events)
+        events.append(self._finished())
+
+    def _add_logprobs(self, events: list[ChatEvent]) -> None:
+        columns, num_read = self._sample.logprobs, self._sample.num_logprobs
+        if columns is not None and num_read > self._num_logprobs:
+            new = SampleLogprobs(columns, num_read)[self._num_logprobs :]
+            self._num_logprobs = num_read
+            events.append(Logprobs(new, self._sample.index))
+
+    def _note(self, event: ParsedEvent, events: list[ChatEvent]) -> None:
+        if isinstance(event, ToolArguments):
+            self._bare_call = None
+            return
+        self._add_no_arguments(events)
+        if isinstance(event, Reasoning):
+            self._reasoning.append(event.delta)
+        elif isinstance(event, ToolBegin):
+            self._has_called = True
+            self._bare_call = event.tool_index
+
+    def _add_no_arguments(self, events: list[ChatEvent]) -> None:
+        # Clients parse arguments as JSON, so a call without any gets an empty object.
+        if self._bare_call is not None:
+            events.append(ToolArguments(self._bare_call, "{}", self._sample.index))
+            self._bare_call = None
+
+    def _finished(self) -> Finished:
+        sample, reason = self._sample, self._sample.finish_reason
+        assert reason is not None, "it has ended"
+        usage = Usage(
+            len(self._stream.prompt_token_ids),
+            self._stream.samples[0].num_cached_tokens or 0,
+            sample.num_read,
+            self._num_reasoning_tokens(),
+        )
+        is_cut = isinstance(sample.stop_reason, str)  # by a stop string, perhaps within a call
+        return Finished(
+            "tool_calls" if reason == "stop" and self._has_called and not is_cut else reason,
+            usage,
+            sample.stop_reason,
+            self._form_names.named(sample.message) if sample.message is not None else None,
+            sample.index,
+            sample.is_invalid,
+        )
+
+    def _num_reasoning_tokens(self) -> int:
+        if not self._reasoning:
+            return 0
+        end, token_ids = self._reasoning_end, self._sample.token_ids
+        if end is not None and end in token_ids:
+            return token_ids.index(end) + 1
+        text = "".join(self._reasoning)
+        return min(len(self._tokenizer.encode(text, add_special_tokens=False)), len(token_ids))

@@ -1,0 +1,108 @@
+"""Messages of a conversation, as callers give them and as templates get them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal, NotRequired, TypedDict
+
+_MAX_INT_BITS: Final = 8192
+LONG_CHARS: Final = 1 << 16
+"""Characters above which a text or conversation is long: tokenizing takes 50 ms to seconds."""
+REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
+"""Names of a turn's reasoning in clients and templates; the first that is present counts."""
+
+
+class MessageTextPart(TypedDict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class MessageFunction(TypedDict):
+    """Called function. arguments: an object, or its JSON text."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class MessageToolCall(TypedDict):
+    """A call that the model made."""
+
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: MessageFunction
+
+
+class ChatMessage(TypedDict):
+    """One turn of a conversation, as in OpenAI's API.
+
+    role: "system", "developer", "user", "assistant", "tool" or whatever else the model's template
+    knows. content: text, or parts. reasoning_content, tool_calls: what the assistant thought and
+    called. tool_call_id: which call this is the result of. Further keys are for templates that ask
+    for them.
+    """
+
+    role: str
+    content: NotRequired[str | list[MessageTextPart] | list[dict[str, Any]] | None]
+    name: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
+    tool_calls: NotRequired[list[MessageToolCall] | list[dict[str, Any]] | None]
+    tool_call_id: NotRequired[str | None]
+
+
+def template_message(message: object) -> dict[str, Any]:
+    """A message as templates get it: a copy, without values of None, its reasoning by all names.
+
+    Raises:
+        TypeError: it is no dict, or holds what JSON cannot.
+    """
+    if not isinstance(message, Mapping):
+        raise TypeError(f"a message is a dict with a role, not {type(message).__name__}")
+    turn: dict[str, Any] = plain({k: v for k, v in message.items() if v is not None})
+    reasoning = next((turn[key] for key in REASONING_KEYS if key in turn), None)
+    if reasoning is not None:
+        turn = {"thinking": reasoning, **turn, "reasoning_content": reasoning}
+    return turn
+
+
+def is_long(*given: object) -> bool:
+    """Whether the texts in what JSON can hold have more than LONG_CHARS; each value adds 16."""
+    num_chars = LONG_CHARS
+    values = [*given]
+    while values and num_chars >= 0:
+        value = values.pop()
+        num_chars -= 16 + (len(value) if isinstance(value, str) else 0)
+        if isinstance(value, Mapping):
+            values += value.values()
+        elif isinstance(value, (list, tuple)):
+            values += value
+    return num_chars < 0
+
+
+def plain(value: object) -> Any:
+    """Copy what JSON can hold, tuples as lists; raises TypeError for anything else."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        if value.bit_length() > _MAX_INT_BITS:  # Python does not write longer ones
+            raise TypeError(f"integers have at most {_MAX_INT_BITS} bits, not {value.bit_length()}")
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, Mapping):
+        return {_key(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    raise TypeError(
+        "only what JSON can hold (strings, numbers, true, false, null, lists, objects) is allowed, "
+        f"not {type(value).__name__}"
+    )
+
+
+def _key(key: object) -> str:
+    if not isinstance(key, str):
+        raise TypeError(f"keys are strings, not {type(key).__name__}")
+    return str.__str__(key)

@@ -1,0 +1,266 @@
+"""A chat request: messages and options become a prompt, sampling parameters and a parser."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypedDict, cast
+
+from msgspec.structs import replace
+
+from nanocore.client.chat.chat_messages import ChatMessage
+from nanocore.client.chat.constraints import (
+    FormNames,
+    constraint,
+    names_of_calls,
+    names_of_format,
+    read_response_format,
+    with_reasoning,
+)
+from nanocore.client.chat.parsing.formats import (
+    Formats,
+    detect_formats,
+    make_parser,
+    marks_of,
+    new_id_of,
+    reasoning_end,
+    wrap_in_reasoning,
+)
+from nanocore.client.chat.parsing.reasoning import (
+    DEEPSEEK_TURN,
+    OPENING_MARKS,
+    prompt_opens_reasoning,
+)
+from nanocore.client.chat.parsing.request_parsers import (
+    NamedToolParser,
+    RequiredToolsParser,
+    SpecialTextFilter,
+)
+from nanocore.client.chat.parsing.stream_reader import OutputParser, ParsedEvent
+from nanocore.client.chat.template import DEFAULT_TEMPLATE_KWARGS
+from nanocore.client.chat.tools import (
+    GENERIC_FORMAT,
+    Tool,
+    ToolChoice,
+    ToolPrompt,
+    describe_tools,
+    loosened,
+    read_tool_choice,
+    read_tools,
+)
+from nanocore.client.tokenizer import Tokenizer
+from nanocore.protocol.errors import InvalidRequestError, quoted
+from nanocore.protocol.sampling import SamplingParams
+from nanocore.protocol.structured_outputs import FormTooLargeError, StructuredOutputsParams
+
+_TAIL_TOKENS: Final = 32
+"""Tokens at a prompt's end that are searched for an open reasoning mark."""
+
+
+class ChatOptions(TypedDict, total=False):
+    """Options of a chat; names are OpenAI's and vLLM's.
+
+    tools: in OpenAI's shape. tool_choice: "auto", "none" (the model does not see the tools),
+    "required" or {"type": "function", "function": {"name": ...}}. parallel_tool_calls: the answer
+    may have more than one call; True. response_format: see `constraints`. chat_template_kwargs:
+    for the template; names must be in allowed_template_kwargs, by default DEFAULT_TEMPLATE_KWARGS.
+    add_generation_prompt: begin the answer; done unless the last message is continued.
+    continue_final_message: the answer continues the last message. tool_parser,
+    reasoning_parser: how the model writes such things; "auto", the default, asks its template, None
+    takes all for text.
+    """
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    response_format: Any
+    chat_template_kwargs: Mapping[str, Any] | None
+    allowed_template_kwargs: Collection[str]
+    add_generation_prompt: bool | None
+    continue_final_message: bool
+    tool_parser: str | None
+    reasoning_parser: str | None
+
+
+class PreparedChat(NamedTuple):
+    """Prompt and parameters to send, and the parsers of the answer, by sample index.
+
+    reasoning_end: the mark that ends the model's reasoning, if there is one. tool_prompt: see
+    `TemplateDialect`; None without tools, too. form_names: what the caller calls what is not held.
+    """
+
+    prompt_token_ids: array[int]
+    params: SamplingParams
+    new_parser: Callable[[int], OutputParser]
+    reasoning_end: str | None
+    tool_prompt: ToolPrompt | None
+    form_names: FormNames
+
+
+def prepare_chat(
+    messages: Sequence[Mapping[str, Any]],
+    options: ChatOptions,
+    tokenizer: Tokenizer,
+    params: SamplingParams,
+    max_tokens: float = math.inf,
+) -> PreparedChat:
+    """Render and tokenize it; takes milliseconds, or as long as a template may take.
+
+    Raises:
+        InvalidRequestError: the template rejects it, or something in it is not what it must be.
+        ContextLengthError: it has far more than max_tokens.
+        TypeError: an option of no such name.
+    """
+    _check(options, params)
+    tools = read_tools(options.get("tools"))
+    choice = read_tool_choice(options.get("tool_choice"), tools)
+    if choice.mode == "none":
+        tools = []
+    tool_prompt = tokenizer.template_dialect.tool_prompt if tools else None
+    formats = _formats(options, tokenizer, tool_prompt)
+    described = describe_tools(tools, formats.tools) if tool_prompt == "generic" else ""
+    token_ids = _encode(messages, tools, described, options, tokenizer, max_tokens)
+    in_reasoning = formats.reasoning is not None and _ends_in_reasoning(
+        token_ids, options, tokenizer, formats.reasoning
+    )
+    form, names = _form(tools, choice, options, params, formats, in_reasoning)
+    if form is not None:
+        params = replace(params, structured_outputs=form)
+    if choice.mode in ("required", "named"):  # what ends a call is no part of its arguments
+        params = replace(params, include_stop_str_in_output=False)
+    special = tokenizer.special_texts
+    marks = marks_of(formats, has_tools=bool(tools))
+    dropped: Collection[str] = ()
+    if params.skip_special_tokens and not marks.isdisjoint(special):
+        params = replace(params, skip_special_tokens=False)
+        dropped = special - marks
+
+    def new_parser(index: int) -> OutputParser:
+        parser = _parser(formats, tools, choice, in_reasoning, index)
+        if options.get("parallel_tool_calls") is False:
+            parser = _OneCallParser(parser)
+        return SpecialTextFilter(parser, dropped) if dropped else parser
+
+    end = reasoning_end(formats)
+    return PreparedChat(array("i", token_ids), params, new_parser, end, tool_prompt, names)
+
+
+def _parser(
+    formats: Formats, tools: Sequence[Tool], choice: ToolChoice, in_reasoning: bool, index: int
+) -> OutputParser:
+    forced: OutputParser | None = None
+    if choice.tool is not None:
+        forced = NamedToolParser(choice.tool.name, index, new_id_of(formats))
+    elif choice.mode == "required":
+        forced = RequiredToolsParser(tools, index, new_id_of(formats))
+    if forced is not None:
+        return wrap_in_reasoning(formats, forced, in_reasoning=in_reasoning, index=index)
+    return make_parser(formats, tools, in_reasoning=in_reasoning, index=index)
+
+
+class _OneCallParser:
+    """Drops all calls but the first: the model does not know that it may call only once."""
+
+    def __init__(self, inner: OutputParser) -> None:
+        self._inner = inner
+
+    def feed(self, delta: str) -> list[ParsedEvent]:
+        return self._kept(self._inner.feed(delta))
+
+    def finish(self) -> list[ParsedEvent]:
+        return self._kept(self._inner.finish())
+
+    def _kept(self, events: list[ParsedEvent]) -> list[ParsedEvent]:
+        return [event for event in events if not getattr(event, "tool_index", 0)]
+
+
+def _ends_in_reasoning(
+    token_ids: list[int], options: ChatOptions, tokenizer: Tokenizer, reasoning: str
+) -> bool:
+    if options.get("continue_final_message"):
+        return prompt_opens_reasoning(tokenizer.decode(token_ids, skip_special_tokens=False))
+    # Templates end with the mark that they open; what users write of marks stands before.
+    end = tokenizer.decode(token_ids[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
+    if reasoning == "deepseek_r1":  # some templates leave the mark to models that omit it
+        named = options.get("reasoning_parser", "auto") != "auto" and not end.endswith("</think>")
+        return named or end.endswith((*OPENING_MARKS, DEEPSEEK_TURN))
+    return end.endswith(OPENING_MARKS)
+
+
+def _check(options: ChatOptions, params: SamplingParams) -> None:
+    for name, value in options.items():
+        if name not in ChatOptions.__annotations__:
+            raise TypeError(f"chat() got an unexpected keyword argument {name!r}")
+        if name in ("tool_parser", "reasoning_parser") and not isinstance(value, str | None):
+            raise InvalidRequestError(
+                f'{name}={quoted(value)}: the name of a parser, "auto", or None for none'
+            )
+        if name == "parallel_tool_calls" and not isinstance(value, bool | None):
+            raise InvalidRequestError(f"{name}={quoted(value)}: True or False")
+    if not params.detokenize:
+        raise InvalidRequestError("a chat is made of text: leave out detokenize=False")
+
+
+def _encode(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool],
+    described: str,
+    options: ChatOptions,
+    tokenizer: Tokenizer,
+    max_tokens: float,
+) -> list[int]:
+    return tokenizer.encode_chat(
+        cast("list[ChatMessage]", tokenizer.template_dialect.adapt(messages, described)),
+        options.get("add_generation_prompt"),
+        max_tokens,
+        tools=[tool.source for tool in tools] or None,
+        chat_template_kwargs=options.get("chat_template_kwargs"),
+        allowed_template_kwargs=options.get("allowed_template_kwargs", DEFAULT_TEMPLATE_KWARGS),
+        continue_final_message=options.get("continue_final_message", False),
+    )
+
+
+def _formats(options: ChatOptions, tokenizer: Tokenizer, tool_prompt: ToolPrompt | None) -> Formats:
+    found = detect_formats(tokenizer.chat_template_text)
+    tools = options.get("tool_parser", "auto")
+    reasoning = options.get("reasoning_parser", "auto")
+    generic = GENERIC_FORMAT if tool_prompt == "generic" else None
+    return Formats(
+        (found.tools or generic) if tools == "auto" else tools,
+        found.reasoning if reasoning == "auto" else reasoning,
+    )
+
+
+def _form(
+    tools: list[Tool],
+    choice: ToolChoice,
+    options: ChatOptions,
+    params: SamplingParams,
+    formats: Formats,
+    in_reasoning: bool,
+) -> tuple[StructuredOutputsParams | None, FormNames]:
+    """Return the structured output, reasoning included, and the caller's names for it.
+
+    For very many tools only names are constrained: arguments of tools that are not strict are free.
+    """
+    response_format = options.get("response_format")
+    wanted = read_response_format(response_format)
+    is_format = wanted is not None and choice.mode in ("none", "auto")
+    names = names_of_format(response_format) if is_format else names_of_calls(tools, choice)
+    parallel = options.get("parallel_tool_calls") is not False
+    try:
+        form = constraint(tools, choice, parallel, wanted, formats.tools)
+    except FormTooLargeError:
+        names = names._replace(left_out=["tools[*].parameters"])
+        with names.in_errors():
+            form = constraint(loosened(tools), choice, parallel, wanted, formats.tools)
+    if params.structured_outputs is not None:
+        if form is not None:
+            raise InvalidRequestError(
+                "structured_outputs together with a response_format or forced tool calls: give one "
+                "of them"
+            )
+        form, names = params.structured_outputs, FormNames()
+    with names.in_errors():
+        return form and with_reasoning(form, formats, in_reasoning), names

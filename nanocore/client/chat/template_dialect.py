@@ -1,0 +1,274 @@
+"""TemplateDialect: adapts a conversation to what the model's chat template accepts.
+
+Templates differ: text in parts, arguments of tool calls as objects or as JSON text, the role
+"developer", a late system message, tools. What a template accepts is detected by rendering a small
+conversation, once, and only if a conversation needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+from nanocore.client.chat.tools import ToolPrompt, call_text, result_text
+from nanocore.protocol.errors import InvalidRequestError, quoted
+
+_PROBE: Final = "probe 'text'"
+_PROBE_ROLE: Final = "bystander"
+_PROBE_TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "probe_tool",
+        "description": "probe",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": []},
+    },
+}
+_TEXT_PARTS: Final = ("text", "input_text", "output_text", "refusal")
+Render = Callable[..., str]
+"""(messages) to a prompt; with `tools`, of a request that has them."""
+logger = logging.getLogger(__name__)
+
+
+class TemplateDialect:
+    """Dialect of one template: what its messages may hold.
+
+    render: a conversation to a prompt, by that template. source: the template's.
+    """
+
+    def __init__(self, render: Render, source: str = "") -> None:
+        self._render = render
+        self._source = source
+
+    def adapt(
+        self, messages: Sequence[Mapping[str, Any]], system_text: str = ""
+    ) -> list[dict[str, Any]]:
+        """The messages as the template takes them; those of the caller stay as they are.
+
+        system_text: text that is added to the system message.
+
+        Raises:
+            InvalidRequestError: a message is no dict, or a part of its content is no text.
+        """
+        if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+            raise InvalidRequestError(
+                f"a conversation is a list of messages, not {type(messages).__name__}"
+            )
+        turns = [self._adapted(i, message) for i, message in enumerate(messages)]
+        if any(turn["role"] == "tool" for turn in turns) and self._writes_calls_as_text:
+            turns = _as_users(turns, "tool")
+        if system_text and turns and turns[0]["role"] == "system":
+            turns[0]["content"] = _joined(turns[0]["content"], system_text)
+        elif system_text and turns:
+            turns.insert(0, {"role": "system", "content": system_text})
+        if system_text and not self._takes_system:
+            return _as_users(turns)
+        roles = [turn["role"] for turn in turns]
+        first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+        if "system" in roles[first:] and not self._takes_late_system:
+            return [*turns[:first], *_as_users(turns[first:])]
+        return turns
+
+    @cached_property
+    def tool_prompt(self) -> ToolPrompt | None:
+        """How tools are shown if the template does not show them; None if it does.
+
+        "generic": the system's text is to describe them. "none": not at all, for the template knows
+        of tools, and leaves them out.
+        """
+        text = self._try([{"role": "user", "content": "hi"}], tools=[_PROBE_TOOL])
+        if text is None or "probe_tool" in text:  # it fails: its error says why
+            return None
+        if re.search(r"\btools\b", self._source):
+            logger.info("the chat template leaves tools out: the model does not see them")
+            return "none"
+        logger.info("the chat template knows no tools: the system's text describes them")
+        return "generic"
+
+    def _adapted(self, i: int, message: object) -> dict[str, Any]:
+        if not isinstance(message, Mapping):
+            raise InvalidRequestError(
+                f"messages[{i}] is a dict with a role, not {type(message).__name__}"
+            )
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise InvalidRequestError(
+                f'messages[{i}] has no role: it is "system", "developer", "user", "assistant" or '
+                f'"tool", not {quoted(message.get("role"))}'
+            )
+        turn = dict(message)
+        if turn["role"] == "developer" and not self._knows_developer:
+            turn["role"] = "system"
+        content = self._content(i, message)
+        calls = _calls(i, turn.pop("tool_calls", None))
+        if not calls:  # clients send empty lists; templates take them for calls
+            # Thoughts alone, a call without a result: many templates add content to a text.
+            turn["content"] = "" if content is None else content
+            if turn["role"] == "tool" and self._writes_calls_as_text:
+                turn["content"] = result_text(turn["content"])
+        elif self._writes_calls_as_text:
+            text = "\n".join(map(call_text, calls))
+            turn["content"] = _joined(content, text) if content else text
+        else:
+            as_objects, needs_content = self._calls_form or (True, True)
+            turn["tool_calls"] = [_call(call, as_objects) for call in calls]
+            if content is not None or needs_content:
+                turn["content"] = "" if content is None else content
+        return turn
+
+    def _content(self, i: int, message: Mapping[str, Any]) -> Any:
+        content = message.get("content")
+        if content is None and isinstance(message.get("refusal"), str):
+            return message["refusal"]
+        if isinstance(content, str | None):
+            return content
+        if not isinstance(content, (list, tuple)):
+            raise InvalidRequestError(
+                f"messages[{i}].content is a text or a list of parts, not {quoted(content)}"
+            )
+        texts = [_text_of(i, k, part) for k, part in enumerate(content)]
+        if self._takes_parts and not (message["role"] == "tool" and self._writes_calls_as_text):
+            return [{"type": "text", "text": text} for text in texts]
+        return "\n".join(texts)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        text = self._try([{"role": "user", "content": [{"type": "text", "text": _PROBE}]}])
+        return text is not None and _PROBE in text and "'type'" not in text and '"type"' not in text
+
+    @cached_property
+    def _knows_developer(self) -> bool:
+        # A template that prints any role must not be taken for one that knows this role.
+        user = {"role": "user", "content": "hi"}
+        text, other = (
+            self._try([{"role": role, "content": _PROBE}, user])
+            for role in ("developer", _PROBE_ROLE)
+        )
+        if text is None or _PROBE not in text:
+            return False
+        return other is None or text.replace("developer", _PROBE_ROLE) != other
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        text = self._try([{"role": "system", "content": _PROBE}, {"role": "user", "content": "hi"}])
+        return text is not None and _PROBE in text
+
+    @cached_property
+    def _takes_late_system(self) -> bool:
+        text = self._try([{"role": "user", "content": "hi"}, {"role": "system", "content": _PROBE}])
+        return text is not None and _PROBE in text
+
+    @cached_property
+    def _calls_form(self) -> tuple[bool, bool] | None:
+        """Return (arguments are objects and not JSON text, content may not be missing).
+
+        None: it shows no calls, or none like this.
+        """
+        for needs_content in (False, True):
+            for as_objects in (True, False):
+                text = self._try(_calling(as_objects, needs_content))
+                # Objects may be written in a form of the model's own, but not in Python's.
+                if text is not None and "probe" in text and "'probe'" not in text:
+                    return as_objects, needs_content
+        return None
+
+    @cached_property
+    def _writes_calls_as_text(self) -> bool:
+        return self._calls_form is None and self.tool_prompt == "generic"
+
+    def _try(self, messages: list[dict[str, Any]], **more: Any) -> str | None:
+        try:
+            return self._render(messages, **more)
+        except InvalidRequestError:
+            return None
+
+
+def _as_users(turns: list[dict[str, Any]], role: str = "system") -> list[dict[str, Any]]:
+    """Give the turns of this role to the user, joined with the user's turns around them."""
+    said: list[dict[str, Any]] = []
+    was_other = False
+    for turn in turns:
+        is_other = turn["role"] == role
+        user = {**turn, "role": "user"} if is_other else turn
+        last = said[-1] if said else {}
+        if (is_other or was_other) and last.get("role") == user["role"] == "user":
+            said[-1] = {**last, "content": _joined(last.get("content"), user.get("content"))}
+        else:
+            said.append(user)
+        was_other = is_other
+    return said
+
+
+def _joined(first: Any, second: Any) -> Any:
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    both = [
+        [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+        for content in (first, second)
+    ]
+    return [*both[0], *both[1]]
+
+
+def _calling(as_objects: bool, has_content: bool) -> list[dict[str, Any]]:
+    arguments: Any = {"probe": [1]}
+    function = {"name": "f", "arguments": arguments if as_objects else json.dumps(arguments)}
+    call = {"id": "call12345", "type": "function", "function": function}
+    turn = {"role": "assistant", "tool_calls": [call]} | ({"content": ""} if has_content else {})
+    result = {"role": "tool", "tool_call_id": "call12345", "name": "f", "content": "1"}
+    return [{"role": "user", "content": "hi"}, turn, result]
+
+
+def _calls(i: int, calls: object) -> list[dict[str, Any]]:
+    """The calls of a turn; arguments that are missing are none; raises InvalidRequestError."""
+    where = f"messages[{i}].tool_calls"
+    if not isinstance(calls, list | tuple | None):
+        raise _bad_call(where, "a list of calls", calls)
+    checked = []
+    for k, call in enumerate(calls or ()):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+            raise _bad_call(f"{where}[{k}]", '{"function": {"name": str, "arguments": ...}}', call)
+        if not isinstance(name := function.get("name"), str) or not name:
+            raise _bad_call(f"{where}[{k}].function.name", "the name of a tool", name)
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str | Mapping | None):
+            raise _bad_call(f"{where}[{k}].function.arguments", "JSON text or an object", arguments)
+        arguments = {} if arguments is None else arguments
+        checked.append({**call, "function": {**function, "arguments": arguments}})
+    return checked
+
+
+def _bad_call(where: str, what: str, value: object) -> InvalidRequestError:
+    return InvalidRequestError(f"{where} is {what}, not {quoted(value)}", where)
+
+
+def _call(call: dict[str, Any], as_objects: bool) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    if as_objects and isinstance(arguments, str):
+        try:
+            value = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            return call  # a call that was cut off: as the model wrote it
+        arguments = value if isinstance(value, dict) else arguments
+    elif not as_objects and isinstance(arguments, Mapping):
+        try:
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError):
+            return call  # refused with all else that is not plain
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _text_of(i: int, k: int, part: object) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and (kind := part.get("type")) in _TEXT_PARTS:
+        text = part.get("refusal" if kind == "refusal" else "text")
+        if isinstance(text, str):
+            return text
+    raise InvalidRequestError(
+        f'messages[{i}].content[{k}] must be {{"type": "text", "text": str}}, not '
+        f"{quoted(part)}: models here read text alone"
+    )

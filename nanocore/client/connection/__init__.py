@@ -1,0 +1,1 @@
+"""Sessions with an engine: connecting, resubmission, and launching an engine."""

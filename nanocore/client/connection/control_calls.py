@@ -1,0 +1,103 @@
+"""CONTROL and PING messages of a session that wait for their replies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
+
+from nanocore.protocol.errors import EngineDeadError, NanocoreError
+from nanocore.protocol.messages import Control, ControlOperation, Message, Ping, Pong, Reply
+
+ReplyMessage = TypeVar("ReplyMessage", bound=Message)
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """Reply of an engine to a PING.
+
+    latency_s: round trip. num_steps: the engine's step counter. step_age_s: time since the current
+    step began, 0 between steps; None from engines whose protocol is older than 1.4.
+    """
+
+    latency_s: float
+    num_steps: int
+    step_age_s: float | None = None
+
+
+class ControlFields(TypedDict, total=False):
+    """Fields of a CONTROL: file and offset of read_file, after of steps."""
+
+    file: str | None
+    offset: int
+    after: int
+
+
+class ControlCalls:
+    """Calls of one connection that wait for a reply. send: sends a message to the engine."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._pongs: dict[int, asyncio.Future[Pong]] = {}
+        self._ids = itertools.count(1)
+
+    def __len__(self) -> int:
+        return len(self._replies) + len(self._pongs)
+
+    async def control(self, operation: ControlOperation, **fields: Unpack[ControlFields]) -> Reply:
+        return await self._call(
+            self._replies, lambda call_id: Control(call_id=call_id, operation=operation, **fields)
+        )
+
+    async def ping(self, timeout_s: float) -> EngineHealth:
+        """Measure the round trip of a PING; raises EngineDeadError."""
+        start_s = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                pong = await self._call(self._pongs, lambda nonce: Ping(nonce=nonce))
+        except TimeoutError:
+            raise EngineDeadError(f"the engine did not answer within {timeout_s} s") from None
+        age_ms = pong.step_age_ms
+        return EngineHealth(
+            latency_s=time.monotonic() - start_s,
+            num_steps=pong.num_steps or 0,
+            step_age_s=None if age_ms is None else age_ms / 1e3,
+        )
+
+    def resolve(self, message: Reply | Pong) -> None:
+        """Hand a reply to its call, if one still waits."""
+        if isinstance(message, Reply):
+            _resolve(self._replies.get(message.call_id), message)
+        else:
+            _resolve(self._pongs.get(message.nonce), message)
+
+    def fail(self, error: NanocoreError) -> None:
+        """Raise the error in all calls that wait."""
+        waiting: list[asyncio.Future[Any]] = [*self._replies.values(), *self._pongs.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
+                future.exception()  # retrieved here: a call that could not be sent never awaits it
+
+    async def _call(
+        self,
+        waiting: dict[int, asyncio.Future[ReplyMessage]],
+        make_message: Callable[[int], Message],
+    ) -> ReplyMessage:
+        call_id = next(self._ids)
+        waiting[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send(make_message(call_id))
+            return await waiting[call_id]
+        finally:
+            del waiting[call_id]
+
+
+def _resolve(future: asyncio.Future[ReplyMessage] | None, message: ReplyMessage) -> None:
+    if future is not None and not future.done():
+        future.set_result(message)

@@ -1,0 +1,236 @@
+"""A launched engine: its process and the private directory in which it listens.
+
+Client and engine hold one socket pair between them. The engine's start report comes over it, and
+each side takes its closing for the other's death. The directory's path goes the other way, so that
+an engine that outlives its client can remove it. When an engine was killed, its children are killed
+too: they would hold memory and devices that the next engine needs.
+
+The directory is removed by the client, or by the engine as it ends, or, if both were killed, by the
+next launch. An flock, held for the client's life, says that it is in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from nanocore.protocol.endpoint import IPC, ipc_address
+from nanocore.protocol.errors import ConfigError, EngineStartError, StartReport
+from nanocore.system.child_process import module_command
+
+_PREFIX: Final = "nanocore-launch-"
+
+
+class LaunchDirectory:
+    """A new directory of mode 0700 below the user's directory for temporary files.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self) -> None:
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+            if os.fstat(self._fd).st_nlink:
+                break
+            # Another launch took the directory for left over, before it was locked: try again.
+            os.close(self._fd)
+        self._remove_left_over()
+
+    def remove(self) -> None:
+        """Remove it with everything in it. Idempotent."""
+        if self._fd >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _remove_left_over(self) -> None:
+        for path in self.path.parent.glob(f"{_PREFIX}*"):
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError:
+                continue  # gone by now, or another user's
+            try:
+                if os.fstat(fd).st_uid == os.getuid():
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(path, ignore_errors=True)
+            except BlockingIOError:
+                pass  # in use
+            finally:
+                os.close(fd)
+
+
+STOP_TIMEOUT_S: Final = 10.0
+COMMAND: Final = module_command("nanocore.engine_core")
+
+
+class EngineProcess:
+    """Process of a launched `nanocore-engine`.
+
+    Args:
+        flags: of `engine_flags`. directory: where it listens. output_fd: where what it writes goes;
+            None: where ours does.
+
+    Raises:
+        EngineStartError: there is no room for a process, or the directory's path is too long.
+    """
+
+    def __init__(
+        self, flags: Sequence[str], directory: LaunchDirectory, output_fd: int | None = None
+    ) -> None:
+        with ExitStack() as failing:
+            try:
+                self.endpoint = f"{IPC}{directory.path / 'engine.sock'}"
+                ipc_address(self.endpoint)
+                self._link, engine_end = socket.socketpair()
+                failing.callback(self._link.close)
+                with engine_end:
+                    self._link.sendall(os.fsencode(directory.path) + b"\0")
+                    self._process = self._start(engine_end.fileno(), flags, output_fd)
+                self._pidfd = os.pidfd_open(self._process.pid)
+            except (OSError, ConfigError) as error:
+                raise EngineStartError(f"no engine process could be started: {error}") from None
+            failing.pop_all()
+        self._link.setblocking(False)
+        self._heard = b""
+        self.stands_by = False
+        """Whether it has said that all is loaded, and that it waits for its endpoint."""
+
+    def _start(
+        self, parent_fd: int, flags: Sequence[str], output_fd: int | None
+    ) -> subprocess.Popen[bytes]:
+        # Its own session: Ctrl-C reaches the client, which then ends the engine in order.
+        return subprocess.Popen(
+            [*COMMAND, f"--parent-fd={parent_fd}", f"--listen={self.endpoint}", *flags],
+            pass_fds=[parent_fd],
+            stdin=subprocess.DEVNULL,
+            stdout=output_fd,
+            stderr=output_fd,
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The engine's process id."""
+        return self._process.pid
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the engine serves; one that stands by has all the time of the other one.
+
+        Raises:
+            EngineStartError: it could not start, for the reason it gives, or took too long.
+        """
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                while (report := await self._read_report()) is not None and report.standing_by:
+                    self.stands_by = True
+                    deadline.reschedule(None)  # the other one may live long
+        except TimeoutError:
+            raise EngineStartError(
+                f"the engine was not ready after {timeout_s} s: raise start_timeout_s if the model "
+                "is large"
+            ) from None
+        if report is None:
+            code = await asyncio.to_thread(self._reap)
+            raise EngineStartError(f"the engine died at start with exit code {code}", code)
+        if report.error is not None:
+            raise EngineStartError(report.error, report.exit_code)
+
+    async def wait_death(self) -> None:
+        """Wait until its end of the socket pair closes, which is before the process is gone."""
+        while await self._read():
+            pass
+
+    async def wait_exit(self) -> int:
+        """Wait until the process is gone, and end what it has left; returns its exit code."""
+        await self.wait_death()
+        return await asyncio.to_thread(self._reap)
+
+    async def stop(self) -> None:
+        """Stop the process by SIGTERM, then SIGKILL, and its children. Idempotent.
+
+        If the caller is cancelled meanwhile, the process is killed at once.
+        """
+        if self._pidfd < 0:
+            return
+        self._signal(signal.SIGTERM)
+        with suppress(OSError):  # a drain would wait for others' requests, too: we are gone
+            self._link.shutdown(socket.SHUT_WR)
+        try:
+            await asyncio.to_thread(_wait, self._pidfd, STOP_TIMEOUT_S)
+        finally:
+            self.kill()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped the process (a debugger does not count)."""
+        with suppress(OSError):
+            stat = Path(f"/proc/{self.pid}/stat").read_text("utf-8", "replace")
+            return stat.rpartition(")")[2].split()[0] == "T"
+        return False
+
+    def strike(self) -> None:
+        """Send SIGKILL; `kill` frees the rest."""
+        self._signal(signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill the process and its children, and free its resources. Idempotent."""
+        if self._pidfd < 0:
+            return
+        self.strike()
+        self._reap()
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._link.close()
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def _reap(self) -> int:
+        """Wait for the process, kill what it has left (its ranks), and return its exit code.
+
+        Until the process is waited for, no other process group can have its number.
+        """
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+    async def _read_report(self) -> StartReport | None:
+        """Read one line; None if the engine closed its end first."""
+        while b"\n" not in self._heard:
+            data = await self._read()
+            if not data:
+                return None
+            self._heard += data
+        line, _, self._heard = self._heard.partition(b"\n")
+        return msgspec.json.decode(line, type=StartReport)
+
+    async def _read(self) -> bytes:
+        try:
+            return await asyncio.get_running_loop().sock_recv(self._link, 65536)
+        except ConnectionResetError:
+            return b""
+
+
+def _wait(pidfd: int, timeout_s: float) -> None:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll(timeout_s * 1e3)
