@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nanocore.worker.device.stream import Pending, StagingBuffer, Stream, Tensors, Work
+from nanocore.worker.device.device_stream import Pending, StagingBuffer, Stream, Tensors, Work
 
 R = TypeVar("R")
 

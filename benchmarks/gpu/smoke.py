@@ -26,7 +26,7 @@ from benchmarks.gpu.engine import LocalEngine
 from benchmarks.gpu.kernels import MAX_ERROR, kernels_of
 from benchmarks.gpu.results import Measurements, Results, Session, uses_pdl
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.worker.device.cuda_stream import CudaGraphRecorder
+from nanocore.worker.device.device_stream import CudaGraphRecorder
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MODEL: Final = ROOT / "demo_model" / "nanocore_demo_model"

@@ -19,7 +19,7 @@ from nanocore.engine_core.sizes import CPU_SIZES, CUDA_SIZES
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.fields import MAX_EXACT_INT, MAX_INT32
 from nanocore.system.logs import LogFormat
-from nanocore.worker.messages import (
+from nanocore.worker.rank_messages import (
     ActivationQuantization,
     KVCacheDtype,
     LoadFormat,

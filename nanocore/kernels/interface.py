@@ -19,15 +19,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
-from nanocore.kernels.experts import Experts, ExpertWeights
+from nanocore.kernels import Activation
 from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
-from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
-from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight, TokenEmbedding
+from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.rank_group import RankKernels
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
-from nanocore.kernels.token_logprobs import Logprobs
-from nanocore.kernels.token_mask import TokenMask
 
 GraphSupport = Literal["never", "decodes", "always"]
 """Of which steps a graph can be recorded: of none, of those with nothing but decodes, or of all."""
@@ -196,6 +193,20 @@ class SharedExpert:
 
     gate_T1: Tensor
     out_TE: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log probabilities, logit - logsumexp(row), of each row's token and the K most likely ones.
+
+    token_ids_NC: int32 [N, 1 + K], the row's own token and then the K first by logit, falling; of
+    equal logits the smaller id comes first. logprobs_NC: float32, theirs. rank_N: int32, the own
+    token's place in that order, from 1 on.
+    """
+
+    token_ids_NC: Tensor
+    logprobs_NC: Tensor
+    rank_N: Tensor
 
 
 class Kernels(RankKernels, Protocol):

@@ -8,7 +8,7 @@ fp8 is E4M3, and activations are too, with a scale for each token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -141,3 +141,48 @@ def quantize_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:
     smallest = torch.finfo(torch.float32).tiny
     scale_R = (largest_R / torch.full_like(largest_R, _LARGEST_FP8)).clamp(min=smallest)
     return (x_RI / scale_R[:, None]).to(FP8), scale_R  # divided in float32
+
+
+Experts = object
+"""What a backend made of a layer's experts: its own, see `Kernels.pack_experts`."""
+
+
+@dataclass(slots=True)
+class ExpertWeights:
+    """X experts' projections, packed as those of linear layers; whoever stacks them empties it."""
+
+    gates: list[LinearWeight]
+    ups: list[LinearWeight]
+    downs: list[LinearWeight]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """gate_up_XIE: [X, 2 I, E], gate before up. down_XEI: [X, E, I]."""
+
+    gate_up_XIE: Tensor
+    down_XEI: Tensor
+
+
+def stack(weights: ExpertWeights) -> StackedExperts:
+    """Weights of floats, each of which is gone when it is copied."""
+    gate, down = weights.gates[0], weights.downs[0]
+    num_experts, inner = len(weights.gates), gate.out_features
+    gate_up_XIE = gate.data.new_empty(num_experts, 2 * inner, gate.in_features)
+    down_XEI = down.data.new_empty(num_experts, down.out_features, down.in_features)
+    del gate, down
+    for expert, data in enumerate(_taken(weights.gates)):
+        gate_up_XIE[expert, :inner] = data
+    for expert, data in enumerate(_taken(weights.ups)):
+        gate_up_XIE[expert, inner:] = data
+    for expert, data in enumerate(_taken(weights.downs)):
+        down_XEI[expert] = data
+    return StackedExperts(gate_up_XIE, down_XEI)
+
+
+def _taken(weights: list[LinearWeight]) -> Iterator[Tensor]:
+    weights.reverse()
+    while weights:
+        weight = weights.pop()
+        assert weight.scale_O is None, "stacked experts are floats"
+        yield weight.data

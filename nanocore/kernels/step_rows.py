@@ -1,7 +1,7 @@
 """A step's rows in the tables of a device beside the host: what is before its layers, and after.
 
 The tables hold the tokens and the KV blocks of all rows, and are changed in the order of the steps
-(`nanocore.worker.device.device_rows` owns them). What is here in plain torch is the reference for
+(`nanocore.worker.device.step_memory` owns them). What is here in plain torch is the reference for
 kernels that do it in one launch. Shape suffixes: see `interface`; further, W appended blocks.
 """
 

@@ -28,7 +28,8 @@ from nanocore.system.lifeline import signal_at_parent_death
 from nanocore.system.logs import start_log
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard
-from nanocore.worker.messages import (
+from nanocore.worker.pending_output import PendingOutput
+from nanocore.worker.rank_messages import (
     AllocateCache,
     Capture,
     Done,
@@ -41,7 +42,6 @@ from nanocore.worker.messages import (
     StepResult,
     ToRank,
 )
-from nanocore.worker.pending_output import PendingOutput
 
 if TYPE_CHECKING:
     from nanocore.worker.worker import Worker

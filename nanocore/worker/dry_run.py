@@ -27,13 +27,13 @@ from nanocore.worker.loading.checked_model import (
     read_model,
     read_weight_format,
 )
-from nanocore.worker.loading.weight_format import WeightFormat
+from nanocore.worker.loading.weights import WeightFormat
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes
 from nanocore.worker.memory.kv_memory import KVLayout
-from nanocore.worker.messages import WorkerConfig, WorkerInfo
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_cost import activation_bytes, rank_cost, table_bytes
+from nanocore.worker.rank_messages import WorkerConfig, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch, StepInputs, ints
 from nanocore.worker.communication.communicator import StageLinks
-from nanocore.worker.device.device_rows import DeviceRows
 from nanocore.worker.device.device_steps import DeviceSteps
+from nanocore.worker.device.device_stream import Stream
+from nanocore.worker.device.stage_replay import StageReplay, capture_stage
 from nanocore.worker.device.step_graphs import GraphRecorder, graph_shapes
-from nanocore.worker.device.step_memory import StepShape
-from nanocore.worker.device.stream import Stream
-from nanocore.worker.layers.context import StepContext
+from nanocore.worker.device.step_memory import DeviceRows, StepShape
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.pending_output import (
     NOTHING_SAMPLED,
@@ -37,11 +37,10 @@ from nanocore.worker.pending_output import (
 )
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from nanocore.worker.sampling.asked import Asked
-from nanocore.worker.sampling.logprobs import AnswerComputer, Sampled
 from nanocore.worker.sampling.masked_rows import MaskedRows
+from nanocore.worker.sampling.output_computer import AnswerComputer, Sampled
+from nanocore.worker.sampling.requested_outputs import Asked
 from nanocore.worker.sampling.sampler import TokenSampler
-from nanocore.worker.stage_replay import StageReplay, capture_stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, TokenMasks
-from nanocore.worker.sampling.asked import Asked
-from nanocore.worker.sampling.logprobs import told
+from nanocore.worker.sampling.output_computer import told
+from nanocore.worker.sampling.requested_outputs import Asked
 
 
 class PendingOutput(Protocol):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.communication.communicator import Communicator, SingleRank
-from nanocore.worker.loading.weight_format import WeightFormat
+from nanocore.worker.loading.weights import WeightFormat
 
 _MAX_TENSOR_BYTES: Final = 2**47
 """What a process can address. Larger ones would overflow in torch, even without memory."""

@@ -75,7 +75,7 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):
 
     step: of the plan. rows: int32 column of the rows that may not sample every token; they are
     among those that the step samples, each once, in any order, and there may be none. words: their
-    masks, row by row, as `kernels.token_mask.TokenMask` has them, for the whole vocabulary.
+    masks, row by row, as `kernels.logit_edits.TokenMask` has them, for the whole vocabulary.
     """
 
     step: int

@@ -15,8 +15,8 @@ from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import POSITIONS, Entry, unbuffered_bytes
 from nanocore.worker.memory.kv_memory import KVLayout
-from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.model_cost import AttentionCost, ModelCost
+from nanocore.worker.rank_messages import WorkerConfig
 
 
 def rank_cost(

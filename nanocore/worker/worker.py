@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import xxhash
 
 from nanocore.worker.communication.links import RankLinks, connect
-from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
 from nanocore.worker.device.device import (
     check_batch_invariance,
     check_quantized_linear,
@@ -24,6 +25,8 @@ from nanocore.worker.device.device import (
     select_kv_format,
     steps_in_flight,
 )
+from nanocore.worker.device.device_stream import CudaGraphRecorder, CudaStream
+from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.checked_model import (
     check_files,
     check_memory,
@@ -31,25 +34,24 @@ from nanocore.worker.loading.checked_model import (
     read_weight_format,
 )
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
-from nanocore.worker.loading.formats.select import format_digest
-from nanocore.worker.loading.gguf.files import is_gguf
+from nanocore.worker.loading.formats.checkpoint_format import format_digest
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.lora.merged_format import MergedFormat
-from nanocore.worker.loading.packed_model import fill_and_pack
+from nanocore.worker.loading.lora import MergedFormat
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.machine_speed import measure_speed
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
-from nanocore.worker.messages import RankStart, WorkerConfig, WorkerInfo
 from nanocore.worker.model_cost import MachineSpeed
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.numerics import rank_numerics
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
-from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.rank_cost import activation_bytes, rank_cost, table_bytes
+from nanocore.worker.rank_messages import RankStart, WorkerConfig, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -217,3 +219,48 @@ class Worker:
             return 0
         num_graphs = len(runner.step_shapes(config.max_num_batched_tokens))
         return self._recorder.last_bytes * max(0, num_graphs - NUM_PROFILED_GRAPHS)
+
+
+class LocalExecutor:
+    """Implements `Executor` with a worker in this process.
+
+    A CPU runs a step when it is submitted, a GPU while the step loop goes on.
+
+    Raises:
+        StartError: see `Worker`.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._worker = Worker(config)
+        self.max_concurrent_steps = steps_in_flight(config, self._worker.device)
+        self._steps: deque[PendingOutput] = deque()
+
+    def load_model(self) -> None:
+        self._worker.load_model()
+
+    def profile(self) -> list[WorkerInfo]:
+        return [self._worker.profile()]
+
+    def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
+        self._worker.allocate_kv_cache(num_blocks, max_model_len)
+
+    def capture(self) -> None:
+        self._worker.capture()
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        self._steps.append(self._worker.begin(plan))
+
+    def sample(self, masks: TokenMasks) -> None:
+        self._steps[-1].sample(masks)
+
+    def collect(self) -> ModelRunnerOutput:
+        return self._steps.popleft().wait()
+
+    def blame(self) -> str:
+        return "it hangs in the engine's own process, whose log has the stacks of its threads"
+
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        """Nothing can die here without the engine."""
+
+    def close(self) -> None:
+        """The worker ends with the process."""

@@ -7,8 +7,8 @@ import pytest
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.process.forecast import Forecast, Roofline, forecast
 from nanocore.engine_core.process.forecast_table import summary, table
-from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.model_cost import AttentionCost, MachineSpeed, ModelCost
+from nanocore.worker.rank_messages import WorkerInfo
 
 COST = ModelCost(
     num_params=2_000_000,

@@ -13,7 +13,7 @@ import torch
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.communication.communicator import Communicator
-from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
+from nanocore.worker.device.device_stream import CudaGraphRecorder, CudaStream
 from nanocore.worker.device.step_graphs import GraphRecorder
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.model_runner import DeviceQueue

@@ -22,7 +22,7 @@ from benchmarks.gpu import fa3
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.flash_backend import FlashKernels
-from nanocore.worker.device.cuda_stream import CudaGraphRecorder
+from nanocore.worker.device.device_stream import CudaGraphRecorder
 from tests.gpu.targets import CUDA_MARKS, Target
 from tests.gpu.tensors import DEVICE, DTYPE, close, there
 from tests.kernels.layered_cache import layered, parts

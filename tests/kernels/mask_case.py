@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.interface import Filters, Noise
-from nanocore.kernels.token_mask import TokenMask
+from nanocore.kernels.logit_edits import TokenMask
 
 Result = tuple[Tensor, Tensor]
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanocore.kernels.experts import Experts, ExpertWeights, StackedExperts
 from nanocore.kernels.grouped_weight import GroupedWeight, StoredWeight
 from nanocore.kernels.interface import Kernels, Routing, SharedExpert
+from nanocore.kernels.linear_weight import Experts, ExpertWeights, StackedExperts
 from nanocore.kernels.torch_backend import TorchKernels
 
 Stored = list[tuple[StoredWeight, StoredWeight, StoredWeight]]

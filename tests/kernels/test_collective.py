@@ -14,7 +14,11 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.rank_group import RankGroup
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region, progress
+from nanocore.worker.communication.shared_memory import (
+    ShmCommunicator,
+    create_group_region,
+    progress,
+)
 from tests.kernels.cpu_case import INSTRUCTION_SETS, runnable_libraries
 from tests.worker.ranks import run_ranks, same_on_every_rank
 
@@ -142,7 +146,7 @@ def test_a_dtype_that_is_not_native_is_reduced_all_the_same() -> None:
 
 
 def test_who_waits_in_the_kernel_leaves_the_interpreter_to_others() -> None:
-    fd = create_region(2, 64)
+    fd = create_group_region(2, 64)
     groups = [ShmCommunicator(fd, rank, 2, 64) for rank in range(2)]
     chosen = [native(next(iter(runnable_libraries()))) for _ in range(2)]
     parts = [torch.full((1, 4), rank + 1.0) for rank in range(2)]

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
+from nanocore.kernels import Activation
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import Kernels, KVCache, QKNorm, Rotary
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.worker.messages import Quantization
+from nanocore.worker.rank_messages import Quantization
 from tests.campaign import examples
 from tests.kernels.cpu_case import PagedCase
 from tests.kernels.grouped_case import quantized_rows

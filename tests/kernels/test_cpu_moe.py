@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
-from nanocore.kernels.experts import Experts
 from nanocore.kernels.interface import AttentionMetadata, Routing
-from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.linear_weight import Experts, TokenEmbedding
 from tests.campaign import in_campaign
 from tests.kernels.cpu_case import PagedCase, runnable_libraries
 from tests.kernels.moe_case import MoeCase, Stored, pack_experts, relative_error

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels import torch_logit_edits
+from nanocore.kernels import torch_sampling
+from nanocore.kernels.candidates import NO_TOKEN
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.torch_backend import NO_TOKEN, TorchKernels
+from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler
@@ -96,7 +97,7 @@ def test_a_long_row_is_counted_to_its_last_token(kernels: Kernels) -> None:
 
 def test_slices_of_rows_are_edited_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row(**ASKED), row(presence_penalty=1.0), row(repetition_penalty=0.5)] * 3
-    monkeypatch.setattr(torch_logit_edits, "_SLICE_VALUES", 50)
+    monkeypatch.setattr(torch_sampling, "_SLICE_VALUES", 50)
     check(TorchKernels(), draw(9, 20), rows)
 
 

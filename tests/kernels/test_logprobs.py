@@ -9,10 +9,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanocore.kernels import torch_logprobs
+from nanocore.kernels import torch_sampling
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
-from nanocore.kernels.interface import Kernels
-from nanocore.kernels.token_logprobs import Logprobs
+from nanocore.kernels.interface import Kernels, Logprobs
 from nanocore.kernels.torch_backend import TorchKernels
 from tests.campaign import examples
 from tests.kernels.cpu_case import reference_or_backend
@@ -176,6 +175,6 @@ def test_no_rows_say_nothing(kernels: Kernels) -> None:
 def test_a_few_rows_at_a_time_say_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     logits_RV = torch.randn(10, 300, generator=torch.Generator().manual_seed(3))
     token_ids_R = torch.arange(10)
-    monkeypatch.setattr(torch_logprobs, "_MAX_VALUES", 900)
+    monkeypatch.setattr(torch_sampling, "_MAX_VALUES", 900)
     said = TorchKernels().logprobs(logits_RV, token_ids_R, 5)
     check(said, by_sort(logits_RV, token_ids_R, 5))

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.experts import StackedExperts
-from nanocore.kernels.torch_moe import moe as moe_of
+from nanocore.kernels.linear_weight import StackedExperts
+from nanocore.kernels.torch_backend import moe as moe_of
 
 
 def moe(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanocore.kernels import torch_kv_cache
+from nanocore.kernels import torch_attention
+from nanocore.kernels.torch_attention import store_kv
 from nanocore.kernels.torch_backend import TorchKernels, rope
-from nanocore.kernels.torch_kv_cache import store_kv
 from tests.kernels.layered_cache import layered
 
 KERNELS = TorchKernels()
@@ -81,7 +81,7 @@ def test_a_slot_of_minus_one_writes_nothing(slots: list[int]) -> None:
     assert torch.equal(cache.v_NSKD.flatten(0, 1), expected_v)
 
     written = torch.full((3, 4, 2, 8), 7.0)  # as on devices whose memory the host does not see
-    torch_kv_cache.repeating_writer(torch.tensor(slots), block_size=4)(written, k)
+    torch_attention.repeating_writer(torch.tensor(slots), block_size=4)(written, k)
     assert torch.equal(written.flatten(0, 1), expected_k)
 
 

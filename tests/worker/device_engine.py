@@ -26,22 +26,21 @@ from nanocore.kernels.interface import (
 )
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank
-from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.packed_model import fill_and_pack
-from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.rank_messages import Quantization
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.worker.masked_steps import pack_masks

@@ -23,26 +23,29 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import TokenPlaces
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch
 from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
-from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
-from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
-from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.loading.formats.select import folder_format
-from nanocore.worker.loading.gguf.files import is_gguf
-from nanocore.worker.loading.gguf.format import GgufFormat
+from nanocore.worker.communication.shared_memory import (
+    ShmChannel,
+    ShmCommunicator,
+    create_channel,
+    create_group_region,
+)
+from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
+from nanocore.worker.loading.formats.checkpoint_format import folder_format
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
+from nanocore.worker.loading.gguf.gguf_format import GgufFormat
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.packed_model import fill_and_pack
-from nanocore.worker.loading.weight_format import WeightFormat
-from nanocore.worker.messages import Quantization
+from nanocore.worker.loading.weights import WeightFormat
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.rank_messages import Quantization
 from nanocore.worker.sampling.columns import SampledRows
 from nanocore.worker.sampling.sampler import TokenSampler
 from tests.fakes import Deliveries, make_request, make_scheduler
@@ -217,7 +220,7 @@ class World:
 
     def __init__(self, tp_size: int, pp_size: int) -> None:
         self.tp_size, self.pp_size = tp_size, pp_size
-        self.regions = [create_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
+        self.regions = [create_group_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
         # Buffers shorter than a step's hidden states, which then travel in pieces.
         self.channels = [create_channel(BUFFER_BYTES, 2) for _ in range(tp_size * (pp_size - 1))]
 

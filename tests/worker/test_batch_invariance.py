@@ -29,13 +29,13 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.dry_run import dry_run
+from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.packed_model import fill_and_pack
-from nanocore.worker.messages import KVCacheDtype, Quantization
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.rank_messages import KVCacheDtype, Quantization
 from nanocore.worker.worker import Worker
 from tests.campaign import examples, in_campaign
 from tests.fakes import Deliveries, make_request, make_scheduler

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.settings import Settings
 from nanocore.worker.layers.rotary import inverse_frequencies
 from nanocore.worker.models import read_model_config
 from tests.model_families import (

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from nanocore.kernels.torch_moe import gated
+from nanocore.kernels.torch_backend import gated
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.config.config_json import MAX_LAYERS
-from nanocore.worker.config.layer_settings import MAX_EXPERTS
-from nanocore.worker.loading.stored_config import as_stored
+from nanocore.worker.config.config_json import MAX_EXPERTS, MAX_LAYERS
+from nanocore.worker.loading.checked_model import as_stored
 from nanocore.worker.models import load_model_config
 from tests.worker.test_model_config import EXPERTS, parse, write
 

@@ -19,8 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
-from nanocore.worker.device.stream import Tensors, Work
+from nanocore.worker.device.device_stream import CudaGraphRecorder, CudaStream, Tensors, Work
 from tests.fake_device import FakeGraphPools
 
 DEVICE = torch.device("cuda", 0)

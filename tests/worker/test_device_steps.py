@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from nanocore.kernels.interface import Kernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
-from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
+from nanocore.worker.communication.shared_memory import ShmChannel, create_channel
 from nanocore.worker.device import step_graphs
 from nanocore.worker.device.step_graphs import graph_shapes
 from nanocore.worker.device.step_memory import StepFields, StepShape, num_bytes

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanocore.kernels.candidates import NO_TOKEN
 from nanocore.kernels.logit_edits import LogitEdits
-from nanocore.kernels.torch_backend import NO_TOKEN
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner

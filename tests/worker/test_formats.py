@@ -14,15 +14,15 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
 from nanocore.protocol.errors import ConfigError, ModelFileError
-from nanocore.worker.config.settings import Settings
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.loading.checkpoint import StoredTensor
 from nanocore.worker.loading.formats import patterns
-from nanocore.worker.loading.formats.select import (
+from nanocore.worker.loading.formats.checkpoint_format import (
     folder_format,
     quantization_settings,
     read_weight_format,
 )
-from nanocore.worker.loading.weight_format import StoredProjection, WeightFormat
+from nanocore.worker.loading.weights import StoredProjection, WeightFormat
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}

@@ -20,7 +20,7 @@ from nanocore.worker.layers.linear import RowParallelLinear
 from nanocore.worker.layers.norm import LayerNorm, RMSNorm
 from nanocore.worker.layers.packing import Projection, Weight, WeightPacker
 from nanocore.worker.models import build_model, load_model_config, model_class
-from nanocore.worker.models.gemma2 import Gemma2Model
+from nanocore.worker.models.gemma import Gemma2Model
 from nanocore.worker.placement import Placement
 from tests.model_families import BUILDERS
 from tests.worker.filling import fill, fill_with

@@ -20,12 +20,12 @@ from torch import Tensor
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
-from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
+from nanocore.worker.communication.shared_memory import ShmChannel, create_channel
 from nanocore.worker.device import step_graphs
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
-from nanocore.worker.sampling import logprob_rows
+from nanocore.worker.sampling import requested_outputs
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.tiny_models import VOCAB_SIZE, make_tiny_qwen3
 from tests.worker.device_engine import DeviceKernels
@@ -174,8 +174,8 @@ def test_nothing_is_made_where_no_row_asks(
 
     run(native, write_plans(REQUESTS, 64))
     native.execute(plan_of(removed=range(len(REQUESTS))))
-    monkeypatch.setattr(logprob_rows, "LogprobEntries", refuse)
-    monkeypatch.setattr(logprob_rows.LogprobRows, "sampled", refuse)
+    monkeypatch.setattr(requested_outputs, "LogprobEntries", refuse)
+    monkeypatch.setattr(requested_outputs.LogprobRows, "sampled", refuse)
     assert len(run(native, write_plans(SILENT, 7)).tokens) == len(SILENT)
 
 
@@ -183,7 +183,7 @@ def test_prompts_are_looked_at_a_few_rows_at_a_time(
     native: ModelRunner, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All are looked at, and never more at once; and as many say the same bits."""
-    monkeypatch.setattr(logprob_rows, "MAX_ROWS", 5)
+    monkeypatch.setattr(requested_outputs, "MAX_ROWS", 5)
     sizes: list[int] = []
     logits = native.logits
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.torch_backend import NO_TOKEN
+from nanocore.kernels.candidates import NO_TOKEN
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner

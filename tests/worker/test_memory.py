@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.kv_quantization import kv_cache_format
-from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.select import select_kernels
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.protocol.errors import CacheMemoryError, WorkerError
-from nanocore.worker.loading.packed_model import fill_and_pack
+from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.memory import kv_cache_bytes as memory
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner

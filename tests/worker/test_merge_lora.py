@@ -18,16 +18,14 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.dry_run import dry_run
-from nanocore.worker.layers.decoder import DecoderLayer
+from nanocore.worker.layers.decoder import DecoderLayer, fill_and_pack
 from nanocore.worker.loading.checked_model import check_files
 from nanocore.worker.loading.formats import patterns
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.lora.adapter import read_adapter
-from nanocore.worker.loading.lora.merged_format import MergedFormat
-from nanocore.worker.loading.packed_model import fill_and_pack
-from nanocore.worker.messages import Quantization
+from nanocore.worker.loading.lora import MergedFormat, read_adapter
 from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.placement import Placement
+from nanocore.worker.rank_messages import Quantization
 from nanocore.worker.worker import Worker
 from tests.model_families import BUILDERS, greedy_continuations
 from tests.worker.configs import make_worker_config

@@ -19,11 +19,11 @@ from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import SingleRank
+from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
-from nanocore.worker.loading.packed_model import fill_and_pack
-from nanocore.worker.messages import Quantization
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
+from nanocore.worker.rank_messages import Quantization
 from tests.campaign import in_campaign
 from tests.model_families import BUILDERS, Continuation, greedy_continuations, reference_model
 from tests.worker.running import Sample, Script, make_runner, run_runner, run_script, write_script

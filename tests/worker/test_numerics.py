@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, create_region
+from nanocore.worker.communication.shared_memory import BUFFER_BYTES, create_group_region
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.weights import Entry, Part, whole
-from nanocore.worker.messages import RankStart, WorkerConfig, WorkerInfo
 from nanocore.worker.models import load_model_config
 from nanocore.worker.numerics import numerics_fingerprint, rank_numerics
+from nanocore.worker.rank_messages import RankStart, WorkerConfig, WorkerInfo
 from nanocore.worker.worker import Worker
 from tests.kernels.cpu_case import runnable_libraries
 from tests.model_families import BUILDERS
@@ -61,7 +61,7 @@ def fingerprint_of(config: WorkerConfig, ranks: list[Worker]) -> str | None:
 
 def fingerprint_of_two_ranks(folder: Path) -> str | None:
     config = make_worker_config(folder=str(folder), load_format="auto", tensor_parallel_size=2)
-    fd = create_region(2, BUFFER_BYTES)
+    fd = create_group_region(2, BUFFER_BYTES)
     start = RankStart(
         config=config, rank=0, cores=[], board_fd=-1, reduce_fd=fd, receive_fd=-1, send_fd=-1,
         rendezvous="",

@@ -11,8 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.worker.communication import one_shot
-from nanocore.worker.communication.one_shot import MAX_BYTES, OneShotCommunicator, with_one_shot
+from nanocore.worker.communication import process_group
+from nanocore.worker.communication.process_group import (
+    MAX_BYTES,
+    OneShotCommunicator,
+    with_one_shot,
+)
 
 CPU = torch.device("cpu")
 
@@ -53,9 +57,9 @@ class FakeKernel:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     fake = FakeKernel()
-    monkeypatch.setattr(torch.ops.symm_mem, one_shot.OPERATION, fake, raising=False)
+    monkeypatch.setattr(torch.ops.symm_mem, process_group.OPERATION, fake, raising=False)
     buffer = torch.zeros(MAX_BYTES, dtype=torch.uint8)
-    monkeypatch.setattr(one_shot, "shared_buffer", lambda group: (buffer, ""))
+    monkeypatch.setattr(process_group, "shared_buffer", lambda group: (buffer, ""))
     return fake
 
 

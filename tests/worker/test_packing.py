@@ -20,13 +20,13 @@ from nanocore.kernels.linear_weight import FP8
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.communication.communicator import SingleRank
+from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading import loader
 from nanocore.worker.loading.checked_model import read_weight_format
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.loading.weights import Buffer
 from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.model_cost import ModelCost

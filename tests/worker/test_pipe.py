@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from nanocore.worker.executors.pipe import Pipe, encode_frame
-from nanocore.worker.messages import (
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.rank_messages import (
     AllocateCache,
     Capture,
     Done,
@@ -21,7 +22,6 @@ from nanocore.worker.messages import (
     ToRank,
     WorkerInfo,
 )
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 Pipes = tuple[Pipe[FromRank], Pipe[ToRank]]
 

@@ -16,7 +16,7 @@ import torch
 
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
-from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
+from nanocore.worker.communication.shared_memory import ShmChannel, create_channel
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight
 from nanocore.protocol.errors import ConfigError
-from nanocore.worker.messages import Quantization
+from nanocore.worker.rank_messages import Quantization
 from tests.campaign import in_campaign
 from tests.worker.dequantized import dequantized
 from tests.worker.running import Sample, run_script, stored_format, write_script

@@ -10,16 +10,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanocore.demo_model import demo_model_folder
-from nanocore.kernels import torch_moe
+from nanocore.kernels import torch_backend
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.memory.kv_memory import KVLayout
-from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.model_cost import AttentionCost, ModelCost
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_cost import rank_cost, table_bytes
+from nanocore.worker.rank_messages import WorkerConfig
 from tests.model_families import BUILDERS, reference_model
 from tests.worker.configs import make_worker_config
 from tests.worker.running import make_runner, run_runner, write_script
@@ -60,7 +60,7 @@ def test_torch_counts_as_many_operations(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of linear layers, in one prompt and the tokens that follow. It counts no grouped products."""
-    monkeypatch.setattr(torch_moe, "_can_be_grouped", lambda *_: False)
+    monkeypatch.setattr(torch_backend, "_can_be_grouped", lambda *_: False)
     folder = BUILDERS[name](tmp_path)
     num_prompt, num_output = 20, 3
     script = write_script([list(range(5, 5 + num_prompt))], [[7] * num_output])

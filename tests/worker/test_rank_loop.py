@@ -14,9 +14,9 @@ import pytest
 from nanocore.worker.__main__ import serve
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard
-from nanocore.worker.messages import FromRank, RunStep, SampleStep, StepResult, ToRank
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from nanocore.worker.rank_messages import FromRank, RunStep, SampleStep, StepResult, ToRank
 
 
 @dataclass

@@ -15,10 +15,10 @@ import pytest
 from nanocore.protocol.errors import WorkerError
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.executors.executor import Executor
-from nanocore.worker.executors.local_executor import LocalExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
-from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
+from nanocore.worker.rank_messages import WorkerConfig
+from nanocore.worker.worker import LocalExecutor
 from tests.worker.configs import make_worker_config
 from tests.worker.masked_steps import pack_masks
 

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from nanocore.protocol.errors import WorkerError
 from nanocore.worker.communication.communicator import Communicator
-from nanocore.worker.communication.shm_communicator import progress
-from nanocore.worker.executors.process_executor import ProcessExecutor
-from nanocore.worker.executors.rank_process import RankProcess
+from nanocore.worker.communication.shared_memory import progress
+from nanocore.worker.executors.process_executor import ProcessExecutor, RankProcess
 from tests.campaign import in_campaign
 from tests.model_families import BUILDERS
 from tests.worker.ranks import run_ranks

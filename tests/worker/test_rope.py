@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from nanocore.kernels.torch_backend import rope
-from nanocore.worker.config.rope_config import RopeConfig
-from nanocore.worker.config.rope_settings import read_shared_rope
-from nanocore.worker.config.settings import Settings
+from nanocore.worker.config.json_settings import Settings
+from nanocore.worker.config.rope_config import RopeConfig, read_shared_rope
 from nanocore.worker.layers.rotary import (
     attention_scaling,
     inverse_frequencies,

@@ -8,8 +8,7 @@ import threading
 import pytest
 import torch
 
-from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
-from nanocore.worker.communication.shm_region import read_counters
+from nanocore.worker.communication.shared_memory import ShmChannel, create_channel, read_counters
 
 
 def ends(buffer_bytes: int, depth: int) -> tuple[ShmChannel, ShmChannel, int]:

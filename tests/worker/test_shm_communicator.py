@@ -13,9 +13,13 @@ import torch
 from torch import Tensor
 
 from nanocore.protocol.errors import ConfigError
-from nanocore.worker.communication import shm_region
+from nanocore.worker.communication import shared_memory
 from nanocore.worker.communication.communicator import Communicator
-from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region, progress
+from nanocore.worker.communication.shared_memory import (
+    ShmCommunicator,
+    create_group_region,
+    progress,
+)
 from tests.worker.ranks import run_ranks, same_on_every_rank
 
 BUFFER_BYTES = 256
@@ -79,7 +83,7 @@ def test_results_do_not_change_when_later_calls_reuse_the_buffers() -> None:
 
 
 def test_progress_shows_who_has_not_arrived() -> None:
-    fd = create_region(2, 64)
+    fd = create_group_region(2, 64)
     communicators = [ShmCommunicator(fd, rank, 2, 64) for rank in range(2)]
     assert progress(fd, 2) == [0, 0]
     thread = threading.Thread(target=communicators[1].all_reduce, args=[torch.zeros(1)])
@@ -106,13 +110,13 @@ def test_a_rank_that_was_waited_for_long_is_still_noticed() -> None:
         return communicator.all_reduce(torch.ones(1))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shm_region.time, "sleep", sleep)
+        patch.setattr(shared_memory.time, "sleep", sleep)
         assert same_on_every_rank(run_ranks(2, reduce)).tolist() == [2.0]
 
 
 OTHER_RANK = """
 import sys, torch
-from nanocore.worker.communication.shm_communicator import ShmCommunicator
+from nanocore.worker.communication.shared_memory import ShmCommunicator
 communicator = ShmCommunicator(int(sys.argv[1]), 1, 2, 64)
 total = torch.zeros(100)
 for call in range(500):
@@ -122,7 +126,7 @@ print(int(total.sum()))
 
 
 def test_processes_that_inherit_the_descriptor_reduce() -> None:
-    fd = create_region(2, 64)
+    fd = create_group_region(2, 64)
     with subprocess.Popen(
         [sys.executable, "-c", OTHER_RANK, str(fd)],
         pass_fds=[fd],
@@ -141,7 +145,7 @@ def test_processes_that_inherit_the_descriptor_reduce() -> None:
 
 def test_the_memory_goes_with_the_last_who_maps_it() -> None:
     before = shared_mappings()
-    fd = create_region(2, 64)
+    fd = create_group_region(2, 64)
     communicator = ShmCommunicator(fd, 0, 2, 64)
     os.close(fd)
     assert shared_mappings() == before + 1
@@ -157,7 +161,7 @@ def shared_mappings() -> int:
 def test_a_machine_of_other_memory_ordering_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
     with pytest.raises(ConfigError, match="aarch64"):
-        create_region(2, 64)
+        create_group_region(2, 64)
 
 
 def test_a_rank_that_fails_ends_the_others_of_a_test() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nanocore.protocol.errors import ModelFileError
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.settings import Settings
 from nanocore.worker.models import model_class, read_model_config
 from tests.model_families import FULL, SLIDING
 

@@ -17,7 +17,7 @@ from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.device import step_graphs
 from nanocore.worker.memory.largest_step import run_largest_steps
-from nanocore.worker.messages import Quantization
+from nanocore.worker.rank_messages import Quantization
 from nanocore.worker.sampling.sampler import TokenSampler
 from tests.campaign import in_campaign
 from tests.fake_device import FakeGraphRecorder

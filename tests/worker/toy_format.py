@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight
 from nanocore.kernels.linear_weight import FP8
-from nanocore.worker.loading.weight_format import Slot, StoredProjection
+from nanocore.worker.loading.weights import Slot, StoredProjection
 
 GROUP = 16
 

@@ -13,7 +13,6 @@ from typing import Final
 import msgspec
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.model_cost import (
     MachineSpeed,
     ModelCost,
@@ -21,6 +20,7 @@ from nanocore.worker.model_cost import (
     chunk_work,
     decode_work,
 )
+from nanocore.worker.rank_messages import WorkerInfo
 
 _FIRST_CONTEXT: Final = 1024
 _GROWTH: Final = 4

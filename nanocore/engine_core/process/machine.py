@@ -7,8 +7,8 @@ from typing import Final
 import torch
 
 from nanocore.worker.machine_speed import STRETCH_S, measure_speed
-from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.model_cost import MachineSpeed
+from nanocore.worker.rank_messages import WorkerInfo
 
 _ROOM_SHARE: Final = 8
 """Of what a rank could have, to measure in: one that is short of memory starts all the same."""

@@ -13,7 +13,7 @@ from nanocore import __version__
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.errors import memory_errors
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.messages import WorkerInfo
+from nanocore.worker.rank_messages import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

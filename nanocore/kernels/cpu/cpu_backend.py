@@ -15,8 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
-from nanocore.kernels.cpu.experts import PackedExperts, expert_operands_struct
+from nanocore.kernels import Activation
 from nanocore.kernels.cpu.library import Library, NormWeightStruct, StepStruct
 from nanocore.kernels.cpu.program import (
     SAMPLES,
@@ -30,8 +29,10 @@ from nanocore.kernels.cpu.program import (
 )
 from nanocore.kernels.cpu.structs import (
     DTYPES,
+    PackedExperts,
     cache_struct,
     edits_struct,
+    expert_operands_struct,
     group_struct,
     mask_struct,
     norm_struct,
@@ -39,13 +40,13 @@ from nanocore.kernels.cpu.structs import (
     weight_struct,
 )
 from nanocore.kernels.cpu.weight_packing import TILE_COLUMNS, WeightPacking
-from nanocore.kernels.experts import Experts, ExpertWeights
 from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
     Filters,
     KVCache,
+    Logprobs,
     Noise,
     QKNorm,
     Replay,
@@ -53,12 +54,10 @@ from nanocore.kernels.interface import (
     Routing,
     SharedExpert,
 )
-from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
-from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight, TokenEmbedding
+from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.rank_group import RankGroup, SharedMemoryGroup
 from nanocore.kernels.step_rows import TokenPlaces
-from nanocore.kernels.token_logprobs import Logprobs
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 
 logger = logging.getLogger(__name__)

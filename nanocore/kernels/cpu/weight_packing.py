@@ -2,20 +2,66 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from ctypes import byref
 from dataclasses import replace
+from threading import Lock
 from typing import Final, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanocore.kernels.cpu import grouped_weight
 from nanocore.kernels.cpu.library import Library, LinearWeightStruct
-from nanocore.kernels.cpu.memory import WeightMemory
 from nanocore.kernels.cpu.program import Workspace
 from nanocore.kernels.cpu.structs import DTYPES, weight_struct
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
 from nanocore.kernels.linear_weight import LinearWeight, check_quantization_name
+
+_PAGE_BYTES: Final = 2 << 20
+_SMALL_BYTES: Final = 16 << 20
+_SHARED_BYTES: Final = 64 << 20
+"""Of a piece that small weights share; what is not given out is never touched."""
+_ALIGNMENT: Final = 4096
+
+
+def huge_pages(num_bytes: int) -> Tensor:
+    """A piece of its own."""
+    memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % _PAGE_BYTES
+    return torch.from_numpy(memory[start : start + num_bytes])
+
+
+def _find_trim() -> Callable[[int], int]:
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim or (lambda _: 0)  # other C libraries have no such function
+
+
+_trim: Final = _find_trim()
+
+
+class WeightMemory:
+    """Gives out memory; from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._shared, self._used = torch.empty(0, dtype=torch.uint8), 0
+
+    def take(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes], of any content."""
+        if num_bytes > _SMALL_BYTES:
+            _trim(0)
+            return huge_pages(num_bytes)
+        with self._lock:
+            if self._used + num_bytes > len(self._shared):
+                _trim(0)
+                self._shared, self._used = huge_pages(_SHARED_BYTES), 0
+            start = self._used
+            self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+            return self._shared[start : start + num_bytes]
+
 
 TILE_COLUMNS: Final = 32
 _Weight = TypeVar("_Weight", bound=LinearWeight)

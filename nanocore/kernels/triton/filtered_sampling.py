@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.interface import Filters, Noise
-from nanocore.kernels.token_mask import TokenMask
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.sampling import (
     allowed,

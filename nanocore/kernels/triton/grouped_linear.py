@@ -21,18 +21,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
+from nanocore.kernels import Activation
 from nanocore.kernels.triton.gate import apply_gate, gated
-from nanocore.kernels.triton.grouped_numbers import (
+from nanocore.kernels.triton.grouped_packing import GroupedLinear, Layout
+from nanocore.kernels.triton.grouped_rows import (
     constants,
+    dequantize,
     load_scales,
     minimum_of,
     numbers_of,
     scale_of,
     zero_of,
 )
-from nanocore.kernels.triton.grouped_packing import GroupedLinear, Layout
-from nanocore.kernels.triton.grouped_rows import dequantize
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.matmul import HOPPER_BYTES, max_shared_bytes
 

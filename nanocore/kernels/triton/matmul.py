@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
+from nanocore.kernels import Activation
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.triton.gate import apply_gate
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs

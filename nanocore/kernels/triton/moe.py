@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
-from nanocore.kernels.experts import StackedExperts
+from nanocore.kernels import Activation
 from nanocore.kernels.interface import SharedExpert
+from nanocore.kernels.linear_weight import StackedExperts
 from nanocore.kernels.triton.gate import apply_gate
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.matmul import Tile, max_shared_bytes, multiply

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata, KVCache, QKNorm, Rotary
-from nanocore.kernels.triton.kv_blocks import block_offset
+from nanocore.kernels.triton.attention_tile import block_offset
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 NUM_WARPS: Final = 4

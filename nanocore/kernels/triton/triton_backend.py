@@ -22,8 +22,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
-from nanocore.kernels.experts import Experts, StackedExperts
+from nanocore.kernels import Activation
 from nanocore.kernels.group_quantization import quantize_groups
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
 from nanocore.kernels.interface import (
@@ -40,22 +39,24 @@ from nanocore.kernels.interface import (
 )
 from nanocore.kernels.linear_weight import (
     FP8,
+    Experts,
     LinearWeight,
+    StackedExperts,
     TokenEmbedding,
     can_multiply_float8,
     pack_rows,
 )
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import (
-    attention,
     filtered_sampling,
     gate,
     grouped_linear,
     grouped_rows,
     matmul,
     norm,
+    paged_attention,
     rope,
     sampling,
 )
@@ -232,7 +233,7 @@ class TritonKernels(TorchKernels):
     def paged_attention(
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
-        return attention.paged_attention(
+        return paged_attention.paged_attention(
             q_THD,
             cache,
             metadata,

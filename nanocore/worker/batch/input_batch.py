@@ -21,8 +21,8 @@ from nanocore.kernels.interface import AttentionMetadata
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.batch.block_table import AppendedBlocks, BlockTable
 from nanocore.worker.plan import NewRow, SchedulerOutput
-from nanocore.worker.sampling.asked import Asked, AskingRows
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
+from nanocore.worker.sampling.requested_outputs import Asked, AskingRows
 
 _TOKEN_DTYPE = np.dtype("<i4")
 _NO_BLOCKS = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))

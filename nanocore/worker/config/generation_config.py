@@ -13,7 +13,7 @@ import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError, ModelFileError, shorten
 from nanocore.protocol.sampling import DefaultSampling
-from nanocore.worker.config.settings import Settings
+from nanocore.worker.config.json_settings import Settings
 
 _HARMLESS = {
     "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length",

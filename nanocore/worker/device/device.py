@@ -12,7 +12,7 @@ from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
 from nanocore.kernels.select import select_kernels
 from nanocore.protocol.errors import ConfigError, ModelFileError, is_out_of_memory, shorten
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.messages import Quantization, WorkerConfig
+from nanocore.worker.rank_messages import Quantization, WorkerConfig
 
 _FP8_CAPABILITY: Final = (8, 9)
 _DTYPES: Final = {

@@ -21,21 +21,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata
-from nanocore.kernels.logit_edits import TokenLists
+from nanocore.kernels.logit_edits import TokenLists, TokenMask
 from nanocore.kernels.step_rows import StepRows
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.worker.batch.block_table import AppendedBlocks
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch
-from nanocore.worker.device.device_rows import DeviceRows, NewTokens
+from nanocore.worker.device.device_stream import Pending, StagingBuffer, Stream, Tensors
 from nanocore.worker.device.step_graphs import GraphRecorder, HostBounds, StepGraphs, padded_steps
-from nanocore.worker.device.step_memory import StepColumns, StepFields, StepShape, num_bytes
-from nanocore.worker.device.stream import Pending, StagingBuffer, Stream, Tensors
+from nanocore.worker.device.step_memory import (
+    DeviceRows,
+    NewTokens,
+    StepColumns,
+    StepFields,
+    StepShape,
+    num_bytes,
+)
 from nanocore.worker.pending_output import AwaitingOutput, PendingOutput, make_output
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from nanocore.worker.sampling.asked import Asked
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
-from nanocore.worker.sampling.logprobs import Sampled
 from nanocore.worker.sampling.masked_rows import MaskedRows
+from nanocore.worker.sampling.output_computer import Sampled
+from nanocore.worker.sampling.requested_outputs import Asked
 from nanocore.worker.sampling.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from nanocore.worker.rank_messages import WorkerInfo
 
 
 class StepExecutor(Protocol):

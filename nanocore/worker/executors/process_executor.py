@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+import socket
+import subprocess
 import tempfile
 import threading
 from collections import deque
@@ -16,18 +19,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from nanocore.protocol.errors import StartError
+from nanocore.protocol.errors import (
+    CacheMemoryError,
+    ConfigError,
+    ModelFileError,
+    StartError,
+    WorkerError,
+)
+from nanocore.system.child_process import module_command
 from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_buffer_bytes
-from nanocore.worker.communication.shm_channel import create_channel
-from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, create_region, progress
+from nanocore.worker.communication.shared_memory import (
+    BUFFER_BYTES,
+    create_channel,
+    create_group_region,
+    progress,
+)
 from nanocore.worker.device.device import select_device, steps_in_flight
-from nanocore.worker.executors.pipe import encode_frame
-from nanocore.worker.executors.rank_process import RankProcess
+from nanocore.worker.executors.pipe import Pipe, encode_frame
 from nanocore.worker.executors.status_board import StatusBoard
-from nanocore.worker.messages import (
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from nanocore.worker.rank_messages import (
     AllocateCache,
     Capture,
     Done,
+    FailureKind,
     FromRank,
     Profile,
     RankFailure,
@@ -38,7 +53,80 @@ from nanocore.worker.messages import (
     WorkerConfig,
     WorkerInfo,
 )
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+
+_ERRORS: Final[dict[FailureKind, type[StartError]]] = {
+    "config": ConfigError,
+    "model_file": ModelFileError,
+    "memory": CacheMemoryError,
+    "internal": WorkerError,
+}
+_COMMAND: Final = module_command("nanocore.worker")
+_EXIT_TIMEOUT_S: Final = 3.0
+
+
+class RankProcess:
+    """One rank.
+
+    Args:
+        start: its first message. inherited_fds: shared memory that it names.
+    """
+
+    def __init__(self, start: RankStart, inherited_fds: list[int]) -> None:
+        self.rank = start.rank
+        self._num_ranks = start.config.num_ranks
+        ours, theirs = socket.socketpair()
+        self.pipe: Pipe[FromRank] = Pipe(ours, FromRank)
+        self._process = subprocess.Popen(
+            [*_COMMAND, str(theirs.fileno())],
+            pass_fds=[theirs.fileno(), *inherited_fds],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": str(len(start.cores))},
+        )
+        theirs.close()
+        self.pidfd = os.pidfd_open(self._process.pid)
+        self.pipe.send(start)
+
+    @property
+    def name(self) -> str:
+        """How messages to users name the rank, with its pid."""
+        return f"rank {self.rank} of {self._num_ranks} (pid {self._process.pid})"
+
+    def error(self, failure: RankFailure) -> StartError:
+        """What the rank reported, as the exception to raise here."""
+        text = f"{self.name}: {failure.message}"
+        if failure.traceback:
+            text = f"{text}\n{failure.traceback}"
+        return _ERRORS[failure.kind](text)
+
+    def death(self) -> WorkerError:
+        """How the process ended, once its end of the pipe is closed."""
+        try:
+            code = self._process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return WorkerError(f"{self.name} closed its pipe")
+        if code >= 0:
+            return WorkerError(f"{self.name} exited with code {code}")
+        name = signal.Signals(-code).name
+        hint = "; was it the system's out-of-memory killer?" if -code == signal.SIGKILL else ""
+        return WorkerError(f"{self.name} was killed by {name}{hint}")
+
+    def close_pipe(self) -> None:
+        """Close our end of the pipe, at which the rank ends by itself."""
+        self.pipe.close()
+
+    def end(self) -> None:
+        """Wait for the rank to be gone; one that does not go is killed."""
+        try:
+            self._process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        os.close(self.pidfd)
+
+    def kill(self) -> None:
+        """SIGKILL it, and wait until it is gone."""
+        self._process.kill()
+        self._process.wait()
+
 
 M = TypeVar("M")
 _FAILURE_GRACE_S: Final = 0.2
@@ -69,7 +157,9 @@ class ProcessExecutor:
             for fds in self._channel_fds:
                 fds[:] = [create_channel(buffer_bytes, CHANNEL_DEPTH) for _ in fds]
             if tp_size > 1:
-                self._reduce_fds = [create_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
+                self._reduce_fds = [
+                    create_group_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)
+                ]
         else:
             self._directory = tempfile.TemporaryDirectory(prefix="nanocore-ranks-")
         self._ranks: list[RankProcess] = []

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from nanocore.kernels.interface import AttentionSpec, Kernels, KVCache, QKNorm
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.layers.context import StepContext
-from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
+from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows, StepContext
 from nanocore.worker.layers.norm import RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Entries

@@ -7,6 +7,7 @@ layers; hidden states pass between stages with the residual added.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import torch
@@ -17,15 +18,21 @@ from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.config.family import Family
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.attention import Attention
-from nanocore.worker.layers.context import StepContext
-from nanocore.worker.layers.embedding import VocabParallelEmbedding
+from nanocore.worker.layers.linear import StepContext, VocabParallelEmbedding
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.norm import Norm, RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.layers.rotary import rotary_table
-from nanocore.worker.loading.weights import EMBEDDING, HEAD, Entries, without_parts
+from nanocore.worker.loading.weights import (
+    EMBEDDING,
+    HEAD,
+    Entries,
+    unbuffered_bytes,
+    without_parts,
+)
 from nanocore.worker.memory.kv_memory import KVSpec
 from nanocore.worker.placement import Placement
+from nanocore.worker.rank_messages import Quantization
 
 
 class Layer(Protocol):
@@ -260,3 +267,21 @@ class DecoderModel:
                 elsewhere = self._vocabulary(self.placement.on_meta())
                 entries |= without_parts(elsewhere.entries(name))
         return entries
+
+
+def fill_and_pack(
+    model: DecoderModel,
+    kernels: Kernels,
+    fill: Callable[[Entries], object],
+    quantization: Quantization | None = None,
+) -> int:
+    """Have all of a model's parameters filled and packed; returns the memory that they take.
+
+    fill: fills all parts of these entries, and tells their owners.
+    """
+    entries = model.entries()
+    packer = WeightPacker(kernels, model.placement.dtype, quantization)
+    model.pack(packer)
+    fill(entries)
+    model.finish()
+    return packer.num_bytes + unbuffered_bytes(entries)

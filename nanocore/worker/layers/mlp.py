@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.layers.context import StepContext
-from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
+from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows, StepContext
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement

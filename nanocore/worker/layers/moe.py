@@ -14,14 +14,12 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from nanocore.kernels.experts import Experts, ExpertWeights
 from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.interface import Routing, SharedExpert
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import MLP, DecoderLayer
-from nanocore.worker.layers.linear import Rows
+from nanocore.worker.layers.linear import Rows, StepContext
 from nanocore.worker.layers.packing import Projection, StoredOutline, Weight, WeightPacker
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement

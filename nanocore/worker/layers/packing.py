@@ -14,16 +14,14 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from nanocore.kernels.experts import Experts, ExpertWeights
 from nanocore.kernels.group_quantization import MAX_INT4, packed_bytes
 from nanocore.kernels.grouped_weight import StoredForm, StoredWeight, join_adjacent
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.linear_weight import FP8, LinearWeight, in_segments
+from nanocore.kernels.linear_weight import FP8, Experts, ExpertWeights, LinearWeight, in_segments
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.loading.weight_format import Slot, StoredProjection
-from nanocore.worker.loading.weights import Buffer, Entries, Entry, Part
-from nanocore.worker.messages import Quantization
+from nanocore.worker.loading.weights import Buffer, Entries, Entry, Part, Slot, StoredProjection
 from nanocore.worker.placement import Placement
+from nanocore.worker.rank_messages import Quantization
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from nanocore.protocol.errors import ModelFileError, shorten
-from nanocore.worker.config.json_file import MAX_INDEX_BYTES, note_oddity, read_json
-from nanocore.worker.loading.gguf.files import is_gguf
-from nanocore.worker.loading.gguf.tensors import gguf_tensors
+from nanocore.worker.config.json_settings import MAX_INDEX_BYTES, note_oddity, read_json
+from nanocore.worker.loading.gguf.architectures import gguf_tensors
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

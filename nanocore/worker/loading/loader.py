@@ -29,8 +29,8 @@ from tqdm import tqdm
 
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.loading.checkpoint import StoredTensor, quoted, stored_tensors
-from nanocore.worker.loading.gguf.files import is_gguf
-from nanocore.worker.loading.gguf.format import put_biases_back
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
+from nanocore.worker.loading.gguf.gguf_format import put_biases_back
 from nanocore.worker.loading.model_folder import display_name
 from nanocore.worker.loading.weights import (
     HEAD,

@@ -13,7 +13,7 @@ from typing import get_args
 
 from nanocore.protocol.errors import ConfigError, ModelFileError, shorten
 from nanocore.protocol.messages import ModelFileName
-from nanocore.worker.loading.gguf.files import first_file, gguf_in_folder, is_gguf
+from nanocore.worker.loading.gguf.gguf_files import first_file, gguf_in_folder, is_gguf
 
 _ALLOWED = [
     "config.json",

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 
 from nanocore.kernels.kv_quantization import KVCacheFormat
-from nanocore.kernels.logit_edits import TokenLists
+from nanocore.kernels.logit_edits import TokenLists, TokenMask
 from nanocore.kernels.step_rows import TokenPlaces
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.protocol.fields import MAX_STOP_TOKEN_IDS
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.messages import MAX_PROMPT_LOGPROBS, WorkerConfig
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.plan import NewRow, SchedulerOutput, TokenMasks
+from nanocore.worker.rank_messages import MAX_PROMPT_LOGPROBS, WorkerConfig
 from nanocore.worker.sampling.columns import RowColumns, SamplingMetadata, costliest_sampling
 from nanocore.worker.sampling.sampler import TokenSampler
 

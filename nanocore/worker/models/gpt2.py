@@ -12,12 +12,11 @@ from typing import ClassVar, Final
 from torch import Tensor
 
 from nanocore.kernels.interface import KVCache
-from nanocore.worker.config.family import Family
+from nanocore.worker.config.family import Family, no_window
+from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.settings import Range, Settings
-from nanocore.worker.config.windows import no_window
-from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
+from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.layers.mlp import PlainMLP
 from nanocore.worker.layers.norm import LayerNorm, Norm
 from nanocore.worker.loading.weights import POSITIONS, Entries, Entry, transposed, whole

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from nanocore.worker.config.family import Family
-from nanocore.worker.config.windows import no_window
+from nanocore.worker.config.family import Family, no_window
 from nanocore.worker.layers.decoder import DecoderModel
 
 

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.interface import Kernels, KVCache
-from nanocore.worker.config.family import Family
+from nanocore.worker.config.family import Family, no_window
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.windows import no_window
 from nanocore.worker.layers.attention import Attention
-from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
-from nanocore.worker.layers.linear import Rows
+from nanocore.worker.layers.linear import Rows, StepContext
 from nanocore.worker.layers.norm import Norm, RMSNorm
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement

@@ -6,9 +6,8 @@ LongRoPE.
 
 from __future__ import annotations
 
-from nanocore.worker.config.family import Family
-from nanocore.worker.config.settings import Settings
-from nanocore.worker.config.windows import window_everywhere
+from nanocore.worker.config.family import Family, window_everywhere
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.loading.weights import Entries

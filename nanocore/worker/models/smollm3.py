@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanocore.worker.config.family import Family
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.settings import Settings
 from nanocore.worker.layers.decoder import DecoderModel
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from nanocore.worker.config.settings import Settings
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.layers.decoder import DecoderModel
 
 _AT_TOP: Final = (

@@ -1,7 +1,7 @@
 """The rows of a step that may not sample every token: what the engine tells, as the sampler has it.
 
 On a device the masks are staged, in the order in which they stand here, and copied once. Shape
-suffixes: see `nanocore.kernels.token_mask`; further, K rows that are sampled anew.
+suffixes: see `nanocore.kernels.logit_edits`; further, K rows that are sampled anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.token_mask import TokenMask
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.worker.plan import TokenMasks
 
 _ALIGNMENT: Final = 16

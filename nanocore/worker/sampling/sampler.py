@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.interface import Kernels, Noise
+from nanocore.kernels.candidates import best_candidate, sampled_token_ids
+from nanocore.kernels.interface import Kernels, Logprobs, Noise
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import TokenPlaces
-from nanocore.kernels.token_logprobs import Logprobs
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.worker.communication.communicator import Communicator
-from nanocore.worker.sampling.candidates import best_candidate, sampled_token_ids
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 
 
@@ -28,7 +27,7 @@ class TokenSampler:
 
     Args:
         first_token: of this rank's columns, which may be none. vocab_size: of all ranks, split as
-        by `layers.embedding`. tp: the ranks, in the order of their tokens.
+        by `layers.linear`. tp: the ranks, in the order of their tokens.
     """
 
     def __init__(

@@ -40,23 +40,22 @@ from benchmarks.gpu.results import Session, UnavailableError
 from benchmarks.gpu.shapes import MODELS
 from benchmarks.models import SHAPES, ModelShape
 from nanocore.engine_core.config import EngineConfig
-from nanocore.kernels.experts import StackedExperts
 from nanocore.kernels.grouped_weight import StoredWeight
 from nanocore.kernels.kv_quantization import kv_cache_format
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import LinearWeight, StackedExperts
 from nanocore.kernels.triton import grouped_linear
 from nanocore.kernels.triton.grouped_packing import GroupedLinear
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.device.stream import Pending, Stream, Tensors, Work
+from nanocore.worker.device.device_stream import Pending, Stream, Tensors, Work
 from nanocore.worker.layers.moe import SparseMLP
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.memory.largest_step import run_largest_steps
-from nanocore.worker.messages import Quantization, WorkerConfig
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import NewRow, SchedulerOutput
+from nanocore.worker.rank_messages import Quantization, WorkerConfig
 from tests.kernels.triton.model_shapes import SHAPES as PUBLISHED
 
 ROOT: Final = Path(__file__).resolve().parents[3]

@@ -10,9 +10,8 @@ from nanocore.kernels.triton.grouped_linear import (
     choose_tile,
     grouped_linear_kernel,
 )
-from nanocore.kernels.triton.grouped_numbers import constants
 from nanocore.kernels.triton.grouped_packing import Layout
-from nanocore.kernels.triton.grouped_rows import BLOCK_R, NUM_WARPS, grouped_rows_kernel
+from nanocore.kernels.triton.grouped_rows import BLOCK_R, NUM_WARPS, constants, grouped_rows_kernel
 from tests.kernels.triton.compilation import SHARED_BYTES, Case
 
 LAYOUTS = {

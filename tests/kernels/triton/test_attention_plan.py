@@ -15,18 +15,11 @@ from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec
-from nanocore.kernels.triton import (
-    attention,
-    attention_plan,
-    decode_attention,
-    decode_plan,
-    prefill_attention,
-)
-from nanocore.kernels.triton.attention import paged_attention
+from nanocore.kernels.triton import attention_plan, decode_attention
+from nanocore.kernels.triton import paged_attention as chunks_module
 from nanocore.kernels.triton.attention_plan import Items, plan_step
-from nanocore.kernels.triton.decode_attention import DecodeTiles
-from nanocore.kernels.triton.decode_plan import DecodePlan, Decodes, plan_decodes
-from nanocore.kernels.triton.prefill_attention import PrefillTiles
+from nanocore.kernels.triton.decode_attention import DecodePlan, Decodes, DecodeTiles, plan_decodes
+from nanocore.kernels.triton.paged_attention import PrefillTiles, paged_attention
 from nanocore.worker.device.step_graphs import HostBounds, padded_steps
 from nanocore.worker.device.step_memory import StepFields, StepShape
 from tests.campaign import in_campaign
@@ -43,14 +36,14 @@ NUM_SMS, NUM_SHARES = 8, 8
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contexts of some tiles, in little time."""
     monkeypatch.setattr(
-        attention,
+        chunks_module,
         "decode_tiles",
         lambda *_: DecodeTiles(TILE, num_warps=4, num_stages=2, per_sm=2),
     )
     monkeypatch.setattr(
-        attention, "prefill_tiles", lambda *_, **__: PrefillTiles(2 * QUERIES, TILE, 4, 2)
+        chunks_module, "prefill_tiles", lambda *_, **__: PrefillTiles(2 * QUERIES, TILE, 4, 2)
     )
-    monkeypatch.setattr(prefill_attention, "MIN_PART_TILES", 1)
+    monkeypatch.setattr(chunks_module, "MIN_PART_TILES", 1)
 
 
 def as_int(value: Any) -> int:
@@ -62,7 +55,7 @@ def as_int(value: Any) -> int:
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tiles of keys programs went through, one after another."""
     found: list[int] = []
-    for module in (decode_attention, prefill_attention):
+    for module in (decode_attention, chunks_module):
         attend: Any = module.attend
 
         def counted(*args: Any, attend: Any = attend, **kwargs: Any) -> Any:
@@ -215,7 +208,7 @@ def test_launches_of_one_step_serve_another_one_of_other_lengths(
     ]
     first = with_bounds(steps[0], 150)
     memory, q_THD = tensors(first), first.q_THD()
-    out_THD = attention.paged_attention(
+    out_THD = paged_attention(
         q_THD, first.cache, first.metadata, first.spec, num_sms=10, batch_invariant=False
     )
     for step in steps[1:]:
@@ -374,9 +367,9 @@ def test_all_programs_of_decodes_have_as_many_tiles(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(decode_plan, "PLAN_BLOCK", rng.choice([8, 16, 1024]))
-    monkeypatch.setattr(decode_plan, "FEW_BLOCK", rng.choice([1, 32]))
-    monkeypatch.setattr(decode_plan, "FEW_SEQS", rng.choice([0, 1000]))
+    monkeypatch.setattr(decode_attention, "PLAN_BLOCK", rng.choice([8, 16, 1024]))
+    monkeypatch.setattr(decode_attention, "FEW_BLOCK", rng.choice([1, 32]))
+    monkeypatch.setattr(decode_attention, "FEW_SEQS", rng.choice([0, 1000]))
     decodes, chunks = random_steps(rng)
     metadata = make_metadata([*decodes, 5], chunks)
     num_programs, window = rng.choice([1, 2, 7, 49, 396]), rng.choice([0, 1, 50])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
-from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
+from nanocore.kernels.triton.paged_attention import PrefillTiles, prefill_attention
 from tests.kernels.triton.paged_step import Heads, PagedStep, Piece, Sequence, draw_step
 
 pytestmark = pytest.mark.campaign

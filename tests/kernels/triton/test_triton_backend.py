@@ -20,7 +20,7 @@ from nanocore.kernels.interface import Kernels, Noise
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.triton import decode_plan, triton_backend
+from nanocore.kernels.triton import decode_attention, triton_backend
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.device import step_graphs
 from nanocore.worker.layers.decoder import DecoderModel
@@ -153,7 +153,7 @@ def test_a_decode_step_launches_few_kernels_a_layer_and_one_plan(
 ) -> None:
     """Parts of few sequences are merged by a kernel of its own, which others do without."""
     kernels = TritonKernels(CPU)
-    monkeypatch.setattr(decode_plan, "FEW_SEQS", 8 if is_few else 0)
+    monkeypatch.setattr(decode_attention, "FEW_SEQS", 8 if is_few else 0)
     if is_large:  # products and their gate are two launches
         monkeypatch.setattr(triton_backend, "FUSED_GATE_TOKENS", 0)
     engine = Engine(model, 1, kernels=kernels)

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import GroupedWeight
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.config.settings import Settings
-from nanocore.worker.loading.formats.bits import compact, zeros_or_none
-from nanocore.worker.loading.formats.cuts import cut_groups, words
-from nanocore.worker.loading.formats.settings import (
+from nanocore.worker.config.json_settings import Settings
+from nanocore.worker.loading.formats.packed_groups import compact, cut_groups, words, zeros_or_none
+from nanocore.worker.loading.formats.quantization_config import (
+    StoredTensors,
     group_size,
     groups_in_words,
     refuse_unless,
 )
-from nanocore.worker.loading.formats.stored import StoredTensors
-from nanocore.worker.loading.weight_format import Slot, StoredProjection
+from nanocore.worker.loading.weights import Slot, StoredProjection
 
 _BITS: Final = 4
 _PER_WORD: Final = 8

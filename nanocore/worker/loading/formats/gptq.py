@@ -18,24 +18,27 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import GroupedWeight
 from nanocore.protocol.errors import ConfigError, ModelFileError
-from nanocore.worker.config.settings import Settings
-from nanocore.worker.loading.formats.bits import per_word, unpack_words, zeros_or_none
-from nanocore.worker.loading.formats.cuts import (
+from nanocore.worker.config.json_settings import Settings
+from nanocore.worker.loading.formats.packed_groups import (
     Grouping,
     check_cut,
     cut_groups,
     is_whole,
+    per_word,
+    unpack_words,
     words,
+    zeros_or_none,
 )
 from nanocore.worker.loading.formats.patterns import MAX_REGEXES, Pattern
-from nanocore.worker.loading.formats.settings import (
+from nanocore.worker.loading.formats.quantization_config import (
+    StoredTensors,
+    aliases,
     group_size,
     groups_in_words,
     refuse_if_set,
     refuse_unless,
 )
-from nanocore.worker.loading.formats.stored import StoredTensors, aliases
-from nanocore.worker.loading.weight_format import Slot, StoredProjection
+from nanocore.worker.loading.weights import Slot, StoredProjection
 
 _BITS: Final = (4, 8)
 _FORMATS: Final = ("gptq", "gptq_v2")
