@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.group_quantization import quantize_groups
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 
 FP8: Final = torch.float8_e4m3fn
 _LARGEST_FP8: Final = 448.0
@@ -68,7 +68,7 @@ def in_segments(weights: Sequence[LinearWeight]) -> LinearWeight:
 
 @dataclass(frozen=True, slots=True)
 class TokenEmbedding:
-    """How tokens become hidden states in dtype: rows token_id - first_token times factor.
+    """Lookup of hidden states in dtype: rows token_id - first_token times factor.
 
     Tokens that the weight lacks (another rank has them, or they are none) become zeros.
     """
@@ -88,7 +88,7 @@ def check_quantization_name(
 
 
 def pack_rows(
-    weight: StoredWeight, quantization: str | None, dtype: torch.dtype | None
+    weight: CheckpointWeight, quantization: str | None, dtype: torch.dtype | None
 ) -> LinearWeight:
     """The weight row by row, quantized if so asked.
 

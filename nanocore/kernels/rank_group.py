@@ -25,7 +25,7 @@ class RankGroup(Protocol):
 
 
 class RankKernels(Protocol):
-    """What a backend computes where a rank's part meets those of others; see `interface.Kernels`.
+    """Kernels that join a rank's part with those of others; see `interface.Kernels`.
 
     Shape suffixes: see `interface`.
     """

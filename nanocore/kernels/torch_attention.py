@@ -226,17 +226,16 @@ def _gather(
 
 
 def _blocks(cache: Tensor, table: Tensor) -> Tensor:
-    """cache[table], by an operation that copies whole blocks: on the CPU twice as fast."""
+    # Copies whole blocks: on a CPU twice as fast as indexing.
     return cache.index_select(0, table.flatten()).unflatten(0, table.shape)
 
 
 def _places(slot_mapping_T: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
-    """Of slots, as indices: there is no view of them as one row, for blocks may lie apart."""
+    # Two indices: there is no view of slots as one row, for blocks may lie apart.
     return slot_mapping_T // block_size, slot_mapping_T % block_size
 
 
 def _writer(slot_mapping_T: Tensor, block_size: int) -> Write:
-    """For distinct slots, none of them -1."""
     places = _places(slot_mapping_T, block_size)
 
     def write(cache_NS: Tensor, values_T: Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanocore.kernels import Activation
 from nanocore.kernels.candidates import NO_TOKEN
-from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight, QuantizedForm
 from nanocore.kernels.gumbel_noise import best_with_noise, cached_rows
 from nanocore.kernels.interface import (
     AttentionMetadata,
@@ -20,7 +20,7 @@ from nanocore.kernels.interface import (
     Filters,
     GraphSupport,
     KVCache,
-    Logprobs,
+    LogprobTensors,
     Noise,
     QKNorm,
     Replay,
@@ -57,12 +57,12 @@ class TorchKernels:
     variant: str = ""
     graph_support: GraphSupport = "never"
     block_multiple = 1
-    kept_forms: frozenset[StoredForm] = frozenset()
+    kept_forms: frozenset[QuantizedForm] = frozenset()
     stacks_experts = True
 
     def pack_linear(
         self,
-        weight: StoredWeight,
+        weight: CheckpointWeight,
         quantization: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LinearWeight:
@@ -210,7 +210,7 @@ class TorchKernels:
 
     def logprobs(
         self, logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
-    ) -> Logprobs:
+    ) -> LogprobTensors:
         return logprobs(logits_RV if index_N is None else logits_RV[index_N], token_ids_N, num_top)
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
@@ -264,7 +264,7 @@ def route(routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def add_shared(out_TE: Tensor, shared: SharedExpert | None) -> Tensor:
-    """What the chosen experts say, and the shared one."""
+    """Add the shared expert's output to the chosen experts'."""
     return out_TE if shared is None else out_TE + shared.gate_T1.sigmoid() * shared.out_TE
 
 
@@ -291,7 +291,7 @@ def moe(
 
 
 def _ends(expert_ids_TC: Tensor, num_experts: int) -> Tensor:
-    """Where each expert's tokens end in the sorted order, int32 [X]."""
+    """End of each expert's tokens in the sorted order, int32 [X]."""
     # Not bincount, which waits for the device.
     counts_X = torch.zeros(num_experts, dtype=torch.int32, device=expert_ids_TC.device)
     ids = expert_ids_TC.flatten()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nanocore.kernels.candidates import logits_of, make_candidates, token_ids_of
 from nanocore.kernels.gumbel_noise import cached_rows
-from nanocore.kernels.interface import Filters, Logprobs, Noise
+from nanocore.kernels.interface import Filters, LogprobTensors, Noise
 from nanocore.kernels.logit_edits import LogitEdits, TokenLists
 
 _SLICE_VALUES: Final = 1 << 22
@@ -67,13 +67,12 @@ def _add(logits_RV: Tensor, edits: LogitEdits) -> None:
 
 
 def _forbid(is_forbidden: Tensor) -> Tensor:
-    """What to add to logits, float32."""
     kept = torch.full(is_forbidden.shape, _KEPT, device=is_forbidden.device)
     return kept.masked_fill_(is_forbidden, _FORBIDDEN)
 
 
 def _bad_tokens(edits: LogitEdits) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each bad sequence its row, its last token, and whether the output ends with the others."""
+    """Row and last token of each bad sequence, and whether the output ends with the others."""
     starts, bad_N = edits.lists.bad_starts, edits.lists.bad_N
     num_sequences = len(starts) - 1
     rows_W = _rows_of(edits.lists.sequence_starts_A, num_sequences)
@@ -150,7 +149,7 @@ _MAX_VALUES: Final = 1 << 23
 """Logits that are ordered at once, which takes 16 bytes for each."""
 
 
-def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs:
+def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> LogprobTensors:
     """See `interface.Kernels.logprobs`."""
     num_rows, width = logits_RV.shape
     size = max(1, _MAX_VALUES // width)
@@ -159,12 +158,11 @@ def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs:
         for start in range(0, max(1, num_rows), size)
     ]
     if len(parts) == 1:
-        return Logprobs(*parts[0])
-    return Logprobs(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+        return LogprobTensors(*parts[0])
+    return LogprobTensors(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
 
 def _of_few(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of `Logprobs`."""
     width = logits_RV.shape[1]
     best_R1 = logits_RV.amax(dim=1, keepdim=True)
     log_sum_R1 = (logits_RV - best_R1).exp_().sum(dim=1, keepdim=True, dtype=torch.float64).log_()

@@ -50,7 +50,7 @@ class _Seat:
 
 
 def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
-    """What each rank would report after loading, in order of rank.
+    """Return what each rank would report after loading, in order of rank.
 
     Raises:
         ConfigError, ModelFileError, CacheMemoryError: why an engine would not start.
@@ -108,7 +108,6 @@ def _build(
 
 
 def _memory(config: WorkerConfig, weight_bytes: list[int]) -> list[tuple[int, int]]:
-    """What each rank could have beside its weights, and how much of it is for KV."""
     asked_bytes, num_ranks = config.kv_cache_memory_bytes, config.num_ranks
     if select_device(config.device).type == "cpu":
         most_bytes = cpu_memory_bytes(num_ranks, sum(weight_bytes))

@@ -74,7 +74,7 @@ class Placement:
         return replace(self, device=torch.device("meta"))
 
     def share(self, size: int, what: str) -> int:
-        """How much of `size` each tensor parallel rank has.
+        """Share of `size` that each tensor parallel rank has.
 
         Raises:
             ConfigError: it cannot be divided evenly.

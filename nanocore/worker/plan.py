@@ -71,7 +71,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tokens rows may sample in a step that awaits them, once it is known.
+    """Token masks of a step that awaits them.
 
     step: of the plan. rows: int32 column of the rows that may not sample every token; they are
     among those that the step samples, each once, in any order, and there may be none. words: their

@@ -28,7 +28,7 @@ start what memory so many take; on the way to the client they take some hundred 
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What every rank of an engine is told: `EngineParameters` of the same names, none left open.
+    """Configuration that all ranks share: `EngineParameters` of the same names, none left open.
 
     folder: the model's. max_model_len: tokens of one request, at most; memory may allow fewer in
     the end.
@@ -103,7 +103,7 @@ class AllocateCache(msgspec.Struct, frozen=True, kw_only=True, tag="allocate"):
 
 
 class Capture(msgspec.Struct, frozen=True, tag="capture"):
-    """Record steps, or compile for them; the rank answers with `Done`, and is ready for plans."""
+    """Capture steps, or compile for them; the rank answers with `Done`, and is ready for plans."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
@@ -123,7 +123,7 @@ class SampleStep(msgspec.Struct, frozen=True, tag="sample"):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
-    """What a step sampled; from the first rank of the last stage."""
+    """A step's output; from the first rank of the last stage."""
 
     output: ModelRunnerOutput
 

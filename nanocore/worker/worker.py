@@ -25,7 +25,7 @@ from nanocore.worker.device.device import (
     select_kv_format,
     steps_in_flight,
 )
-from nanocore.worker.device.device_stream import CudaGraphRecorder, CudaStream
+from nanocore.worker.device.device_stream import CudaGraphCapture, CudaStream
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.checked_model import (
     check_files,
@@ -94,20 +94,19 @@ class Worker:
         self._cost = rank_cost(outline, self._layout, config, self._kernels)
         check_memory(config, {rank: self._cost.held_bytes})
         model = build_model(model_config, self._placement)
-        self._recorder: CudaGraphRecorder | None = None
+        self._graph_capture: CudaGraphCapture | None = None
         self._runner = ModelRunner(
             model, self._kernels, links.stages, self._queue(), config.enforce_eager
         )
 
     def _queue(self) -> DeviceQueue | None:
-        """What steps are given to; None where the host computes them."""
         if self.device.type != "cuda":
             return None
         torch.cuda.set_device(self.device)
         if not self._config.enforce_eager and self._config.pipeline_parallel_size == 1:
-            self._recorder = CudaGraphRecorder()
+            self._graph_capture = CudaGraphCapture()
         depth = steps_in_flight(self._config, self.device)
-        return DeviceQueue(CudaStream(depth, self.device), self._recorder)
+        return DeviceQueue(CudaStream(depth, self.device), self._graph_capture)
 
     @torch.inference_mode()
     def load_model(self) -> None:
@@ -166,7 +165,7 @@ class Worker:
         )
 
     def _speed(self) -> MachineSpeed | None:
-        """Of a device beside the host; a CPU is shared by ranks, and measured by their engine."""
+        # Ranks share a CPU: their engine measures it.
         if self.device.type != "cuda":
             return None
         step_bytes = int(self._cost.read_weight_bytes(1))
@@ -185,7 +184,7 @@ class Worker:
         )
 
     def capture(self) -> None:
-        """Record steps to be replayed, or compile kernels for them."""
+        """Capture steps to be replayed, or compile kernels for them."""
         self._runner.capture(self._config.max_num_batched_tokens)
 
     def begin(self, plan: SchedulerOutput) -> PendingOutput:
@@ -194,7 +193,6 @@ class Worker:
 
     @property
     def kv_memory(self) -> KVMemory:
-        """What `allocate_kv_cache` made."""
         memory = self._runner.kv_memory
         assert memory is not None, "there is no KV cache yet"
         return memory
@@ -210,15 +208,15 @@ class Worker:
         return cuda_kv_bytes(self.device, config.gpu_memory_utilization, self._run_largest_steps)
 
     def _run_largest_steps(self) -> int:
-        """Returns the bytes that graphs will take beside those which this has recorded."""
+        """Run the largest steps; returns the bytes that further graphs will take."""
         config, runner = self._config, self._runner
         start_s = time.monotonic()
         run_largest_steps(runner, self._kv_format, config)
         logger.info("largest steps, and kernels for them, %.2f s", time.monotonic() - start_s)
-        if self._recorder is None:
+        if self._graph_capture is None:
             return 0
         num_graphs = len(runner.step_shapes(config.max_num_batched_tokens))
-        return self._recorder.last_bytes * max(0, num_graphs - NUM_PROFILED_GRAPHS)
+        return self._graph_capture.last_bytes * max(0, num_graphs - NUM_PROFILED_GRAPHS)
 
 
 class LocalExecutor:

@@ -131,11 +131,11 @@ def reduce_in_a_graph(
         sum_TE = communicator.all_reduce(x_TE * 2) + 1
         return Reduced(sum_TE, communicator.all_gather(sum_TE @ sum_TE.t()))
 
-    recorder = target.recorder()
-    recorder.begin_set()
+    graph_capture = target.graph_capture()
+    graph_capture.begin_set()
     found = []
     with torch.inference_mode():
-        result, replay = recorder.record(work)
+        result, replay = graph_capture.capture(work)
         for own_TE in inputs:
             x_TE.copy_(own_TE)
             replay()

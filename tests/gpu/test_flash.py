@@ -22,7 +22,7 @@ from benchmarks.gpu import fa3
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.flash_backend import FlashKernels
-from nanocore.worker.device.device_stream import CudaGraphRecorder
+from nanocore.worker.device.device_stream import CudaGraphCapture
 from tests.gpu.targets import CUDA_MARKS, Target
 from tests.gpu.tensors import DEVICE, DTYPE, close, there
 from tests.kernels.layered_cache import layered, parts
@@ -117,8 +117,8 @@ def test_a_graph_of_decodes_replays_other_lengths(kernels: FlashKernels) -> None
     """Recorded when all rows are padding, as an engine records it; work is dealt out anew."""
     lengths = [1, 3000, 300, 64]
     layer = Layer.of(draw_step(WIDE, [max(lengths)] * len(lengths), block_size=64), kernels)
-    recorder = CudaGraphRecorder()
-    recorder.begin_set()
+    graph_capture = CudaGraphCapture()
+    graph_capture.begin_set()
 
     def work() -> Outputs:
         fresh = replace(layer, metadata=replace(layer.metadata))  # it has no scratch yet
@@ -126,7 +126,7 @@ def test_a_graph_of_decodes_replays_other_lengths(kernels: FlashKernels) -> None
 
     with torch.inference_mode():
         layer.metadata.seq_lens_B.zero_()
-        outputs, replay = recorder.record(work)
+        outputs, replay = graph_capture.capture(work)
         for own in (lengths, lengths[::-1]):
             layer.metadata.seq_lens_B.copy_(torch.tensor(own))
             replay()

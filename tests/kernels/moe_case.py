@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanocore.kernels.grouped_weight import GroupedWeight, StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight, GroupedWeight
 from nanocore.kernels.interface import Kernels, Routing, SharedExpert
 from nanocore.kernels.linear_weight import Experts, ExpertWeights, StackedExperts
 from nanocore.kernels.torch_backend import TorchKernels
 
-Stored = list[tuple[StoredWeight, StoredWeight, StoredWeight]]
+Stored = list[tuple[CheckpointWeight, CheckpointWeight, CheckpointWeight]]
 """Gate, up and down of each expert."""
 
 

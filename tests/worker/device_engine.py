@@ -204,7 +204,7 @@ def allow_a_sixth(output: list[int]) -> NDArray[np.bool_]:
 
 def make_asking_wishes(*kinds: str, max_tokens: int = 8) -> list[Wish]:
     """Requests of these kinds in turn, of which some are longer than a step's budget."""
-    asked = [(kind, one) for own in zip(*(ASKED[kind] for kind in kinds), strict=True)
+    requested = [(kind, one) for own in zip(*(ASKED[kind] for kind in kinds), strict=True)
              for kind, one in zip(kinds, own, strict=True)]  # fmt: skip
     rng = np.random.default_rng(11)
     return [
@@ -214,7 +214,7 @@ def make_asking_wishes(*kinds: str, max_tokens: int = 8) -> list[Wish]:
             EngineSamplingParams(**one),
             allowed=allow_a_sixth if kind == "masks" else None,
         )
-        for i, (kind, one) in enumerate(asked)
+        for i, (kind, one) in enumerate(requested)
     ]
 
 
@@ -229,7 +229,7 @@ class Engine:
         self,
         model: DecoderModel,
         depth: int,
-        recorder: FakeGraphRecorder | None = None,
+        graph_capture: FakeGraphRecorder | None = None,
         num_blocks: int = 200,
         budget: int = BUDGET,
         kernels: Kernels | None = None,
@@ -237,7 +237,7 @@ class Engine:
     ) -> None:
         self.stream = FakeStream(max(1, depth))
         if depth and queue is None:
-            queue = DeviceQueue(self.stream, recorder)
+            queue = DeviceQueue(self.stream, graph_capture)
         kernels = (kernels or DeviceKernels()) if depth else TorchKernels()
         self.runner = ModelRunner(model, kernels, queue=queue)
         self.num_blocks, self.budget = num_blocks, budget

@@ -36,8 +36,8 @@ def run_masked(
 ) -> None:
     """Run plans with up to so many in flight.
 
-    allowed: masks of (plan number, rows that it samples), asked when every result before has been
-    taken. take: a plan's number, and its result.
+    allowed: masks of (plan number, rows that it samples), asked for when every result before
+    was taken. take: a plan's number, and its result.
     """
     steps = record_steps(runner.batch)
     in_flight: deque[tuple[int, PendingOutput]] = deque()

@@ -50,11 +50,11 @@ def test_selected_rows_hold_the_blocks_they_were_given(data: st.DataObject) -> N
                     expected[row] = [block_id, block_id + 1]
                     block_id += 2
                     table.set_row(row, ids(*expected[row]))
-                    table.forget()
+                    table.clear_kept()
                 case "choose":
                     chosen = data.draw(st.lists(st.integers(0, NUM_ROWS - 1), unique=True))
                     rows_B = np.array(chosen or [0], np.int64)
-                    table.forget()
+                    table.clear_kept()
             for row, held in enumerate(expected):
                 assert table.ids[row, : len(held)].tolist() == held
             for selected in (table.select_kept(0, rows_B), table.select(rows_B)):
@@ -74,7 +74,7 @@ def test_a_table_is_kept_until_it_is_forgotten(rows: list[int]) -> None:
     assert table.select(rows_B[:1]).shape[0] == 1
     assert table.select_kept(0, rows_B) is first
     assert first[1, 0] == 7
-    table.forget()
+    table.clear_kept()
     assert table.select_kept(0, rows_B[1:])[:, 0].tolist() == [7]
 
 

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from nanocore.worker.loading import dummy_weights
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
-from nanocore.worker.loading.weights import Entry, Index, Part, whole
+from nanocore.worker.loading.weights import Index, LoadedSlice, TensorEntry, whole
 
 
 def filled(name: str, *shape: int, index: Index = (), seed: int = 0) -> Tensor:
     target = torch.empty(shape, device="meta")[index]
     target = torch.full(target.shape, torch.nan)
-    num_bytes = fill_dummy_weights({name: Entry(shape, [Part(target, index)])}, seed)
+    num_bytes = fill_dummy_weights({name: TensorEntry(shape, [LoadedSlice(target, index)])}, seed)
     assert num_bytes == target.nbytes
     assert not target.isnan().any()
     return target

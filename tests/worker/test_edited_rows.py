@@ -74,10 +74,10 @@ def make_edited_rows() -> list[EditedRow]:
         EditedRow(
             (common if i % 2 else []) + rng.integers(0, 256, 45 + 3 * i).tolist(),
             [],
-            EngineSamplingParams(**asked),
+            EngineSamplingParams(**requested),
             STOPS,
         )
-        for i, asked in enumerate(ASKED)
+        for i, requested in enumerate(ASKED)
     ]
 
 
@@ -127,8 +127,8 @@ def alone(runner: ModelRunner, row: EditedRow, seed: int, logits: list[Tensor]) 
 
 def by_reference(row: EditedRow, logits_RV: Tensor, seed: int) -> int:
     edited_RV = torch.from_numpy(row.edited(logits_RV[0].numpy()))[None]
-    asked = row.sampling
-    settings = asked.temperature, asked.top_k, asked.top_p, asked.min_p
+    requested = row.sampling
+    settings = requested.temperature, requested.top_k, requested.top_p, requested.min_p
     sampled = make_rows([settings], edited_RV.shape[1], [seed])
     return int(sample_whole(edited_RV, sampled, places_of([row]).positions_R))
 
@@ -258,8 +258,8 @@ def test_steps_stage_and_launch_nothing_for_rows_that_ask_for_nothing(
     monkeypatch.setattr(stream, "stage", lambda size: (staged.append(size), stage(size))[1])
     runner = make_runner(folder, PLACEMENT, kernels=CountingKernels(), queue=DeviceQueue(stream))
     row_bytes = []
-    for asked in ({}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"logit_bias": [(3, 1.0)]}):
-        row = EditedRow([5, 6, 7], [], EngineSamplingParams(temperature=0.5, **asked))
+    for requested in ({}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"logit_bias": [(3, 1.0)]}):
+        row = EditedRow([5, 6, 7], [], EngineSamplingParams(temperature=0.5, **requested))
         new = msgspec.structs.replace(row.new_row(0), block_ids=np.zeros(1, "<i4").tobytes())
         runner.execute(make_plan(3, 3, added=[new]))
         runner.execute(make_plan(1))

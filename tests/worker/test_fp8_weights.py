@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import FP8, LinearWeight
@@ -47,7 +47,7 @@ class RoundedKernels(TorchKernels):
 
     def pack_linear(
         self,
-        weight: StoredWeight,
+        weight: CheckpointWeight,
         quantization: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LinearWeight:

@@ -270,7 +270,7 @@ def test_tokens_that_another_stage_sampled_go_to_their_rows_in_order(
         places.append(len(expected[row]))
         expected[row].append(token_id)
     rows, token_ids = (np.array([pair[i] for pair in told], np.int32) for i in range(2))
-    assert batch.append_told(rows, token_ids).tolist() == places
+    assert batch.append_sampled(rows, token_ids).tolist() == places
     held = {row: batch.token_ids[row, : batch.num_tokens[row]].tolist() for row in range(4)}
     assert held == expected
 

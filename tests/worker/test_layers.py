@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
@@ -118,7 +118,7 @@ def test_a_packed_weight_holds_no_memory_but_the_backends() -> None:
     class Copying(TorchKernels):
         def pack_linear(
             self,
-            weight: StoredWeight,
+            weight: CheckpointWeight,
             quantization: str | None = None,
             dtype: torch.dtype | None = None,
         ) -> LinearWeight:

@@ -16,7 +16,14 @@ from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.loading import loader
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.loading.loader import check_weights, load_weights
-from nanocore.worker.loading.weights import Entries, Entry, Index, Part, TensorNames, whole
+from nanocore.worker.loading.weights import (
+    Entries,
+    Index,
+    LoadedSlice,
+    TensorEntry,
+    TensorNames,
+    whole,
+)
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -34,7 +41,11 @@ def load_part(folder: Path, stored: Tensor, index: Index, dtype: torch.dtype) ->
     save_file({"a": stored}, folder / "model.safetensors")
     target = torch.empty_like(stored[index], dtype=dtype)
     exact = dtype if dtype == FLOAT8 else None
-    load_weights(folder, {"a": Entry(tuple(stored.shape), [Part(target, index)], dtype=exact)}, str)
+    load_weights(
+        folder,
+        {"a": TensorEntry(tuple(stored.shape), [LoadedSlice(target, index)], dtype=exact)},
+        str,
+    )
     return target
 
 
@@ -92,10 +103,10 @@ def test_two_parts_of_a_tensor_and_views_with_gaps(tmp_path: Path) -> None:
     save_file({"a": stored}, tmp_path / "model.safetensors")
     memory = torch.zeros(4, 10)
     parts = [
-        Part(memory[:, 1:3], (slice(0, 4), slice(4, 6))),
-        Part(memory[1:3, 4:], (slice(2, 4),)),
+        LoadedSlice(memory[:, 1:3], (slice(0, 4), slice(4, 6))),
+        LoadedSlice(memory[1:3, 4:], (slice(2, 4),)),
     ]
-    num_bytes = load_weights(tmp_path, {"a": Entry((4, 6), parts)}, str)
+    num_bytes = load_weights(tmp_path, {"a": TensorEntry((4, 6), parts)}, str)
     expected = torch.zeros(4, 10)
     expected[:, 1:3] = stored[:, 4:6]
     expected[1:3, 4:] = stored[2:4]
@@ -121,11 +132,11 @@ def test_an_offset_is_added_and_rounded_once(tmp_path: Path, dtype: torch.dtype)
 
 def test_what_a_rank_does_not_keep_is_not_read_and_must_be_there(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(9)}, tmp_path / "model.safetensors")
-    entries = one() | {"b": Entry((9,))}
+    entries = one() | {"b": TensorEntry((9,))}
     assert load_weights(tmp_path, entries, str) == 2 * 4
     assert check_weights(tmp_path, entries, str) == (2 + 9) * 4
     assert "'b' has shape [9], config.json implies [8]" in refusal(
-        tmp_path, one() | {"b": Entry((8,))}
+        tmp_path, one() | {"b": TensorEntry((8,))}
     )
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     assert "1 of 2 tensors are missing, e.g. 'b'" in refusal(tmp_path, entries)

@@ -116,7 +116,7 @@ def test_they_are_those_of_transformers(folder: Path, said: Said) -> None:
         with torch.no_grad():
             logprobs_LV = model(torch.tensor([text])).logits[0].log_softmax(dim=1)
         num_prompt = len(request.prompt)
-        for entries_of_row, first, last, asked in (
+        for entries_of_row, first, last, requested in (
             (said.logprobs.get(row, []), num_prompt, len(text), request.sampling.logprobs),
             (
                 said.prompt_logprobs.get(row, []),
@@ -125,24 +125,24 @@ def test_they_are_those_of_transformers(folder: Path, said: Said) -> None:
                 request.sampling.prompt_logprobs,
             ),
         ):
-            if asked is None:
+            if requested is None:
                 assert entries_of_row == []
                 continue
             assert len(entries_of_row) == last - first
             for place, entry in zip(range(first, last), entries_of_row, strict=True):
-                check_entry(entry, logprobs_LV[place - 1], text[place], asked)
+                check_entry(entry, logprobs_LV[place - 1], text[place], requested)
 
 
-def check_entry(entry: Entry, logprobs_V: Tensor, token: int, asked: int) -> None:
+def check_entry(entry: Entry, logprobs_V: Tensor, token: int, requested: int) -> None:
     rank, ids, numbers = entry
     order = logprobs_V.sort(descending=True, stable=True).indices
     assert ids[0] == token
-    assert len(ids) == 1 + (VOCAB_SIZE if asked < 0 else asked)
+    assert len(ids) == 1 + (VOCAB_SIZE if requested < 0 else requested)
     assert numbers == pytest.approx(logprobs_V[torch.tensor(ids)].tolist(), abs=2e-4)
-    if asked < 0:
+    if requested < 0:
         assert sorted(ids[1:]) == list(range(VOCAB_SIZE))
     else:
-        assert ids[1:] == order[:asked].tolist()
+        assert ids[1:] == order[:requested].tolist()
         assert rank == order.tolist().index(token) + 1
 
 
@@ -170,11 +170,11 @@ def test_nothing_is_made_where_no_row_asks(
     native: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise AssertionError("nobody asked")
+        raise AssertionError("nobody requested")
 
     run(native, write_plans(REQUESTS, 64))
     native.execute(plan_of(removed=range(len(REQUESTS))))
-    monkeypatch.setattr(requested_outputs, "LogprobEntries", refuse)
+    monkeypatch.setattr(requested_outputs, "LogprobRequests", refuse)
     monkeypatch.setattr(requested_outputs.LogprobRows, "sampled", refuse)
     assert len(run(native, write_plans(SILENT, 7)).tokens) == len(SILENT)
 
@@ -229,13 +229,13 @@ def test_steps_in_flight_on_a_device_say_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (16, 48))
-    recorder = FakeGraphRecorder() if has_graphs else None
-    queue = DeviceQueue(FakeStream(depth), recorder)
+    graph_capture = FakeGraphRecorder() if has_graphs else None
+    queue = DeviceQueue(FakeStream(depth), graph_capture)
     runner = make_runner(folder, one_rank(), kernels=DeviceKernels(), queue=queue)
     plans = write_plans(REQUESTS, chunk)
     assert_same(run(runner, plans, depth), said)
-    if recorder is not None:
-        assert 0 < recorder.num_replays < len(plans)
+    if graph_capture is not None:
+        assert 0 < graph_capture.num_replays < len(plans)
 
 
 def test_stages_on_devices_say_the_same(folder: Path, said: Said) -> None:

@@ -157,8 +157,8 @@ def by_reference(row: int, output: list[int], logits_RV: Tensor) -> int:
     mask = allowed_after(row, output)
     if mask is not None:
         edited_V[~mask] = -np.inf
-    asked = edited.sampling
-    settings = asked.temperature, asked.top_k, asked.top_p, asked.min_p
+    requested = edited.sampling
+    settings = requested.temperature, requested.top_k, requested.top_p, requested.min_p
     rows = make_rows([settings], VOCAB_SIZE, [row])
     return int(
         sample_whole(torch.from_numpy(edited_V)[None], rows, places_of([edited]).positions_R)

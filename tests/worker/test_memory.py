@@ -176,23 +176,23 @@ def test_the_largest_steps_look_at_the_logits_of_all_rows_and_of_a_prompt(
 def test_on_a_device_the_largest_graphs_are_recorded_to_be_counted(
     tiny_model: Path, kv_cache_dtype: str
 ) -> None:
-    recorder = FakeGraphRecorder()
+    graph_capture = FakeGraphRecorder()
     kv_format = kv_cache_format(kv_cache_dtype, torch.float32, "cuda")
     model = load_model(tiny_model)
-    queue = DeviceQueue(FakeStream(1), recorder)
+    queue = DeviceQueue(FakeStream(1), graph_capture)
     runner = ModelRunner(model, DeviceKernels(), queue=queue)
     config = make_worker_config(
         folder=str(tiny_model), max_model_len=64, max_num_seqs=8, max_num_batched_tokens=300
     )
     run_largest_steps(runner, kv_format, config)
-    assert recorder.num_records == NUM_PROFILED_GRAPHS
+    assert graph_capture.num_records == NUM_PROFILED_GRAPHS
     num_graphs = len(runner.step_shapes(300))
     assert num_graphs > NUM_PROFILED_GRAPHS
     assert runner.kv_caches == []
     runner.allocate(kv_format, 20, 16, 8, 64)
     runner.capture(300)
     gc.collect()  # a fake graph refers to what it repeats, and that to it
-    assert recorder.pools.num_graphs == {1: 0, 2: num_graphs}
+    assert graph_capture.pools.num_graphs == {1: 0, 2: num_graphs}
 
 
 def test_a_graph_that_cannot_be_recorded_is_told_with_a_remedy(

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import SingleRank
@@ -234,7 +234,7 @@ def test_with_int4_weights_both_ends_are_int8_and_routers_as_they_are(family: Fa
     class Kernels(TorchKernels):
         def pack_linear(
             self,
-            weight: StoredWeight,
+            weight: CheckpointWeight,
             quantization: str | None = None,
             dtype: torch.dtype | None = None,
         ) -> LinearWeight:

@@ -20,7 +20,7 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.shared_memory import BUFFER_BYTES, create_group_region
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.weights import Entry, Part, whole
+from nanocore.worker.loading.weights import LoadedSlice, TensorEntry, whole
 from nanocore.worker.models import load_model_config
 from nanocore.worker.numerics import numerics_fingerprint, rank_numerics
 from nanocore.worker.rank_messages import RankStart, WorkerConfig, WorkerInfo
@@ -273,7 +273,9 @@ def test_a_digest_is_of_the_slices_that_a_rank_reads(tmp_path: Path) -> None:
     def digest_of(rows: slice) -> bytes:
         digest = xxhash.xxh3_128()
         target = torch.empty(rows.stop - rows.start, 2)
-        load_weights(tmp_path, {"a": Entry((4, 2), [Part(target, (rows,))])}, str, False, digest)
+        load_weights(
+            tmp_path, {"a": TensorEntry((4, 2), [LoadedSlice(target, (rows,))])}, str, False, digest
+        )
         return digest.digest()
 
     first, second = digest_of(slice(0, 2)), digest_of(slice(2, 4))

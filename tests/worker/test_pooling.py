@@ -155,7 +155,7 @@ def test_nothing_is_made_where_no_row_asks(
     native: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise AssertionError("nobody asked")
+        raise AssertionError("nobody requested")
 
     run(native, write_plans(REQUESTS, 64))
     monkeypatch.setattr(pooling, "StepPooling", refuse)

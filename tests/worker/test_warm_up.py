@@ -118,8 +118,8 @@ def test_what_requests_need_was_compiled_at_the_start(
     folder = make_tiny_qwen3(tmp_path) if family == "qwen3" else BUILDERS[family](tmp_path)
     model = load_model(folder, dtype=torch.float16, quantization=quantization)
     kernels = TritonKernels(CPU, batch_invariant)
-    recorder = FakeGraphRecorder() if has_graphs else None
-    engine = Engine(model, 2, recorder, num_blocks=2000, budget=BUDGET, kernels=kernels)
+    graph_capture = FakeGraphRecorder() if has_graphs else None
+    engine = Engine(model, 2, graph_capture, num_blocks=2000, budget=BUDGET, kernels=kernels)
     start = make_worker_config(
         folder=str(folder),
         max_model_len=LONGEST,

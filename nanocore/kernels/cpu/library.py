@@ -265,7 +265,7 @@ class Library:
         return xxhash.xxh3_64_hexdigest(Path(self.path).read_bytes())
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What `nanocore_<name>` of program.cpp returns; the interpreter is free meanwhile."""
+        """Call `nanocore_<name>` of program.cpp; the interpreter is free meanwhile."""
         return self.functions[name](*arguments)
 
 
@@ -288,7 +288,7 @@ def find_library() -> Library | None:
 
 
 def runnable_libraries() -> Iterator[Library]:
-    """Those that were compiled and that this machine can run, the best first."""
+    """Compiled libraries that this machine can run, the best first."""
     for name in INSTRUCTION_SETS:
         path = Path(__file__).with_name(library_name(name))
         if not path.is_file():

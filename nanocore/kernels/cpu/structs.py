@@ -65,7 +65,7 @@ def norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
 
 
 def cache_struct(cache: KVCache) -> CacheLayoutStruct:
-    """Where one layer's K and V are, and their scales if they are quantized."""
+    """Addresses of one layer's K and V, and of their scales if they are quantized."""
     _, block_size, num_heads, head_dim = cache.k_NSKD.shape
     tensors = cache.k_NSKD, cache.v_NSKD, cache.k_scale_NSK, cache.v_scale_NSK
     addresses = (None if x is None else x.data_ptr() for x in tensors)
@@ -171,7 +171,7 @@ def _form(struct: LinearWeightStruct) -> tuple[int | bool, ...]:
 
 
 def expert_operands_struct(routing: Routing, shared: SharedExpert | None) -> ExpertOperandsStruct:
-    """How experts are chosen, and the shared one."""
+    """Operands of the choice of experts, and the shared one."""
     logits_TX = routing.logits_TX
     struct = ExpertOperandsStruct(
         logits=logits_TX.data_ptr(),

@@ -17,7 +17,7 @@ from nanocore.kernels.cpu import grouped_weight
 from nanocore.kernels.cpu.library import Library, LinearWeightStruct
 from nanocore.kernels.cpu.program import Workspace
 from nanocore.kernels.cpu.structs import DTYPES, weight_struct
-from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight, Float8Weight, GroupedWeight
 from nanocore.kernels.linear_weight import LinearWeight, check_quantization_name
 
 _PAGE_BYTES: Final = 2 << 20
@@ -78,7 +78,7 @@ class WeightPacking:
         self._keeps_activations = keeps_activations
         self.memory = WeightMemory()
 
-    def pack(self, weight: StoredWeight, quantization: str | None) -> LinearWeight:
+    def pack(self, weight: CheckpointWeight, quantization: str | None) -> LinearWeight:
         """See `Kernels.pack_linear`; E4M3 becomes int8 with a scale for each output feature."""
         check_quantization_name(quantization, ("int8", "int4"))
         if isinstance(weight, Float8Weight):
@@ -93,7 +93,6 @@ class WeightPacking:
         return packed
 
     def _described(self, weight_OI: Tensor, quantization: str | None) -> LinearWeight:
-        """How a weight of floats is to be kept; without memory."""
         out_features, in_features = weight_OI.shape
         if quantization is None:
             return LinearWeight(out_features, in_features, weight_OI.dtype, torch.empty(0))

@@ -180,7 +180,7 @@ def attention_plan_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """What a plan follows from, beside what is on the device.
+    """Host's inputs of a plan, beside what is on the device.
 
     queries: tokens of a tile of chunks. keys: of a tile. has_decodes: whether
     sequences that decode are among the chunks. max_items: of which there are no more. num_shares:
@@ -200,8 +200,8 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Plan of a step's chunks, in int32 on the device.
+class AttentionPlan:
+    """AttentionPlan of a step's chunks, in int32 on the device.
 
     parts_P8: see `PART`. merges_M4: see `merge_items`; None if nothing can be
     split. num_sums: the most sums of parts that there can be.
@@ -212,15 +212,15 @@ class Plan:
     num_sums: int
 
 
-def plan_step(metadata: AttentionMetadata, items: Items) -> Plan:
+def plan_step(metadata: AttentionMetadata, items: Items) -> AttentionPlan:
     """The step's plan: enqueued for the first layer that asks, and the same for all others."""
-    plan: Plan | None = metadata.scratch.get(items)
+    plan: AttentionPlan | None = metadata.scratch.get(items)
     if plan is None:
         plan = metadata.scratch[items] = _enqueue(metadata, items)
     return plan
 
 
-def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
+def _enqueue(metadata: AttentionMetadata, items: Items) -> AttentionPlan:
     """An item in parts has more than one of the shares, and more of them than it has parts beyond
     the first: so there are fewer such items than shares, and fewer such parts.
     """
@@ -244,7 +244,7 @@ def _enqueue(metadata: AttentionMetadata, items: Items) -> Plan:
         QUERIES=items.queries, WINDOW=items.window, TILE=items.keys, BLOCK=PLAN_BLOCK, num_warps=8,
         **pdl(device),
     )  # fmt: skip
-    return Plan(parts_P8, merges_M4, max_merges + max_splits)
+    return AttentionPlan(parts_P8, merges_M4, max_merges + max_splits)
 
 
 MERGE_BLOCK: Final = 32
@@ -376,8 +376,10 @@ class PartSums:
     log_sums: Tensor | None
 
     @classmethod
-    def allocate(cls, plan: Plan, num_kv_heads: int, num_rows: int, out_THD: Tensor) -> PartSums:
-        """For items of num_rows rows in each KV head."""
+    def allocate(
+        cls, plan: AttentionPlan, num_kv_heads: int, num_rows: int, out_THD: Tensor
+    ) -> PartSums:
+        """Allocate sums for items of num_rows rows in each KV head."""
         if plan.merges_M4 is None:
             return cls(None, None)
         shape, device = (plan.num_sums, num_kv_heads, num_rows), out_THD.device

@@ -135,7 +135,7 @@ def decode_plan_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Decodes:
-    """What a plan follows from, beside what is on the device.
+    """Host's inputs of a plan, beside what is on the device.
 
     max_seqs: of which there are no more. keys: of a tile. num_programs: of each KV head.
     """
@@ -149,7 +149,7 @@ class Decodes:
 
 @dataclass(frozen=True, slots=True)
 class DecodePlan:
-    """Plan of a step's decodes, in int32 on the device.
+    """AttentionPlan of a step's decodes, in int32 on the device.
 
     parts_P8: see `PART`. first_parts: [num_programs + 1], where the parts of a program begin; they
     end where the next one's begin. arrivals_BK: how many parts of a sequence have sums, 0 before
@@ -200,7 +200,7 @@ MIN_DOT_ROWS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """How the kernel is compiled. keys: how many are loaded at once, a power of two.
+    """Compile-time shape of the kernel. keys: loaded at once, a power of two.
 
     per_sm: programs that a multiprocessor holds at once.
     """

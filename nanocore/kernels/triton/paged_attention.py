@@ -42,7 +42,7 @@ _MERGED_ROWS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """How the kernel is compiled. rows: query tokens times heads; keys; both powers of two.
+    """Compile-time shape of the kernel. rows: query tokens times heads; keys; both powers of two.
 
     There are more rows where a single token's heads are more.
     """
@@ -243,7 +243,7 @@ def choose_num_programs(max_seqs: int, num_kv_heads: int, num_sms: int, per_sm: 
 
 
 def decode_tiles(head_dim: int, cache_itemsize: int, capability: tuple[int, int]) -> DecodeTiles:
-    """By the bytes of a token's K or V in a head.
+    """Choose tiles by the bytes of a token's K or V in a head.
 
     A block's id is loaded as far ahead of its K and V as these are of their use: of n stages,
     (n - 1) / 2 tiles of K and as many of V are in flight. With 5, and 16 KiB a tile, two programs

@@ -166,7 +166,7 @@ def route(routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def route_warps(block: int) -> int:
-    """How many warps choose among `block` experts: eight of them a thread, 8 warps at most."""
+    """Warps that choose among `block` experts: eight experts a thread, 8 warps at most."""
     return min(8, max(1, block // 256))
 
 

@@ -6,7 +6,7 @@ norm. Few sequences take one more, which merges their parts. One kernel before t
 that they need but attention's plan, which the first one of each window makes; after them come the
 last norm, of the rows that sample, their logits, and two kernels that sample.
 Nothing waits for the device and no launch depends on what is in its memory, so every step can be
-recorded as a graph.
+captured as a graph.
 
 With batch_invariant, products are ours too, and every token is attended to in tiles of one shape
 without parts: its bits are then the same in any batch and any chunks. Shape suffixes: `interface`.
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanocore.kernels import Activation
 from nanocore.kernels.group_quantization import quantize_groups
-from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight, Float8Weight, GroupedWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
@@ -103,11 +103,11 @@ class TritonKernels(TorchKernels):
 
     def pack_linear(
         self,
-        weight: StoredWeight,
+        weight: CheckpointWeight,
         quantization: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LinearWeight:
-        """As `interface` has it; stored numbers of few bits stay what they are.
+        """Pack as `interface` says; stored numbers of few bits stay as they are.
 
         E4M3 with a scale for each output is multiplied with activations in E4M3, as its format
         means it, where the device and the sizes allow it. Scales of blocks would have each product

@@ -32,7 +32,7 @@ _MAX_SLEEP_S = 1e-3
 
 
 def payload_offset(num_counters: int) -> int:
-    """Where the payload begins, in bytes: after the counters, at a page."""
+    """Start of the payload in bytes: after the counters, at a page."""
     return -(-num_counters * _CACHE_LINE_BYTES // _PAGE_BYTES) * _PAGE_BYTES
 
 

@@ -92,7 +92,6 @@ def parse_model_config(
 
 
 def _refuse_what_no_family_has(settings: Settings) -> None:
-    """Settings of multimodal and bidirectional models."""
     for name in ("text_config", "vision_config"):
         if settings.has(name):
             raise settings.error(name)
@@ -132,7 +131,6 @@ def _eos_token_ids(
 
 
 def _ids(settings: Settings) -> list[int] | None:
-    """The ids that a file names as ends; None if it names none."""
     name = "eos_token_id"
     if not settings.has(name):
         return None
@@ -195,7 +193,7 @@ def read_mlp_bias(settings: Settings, family: Family) -> bool:
 
 
 def read_activation(settings: Settings, family: Family) -> Activation:
-    """What the gates of MLPs and of experts pass through."""
+    """Read the activation of MLPs' and experts' gates."""
     name = family.activation_setting
     value = settings.get(name, str, family.activation)
     if value not in _ACTIVATIONS:

@@ -105,7 +105,7 @@ class Softcap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What distinguishes a family.
+    """Rules and defaults of one model family.
 
     First the defaults of settings that a file may leave out; num_kv_heads and head_dim of None
     follow from the other sizes. Then:

@@ -224,13 +224,12 @@ def check_all_read(settings: Settings, overrides: Mapping[str, Any]) -> None:
 
 
 def _elsewhere(name: str, settings: Settings) -> list[str]:
-    """Where a setting of this name is read, if in another object of the file."""
     last = name.rpartition(".")[2]
     return sorted(read for read in settings.read_names if read.rpartition(".")[2] == last)
 
 
 def _replaced(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The two schemas of rotary settings exclude each other: what is given is what counts."""
+    # The two schemas of rotary settings exclude each other: the one that is given counts.
     result = {**values, **overrides}
     if "rope_parameters" in overrides:
         return result if "rope_scaling" in overrides else _without(result, "rope_scaling")

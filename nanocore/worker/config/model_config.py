@@ -87,5 +87,5 @@ class ModelConfig:
     generation: GenerationDefaults
 
     def rotation(self, layer: int) -> LayerType | Literal["none"]:
-        """Which rotation of `rope` a layer has."""
+        """Name of the rotation in `rope` that a layer has."""
         return "none" if layer in self.unrotated_layers else self.layer_types[layer]

@@ -12,7 +12,7 @@ RopeKind = Literal["default", "linear", "ntk", "dynamic", "yarn", "longrope", "l
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """How positions turn into angles.
+    """Parameters that turn positions into angles.
 
     rotary_dim: how many of a head's leading values rotate; even.
     theta: the base of the frequencies.
@@ -103,7 +103,7 @@ def read_rope_by_layer_type(settings: Settings, head_dim: int) -> dict[LayerType
 
 
 def served_lengths(rope: RopeConfig, max_position_embeddings: int) -> tuple[int, int]:
-    """How many positions a model serves if nobody asks for more, and if somebody does.
+    """Numbers of positions that a model serves by default, and at most.
 
     vLLM's rules. Where more positions bend all of them, only the original ones are served unasked.
     """
@@ -119,7 +119,6 @@ def served_lengths(rope: RopeConfig, max_position_embeddings: int) -> tuple[int,
 
 
 def _read(settings: Settings, rope: Settings, head_dim: int, theta: float) -> RopeConfig:
-    """One object of rotary settings, with what stands beside it at the top."""
     for key in rope.values:
         if key not in _KNOWN:
             raise rope.error(key, "is an unknown rotary setting")
@@ -166,7 +165,7 @@ def _kind(rope: Settings) -> RopeKind:
 
 
 def _original_length(settings: Settings, rope: Settings, kind: RopeKind) -> int:
-    """The length before stretching; one at the top of the file comes first, as in transformers."""
+    # A length at the top of the file comes first, as in transformers.
     length = settings.size("max_position_embeddings")
     if kind not in ("yarn", "longrope", "llama3"):
         return length
@@ -175,7 +174,6 @@ def _original_length(settings: Settings, rope: Settings, kind: RopeKind) -> int:
 
 
 def _check(settings: Settings, rope: Settings, config: RopeConfig, head_dim: int) -> None:
-    """Refuse what the formulas cannot be applied to."""
     least = 4 if config.kind == "dynamic" else 2
     if config.rotary_dim % 2 or not least <= config.rotary_dim <= head_dim:
         part = settings if settings.has("partial_rotary_factor") else rope

@@ -72,7 +72,7 @@ def select_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
 
 
 def select_kv_format(name: str, model_dtype: torch.dtype, device: torch.device) -> KVCacheFormat:
-    """How K and V are stored there; "auto" is the model's dtype.
+    """Choose the storage format of K and V; "auto" is the model's dtype.
 
     Raises:
         ConfigError: not on this device.
@@ -121,7 +121,7 @@ def require_fp8(flag: str, device: torch.device) -> None:
 
 
 def steps_in_flight(config: WorkerConfig, device: torch.device) -> int:
-    """How many steps may be begun and not done.
+    """Number of steps that may be begun and not done.
 
     On a device beside the host the next step is begun while one runs (--async-scheduling); a CPU
     would only deliver a step's tokens later, so there it must be asked for. Pipeline stages have a
@@ -174,7 +174,7 @@ def check_batch_invariance(config: WorkerConfig, model: ModelConfig, kernels: Ke
 
 
 def computed_by_torch(config: WorkerConfig, model: ModelConfig) -> list[str]:
-    """What the native CPU kernels leave to torch, whose results depend on the batch."""
+    """Reasons why native CPU kernels leave work to torch, whose results depend on the batch."""
     block_size, head_dim = config.block_size, model.head_dim
     causes = {
         f"heads of {head_dim} values": head_dim % NATIVE_MULTIPLE != 0,
@@ -184,5 +184,5 @@ def computed_by_torch(config: WorkerConfig, model: ModelConfig) -> list[str]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As users write it, e.g. "bfloat16"."""
+    """Name as users write it, e.g. "bfloat16"."""
     return str(dtype).removeprefix("torch.")

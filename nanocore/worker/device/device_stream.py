@@ -133,7 +133,7 @@ class CudaStream(Stream):
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """Begin a copy. torch keeps its memory, once it is free, until the copy is done."""
+    # torch keeps the tensor's memory, once it is free, until the copy is done.
     on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return on_host.copy_(tensor, non_blocking=True)
 
@@ -152,10 +152,10 @@ class _CudaPending:
         return self._result
 
 
-class CudaGraphRecorder:
-    """Implements `step_graphs.GraphRecorder`; all graphs of a set share one pool of memory.
+class CudaGraphCapture:
+    """Implements `step_graphs.GraphCapture`; all graphs of a set share one pool of memory.
 
-    So they must be recorded from the largest on, and no two of them may run at once.
+    So they must be captured from the largest on, and no two of them may run at once.
 
     last_bytes: memory that the last one took beside the pool as it was.
     """
@@ -169,7 +169,7 @@ class CudaGraphRecorder:
         torch.cuda.empty_cache()  # what is left of the set before goes back to the device
         self._pool = torch.cuda.graph_pool_handle()
 
-    def record(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
+    def capture(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(_NUM_WARM_UPS):
@@ -188,7 +188,7 @@ class CudaGraphRecorder:
                 try:
                     result = work()
                 except BaseException:
-                    # The stream would go on recording. What ended the work may have spoilt the
+                    # The stream would go on capturing. What ended the work may have spoilt the
                     # capture too, and is what is to be told.
                     with suppress(RuntimeError):
                         graph.capture_end()

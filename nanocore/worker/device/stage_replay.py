@@ -1,7 +1,7 @@
-"""A rank's part of a step on the host, recorded once and replayed between other stages' messages.
+"""A rank's part of a step on the host, captured once and replayed between other stages' messages.
 
-What ranks of one stage tell each other is within what is recorded, where they share memory; what
-stages tell each other is around it. One rank alone replays the whole step.
+What ranks of one stage exchange is captured too, where they share memory; what stages tell each
+other is around it. One rank alone replays the whole step.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from nanocore.kernels.interface import AttentionMetadata, Kernels, Replay
 from nanocore.worker.communication.communicator import StageLinks
 
-OwnPart = Callable[[Tensor | None, Tensor, AttentionMetadata, Tensor], Tensor]
+CapturablePart = Callable[[Tensor | None, Tensor, AttentionMetadata, Tensor], Tensor]
 """Of hidden states, None on the first stage, and of a step as `Replay` has it."""
 
 
 class StageReplay:
-    """What `capture_stage` captured.
+    """Captured part of a stage, and its links to other stages.
 
     Args:
         received_TE: memory from which a later stage's part reads its hidden states.
@@ -44,7 +44,7 @@ class StageReplay:
 
 def capture_stage(
     kernels: Kernels,
-    compute: OwnPart,
+    compute: CapturablePart,
     links: StageLinks,
     largest_TE: Tensor,
     max_samples: int,
@@ -55,10 +55,8 @@ def capture_stage(
     """
     received_TE = None if links.receive is None else torch.empty_like(largest_TE, device="cpu")
 
-    def own_part(
-        token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
-    ) -> Tensor:
+    def part(token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
         return compute(received_TE, token_ids_T, metadata, sample_index_R)
 
-    replay = kernels.capture(own_part, len(largest_TE), max_samples)
+    replay = kernels.capture(part, len(largest_TE), max_samples)
     return None if replay is None else StageReplay(replay, links, received_TE)

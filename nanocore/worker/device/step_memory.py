@@ -1,7 +1,7 @@
 """A step's inputs packed into one piece of memory, so that one copy brings them to the device.
 
 The layout depends on the step's shape alone. A graph reads its inputs at the addresses it was
-recorded with, so a step that it replays is padded to the graph's shape: padding tokens belong to a
+captured with, so a step that it replays is padded to the graph's shape: padding tokens belong to a
 spare row, have no slot, and make up sequences of length 0. Shape suffixes: see
 `nanocore.kernels.interface`; further, W blocks that were appended.
 """
@@ -26,7 +26,7 @@ from nanocore.worker.sampling.columns import COLUMNS, SampledRows
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How many tokens, sequences, sampling rows and appended blocks a step has.
+    """Numbers of tokens, sequences, sampling rows and appended blocks of a step.
 
     is_uniform: every sequence is a decode.
     """
@@ -83,7 +83,7 @@ class StepFields:
         return cls(sampling={column.name: views.pop(column.name) for column in COLUMNS}, **views)
 
 
-class StepColumns:
+class StagedColumns:
     """The same memory on the host, to be written.
 
     Args:
@@ -134,11 +134,11 @@ class StepColumns:
                 column[count:] = self._spare_row if name in _ROWS else _PADDING.get(name, 0)
 
     def _write_num_decodes(self, num_decodes: int) -> None:
-        """In a shape of decodes alone, padding counts as decodes too."""
+        # In a shape of decodes alone, padding counts as decodes too.
         self._columns["num_decodes_1"][0] = self._num_seqs if self._is_uniform else num_decodes
 
     def _write_query_starts(self, starts_A: NDArray[np.int32]) -> None:
-        """Each padding sequence gets one of the padding tokens, and the last one the rest."""
+        # Each padding sequence gets one of the padding tokens, and the last one the rest.
         column = self._columns["query_start_A"]
         column[: len(starts_A)] = starts_A
         if len(column) > len(starts_A):
@@ -148,7 +148,7 @@ class StepColumns:
 
 
 def num_bytes(shape: StepShape) -> int:
-    """How much memory the inputs of a step of this shape take."""
+    """Bytes of the inputs of a step of this shape."""
     return _aligned(_layout(shape)[-1][2])
 
 
@@ -162,7 +162,6 @@ class _Field:
 
 
 def _layout(shape: StepShape) -> list[tuple[_Field, int, int]]:
-    """Where fields begin and end, in bytes."""
     counts = {
         "T": shape.num_tokens,
         "B": shape.num_seqs,
@@ -216,7 +215,7 @@ class NewTokens:
 
     @classmethod
     def of(cls, plan: SchedulerOutput, sampled: list[NDArray[np.int32]]) -> NewTokens | None:
-        """What a plan brings; sampled: rows, positions and tokens, or empty. None: nothing new."""
+        """Collect what is new in a plan, if any; sampled: rows, positions, tokens, or empty."""
         rows: list[tuple[int, int, int]] = []
         parts: list[NDArray[np.int32]] = []
         for new in plan.added:
@@ -258,7 +257,7 @@ class DeviceRows:
             column = column[num_tokens + num_blocks :]
 
     def of_step(self, step: StepFields) -> StepRows:
-        """What a step finds in the tables, and the blocks that rows got for it."""
+        """Rows of a step in the tables, with the blocks that rows got for it."""
         return StepRows(
             token_table=self.token_table,
             block_table=self.block_table,
@@ -273,5 +272,5 @@ class DeviceRows:
         )
 
     def places(self, step: StepFields) -> TokenPlaces:
-        """Where the tokens go that the step samples."""
+        """Places of the tokens that the step samples."""
         return TokenPlaces(self.token_table, step.sample_rows_R, step.sample_positions_R)

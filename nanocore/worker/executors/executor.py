@@ -40,7 +40,7 @@ class StepExecutor(Protocol):
         ...
 
     def blame(self) -> str:
-        """What keeps a step that hangs from being done, as a clause; from any thread."""
+        """Clause that names what a hanging step waits for; from any thread."""
         ...
 
     def on_failure(self, report: Callable[[str], None]) -> None:
@@ -60,7 +60,7 @@ class Executor(StepExecutor, Protocol):
         ...
 
     def profile(self) -> list[WorkerInfo]:
-        """What each rank has, in order of rank; on CUDA its largest steps are run to find out."""
+        """Report of each rank, in order; on CUDA the largest steps are run to find out."""
         ...
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
@@ -68,7 +68,7 @@ class Executor(StepExecutor, Protocol):
         ...
 
     def capture(self) -> None:
-        """Record steps to be replayed, or compile kernels for them, on every rank."""
+        """Capture steps to be replayed, or compile kernels for them, on every rank."""
         ...
 
     def close(self) -> None:

@@ -97,7 +97,6 @@ class Pipe(Generic[T]):
 
     @staticmethod
     def _received(receive: Callable[..., R], *arguments: Any) -> R:
-        """What a call received, bytes or how many. Raises EOFError if there was nothing left."""
         try:
             received = receive(*arguments)
         except ConnectionResetError:

@@ -88,18 +88,18 @@ class RankProcess:
 
     @property
     def name(self) -> str:
-        """How messages to users name the rank, with its pid."""
+        """Name of the rank in messages to users, with its pid."""
         return f"rank {self.rank} of {self._num_ranks} (pid {self._process.pid})"
 
     def error(self, failure: RankFailure) -> StartError:
-        """What the rank reported, as the exception to raise here."""
+        """Exception that stands for what the rank reported."""
         text = f"{self.name}: {failure.message}"
         if failure.traceback:
             text = f"{text}\n{failure.traceback}"
         return _ERRORS[failure.kind](text)
 
     def death(self) -> WorkerError:
-        """How the process ended, once its end of the pipe is closed."""
+        """Error that says how the process ended, once its end of the pipe is closed."""
         try:
             code = self._process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -182,7 +182,6 @@ class ProcessExecutor:
         self._gather(Done)
 
     def profile(self) -> list[WorkerInfo]:
-        """What each rank has, in order of rank."""
         self._send(encode_frame(Profile()))
         return self._gather(WorkerInfo)
 
@@ -193,7 +192,7 @@ class ProcessExecutor:
         self._gather(Done)
 
     def capture(self) -> None:
-        """Record steps to be replayed, or compile kernels for them, on every rank."""
+        """Capture steps to be replayed, or compile kernels for them, on every rank."""
         self._send(encode_frame(Capture()))
         self._gather(Done)
 
@@ -266,7 +265,7 @@ class ProcessExecutor:
         )
 
     def _send(self, frame: bytes, ranks: Sequence[RankProcess] | None = None) -> None:
-        """To these ranks, or to all. Raises StartError if one is gone.
+        """Send to these ranks, or to all. Raises StartError if one is gone.
 
         A rank whose result does not fit the socket's buffer reads nothing until it is read itself,
         and others may wait for that rank. So all are read while one has no room.
@@ -319,7 +318,7 @@ class ProcessExecutor:
                     return rank, message
 
     def _failure_of(self, dead: RankProcess) -> StartError:
-        """Why a rank is gone: what it or, failing that, another one reported, or how it died."""
+        """Why a rank is gone: its own report, or another rank's, or how its process died."""
         others = [rank for rank in self._ranks if rank is not dead]
         for rank in (dead, *others):
             try:
@@ -332,7 +331,6 @@ class ProcessExecutor:
         return dead.death()
 
     def _watch(self, report: Callable[[str], None]) -> None:
-        """Wait until a rank ends that should not."""
         ranks = {rank.pidfd: rank for rank in self._ranks}
         ended = select.select(list(ranks), [], [])[0]
         if not self._closing.is_set():

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from nanocore.kernels.interface import AttentionSpec, Kernels, KVCache, QKNorm
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows, StepContext
+from nanocore.worker.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    RowShard,
+    StepContext,
+)
 from nanocore.worker.layers.norm import RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Entries
@@ -26,8 +31,8 @@ class Attention:
         self.num_heads = placement.share(
             config.num_heads, "the number of heads (num_attention_heads)"
         )
-        q_rows = Rows.share(placement, config.num_heads * head_dim, "the size of all heads")
-        kv_rows = Rows.kv_heads(placement, config.num_kv_heads, head_dim)
+        q_rows = RowShard.share(placement, config.num_heads * head_dim, "the size of all heads")
+        kv_rows = RowShard.kv_heads(placement, config.num_kv_heads, head_dim)
         self.kv_spec = KVSpec(kv_rows.size // head_dim, head_dim)
         self.qkv_proj = ColumnParallelLinear(
             placement, config.hidden_size, [q_rows, kv_rows, kv_rows], bias=config.attention_bias
@@ -48,11 +53,10 @@ class Attention:
 
     @property
     def pair_flops(self) -> int:
-        """Of a token and one that it sees: a product of Q and K, and a weight times V."""
+        """Operations for a query-key pair: a product of Q and K, and a weight times V."""
         return 4 * self.num_heads * self.head_dim
 
     def entries(self, prefix: str) -> Entries:
-        """Where the checkpoint's tensors with this prefix go."""
         entries = self.qkv_proj.entries(f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj")
         entries |= self.o_proj.entries(f"{prefix}o_proj")
         if self.q_norm and self.k_norm:

@@ -49,7 +49,7 @@ class Layer(Protocol):
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None: ...
 
     def entries(self, prefix: str) -> Entries:
-        """Where the checkpoint's tensors with this prefix go."""
+        """Map the checkpoint's tensors with this prefix to this rank's parameters."""
         ...
 
     def pack(self, packer: WeightPacker) -> None:
@@ -64,11 +64,9 @@ class Layer(Protocol):
 
 
 class MLP(Protocol):
-    """What a layer has after attention: a gated MLP, or experts; [T, E] to [T, E]."""
+    """The part of a layer behind attention: a gated MLP, or experts; [T, E] to [T, E]."""
 
-    def entries(self, prefix: str) -> Entries:
-        """Where the checkpoint's tensors with this prefix go."""
-        ...
+    def entries(self, prefix: str) -> Entries: ...
 
     def pack(self, packer: WeightPacker) -> None:
         """Have the backend pack each weight as soon as it is filled; once."""
@@ -91,12 +89,12 @@ class DecoderLayer:
         self.make_norms(placement, config)
 
     def make_norms(self, placement: Placement, config: ModelConfig) -> None:
-        """Those that `norm_entries` names."""
+        """Make the norms that `norm_entries` names."""
         self.input_norm = self.norm_class(placement, config, config.hidden_size)
         self.post_attention_norm = self.norm_class(placement, config, config.hidden_size)
 
     def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
-        """What stands after attention in this layer; families with experts override it."""
+        """Make this layer's MLP; families with experts override it."""
         return GatedMLP(placement, config, config.intermediate_size)
 
     def entries(self, prefix: str) -> Entries:
@@ -111,7 +109,7 @@ class DecoderLayer:
         self.mlp.pack(packer)
 
     def norm_entries(self, prefix: str) -> Entries:
-        """Where the norms' tensors with this prefix go; families with other norms override it."""
+        """Map the norms' tensors with this prefix; families with other norms override it."""
         return {
             **self.input_norm.entries(f"{prefix}input_layernorm"),
             **self.post_attention_norm.entries(f"{prefix}post_attention_layernorm"),
@@ -168,12 +166,12 @@ class DecoderModel:
 
     @property
     def kv_specs(self) -> list[KVSpec]:
-        """What each of this rank's layers keeps of a token."""
+        """KV shape of each of this rank's layers."""
         return [layer.kv_spec for layer in self.layers]
 
     @classmethod
     def common_name(cls, stored: str) -> str | None:
-        """What `entries` calls a checkpoint's tensor; None for one that no such model reads.
+        """Name that `entries` has for a checkpoint's tensor; None for one that no such model reads.
 
         Families whose checkpoints call things otherwise translate here. Models that were saved
         without a head leave "model." out, and old files hold the frequencies of the rotation.
@@ -183,7 +181,7 @@ class DecoderModel:
         return None if stored.endswith(".self_attn.rotary_emb.inv_freq") else stored
 
     def entry_name(self, stored: str) -> str | None:
-        """Likewise of this model, whose head may be the embedding."""
+        """Common name, or None for the head of a model whose head is the embedding."""
         name = self.common_name(stored)
         return None if name == HEAD and self.config.tie_word_embeddings else name
 
@@ -201,7 +199,7 @@ class DecoderModel:
                 self.embedding.pack_as_embedding(packer)
 
     def finish(self) -> None:
-        """What is to be done once all is filled."""
+        """Complete the parameters once all weights are filled."""
         if self.norm is not None and self.config.logits_divisor != 1.0:
             # Which divides the logits, and costs nothing.
             self.norm.weight = self.norm.weight / self.config.logits_divisor
@@ -217,7 +215,7 @@ class DecoderModel:
         }
 
     def embed(self, token_ids_T: Tensor, kernels: Kernels) -> Tensor:
-        """What the first layer gets, [T, E]; first stage only."""
+        """Input of the first layer, [T, E]; first stage only."""
         assert self.embedding is not None, "token ids enter at the first stage"
         return self.embedding.embed(token_ids_T, self.embedding_factor, kernels)
 
@@ -254,7 +252,7 @@ class DecoderModel:
         )
 
     def _vocabulary_entries(self) -> Entries:
-        """A tied matrix is one tensor that the first and the last stage both keep."""
+        # A tied matrix is one tensor that the first and the last stage both keep.
         ends = {EMBEDDING: self.embedding, HEAD: self.head}
         if self.config.tie_word_embeddings:
             ends = {EMBEDDING: self.embedding or self.head}

@@ -14,7 +14,7 @@ from nanocore.kernels.interface import AttentionMetadata, Kernels, Rotary
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.layers.packing import Projection, Weight, WeightPacker
-from nanocore.worker.loading.weights import Entries, Entry, Part, whole
+from nanocore.worker.loading.weights import Entries, LoadedSlice, TensorEntry, whole
 from nanocore.worker.placement import Placement
 
 
@@ -28,8 +28,8 @@ class StepContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Of a projection's `total` output features, this rank keeps `size` from `start` on."""
+class RowShard:
+    """Rows of a projection that this rank keeps: `size` of `total`, from `start` on."""
 
     total: int
     start: int
@@ -41,13 +41,13 @@ class Rows:
         return slice(self.start, self.start + self.size)
 
     @classmethod
-    def share(cls, placement: Placement, total: int, what: str) -> Rows:
+    def share(cls, placement: Placement, total: int, what: str) -> RowShard:
         """An even share. Raises ConfigError, naming `what`, if there is none."""
         size = placement.share(total, what)
         return cls(total, placement.tp.rank * size, size)
 
     @classmethod
-    def kv_heads(cls, placement: Placement, num_heads: int, head_dim: int) -> Rows:
+    def kv_heads(cls, placement: Placement, num_heads: int, head_dim: int) -> RowShard:
         """Whole KV heads; each is kept by several ranks if there are fewer heads than ranks."""
         rank, size = placement.tp.rank, placement.tp.size
         if size > num_heads and size % num_heads == 0:
@@ -63,7 +63,7 @@ class ColumnParallelLinear:
     """
 
     def __init__(
-        self, placement: Placement, in_features: int, parts: list[Rows], *, bias: bool = False
+        self, placement: Placement, in_features: int, parts: list[RowShard], *, bias: bool = False
     ) -> None:
         self.in_features = in_features
         self.parts = parts
@@ -79,7 +79,7 @@ class ColumnParallelLinear:
         if self.bias is not None:
             biases = zip(names, self.parts, self.bias.split(self.sizes), strict=True)
             entries |= {
-                f"{name}.bias": Entry((rows.total,), [Part(target, (rows.kept,))])
+                f"{name}.bias": TensorEntry((rows.total,), [LoadedSlice(target, (rows.kept,))])
                 for name, rows, target in biases
             }
         return entries
@@ -93,8 +93,8 @@ class ColumnParallelLinear:
         entries = self.weight.entries(*(self._projection(name, rows, offset) for rows in stacked))
         if self.bias is not None:
             targets = zip(stacked, self.bias.split(self.sizes), strict=True)
-            parts = [Part(target, (rows.kept,)) for rows, target in targets]
-            entries[f"{name}.bias"] = Entry((offset,), parts)
+            parts = [LoadedSlice(target, (rows.kept,)) for rows, target in targets]
+            entries[f"{name}.bias"] = TensorEntry((offset,), parts)
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
@@ -104,7 +104,7 @@ class ColumnParallelLinear:
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         return kernels.linear(x, self.weight.packed, self.bias)
 
-    def _projection(self, name: str, rows: Rows, num_rows: int) -> Projection:
+    def _projection(self, name: str, rows: RowShard, num_rows: int) -> Projection:
         shape = num_rows, self.in_features
         return Projection(name, shape, rows.kept, slice(0, self.in_features))
 
@@ -126,7 +126,7 @@ class RowParallelLinear:
     ) -> None:
         self.tp = placement.tp
         self.in_features = in_features
-        self.columns = Rows.share(placement, in_features, what)
+        self.columns = RowShard.share(placement, in_features, what)
         self.weight = Weight(placement, out_features, self.columns.size)
         self.bias = placement.empty(out_features) if bias else None
 
@@ -151,12 +151,12 @@ class RowParallelLinear:
         return kernels.all_reduce(y, self.tp, None if is_alone else self.bias)
 
     def partial_sum(self, x: Tensor, kernels: Kernels) -> Tensor:
-        """What this rank adds to the sum, for callers that have more to add before reducing it."""
+        """This rank's summand, for callers that have more to add before reducing it."""
         return kernels.linear(x, self.weight.packed)
 
 
 class VocabParallelEmbedding:
-    """Rows of the embedding, or of the head, for token ids from first_token on."""
+    """RowShard of the embedding, or of the head, for token ids from first_token on."""
 
     def __init__(self, placement: Placement, vocab_size: int, hidden_size: int) -> None:
         self.tp = placement.tp
@@ -168,7 +168,6 @@ class VocabParallelEmbedding:
         self.weight = Weight(placement, self.num_tokens, hidden_size)
 
     def entries(self, name: str) -> Entries:
-        """Where the checkpoint's matrix of this name goes."""
         rows = slice(self.first_token, self.first_token + self.num_tokens)
         return self.weight.entries(Projection(name, self.shape, rows, slice(0, self.shape[1])))
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows, StepContext
+from nanocore.worker.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    RowShard,
+    StepContext,
+)
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement
@@ -22,7 +27,7 @@ class GatedMLP:
         what: str = "intermediate_size",
     ) -> None:
         self.activation = config.hidden_act
-        rows = Rows.share(placement, inner_size, what)
+        rows = RowShard.share(placement, inner_size, what)
         self.gate_up_proj = ColumnParallelLinear(
             placement, config.hidden_size, [rows, rows], bias=config.mlp_bias
         )
@@ -31,7 +36,6 @@ class GatedMLP:
         )
 
     def entries(self, prefix: str) -> Entries:
-        """Where the checkpoint's tensors with this prefix go."""
         return {
             **self.gate_up_proj.entries(f"{prefix}gate_proj", f"{prefix}up_proj"),
             **self.down_proj.entries(f"{prefix}down_proj"),
@@ -46,7 +50,7 @@ class GatedMLP:
         return self.down_proj(self._inner(x_TE, context), context.kernels)
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        """What this rank adds to the result, before biases."""
+        """This rank's summand of the result, before biases."""
         return self.down_proj.partial_sum(self._inner(x_TE, context), context.kernels)
 
     def _inner(self, x_TE: Tensor, context: StepContext) -> Tensor:
@@ -63,7 +67,7 @@ class PlainMLP:
         inner_size, what = config.intermediate_size, "intermediate_size"
         self.activation = config.hidden_act
         self.up_proj = ColumnParallelLinear(
-            placement, config.hidden_size, [Rows.share(placement, inner_size, what)],
+            placement, config.hidden_size, [RowShard.share(placement, inner_size, what)],
             bias=config.mlp_bias,
         )  # fmt: skip
         self.down_proj = RowParallelLinear(
@@ -71,7 +75,6 @@ class PlainMLP:
         )
 
     def entries(self, prefix: str) -> Entries:
-        """Where the checkpoint's tensors with this prefix go."""
         up_proj, down_proj = f"{prefix}up_proj", f"{prefix}down_proj"
         return self.up_proj.entries(up_proj) | self.down_proj.entries(down_proj)
 

@@ -15,32 +15,39 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.group_quantization import MAX_INT4, packed_bytes
-from nanocore.kernels.grouped_weight import StoredForm, StoredWeight, join_adjacent
+from nanocore.kernels.grouped_weight import CheckpointWeight, QuantizedForm, join_adjacent
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import FP8, Experts, ExpertWeights, LinearWeight, in_segments
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.loading.weights import Buffer, Entries, Entry, Part, Slot, StoredProjection
+from nanocore.worker.loading.weights import (
+    Buffer,
+    CheckpointProjection,
+    Entries,
+    LoadedSlice,
+    Slot,
+    TensorEntry,
+)
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_messages import Quantization
 
 
 @dataclass(frozen=True, slots=True)
-class StoredOutline:
-    """In place of a quantized weight whose values are not known: its shape, form and size."""
+class MetaWeight:
+    """Stand-in for a quantized weight whose values are not known: its shape, form and size."""
 
     out_features: int
     in_features: int
-    form: StoredForm
+    form: QuantizedForm
     num_bytes: int
 
 
-Pack = Callable[[list[StoredWeight | StoredOutline]], LinearWeight]
+Pack = Callable[[list[CheckpointWeight | MetaWeight]], LinearWeight]
 """One of `WeightPacker`'s methods."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What a rank keeps of a projection that the checkpoint has under this name.
+    """Slice that a rank keeps of a projection of the checkpoint.
 
     shape: of the whole weight, [O, I]. rows, columns: which are kept.
     """
@@ -58,7 +65,6 @@ class Projection:
 
     @property
     def num_rows(self) -> int:
-        """Those that are kept."""
         return self.rows.stop - self.rows.start
 
 
@@ -71,10 +77,9 @@ class _Run:
 
     shape: tuple[int, int]
     buffers: dict[str, Buffer]
-    stored: StoredProjection | None = None
+    stored: CheckpointProjection | None = None
 
-    def unpack(self) -> StoredWeight:
-        """What they are, once the buffers are filled; they are given up."""
+    def unpack(self) -> CheckpointWeight:
         tensors = {name: buffer.take() for name, buffer in self.buffers.items()}
         return tensors["weight"] if self.stored is None else self.stored.unpack(tensors)
 
@@ -82,8 +87,8 @@ class _Run:
 class Weight:
     """A layer's weight [O, I], of one projection or of several whose rows are stacked.
 
-    Implements `Owner`. It is packed as soon as it is filled and somebody has said how, whichever is
-    last; an outline, on the meta device, is never filled, and packed at once.
+    Implements `BufferOwner`. It is packed once it is filled and `pack` was called, whichever is
+    last. On the meta device it is never filled, and packed at once.
 
     Raises:
         ModelFileError: no memory could hold it.
@@ -100,12 +105,11 @@ class Weight:
 
     @property
     def packed(self) -> LinearWeight:
-        """As kernels take it; once it is packed."""
         assert self._packed is not None, "this weight is not packed yet"
         return self._packed
 
     def entries(self, *projections: Projection) -> Entries:
-        """Where the checkpoint's tensors of these go, whose rows are the weight's, in their order.
+        """Map the tensors of these projections, whose rows are the weight's, to its buffers.
 
         Raises:
             ModelFileError, ConfigError: see `WeightFormat.projection`.
@@ -132,7 +136,7 @@ class Weight:
         self._pack_if_filled()
 
     def filled(self) -> None:
-        """See `Owner`."""
+        """See `BufferOwner`."""
         self._is_filled = True
         self._pack_if_filled()
 
@@ -146,7 +150,7 @@ class Weight:
             [self._outline(run) if is_outline else run.unpack() for run in runs]
         )
 
-    def _stored(self, projection: Projection) -> StoredProjection | None:
+    def _stored(self, projection: Projection) -> CheckpointProjection | None:
         weight_format = self._placement.weight_format
         if weight_format is None:
             return None
@@ -154,27 +158,27 @@ class Weight:
             projection.name, projection.shape, projection.rows, projection.columns
         )
 
-    def _floats(self, projections: list[Projection]) -> Iterator[tuple[str, Entry]]:
-        """In one buffer, so that they need not be joined."""
+    def _floats(self, projections: list[Projection]) -> Iterator[tuple[str, TensorEntry]]:
+        # In one buffer, so that they need not be joined.
         sizes = [projection.num_rows for projection in projections]
         buffer = self._buffer((sum(sizes), self.in_features), self._placement.dtype)
         self._runs.append(_Run((sum(sizes), self.in_features), {"weight": buffer}))
         for projection, target in zip(projections, buffer.outline.split(sizes), strict=True):
-            part = Part(target, (projection.rows, projection.columns), buffer)
-            yield f"{projection.name}.weight", Entry(projection.shape, [part])
+            part = LoadedSlice(target, (projection.rows, projection.columns), buffer)
+            yield f"{projection.name}.weight", TensorEntry(projection.shape, [part])
 
     def _slots(
-        self, projection: Projection, stored: StoredProjection | None
-    ) -> Iterator[tuple[str, Entry]]:
+        self, projection: Projection, stored: CheckpointProjection | None
+    ) -> Iterator[tuple[str, TensorEntry]]:
         assert stored is not None
         buffers = {name: self._slot_buffer(slot) for name, slot in stored.slots.items()}
         shape = (projection.num_rows, self.in_features)
         self._runs.append(_Run(shape, buffers, stored))
         num_params = projection.shape[0] * projection.shape[1]  # of all slots together
         for name, slot in stored.slots.items():
-            part = Part(buffers[name].outline, slot.index, buffers[name])
+            part = LoadedSlice(buffers[name].outline, slot.index, buffers[name])
             dtype = slot.dtype if slot.is_exact else None
-            entry = Entry(slot.shape, [part], dtype=dtype, num_params=num_params)
+            entry = TensorEntry(slot.shape, [part], dtype=dtype, num_params=num_params)
             yield f"{projection.name}.{name}", entry
             num_params = 0
 
@@ -186,13 +190,13 @@ class Weight:
         outline = torch.empty(shape, dtype=dtype, device="meta")
         return Buffer(self, outline, self._placement.device)
 
-    def _outline(self, run: _Run) -> StoredWeight | StoredOutline:
+    def _outline(self, run: _Run) -> CheckpointWeight | MetaWeight:
         if run.stored is None or run.stored.is_float:
             return torch.empty(run.shape, dtype=self._placement.dtype, device="meta")
         outlines = [buffer.outline for buffer in run.buffers.values()]
         num_bytes = run.stored.kept_bytes or sum(outline.nbytes for outline in outlines)
         is_float8 = any(o.dtype == FP8 and o.shape == run.shape for o in outlines)
-        return StoredOutline(*run.shape, "float8" if is_float8 else "grouped", num_bytes)
+        return MetaWeight(*run.shape, "float8" if is_float8 else "grouped", num_bytes)
 
 
 class WeightPacker:
@@ -208,7 +212,7 @@ class WeightPacker:
         kernels: Kernels,
         dtype: torch.dtype,
         quantization: Quantization | None = None,
-        kept_forms: frozenset[StoredForm] = frozenset(),
+        kept_forms: frozenset[QuantizedForm] = frozenset(),
         stacks_experts: bool | None = None,
     ) -> None:
         self._kernels, self._dtype, self._quantization = kernels, dtype, quantization
@@ -216,24 +220,24 @@ class WeightPacker:
         self._stacks_experts = kernels.stacks_experts if stacks_experts is None else stacks_experts
         self.num_bytes = self.num_params = self.expert_bytes = self.expert_params = 0
 
-    def linear(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
+    def linear(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
         """The weight of a linear layer, whose rows are those of all; the caller gives them up."""
         return self._pack(weights, self._quantization)
 
-    def head(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
-        """Likewise, of the layer that gives logits: fp8 and four bits are for what lies between."""
+    def head(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
+        """Pack the head: fp8 and four bits are for the layers between."""
         return self._pack(weights, "int8" if self._quantization in ("int4", "int8") else None)
 
-    def embedding(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
-        """Likewise, of an embedding that is no head."""
+    def embedding(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
+        """Pack an embedding that is not the head."""
         return self._pack(weights, "int8" if self._quantization == "int4" else None)
 
-    def unquantized(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
-        """Likewise, as it is: of a router."""
+    def unquantized(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
+        """Pack a router, unquantized."""
         return self._pack(weights, None)
 
-    def expert(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
-        """Likewise, of one projection of an expert."""
+    def expert(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
+        """Pack one projection of an expert."""
         if self._stacks_experts:
             packed = self._pack([self._floats(weight) for weight in _taken(weights)], None)
         else:
@@ -256,20 +260,20 @@ class WeightPacker:
                 "--attention-backend torch, or a checkpoint whose experts are alike"
             ) from None
 
-    def _floats(self, weight: StoredWeight | StoredOutline) -> Tensor:
+    def _floats(self, weight: CheckpointWeight | MetaWeight) -> Tensor:
         if isinstance(weight, Tensor):
             return weight
-        if isinstance(weight, StoredOutline):
+        if isinstance(weight, MetaWeight):
             shape = (weight.out_features, weight.in_features)
             return torch.empty(shape, dtype=self._dtype, device="meta")
         return weight.dequantize().to(self._dtype)
 
     def _pack(
-        self, weights: list[StoredWeight | StoredOutline], quantization: Quantization | None
+        self, weights: list[CheckpointWeight | MetaWeight], quantization: Quantization | None
     ) -> LinearWeight:
-        outlines = [weight for weight in weights if isinstance(weight, StoredOutline)]
+        outlines = [weight for weight in weights if isinstance(weight, MetaWeight)]
         segments = [self._pack_outline(outline) for outline in outlines]
-        joined = join_adjacent([w for w in weights if not isinstance(w, StoredOutline)])
+        joined = join_adjacent([w for w in weights if not isinstance(w, MetaWeight)])
         weights.clear()  # so that each is gone when it is packed
         while joined:
             segments.append(self._pack_one(joined.pop(0), quantization))
@@ -278,14 +282,15 @@ class WeightPacker:
         self.num_params += packed.out_features * packed.in_features
         return packed
 
-    def _pack_one(self, weight: StoredWeight, quantization: Quantization | None) -> LinearWeight:
-        """quantization: of floats; what is quantized already stays as it is."""
+    def _pack_one(
+        self, weight: CheckpointWeight, quantization: Quantization | None
+    ) -> LinearWeight:
         if not isinstance(weight, Tensor):
             return self._kernels.pack_linear(weight, None, self._dtype)
         if weight.is_meta and quantization == "int4":
             out_features, in_features = weight.shape
             num_bytes = packed_bytes(out_features, in_features)
-            outline = StoredOutline(out_features, in_features, "grouped", num_bytes)
+            outline = MetaWeight(out_features, in_features, "grouped", num_bytes)
             return self._pack_outline(outline)
         if quantization == "int4" and weight.numel():
             largest = max(abs(end.item()) for end in weight.aminmax())
@@ -297,7 +302,7 @@ class WeightPacker:
                 )
         return self._kernels.pack_linear(weight, quantization, self._dtype)
 
-    def _pack_outline(self, outline: StoredOutline) -> LinearWeight:
+    def _pack_outline(self, outline: MetaWeight) -> LinearWeight:
         num_bytes = outline.out_features * outline.in_features * self._dtype.itemsize
         if outline.form in self._kept_forms:
             num_bytes = outline.num_bytes
@@ -305,6 +310,6 @@ class WeightPacker:
         return LinearWeight(outline.out_features, outline.in_features, data.dtype, data)
 
 
-def _taken(weights: list[StoredWeight | StoredOutline]) -> Iterator[StoredWeight | StoredOutline]:
+def _taken(weights: list[CheckpointWeight | MetaWeight]) -> Iterator[CheckpointWeight | MetaWeight]:
     while weights:
         yield weights.pop(0)

@@ -20,7 +20,7 @@ from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.loading.checkpoint import StoredTensor, all_tensors
+from nanocore.worker.loading.checkpoint import CheckpointTensor, all_tensors
 from nanocore.worker.loading.formats.checkpoint_format import folder_format, folder_settings
 from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.gguf.gguf_format import GgufFormat
@@ -67,7 +67,7 @@ def read_model(
 def read_weight_format(
     config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, log: bool = True
 ) -> WeightFormat | None:
-    """How the files store linear layers; with the adapter merged that is to be.
+    """Choose the format of linear layers' weights, with the adapter merged that config names.
 
     log: say how, where they are not floats.
 
@@ -157,14 +157,15 @@ def as_stored(config: ModelConfig, folder: Path, names: TensorNames) -> ModelCon
 
 
 def _has_packed_head(names: Iterable[str]) -> bool:
-    """Whether the head is stored as a quantized layer, which is never the embedding itself."""
     prefix = f"{HEAD.rpartition('.')[0]}."
     ends = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     return not ends <= {"weight", "bias"}
 
 
-def _check_layers(config: ModelConfig, folder: Path, by_name: Mapping[str, StoredTensor]) -> None:
-    """Before anything is made for each layer that config.json asks for."""
+def _check_layers(
+    config: ModelConfig, folder: Path, by_name: Mapping[str, CheckpointTensor]
+) -> None:
+    # Checked before anything is made for each layer that config.json asks for.
     layers = [int(found[1]) for name in by_name if (found := _LAYER.match(name))]
     num_layers = max(layers, default=-1) + 1
     if num_layers != config.num_layers:
@@ -174,8 +175,7 @@ def _check_layers(config: ModelConfig, folder: Path, by_name: Mapping[str, Store
         )
 
 
-def _dtype(by_name: Mapping[str, StoredTensor]) -> str:
-    """That of most bytes; "" if there are no floats."""
+def _dtype(by_name: Mapping[str, CheckpointTensor]) -> str:
     num_bytes = Counter[str]()
     for tensor in by_name.values():
         if tensor.dtype in _DTYPES:
@@ -183,7 +183,7 @@ def _dtype(by_name: Mapping[str, StoredTensor]) -> str:
     return max(num_bytes, key=lambda dtype: num_bytes[dtype], default="")
 
 
-def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+def _are_equal(one: CheckpointTensor, other: CheckpointTensor) -> bool:
     """Whether two tensors have the same bytes, read piece by piece."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.json_settings import Range, Settings
-from nanocore.worker.loading.checkpoint import StoredTensor, quoted, read_header
+from nanocore.worker.loading.checkpoint import CheckpointTensor, quoted, read_header
 from nanocore.worker.loading.formats.patterns import MAX_REGEXES, Pattern
 from nanocore.worker.loading.weights import (
+    CheckpointProjection,
     Entries,
     Slot,
-    StoredProjection,
     TensorNames,
     WeightFormat,
     is_finite,
@@ -75,11 +75,10 @@ class AdapterConfig:
     layers_patterns: list[Pattern]
 
     def rank_of(self, module: str) -> int:
-        """Of a module's two matrices."""
         return _first_that_fits(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What their product is multiplied by."""
+        """Factor of the product B A."""
         alpha = _first_that_fits(self.alphas, module, self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -142,7 +141,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def _refuse_what_is_not_known(settings: Settings) -> None:
-    """What is off changes nothing, whatever it is."""
+    # A setting that is off changes nothing, whatever it is.
     for name, value in settings.values.items():
         is_read = name in settings.read_names or name in _UNUSED or name.startswith(_UNUSED_PREFIX)
         if value and not is_read:
@@ -150,7 +149,6 @@ def _refuse_what_is_not_known(settings: Settings) -> None:
 
 
 def _modules(settings: Settings, name: str) -> list[str] | Pattern:
-    """A pattern of whole names, or a list of their ends; empty where there is none."""
     value = settings.get(name, list[str] | str, [])  # type: ignore[arg-type]
     if isinstance(value, str) and value:
         return _patterns(settings, name, [rf"(?:{value})\Z"])[0]
@@ -170,7 +168,6 @@ def _layers_patterns(settings: Settings) -> list[Pattern]:
 
 
 def _by_end(settings: Settings, name: str, values: dict[str, T]) -> list[tuple[Pattern, T]]:
-    """Values by patterns of modules' ends."""
     patterns = _patterns(settings, name, [rf"(.*\.)?({text})$" for text in values])
     return list(zip(patterns, values.values(), strict=True))
 
@@ -210,7 +207,7 @@ _EXPERTS: Final = (".experts.", ".mlp.experts")
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What is added to a weight [O, I]: scale * B A.
+    """Product that is added to a weight [O, I]: scale * B A.
 
     where: the file and the module, as messages name them. base: the weight itself, as PEFT saves
     that of a head beside its adapter.
@@ -220,11 +217,10 @@ class LowRank:
     b_OR: Tensor
     scale: float
     where: str
-    base: StoredTensor | None = None
+    base: CheckpointTensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight."""
         return self.b_OR.shape[0], self.a_RI.shape[1]
 
     def add_to(self, weight: Tensor, rows: slice, columns: slice) -> None:
@@ -289,8 +285,7 @@ def read_adapter(folder: Path, names: TensorNames) -> Adapter:
 
 def _pairs(
     path: Path, config: AdapterConfig
-) -> dict[str, tuple[StoredTensor, StoredTensor, StoredTensor | None]]:
-    """A, B and perhaps the weight of each module, by the name that the model's files have."""
+) -> dict[str, tuple[CheckpointTensor, CheckpointTensor, CheckpointTensor | None]]:
     tensors = {tensor.name: tensor for tensor in read_header(path)}
     pairs = {}
     bases = {name: tensors.pop(name) for name in list(tensors) if _is_base(name, tensors)}
@@ -321,12 +316,11 @@ def _pairs(
     return pairs
 
 
-def _is_base(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether it is the weight of a module that the adapter changes."""
+def _is_base(name: str, tensors: Mapping[str, CheckpointTensor]) -> bool:
     return name.endswith(_BASE) and name.removesuffix(_BASE) + _ENDS[0] in tensors
 
 
-def _check_pair(a: StoredTensor, b: StoredTensor, rank: int) -> None:
+def _check_pair(a: CheckpointTensor, b: CheckpointTensor, rank: int) -> None:
     for tensor, axis in ((a, 0), (b, 1)):
         where = f"{tensor.path}: tensor {quoted(tensor.name)}"
         if tensor.dtype not in _FLOATS:
@@ -351,7 +345,7 @@ class MergedFormat:
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> StoredProjection | None:
+    ) -> CheckpointProjection | None:
         """See `WeightFormat`.
 
         Raises:
@@ -376,7 +370,7 @@ class MergedFormat:
             )
         slot = Slot(shape, torch.float32, (rows, columns), is_exact=False)
         unpack = partial(_merged, module, rows, columns, self._dtype)
-        return StoredProjection({"weight": slot}, unpack, is_float=True)
+        return CheckpointProjection({"weight": slot}, unpack, is_float=True)
 
     def check_used(self, entries: Entries) -> None:
         """Check that the model has every module of the adapter.

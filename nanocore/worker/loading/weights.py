@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 
 Index = tuple[slice, ...]
 """Along the leading dimensions, with explicit bounds; the rest is taken whole."""
 
 
-class Owner(Protocol):
-    """Whose tensors are read into buffers."""
+class BufferOwner(Protocol):
+    """Owner of buffers that tensors are read into."""
 
     def filled(self) -> None:
         """All parts in all its buffers are read; from the thread that called the loader."""
@@ -37,7 +37,7 @@ class Buffer:
     outline: what it is to be, on the meta device. device: where.
     """
 
-    def __init__(self, owner: Owner, outline: Tensor, device: torch.device) -> None:
+    def __init__(self, owner: BufferOwner, outline: Tensor, device: torch.device) -> None:
         self.owner, self.outline = owner, outline
         self._device = device
         self._memory: Tensor | None = None
@@ -58,7 +58,7 @@ class Buffer:
 
 
 def _memory(outline: Tensor, device: torch.device) -> Tensor:
-    """On a CPU from numpy, which asks for large pages: small ones take longer than reading."""
+    # numpy asks for large pages on a CPU: small ones take longer than reading.
     if device.type != "cpu":
         return torch.empty_like(outline, device=device)
     words = torch.from_numpy(np.empty(outline.nbytes, np.uint8))
@@ -66,7 +66,7 @@ def _memory(outline: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LoadedSlice:
     """A slice of a checkpoint's tensor, and what it fills: a view of a parameter.
 
     buffer: if there is one, target is a view of its outline, and has no memory itself.
@@ -77,17 +77,15 @@ class Part:
     buffer: Buffer | None = None
 
     @property
-    def owner(self) -> Owner | None:
-        """Who is to be told when it is filled."""
+    def owner(self) -> BufferOwner | None:
         return None if self.buffer is None else self.buffer.owner
 
     def memory(self) -> Tensor:
-        """What is to be filled."""
         return self.target if self.buffer is None else self.buffer.view(self.target)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a checkpoint.
 
     shape: of the whole tensor. parts: what this rank keeps of it; empty if nothing.
@@ -97,7 +95,7 @@ class Entry:
     """
 
     shape: tuple[int, ...]
-    parts: list[Part] = field(default_factory=list)
+    parts: list[LoadedSlice] = field(default_factory=list)
     offset: float = 0.0
     dtype: torch.dtype | None = None
     num_params: int | None = None
@@ -108,7 +106,7 @@ class Entry:
         return math.prod(self.shape) if self.num_params is None else self.num_params
 
 
-Entries = dict[str, Entry]
+Entries = dict[str, TensorEntry]
 """By checkpoint tensor name, in the order of the model."""
 
 
@@ -150,12 +148,12 @@ def unbuffered_bytes(entries: Entries) -> int:
     return sum(part.target.nbytes for part in parts if part.buffer is None)
 
 
-def whole(target: Tensor, offset: float = 0.0) -> Entry:
-    """A tensor that every rank keeps whole, in target; offset: see `Entry`."""
-    return Entry(tuple(target.shape), [Part(target, ())], offset)
+def whole(target: Tensor, offset: float = 0.0) -> TensorEntry:
+    """A tensor that every rank keeps whole, in target; offset: see `TensorEntry`."""
+    return TensorEntry(tuple(target.shape), [LoadedSlice(target, ())], offset)
 
 
-def transposed(entry: Entry) -> Entry:
+def transposed(entry: TensorEntry) -> TensorEntry:
     """The same matrix where a checkpoint holds it with rows and columns exchanged."""
     num_rows, num_columns = entry.shape
     parts = []
@@ -166,14 +164,14 @@ def transposed(entry: Entry) -> Entry:
     return replace(entry, shape=(num_columns, num_rows), parts=parts)
 
 
-class Unfilled:
-    """How many parts, or pieces of parts, each owner still waits for; tells it of the last one."""
+class PendingOwners:
+    """Counter of slices, or pieces of them, that each owner lacks; notifies it of the last."""
 
-    def __init__(self, owners: Iterable[Owner | None]) -> None:
+    def __init__(self, owners: Iterable[BufferOwner | None]) -> None:
         self._counts = Counter(owner for owner in owners if owner is not None)
 
-    def one_less(self, owner: Owner | None) -> bool:
-        """One of this owner is filled; whether it was the last, and the owner has been told."""
+    def count_filled(self, owner: BufferOwner | None) -> bool:
+        """Count one as filled; True if it was the owner's last, and the owner was notified."""
         if owner is None:
             return False
         self._counts[owner] -= 1
@@ -198,7 +196,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredProjection:
+class CheckpointProjection:
     """One projection's slice in a checkpoint.
 
     slots: by the tensor's name after the projection's and a dot ("qweight", "scales", ...).
@@ -208,7 +206,7 @@ class StoredProjection:
     """
 
     slots: Mapping[str, Slot]
-    unpack: Callable[[Mapping[str, Tensor]], StoredWeight]
+    unpack: Callable[[Mapping[str, Tensor]], CheckpointWeight]
     is_float: bool = False
     kept_bytes: int | None = None
 
@@ -218,16 +216,16 @@ class WeightFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """For logs and errors: "awq", "gptq", "compressed-tensors", "fp8", "gguf"."""
+        """Name in logs and errors: "awq", "gptq", "compressed-tensors", "fp8", "gguf"."""
         ...
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> StoredProjection | None:
-        """How the projection `name` ("model.layers.0.self_attn.q_proj"), a weight of this whole
-        shape [O, I], is stored, and the slots of these rows and columns.
+    ) -> CheckpointProjection | None:
+        """Find the slots of these rows and columns of a projection; None for floats.
 
-        None: as floats, in `{name}.weight`.
+        name: "model.layers.0.self_attn.q_proj"; floats are in `{name}.weight`. shape: of the whole
+        weight, [O, I].
 
         Raises:
             ModelFileError: it is stored in a way that is not served.

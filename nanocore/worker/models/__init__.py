@@ -133,7 +133,6 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
 
 
 def _by_model_type(settings: Settings) -> list[str]:
-    """The architecture of `model_type`, as transformers finds it where none is named."""
     model_type = settings.get("model_type", str, "")
     if model_type not in _BY_MODEL_TYPE:
         return []
@@ -143,7 +142,6 @@ def _by_model_type(settings: Settings) -> list[str]:
 
 
 def _nearest(architecture: str) -> str:
-    """Words that name the served architecture that is spelled most alike, if one is alike."""
     name = architecture[:_MAX_NAME]
     near = [known for known in ARCHITECTURES if _are_alike(_stem(name), _stem(known))]
     if not near:
@@ -162,5 +160,4 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _stem(architecture: str) -> str:
-    """The family's part of the name."""
     return architecture.split("For")[0].removesuffix("Model").removesuffix("LMHead").lower()

@@ -18,7 +18,7 @@ from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.layers.norm import RMSNorm
 from nanocore.worker.loading.weights import Entries
-from nanocore.worker.models.text_part import TextPart, read_text_config
+from nanocore.worker.models.text_part import TextModelPart, read_text_config
 from nanocore.worker.placement import Placement
 
 _GELU = "gelu_pytorch_tanh"
@@ -123,7 +123,7 @@ def _translate_text_part(settings: Settings) -> Settings:
     return read_text_config(settings, {"gemma3_text": _TEXT_DEFAULTS})[1]
 
 
-class Gemma3ImageTextModel(TextPart, Gemma3Model):
+class Gemma3ImageTextModel(TextModelPart, Gemma3Model):
     """The text part of a Gemma 3 that also sees images."""
 
     family = replace(Gemma3Model.family, translate=_translate_text_part)

@@ -19,7 +19,7 @@ from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.layers.mlp import PlainMLP
 from nanocore.worker.layers.norm import LayerNorm, Norm
-from nanocore.worker.loading.weights import POSITIONS, Entries, Entry, transposed, whole
+from nanocore.worker.loading.weights import POSITIONS, Entries, TensorEntry, transposed, whole
 from nanocore.worker.placement import Placement
 
 _PREFIXES: Final = {
@@ -79,8 +79,8 @@ class GPT2Layer(DecoderLayer):
         }
 
 
-def _is_matrix(entry: Entry) -> bool:
-    """Of floats: quantized ones are as in any other model."""
+def _is_matrix(entry: TensorEntry) -> bool:
+    # Quantized weights are stored as in any other model.
     return len(entry.shape) == 2 and entry.dtype is None
 
 
@@ -109,7 +109,7 @@ class GPT2Model(DecoderModel):
             self.positions_LE = placement.empty(*self.positions_shape)
 
     def entries(self) -> Entries:
-        positions = Entry(self.positions_shape)
+        positions = TensorEntry(self.positions_shape)
         if self.positions_LE is not None:
             positions = whole(self.positions_LE)
         return {POSITIONS: positions, **super().entries()}

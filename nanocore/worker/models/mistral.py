@@ -14,7 +14,7 @@ from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.moe import SparseDecoderLayer
-from nanocore.worker.models.text_part import TextPart, read_text_config
+from nanocore.worker.models.text_part import TextModelPart, read_text_config
 
 
 class MistralModel(DecoderModel):
@@ -87,7 +87,7 @@ def _translate_text_part(settings: Settings) -> Settings:
     return _translate_ministral3(text) if kind == "ministral3" else text
 
 
-class Mistral3Model(TextPart, MistralModel):
+class Mistral3Model(TextModelPart, MistralModel):
     """The text part of a model that also sees images: a Mistral, or a Ministral 3."""
 
     family = replace(

@@ -30,7 +30,7 @@ class Phi3Layer(DecoderLayer):
 
 
 def _with_original_length(settings: Settings) -> Settings:
-    """Where the file does not name it at its top, it is this, whatever its rotary settings say."""
+    # transformers' default, whatever the rotary settings say.
     if settings.is_set("original_max_position_embeddings"):
         return settings
     return settings.with_values(settings.values | {"original_max_position_embeddings": 4096})

@@ -27,7 +27,6 @@ def _unrotated(settings: Settings, num_layers: int) -> frozenset[int]:
 
 
 def _window(settings: Settings, num_layers: int) -> tuple[int | None, list[bool]]:
-    """See `WindowRule`."""
     if not settings.get("use_sliding_window", bool, False):
         return None, [False] * num_layers
     window, unrotated = (

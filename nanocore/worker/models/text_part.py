@@ -50,7 +50,7 @@ def read_text_config(
     return kind, text.with_values({**defaults[kind], **values}).with_top(settings, _AT_TOP)
 
 
-class TextPart(DecoderModel):
+class TextModelPart(DecoderModel):
     """Translates tensors' names; the model's own class follows in the bases."""
 
     @classmethod

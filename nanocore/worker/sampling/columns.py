@@ -49,7 +49,7 @@ class RowLists:
 
     @classmethod
     def of(cls, new: NewRow) -> RowLists | None:
-        """What a new row names; None: nothing. Stops are named if there are min_tokens."""
+        """Lists that a new row names; None: nothing. Stops are named if there are min_tokens."""
         sampling = new.sampling
         stops = new.stop_token_ids if sampling.min_tokens else []
         bad = sampling.bad_words_token_ids
@@ -82,7 +82,7 @@ class PackedLists:
 
     @classmethod
     def of(cls, rows: Sequence[RowLists]) -> PackedLists:
-        """In the order of rows, of which there is one at least."""
+        """Pack the lists of these rows, of which there is one at least, in their order."""
         allowed, biased, biases, stops, bad_lengths, bad = (
             [getattr(row, name) for row in rows] for name in RowLists.__slots__
         )
@@ -108,7 +108,6 @@ def _starts(lists: list[Ints]) -> Ints:
 
 
 def _cumulated(lengths: NDArray[np.integer]) -> Ints:
-    """0, and the sums of the first, the first two and so on."""
     sums = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=sums[1:])
     return sums
@@ -167,7 +166,7 @@ class Column:
         assert self.kind != "logits" or self.costliest is not None, "memory is sized for it"
 
     def value(self, new: NewRow, vocab_size: int) -> float:
-        """What the column holds of a row that is added; the default of filters in greedy rows."""
+        """Value of a row that is added; the default of filters in greedy rows."""
         if self.kind == "filter" and new.sampling.greedy:
             return self.default
         return getattr(new.sampling, self.name) if self.of is None else self.of(new, vocab_size)
@@ -188,7 +187,7 @@ COLUMNS: Final = (
 
 
 def costliest_sampling(vocab_size: int) -> EngineSamplingParams:
-    """That of a row which takes as much memory as any."""
+    """Sampling parameters of a row that takes as much memory as any."""
     costliest = {
         column.name: column.costliest for column in COLUMNS if column.costliest is not None
     }
@@ -219,7 +218,7 @@ class SampledRows:
 
     @cached_property
     def lists(self) -> TokenLists | None:
-        """What is packed, in the same memory."""
+        """The packed lists, in the same memory."""
         if self.packed is None:
             return None
         return TokenLists.of(torch.from_numpy(self.packed.column), self.packed.sizes)
@@ -277,7 +276,7 @@ class RowColumns:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """How R rows sample; tensors are where the logits are.
+    """Sampling parameters of R rows; tensors are where the logits are.
 
     columns: by name. places: where the sampled tokens go; what is before them in the rows is known.
     lists: of the rows whose logits are edited; None: no row's are. index_R: the R of them that are
@@ -290,24 +289,22 @@ class SamplingMetadata:
     index_R: Tensor | None = None
 
     def of_rows(self, index_R: Tensor) -> SamplingMetadata:
-        """How these of the R rows sample; index_R on the device of the columns."""
+        """Select some of the R rows; index_R on the device of the columns."""
         assert self.index_R is None
         return SamplingMetadata(self.columns, self.places, self.lists, index_R)
 
     @property
     def noise(self) -> Noise:
-        """How rows choose among their tokens."""
         position_R = self._chosen(self.places.positions_R)
         return Noise(self._column("temperature"), self._column("seed"), position_R)
 
     @property
     def filters(self) -> Filters:
-        """Which tokens rows may sample."""
         return Filters(self._column("top_k"), self._column("top_p"), self._column("min_p"))
 
     @property
     def edits(self) -> LogitEdits | None:
-        """What is done to the logits of the first rows; None: nothing."""
+        """Edits of the logits of the first rows; None: nothing."""
         if self.lists is None:
             return None
         num_rows = self.lists.num_rows
@@ -327,7 +324,6 @@ class SamplingMetadata:
         return self._chosen(self.columns[name])
 
     def _chosen(self, values: Tensor, num_rows: int | None = None) -> Tensor:
-        """Of the rows that are meant, or of so many of the first of them."""
         if self.index_R is None:
             return values[:num_rows]
         return values.index_select(0, self.index_R[:num_rows])

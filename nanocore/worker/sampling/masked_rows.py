@@ -66,17 +66,17 @@ class MaskedRows:
         return cls(words.reshape(-1, num_words), index_R, is_plain_R.nonzero()[0])
 
     def on_host(self) -> TokenMask:
-        """For kernels that run there."""
+        """Masks for kernels that run on the host."""
         # A copy, because torch warns of numpy arrays that it could not write to.
         return TokenMask(torch.from_numpy(self.words_MW.copy()), torch.from_numpy(self.index_R))
 
     @property
     def num_bytes(self) -> int:
-        """That are staged."""
+        """Bytes to stage."""
         return self._ends()[-1]
 
     def write(self, staged: Tensor) -> None:
-        """To uint8 memory on the host, of at least num_bytes."""
+        """Write to uint8 memory on the host, of at least num_bytes."""
         for part, column in zip(self._split(staged), self._parts(), strict=True):
             part.numpy()[:] = column.ravel()
 
@@ -89,7 +89,6 @@ class MaskedRows:
         return self.words_MW, self.index_R, self.plain_K
 
     def _ends(self) -> list[int]:
-        """Where parts end, in bytes."""
         sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in self._parts()]
         return np.cumsum(sizes).tolist()
 

@@ -18,21 +18,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.interface import Logprobs
+from nanocore.kernels.interface import LogprobTensors
 from nanocore.worker.plan import RowLogprobs
 from nanocore.worker.sampling.pooling import pooled_sums
-from nanocore.worker.sampling.requested_outputs import Asked, LogprobEntries
+from nanocore.worker.sampling.requested_outputs import LogprobRequests, RequestedOutputs
 from nanocore.worker.sampling.sampler import TokenSampler
 
 _SAMPLED, _PROMPT, _POOLED = "logprobs", "prompt_logprobs", "pooled"
-_FIELDS: Final = tuple(field.name for field in fields(Logprobs))
+_FIELDS: Final = tuple(field.name for field in fields(LogprobTensors))
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a step leaves: logits, and each row's token, int64.
+    """Result of a step: logits, and each row's token, int64.
 
-    hidden_NE: hidden states of the tokens that `Asked.hidden_index` names.
+    hidden_NE: hidden states of the tokens that `RequestedOutputs.hidden_index` names.
     """
 
     logits_RV: Tensor
@@ -41,7 +41,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerComputer:
+class OutputComputer:
     """Computes them. logits: of hidden states [R, E], this rank's part of the vocabulary.
 
     logits_divisor: by which the last norm divides hidden states, see `DecoderModel.pack`.
@@ -52,45 +52,45 @@ class AnswerComputer:
     logits_divisor: float = 1.0
 
     def compute(
-        self, asked: Asked, column: Tensor, result: Sampled, token_table: Tensor
+        self, requested: RequestedOutputs, column: Tensor, result: Sampled, token_table: Tensor
     ) -> dict[str, Tensor]:
-        """What is asked for, by names that `told` knows; nothing on ranks that have no say.
+        """Compute the requested outputs, by name; empty on ranks that do not report.
 
-        column: that of `asked`, where the model runs. token_table: int32, the rows' tokens.
+        column: that of `requested`, where the model runs. token_table: int32, the rows' tokens.
         """
-        sampled_1N, prompt_3N, pooled_2N = asked.split(column)
+        sampled_1N, prompt_3N, pooled_2N = requested.split(column)
         found: dict[str, Tensor] = {}
-        if asked.sampled is not None:
+        if requested.sampled is not None:
             index_N = sampled_1N[0]
             found |= self._of_entries(
-                asked.sampled,
+                requested.sampled,
                 _SAMPLED,
                 lambda some: (result.logits_RV, index_N[some]),
                 result.token_ids_R[index_N],
             )
-        if asked.prompt is not None:
+        if requested.prompt is not None:
             prompt_NE = result.hidden_NE
             assert prompt_NE is not None, "the step computed them"
             _, rows_N, positions_N = prompt_3N
             found |= self._of_entries(
-                asked.prompt,
+                requested.prompt,
                 _PROMPT,
                 lambda some: (self.logits(prompt_NE[some]), None),
                 token_table[rows_N, positions_N].long(),
             )
-        if asked.pooled is not None:
+        if requested.pooled is not None:
             assert result.hidden_NE is not None, "the step computed them"
             found[_POOLED] = pooled_sums(
                 result.hidden_NE[prompt_3N.shape[1] :],
                 pooled_2N[1],
-                len(asked.pooled.rows),
+                len(requested.pooled.rows),
                 self.logits_divisor,
             )
         return found
 
     def _of_entries(
         self,
-        entries: LogprobEntries,
+        entries: LogprobRequests,
         name: str,
         logits_of: Callable[[slice], tuple[Tensor, Tensor | None]],
         token_ids_N: Tensor,
@@ -110,7 +110,7 @@ class AnswerComputer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RequestedColumns:
     """The fields of `ModelRunnerOutput` that have them."""
 
     logprobs: RowLogprobs | None = None
@@ -119,33 +119,34 @@ class Answer:
     pooled: bytes = b""
 
 
-def told(
-    asked: Asked | None, found: Mapping[str, Tensor], has_token_R: NDArray[np.bool_]
-) -> Answer:
-    """What was found, on the host, in columns. has_token_R: which of the step's rows sampled one;
-    the others have no entry.
+def requested_columns(
+    requested: RequestedOutputs | None, found: Mapping[str, Tensor], has_token_R: NDArray[np.bool_]
+) -> RequestedColumns:
+    """Turn found tensors, on the host, into columns.
+
+    has_token_R: rows of the step that sampled a token; the others have no entry.
     """
-    if asked is None:
-        return Answer()
+    if requested is None:
+        return RequestedColumns()
     sampled = None
-    if asked.sampled is not None:
-        has_token_N = np.empty(len(asked.sampled.rows), bool)
-        has_token_N[asked.sampled.order] = has_token_R[asked.sampled.columns[0]]
-        sampled = _in_columns(asked.sampled, _SAMPLED, found, has_token_N)
+    if requested.sampled is not None:
+        has_token_N = np.empty(len(requested.sampled.rows), bool)
+        has_token_N[requested.sampled.order] = has_token_R[requested.sampled.columns[0]]
+        sampled = _in_columns(requested.sampled, _SAMPLED, found, has_token_N)
     prompt = None
-    if asked.prompt is not None:
-        is_kept_N = np.ones(len(asked.prompt.rows), bool)
-        prompt = _in_columns(asked.prompt, _PROMPT, found, is_kept_N)
+    if requested.prompt is not None:
+        is_kept_N = np.ones(len(requested.prompt.rows), bool)
+        prompt = _in_columns(requested.prompt, _PROMPT, found, is_kept_N)
     pooled = (b"", b"")
-    if asked.pooled is not None:
-        pooled = asked.pooled.take(found[_POOLED].numpy())
-    return Answer(sampled, prompt, *pooled)
+    if requested.pooled is not None:
+        pooled = requested.pooled.take(found[_POOLED].numpy())
+    return RequestedColumns(sampled, prompt, *pooled)
 
 
 def _in_columns(
-    entries: LogprobEntries, name: str, found: Mapping[str, Tensor], is_kept_N: NDArray[np.bool_]
+    entries: LogprobRequests, name: str, found: Mapping[str, Tensor], is_kept_N: NDArray[np.bool_]
 ) -> RowLogprobs | None:
-    """Of the entries that are kept, in their order; None on ranks that have no say."""
+    """Columns of the kept entries, in their order; None on ranks that do not report."""
     if _key(name, 0, _FIELDS[0]) not in found or not is_kept_N.any():
         return None
     counts = 1 + entries.num_top[is_kept_N]

@@ -16,7 +16,7 @@ from nanocore.worker.sampling.pooling import PoolingRows, StepPooling
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedOutputs:
     """Nothing where it is None.
 
     sampled: of tokens that the step samples; one column, which of the R rows. prompt: of tokens of
@@ -24,8 +24,8 @@ class Asked:
     that are to have an embedding; columns: see there.
     """
 
-    sampled: LogprobEntries | None = None
-    prompt: LogprobEntries | None = None
+    sampled: LogprobRequests | None = None
+    prompt: LogprobRequests | None = None
     pooled: StepPooling | None = None
 
     @property
@@ -47,13 +47,13 @@ class Asked:
         return sampled.view(1, -1), prompt.view(3, -1), pooled.view(2, -1)
 
     def hidden_index(self, column: Tensor) -> Tensor:
-        """Which of the T tokens' hidden states are needed, of `prompt` and then of `pooled`."""
+        """Indices in T of the hidden states that are needed, of `prompt` and then of `pooled`."""
         _, prompt_3N, pooled_2N = self.split(column)
         return torch.cat((prompt_3N[0], pooled_2N[0]))
 
 
-class AskingRows:
-    """What the rows of the persistent batch ask for; where none asks nothing is made.
+class RequestedOutputRows:
+    """Requests of the persistent batch's rows; where no row has one, nothing is made.
 
     Args:
         num_rows: of the batch. vocab_size: tokens that there are.
@@ -78,33 +78,33 @@ class AskingRows:
         self._logprobs.add(new)
         self._pooling.add(new)
 
-    def asked(
+    def requested(
         self,
         rows_R: NDArray[np.int64],
-        steady_group: int | None,
+        decode_group: int | None,
         rows_B: NDArray[np.int64],
         counts_B: NDArray[np.int64],
         seq_lens_B: NDArray[np.int64],
-    ) -> Asked | None:
-        """What a step is asked for, once, in the steps' order: see `LogprobRows`, `PoolingRows`."""
-        sampled = self._logprobs.sampled(rows_R, steady_group)
+    ) -> RequestedOutputs | None:
+        """Requests of a step; call once, in the steps' order: see `LogprobRows`, `PoolingRows`."""
+        sampled = self._logprobs.sampled(rows_R, decode_group)
         prompt = self._logprobs.prompt(rows_B, counts_B, seq_lens_B)
         pooled = self._pooling.of_step(rows_B, counts_B, seq_lens_B)
         if sampled is None and prompt is None and pooled is None:
             return None
-        return Asked(sampled, prompt, pooled)
+        return RequestedOutputs(sampled, prompt, pooled)
 
 
 MAX_ROWS: Final = 64
 """Whose logits are looked at together, beside those that are sampled from: it bounds memory."""
 
-_NOT_ASKED: Final = -1
+_NOT_REQUESTED: Final = -1
 _FEW: Final = 63
 """Up to so many tokens, numbers make no difference."""
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LogprobGroup:
     """Entries from start to stop, in the order in which they are computed, with num_top tokens."""
 
     start: int
@@ -117,7 +117,7 @@ class Group:
             yield slice(start, min(start + MAX_ROWS, self.stop))
 
 
-class LogprobEntries:
+class LogprobRequests:
     """Tokens whose log probabilities are computed; arrays are int64.
 
     Args:
@@ -138,14 +138,14 @@ class LogprobEntries:
         starts = np.flatnonzero(np.diff(sizes[self.order], prepend=-1)).tolist()
         ordered = num_top[self.order]
         self.groups = [
-            Group(start, stop, int(ordered[start:stop].max()))
+            LogprobGroup(start, stop, int(ordered[start:stop].max()))
             for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True)
         ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """start, stop: positions whose logits are still needed; those of the tokens behind them."""
+    """A prompt with requested log probabilities. start, stop: positions whose logits are needed."""
 
     num_top: int
     start: int
@@ -153,7 +153,7 @@ class _Prompt:
 
 
 class LogprobRows:
-    """What the rows of the persistent batch ask for.
+    """Log probabilities that the rows of the persistent batch request.
 
     Args:
         num_rows: of the batch. vocab_size: tokens that there are.
@@ -161,23 +161,23 @@ class LogprobRows:
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._num_top = np.full(num_rows, _NOT_ASKED, np.int64)
-        self._num_asking = 0
+        self._num_top = np.full(num_rows, _NOT_REQUESTED, np.int64)
+        self._num_requesting = 0
         self._prompts: dict[int, _Prompt] = {}
-        self._kept: dict[int, LogprobEntries | None] = {}
+        self._kept: dict[int, LogprobRequests | None] = {}
         """What `sampled` says of steady steps, by group."""
 
     @property
     def is_empty(self) -> bool:
         """No row asks for anything."""
-        return not (self._num_asking or self._prompts)
+        return not (self._num_requesting or self._prompts)
 
     def remove(self, rows: NDArray[np.integer]) -> None:
         """These rows are free."""
         self._kept.clear()
-        if self._num_asking:
-            self._num_asking -= int((self._num_top[rows] != _NOT_ASKED).sum())
-            self._num_top[rows] = _NOT_ASKED
+        if self._num_requesting:
+            self._num_requesting -= int((self._num_top[rows] != _NOT_REQUESTED).sum())
+            self._num_top[rows] = _NOT_REQUESTED
         if self._prompts:
             for row in rows.tolist():
                 self._prompts.pop(row, None)
@@ -187,7 +187,7 @@ class LogprobRows:
         self._kept.clear()
         if new.sampling.logprobs is not None:
             self._num_top[new.row] = self._number(new.sampling.logprobs)
-            self._num_asking += 1
+            self._num_requesting += 1
         start, stop = new.num_prompt_logprobs, new.num_prompt_tokens - 1
         if new.sampling.prompt_logprobs is None or start >= stop:
             return
@@ -199,28 +199,28 @@ class LogprobRows:
         self._prompts[new.row] = _Prompt(number, start, stop)
 
     def sampled(
-        self, rows_R: NDArray[np.int64], steady_group: int | None = None
-    ) -> LogprobEntries | None:
-        """Of the tokens that these rows sample. steady_group: they are all rows of this group."""
-        if not self._num_asking:
+        self, rows_R: NDArray[np.int64], decode_group: int | None = None
+    ) -> LogprobRequests | None:
+        """Requests for these rows' sampled tokens. decode_group: they are all its rows."""
+        if not self._num_requesting:
             return None
-        if steady_group is not None and steady_group in self._kept:
-            return self._kept[steady_group]
+        if decode_group is not None and decode_group in self._kept:
+            return self._kept[decode_group]
         num_top_R = self._num_top[rows_R]
-        index = np.flatnonzero(num_top_R != _NOT_ASKED)
+        index = np.flatnonzero(num_top_R != _NOT_REQUESTED)
         entries = None
         if len(index):
-            entries = LogprobEntries(rows_R[index], num_top_R[index], index[None])
-        if steady_group is not None:
-            self._kept[steady_group] = entries
+            entries = LogprobRequests(rows_R[index], num_top_R[index], index[None])
+        if decode_group is not None:
+            self._kept[decode_group] = entries
         return entries
 
     def prompt(
         self, rows_B: NDArray[np.int64], counts_B: NDArray[np.int64], seq_lens_B: NDArray[np.int64]
-    ) -> LogprobEntries | None:
-        """Of prompt tokens behind those that a step computes: see `BatchStep` and `Order`.
+    ) -> LogprobRequests | None:
+        """Requests for prompt tokens behind those that a step computes: see `BatchStep`.
 
-        To be asked once for each step, in order: a row is done with its prompt's last token.
+        Call once for each step, in order: a row is done with its prompt's last token.
         """
         if not self._prompts:
             return None
@@ -240,9 +240,9 @@ class LogprobRows:
                 del self._prompts[row]
         if not any(map(len, rows)):
             return None
-        return LogprobEntries(
+        return LogprobRequests(
             np.concatenate(rows), np.concatenate(num_top), np.concatenate(columns, axis=1)
         )
 
-    def _number(self, asked: int) -> int:
-        return self._vocab_size if asked < 0 else min(asked, self._vocab_size)
+    def _number(self, requested: int) -> int:
+        return self._vocab_size if requested < 0 else min(requested, self._vocab_size)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.candidates import best_candidate, sampled_token_ids
-from nanocore.kernels.interface import Kernels, Logprobs, Noise
+from nanocore.kernels.interface import Kernels, LogprobTensors, Noise
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.communication.communicator import Communicator
@@ -77,7 +77,7 @@ class TokenSampler:
         places: TokenPlaces | None = None,
         mask: TokenMask | None = None,
     ) -> Tensor:
-        """Of rows that ask for nothing else, int64 [R]; without noise the most likely tokens.
+        """Sample rows without filters or edits, int64 [R]; without noise the most likely tokens.
 
         places: where the tokens are to be written, too.
         """
@@ -92,7 +92,7 @@ class TokenSampler:
     def sample_processed(
         self, logits_RV: Tensor, metadata: SamplingMetadata, mask: TokenMask | None = None
     ) -> Tensor:
-        """Of rows that ask for more than a plain token, int64 [R]; edited ones are written over."""
+        """Sample rows with filters or edits, int64 [R]; edited logits are written over."""
         logits_RV, edits = self._whole_rows(logits_RV), metadata.edits
         if edits is not None:
             self._kernels.edit_logits(logits_RV[: edits.lists.num_rows], edits)
@@ -101,7 +101,7 @@ class TokenSampler:
 
     def logprobs(
         self, logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
-    ) -> Logprobs | None:
+    ) -> LogprobTensors | None:
         """See `Kernels.logprobs`; of whole rows, and None on all ranks but the first."""
         if self._tp.size > 1:
             logits_RV = logits_RV if index_N is None else logits_RV[index_N]
@@ -111,7 +111,7 @@ class TokenSampler:
         return self._kernels.logprobs(logits_RV, token_ids_N, num_top, index_N)
 
     def _whole_rows(self, logits_RV: Tensor) -> Tensor:
-        """Logits of the whole vocabulary, of which every rank has a range; the last has less."""
+        """Logits of the whole vocabulary; every rank has a range, and the last has less."""
         if self._tp.size == 1:
             return logits_RV
         range_size = -(-self.vocab_size // self._tp.size)

@@ -40,7 +40,7 @@ from benchmarks.gpu.results import Session, UnavailableError
 from benchmarks.gpu.shapes import MODELS
 from benchmarks.models import SHAPES, ModelShape
 from nanocore.engine_core.config import EngineConfig
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import LinearWeight, StackedExperts
 from nanocore.kernels.triton import grouped_linear
@@ -97,7 +97,9 @@ class _Kernels(TritonKernels):
 class _Packer(WeightPacker):
     """Packs outlines of weights, too, as the backend packs weights."""
 
-    def _pack_one(self, weight: StoredWeight, quantization: Quantization | None) -> LinearWeight:
+    def _pack_one(
+        self, weight: CheckpointWeight, quantization: Quantization | None
+    ) -> LinearWeight:
         return self._kernels.pack_linear(weight, quantization, self._dtype)
 
 
@@ -125,12 +127,12 @@ class _Stream(Stream):
 
 
 class _Recorder:
-    """Implements `GraphRecorder`: a graph that replays nothing."""
+    """Implements `GraphCapture`: a graph that replays nothing."""
 
     def begin_set(self) -> None:
         pass
 
-    def record(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
+    def capture(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
         return work(), lambda: None
 
 

@@ -53,12 +53,12 @@ def test_a_model_says_with_it_what_it_says_with_torch(
     monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (8,))
     monkeypatch.setattr(step_graphs, "decode_sizes", lambda largest: [2, largest])
     wishes = make_wishes(3, 12, 20)
-    recorder = FakeGraphRecorder()
+    graph_capture = FakeGraphRecorder()
     kernels = TritonKernels(CPU, batch_invariant)
-    engine = Engine(model, 2, recorder, budget=14, kernels=kernels)
+    engine = Engine(model, 2, graph_capture, budget=14, kernels=kernels)
     assert engine.run(wishes) == expected(model, wishes)
-    assert recorder.num_replays > 0
-    assert recorder.num_replays < engine.scheduler.counters.num_steps  # some were too large
+    assert graph_capture.num_replays > 0
+    assert graph_capture.num_replays < engine.scheduler.counters.num_steps  # some were too large
 
 
 @pytest.mark.campaign

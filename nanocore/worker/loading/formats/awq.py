@@ -17,14 +17,19 @@ from torch import Tensor
 from nanocore.kernels.grouped_weight import GroupedWeight
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.json_settings import Settings
-from nanocore.worker.loading.formats.packed_groups import compact, cut_groups, words, zeros_or_none
+from nanocore.worker.loading.formats.packed_groups import (
+    compact,
+    groups_of_slice,
+    words,
+    zeros_or_none,
+)
 from nanocore.worker.loading.formats.quantization_config import (
-    StoredTensors,
+    CheckpointTensors,
     group_size,
     groups_in_words,
     refuse_unless,
 )
-from nanocore.worker.loading.weights import Slot, StoredProjection
+from nanocore.worker.loading.weights import CheckpointProjection, Slot
 
 _BITS: Final = 4
 _PER_WORD: Final = 8
@@ -43,12 +48,12 @@ class AwqFormat:
 
     group_size: int
     has_zeros: bool
-    stored: StoredTensors
+    stored: CheckpointTensors
     name: str = "awq"
 
     @classmethod
-    def read(cls, settings: Settings, stored: StoredTensors) -> AwqFormat:
-        """From quantization_config. Raises ModelFileError: it says what is not served."""
+    def read(cls, settings: Settings, stored: CheckpointTensors) -> AwqFormat:
+        """Read quantization_config. Raises ModelFileError for what is not served."""
         settings = settings.with_values(
             {
                 "bits": settings.values.get("w_bit"),
@@ -71,14 +76,14 @@ class AwqFormat:
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> StoredProjection | None:
+    ) -> CheckpointProjection | None:
         """See `WeightFormat`."""
         if not self.stored.has(f"{name}.qweight"):
             return None
         out_features, in_features = shape
         if out_features % _PER_WORD:
             raise ModelFileError(f"{name} has {out_features} outputs: AWQ packs eight to a word")
-        groups = cut_groups(name, in_features, self.group_size, columns)
+        groups = groups_of_slice(name, in_features, self.group_size, columns)
         kept_words, in_words = words(rows, _PER_WORD)
         num_words = out_features // _PER_WORD
         scale_dtype = self.stored.float_dtype(f"{name}.scales", torch.float16)
@@ -91,7 +96,7 @@ class AwqFormat:
                 (groups.count, num_words), torch.int32, (groups.kept, kept_words)
             )
         unpack = partial(_unpack, name, self.has_zeros, groups.size, in_words)
-        return StoredProjection(slots, unpack)
+        return CheckpointProjection(slots, unpack)
 
 
 def _unpack(

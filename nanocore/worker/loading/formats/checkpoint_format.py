@@ -16,12 +16,12 @@ import xxhash
 
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.json_settings import Settings
-from nanocore.worker.loading.checkpoint import StoredTensor, all_tensors
+from nanocore.worker.loading.checkpoint import CheckpointTensor, all_tensors
 from nanocore.worker.loading.formats.awq import AwqFormat
 from nanocore.worker.loading.formats.compressed_tensors import CompressedTensorsFormat
 from nanocore.worker.loading.formats.fp8 import Fp8Format
 from nanocore.worker.loading.formats.gptq import GptqFormat
-from nanocore.worker.loading.formats.quantization_config import StoredTensors
+from nanocore.worker.loading.formats.quantization_config import CheckpointTensors
 from nanocore.worker.loading.weights import TensorNames, WeightFormat
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ SERVED: Final = (
     "float-quantized) and fp8"
 )
 _NAMES: Final = ("quantization_config", "compression_config")
-_READ: Final[Mapping[str, Callable[[Settings, StoredTensors], WeightFormat]]] = {
+_READ: Final[Mapping[str, Callable[[Settings, CheckpointTensors], WeightFormat]]] = {
     "awq": AwqFormat.read,
     "gptq": GptqFormat.read,
     "compressed-tensors": CompressedTensorsFormat.read,
@@ -41,7 +41,7 @@ _READ: Final[Mapping[str, Callable[[Settings, StoredTensors], WeightFormat]]] = 
 
 
 def folder_format(folder: Path, names: TensorNames, *, log: bool = False) -> WeightFormat | None:
-    """How a model folder's files store weights; None: as floats.
+    """Choose the weight format of a model folder; None for floats.
 
     Args:
         names: from the files' names of tensors to the model's.
@@ -61,12 +61,12 @@ def folder_format(folder: Path, names: TensorNames, *, log: bool = False) -> Wei
 
 
 def folder_settings(folder: Path) -> Settings | None:
-    """What a model folder says of quantization; None: nothing. Raises ModelFileError."""
+    """Quantization settings of a model folder; None if there are none. Raises ModelFileError."""
     return quantization_settings(Settings.read(folder / "config.json"), folder)
 
 
 def quantization_settings(settings: Settings, folder: Path | None) -> Settings | None:
-    """What is said of quantization; None: nothing.
+    """Quantization settings; None if there are none.
 
     settings: config.json. folder: where it lies.
 
@@ -88,14 +88,14 @@ def quantization_settings(settings: Settings, folder: Path | None) -> Settings |
 
 
 def format_digest(folder: Path) -> bytes:
-    """Of all that a model folder says of its quantization: equal bytes may be other weights."""
+    """Digest of the quantization settings: equal bytes may be other weights."""
     said = folder_settings(folder)
     values = None if said is None else said.values
     return xxhash.xxh3_128_digest(msgspec.json.encode(values, order="deterministic"))
 
 
-def read_weight_format(settings: Settings, stored: Mapping[str, StoredTensor]) -> WeightFormat:
-    """How a checkpoint stores weights.
+def read_weight_format(settings: Settings, stored: Mapping[str, CheckpointTensor]) -> WeightFormat:
+    """Choose a checkpoint's weight format.
 
     Args:
         settings: see `quantization_settings`.
@@ -108,7 +108,7 @@ def read_weight_format(settings: Settings, stored: Mapping[str, StoredTensor]) -
     if method not in _READ:
         raise _with_remedy(settings.error("quant_method", "is not served"))
     try:
-        return _READ[method](settings, StoredTensors(stored))
+        return _READ[method](settings, CheckpointTensors(stored))
     except ModelFileError as error:
         raise _with_remedy(error) from None
 

@@ -20,8 +20,8 @@ from nanocore.worker.loading.formats.fp8 import BLOCK, Float8Layout, Scales, inp
 from nanocore.worker.loading.formats.gptq import sort_inputs
 from nanocore.worker.loading.formats.packed_groups import (
     Grouping,
-    check_cut,
-    cut_groups,
+    check_slice_bounds,
+    groups_of_slice,
     is_whole,
     per_word,
     unpack_words,
@@ -30,7 +30,7 @@ from nanocore.worker.loading.formats.packed_groups import (
 )
 from nanocore.worker.loading.formats.patterns import NameList
 from nanocore.worker.loading.formats.quantization_config import (
-    StoredTensors,
+    CheckpointTensors,
     aliases,
     group_size,
     groups_in_words,
@@ -38,7 +38,7 @@ from nanocore.worker.loading.formats.quantization_config import (
     refuse_if_set,
     refuse_unless,
 )
-from nanocore.worker.loading.weights import EMBEDDING, Slot, StoredProjection
+from nanocore.worker.loading.weights import EMBEDDING, CheckpointProjection, Slot
 
 _LINEAR: Final = "Linear"
 _MAX_GROUPS: Final = 64
@@ -58,12 +58,12 @@ class CompressedTensorsFormat:
     """A `WeightFormat`."""
 
     groups: tuple[_Group, ...]
-    stored: StoredTensors
+    stored: CheckpointTensors
     name: str = "compressed-tensors"
 
     @classmethod
-    def read(cls, settings: Settings, stored: StoredTensors) -> CompressedTensorsFormat:
-        """From quantization_config. Raises ModelFileError: it says what is not served."""
+    def read(cls, settings: Settings, stored: CheckpointTensors) -> CompressedTensorsFormat:
+        """Read quantization_config. Raises ModelFileError for what is not served."""
         refuse_unless(settings, "quantization_status", str, ("compressed", "frozen"))
         refuse_if_set(settings, "kv_cache_scheme", "transform_config", "moe_sparsity_config")
         sparsity = settings.section("sparsity_config")
@@ -87,7 +87,7 @@ class CompressedTensorsFormat:
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> StoredProjection | None:
+    ) -> CheckpointProjection | None:
         """See `WeightFormat`."""
         scheme = self._scheme_of(name)
         if scheme is None:
@@ -100,7 +100,7 @@ class CompressedTensorsFormat:
         return scheme.projection(name, shape, rows, columns, self.stored)
 
     def _scheme_of(self, name: str) -> Scheme | None:
-        """A group that names the module goes before one of all linear layers, as in vLLM."""
+        # A group that names the module goes before one of all linear layers, as in vLLM.
         all_names = aliases(name)
         named = [g for g in self.groups if any(alias in g.targets for alias in all_names)]
         general = [group for group in self.groups if group.is_general]
@@ -134,14 +134,19 @@ class Scheme(Protocol):
         ...
 
     def projection(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice, stored: StoredTensors
-    ) -> StoredProjection:
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: slice,
+        columns: slice,
+        stored: CheckpointTensors,
+    ) -> CheckpointProjection:
         """See `WeightFormat`; of a module that has this scheme."""
         ...
 
 
 def read_scheme(group: Settings) -> Scheme:
-    """What a group of `config_groups` says, with its format.
+    """Read the scheme of a group of `config_groups`.
 
     Raises:
         ModelFileError: something that is not served.
@@ -197,8 +202,13 @@ class _Float8:
         return str(self.layout)
 
     def projection(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice, stored: StoredTensors
-    ) -> StoredProjection:
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: slice,
+        columns: slice,
+        stored: CheckpointTensors,
+    ) -> CheckpointProjection:
         return self.layout.projection(name, shape, rows, columns, stored)
 
 
@@ -232,13 +242,18 @@ class _Integers:
         return f"{self.bits} bits, {of}{static}"
 
     def projection(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice, stored: StoredTensors
-    ) -> StoredProjection:
-        groups = cut_groups(name, shape[1], self.group_size, columns)
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: slice,
+        columns: slice,
+        stored: CheckpointTensors,
+    ) -> CheckpointProjection:
+        groups = groups_of_slice(name, shape[1], self.group_size, columns)
         # Files of modules whose inputs were left in their order have none.
         has_g_idx = self.sorts_inputs and "weight_g_idx" in stored.ends
         if has_g_idx and not is_whole(columns, shape[1]):
-            check_cut(name, shape[1], shape[1], columns, "groups of any order (actorder)")
+            check_slice_bounds(name, shape[1], shape[1], columns, "groups of any order (actorder)")
         slots = self._value_slots(name, shape, rows, columns)
         slots |= self._scale_slots(name, shape, groups, rows, stored)
         if has_g_idx:
@@ -249,7 +264,7 @@ class _Integers:
             zero_shape = stored.shape(f"{name}.input_zero_point", (1,), ())
             slots["input_zero_point"] = Slot(zero_shape, torch.int8, ())
         unpack = partial(self._unpack, name, shape, groups, rows, columns)
-        return StoredProjection(slots, unpack)
+        return CheckpointProjection(slots, unpack)
 
     def _value_slots(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
@@ -258,7 +273,7 @@ class _Integers:
         if self.packing == "bytes":
             return {"weight": Slot(shape, torch.int8, (rows, columns))}
         packed = per_word(self.bits)
-        check_cut(name, in_features, packed, columns, f"words of {packed} inputs")
+        check_slice_bounds(name, in_features, packed, columns, f"words of {packed} inputs")
         num_words = -(-in_features // packed)
         return {
             "weight_packed": Slot(
@@ -273,7 +288,7 @@ class _Integers:
         shape: tuple[int, int],
         groups: Grouping,
         rows: slice,
-        stored: StoredTensors,
+        stored: CheckpointTensors,
     ) -> dict[str, Slot]:
         dtype = stored.float_dtype(f"{name}.weight_scale", torch.bfloat16)
         if self.strategy == "tensor":

@@ -17,11 +17,11 @@ from torch import Tensor
 from nanocore.kernels.grouped_weight import Float8Weight
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.loading.formats.quantization_config import (
-    StoredTensors,
+    CheckpointTensors,
     refuse_if_set,
     refuse_unless,
 )
-from nanocore.worker.loading.weights import Index, Slot, StoredProjection
+from nanocore.worker.loading.weights import CheckpointProjection, Index, Slot
 
 BLOCK: Final = 128
 Scales = Literal["tensor", "channel", "block"]
@@ -29,7 +29,7 @@ Scales = Literal["tensor", "channel", "block"]
 
 @dataclass(frozen=True, slots=True)
 class Float8Layout:
-    """How a format stores E4M3 weights.
+    """Layout of a format's E4M3 weights.
 
     scales: what one is of. scale_name: their tensor's. has_input_scale: one for activations lies
     beside them; it is read and not used, since kernels find their own for each token.
@@ -46,8 +46,13 @@ class Float8Layout:
         return f"E4M3, a scale for {of[self.scales]} (on a CPU int8, one for each output){static}"
 
     def projection(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice, stored: StoredTensors
-    ) -> StoredProjection:
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: slice,
+        columns: slice,
+        stored: CheckpointTensors,
+    ) -> CheckpointProjection:
         """See `WeightFormat`; of a module that is stored so."""
         dtype = stored.float_dtype(f"{name}.{self.scale_name}", torch.float32)
         slots = {"weight": Slot(shape, torch.float8_e4m3fn, (rows, columns))}
@@ -67,11 +72,11 @@ class Float8Layout:
             slots[self.scale_name] = Slot(scale_shape, dtype, index)
         if self.has_input_scale or stored.has(f"{name}.input_scale"):
             slots["input_scale"] = input_scale_slot(name, stored)
-        return StoredProjection(slots, partial(_unpack, self, rows, columns, block))
+        return CheckpointProjection(slots, partial(_unpack, self, rows, columns, block))
 
 
-def input_scale_slot(name: str, stored: StoredTensors) -> Slot:
-    """Of one number, which a static activation scheme has."""
+def input_scale_slot(name: str, stored: CheckpointTensors) -> Slot:
+    """Slot of the one number that a static activation scheme has."""
     tensor = f"{name}.input_scale"
     dtype = stored.float_dtype(tensor, torch.float32)
     return Slot(stored.shape(tensor, (1,), ()), dtype, ())
@@ -93,7 +98,6 @@ def _unpack(
 
 
 def _smaller(scale: Tensor, part: slice, block: int) -> Tensor:
-    """Along the first dimension, the scales of blocks of this size from the slice's begin on."""
     first = part.start // BLOCK
     starts = torch.arange(part.start, part.stop, block, device=scale.device)
     return scale[starts // BLOCK - first]
@@ -104,12 +108,12 @@ class Fp8Format:
     """A `WeightFormat`."""
 
     layout: Float8Layout
-    stored: StoredTensors
+    stored: CheckpointTensors
     name: str = "fp8"
 
     @classmethod
-    def read(cls, settings: Settings, stored: StoredTensors) -> Fp8Format:
-        """From quantization_config. Raises ModelFileError: it says what is not served."""
+    def read(cls, settings: Settings, stored: CheckpointTensors) -> Fp8Format:
+        """Read quantization_config. Raises ModelFileError for what is not served."""
         refuse_unless(settings, "fmt", str, ("e4m3", "float8_e4m3fn"))
         scheme = refuse_unless(settings, "activation_scheme", str, ("dynamic", "static"))
         refuse_if_set(settings, "kv_cache_scheme")
@@ -128,7 +132,7 @@ class Fp8Format:
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> StoredProjection | None:
+    ) -> CheckpointProjection | None:
         """See `WeightFormat`."""
         if not self.stored.has(f"{name}.{self.layout.scale_name}"):
             return None

@@ -21,8 +21,8 @@ from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.loading.formats.packed_groups import (
     Grouping,
-    check_cut,
-    cut_groups,
+    check_slice_bounds,
+    groups_of_slice,
     is_whole,
     per_word,
     unpack_words,
@@ -31,14 +31,14 @@ from nanocore.worker.loading.formats.packed_groups import (
 )
 from nanocore.worker.loading.formats.patterns import MAX_REGEXES, Pattern
 from nanocore.worker.loading.formats.quantization_config import (
-    StoredTensors,
+    CheckpointTensors,
     aliases,
     group_size,
     groups_in_words,
     refuse_if_set,
     refuse_unless,
 )
-from nanocore.worker.loading.weights import Slot, StoredProjection
+from nanocore.worker.loading.weights import CheckpointProjection, Slot
 
 _BITS: Final = (4, 8)
 _FORMATS: Final = ("gptq", "gptq_v2")
@@ -48,7 +48,7 @@ _ONE_EACH: Final = {4: 0x11111111, 8: 0x01010101}
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """How a module is quantized, where it is."""
+    """Quantization scheme of a module."""
 
     bits: int
     group_size: int
@@ -72,12 +72,12 @@ class GptqFormat:
     scheme: _Scheme
     stores_zero_less_one: bool
     dynamic: tuple[tuple[Pattern, _Scheme], ...]
-    stored: StoredTensors
+    stored: CheckpointTensors
     name: str = "gptq"
 
     @classmethod
-    def read(cls, settings: Settings, stored: StoredTensors) -> GptqFormat:
-        """From quantization_config. Raises ModelFileError: it says what is not served."""
+    def read(cls, settings: Settings, stored: CheckpointTensors) -> GptqFormat:
+        """Read quantization_config. Raises ModelFileError for what is not served."""
         version = _version(settings)
         refuse_unless(settings, "pack_dtype", str, ("int32",))
         refuse_if_set(settings, "is_marlin_format", "adapter", "rotation")
@@ -92,7 +92,7 @@ class GptqFormat:
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> StoredProjection | None:
+    ) -> CheckpointProjection | None:
         """See `WeightFormat`."""
         scheme = self._scheme_of(name)
         if scheme is None:
@@ -108,14 +108,14 @@ class GptqFormat:
                 f"inputs of {name} are in groups of any order (GPTQ with desc_act), which ranks "
                 "cannot share: use 1, or a checkpoint without desc_act"
             )
-        check_cut(name, in_features, packed, columns, f"words of {packed} inputs")
-        groups = cut_groups(name, in_features, scheme.group_size, columns)
+        check_slice_bounds(name, in_features, packed, columns, f"words of {packed} inputs")
+        groups = groups_of_slice(name, in_features, scheme.group_size, columns)
         kept_words, in_words = words(rows, packed)
         slots = self._slots(name, shape, scheme, groups, rows, columns, kept_words)
         unpack = partial(
             _unpack, name, scheme, groups.size, columns, in_words, self.stores_zero_less_one
         )
-        return StoredProjection(slots, unpack)
+        return CheckpointProjection(slots, unpack)
 
     def _slots(
         self,
@@ -155,7 +155,7 @@ class GptqFormat:
 
 
 def _version(settings: Settings) -> str:
-    """GPTQModel's own files call `format` what other tools' call `checkpoint_format`."""
+    # GPTQModel's own files call `format` what other tools' call `checkpoint_format`.
     said = {
         name: refuse_unless(settings, name, str, _FORMATS)
         for name in ("checkpoint_format", "format")
@@ -214,7 +214,7 @@ def _unpack(
 
 
 def _check_version(name: str, zero_OG: Tensor, bits: int, stores_zero_less_one: bool) -> None:
-    """Symmetric zero points that are all beside the middle are those of the other version."""
+    # Symmetric zero points that are all beside the middle are those of the other version.
     read = (1 << (bits - 1)) + (1 if stores_zero_less_one else -1)
     if bool((zero_OG == read).all()):
         ours, theirs = _FORMATS if stores_zero_less_one else reversed(_FORMATS)

@@ -17,7 +17,7 @@ _MAX_SIZES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """How a weight's inputs are in groups.
+    """Groups of a weight's inputs.
 
     size: inputs of one; those of a slice, if all have one scale. count: in the whole weight.
     kept: which of these the slice has.
@@ -28,7 +28,7 @@ class Grouping:
     kept: slice
 
 
-def cut_groups(name: str, in_features: int, group_size: int, columns: slice) -> Grouping:
+def groups_of_slice(name: str, in_features: int, group_size: int, columns: slice) -> Grouping:
     """The groups of a slice. group_size: as formats have it, -1 for all inputs in one.
 
     Raises:
@@ -41,12 +41,14 @@ def cut_groups(name: str, in_features: int, group_size: int, columns: slice) -> 
             f"{name} has {in_features} inputs, which are no whole groups of {group_size} "
             "(group_size)"
         )
-    check_cut(name, in_features, group_size, columns, f"groups of {group_size} inputs")
+    check_slice_bounds(name, in_features, group_size, columns, f"groups of {group_size} inputs")
     kept = slice(columns.start // group_size, columns.stop // group_size)
     return Grouping(group_size, in_features // group_size, kept)
 
 
-def check_cut(name: str, in_features: int, multiple: int, columns: slice, what: str) -> None:
+def check_slice_bounds(
+    name: str, in_features: int, multiple: int, columns: slice, what: str
+) -> None:
     """Raises ConfigError: the slice does not begin and end at multiples, or at the end."""
     ends = (columns.start, columns.stop)
     if all(end % multiple == 0 or end == in_features for end in ends):

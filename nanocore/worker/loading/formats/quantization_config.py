@@ -10,7 +10,7 @@ import torch
 
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.json_settings import MAX_SIZE, Range, Settings
-from nanocore.worker.loading.checkpoint import StoredTensor
+from nanocore.worker.loading.checkpoint import CheckpointTensor
 from nanocore.worker.loading.formats.packed_groups import MIN_GROUP
 from nanocore.worker.loading.formats.patterns import MAX_PATTERNS
 
@@ -83,10 +83,10 @@ _FUSED: Final = {
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensors:
+class CheckpointTensors:
     """Tensors of a checkpoint by the names that models have for them."""
 
-    by_name: Mapping[str, StoredTensor]
+    by_name: Mapping[str, CheckpointTensor]
     ends: frozenset[str] = field(init=False)
     """What follows the modules' names."""
 
@@ -99,7 +99,7 @@ class StoredTensors:
         return name in self.by_name
 
     def dtype(self, name: str) -> str | None:
-        """Of a tensor, as safetensors spells it; None if it is not there."""
+        """Dtype of a tensor, as safetensors spells it; None if it is not there."""
         return self.by_name[name].dtype if self.has(name) else None
 
     def float_dtype(self, name: str, default: torch.dtype) -> torch.dtype:

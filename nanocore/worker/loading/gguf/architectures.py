@@ -129,12 +129,12 @@ class GgufTensor:
 
     @property
     def dtype(self) -> str:
-        """As safetensors would spell it."""
+        """Dtype as safetensors spells it."""
         return self.type.name if self.type.name in FLOATS else "U8"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """In numbers of that dtype."""
+        """Shape in numbers of that dtype."""
         if self.type.name in FLOATS:
             return self.shape
         *rows, columns = self.shape

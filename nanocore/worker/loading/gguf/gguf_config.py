@@ -24,7 +24,7 @@ from nanocore.worker.loading.gguf.architectures import (
     find_tensor,
 )
 from nanocore.worker.loading.gguf.gguf_files import read_headers
-from nanocore.worker.loading.gguf.gguf_vocabulary import Vocabulary, end_token_ids
+from nanocore.worker.loading.gguf.gguf_vocabulary import GgufVocabulary, end_token_ids
 from nanocore.worker.loading.gguf.header import Header
 
 _NO_MATTER: Final = frozenset(
@@ -146,7 +146,6 @@ def rope_settings(metadata: Metadata, headers: list[Header]) -> dict[str, Any]:
 
 
 def _scaling(metadata: Metadata, original: int) -> dict[str, Any]:
-    """What `rope.scaling` says, but for factors that are tensors."""
     kind = metadata.text("rope.scaling.type", "none")
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0))
     if kind == "yarn":
@@ -165,7 +164,6 @@ def _scaling(metadata: Metadata, original: int) -> dict[str, Any]:
 
 
 def _factors(headers: list[Header], name: str) -> list[float]:
-    """Of a tensor; empty if there is none."""
     info = find_tensor(headers, name)
     if info is None:
         return []
@@ -233,7 +231,9 @@ def generation_settings(first: Path) -> Settings:
         for key, name in _SAMPLING.items()
         if f"general.sampling.{key}" in header.metadata
     }
-    if "tokenizer.ggml.model" in header.metadata and (ids := end_token_ids(Vocabulary.read(first))):
+    if "tokenizer.ggml.model" in header.metadata and (
+        ids := end_token_ids(GgufVocabulary.read(first))
+    ):
         values["eos_token_id"] = ids
     return Settings(f"{first} (settings as generation_config.json has them)", values)
 
@@ -274,7 +274,6 @@ def has_bias(headers: list[Header], projection: str) -> bool:
 
 
 def _dtype(headers: list[Header]) -> str:
-    """That of most matrices' bytes; of blocks, which have none, bfloat16."""
     num_bytes = Counter[str]()
     for header in headers:
         for info in header.tensors:
@@ -310,7 +309,7 @@ def _experts(metadata: Metadata) -> dict[str, Any]:
 
 
 def _gemma2(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
-    """llama.cpp knows by the number of layers which one divides by another root."""
+    # llama.cpp tells by the number of layers which model divides by another root.
     return {
         "query_pre_attn_scalar": _query_divisor(values, num_layers=46),
         "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from nanocore.kernels.grouped_weight import GroupedWeight, StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight, GroupedWeight
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.loading.gguf.architectures import (
     ARCHITECTURES,
@@ -27,7 +27,7 @@ from nanocore.worker.loading.gguf.architectures import (
 from nanocore.worker.loading.gguf.gguf_config import config_settings
 from nanocore.worker.loading.gguf.gguf_files import read_headers
 from nanocore.worker.loading.gguf.header import TensorType
-from nanocore.worker.loading.weights import Entries, Slot, StoredProjection, is_finite
+from nanocore.worker.loading.weights import CheckpointProjection, Entries, Slot, is_finite
 
 _FLOAT_DTYPES: Final = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -36,7 +36,7 @@ _IN_PAIRS: Final = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj(\.bias)
 
 
 class GgufFormat:
-    """Of one model.
+    """Weight format of one GGUF model.
 
     head_dim: of Q and K. dtype: of the model's floats.
 
@@ -57,7 +57,7 @@ class GgufFormat:
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> StoredProjection | None:
+    ) -> CheckpointProjection | None:
         """See `WeightFormat`."""
         tensor = self._tensors.get(name)
         is_in_pairs = self._has_pairs and _IN_PAIRS.fullmatch(name) is not None
@@ -67,7 +67,7 @@ class GgufFormat:
         in_halves = partial(_in_halves, head_dim=self._head_dim)
         if kind.name in FLOATS:
             slot = Slot(shape, self._dtype, (rows, columns), is_exact=False)
-            return StoredProjection(
+            return CheckpointProjection(
                 {"weight": slot}, lambda slots: in_halves(slots["weight"]), is_float=True
             )
         if kind.name not in SERVED_TYPES:
@@ -84,7 +84,7 @@ class GgufFormat:
         index = (rows, _bytes_of(name, kind, shape[1], columns))
         row_bytes = shape[1] // kind.block_numel * kind.block_bytes
 
-        def unpack(slots: Mapping[str, Tensor]) -> StoredWeight:
+        def unpack(slots: Mapping[str, Tensor]) -> CheckpointWeight:
             blocks = slots[BLOCKS]
             weight = unpack_blocks(kind, in_halves(blocks) if is_in_pairs else blocks)
             if not all(is_finite(scales) for scales in weight.float_scales):
@@ -99,7 +99,7 @@ class GgufFormat:
             kind, torch.zeros(1, index[1].stop - index[1].start, dtype=torch.uint8)
         )
         num_rows = rows.stop - rows.start
-        return StoredProjection({BLOCKS: slot}, unpack, kept_bytes=num_rows * one_row.nbytes)
+        return CheckpointProjection({BLOCKS: slot}, unpack, kept_bytes=num_rows * one_row.nbytes)
 
 
 def _in_halves(rows: Tensor, head_dim: int) -> Tensor:
@@ -125,7 +125,6 @@ def _is_bias_in_pairs(name: str) -> bool:
 
 
 def _bytes_of(name: str, kind: TensorType, in_features: int, columns: slice) -> slice:
-    """Where in a row these inputs are."""
     if columns.start % kind.block_numel or columns.stop % kind.block_numel:
         num_blocks = in_features // kind.block_numel
         sizes = [str(size) for size in range(1, 65) if num_blocks % size == 0]
@@ -215,7 +214,7 @@ def _iq4_xs(blocks: Tensor) -> GroupedWeight:
 
 
 def _mxfp4(blocks: Tensor) -> GroupedWeight:
-    """Powers of two; the codebook has twice the numbers."""
+    """Scales are powers of two; the codebook has twice the numbers."""
     exponent = blocks[..., 0].int() - 128
     scale = torch.ldexp(torch.ones(exponent.shape), exponent)
     return _with_codebook(_nibbles(blocks[..., 1:]), scale, _E2M1)
@@ -240,7 +239,7 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _pairs(packed: Tensor) -> Tensor:
-    """Likewise, of each 32 bytes."""
+    """Low halves and then high ones, of each 32 bytes."""
     packed = packed.unflatten(-1, (4, 32))
     return torch.cat((packed & 15, packed >> 4), dim=-1).flatten(1)
 

@@ -27,7 +27,7 @@ _NO_TOKEN: Final = 2**32 - 1
 
 
 class TokenType(IntEnum):
-    """What a token is, as llama.cpp numbers it."""
+    """Kinds of tokens, as llama.cpp numbers them."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -38,7 +38,7 @@ class TokenType(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class GgufVocabulary:
     """tokens, types, scores: by id; merges: "left right". ids: special tokens' ids by name ("bos").
 
     model: kind of tokenizer. pre: how text is split before it. add_bos, add_eos, add_space_prefix:
@@ -60,7 +60,7 @@ class Vocabulary:
     templates: dict[str, str]
 
     @classmethod
-    def read(cls, path: Path) -> Vocabulary:
+    def read(cls, path: Path) -> GgufVocabulary:
         """A file's.
 
         Raises:
@@ -107,8 +107,8 @@ class Vocabulary:
         )
 
 
-def end_token_ids(vocabulary: Vocabulary) -> list[int]:
-    """Those that end a text, the file's own first."""
+def end_token_ids(vocabulary: GgufVocabulary) -> list[int]:
+    """Tokens that end a text, the file's own first."""
     named = [vocabulary.ids[name] for name in ("eos", "eot", "eom") if name in vocabulary.ids]
     pairs = zip(vocabulary.tokens, vocabulary.types, strict=True)
     known = [
@@ -118,7 +118,6 @@ def end_token_ids(vocabulary: Vocabulary) -> list[int]:
 
 
 def _check_tokens(path: Path, tokens: list[Any]) -> None:
-    """Texts, each once, and none longer than what can be cut into pieces in no time."""
     if not all(isinstance(token, str) for token in tokens):
         raise ModelFileError(f"{path}: tokenizer.ggml.tokens are no texts")
     longest = max(tokens, key=len, default="")

@@ -60,7 +60,7 @@ _U64: Final = struct.Struct("<Q")
 
 
 class HeaderBytes:
-    """What has not been taken yet.
+    """Bytes of the header that are not taken yet.
 
     offset: of the next byte in the file. num_bytes: of the whole file.
     """
@@ -103,7 +103,7 @@ class HeaderBytes:
             raise self.error(f"{what} is no UTF-8 ({error.reason})") from None
 
     def strings(self, count: int, what: str, keep: bool) -> list[str]:
-        """As many texts; none, but passed over, where they are not kept."""
+        """Take `count` texts; skips them and returns none unless `keep`."""
         self.count_items(count, _U64.size, what)
         if keep:
             return [self.string(what) for _ in range(count)]
@@ -130,7 +130,6 @@ class HeaderBytes:
             )
 
     def _have(self, count: int, what: str) -> int:
-        """Where in the buffer the next `count` bytes begin, once they are there."""
         if self._position + count > len(self._buffer):
             self.require(count, 1, f"the bytes of {what}")
             if self.offset + count > MAX_HEADER_BYTES:
@@ -319,7 +318,6 @@ def _size(kind: TensorType, shape: tuple[int, ...]) -> int:
 def _check_places(
     path: Path, tensors: list[TensorInfo], alignment: int, start: int, num_bytes: int
 ) -> None:
-    """Each tensor once, aligned, within the file, and behind the one before."""
     seen: set[str] = set()
     end = start
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):

@@ -18,7 +18,7 @@ from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.json_settings import read_json
 from nanocore.worker.loading.gguf.gguf_config import generation_settings
 from nanocore.worker.loading.gguf.gguf_files import read_headers
-from nanocore.worker.loading.gguf.gguf_vocabulary import TokenType, Vocabulary
+from nanocore.worker.loading.gguf.gguf_vocabulary import GgufVocabulary, TokenType
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def gguf_model_files(first: Path) -> dict[str, bytes]:
     """
     if "tokenizer.ggml.model" not in read_headers(first)[0].metadata:
         return {}
-    vocabulary = Vocabulary.read(first)
+    vocabulary = GgufVocabulary.read(first)
     generation = generation_settings(first).values
     return {
         "tokenizer.json": tokenizer_json(first, vocabulary),
@@ -42,9 +42,9 @@ def gguf_model_files(first: Path) -> dict[str, bytes]:
     }
 
 
-def tokenizer_json(first: Path, vocabulary: Vocabulary | None = None) -> bytes:
-    """Of these alone. Raises ModelFileError as `gguf_model_files`."""
-    vocabulary = vocabulary or Vocabulary.read(first)
+def tokenizer_json(first: Path, vocabulary: GgufVocabulary | None = None) -> bytes:
+    """Make tokenizer.json alone. Raises ModelFileError as `gguf_model_files`."""
+    vocabulary = vocabulary or GgufVocabulary.read(first)
     beside = first.with_name("tokenizer.json")
     if not beside.exists():
         return make_tokenizer_json(vocabulary)
@@ -53,8 +53,7 @@ def tokenizer_json(first: Path, vocabulary: Vocabulary | None = None) -> bytes:
     return beside.read_bytes()
 
 
-def _check_fits(beside: Path, vocabulary: Vocabulary) -> None:
-    """That it gives tokens the ids that they have here."""
+def _check_fits(beside: Path, vocabulary: GgufVocabulary) -> None:
     model = read_json(beside, dict[str, Any], _MAX_TOKENIZER_BYTES).get("model")
     ids = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(ids, dict):
@@ -67,8 +66,7 @@ def _check_fits(beside: Path, vocabulary: Vocabulary) -> None:
             )
 
 
-def _tokenizer_config(vocabulary: Vocabulary) -> dict[str, Any]:
-    """Names of special tokens, and the chat template."""
+def _tokenizer_config(vocabulary: GgufVocabulary) -> dict[str, Any]:
     names = {
         f"{name}_token": vocabulary.tokens[vocabulary.ids[name]]
         for name in ("bos", "eos", "unk", "pad")
@@ -92,7 +90,7 @@ _PHI_3_UNSTRIPPED: Final = ("<unk>", "<s>", "<|endoftext|>")
 """Special tokens of Phi-3 that do not take white space behind them along, as all others do."""
 
 
-def make_tokenizer_json(vocabulary: Vocabulary) -> bytes:
+def make_tokenizer_json(vocabulary: GgufVocabulary) -> bytes:
     """The content of the file.
 
     Raises:
@@ -121,7 +119,7 @@ def make_tokenizer_json(vocabulary: Vocabulary) -> bytes:
     return data
 
 
-def adds_bos(vocabulary: Vocabulary) -> bool:
+def adds_bos(vocabulary: GgufVocabulary) -> bool:
     """Whether texts begin with BOS; where a file does not say, it is the kind's habit."""
     if vocabulary.add_bos is not None:
         return vocabulary.add_bos
@@ -131,7 +129,7 @@ def adds_bos(vocabulary: Vocabulary) -> bool:
     return pre is not None and pre.adds_bos
 
 
-def _byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
+def _byte_level(vocabulary: GgufVocabulary) -> dict[str, Any]:
     pre = _pre_tokenizer(vocabulary)
     merges = [_pair(vocabulary, merge) for merge in vocabulary.merges]
     return {
@@ -146,7 +144,7 @@ def _byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _pre_tokenizer(vocabulary: Vocabulary) -> PreTokenizer:
+def _pre_tokenizer(vocabulary: GgufVocabulary) -> PreTokenizer:
     pre = PRE_TOKENIZERS.get(vocabulary.pre)
     if pre is None:
         raise ModelFileError(
@@ -156,7 +154,7 @@ def _pre_tokenizer(vocabulary: Vocabulary) -> PreTokenizer:
     return pre
 
 
-def _pair(vocabulary: Vocabulary, merge: str) -> tuple[str, str]:
+def _pair(vocabulary: GgufVocabulary, merge: str) -> tuple[str, str]:
     end = merge.find(" ", 1) if isinstance(merge, str) else -1
     if end < 0:
         raise ModelFileError(
@@ -165,7 +163,7 @@ def _pair(vocabulary: Vocabulary, merge: str) -> tuple[str, str]:
     return merge[:end], merge[end + 1 :]
 
 
-def _sentencepiece(vocabulary: Vocabulary) -> dict[str, Any]:
+def _sentencepiece(vocabulary: GgufVocabulary) -> dict[str, Any]:
     has_prefix = vocabulary.add_space_prefix is not False
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     steps = [{"type": "Prepend", "prepend": _SPACE}] if has_prefix else []
@@ -191,7 +189,7 @@ def _sentencepiece(vocabulary: Vocabulary) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def _merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     """Every way to put a token together of two, the best tokens' first."""
     triples = zip(vocabulary.tokens, vocabulary.types, vocabulary.scores, strict=True)
     scores = {token: score for token, kind, score in triples if kind == TokenType.NORMAL}
@@ -205,7 +203,7 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
     return [(left, right) for _, _, left, right in found]
 
 
-def _model(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> dict[str, Any]:
+def _model(vocabulary: GgufVocabulary, merges: list[tuple[str, str]]) -> dict[str, Any]:
     pairs = zip(vocabulary.tokens, vocabulary.types, strict=True)
     return {
         "type": "BPE",
@@ -224,7 +222,7 @@ def _model(vocabulary: Vocabulary, merges: list[tuple[str, str]]) -> dict[str, A
     }
 
 
-def _common(vocabulary: Vocabulary) -> dict[str, Any]:
+def _common(vocabulary: GgufVocabulary) -> dict[str, Any]:
     strips = vocabulary.architecture == "phi3" and vocabulary.model == "llama"
     special = (TokenType.CONTROL, TokenType.UNKNOWN)
     pairs = zip(vocabulary.tokens, vocabulary.types, strict=True)
@@ -252,7 +250,7 @@ def _common(vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
-def _template(vocabulary: Vocabulary, before: list[int], after: list[int]) -> dict[str, Any]:
+def _template(vocabulary: GgufVocabulary, before: list[int], after: list[int]) -> dict[str, Any]:
     def piece(token_id: int, sequence: int) -> dict[str, Any]:
         return {"SpecialToken": {"id": vocabulary.tokens[token_id], "type_id": sequence}}
 
@@ -305,7 +303,7 @@ class PreTokenizer:
     adds_bos: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """As tokenizer.json has it."""
+        """Settings as tokenizer.json has them."""
         steps: list[dict[str, Any]] = []
         if self.has_digits:
             steps.append({"type": "Digits", "individual_digits": True})
