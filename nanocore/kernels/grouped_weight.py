@@ -49,17 +49,14 @@ class GroupedWeight:
 
     @property
     def out_features(self) -> int:
-        """O."""
         return self.values_OI.shape[0]
 
     @property
     def in_features(self) -> int:
-        """I."""
         return self.values_OI.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Memory that a checkpoint's packing of it takes: values of `bits`, and all scales."""
         parts = (self.scale_OG, self.zero_OG, self.minimum_OG, self.super_scale_OS,
                  self.super_minimum_OS, self.permutation_I)  # fmt: skip
         values = self.values_OI.numel() * self.bits // 8
@@ -133,12 +130,10 @@ class Float8Weight:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether scales are of blocks, and not of outputs."""
         return self.scale.shape != (self.values_OI.shape[0], 1)
 
     @property
     def nbytes(self) -> int:
-        """Memory of values and scales."""
         return self.values_OI.nbytes + self.scale.nbytes
 
     def can_join(self, other: Float8Weight) -> bool:
@@ -149,7 +144,6 @@ class Float8Weight:
         return is_alike and not (self.has_blocks and mine[0] % self.block)
 
     def dequantize(self) -> Tensor:
-        """float32 [O, I]."""
         if not self.has_blocks:
             return self.values_OI.float() * self.scale
         out_features, in_features = self.values_OI.shape

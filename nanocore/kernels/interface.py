@@ -118,7 +118,6 @@ class Noise:
         return Noise(self.temperature_R[rows], self.seed_R[rows], self.position_R[rows])
 
     def contiguous(self) -> Noise:
-        """The same in tensors without gaps."""
         return Noise(*(x.contiguous() for x in (self.temperature_R, self.seed_R, self.position_R)))
 
 
@@ -137,7 +136,6 @@ class Filters:
     min_p_R: Tensor
 
     def of_rows(self, rows: Tensor | slice) -> Filters:
-        """The filters of these of the R rows; rows: indices, a mask or a slice."""
         return Filters(self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows])
 
 
@@ -236,8 +234,7 @@ class Kernels(RankKernels, Protocol):
         for `linear` and `gated_linear`, and one that such products cannot take stays as it is.
         dtype: of activations, for backends that dequantize what is stored quantized.
 
-        Raises:
-            ValueError: no such quantization here.
+        Raises ValueError: no such quantization here.
         """
         ...
 

@@ -47,8 +47,7 @@ def scale_dtype(device_type: str) -> torch.dtype:
 def kv_cache_format(name: str, model_dtype: torch.dtype, device_type: str = "cpu") -> KVCacheFormat:
     """The format of this name; "auto" keeps values in the model's dtype.
 
-    Raises:
-        ValueError: no such format.
+    Raises ValueError: no such format.
     """
     if name == "auto":
         return KVCacheFormat(model_dtype)

@@ -43,19 +43,16 @@ class LinearWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that values and scales take."""
         own = self.data.nbytes + (self.scale_O.nbytes if self.scale_O is not None else 0)
         return own + sum(segment.num_bytes for segment in self.segments)
 
     def bias_of(self, bias_O: Tensor | None) -> list[Tensor | None]:
-        """Each segment's part of a bias."""
         if bias_O is None:
             return [None] * len(self.segments)
         return list(bias_O.split([segment.out_features for segment in self.segments]))
 
 
 def in_segments(weights: Sequence[LinearWeight]) -> LinearWeight:
-    """One weight with the outputs of all, in their order."""
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -82,7 +79,6 @@ class TokenEmbedding:
 def check_quantization_name(
     name: str | None, known: tuple[str, ...] = ("int4", "int8", "fp8")
 ) -> None:
-    """Raises ValueError if weights cannot be stored so."""
     if name is not None and name not in known:
         raise ValueError(f"no quantization {name!r} here; there is: {', '.join(known)}")
 

@@ -80,7 +80,6 @@ class TokenMask:
     index_R: Tensor
 
     def of_rows(self, rows: Tensor) -> TokenMask:
-        """The masks of these of the R rows; rows: int64 indices."""
         return TokenMask(self.words_MW, self.index_R.index_select(0, rows))
 
     def is_allowed(self, first_token: int, num_tokens: int) -> Tensor:

@@ -230,7 +230,6 @@ def allowed_logits(logits_RV: Tensor, first_token: int, mask: TokenMask | None) 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `interface.Kernels.rms_norm`."""
     x_float = x.float()
     normed = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
     return (normed.to(weight.dtype) * weight).to(x.dtype)
@@ -244,7 +243,6 @@ def rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """act(x)."""
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
 

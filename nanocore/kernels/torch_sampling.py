@@ -25,7 +25,6 @@ _KEPT: Final = -0.0
 
 
 def edit_logits(logits_RV: Tensor, edits: LogitEdits) -> None:
-    """See `interface.Kernels.edit_logits`."""
     _allow(logits_RV, edits.lists)
     _add(logits_RV, edits)
     width = max(logits_RV.shape[1], edits.token_table.shape[1])
@@ -150,7 +149,6 @@ _MAX_VALUES: Final = 1 << 23
 
 
 def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> LogprobTensors:
-    """See `interface.Kernels.logprobs`."""
     num_rows, width = logits_RV.shape
     size = max(1, _MAX_VALUES // width)
     parts = [

@@ -98,8 +98,7 @@ def serve(
 ) -> NoReturn:
     """Do what the engine says. answers: this rank tells it results.
 
-    Raises:
-        EOFError: the engine is gone.
+    Raises EOFError: the engine is gone.
     """
     begun: deque[tuple[int, PendingOutput]] = deque()
     while True:

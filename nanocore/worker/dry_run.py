@@ -52,8 +52,7 @@ class _Seat:
 def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     """Return what each rank would report after loading, in order of rank.
 
-    Raises:
-        ConfigError, ModelFileError, CacheMemoryError: why an engine would not start.
+    Raises ConfigError, ModelFileError, CacheMemoryError: why an engine would not start.
     """
     device = select_device(config.device)
     model_config, dtype = read_model(config, device)

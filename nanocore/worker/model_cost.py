@@ -62,7 +62,6 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held_bytes(self) -> int:
-        """Memory that all weights take."""
         return self.weight_bytes + self.expert_bytes + self.lookup_bytes
 
     @property
@@ -129,7 +128,6 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     near_bytes_per_s: float = 0.0
 
     def shared(self, num_ranks: int) -> MachineSpeed:
-        """Share of each of num_ranks ranks."""
         return MachineSpeed(
             bytes_per_s=self.bytes_per_s / num_ranks,
             flops_per_s=self.flops_per_s / num_ranks,
@@ -139,7 +137,6 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def joined(cls, speeds: Sequence[MachineSpeed]) -> MachineSpeed:
-        """Sum over ranks."""
         return cls(
             bytes_per_s=sum(speed.bytes_per_s for speed in speeds),
             flops_per_s=sum(speed.flops_per_s for speed in speeds),

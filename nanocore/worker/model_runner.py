@@ -149,7 +149,6 @@ class ModelRunner:
 
     @property
     def is_captured(self) -> bool:
-        """Whether steps on the host are replayed."""
         return self._replay is not None
 
     def step_shapes(self, max_num_batched_tokens: int) -> list[StepShape]:
@@ -183,7 +182,6 @@ class ModelRunner:
         return self._last
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a step of the plan to its end."""
         return self.begin(plan).wait()
 
     def _take_sampled(self, plan: SchedulerOutput) -> None:
@@ -258,7 +256,6 @@ class ModelRunner:
         return DoneOutput(make_output(step.sample_rows, result, requested))
 
     def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
-        """Prepare a step on a device; see `DecoderModel.begin_step`."""
         return self.model.begin_step(rows, self.kernels)
 
     def forward(

@@ -61,7 +61,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_ranks(self) -> int:
-        """Worker processes; pipeline stages times the ranks of each."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 

@@ -112,8 +112,7 @@ class Worker:
     def load_model(self) -> None:
         """Read this rank's part of the weights, and hand it to the kernel backend.
 
-        Raises:
-            ModelFileError: see `loader.load_weights`.
+        Raises ModelFileError: see `loader.load_weights`.
         """
         self._weight_bytes = fill_and_pack(
             self._runner.model, self._kernels, self._fill, self._config.quantization
@@ -141,8 +140,7 @@ class Worker:
 
         On CUDA the largest steps are run, which compiles kernels, so that no request waits for it.
 
-        Raises:
-            CacheMemoryError: nothing is left.
+        Raises CacheMemoryError: nothing is left.
         """
         if self.device.type == "cuda":
             memory_bytes = torch.cuda.mem_get_info(self.device)[1]
@@ -184,11 +182,9 @@ class Worker:
         )
 
     def capture(self) -> None:
-        """Capture steps to be replayed, or compile kernels for them."""
         self._runner.capture(self._config.max_num_batched_tokens)
 
     def begin(self, plan: SchedulerOutput) -> PendingOutput:
-        """Begin a step; what it samples is there when it is done."""
         return self._runner.begin(plan)
 
     @property
@@ -224,8 +220,7 @@ class LocalExecutor:
 
     A CPU runs a step when it is submitted, a GPU while the step loop goes on.
 
-    Raises:
-        StartError: see `Worker`.
+    Raises StartError: see `Worker`.
     """
 
     def __init__(self, config: WorkerConfig) -> None:

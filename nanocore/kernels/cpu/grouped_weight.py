@@ -65,8 +65,7 @@ def eight_bits(out_features: int, in_features: int, scale_O: Tensor) -> CpuGroup
 def in_groups_that_fit(weight: GroupedWeight) -> GroupedWeight:
     """The same weight in groups of one of `GROUP_SIZES`, unless it has one scale for each output.
 
-    Raises:
-        ValueError: there are none.
+    Raises ValueError: there are none.
     """
     size = weight.group_size
     if size in GROUP_SIZES or has_output_scales(weight):

@@ -274,8 +274,7 @@ def find_library() -> Library | None:
 
     NANOCORE_CPU_ISA names another instruction set to use, for tests and comparisons.
 
-    Raises:
-        ValueError: NANOCORE_CPU_ISA names none that is here and can run.
+    Raises ValueError: NANOCORE_CPU_ISA names none that is here and can run.
     """
     wanted = os.environ.get("NANOCORE_CPU_ISA") or None
     for library in runnable_libraries():

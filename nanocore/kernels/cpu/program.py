@@ -128,8 +128,7 @@ def capture_program(
 ) -> tuple[Program, Tensor, int]:
     """The program of the kernels that `run` calls, its result, and that one's rows.
 
-    Raises:
-        NotCapturable: it called what is no kernel.
+    Raises NotCapturable: it called what is no kernel.
     """
     capturing = ProgramCapture(workspace, max_tokens, max_samples)
     with capturing:

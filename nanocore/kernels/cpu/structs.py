@@ -38,7 +38,6 @@ _INTEGERS, _CODEBOOK = 3, 4
 
 
 def weight_struct(weight: LinearWeight) -> LinearWeightStruct:
-    """A packed weight, with its scales if it has any."""
     struct = LinearWeightStruct(
         packed=weight.data.data_ptr(),
         scale=_address(weight.scale_O),
@@ -60,7 +59,6 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
-    """A norm's weight, [E]."""
     return NormWeightStruct(weight.data_ptr(), weight.dtype == torch.float32, eps)
 
 
@@ -73,7 +71,6 @@ def cache_struct(cache: KVCache) -> CacheLayoutStruct:
 
 
 def group_struct(group: SharedMemoryGroup) -> RankGroupStruct:
-    """A group of ranks, as one of them knows it."""
     return RankGroupStruct(
         group.counters.data_ptr(),
         group.buffers.data_ptr(),
@@ -85,7 +82,6 @@ def group_struct(group: SharedMemoryGroup) -> RankGroupStruct:
 
 
 def step_struct(metadata: AttentionMetadata) -> StepStruct:
-    """The part of a step that attention needs; metadata must outlive it."""
     table_BM = metadata.block_table_BM
     assert table_BM.stride(1) == 1, "a row's block ids are adjacent"
     query_start = np.array(metadata.query_start, np.int64)
@@ -103,7 +99,6 @@ def step_struct(metadata: AttentionMetadata) -> StepStruct:
 
 
 def mask_struct(mask: TokenMask | None) -> TokenMaskStruct | None:
-    """Masks of rows, None if there are none; mask must outlive it."""
     if mask is None:
         return None
     words_MW, index_R = mask.words_MW, mask.index_R
@@ -113,7 +108,6 @@ def mask_struct(mask: TokenMask | None) -> TokenMaskStruct | None:
 
 
 def edits_struct(logits_RV: Tensor, edits: LogitEdits) -> EditLogitsStruct:
-    """Edits of these rows; edits must outlive it."""
     assert logits_RV.stride(1) == edits.token_table.stride(1) == 1, "rows' values are adjacent"
     lists = edits.lists
 
@@ -152,8 +146,7 @@ class PackedExperts:
 def experts_struct(weights: ExpertWeights) -> ExpertWeightsStruct:
     """All experts of a layer, each projection in one form. Weights must outlive it.
 
-    Raises:
-        ValueError: they are in several.
+    Raises ValueError: they are in several.
     """
     arrays = []
     for projection in (weights.gates, weights.ups, weights.downs):

@@ -28,7 +28,6 @@ _ALIGNMENT: Final = 4096
 
 
 def huge_pages(num_bytes: int) -> Tensor:
-    """A piece of its own."""
     memory = np.empty(num_bytes + _PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % _PAGE_BYTES
     return torch.from_numpy(memory[start : start + num_bytes])
@@ -79,7 +78,6 @@ class WeightPacking:
         self.memory = WeightMemory()
 
     def pack(self, weight: CheckpointWeight, quantization: str | None) -> LinearWeight:
-        """See `Kernels.pack_linear`; E4M3 becomes int8 with a scale for each output feature."""
         check_quantization_name(quantization, ("int8", "int4"))
         if isinstance(weight, Float8Weight):
             weight = weight.in_integers()

@@ -317,7 +317,6 @@ def choose_kernel(
 def best_filtered_token(
     logits_RV: Tensor, noise: Noise, filters: Filters, mask: TokenMask | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `interface.Kernels.best_filtered_token`."""
     num_rows, width = logits_RV.shape
     assert (logits_RV.dtype, logits_RV.stride(1)) == (torch.float32, 1)
     value_R = logits_RV.new_empty(num_rows)

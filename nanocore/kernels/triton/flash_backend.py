@@ -54,8 +54,7 @@ class _Build:
     def load(self, device: torch.device) -> ModuleType:
         """Import the module.
 
-        Raises:
-            Exception: it is not installed, damaged, lacks what we call, or cannot run here.
+        Raises Exception: it is not installed, damaged, lacks what we call, or cannot run here.
         """
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
@@ -90,8 +89,7 @@ _BUILDS: Final = (
 class FlashKernels(TritonKernels):
     """Implements `interface.Kernels`. version: of flash-attn.
 
-    Raises:
-        ValueError: no flash-attn can be used here, or see `TritonKernels`.
+    Raises ValueError: no flash-attn can be used here, or see `TritonKernels`.
     """
 
     name = "flash"

@@ -46,17 +46,14 @@ class Layout:
 
     @property
     def num_planes(self) -> int:
-        """Planes of a chunk."""
         return 16 // self.bits
 
     @property
     def chunk(self) -> int:
-        """Inputs of a chunk."""
         return self.num_planes * self.plane
 
     @property
     def num_scale_words(self) -> int:
-        """Words of a chunk's scales and minima."""
         if self.scales == "super":
             return 2 if self.has_minima else 1
         if self.scales == "float32":
@@ -65,7 +62,6 @@ class Layout:
 
     @property
     def num_words(self) -> int:
-        """Words of a chunk's scales, minima and zero points; without super scales."""
         return self.num_scale_words + self.has_zeros
 
 
@@ -84,7 +80,6 @@ class GroupedLinear(LinearWeight):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all takes."""
         parts = (self.data, self.scales, self.super_scales, self.permutation_I)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -92,8 +87,7 @@ class GroupedLinear(LinearWeight):
 def pack_groups(weight: GroupedWeight) -> GroupedLinear:
     """The same numbers.
 
-    Raises:
-        ValueError: a group's size, or a codebook, is none that our kernels on a GPU have.
+    Raises ValueError: a group's size, or a codebook, is none that our kernels on a GPU have.
     """
     if weight.codebook is not None:
         weight = _without_codebook(weight)

@@ -223,7 +223,6 @@ def dequantize(weight: GroupedLinear, dtype: torch.dtype) -> Tensor:
 
 
 def embed(token_ids_T: Tensor, embedding: TokenEmbedding) -> Tensor:
-    """See `interface.Kernels.embedding`."""
     weight = embedding.weight
     assert isinstance(weight, GroupedLinear)
     assert weight.permutation_I is None, "an embedding's columns are in order"

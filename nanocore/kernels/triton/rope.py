@@ -198,7 +198,6 @@ def rope_and_store_kv(
     cache: KVCache,
     metadata: AttentionMetadata,
 ) -> Tensor:
-    """See `interface.Kernels.rope_and_store_kv`. Q, a view of qkv, has gaps between tokens."""
     block_size, num_kv_heads, head_dim = cache.k_NSKD.shape[1:]
     q_weight, k_weight, eps = (
         (None, None, 0.0) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps)

@@ -190,7 +190,6 @@ def best_token(
     places: TokenPlaces | None = None,
     mask: TokenMask | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `interface.Kernels.best_token`."""
     num_rows, width = logits_RV.shape
     assert logits_RV.stride(1) == 1
     num_parts = triton.cdiv(width, _PART)

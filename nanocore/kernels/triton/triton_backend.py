@@ -75,8 +75,7 @@ _INTERPRETED_SMS: Final = 4
 class TritonKernels(TorchKernels):
     """Implements `interface.Kernels`. num_sms: multiprocessors, among which attention is shared.
 
-    Raises:
-        ValueError: the device is not CUDA, and Triton does not interpret (TRITON_INTERPRET=1).
+    Raises ValueError: the device is not CUDA, and Triton does not interpret (TRITON_INTERPRET=1).
     """
 
     name = "triton"
@@ -263,7 +262,6 @@ class TritonKernels(TorchKernels):
         return can_multiply_float8(values_OI) and not is_old
 
     def _is_ours(self, weight: LinearWeight) -> bool:
-        """Whether a product is not for cuBLAS."""
         return self.batch_invariant or weight.scale_O is not None
 
     def _multiply(

@@ -199,7 +199,6 @@ class InputBatch:
         return self._requested_rows.requested(step.sample_rows, decode_group, *computed)
 
     def places(self, step: BatchStep) -> TokenPlaces:
-        """Places of the tokens that the step samples, in these rows' own memory."""
         rows_R, positions_R = map(torch.from_numpy, (step.sample_rows, step.sample_positions))
         return TokenPlaces(self.token_table, rows_R, positions_R)
 

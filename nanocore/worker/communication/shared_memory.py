@@ -39,8 +39,7 @@ def payload_offset(num_counters: int) -> int:
 def create_region(num_counters: int, payload_bytes: int) -> int:
     """A descriptor of a new region of zeros, to be inherited (`pass_fds`) by those who share it.
 
-    Raises:
-        ConfigError: the machine's memory ordering is not known to suffice. OSError: no memory.
+    Raises ConfigError: the machine's memory ordering is not known to suffice. OSError: no memory.
     """
     if platform.machine() != "x86_64":
         raise ConfigError(

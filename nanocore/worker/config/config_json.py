@@ -34,8 +34,7 @@ def parse_model_config(
 ) -> ModelConfig:
     """The contents of config.json and generation_config.json, as the family reads them.
 
-    Raises:
-        ModelFileError: a setting that is missing, malformed or not implemented.
+    Raises ModelFileError: a setting that is missing, malformed or not implemented.
     """
     if family.translate is not None:
         settings = family.translate(settings)
@@ -155,7 +154,6 @@ _SOFTCAP: Final = Range(1e-3, 1e6)
 
 
 def read_heads(settings: Settings, family: Family) -> tuple[int, int, int]:
-    """The numbers of query heads and of KV heads, and their size."""
     num_heads, hidden_size = settings.size("num_attention_heads"), settings.size("hidden_size")
     if settings.is_set("num_key_value_heads"):
         num_kv_heads = settings.size("num_key_value_heads", num_heads)
@@ -174,7 +172,6 @@ def read_heads(settings: Settings, family: Family) -> tuple[int, int, int]:
 
 
 def read_attention_bias(settings: Settings, family: Family) -> bool:
-    """Whether Q, K and V have biases."""
     bias = family.attention_bias
     if family.bias_setting is not None:
         bias = settings.get(family.bias_setting, bool, bias)
@@ -185,7 +182,6 @@ def read_attention_bias(settings: Settings, family: Family) -> bool:
 
 
 def read_mlp_bias(settings: Settings, family: Family) -> bool:
-    """Whether the MLP's projections have biases."""
     bias = settings.get("mlp_bias", bool, False)
     if bias and not family.mlp_bias_setting:
         raise settings.error("mlp_bias", "is not implemented for this architecture")
@@ -193,7 +189,6 @@ def read_mlp_bias(settings: Settings, family: Family) -> bool:
 
 
 def read_activation(settings: Settings, family: Family) -> Activation:
-    """Read the activation of MLPs' and experts' gates."""
     name = family.activation_setting
     value = settings.get(name, str, family.activation)
     if value not in _ACTIVATIONS:
@@ -202,14 +197,12 @@ def read_activation(settings: Settings, family: Family) -> Activation:
 
 
 def read_query_divisor(settings: Settings, family: Family, head_dim: int) -> int:
-    """The number whose root divides the products of queries and keys."""
     if family.query_pre_attn_scalar is None:
         return head_dim
     return settings.size("query_pre_attn_scalar", family.query_pre_attn_scalar)
 
 
 def read_softcap(settings: Settings, name: str, support: Softcap | None) -> float:
-    """A cap, 0 for none."""
     cap = settings.nullable(name, float, support.default if support else None)
     if cap is None:
         return 0.0
@@ -219,7 +212,6 @@ def read_softcap(settings: Settings, name: str, support: Softcap | None) -> floa
 
 
 def read_rope(settings: Settings, family: Family, head_dim: int) -> dict[LayerType, RopeConfig]:
-    """The rotations of both layer types; empty for a family without."""
     if family.rope_kinds == ():
         for name in ("rope_parameters", "rope_scaling", "rope_theta"):
             if settings.has(name):
@@ -245,7 +237,6 @@ def read_rope(settings: Settings, family: Family, head_dim: int) -> dict[LayerTy
 
 
 def read_moe(settings: Settings, family: Family, num_layers: int) -> MoeConfig | None:
-    """The experts, and which layers have them; None for a family without."""
     if not family.sparse:
         return None
     # transformers 5 writes num_local_experts for Qwen3-MoE where everybody else has num_experts.

@@ -51,7 +51,6 @@ def window_if_asked(chosen: Callable[[int, int], bool]) -> WindowRule:
 
 
 def window_with_gaps(period: int, period_setting: str | None) -> WindowRule:
-    """All layers but every period-th."""
 
     def rule(settings: Settings, num_layers: int) -> tuple[int | None, list[bool]]:
         window = settings.nullable("sliding_window", int, 4096)

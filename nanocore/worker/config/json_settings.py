@@ -98,11 +98,7 @@ class Settings:
 
     @classmethod
     def read(cls, path: Path) -> Settings:
-        """The file's settings.
-
-        Raises:
-            ModelFileError: it is missing, or no JSON object.
-        """
+        """The file's settings. Raises ModelFileError: it is missing, or no JSON object."""
         try:
             return cls(path, read_json(path, dict[str, Any], MAX_SETTINGS_BYTES))
         except FileNotFoundError:
@@ -166,7 +162,6 @@ class Settings:
         return self.with_values(values, self._full(name))
 
     def error(self, name: str, why: str = "is not implemented") -> ModelFileError:
-        """The error that says why this setting cannot be used."""
         try:
             value = msgspec.json.encode(self.values.get(name)).decode()
         except RecursionError:
@@ -204,8 +199,7 @@ def override(settings: Settings, overrides: Mapping[str, Any]) -> Settings:
 def check_all_read(settings: Settings, overrides: Mapping[str, Any]) -> None:
     """Refuse values that no part of the configuration has asked for: most are misspelled.
 
-    Raises:
-        ConfigError: there is one.
+    Raises ConfigError: there is one.
     """
     names = list(overrides)
     if isinstance(text := overrides.get(_TEXT), dict):

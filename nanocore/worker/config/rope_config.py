@@ -71,8 +71,7 @@ _PART = Range(0, 1, exceeds_low=True)
 def read_shared_rope(settings: Settings, head_dim: int, theta: float = 10_000.0) -> RopeConfig:
     """The rotation that all layers share. theta: where none is given.
 
-    Raises:
-        ModelFileError: a kind or key that is unknown, or a value that cannot work.
+    Raises ModelFileError: a kind or key that is unknown, or a value that cannot work.
     """
     name = "rope_scaling" if settings.section("rope_scaling").values else "rope_parameters"
     theta = settings.number("rope_theta", theta, _THETA)
@@ -82,8 +81,7 @@ def read_shared_rope(settings: Settings, head_dim: int, theta: float = 10_000.0)
 def read_rope_by_layer_type(settings: Settings, head_dim: int) -> dict[LayerType, RopeConfig]:
     """Gemma 3's two rotations: a long one for full attention, a short one for the window.
 
-    Raises:
-        ModelFileError: as `read_shared_rope`, or a schema that does not tell them apart.
+    Raises ModelFileError: as `read_shared_rope`, or a schema that does not tell them apart.
     """
     nested = settings.section("rope_parameters")
     for key in nested.values:

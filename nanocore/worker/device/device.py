@@ -25,8 +25,7 @@ _DTYPES: Final = {
 def select_device(name: str, rank: int = 0) -> torch.device:
     """The device that `name` stands for on this rank; "auto" is CUDA if there is one.
 
-    Raises:
-        ConfigError: the device is not there.
+    Raises ConfigError: the device is not there.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,8 +48,7 @@ def select_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
     float16 is for CUDA, and for models whose activations it holds; where a checkpoint's cannot be
     had, "auto" is bfloat16: as many bytes, and a range that nothing leaves.
 
-    Raises:
-        ConfigError: it cannot be had here. ModelFileError: the checkpoint's is not implemented.
+    Raises ConfigError: it cannot be had here. ModelFileError: the checkpoint's is not implemented.
     """
     if name == "float16" and device.type != "cuda":
         raise ConfigError(f"--dtype float16: not on {device}; use bfloat16 or float32")
@@ -74,8 +72,7 @@ def select_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
 def select_kv_format(name: str, model_dtype: torch.dtype, device: torch.device) -> KVCacheFormat:
     """Choose the storage format of K and V; "auto" is the model's dtype.
 
-    Raises:
-        ConfigError: not on this device.
+    Raises ConfigError: not on this device.
     """
     if name == "fp8":
         require_fp8("--kv-cache-dtype", device)
@@ -90,8 +87,7 @@ def check_quantized_linear(
     dtype: of activations. What torch's products of fp8 take depends on its version, on the GPU and
     on dtype, so one is tried.
 
-    Raises:
-        ConfigError: not on this device, or not with this dtype.
+    Raises ConfigError: not on this device, or not with this dtype.
     """
     if name != "fp8":
         return
@@ -136,8 +132,7 @@ def steps_in_flight(config: WorkerConfig, device: torch.device) -> int:
 def make_kernels(config: WorkerConfig, device: torch.device) -> Kernels:
     """The kernel backend that a rank is to use.
 
-    Raises:
-        ConfigError: it cannot run here, or not with these blocks.
+    Raises ConfigError: it cannot run here, or not with these blocks.
     """
     name = config.attention_backend
     try:
@@ -160,8 +155,7 @@ def make_kernels(config: WorkerConfig, device: torch.device) -> Kernels:
 def check_batch_invariance(config: WorkerConfig, model: ModelConfig, kernels: Kernels) -> None:
     """Check that --batch-invariant can be kept: what a CPU has no kernel for, torch computes.
 
-    Raises:
-        ConfigError: it cannot.
+    Raises ConfigError: it cannot.
     """
     if not config.batch_invariant or kernels.name != "cpu":
         return
@@ -184,5 +178,4 @@ def computed_by_torch(config: WorkerConfig, model: ModelConfig) -> list[str]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Name as users write it, e.g. "bfloat16"."""
     return str(dtype).removeprefix("torch.")

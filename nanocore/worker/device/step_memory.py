@@ -272,5 +272,4 @@ class DeviceRows:
         )
 
     def places(self, step: StepFields) -> TokenPlaces:
-        """Places of the tokens that the step samples."""
         return TokenPlaces(self.token_table, step.sample_rows_R, step.sample_positions_R)

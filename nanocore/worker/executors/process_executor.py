@@ -111,7 +111,6 @@ class RankProcess:
         return WorkerError(f"{self.name} was killed by {name}{hint}")
 
     def close_pipe(self) -> None:
-        """Close our end of the pipe, at which the rank ends by itself."""
         self.pipe.close()
 
     def end(self) -> None:
@@ -123,7 +122,6 @@ class RankProcess:
         os.close(self.pidfd)
 
     def kill(self) -> None:
-        """SIGKILL it, and wait until it is gone."""
         self._process.kill()
         self._process.wait()
 
@@ -186,32 +184,27 @@ class ProcessExecutor:
         return self._gather(WorkerInfo)
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
-        """Make the KV cache and the persistent batch on every rank."""
         frame = encode_frame(AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len))
         self._send(frame)
         self._gather(Done)
 
     def capture(self) -> None:
-        """Capture steps to be replayed, or compile kernels for them, on every rank."""
         self._send(encode_frame(Capture()))
         self._gather(Done)
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Send the plan to every rank. Raises StartError if one is gone."""
         assert self._awaiting is None, f"step {plan.step}: the one before it awaits masks"
         self._steps.append(plan.step)
         self._awaiting = plan.step if plan.awaits_masks else None
         self._send(encode_frame(RunStep(plan)))
 
     def sample(self, masks: TokenMasks) -> None:
-        """Send the masks to every rank that samples. Raises StartError if one is gone."""
         assert masks.step == self._awaiting, f"masks of step {masks.step}, not {self._awaiting}"
         self._awaiting = None
         last_stage = self._ranks[-self.config.tensor_parallel_size :]
         self._send(encode_frame(SampleStep(masks)), last_stage)
 
     def collect(self) -> ModelRunnerOutput:
-        """The result of the oldest step in flight, from the first rank of the last stage."""
         _, message = self._receive()
         assert isinstance(message, StepResult), message
         self._steps.popleft()
@@ -299,11 +292,7 @@ class ProcessExecutor:
         return [messages[rank] for rank in sorted(messages)]
 
     def _receive(self) -> tuple[RankProcess, FromRank]:
-        """The next message of any rank.
-
-        Raises:
-            StartError: a rank has failed or died.
-        """
+        """The next message of any rank. Raises StartError: a rank has failed or died."""
         while True:
             taken_in = [rank.pipe.fileno() for rank in self._ranks if rank.pipe.has_taken_in]
             ready = taken_in or dict(self._poll.poll())

@@ -66,7 +66,6 @@ class Attention:
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         self.qkv_proj.pack(packer)
         self.o_proj.pack(packer)
 

@@ -89,7 +89,6 @@ class DecoderLayer:
         self.make_norms(placement, config)
 
     def make_norms(self, placement: Placement, config: ModelConfig) -> None:
-        """Make the norms that `norm_entries` names."""
         self.input_norm = self.norm_class(placement, config, config.hidden_size)
         self.post_attention_norm = self.norm_class(placement, config, config.hidden_size)
 
@@ -127,8 +126,7 @@ class DecoderLayer:
 class DecoderModel:
     """One rank's part of the model, its parameters allocated and not yet filled.
 
-    Raises:
-        ConfigError: the model cannot be split as the placement asks.
+    Raises ConfigError: the model cannot be split as the placement asks.
     """
 
     family: ClassVar[Family]
@@ -166,7 +164,6 @@ class DecoderModel:
 
     @property
     def kv_specs(self) -> list[KVSpec]:
-        """KV shape of each of this rank's layers."""
         return [layer.kv_spec for layer in self.layers]
 
     @classmethod
@@ -199,7 +196,6 @@ class DecoderModel:
                 self.embedding.pack_as_embedding(packer)
 
     def finish(self) -> None:
-        """Complete the parameters once all weights are filled."""
         if self.norm is not None and self.config.logits_divisor != 1.0:
             # Which divides the logits, and costs nothing.
             self.norm.weight = self.norm.weight / self.config.logits_divisor
@@ -220,7 +216,6 @@ class DecoderModel:
         return self.embedding.embed(token_ids_T, self.embedding_factor, kernels)
 
     def begin_step(self, rows: StepRows, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
-        """See `Kernels.begin_step`; hidden states are those of `embed`."""
         if self.embedding is None:
             return kernels.begin_step(rows, None)
         return self.embedding.begin_step(rows, self.embedding_factor, kernels)

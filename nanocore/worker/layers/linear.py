@@ -98,7 +98,6 @@ class ColumnParallelLinear:
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         self.weight.pack(packer.linear)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
@@ -142,7 +141,6 @@ class RowParallelLinear:
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         self.weight.pack(packer.linear)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
@@ -172,11 +170,9 @@ class VocabParallelEmbedding:
         return self.weight.entries(Projection(name, self.shape, rows, slice(0, self.shape[1])))
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`; for `embed` and `logits`."""
         self.weight.pack(packer.head)
 
     def pack_as_embedding(self, packer: WeightPacker) -> None:
-        """See `Weight`; where nothing but `embed` needs it."""
         self.weight.pack(packer.embedding)
 
     def embed(self, token_ids_T: Tensor, factor: float, kernels: Kernels) -> Tensor:

@@ -42,7 +42,6 @@ class GatedMLP:
         }
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         self.gate_up_proj.pack(packer)
         self.down_proj.pack(packer)
 
@@ -79,7 +78,6 @@ class PlainMLP:
         return self.up_proj.entries(up_proj) | self.down_proj.entries(down_proj)
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         self.up_proj.pack(packer)
         self.down_proj.pack(packer)
 

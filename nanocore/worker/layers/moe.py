@@ -28,8 +28,7 @@ from nanocore.worker.placement import Placement
 class SparseMLP:
     """One layer's experts and its router.
 
-    Raises:
-        ConfigError: moe_intermediate_size cannot be shared evenly.
+    Raises ConfigError: moe_intermediate_size cannot be shared evenly.
     """
 
     def __init__(self, placement: Placement, config: ModelConfig) -> None:
@@ -44,7 +43,6 @@ class SparseMLP:
         self._weights = _Weights(placement, moe.num_experts, self.rows.size, hidden_size)
 
     def entries(self, prefix: str) -> Entries:
-        """Checkpoints keep every expert's projections apart."""
         num_experts, hidden_size = self.router.out_features, self.router.in_features
         entries = self.router.entries(Projection.whole(f"{prefix}gate", num_experts, hidden_size))
         in_shape, out_shape = (self.rows.total, hidden_size), (hidden_size, self.rows.total)
@@ -60,7 +58,6 @@ class SparseMLP:
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         self.router.pack(packer.unquantized)
         self._weights.pack(packer)
 

@@ -59,7 +59,6 @@ class Projection:
 
     @classmethod
     def whole(cls, name: str, *shape: int) -> Projection:
-        """All of it."""
         num_rows, num_columns = shape
         return cls(name, (num_rows, num_columns), slice(0, num_rows), slice(0, num_columns))
 
@@ -90,8 +89,7 @@ class Weight:
     Implements `BufferOwner`. It is packed once it is filled and `pack` was called, whichever is
     last. On the meta device it is never filled, and packed at once.
 
-    Raises:
-        ModelFileError: no memory could hold it.
+    Raises ModelFileError: no memory could hold it.
     """
 
     def __init__(self, placement: Placement, out_features: int, in_features: int) -> None:
@@ -111,8 +109,7 @@ class Weight:
     def entries(self, *projections: Projection) -> Entries:
         """Map the tensors of these projections, whose rows are the weight's, to its buffers.
 
-        Raises:
-            ModelFileError, ConfigError: see `WeightFormat.projection`.
+        Raises ModelFileError, ConfigError: see `WeightFormat.projection`.
         """
         assert self._packed is None, "this weight is packed, and filled no more"
         assert sum(projection.num_rows for projection in projections) == self.out_features
@@ -136,7 +133,6 @@ class Weight:
         self._pack_if_filled()
 
     def filled(self) -> None:
-        """See `BufferOwner`."""
         self._is_filled = True
         self._pack_if_filled()
 
@@ -233,11 +229,9 @@ class WeightPacker:
         return self._pack(weights, "int8" if self._quantization == "int4" else None)
 
     def unquantized(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
-        """Pack a router, unquantized."""
         return self._pack(weights, None)
 
     def expert(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
-        """Pack one projection of an expert."""
         if self._stacks_experts:
             packed = self._pack([self._floats(weight) for weight in _taken(weights)], None)
         else:
@@ -249,8 +243,7 @@ class WeightPacker:
     def experts(self, weights: ExpertWeights) -> Experts:
         """All of a layer's, of which the caller gives up what `expert` made.
 
-        Raises:
-            ModelFileError: some are stored unlike the others.
+        Raises ModelFileError: some are stored unlike the others.
         """
         try:
             return self._kernels.pack_experts(weights)

@@ -92,8 +92,7 @@ def read_weight_format(
 def check_files(config: WorkerConfig, model: DecoderModel) -> None:
     """Check that the weight files are those of this model, by their headers, and the adapter's.
 
-    Raises:
-        ModelFileError: they are not; see `loader.load_weights`.
+    Raises ModelFileError: they are not; see `loader.load_weights`.
     """
     entries, weight_format = model.entries(), model.placement.weight_format
     if isinstance(weight_format, MergedFormat):
@@ -114,8 +113,7 @@ def _check_dummy(first: Path) -> None:
 def check_memory(config: WorkerConfig, weight_bytes: dict[int, int]) -> None:
     """Check that there is room for the packed weights of these ranks, by their numbers.
 
-    Raises:
-        CacheMemoryError: there is not.
+    Raises CacheMemoryError: there is not.
     """
     if select_device(config.device).type == "cpu":
         # Pages that are promised are found missing when they are written to, by a kill.
@@ -143,8 +141,7 @@ def as_stored(config: ModelConfig, folder: Path, names: TensorNames) -> ModelCon
 
     Reads headers, and weights only to compare a tied head with the embedding if it is there.
 
-    Raises:
-        ModelFileError: see `all_tensors`; or the files have more or fewer layers.
+    Raises ModelFileError: see `all_tensors`; or the files have more or fewer layers.
     """
     tensors = all_tensors(folder)
     by_name = {name: tensor for tensor in tensors if (name := names(tensor.name))}

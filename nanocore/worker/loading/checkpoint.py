@@ -108,8 +108,7 @@ def stored_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[Che
 def read_header(path: Path) -> list[CheckpointTensor]:
     """Read a safetensors file's header: its tensors, in the order of their bytes.
 
-    Raises:
-        ModelFileError: the file is missing, damaged, incomplete or something else.
+    Raises ModelFileError: the file is missing, damaged, incomplete or something else.
     """
     try:
         if path.exists() and not path.is_file():

@@ -369,8 +369,7 @@ class _Reader:
 def _check_range(piece: _Piece, values: Tensor) -> None:
     """Refuse numbers that no request could be answered with, in what was read of a tensor.
 
-    Raises:
-        ModelFileError: they are not finite, or would not be in the parameter's dtype.
+    Raises ModelFileError: they are not finite, or would not be in the parameter's dtype.
     """
     if not values.is_floating_point():
         return

@@ -78,13 +78,11 @@ class AdapterConfig:
         return _first_that_fits(self.ranks, module, self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Factor of the product B A."""
         alpha = _first_that_fits(self.alphas, module, self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     def targets(self, module: str) -> bool:
-        """Whether the adapter is to change this module."""
         if _is_among(module, self.exclude_modules):
             return False
         if self.target_modules is None:
@@ -101,8 +99,7 @@ class AdapterConfig:
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """The settings of the adapter in this folder.
 
-    Raises:
-        ModelFileError: the file is missing or malformed, or a setting is not implemented.
+    Raises ModelFileError: the file is missing or malformed, or a setting is not implemented.
     """
     settings = Settings.read(folder / CONFIG_FILE)
     if settings.get("peft_type", str, "") != "LORA":
@@ -189,7 +186,6 @@ def _first_that_fits(values: list[tuple[Pattern, T]], module: str, default: T) -
 
 
 def missing_adapter(folder: Path) -> ModelFileError:
-    """The error that there is no adapter in a folder."""
     return ModelFileError(
         f"--merge-lora {folder}: there is no {CONFIG_FILE}: give the folder that PEFT's "
         "save_pretrained wrote"
@@ -226,8 +222,7 @@ class LowRank:
     def add_to(self, weight: Tensor, rows: slice, columns: slice) -> None:
         """Add these rows and columns of it to float32 weights in place.
 
-        Raises:
-            ModelFileError: the adapter comes with a weight, and it is another one.
+        Raises ModelFileError: the adapter comes with a weight, and it is another one.
         """
         if self.base is not None:
             with safe_open(self.base.path, framework="pt") as file:
@@ -348,8 +343,7 @@ class MergedFormat:
     ) -> CheckpointProjection | None:
         """See `WeightFormat`.
 
-        Raises:
-            ModelFileError: the adapter's module has another shape, or the weight is quantized.
+        Raises ModelFileError: the adapter's module has another shape, or the weight is quantized.
         """
         stored = None
         if self.base is not None:
@@ -375,8 +369,7 @@ class MergedFormat:
     def check_used(self, entries: Entries) -> None:
         """Check that the model has every module of the adapter.
 
-        Raises:
-            ModelFileError: it lacks one.
+        Raises ModelFileError: it lacks one.
         """
         for name, module in self.adapter.modules.items():
             if f"{name}.weight" not in entries:

@@ -102,7 +102,6 @@ class TensorEntry:
 
     @property
     def counted_params(self) -> int:
-        """Numbers of the model that it stands for."""
         return math.prod(self.shape) if self.num_params is None else self.num_params
 
 
@@ -138,7 +137,6 @@ TensorNames = Callable[[str], str | None]
 
 
 def without_parts(entries: Entries) -> Entries:
-    """The same tensors, of which this rank keeps nothing."""
     return {name: replace(entry, parts=[]) for name, entry in entries.items()}
 
 

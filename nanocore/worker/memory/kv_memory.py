@@ -103,15 +103,12 @@ class KVMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all blocks, what lies between them included."""
         return self._memory.nbytes
 
     def layer(self, index: int) -> KVCache:
-        """K and V of a layer, in all blocks."""
         return KVCache(*(part.of(self._memory) for part in self._layout.layers[index]))
 
     def layers(self) -> list[KVCache]:
-        """K and V of each of this rank's layers, in their order."""
         return [self.layer(index) for index in range(len(self._layout.layers))]
 
     def block(self, block_id: int) -> Tensor:

@@ -56,7 +56,6 @@ _MAX_NAME: Final = 80
 
 
 def model_class(architecture: str) -> type[DecoderModel]:
-    """The class of one of `ARCHITECTURES`."""
     file, name = ARCHITECTURES[architecture][0].split(".")
     found: type[DecoderModel] = getattr(import_module(f"{__name__}.{file}"), name)
     return found
@@ -65,8 +64,7 @@ def model_class(architecture: str) -> type[DecoderModel]:
 def build_model(config: ModelConfig, placement: Placement) -> DecoderModel:
     """A rank's part of the model of this configuration, its parameters allocated, not yet filled.
 
-    Raises:
-        ConfigError: it cannot be split as the placement asks.
+    Raises ConfigError: it cannot be split as the placement asks.
     """
     return model_class(config.architecture)(config, placement)
 
@@ -108,8 +106,7 @@ def load_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) 
 def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
     """The contents of config.json and generation_config.json.
 
-    Raises:
-        ModelFileError: see `load_model_config`.
+    Raises ModelFileError: see `load_model_config`.
     """
     names = settings.get("architectures", list[str], []) or _by_model_type(settings)
     if not names:

@@ -213,12 +213,10 @@ class SampledRows:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The columns, in the same memory."""
         return {name: torch.from_numpy(values) for name, values in self.columns.items()}
 
     @cached_property
     def lists(self) -> TokenLists | None:
-        """The packed lists, in the same memory."""
         if self.packed is None:
             return None
         return TokenLists.of(torch.from_numpy(self.packed.column), self.packed.sizes)
@@ -289,7 +287,6 @@ class SamplingMetadata:
     index_R: Tensor | None = None
 
     def of_rows(self, index_R: Tensor) -> SamplingMetadata:
-        """Select some of the R rows; index_R on the device of the columns."""
         assert self.index_R is None
         return SamplingMetadata(self.columns, self.places, self.lists, index_R)
 
@@ -336,5 +333,4 @@ _EDITING: Final = (
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    """The same dtype in numpy."""
     return torch.empty(0, dtype=dtype).numpy().dtype

@@ -72,7 +72,6 @@ class MaskedRows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to stage."""
         return self._ends()[-1]
 
     def write(self, staged: Tensor) -> None:

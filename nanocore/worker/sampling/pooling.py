@@ -74,17 +74,14 @@ class PoolingRows:
 
     @property
     def is_empty(self) -> bool:
-        """There is none."""
         return not self._rows
 
     def remove(self, rows: NDArray[np.integer]) -> None:
-        """These rows are free."""
         if self._rows:
             for row in rows.tolist():
                 self._rows.pop(row, None)
 
     def add(self, new: NewRow) -> None:
-        """A free row is taken."""
         if new.sampling.pooling is None:
             return
         stop = new.num_prompt_tokens

@@ -30,12 +30,10 @@ class RequestedOutputs:
 
     @property
     def needs_hidden(self) -> bool:
-        """Whether hidden states are needed beside those that tokens are sampled from."""
         return self.prompt is not None or self.pooled is not None
 
     @property
     def column(self) -> NDArray[np.int64]:
-        """All columns, one after the other."""
         parts = (self.sampled, self.prompt, self.pooled)
         return np.concatenate([part.columns.ravel() for part in parts if part is not None])
 
@@ -65,16 +63,13 @@ class RequestedOutputRows:
 
     @property
     def is_empty(self) -> bool:
-        """No row asks for anything."""
         return self._logprobs.is_empty and self._pooling.is_empty
 
     def remove(self, rows: NDArray[np.integer]) -> None:
-        """These rows are free."""
         self._logprobs.remove(rows)
         self._pooling.remove(rows)
 
     def add(self, new: NewRow) -> None:
-        """A free row is taken."""
         self._logprobs.add(new)
         self._pooling.add(new)
 
@@ -112,7 +107,6 @@ class LogprobGroup:
     num_top: int
 
     def slices(self) -> Iterator[slice]:
-        """All of them, at most MAX_ROWS at a time."""
         for start in range(self.start, self.stop, MAX_ROWS):
             yield slice(start, min(start + MAX_ROWS, self.stop))
 
@@ -169,11 +163,9 @@ class LogprobRows:
 
     @property
     def is_empty(self) -> bool:
-        """No row asks for anything."""
         return not (self._num_requesting or self._prompts)
 
     def remove(self, rows: NDArray[np.integer]) -> None:
-        """These rows are free."""
         self._kept.clear()
         if self._num_requesting:
             self._num_requesting -= int((self._num_top[rows] != _NOT_REQUESTED).sum())
@@ -183,7 +175,6 @@ class LogprobRows:
                 self._prompts.pop(row, None)
 
     def add(self, new: NewRow) -> None:
-        """A free row is taken."""
         self._kept.clear()
         if new.sampling.logprobs is not None:
             self._num_top[new.row] = self._number(new.sampling.logprobs)

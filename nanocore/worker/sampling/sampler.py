@@ -102,7 +102,6 @@ class TokenSampler:
     def logprobs(
         self, logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
     ) -> LogprobTensors | None:
-        """See `Kernels.logprobs`; of whole rows, and None on all ranks but the first."""
         if self._tp.size > 1:
             logits_RV = logits_RV if index_N is None else logits_RV[index_N]
             logits_RV, index_N = self._whole_rows(logits_RV), None

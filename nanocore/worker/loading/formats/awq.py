@@ -41,10 +41,7 @@ _ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True, slots=True)
 class AwqFormat:
-    """A `WeightFormat`.
-
-    has_zeros: False: all zero points are 8, stored or not.
-    """
+    """A `WeightFormat`. has_zeros: False: all zero points are 8, stored or not."""
 
     group_size: int
     has_zeros: bool
@@ -53,7 +50,6 @@ class AwqFormat:
 
     @classmethod
     def read(cls, settings: Settings, stored: CheckpointTensors) -> AwqFormat:
-        """Read quantization_config. Raises ModelFileError for what is not served."""
         settings = settings.with_values(
             {
                 "bits": settings.values.get("w_bit"),
@@ -77,7 +73,6 @@ class AwqFormat:
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
     ) -> CheckpointProjection | None:
-        """See `WeightFormat`."""
         if not self.stored.has(f"{name}.qweight"):
             return None
         out_features, in_features = shape

@@ -70,8 +70,7 @@ def quantization_settings(settings: Settings, folder: Path | None) -> Settings |
 
     settings: config.json. folder: where it lies.
 
-    Raises:
-        ModelFileError: the old file is there and malformed.
+    Raises ModelFileError: the old file is there and malformed.
     """
     for name in _NAMES:
         if settings.has(name):

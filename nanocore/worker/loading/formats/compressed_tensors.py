@@ -63,7 +63,6 @@ class CompressedTensorsFormat:
 
     @classmethod
     def read(cls, settings: Settings, stored: CheckpointTensors) -> CompressedTensorsFormat:
-        """Read quantization_config. Raises ModelFileError for what is not served."""
         refuse_unless(settings, "quantization_status", str, ("compressed", "frozen"))
         refuse_if_set(settings, "kv_cache_scheme", "transform_config", "moe_sparsity_config")
         sparsity = settings.section("sparsity_config")
@@ -88,7 +87,6 @@ class CompressedTensorsFormat:
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
     ) -> CheckpointProjection | None:
-        """See `WeightFormat`."""
         scheme = self._scheme_of(name)
         if scheme is None:
             if any(self.stored.has(f"{name}.{end}") for end in ("weight_packed", "weight_scale")):
@@ -148,8 +146,7 @@ class Scheme(Protocol):
 def read_scheme(group: Settings) -> Scheme:
     """Read the scheme of a group of `config_groups`.
 
-    Raises:
-        ModelFileError: something that is not served.
+    Raises ModelFileError: something that is not served.
     """
     stored_as = refuse_unless(
         group, "format", str, (PACKED, INTEGERS, FLOATS, NAIVE), required=True

@@ -53,7 +53,6 @@ class Float8Layout:
         columns: slice,
         stored: CheckpointTensors,
     ) -> CheckpointProjection:
-        """See `WeightFormat`; of a module that is stored so."""
         dtype = stored.float_dtype(f"{name}.{self.scale_name}", torch.float32)
         slots = {"weight": Slot(shape, torch.float8_e4m3fn, (rows, columns))}
         block = BLOCK
@@ -113,7 +112,6 @@ class Fp8Format:
 
     @classmethod
     def read(cls, settings: Settings, stored: CheckpointTensors) -> Fp8Format:
-        """Read quantization_config. Raises ModelFileError for what is not served."""
         refuse_unless(settings, "fmt", str, ("e4m3", "float8_e4m3fn"))
         scheme = refuse_unless(settings, "activation_scheme", str, ("dynamic", "static"))
         refuse_if_set(settings, "kv_cache_scheme")
@@ -133,7 +131,6 @@ class Fp8Format:
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
     ) -> CheckpointProjection | None:
-        """See `WeightFormat`."""
         if not self.stored.has(f"{name}.{self.layout.scale_name}"):
             return None
         return self.layout.projection(name, shape, rows, columns, self.stored)

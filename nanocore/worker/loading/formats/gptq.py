@@ -77,7 +77,6 @@ class GptqFormat:
 
     @classmethod
     def read(cls, settings: Settings, stored: CheckpointTensors) -> GptqFormat:
-        """Read quantization_config. Raises ModelFileError for what is not served."""
         version = _version(settings)
         refuse_unless(settings, "pack_dtype", str, ("int32",))
         refuse_if_set(settings, "is_marlin_format", "adapter", "rotation")
@@ -93,7 +92,6 @@ class GptqFormat:
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
     ) -> CheckpointProjection | None:
-        """See `WeightFormat`."""
         scheme = self._scheme_of(name)
         if scheme is None:
             return None

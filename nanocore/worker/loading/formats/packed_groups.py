@@ -31,8 +31,7 @@ class Grouping:
 def groups_of_slice(name: str, in_features: int, group_size: int, columns: slice) -> Grouping:
     """The groups of a slice. group_size: as formats have it, -1 for all inputs in one.
 
-    Raises:
-        ConfigError: the slice cuts through a group. ModelFileError: no weight has such groups.
+    Raises ConfigError: the slice cuts through a group. ModelFileError: no weight has such groups.
     """
     if group_size == -1 or group_size >= in_features:
         return Grouping(columns.stop - columns.start, 1, slice(0, 1))
@@ -63,7 +62,6 @@ def check_slice_bounds(
 
 
 def is_whole(part: slice, total: int) -> bool:
-    """Whether a slice is all there is."""
     return part.start == 0 and part.stop == total
 
 

@@ -27,8 +27,7 @@ _TIMEOUT_S: Final = 1.0
 class Pattern:
     """A regular expression that matches names from their beginning, as vLLM's do.
 
-    Raises:
-        ModelFileError: it is none, or longer than any needs to be.
+    Raises ModelFileError: it is none, or longer than any needs to be.
     """
 
     def __init__(self, source: str, text: str) -> None:
@@ -62,8 +61,7 @@ class Pattern:
 class NameList:
     """Names of modules, and patterns of names, which begin with "re:".
 
-    Raises:
-        ModelFileError: see `Pattern`; or there are more than any model needs.
+    Raises ModelFileError: see `Pattern`; or there are more than any model needs.
     """
 
     def __init__(self, source: str, listed: Sequence[str]) -> None:

@@ -20,8 +20,7 @@ T = TypeVar("T", int, str, bool)
 def group_size(settings: Settings, name: str = "group_size") -> int:
     """Inputs that share a scale, -1 for all; required.
 
-    Raises:
-        ModelFileError: no group has such a size.
+    Raises ModelFileError: no group has such a size.
     """
     size = settings.get(name, int, 0)
     if size == -1:
@@ -35,7 +34,6 @@ def group_size(settings: Settings, name: str = "group_size") -> int:
 
 
 def groups_in_words(size: int) -> str:
-    """A group size, for people."""
     return "a scale for each output" if size == -1 else f"groups of {size} inputs"
 
 
@@ -52,8 +50,7 @@ def refuse_unless(
 ) -> T:
     """A setting that has one of the values served, the first where it is absent or null.
 
-    Raises:
-        ModelFileError: it has another, or is missing and required.
+    Raises ModelFileError: it has another, or is missing and required.
     """
     if required and not settings.has(name):
         raise ModelFileError(f"{settings.source}: {settings.name}.{name} is missing")
@@ -99,7 +96,6 @@ class CheckpointTensors:
         return name in self.by_name
 
     def dtype(self, name: str) -> str | None:
-        """Dtype of a tensor, as safetensors spells it; None if it is not there."""
         return self.by_name[name].dtype if self.has(name) else None
 
     def float_dtype(self, name: str, default: torch.dtype) -> torch.dtype:

@@ -61,7 +61,6 @@ def architecture_name(header: Header) -> str:
 
 
 def has_whole_norms(first: Path) -> bool:
-    """See `GgufArchitecture`."""
     return ARCHITECTURES[architecture_name(read_header(first))].has_whole_norms
 
 
@@ -129,12 +128,10 @@ class GgufTensor:
 
     @property
     def dtype(self) -> str:
-        """Dtype as safetensors spells it."""
         return self.type.name if self.type.name in FLOATS else "U8"
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Shape in numbers of that dtype."""
         if self.type.name in FLOATS:
             return self.shape
         *rows, columns = self.shape
@@ -144,8 +141,7 @@ class GgufTensor:
 def gguf_tensors(first: Path) -> list[GgufTensor]:
     """All of a model, file by file, each in file order; ones without a name keep theirs.
 
-    Raises:
-        ModelFileError: see `read_headers`; or the architecture is not served.
+    Raises ModelFileError: see `read_headers`; or the architecture is not served.
     """
     headers = read_headers(first)
     names = _IN_LAYER | _OTHER_NAMES.get(architecture_name(headers[0]), {})
@@ -159,7 +155,6 @@ def gguf_tensors(first: Path) -> list[GgufTensor]:
 
 
 def find_tensor(headers: list[Header], name: str) -> TensorInfo | None:
-    """One by llama.cpp's name."""
     infos = (info for header in headers for info in header.tensors if info.name == name)
     return next(infos, None)
 

@@ -69,21 +69,18 @@ class Metadata:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A number."""
         value = self._take(name, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error(name, "is no number")
         return float(value)
 
     def text(self, name: str, default: str) -> str:
-        """A text."""
         value = self._take(name, default)
         if not isinstance(value, str):
             raise self.error(name, "is no text")
         return value
 
     def flags(self, name: str) -> list[bool] | None:
-        """One for each layer; None if it is not there."""
         value = self._take(name, []) or None
         if value is not None and not (
             isinstance(value, list) and all(isinstance(flag, bool) for flag in value)
@@ -92,18 +89,15 @@ class Metadata:
         return value
 
     def expect(self, name: str, value: Any, *, default: Any, unless: bool = False) -> None:
-        """Refuse a setting of any other value."""
         if self._take(name, default) != value and not unless:
             raise self.error(name, f"is not served: only {value} is")
 
     def check_all_taken(self) -> None:
-        """Refuse settings that nobody has asked for."""
         for name in self._values:
             if name not in self._taken and name not in _NO_MATTER:
                 raise self.error(name, "is a setting that is not served")
 
     def error(self, name: str, why: str) -> ModelFileError:
-        """The error that says why a setting cannot be used."""
         value = shorten(repr(self._values.get(name)))
         return ModelFileError(f"{self.path}: {self.architecture}.{shorten(name)} = {value} {why}")
 
@@ -121,8 +115,7 @@ _MAX_FACTORS: Final = 4096
 def rope_settings(metadata: Metadata, headers: list[Header]) -> dict[str, Any]:
     """config.json's settings of the rotation.
 
-    Raises:
-        ModelFileError: a kind of stretching that is not served.
+    Raises ModelFileError: a kind of stretching that is not served.
     """
     settings: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base", 10_000.0)}
     shared, long, short = (_factors(headers, name) for name in ROPE_FACTORS)
@@ -194,8 +187,7 @@ _DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 def config_settings(first: Path) -> Settings:
     """config.json's.
 
-    Raises:
-        ModelFileError: the architecture is not served, or a setting is missing or not served.
+    Raises ModelFileError: the architecture is not served, or a setting is missing or not served.
     """
     headers = read_headers(first)
     metadata = Metadata(headers[0])
@@ -222,8 +214,7 @@ def config_settings(first: Path) -> Settings:
 def generation_settings(first: Path) -> Settings:
     """generation_config.json's: what ends a text, and the sampling that the makers recommend.
 
-    Raises:
-        ModelFileError: the vocabulary is damaged.
+    Raises ModelFileError: the vocabulary is damaged.
     """
     header = read_headers(first)[0]
     values: dict[str, Any] = {

@@ -27,8 +27,7 @@ def is_gguf(path: Path) -> bool:
 def gguf_in_folder(folder: Path) -> Path | None:
     """The model's first file, where a folder has no safetensors; None if it has no GGUF file.
 
-    Raises:
-        ModelFileError: it has several models.
+    Raises ModelFileError: it has several models.
     """
     if (
         next(folder.glob("*.safetensors"), None) is not None
@@ -56,8 +55,7 @@ def first_file(path: Path) -> Path:
 def read_headers(first: Path) -> list[Header]:
     """The headers of a model's files, in their order.
 
-    Raises:
-        ModelFileError: see `read_header`; or a file is missing, or of another model.
+    Raises ModelFileError: see `read_header`; or a file is missing, or of another model.
     """
     header = read_header(first)
     count = _setting(header, "split.count", 1)

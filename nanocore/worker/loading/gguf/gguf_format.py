@@ -40,8 +40,7 @@ class GgufFormat:
 
     head_dim: of Q and K. dtype: of the model's floats.
 
-    Raises:
-        ModelFileError: see `gguf_tensors`.
+    Raises ModelFileError: see `gguf_tensors`.
     """
 
     name = "gguf"
@@ -58,7 +57,6 @@ class GgufFormat:
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
     ) -> CheckpointProjection | None:
-        """See `WeightFormat`."""
         tensor = self._tensors.get(name)
         is_in_pairs = self._has_pairs and _IN_PAIRS.fullmatch(name) is not None
         if tensor is None or (tensor.type.name in FLOATS and not is_in_pairs):

@@ -61,11 +61,7 @@ class GgufVocabulary:
 
     @classmethod
     def read(cls, path: Path) -> GgufVocabulary:
-        """A file's.
-
-        Raises:
-            ModelFileError: it is damaged.
-        """
+        """A file's. Raises ModelFileError: it is damaged."""
         values = read_vocabulary(path)
         tokens = _take(path, values, "tokenizer.ggml.tokens", list, [])
         _check_tokens(path, tokens)

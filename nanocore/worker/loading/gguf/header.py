@@ -76,7 +76,6 @@ class HeaderBytes:
         return self._start + self._position
 
     def error(self, why: str) -> ModelFileError:
-        """The error at this place."""
         return ModelFileError(f"{self._path}: at byte {self.offset} {why}")
 
     def take(self, count: int, what: str) -> bytes:
@@ -86,7 +85,6 @@ class HeaderBytes:
         return self._buffer[start : self._position]
 
     def number(self, layout: struct.Struct, what: str) -> int:
-        """The next number."""
         start = self._have(layout.size, what)  # first: it may replace the buffer
         value: int = layout.unpack_from(self._buffer, start)[0]
         self._position += layout.size
@@ -114,14 +112,12 @@ class HeaderBytes:
         return []
 
     def count_items(self, count: int, item_bytes: int, what: str) -> None:
-        """Refuse an array that the file cannot hold, or that is one too many."""
         self.require(count, item_bytes, what)
         self._num_items += count
         if self._num_items > MAX_ITEMS:
             raise self.error(f"{what} has {count} items: at most {MAX_ITEMS} are read of a file")
 
     def require(self, count: int, item_bytes: int, what: str) -> None:
-        """Refuse a count of items that the file cannot hold."""
         if count * item_bytes > self.num_bytes - self.offset:
             raise self.error(
                 f"there are to be {count} of {what}, and the file ends before, with "
@@ -182,8 +178,7 @@ class Header:
 def read_header(path: Path) -> Header:
     """A file's header without its vocabulary, which is empty in it.
 
-    Raises:
-        ModelFileError: it is missing, damaged, incomplete or something else.
+    Raises ModelFileError: it is missing, damaged, incomplete or something else.
     """
     try:
         stat = path.stat()

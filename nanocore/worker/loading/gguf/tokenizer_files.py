@@ -28,8 +28,7 @@ _MAX_TOKENIZER_BYTES = 64 * 2**20
 def gguf_model_files(first: Path) -> dict[str, bytes]:
     """Contents by name; none of a model that has no vocabulary.
 
-    Raises:
-        ModelFileError: its vocabulary is damaged, or of a kind that is not served.
+    Raises ModelFileError: its vocabulary is damaged, or of a kind that is not served.
     """
     if "tokenizer.ggml.model" not in read_headers(first)[0].metadata:
         return {}
@@ -43,7 +42,6 @@ def gguf_model_files(first: Path) -> dict[str, bytes]:
 
 
 def tokenizer_json(first: Path, vocabulary: GgufVocabulary | None = None) -> bytes:
-    """Make tokenizer.json alone. Raises ModelFileError as `gguf_model_files`."""
     vocabulary = vocabulary or GgufVocabulary.read(first)
     beside = first.with_name("tokenizer.json")
     if not beside.exists():
@@ -93,8 +91,7 @@ _PHI_3_UNSTRIPPED: Final = ("<unk>", "<s>", "<|endoftext|>")
 def make_tokenizer_json(vocabulary: GgufVocabulary) -> bytes:
     """The content of the file.
 
-    Raises:
-        ModelFileError: a kind of tokenizer that is not served, or a damaged one.
+    Raises ModelFileError: a kind of tokenizer that is not served, or a damaged one.
     """
     match vocabulary.model:
         case "gpt2":
@@ -303,7 +300,6 @@ class PreTokenizer:
     adds_bos: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Settings as tokenizer.json has them."""
         steps: list[dict[str, Any]] = []
         if self.has_digits:
             steps.append({"type": "Digits", "individual_digits": True})
