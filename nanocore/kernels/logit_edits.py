@@ -1,8 +1,9 @@
-"""What rows ask to be done to their logits before a token is chosen, as kernels take it.
+"""Edits of logits and token masks that rows request, as kernels take them.
 
-All of it is a function of what a row asks for and of the tokens that it holds: nothing is kept from
-step to step, so it does not matter what else ran, or whether the row was here before. Shape
-suffixes: see `interface`; further, N entries of a list.
+All of it is a function of what a row requests and of the tokens that it holds: nothing is kept from
+step to step, so it does not matter what else ran, or whether the row was here before. Masks are
+read in the sampling kernels, before temperature and filters, so that logits need not be written.
+Shape suffixes: see `interface`; further, N entries of a list, M masks of W words.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""Edits of logits in plain torch: the reference, and what devices beside the host run.
+"""Sampling's reference in plain torch: edits of logits, filters, log probabilities.
 
 Nothing here waits for a device: shapes follow from what the host knows. Forbidding a token is
 adding minus infinity, so a logit that is not a number stays one, and the row has no token. Adding
--0.0 changes nothing, not even a zero. Shape suffixes: see `logit_edits`; further, C some of R.
+-0.0 changes nothing, not even a zero. Filters sort the whole row; their rules are
+`interface.Filters`, weights are float32 and their sums float64. Shape suffixes: see `interface` and
+`logit_edits`; further, C some of R.
 """
 
 from __future__ import annotations

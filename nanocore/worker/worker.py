@@ -1,7 +1,7 @@
 """One rank: its device, its part of the model, its KV cache; in a process of its own or not.
 
-Set up in steps that the executor drives on all ranks together: load, profile, allocate, capture;
-then it executes plans.
+It is set up in steps that the executor drives on all ranks together: load, profile, allocate,
+capture; then it executes plans. `LocalExecutor` runs a single rank in the engine's process.
 """
 
 from __future__ import annotations

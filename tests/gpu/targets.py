@@ -35,11 +35,9 @@ class Target:
     def load(
         self, folder: Path, dtype: torch.dtype = torch.float32, tp: Communicator | None = None
     ) -> DecoderModel:
-        """A model there."""
         return load_model(folder, str(self.device), dtype, tp=tp)
 
     def graph_capture(self) -> GraphCapture:
-        """What records graphs there."""
         return CudaGraphCapture() if self.name == "cuda" else FakeGraphRecorder()
 
     def engine(

@@ -91,7 +91,6 @@ def test_preempted_requests_go_on_with_their_tokens(folder: Path, target: Target
 def test_experts_windows_and_softcaps_give_the_tokens_of_a_cpu(
     tmp_path: Path, target: Target, family: str
 ) -> None:
-    """Of a mixture of experts, and of layers with and without a window that all have a softcap."""
     folder = BUILDERS[family](tmp_path)
     wishes = make_wishes(60, 5, 33, 17, 50, max_tokens=12)
     engine = target.engine(target.load(folder))
@@ -124,7 +123,6 @@ def world_of_one(target: Target, tmp_path: Path) -> Iterator[ProcessGroupCommuni
 def reduce_in_a_graph(
     target: Target, communicator: ProcessGroupCommunicator, inputs: list[Tensor]
 ) -> list[Reduced]:
-    """What a graph of collectives leaves of each input, [T, E]."""
     x_TE = inputs[0].clone()
 
     def work() -> Reduced:
@@ -161,7 +159,6 @@ def test_a_graph_replays_collectives_on_other_numbers(
 def test_a_world_of_one_gives_the_tokens_of_a_rank_alone(
     folder: Path, target: Target, world_of_one: ProcessGroupCommunicator
 ) -> None:
-    """Each layer's sums over ranks go through the communicator, also in graphs."""
     wishes = make_wishes(1, 5, 60, 33, max_tokens=8)
     found = target.engine(target.load(folder, tp=world_of_one)).run(wishes)
     assert found == expected(load_model(folder), wishes)

@@ -87,7 +87,6 @@ STEPS: dict[str, Callable[[], PagedStep]] = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_attention(kernels: FlashKernels, name: str) -> None:
-    """Also of further layers, which have what the first one left, and of torch's backend."""
     layer = Layer.of(STEPS[name](), kernels)
     with torch.inference_mode():
         outputs = [layer.attend(kernels) for _ in range(3)]
@@ -138,7 +137,6 @@ def test_a_graph_of_decodes_replays_other_lengths(kernels: FlashKernels) -> None
 def test_graphs_of_decodes_give_the_tokens_of_eager_steps(
     kernels: FlashKernels, tmp_path: Path
 ) -> None:
-    """In bfloat16, whose products depend on the number of rows: four decode until all are done."""
     if BLOCK_SIZE % kernels.block_multiple:
         pytest.skip(f"blocks of {BLOCK_SIZE} tokens")
     folder = make_tiny_qwen3(tmp_path, head_dim=64, dtype=DTYPE)

@@ -112,7 +112,6 @@ class PagedCase:
         return self.kernels.paged_attention(q_THD, self.cache, metadata, self.spec)
 
     def as_stored(self, x: Tensor) -> Tensor:
-        """What a quantized cache makes of K or V."""
         if self.kv_cache == "auto":
             return x
         stored = kv_cache_format(self.kv_cache, torch.float32)

@@ -29,7 +29,6 @@ Choose = Callable[[int], Kernels]
 
 
 def native(instruction_set: str) -> CpuKernels:
-    """Of one rank: each needs threads of its own."""
     library = runnable_libraries().get(instruction_set)
     if library is None:
         pytest.skip(f"{instruction_set}: not compiled, or not for this machine")
@@ -37,7 +36,6 @@ def native(instruction_set: str) -> CpuKernels:
 
 
 def part_of(rank: int, rows: int, width: int, dtype: torch.dtype, call: int = 0) -> Tensor:
-    """Numbers of all magnitudes, subnormal ones among them."""
     generator = torch.Generator().manual_seed(1000 * call + rank)
     x = torch.randn(rows, width, generator=generator)
     scale = torch.tensor([1e-39, 1e-3, 1.0, 300.0])
@@ -117,7 +115,6 @@ def test_a_residual_is_added_as_torch_does(name: str, dtype: torch.dtype) -> Non
 
 
 def test_results_do_not_change_when_later_calls_reuse_the_buffers() -> None:
-    """Of two native ranks and one of torch, each late at calls of its own."""
     chosen: list[Kernels] = [native(next(iter(runnable_libraries()))) for _ in range(2)]
     chosen.append(TorchKernels())
 

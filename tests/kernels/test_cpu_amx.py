@@ -31,7 +31,6 @@ def fingerprint(library_path: str, uses_amx: bool) -> str:
 
 @pytest.fixture(scope="module")
 def with_amx() -> str:
-    """The library that uses it."""
     found = cpu_case.runnable_libraries().get(AVX512_BF16)
     if found is None or not found.call("uses_amx"):
         pytest.skip("this machine has no AMX")

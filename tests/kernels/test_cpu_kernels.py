@@ -44,7 +44,6 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def strided(x: Tensor, gap: int) -> Tensor:
-    """The same rows, further apart, with NaN between them."""
     apart = torch.full((len(x), x.shape[1] + gap), torch.nan, dtype=x.dtype)
     apart[:, : x.shape[1]] = x
     return apart[:, : x.shape[1]]
@@ -60,7 +59,6 @@ def assert_close(actual: Tensor, expected: Tensor, rtol: float, atol: Tensor | f
 
 
 def eight_bits(x: Tensor, quantization: Quantization | None) -> Tensor:
-    """What activations are in products with weights of int8, in float32."""
     return quantized_rows(x, 128).float() if quantization == "int8" else x.float()
 
 
@@ -517,7 +515,6 @@ def test_int8_keys_values_and_scales_are_the_reference_s_in_an_order_of_their_ow
     (native, _), (reference, _) = (store_alone(each, case) for each in (kernels, TORCH))
 
     def in_order(x_NSKD: Tensor, *order: int) -> Tensor:
-        """As [N, S, K, D] what lies as these of its dimensions, S, K and D being 1, 2 and 3."""
         stored = x_NSKD.reshape(len(x_NSKD), *(x_NSKD.shape[i] for i in order))
         return stored.permute(0, *(1 + order.index(i) for i in range(1, x_NSKD.dim())))
 

@@ -73,7 +73,6 @@ def test_experts_are_quantized_when_they_are_packed(
 
 
 def test_each_projection_has_a_form_of_its_own(kernels: CpuKernels) -> None:
-    """As GGUF files mix them; GPTQ has an order of its own for each weight."""
     case = MoeCase(20, 5, 2, hidden=192, inner=128)
     four, eight = case.grouped(4, 32, has_zeros=True), case.grouped(8, 64)
 
@@ -144,7 +143,6 @@ def test_integers_have_equal_bits_in_every_instruction_set_with_fused_multiply_a
 
 
 def chosen_experts(kernels: CpuKernels, logits_TX: Tensor, num_chosen: int) -> list[set[int]]:
-    """Which experts rows get: each says a number of its own, in a column of its own."""
     num_experts = logits_TX.shape[1]
     ones = torch.ones(1, 1)
     stored: Stored = [

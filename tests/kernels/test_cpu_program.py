@@ -74,7 +74,6 @@ class TinyStep:
         return kernels.logits(x, self.vocabulary, 30.0)
 
     def run(self, compute: Replay) -> list[Tensor]:
-        """What it says of every step, beginning with an empty cache."""
         for part in parts(self.cache):
             part.zero_()
         said = []

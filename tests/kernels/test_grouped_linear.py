@@ -138,7 +138,6 @@ def test_gated_layers_gate_the_first_half_of_a_grouped_weight(instruction_set: s
 
 
 def unpacked(kernels: CpuKernels, packed: LinearWeight) -> Tensor:
-    """float32 [O, I]."""
     embedding = TokenEmbedding(packed, 0, 1.0, torch.float32)
     return kernels.embedding(torch.arange(packed.out_features), embedding)
 
@@ -166,7 +165,6 @@ def test_results_have_the_same_bits_on_all_instruction_sets_with_fma() -> None:
 
 
 def test_without_fma_or_with_float_activations_bits_differ() -> None:
-    """What the test before would see: other roundings."""
     runnable = cpu_case.runnable_libraries()
     if not {"avx2", "plain", "avx512_bf16"} <= runnable.keys():
         pytest.skip("not all instruction sets are here")

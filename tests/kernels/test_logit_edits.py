@@ -55,7 +55,6 @@ def row(**asked: Any) -> EditedRow:
 
 
 def check(kernels: Kernels, logits_RV: Tensor, rows: list[EditedRow]) -> None:
-    """To the bit, signs of zeros included."""
     edited_RV = edit(kernels, logits_RV, rows)
     expected_RV = np.stack([r.edited(x.numpy()) for r, x in zip(rows, logits_RV, strict=True)])
     np.testing.assert_array_equal(edited_RV.numpy(), expected_RV)

@@ -15,5 +15,4 @@ _ENGINE: Final = EngineConfig(
 
 
 def make_worker_config(**changes: Any) -> WorkerConfig:
-    """A small one."""
     return msgspec.structs.replace(_ENGINE.worker_config("", max_model_len=64), **changes)

@@ -253,13 +253,11 @@ class Engine:
         self.deliveries = Deliveries()
 
     def allocate(self) -> None:
-        """Make the runner's KV cache and batch, and capture."""
         kv_format = kv_cache_format("auto", self.runner.placement.dtype)
         self.runner.allocate(kv_format, self.num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
         self.runner.capture(self.budget)
 
     def run(self, wishes: list[Wish]) -> dict[int, list[int]]:
-        """The tokens that each request gets."""
         for handle, wish in enumerate(wishes):
             self.scheduler.add(wish.request(handle))
         in_flight: deque[PendingOutput] = deque()
@@ -301,7 +299,6 @@ class MaskFinder:
         return msgspec.structs.replace(plan, awaits_masks=asks and plan.num_tokens > 0)
 
     def tell(self, pending: PendingOutput) -> None:
-        """If it awaits some; everything before was delivered."""
         if not pending.awaits_masks:
             return
         masks = {}
@@ -319,7 +316,6 @@ def load_model(
     quantization: Quantization | None = None,
     tp: Communicator | None = None,
 ) -> DecoderModel:
-    """A model on one rank, its weights loaded."""
     placement = Placement(dtype, torch.device(device), tp or SingleRank())
     model = build_model(load_model_config(folder), placement)
     names = model.entry_name
@@ -328,12 +324,10 @@ def load_model(
 
 
 def expected(model: DecoderModel, wishes: list[Wish]) -> dict[int, list[int]]:
-    """The tokens of each request alone, on the host."""
     return answers_alone(model, wishes).tokens
 
 
 def answers_alone(model: DecoderModel, wishes: list[Wish]) -> Deliveries:
-    """What each request gets alone, on the host."""
     all_of_them = Deliveries()
     for handle, wish in enumerate(wishes):
         engine = Engine(model, depth=0)

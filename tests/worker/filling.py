@@ -23,7 +23,6 @@ def fill(entries: Entries, stored: Mapping[str, Tensor]) -> None:
 
 
 def fill_with(value: float) -> Callable[[Entries], None]:
-    """What gives every parameter this value."""
 
     def filling(entries: Entries) -> None:
         fill(entries, {name: torch.full(entry.shape, value) for name, entry in entries.items()})

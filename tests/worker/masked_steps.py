@@ -18,7 +18,6 @@ Allowed = Mapping[int, NDArray[np.bool_]]
 
 
 def pack_masks(step: int, allowed: Allowed) -> TokenMasks:
-    """As the engine tells them."""
     words = [
         np.packbits(np.pad(mask, (0, -len(mask) % 32)), bitorder="little").tobytes()
         for mask in allowed.values()

@@ -166,7 +166,6 @@ def make_runner(
 
 
 def stored_format(folder: Path, dtype: torch.dtype = torch.float32) -> WeightFormat | None:
-    """How the folder's files, or a GGUF file, store weights. dtype: of activations."""
     if is_gguf(folder):
         return GgufFormat(folder, load_model_config(folder).head_dim, dtype)
     return folder_format(folder, model_class(load_model_config(folder).architecture).common_name)
@@ -193,7 +192,6 @@ def run_script(
     *,
     keeps_activations: bool = False,
 ) -> list[Sample]:
-    """What the model says on tp_size ranks of each of the script's stages; all ranks must agree."""
     world = World(tp_size, script.num_groups)
 
     def run(rank: Communicator) -> list[Sample]:
@@ -229,7 +227,6 @@ class World:
             os.close(fd)
 
     def join(self, rank: int, dtype: torch.dtype) -> tuple[Placement, StageLinks]:
-        """A rank's place, and its links to other stages."""
         stage, tp_rank = divmod(rank, self.tp_size)
         tp: Communicator = SingleRank()
         if self.tp_size > 1:
@@ -245,7 +242,6 @@ class World:
 
 
 def run_runner(runner: ModelRunner, script: Script) -> list[Sample]:
-    """What one rank says, with its part of the logits."""
     logits: list[Tensor] = []
     if runner.sampler is not None:
         record_logits(runner.sampler, logits)
@@ -277,7 +273,6 @@ def record_logits(sampler: TokenSampler, logits: list[Tensor]) -> None:
 
 
 def record_steps(batch: InputBatch) -> list[BatchStep]:
-    """The steps that the batch prepares from now on."""
     steps: list[BatchStep] = []
     advance = batch.advance
 

@@ -36,7 +36,6 @@ def load(folder: Path) -> Any:
 
 
 def first_of(module: Any, *names: str) -> Any:
-    """What a module has under the first of these names that it has."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 

@@ -272,7 +272,6 @@ def test_later_work_waits_for_what_others_gave_the_device(cuda: FakeCuda) -> Non
 
 
 def at_its_address(span: Any, device: torch.device) -> Tensor:
-    """What `torch.as_tensor` makes of a CUDA array, for memory of the host."""
     array = span.__cuda_array_interface__
     address, is_readonly = array["data"]
     assert not is_readonly
@@ -322,7 +321,6 @@ def test_a_graph_repeats_its_work_and_leaves_the_result_where_it_was_recorded(
 
 
 def test_a_graph_is_recorded_behind_what_others_gave_the_device(cuda: FakeCuda) -> None:
-    """Its inputs are written on another stream."""
     done: list[str] = []
     computing(cuda, [], done, "inputs")()
 

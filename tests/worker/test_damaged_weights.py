@@ -138,7 +138,6 @@ def make_runner(
 def drive(
     begin: Callable[[SchedulerOutput], PendingOutput], depth: int = 1, num_groups: int = 1
 ) -> Deliveries:
-    """All requests, in few rows, steps and blocks: these are used again and again."""
     scheduler: Scheduler = make_scheduler(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
@@ -185,7 +184,6 @@ def test_prompts_that_touch_it_end_with_an_error_and_others_are_as_ever(
 
 
 def test_on_two_ranks(healthy: Path, damaged: Path) -> None:
-    """They exchange what they sample from; each plans for itself, and all agree."""
 
     def of_rank(tp: Communicator) -> Deliveries:
         placement = Placement(torch.float32, torch.device("cpu"), tp)
@@ -197,7 +195,6 @@ def test_on_two_ranks(healthy: Path, damaged: Path) -> None:
 
 
 def test_on_two_stages(healthy: Path, damaged: Path) -> None:
-    """The first learns of tokens from plans."""
     world, plans = World(1, 2), queue.SimpleQueue[SchedulerOutput | None]()
 
     def of_rank(rank: Communicator) -> Deliveries | None:

@@ -112,7 +112,6 @@ def test_steps_ahead_of_their_results_give_the_same_tokens(
 def test_masks_that_follow_from_the_result_before_give_the_same_tokens(
     model: DecoderModel, depth: int, has_graphs: bool
 ) -> None:
-    """Also of requests that stop or leave while a step of theirs is in flight."""
     wishes = [
         replace(
             wish,
@@ -200,7 +199,6 @@ def test_two_ranks_on_devices_say_what_one_does(
     kernels: Kernels,
     num_stages: int,
 ) -> None:
-    """As stages: the first learns from the next plan what the last one sampled. Or as halves."""
     folder = make_tiny_qwen3(tmp_path_factory.mktemp("ranks"), head_dim=16)
     wishes = [Wish(prompt, 6) for prompt in prompts(9, 40, 3, 21)]
     outputs = list(expected(model, wishes).values())

@@ -22,7 +22,6 @@ def filled(name: str, *shape: int, index: Index = (), seed: int = 0) -> Tensor:
 
 @pytest.fixture(params=["host", "device"], autouse=True)
 def _drawing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU, and as on a GPU."""
     if request.param == "device":
         monkeypatch.setattr(dummy_weights, "draw_on_host", dummy_weights.draw_on_device)
 

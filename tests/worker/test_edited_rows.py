@@ -92,7 +92,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_plan(num_tokens: int, chunk: int = 0, **differences: Any) -> SchedulerOutput:
-    """Of a single row, that of number 0. chunk: tokens, if it is no decode."""
     column = np.array([0][: chunk > 0], "<i4")
     return SchedulerOutput(
         step=0,
@@ -140,7 +139,6 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def tokens(folder: Path, backend: str) -> Tokens:
-    """Of each row, alone."""
     runner = make_runner(folder, PLACEMENT, backend=backend)
     logits: list[Tensor] = []
     assert runner.sampler is not None
@@ -177,7 +175,6 @@ EVERY = list(range(len(ROWS)))
 
 
 def test_every_edit_shows_in_the_tokens(tokens: Tokens, folder: Path, backend: str) -> None:
-    """So that the tests below compare what edits make."""
     assert len(set(tokens[0])) > 10
     assert tokens[2] == [7] * 8 + [8] * 6  # which is a stop
     assert set(tokens[6]) <= {3, 5, 8, 250}
@@ -244,7 +241,6 @@ def test_a_device_and_its_graphs_change_no_token(
 def test_steps_stage_and_launch_nothing_for_rows_that_ask_for_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the fields of a step's shape come lists, if a row has some; the kernel edits these."""
     edited: list[int] = []
 
     class CountingKernels(DeviceKernels):

@@ -98,7 +98,6 @@ def random_tensors(stored: CheckpointProjection, seed: int = 0) -> dict[str, Ten
 
 
 def unpack(stored: CheckpointProjection, tensors: Mapping[str, Tensor]) -> CheckpointWeight:
-    """From whole tensors."""
     return stored.unpack({name: tensors[name][slot.index] for name, slot in stored.slots.items()})
 
 

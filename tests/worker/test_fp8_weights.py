@@ -70,7 +70,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def logits(folder: Path, kernels: Kernels, quantization: Quantization | None) -> Tensor:
-    """Of two prompts and the tokens after them; [samples, V]."""
     exact = greedy_continuations(folder, PROMPTS, 2)
     script = write_script(PROMPTS, [said.token_ids for said in exact])
     runner = make_runner(folder, PLACEMENT, kernels=kernels, quantization=quantization)

@@ -28,7 +28,6 @@ def make_batch(max_num_seqs: int = 4) -> InputBatch:
 
 
 def check_inputs(inputs: StepInputs, before: dict[int, int], executor: FakeExecutor) -> None:
-    """Every input of the step, derived the slow way from the fake worker's rows."""
     counts = {row: executor.rows[row].num_computed - n for row, n in before.items()}
     counts = {row: count for row, count in counts.items() if count}
     order = [row for row in sorted(counts) if counts[row] == 1]
@@ -98,7 +97,6 @@ def ints(column: bytes) -> list[int]:
 
 
 def new_row(row: int, sampling: EngineSamplingParams, seed: int, block_id: int = 0) -> NewRow:
-    """Of a prompt of one token."""
     return NewRow(
         row=row,
         token_ids=np.ones(1, "<i4").tobytes(),
@@ -122,7 +120,6 @@ def make_plan(
     removed: Sequence[int] = (),
     chunks: Mapping[int, int] | None = None,
 ) -> SchedulerOutput:
-    """chunks: rows whose count is not one, with it."""
     chunks = chunks or {}
     return SchedulerOutput(
         step=1,

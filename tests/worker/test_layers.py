@@ -76,7 +76,6 @@ def test_a_bfloat16_layer_norm_rounds_as_transformers_does(tmp_path: Path) -> No
 
 
 def test_bfloat16_embeddings_are_scaled_as_transformers_does(tmp_path: Path) -> None:
-    """By a factor that is rounded first: the root of 72 is no bfloat16."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2TextScaledWordEmbedding
 
     config = config_of("gemma2", tmp_path)
@@ -134,7 +133,6 @@ def test_a_packed_weight_holds_no_memory_but_the_backends() -> None:
 
 
 def test_a_bfloat16_granite_rounds_its_scaled_embeddings_once(tmp_path: Path) -> None:
-    """Its factor is not rounded: 4 / 0.7 is no bfloat16."""
     config = config_of("granite", tmp_path)
     model = build_model(config, Placement(torch.bfloat16, CPU))
     assert model.embedding is not None
@@ -186,7 +184,6 @@ def test_experts_that_ranks_cannot_share_are_named(
 
 
 def refusal(config: ModelConfig, tp_size: int) -> str:
-    """What of this model so many ranks cannot share."""
     with pytest.raises(ConfigError) as error:
         build_model(config, Placement(torch.float32, META, _Rank(tp_size - 1, tp_size)))
     start, _, words = str(error.value).partition(": ")

@@ -50,7 +50,6 @@ def load_part(folder: Path, stored: Tensor, index: Index, dtype: torch.dtype) ->
 
 
 def refusal(folder: Path, entries: Entries, names: TensorNames = str) -> str:
-    """What load_weights says; check_weights must say the same."""
     with pytest.raises(ModelFileError) as loading:
         load_weights(folder, entries, names)
     with pytest.raises(ModelFileError) as checking:
@@ -195,7 +194,6 @@ def test_a_wrong_shape_names_file_tensor_and_both_shapes(tmp_path: Path) -> None
 
 
 def test_shards_are_read_by_index_through_links(tmp_path: Path) -> None:
-    """The hub's cache: files are links to blobs elsewhere."""
     folder, blobs = tmp_path / "snapshots" / "1", tmp_path / "blobs"
     folder.mkdir(parents=True)
     blobs.mkdir()
@@ -249,7 +247,6 @@ def test_a_tensor_that_the_index_does_not_list_is_refused(tmp_path: Path) -> Non
 def test_a_single_file_is_read_and_not_shards_beside_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, has_index: bool
 ) -> None:
-    """As transformers does: somebody merged the shards, or saved again."""
     save_file({"a": torch.full((2,), 5.0)}, tmp_path / "model.safetensors")
     shard = "model-00001-of-00001.safetensors"
     save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / shard)

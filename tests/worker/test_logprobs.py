@@ -86,12 +86,10 @@ def native(folder: Path) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def said(native: ModelRunner) -> Said:
-    """By one rank, each prompt in one piece."""
     return run(native, write_plans(REQUESTS, 64))
 
 
 def assert_same(actual: Said, expected: Said) -> None:
-    """But for rounding, which other kernels do otherwise."""
     assert actual.tokens == expected.tokens
     for one, other in (
         (actual.logprobs, expected.logprobs),
@@ -182,7 +180,6 @@ def test_nothing_is_made_where_no_row_asks(
 def test_prompts_are_looked_at_a_few_rows_at_a_time(
     native: ModelRunner, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All are looked at, and never more at once; and as many say the same bits."""
     monkeypatch.setattr(requested_outputs, "MAX_ROWS", 5)
     sizes: list[int] = []
     logits = native.logits
@@ -271,7 +268,6 @@ def plan_of(
 
 
 def test_what_is_known_of_a_prompt_is_not_told_again(native: ModelRunner, said: Said) -> None:
-    """Of a row that begins behind a cached prefix, and of one that was preempted and resumes."""
     request = REQUESTS[0]
     right = said.prompt_logprobs[0]
     prompt_len = len(request.prompt)
@@ -342,7 +338,6 @@ def test_a_row_without_a_token_has_no_entry_and_its_neighbours_have_theirs(
 def test_a_row_that_joins_others_which_decode_has_its_entries(
     native: ModelRunner, said: Said
 ) -> None:
-    """And one that leaves has none: what is kept of steps without changes is made anew."""
     first, second = REQUESTS[0], REQUESTS[3]
     native.execute(plan_of(removed=range(len(REQUESTS))))
     native.execute(plan_of(new_row(0, first), chunks={0: len(first.prompt)}))

@@ -66,7 +66,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def adapter(llama: Path, tmp_path: Path) -> Path:
-    """One for attention."""
     write_adapter(tmp_path / "adapter", modules_of(llama, ATTENTION))
     return tmp_path / "adapter"
 
@@ -85,7 +84,6 @@ def loaded(
     placement: Placement | None = None,
     quantization: Quantization | None = None,
 ) -> list[Tensor]:
-    """All weights of linear layers, as torch's kernels have them."""
     placement = placement_of(folder, adapter, placement or Placement(torch.float32, CPU))
     model = build_model(load_model_config(folder), placement)
     names = model.entry_name
@@ -102,7 +100,6 @@ def loaded(
 
 
 def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """Of a value, relative to the largest of its weight."""
     return max(
         float((a - e).abs().max() / e.abs().max()) for a, e in zip(actual, expected, strict=True)
     )
@@ -149,7 +146,6 @@ def test_weights_are_quantized_after_they_are_merged(llama: Path, tmp_path: Path
 
 
 def test_a_bfloat16_weight_is_rounded_once(llama: Path, tmp_path: Path) -> None:
-    """From float32 files: weights rounded before the sum and after it would differ."""
     pairs = write_adapter(tmp_path / "adapter", modules_of(llama, EVERYTHING))
     merged = merge_files(llama, tmp_path / "merged", pairs, dict.fromkeys(pairs, ALPHA / RANK))
     placement = Placement(torch.bfloat16, CPU)
@@ -322,7 +318,6 @@ def test_a_tensor_that_is_not_merged_is_refused_by_its_name(
 def test_a_weight_that_an_adapter_comes_with_must_be_the_model_s(
     llama: Path, adapter: Path, dtype: torch.dtype
 ) -> None:
-    """PEFT saves that of a head."""
     module = "model.layers.1.self_attn.q_proj"
     path = adapter / "adapter_model.safetensors"
     pairs = load_file(path)

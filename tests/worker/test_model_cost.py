@@ -28,7 +28,6 @@ def dense(*attention: AttentionCost) -> ModelCost:
 
 
 def seen_one_by_one(window: int, count: int, num_tokens: int) -> list[int]:
-    """How many tokens each of the last `count` of num_tokens sees, by the definition."""
     positions = range(num_tokens - count, num_tokens)
     return [len(range(max(0, p - window + 1) if window else 0, p + 1)) for p in positions]
 

@@ -46,7 +46,6 @@ def model(tmp_path: Path) -> Path:
 
 
 def fingerprint(folder: Path, **changes: Any) -> str | None:
-    """Of an engine of one rank that was started with this model and these flags."""
     config = make_worker_config(**{"folder": str(folder), "load_format": "auto"} | changes)
     return fingerprint_of(config, [Worker(config)])
 
@@ -72,7 +71,6 @@ def fingerprint_of_two_ranks(folder: Path) -> str | None:
 
 
 def copy_with(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """The model with its tensors changed."""
     copy = Path(shutil.copytree(folder, folder.with_name("changed")))
     tensors = load_file(copy / WEIGHTS)
     change(tensors)
@@ -284,7 +282,6 @@ def test_a_digest_is_of_the_slices_that_a_rank_reads(tmp_path: Path) -> None:
 
 
 def test_a_digest_is_of_what_files_hold_whatever_it_becomes(tmp_path: Path) -> None:
-    """It is of bytes on their way, so a parameter elsewhere or of another dtype costs no more."""
     save_file({"a": torch.arange(8.0)}, tmp_path / WEIGHTS)
     digests = set()
     for dtype in (torch.float32, torch.bfloat16):

@@ -104,7 +104,6 @@ def test_sums_that_come_out_wrong_are_not_used(
 
 @pytest.mark.usefixtures("kernel")
 def test_sums_that_differ_between_ranks_are_not_used() -> None:
-    """By a bit, as they would if each rank added in an order of its own."""
 
     def nearly(x: Tensor) -> Tensor:
         return x if x.dtype == torch.bool else torch.nextafter(x, torch.tensor(9.0).to(x))

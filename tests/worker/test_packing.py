@@ -266,7 +266,6 @@ def test_dummy_weights_of_a_quantized_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_check_reckons_with_the_bytes_that_are_kept(tmp_path: Path) -> None:
-    """Of a checkpoint that is quantized: its own where kernels keep that form, or floats."""
     folder = BUILDERS["qwen3"](tmp_path)
     kinds = dict.fromkeys(("q_proj", "k_proj", "v_proj", "up_proj"), "four")
     outline = Placement(torch.float32, torch.device("meta"), weight_format=ToyFormat(**kinds))

@@ -16,7 +16,6 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank says it computed."""
     store = tmp_path_factory.mktemp("group") / "store"
     ranks = [
         subprocess.Popen(

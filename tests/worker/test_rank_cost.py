@@ -59,7 +59,6 @@ def test_the_demo_model_by_hand() -> None:
 def test_torch_counts_as_many_operations(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of linear layers, in one prompt and the tokens that follow. It counts no grouped products."""
     monkeypatch.setattr(torch_backend, "_can_be_grouped", lambda *_: False)
     folder = BUILDERS[name](tmp_path)
     num_prompt, num_output = 20, 3

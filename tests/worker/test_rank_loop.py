@@ -84,7 +84,6 @@ class Rank:
         self.engine.send(SampleStep(TokenMasks(step=step, rows=b"", words=b"")))
 
     def result(self) -> int:
-        """The step whose result comes next."""
         message = self.engine.recv()
         assert isinstance(message, StepResult)
         return message.output.rows[0]
@@ -127,7 +126,6 @@ def test_a_step_that_awaits_masks_is_answered_when_they_came_and_nobody_looks_fo
 
 
 def test_a_step_in_flight_is_answered_while_the_next_one_awaits_masks(rank: Rank) -> None:
-    """As with a device: masks of a step follow from the result before."""
     rank.begin(1, awaits_masks=False)
     rank.begin(2, awaits_masks=True)
     assert rank.worker.awaits.wait(60)

@@ -35,7 +35,6 @@ def config_of(folder: Path, **ranks: int) -> WorkerConfig:
 
 @contextmanager
 def started(executor: Executor) -> Iterator[Executor]:
-    """Ready for plans."""
     try:
         executor.load_model()
         executor.profile()
@@ -93,13 +92,11 @@ def run(executor: Executor, step: int) -> ModelRunnerOutput:
 
 
 def children() -> set[int]:
-    """Of this process."""
     return {int(pid) for pid in Path("/proc/thread-self/children").read_text().split()}
 
 
 @pytest.fixture(scope="module")
 def expected(tiny_model: Path) -> dict[int, ModelRunnerOutput]:
-    """Of one rank, by step."""
     with started(LocalExecutor(config_of(tiny_model))) as executor:
         return {step: run(executor, step) for step in (1, 2, 3)}
 

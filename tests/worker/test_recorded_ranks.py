@@ -60,7 +60,6 @@ SPLITS = [
 
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
-    """A family's tiny model, made once."""
     return cache(lambda name: BUILDERS[name](tmp_path_factory.mktemp(name)))
 
 
@@ -74,7 +73,6 @@ def script_of(num_groups: int) -> Script:
 
 
 def logits_of(folder: Path, split: Split, dtype: torch.dtype, eager: Collection[int]) -> Tensor:
-    """All that all ranks of the last stage say; eager: ranks that call kernels one by one."""
     world, script = World(split.tp_size, split.num_stages), script_of(split.num_stages)
 
     def run(rank: Communicator) -> Tensor:

@@ -49,7 +49,6 @@ class Compiler:
         self.compiled.add((kernel.__name__, *kinds, *sorted(constants.items())))
 
     def _kind(self, kernel: InterpretedFunction, name: str, value: object) -> object:
-        """What of an argument a kernel is compiled for; see `triton.jit`."""
         if name in (kernel.kwargs["do_not_specialize"] or ()):
             return name
         is_any_place = name in (kernel.kwargs["do_not_specialize_on_alignment"] or ())

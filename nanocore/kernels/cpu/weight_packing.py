@@ -1,4 +1,10 @@
-"""Weights into tiles that native kernels read: as they are, quantized, or as stored in groups."""
+"""Weights into tiles that native kernels read: as they are, quantized, or as stored in groups.
+
+Tiles are read as streams, so they lie in pages of 2 MiB where the system has them. Small weights,
+such as those of a hundred experts, share pages, which would be half empty otherwise. Memory goes
+back when nothing in it is used any more; so does what the C library keeps of buffers that weights
+were read into: it was half as much as the weights of a hundred experts.
+"""
 
 from __future__ import annotations
 

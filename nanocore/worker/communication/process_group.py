@@ -1,8 +1,11 @@
 """Ranks on CUDA devices of one host: torch.distributed with NCCL, joined through a file.
 
 The world is all ranks of the engine; tensor parallel groups are parts of it, and pipeline stages
-send to each other across them. Rendezvous is a FileStore; what NCCL (or gloo, in tests) connects
-by itself is bound to the loopback interface, so nothing is reachable from outside the host.
+send to each other across them. Rendezvous is a FileStore; what NCCL (or gloo, in tests) connects by
+itself is bound to the loopback interface, so nothing is reachable from outside the host. Where GPUs
+can read each other's memory, small tensors are reduced in one kernel (torch's symmetric memory):
+below some hundred kilobytes NCCL waits for its own hand-overs. It is tried at the start, and has
+not been run on several GPUs yet.
 """
 
 from __future__ import annotations

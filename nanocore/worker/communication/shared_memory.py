@@ -1,8 +1,9 @@
-"""Memory that processes of one host share: counters to wait on, and bytes to pass.
+"""Ranks and pipeline stages on one CPU host: counters to wait on, and bytes to pass, in a memfd.
 
-The region is a memfd: it has no name, whoever inherits the descriptor may map it, and it vanishes
-with the last descriptor and mapping. It begins with counters, each written by one side only and
-alone in its cache line; the payload follows.
+A region has no name and vanishes with its last descriptor and mapping. It begins with counters,
+each written by one side and alone in its cache line; the payload follows. `ShmChannel` passes
+tensors between stages in a ring of buffers; `ShmCommunicator` reduces among ranks, and native
+kernels do the same (`kernels/cpu/collective.h`).
 
 Ordering: a writer fills the payload, then advances its counter; a reader waits for the counter,
 then reads the payload. That needs stores seen in the order they were made and loads made in order,

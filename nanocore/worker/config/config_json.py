@@ -1,4 +1,4 @@
-"""What config.json says of a model, parsed by us into one shape; no code of the model is ever run.
+"""Reader of config.json into one shape for all families; no code of the model is ever run.
 
 How a family reads it is its `Family`; rotations are read in `rope_config`. A setting that would
 change the model's output and is not implemented is refused, never ignored.

@@ -1,8 +1,9 @@
-"""How a model family reads config.json: what it leaves out, adds, and does in its own way.
+"""How a model family reads config.json: its defaults, rules and windows.
 
 Defaults and rules are those of transformers' configuration and modelling classes. Everything that
 two families treat differently is a field of `Family`; each family says its own beside its layers,
-in `nanocore.worker.models`.
+in `nanocore.worker.models`. Rules about windows are made by the functions here; `layer_types` may
+say otherwise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The settings of one JSON file of a model folder, taken by name, type and range.
+"""Settings of a model folder's JSON files, taken by name, type and range.
 
-A value of the wrong type or out of its range, and a setting that nanocore does not implement, end
-in a `ModelFileError` that names the file, the setting, the value and the limit.
+Anybody may have written these files: sizes are bounded, pipes are not opened, and text that is no
+JSON, or nested without end, is an error like any other. A wrong type, a value out of range or an
+unimplemented setting is a `ModelFileError` that names file, setting, value and limit. Values of
+--hf-overrides replace config.json's, as in vLLM.
 """
 
 from __future__ import annotations

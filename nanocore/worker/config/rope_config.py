@@ -1,4 +1,9 @@
-"""Rotary position embeddings (RoPE: Su et al. 2021), as a model's configuration describes them."""
+"""Rotary position embeddings (RoPE: Su et al. 2021): `RopeConfig`, and the readers of its schemas.
+
+Old: `rope_scaling` beside `rope_theta` (and Gemma 3's `rope_local_base_freq`). New:
+`rope_parameters`, for Gemma 3 one object per layer type. Which of two spellings wins, and what is
+assumed where nothing is said, follows transformers. An unknown key is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A device's queue of work, as steps use it: work is begun here and its result is waited for later.
+"""A device's queue of work: work is begun here and its result is waited for later; and CUDA's.
 
 The host runs ahead of the device by a step. So memory that a step's work reads on the host is not
 written again before that step is done: it comes from a ring with a buffer for each step that may be
-in flight, and one to fill. What a step is told when it was begun already has a ring of its own.
+in flight, and one to fill. The second phase of a step has a ring of its own.
 """
 
 from __future__ import annotations

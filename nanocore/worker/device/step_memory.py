@@ -1,8 +1,10 @@
-"""A step's inputs packed into one piece of memory, so that one copy brings them to the device.
+"""A step's inputs in one piece of memory, and the rows' tables on the device that it reads.
 
-The layout depends on the step's shape alone. A graph reads its inputs at the addresses it was
-captured with, so a step that it replays is padded to the graph's shape: padding tokens belong to a
-spare row, have no slot, and make up sequences of length 0. Shape suffixes: see
+One copy brings the inputs to the device. Their layout depends on the step's shape alone: a graph
+reads its inputs at the addresses it was captured with, so a step that it replays is padded to the
+graph's shape. Padding tokens belong to a spare row, have no slot, and make up sequences of length
+0. A step takes its token ids from the token table and writes the sampled ones to it, so the next
+step can be begun before the host has seen them (mini-sglang's token table). Shape suffixes: see
 `nanocore.kernels.interface`; further, W blocks that were appended.
 """
 

@@ -1,8 +1,9 @@
 """The executor whose ranks are processes: plans go to all of them, results come from one.
 
-Every rank applies every plan to its own copy of the persistent batch. Any rank can report a failure
-at any time, and a closed pipe is a death. How long a step may take is the watchdog's matter; which
-rank it waits for is told by the status board.
+Every rank applies every plan to its own copy of the persistent batch. The engine and a rank hold
+the two ends of one socket pair: a rank ends when its end closes, and the kernel kills it if the
+engine is gone. Any rank can report a failure at any time, and a closed pipe is a death. How long a
+step may take is the watchdog's matter; the status board tells which rank it waits for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Linear layers split over tensor parallel ranks, by rows of the weight or by its columns.
+"""Linear layers and the vocabulary's matrices, split over tensor parallel ranks.
 
 A column-parallel layer followed by a row-parallel one needs one all-reduce (Megatron-LM: Shoeybi et
 al. 2019). Projections of the same input are stacked into one weight, whatever the checkpoint does.
+The embedding and the head are split by token ids: a rank looks up and scores the tokens of its
+range only; ranges are equal but for the last, so any vocabulary can be split.
 """
 
 from __future__ import annotations

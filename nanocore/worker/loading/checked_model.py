@@ -1,7 +1,9 @@
-"""What a rank is to hold, known and checked before any memory is taken for it.
+"""Checks of a rank's model before any memory is taken for it.
 
 config.json may say anything, so a model is first built without memory (on torch's meta device):
-files that do not fit it, and memory that does not hold it, are then errors that cost nothing.
+files that do not fit it, and memory that does not hold it, are then errors that cost nothing. Where
+config.json is silent or contradicts the weights, the weights count, as in transformers: they have
+their own dtype, and a head that is stored beside the embedding is used if it is another matrix.
 """
 
 from __future__ import annotations

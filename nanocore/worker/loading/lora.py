@@ -1,7 +1,9 @@
-"""The two matrices of each module that an adapter changes, read from adapter_model.safetensors.
+"""LoRA adapters (Hu et al. 2021) in PEFT's layout, merged into weights while they are loaded.
 
-Names are those of the model's entries. Whether the model has such modules, of these shapes, is
-found when they are merged.
+W + scale * B A is computed in float32 from what the file holds, for a rank's slice, and rounded
+once to the model's dtype; quantization at load sees the merged weights. adapter_config.json is read
+as PEFT reads it: a setting that would change the result and is not implemented is refused, and so
+is an unknown one, unless it is off.
 """
 
 from __future__ import annotations

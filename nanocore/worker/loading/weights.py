@@ -1,8 +1,10 @@
-"""Where a checkpoint's tensors go: the contract between models and the loader.
+"""The contracts of loading: where a checkpoint's tensors go, and how it stores linear layers.
 
 A model names every tensor its checkpoint must hold, with its whole shape, and says which slices of
-it this rank keeps and where. The loader reads those slices and nothing else, and tells who owns
-them when they are all there.
+it this rank keeps and where. The loader reads those slices and nothing else, and notifies their
+owner when they are complete. A layer asks the checkpoint's `WeightFormat`, for each projection by
+name, for the slots that hold this rank's slice, and has them unpacked once they are filled: formats
+know nothing of layers, and layers nothing of packings.
 """
 
 from __future__ import annotations

@@ -23,11 +23,9 @@ from nanocore.worker.loading.weights import POSITIONS, Entries, TensorEntry, tra
 from nanocore.worker.placement import Placement
 
 _PREFIXES: Final = {
-    "h.": "model.layers.",
-    "ln_f.": "model.norm.",
-    "wte.": "model.embed_tokens.",
+    "h.": "model.layers.", "ln_f.": "model.norm.", "wte.": "model.embed_tokens.",
     "wpe.": "model.embed_positions.",
-}
+}  # fmt: skip
 _EPS: Final = Range(1e-30, 1)
 
 

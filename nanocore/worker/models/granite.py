@@ -31,8 +31,6 @@ def _finish(settings: Settings, config: ModelConfig) -> ModelConfig:
 
 
 class GraniteModel(DecoderModel):
-    """Checkpoints use the common names."""
-
     family = Family(
         eos_token_id=2,
         bias_setting="attention_bias",

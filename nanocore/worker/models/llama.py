@@ -7,8 +7,6 @@ from nanocore.worker.layers.decoder import DecoderModel
 
 
 class LlamaModel(DecoderModel):
-    """Checkpoints use the common names."""
-
     family = Family(
         eos_token_id=2,
         bias_setting="attention_bias",

@@ -91,8 +91,6 @@ class Olmo2Layer(DecoderLayer):
 
 
 class Olmo2Model(DecoderModel):
-    """Checkpoints use the common names."""
-
     family = Family(
         rms_norm_eps=1e-5,
         eos_token_id=50279,

@@ -14,8 +14,6 @@ from nanocore.worker.loading.weights import Entries
 
 
 class Phi3Layer(DecoderLayer):
-    """The common layer under other names."""
-
     mlp: GatedMLP
 
     def entries(self, prefix: str) -> Entries:
@@ -37,8 +35,6 @@ def _with_original_length(settings: Settings) -> Settings:
 
 
 class Phi3Model(DecoderModel):
-    """Stacked projections."""
-
     family = Family(
         rms_norm_eps=1e-5,
         eos_token_id=32000,

@@ -15,8 +15,6 @@ def _with_o_proj_bias(settings: Settings, config: ModelConfig) -> ModelConfig:
 
 
 class SeedOssModel(DecoderModel):
-    """Checkpoints use the common names."""
-
     family = Family(
         num_kv_heads=8,
         head_dim=128,

@@ -41,8 +41,6 @@ def _finish(settings: Settings, config: ModelConfig) -> ModelConfig:
 
 
 class SmolLM3Model(DecoderModel):
-    """Checkpoints use the common names."""
-
     family = Family(
         num_kv_heads=4,
         tie_word_embeddings=True,

@@ -1,11 +1,10 @@
-"""What the sampler must know of each row: columns, each declared once.
+"""Sampling parameters of each row: columns, each declared once, and lists of tokens.
 
 From `COLUMNS` follow the table that the persistent batch keeps, the memory of a step's inputs on a
-device with its padding, and the largest step that memory is sized by. What a row asks for beside
-numbers are lists (`RowLists`). A parameter that changes logits is a line here or a list there,
-and a part of `Kernels.edit_logits`.
-
-Shape suffixes: see `nanocore.kernels.interface`.
+device with its padding, and the largest step that memory is sized by. Lists that rows name are kept
+for as long as their requests run, and packed into one column when a step's rows are not those of
+the step before. A parameter that changes logits is a line in `COLUMNS` or a list, and a part of
+`Kernels.edit_logits`. Shape suffixes: see `nanocore.kernels.interface`.
 """
 
 from __future__ import annotations

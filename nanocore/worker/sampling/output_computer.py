@@ -1,10 +1,9 @@
-"""Log probabilities of a step's tokens: of the model's own logits, whatever sampling made of them.
-And embeddings, beside them (`pooling.py`).
+"""Log probabilities and embeddings of a step's tokens, from the model's own logits.
 
-Computed behind all else in the step, on a device like on the host, and without waiting for either;
-told as columns once the step's result is on the host. Ranks exchange their logits, as for rows that
-are processed, and the first one of the stage, whose result is the step's, says the rest. Shape
-suffixes: see `requested_outputs`.
+They are computed behind all else in the step, on a device like on the host, and without waiting for
+either, and become columns once the step's result is on the host. Ranks exchange their logits, as
+for rows that are processed; the first rank of the stage, whose result is the step's, computes the
+rest. Shape suffixes: see `requested_outputs`.
 """
 
 from __future__ import annotations

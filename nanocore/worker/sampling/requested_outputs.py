@@ -1,4 +1,10 @@
-"""What a step is asked for beside tokens: log probabilities, and embeddings; on the host."""
+"""Outputs that rows request beside tokens: log probabilities and embeddings; on the host.
+
+Where no row requests any, nothing is made. What follows from which rows decode is kept for as long
+as they do. Requests for about as many tokens are computed together, so that a row which wants the
+whole vocabulary costs its neighbours nothing. Shape suffixes: see `nanocore.kernels.interface`;
+further, N entries, each of a token.
+"""
 
 from __future__ import annotations
 

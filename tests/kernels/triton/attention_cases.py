@@ -80,7 +80,6 @@ def cases() -> list[Case]:
 
 
 def _quantized(cache: str) -> list[Case]:
-    """At all head dims, and for other capabilities than Hopper's at those that differ most."""
     others = [(100, _HOPPER), (80, (8, 0)) if cache == "*i8" else (89, (8, 9))]
     shapes: dict[str, dict[str, Any]] = {
         f"head dim {head_dim}": {"head_dim": head_dim}

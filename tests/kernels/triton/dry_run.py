@@ -265,7 +265,6 @@ def engine(shape: dict[str, Any], launches: Launches, **settings: Any) -> list[s
 def engines(
     shape: dict[str, Any], variants: Sequence[dict[str, Any]], launches: Launches
 ) -> list[str]:
-    """Run engines with these settings."""
     return [name for settings in variants for name in engine(shape, launches, **settings)]
 
 
@@ -315,7 +314,6 @@ def _drawn_on_meta() -> Iterator[_MetaSession]:
 
 
 def kernel_cases(part: str, _launches: Launches) -> list[str]:
-    """Run the cases of a part of benchmarks/gpu."""
     backend = _Kernels()
     with _drawn_on_meta() as session:
         for case in kernels.cases(session, part):
@@ -444,7 +442,6 @@ DAY: Final = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run sets; print a line of JSON for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     found = sets()
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"day, or: {', '.join(found)}")

@@ -27,7 +27,6 @@ TILE = 16
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts of some tiles, in little time."""
     monkeypatch.setattr(
         "nanocore.kernels.triton.paged_attention.decode_tiles",
         lambda *_: DecodeTiles(TILE, num_warps=4, num_stages=2),

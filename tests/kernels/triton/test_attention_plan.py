@@ -34,7 +34,6 @@ NUM_SMS, NUM_SHARES = 8, 8
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts of some tiles, in little time."""
     monkeypatch.setattr(
         chunks_module,
         "decode_tiles",
@@ -47,13 +46,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def as_int(value: Any) -> int:
-    """What the interpreter has for a number."""
     return value if isinstance(value, int) else int(value.handle.data.item())
 
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tiles of keys programs went through, one after another."""
     found: list[int] = []
     for module in (decode_attention, chunks_module):
         attend: Any = module.attend
@@ -73,7 +70,6 @@ def check(step: PagedStep, num_sms: int = NUM_SMS) -> None:
 
 
 def with_bounds(step: PagedStep, max_len: int) -> PagedStep:
-    """What the host knows of a mixed step that a graph replays, see `HostBounds.of_shape`."""
     num_seqs, num_tokens = len(step.pieces), step.metadata.query_start[-1]
     step.metadata = replace(
         step.metadata,
@@ -184,7 +180,6 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
 
 
 def tensors(step: PagedStep) -> list[Tensor]:
-    """All that a graph reads."""
     metadata, cache = step.metadata, step.cache
     return [
         metadata.seq_lens_B, metadata.query_start_A, metadata.num_decodes_1,
@@ -198,7 +193,6 @@ def tensors(step: PagedStep) -> list[Tensor]:
 def test_launches_of_one_step_serve_another_one_of_other_lengths(
     recording: Recording, window: int
 ) -> None:
-    """As in a graph. What is long and what is short, what decodes and what does not, is new."""
     draw, none = partial(draw_step, HEADS, window=window), (0, 0)
     steps = [
         draw([5, 33, 40], [(150, 8), (90, 7), none]),
@@ -222,7 +216,6 @@ def test_launches_of_one_step_serve_another_one_of_other_lengths(
 
 @pytest.mark.usefixtures("small_tiles")
 def test_layers_of_one_window_share_a_plan_and_others_have_their_own() -> None:
-    """As in Gemma: in one step, of the same lengths."""
     step = draw_step(HEADS, [250, 9], block_size=16)
     plans: list[dict[int, DecodePlan]] = []
     for window in (60, 0, 60, 0):
@@ -324,7 +317,6 @@ def test_the_largest_batch_with_contexts_of_a_million_tokens() -> None:
 def test_where_one_part_is_always_enough_nothing_is_merged(
     window: int, width: int, can_split: bool
 ) -> None:
-    """By the widest context of the block table, or by the window; three tiles are not split."""
     table_BM = torch.empty(2, width, dtype=torch.int32)
     metadata = replace(make_metadata([5], [(8, 4)]), block_table_BM=table_BM)
     items = Items(4, 16, window, False, 3, block_size=1, num_shares=9, min_tiles=3)
@@ -377,7 +369,6 @@ def test_all_programs_of_decodes_have_as_many_tiles(
 
 
 def check_decode_plan(metadata: AttentionMetadata, decodes: Decodes) -> None:
-    """Each sequence's tiles in order, in parts one behind another; padding has an empty part."""
     plan = plan_decodes(metadata, decodes)
     parts, starts = plan.parts_P8.tolist(), plan.first_parts.tolist()
     lengths, window = metadata.seq_lens[: metadata.num_decodes], decodes.window
@@ -423,7 +414,6 @@ def test_a_step_of_padding_with_a_graphs_bounds_writes_no_memory_of_others(
     block_size: int,
     batch_invariant: bool,
 ) -> None:
-    """As graphs are warmed up: the host says that all may be decodes, and all are chunks."""
     num_seqs, guard, empty = max_seqs + 1, 300, torch.empty
     shape = StepShape(
         num_tokens, num_seqs, num_seqs, num_tokens // block_size + num_seqs, is_uniform=False

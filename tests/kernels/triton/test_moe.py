@@ -58,7 +58,6 @@ def test_experts_may_have_another_activation() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_shared_expert_is_added_behind_its_gate(dtype: torch.dtype) -> None:
-    """With the roundings of torch, which adds it by itself."""
     args = make(9, 4, 2, 16, 8)
     x, experts = args[:2]
     args[0] = x.to(dtype)
@@ -140,6 +139,5 @@ def test_tiles_of_all_models_fit_the_shared_memory_of_all_gpus(room: int) -> Non
 @pytest.mark.parametrize("num_pairs", [8, 8000, 10**6])
 @pytest.mark.parametrize("room", [48 << 10, *sorted(set(SHARED_BYTES.values()))])
 def test_both_products_have_tiles_of_the_same_rows(num_pairs: int, room: int) -> None:
-    """They share a plan. The little room is that of no GPU that we know."""
     tiles = [choose_tile(num_pairs, 128, is_gated, False, room) for is_gated in (False, True)]
     assert tiles[0].block_t == tiles[1].block_t

@@ -99,7 +99,6 @@ def test_no_tokens_are_no_work() -> None:
 
 
 def expected_plan(ids: list[int], num_experts: int, block_t: int) -> tuple[list[int], list[int]]:
-    """(pair of each row, expert of each tile)."""
     pair_of_row: list[int] = []
     expert_of_tile: list[int] = []
     for expert in range(num_experts):
@@ -118,7 +117,6 @@ def expected_plan(ids: list[int], num_experts: int, block_t: int) -> tuple[list[
 def test_pairs_are_laid_out_by_expert_in_their_order(
     num_pairs: int, experts: int, block_t: int
 ) -> None:
-    """By one program, and by several."""
     generator = torch.Generator().manual_seed(num_pairs)
     ids = (experts * torch.rand(num_pairs, generator=generator) ** 2).int()  # some are popular
     pair_of_row, expert_of_tile, num_tiles = plan(ids[:, None], experts, block_t)

@@ -178,7 +178,6 @@ def test_an_end_that_is_no_token_is_refused_unless_it_says_none(tmp_path: Path, 
 def test_the_gate_of_a_shared_expert_is_a_vector_or_one_row(
     tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
-    """llama-quantize writes the one, llama.cpp's converter the other."""
     gate = {"blk.0.ffn_gate_inp_shexp.weight": np.zeros(shape, dtype=np.float32)}
     path = write(tmp_path / "moe.gguf", gate, architecture="qwen2moe")
     found = {tensor.name: tensor.shape for tensor in gguf_tensors(path)}

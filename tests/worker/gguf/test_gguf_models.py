@@ -42,7 +42,6 @@ def original(name: str) -> Any:
 
 
 def weights(name: str, config: ModelConfig) -> dict[str, Tensor]:
-    """Every tensor that our reader gives, in float32."""
     path = CHECKPOINTS / f"{name}.gguf"
     stored_format = GgufFormat(path, config.head_dim, torch.float32)
     content = path.read_bytes()
@@ -144,7 +143,6 @@ def test_the_chat_template_and_the_names_of_special_tokens_are_there(name: str) 
 @pytest.mark.skipif(find_library() is None, reason="no library was compiled")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_check_reckons_with_the_memory_that_a_start_takes(name: str) -> None:
-    """But for what tiles of so few rows are padded by; numbers of five bits become bytes."""
     path = str(CHECKPOINTS / f"{name}.gguf")
     config = make_worker_config(folder=path, load_format="auto", attention_backend="cpu")
     (checked,) = dry_run(config)

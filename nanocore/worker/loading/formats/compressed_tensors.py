@@ -1,6 +1,8 @@
-"""compressed-tensors, as llm-compressor writes it: groups of modules, each stored in its own way.
+"""compressed-tensors, as llm-compressor writes it: groups of modules, each with its own scheme.
 
-What is served is in `compressed_schemes`; here is which module has which scheme.
+Schemes: four or eight bits in words, int8, or E4M3. Signed numbers are stored with half of their
+range added where they are packed, and zero points too: w = scale * (q - zero). What the file says
+of activations is not used: kernels choose their scales themselves.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Weights in E4M3 with scales of the whole, of outputs, or of blocks, whichever format names them.
+"""Weights in E4M3 with scales of the whole, of outputs, or of blocks.
 
-A rank's slice may cut through blocks: they are then made smaller, with the same scales.
+`Float8Layout` serves every format that has such weights; `Fp8Format` is the one that Qwen and
+DeepSeek publish (quant_method "fp8"), whose `weight_scale_inv` multiplies, in spite of its name. A
+rank's slice may cut through blocks: they are then made smaller, with the same scales.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Which stored groups, words and blocks a rank's slice of a weight lies in."""
+"""Numbers in groups and in 32-bit words, and which of both a rank's slice of a weight lies in.
+
+Numbers of 4 and 8 bits are packed with the lowest bits first. Words are unpacked byte by byte,
+which takes at most twice the numbers' memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What formats read of `quantization_config` alike."""
+"""Readers that formats share: of `quantization_config`, and of the files' tensors.
+
+Whether a module is quantized is decided by the files alone: the lists of modules that tools left
+unquantized (`ignore`, `modules_to_not_convert`, `lm_head`) are of several kinds, and some are
+wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The architectures that are served from GGUF files, by llama.cpp's names for them.
+"""Architectures served from GGUF files, and their tensors by the names that checkpoints have.
 
-What llama.cpp's converter does to a family's weights is told here, and undone in `format`: rows of
-Q and K that are in another order, and norms that are stored whole.
+llama.cpp's converter reorders rows of Q and K and stores some norms whole: `GgufArchitecture` says
+so, and `gguf_format` undoes it. Floats are `NAME.weight`, as in safetensors files; blocks are
+`NAME.blocks`, bytes in rows. Experts in one tensor become one each, at places within it.
 """
 
 from __future__ import annotations
@@ -71,38 +72,24 @@ ROPE_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_fa
 """Settings in the form of tensors; see `rope`."""
 
 _ENDS: Final = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+}  # fmt: skip
 _LAYER: Final = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
 _IN_LAYER: Final = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj",
+}  # fmt: skip
 _NORMS_ON_BOTH_SIDES: Final = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
-}
+}  # fmt: skip
 _OTHER_NAMES: Final = {
     "gemma2": _NORMS_ON_BOTH_SIDES,
     "gemma3": _NORMS_ON_BOTH_SIDES,

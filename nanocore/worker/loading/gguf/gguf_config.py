@@ -1,7 +1,9 @@
-"""What config.json and generation_config.json would say of a GGUF model, made of its settings.
+"""config.json and generation_config.json of a GGUF model, made of its settings.
 
-The reader of these files then checks them as it checks any other. Defaults are llama.cpp's, where
-its converter leaves something out.
+The reader of these files checks them as any other. Defaults are llama.cpp's, where its converter
+leaves something out. A setting that nobody takes is refused: the converter writes what a model
+differs in, so an unknown one may change the output. llama.cpp keeps Llama 3's and LongRoPE's
+stretching as tensors: a factor for each pair of values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How a GGUF model stores the weights of linear layers, for `layers` to ask.
+"""GGUF's weight format: blocks of llama.cpp's types into grouped weights, number by number.
 
-Implements `WeightFormat`. A rank reads the rows and blocks that it keeps as bytes. Where the
-converter has put the rows of Q and K into llama.cpp's order, whole rows are put back.
+Implements `WeightFormat`. A rank reads the rows and blocks that it keeps as bytes, [O, blocks *
+block_bytes]. Numbers with minima are from 0; others are moved so that half of the range is zero.
+Where the converter has reordered the rows of Q and K, whole rows are put back.
 """
 
 from __future__ import annotations

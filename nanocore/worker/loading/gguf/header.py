@@ -1,7 +1,8 @@
-"""What a GGUF file says before its weights: settings by name, and where each tensor lies.
+"""The header of a GGUF file: settings by name, and where each tensor lies.
 
 The whole header is checked when it is read: counts, types, names, and that tensors lie within the
-file and not upon each other. What is read of it later needs no check of its place.
+file and not upon each other. No count is believed before it is compared with what the file has
+left, and nothing is allocated for what is not there. Errors name the file and the byte.
 """
 
 from __future__ import annotations

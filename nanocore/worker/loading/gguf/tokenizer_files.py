@@ -1,7 +1,10 @@
-"""The files that clients need of a GGUF model, made of its metadata as if they lay in a folder.
+"""The tokenizer files that clients need of a GGUF model, made of its metadata.
 
-A tokenizer.json beside the model's file comes before the one that would be made, once it is known
-to be of this vocabulary; so models are served whose pre-tokenizer is not known here.
+Two kinds are served: byte-level BPE, by the name of its pre-tokenizer, and SentencePiece's BPE with
+scores, from which the merges follow. A GGUF file has no regular expression, only a name; a name
+that is not in `PRE_TOKENIZERS` is refused, because another split gives tokens that the model was
+not trained on. A tokenizer.json beside the model's file goes before the one that would be made, if
+it has this vocabulary.
 """
 
 from __future__ import annotations
