@@ -56,6 +56,9 @@ class SharedMemoryGroup:
     def __init__(
         self, rank: int, size: int, buffer_bytes: int, counters: Tensor, buffers: Tensor
     ) -> None:
-        self.rank, self.size, self.buffer_bytes = rank, size, buffer_bytes
-        self.counters, self.buffers = counters, buffers
+        self.rank = rank
+        self.size = size
+        self.buffer_bytes = buffer_bytes
+        self.counters = counters
+        self.buffers = buffers
         self.entered = ctypes.c_uint64(0)

@@ -71,7 +71,8 @@ class ModelRunner:
         queue: DeviceQueue | None = None,
         enforce_eager: bool = False,
     ) -> None:
-        self.model, self.kernels = model, kernels
+        self.model = model
+        self.kernels = kernels
         self.config = model.config
         self.placement: Placement = model.placement
         self.device = model.placement.device
@@ -84,7 +85,8 @@ class ModelRunner:
             self.sampler = TokenSampler(
                 model.head.first_token, self.config.vocab_size, self.placement.tp, kernels
             )
-        self._queue, self._enforce_eager = queue, enforce_eager
+        self._queue = queue
+        self._enforce_eager = enforce_eager
         self._device_steps: DeviceSteps | None = None
         self._replay: StageReplay | None = None
         self._last: PendingOutput = NOTHING_SAMPLED

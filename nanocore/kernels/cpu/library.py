@@ -202,7 +202,8 @@ class Library:
     """
 
     def __init__(self, path: str, instruction_set: str) -> None:
-        self.instruction_set, self.path = instruction_set, path
+        self.instruction_set = instruction_set
+        self.path = path
         loaded = ctypes.CDLL(path)
         version = loaded.nanocore_abi_version()
         if version != ABI_VERSION:

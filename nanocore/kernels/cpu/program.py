@@ -147,7 +147,9 @@ class Captured:
     """Implements `interface.Replay`. rows: of the result, TOKENS or SAMPLES."""
 
     def __init__(self, program: Program, result: Tensor, rows: int) -> None:
-        self.program, self._result, self._rows = program, result, rows
+        self.program = program
+        self._result = result
+        self._rows = rows
 
     def __call__(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor

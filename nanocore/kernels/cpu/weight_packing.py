@@ -79,7 +79,8 @@ class WeightPacking:
     """
 
     def __init__(self, library: Library, workspace: Workspace, keeps_activations: bool) -> None:
-        self._library, self._workspace = library, workspace
+        self._library = library
+        self._workspace = workspace
         self._keeps_activations = keeps_activations
         self.memory = WeightMemory()
 

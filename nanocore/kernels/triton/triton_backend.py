@@ -98,7 +98,8 @@ class TritonKernels(TorchKernels):
             self.num_sms = _INTERPRETED_SMS
         else:
             raise ValueError(f"the device is {device}, and Triton's kernels are for CUDA; use auto")
-        self.batch_invariant, self.keeps_activations = batch_invariant, keeps_activations
+        self.batch_invariant = batch_invariant
+        self.keeps_activations = keeps_activations
 
     def pack_linear(
         self,

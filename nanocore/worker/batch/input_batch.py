@@ -103,7 +103,8 @@ class InputBatch:
         num_groups: int = 1,
         has_tokens: bool = True,
     ) -> None:
-        self.max_num_seqs, self.block_size = max_num_seqs, block_size
+        self.max_num_seqs = max_num_seqs
+        self.block_size = block_size
         self.group = np.arange(max_num_seqs) % num_groups
         # One more than is ever computed: the token that is sampled after a prompt of max_model_len.
         num_columns = max_model_len + 1 if has_tokens else 0

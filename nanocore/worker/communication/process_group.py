@@ -96,7 +96,8 @@ class ProcessGroupChannel:
     """
 
     def __init__(self, peer: int, device: torch.device) -> None:
-        self._peer, self._device = peer, device
+        self._peer = peer
+        self._device = device
 
     def send(self, x: Tensor) -> None:
         """Send x; on CUDA this waits on the stream, not on the host."""
@@ -126,8 +127,10 @@ class OneShotCommunicator:
     """
 
     def __init__(self, group: ProcessGroupCommunicator, buffer: Tensor) -> None:
-        self._group, self._buffer = group, buffer
-        self.rank, self.size = group.rank, group.size
+        self._group = group
+        self._buffer = buffer
+        self.rank = group.rank
+        self.size = group.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if x.nbytes > MAX_BYTES or x.dtype not in _DTYPES:

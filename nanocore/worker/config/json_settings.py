@@ -94,7 +94,9 @@ class Settings:
     """
 
     def __init__(self, source: Path | str, values: dict[str, Any], name: str = "") -> None:
-        self.source, self.values, self.name = str(source), values, name
+        self.source = str(source)
+        self.values = values
+        self.name = name
         self.read_names: set[str] = set()
         self.names_at_top: frozenset[str] = frozenset()
 

@@ -105,7 +105,8 @@ class DeviceSteps:
         sampler: TokenSampler | None,
         stream: Stream,
     ) -> None:
-        self._batch, self._rows = batch, rows
+        self._batch = batch
+        self._rows = rows
         self._computer = computer
         self._sampler = sampler
         self._stream = stream

@@ -142,7 +142,8 @@ class _CudaPending:
     """Implements `Pending`: result is on the host once the event has passed."""
 
     def __init__(self, event: torch.cuda.Event, result: Tensors) -> None:
-        self._event, self._result = event, result
+        self._event = event
+        self._result = result
 
     def is_done(self) -> bool:
         return self._event.query()

@@ -26,7 +26,9 @@ class StageReplay:
     """
 
     def __init__(self, replay: Replay, links: StageLinks, received_TE: Tensor | None) -> None:
-        self._replay, self._links, self._received_TE = replay, links, received_TE
+        self._replay = replay
+        self._links = links
+        self._received_TE = received_TE
 
     def __call__(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor

@@ -97,7 +97,8 @@ class StagedColumns:
             field.name: memory[start:end].view(field.dtype).numpy()
             for field, start, end in _layout(shape)
         }
-        self._num_tokens, self._num_seqs = shape.num_tokens, shape.num_seqs
+        self._num_tokens = shape.num_tokens
+        self._num_seqs = shape.num_seqs
         self._is_uniform = shape.is_uniform
         self._spare_row = spare_row
 
@@ -240,7 +241,8 @@ class DeviceRows:
     def __init__(
         self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
     ) -> None:
-        self.spare_row, self.block_size = max_num_seqs, block_size
+        self.spare_row = max_num_seqs
+        self.block_size = block_size
         self.max_model_len = max_model_len
         num_rows, num_blocks = max_num_seqs + 1, -(-max_model_len // block_size)
         table = partial(torch.zeros, dtype=torch.int32, device=device)

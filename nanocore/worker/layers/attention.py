@@ -38,9 +38,12 @@ class Attention:
             placement, config.hidden_size, [q_rows, kv_rows, kv_rows], bias=config.attention_bias
         )
         self.o_proj = RowParallelLinear(
-            placement, config.num_heads * head_dim, config.hidden_size, "the size of all heads",
+            placement,
+            config.num_heads * head_dim,
+            config.hidden_size,
+            "the size of all heads",
             bias=config.o_proj_bias,
-        )  # fmt: skip
+        )
         self.q_norm = RMSNorm(placement, config, head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(placement, config, head_dim) if config.qk_norm else None
         self.rotation = config.rotation(layer)
@@ -79,8 +82,12 @@ class Attention:
         if self.q_norm and self.k_norm:
             qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q_THD = kernels.rope_and_store_kv(
-            self.project(x_TE, kernels), self.num_heads, qk_norm,
-            context.rotary[self.rotation], cache, metadata,
-        )  # fmt: skip
+            self.project(x_TE, kernels),
+            self.num_heads,
+            qk_norm,
+            context.rotary[self.rotation],
+            cache,
+            metadata,
+        )
         out_THD = kernels.paged_attention(q_THD, cache, metadata, self.spec)
         return self.o_proj(out_THD.flatten(1), kernels)

@@ -133,7 +133,8 @@ class DecoderModel:
     layer_class: ClassVar[type[Layer]] = DecoderLayer
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
-        self.config, self.placement = config, placement
+        self.config = config
+        self.placement = placement
         # Rounded as in training, where the factor had the model's dtype.
         self.embedding_factor = torch.tensor(config.embedding_scale, dtype=placement.dtype).item()
         self.layer_range = placement.stage_layers(config.num_layers)

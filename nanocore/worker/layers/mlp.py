@@ -66,9 +66,11 @@ class PlainMLP:
         inner_size, what = config.intermediate_size, "intermediate_size"
         self.activation = config.hidden_act
         self.up_proj = ColumnParallelLinear(
-            placement, config.hidden_size, [RowShard.share(placement, inner_size, what)],
+            placement,
+            config.hidden_size,
+            [RowShard.share(placement, inner_size, what)],
             bias=config.mlp_bias,
-        )  # fmt: skip
+        )
         self.down_proj = RowParallelLinear(
             placement, inner_size, config.hidden_size, what, bias=config.mlp_bias
         )

@@ -68,10 +68,12 @@ class SparseMLP:
         """This rank's summand of the result, [T, E], before the ranks' all-reduce."""
         logits_TX = context.kernels.linear(x_TE, self.router.packed)
         return context.kernels.moe(
-            x_TE, self.experts,
+            x_TE,
+            self.experts,
             Routing(logits_TX, self.num_experts_per_tok, self.norm_topk_prob),
-            self.shared(x_TE, context), self.activation,
-        )  # fmt: skip
+            self.shared(x_TE, context),
+            self.activation,
+        )
 
     @property
     def experts(self) -> Experts:

@@ -93,7 +93,8 @@ class Weight:
     """
 
     def __init__(self, placement: Placement, out_features: int, in_features: int) -> None:
-        self.out_features, self.in_features = out_features, in_features
+        self.out_features = out_features
+        self.in_features = in_features
         self._placement = placement
         placement.check_size(out_features, in_features)
         self._runs: list[_Run] = []
@@ -211,7 +212,9 @@ class WeightPacker:
         kept_forms: frozenset[QuantizedForm] = frozenset(),
         stacks_experts: bool | None = None,
     ) -> None:
-        self._kernels, self._dtype, self._quantization = kernels, dtype, quantization
+        self._kernels = kernels
+        self._dtype = dtype
+        self._quantization = quantization
         self._kept_forms = kept_forms
         self._stacks_experts = kernels.stacks_experts if stacks_experts is None else stacks_experts
         self.num_bytes = self.num_params = self.expert_bytes = self.expert_params = 0

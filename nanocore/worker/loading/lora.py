@@ -337,7 +337,8 @@ class MergedFormat:
 
     def __init__(self, base: WeightFormat | None, adapter: Adapter, dtype: torch.dtype) -> None:
         self.name = "floats" if base is None else base.name
-        self.base, self.adapter = base, adapter
+        self.base = base
+        self.adapter = adapter
         self._dtype = dtype
 
     def projection(

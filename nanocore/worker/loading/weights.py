@@ -40,7 +40,8 @@ class Buffer:
     """
 
     def __init__(self, owner: BufferOwner, outline: Tensor, device: torch.device) -> None:
-        self.owner, self.outline = owner, outline
+        self.owner = owner
+        self.outline = outline
         self._device = device
         self._memory: Tensor | None = None
 

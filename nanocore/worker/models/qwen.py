@@ -40,9 +40,11 @@ class SharedExpertMLP(SparseMLP):
         super().__init__(placement, config)
         assert config.moe is not None, "only families with experts have sparse layers"
         self.shared_expert = GatedMLP(
-            placement, config, config.moe.shared_intermediate_size,
+            placement,
+            config,
+            config.moe.shared_intermediate_size,
             "shared_expert_intermediate_size",
-        )  # fmt: skip
+        )
         self.shared_gate = Weight(placement, 1, config.hidden_size)
 
     def entries(self, prefix: str) -> Entries:

@@ -207,7 +207,9 @@ class SampledRows:
         processed: NDArray[np.int64],
         packed: PackedLists | None = None,
     ) -> None:
-        self.columns, self.processed, self.packed = columns, processed, packed
+        self.columns = columns
+        self.processed = processed
+        self.packed = packed
         self.all_greedy = not columns["temperature"].any()
 
     @cached_property

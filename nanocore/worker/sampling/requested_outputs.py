@@ -131,7 +131,8 @@ class LogprobRequests:
     def __init__(
         self, rows: NDArray[np.int64], num_top: NDArray[np.int64], columns: NDArray[np.int64]
     ) -> None:
-        self.rows, self.num_top = rows, num_top
+        self.rows = rows
+        self.num_top = num_top
         sizes = np.frexp(np.maximum(num_top, _FEW))[1]  # of a group, at most twice the least
         self.order = sizes.argsort(kind="stable")
         self.columns = columns[:, self.order]

@@ -33,8 +33,10 @@ class TokenSampler:
     def __init__(
         self, first_token: int, vocab_size: int, tp: Communicator, kernels: Kernels
     ) -> None:
-        self._first_token, self.vocab_size = first_token, vocab_size
-        self._tp, self._kernels = tp, kernels
+        self._first_token = first_token
+        self.vocab_size = vocab_size
+        self._tp = tp
+        self._kernels = kernels
 
     def sample(
         self,

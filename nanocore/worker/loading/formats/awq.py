@@ -106,9 +106,12 @@ def _unpack(
                 "zero_point = false: it is not of this model"
             )
     return GroupedWeight(
-        _outputs(tensors["qweight"])[in_words], _BITS, group_size,
-        tensors["scales"].t().contiguous(), zero_OG,
-    )  # fmt: skip
+        _outputs(tensors["qweight"])[in_words],
+        _BITS,
+        group_size,
+        tensors["scales"].t().contiguous(),
+        zero_OG,
+    )
 
 
 def _outputs(packed: Tensor) -> Tensor:

@@ -331,9 +331,12 @@ class _Integers:
             -1, 1 if self.strategy == "tensor" else groups.kept.stop - groups.kept.start
         )
         weight = GroupedWeight(
-            values_OI.contiguous(), self.bits, groups.size,
-            scale_OG.expand(num_rows, -1).contiguous(), self._zeros(name, rows, tensors),
-        )  # fmt: skip
+            values_OI.contiguous(),
+            self.bits,
+            groups.size,
+            scale_OG.expand(num_rows, -1).contiguous(),
+            self._zeros(name, rows, tensors),
+        )
         g_idx = tensors.get("weight_g_idx")
         if g_idx is None or bool((g_idx == -1).all()):  # which stands for inputs in their order
             return weight

@@ -130,14 +130,15 @@ class GptqFormat:
         scale_dtype = self.stored.float_dtype(f"{name}.scales", torch.float16)
         slots = {
             "qweight": Slot(
-                (in_features // packed, out_features), torch.int32,
+                (in_features // packed, out_features),
+                torch.int32,
                 (words(columns, packed)[0], rows),
             ),
             "qzeros": Slot(
                 (groups.count, out_features // packed), torch.int32, (groups.kept, kept_words)
             ),
             "scales": Slot((groups.count, out_features), scale_dtype, (groups.kept, rows)),
-        }  # fmt: skip
+        }
         # Some tools leave it out where inputs are in order.
         if scheme.sorts_inputs or self.stored.has(f"{name}.g_idx"):
             slots["g_idx"] = Slot((in_features,), torch.int32, (columns,))
@@ -203,9 +204,12 @@ def _unpack(
         _check_version(name, zero_OG, scheme.bits, stores_zero_less_one)
     values_OI = unpack_words(tensors["qweight"].t(), scheme.bits)
     weight = GroupedWeight(
-        values_OI, scheme.bits, group_size, tensors["scales"].t().contiguous(),
+        values_OI,
+        scheme.bits,
+        group_size,
+        tensors["scales"].t().contiguous(),
         zeros_or_none(zero_OG, scheme.bits),
-    )  # fmt: skip
+    )
     if "g_idx" not in tensors:
         return weight
     return sort_inputs(name, weight, tensors["g_idx"], columns, sorts_inputs=scheme.sorts_inputs)

@@ -31,7 +31,8 @@ class Pattern:
     """
 
     def __init__(self, source: str, text: str) -> None:
-        self._source, self._text = source, text
+        self._source = source
+        self._text = text
         if len(text) > MAX_CHARS:
             raise self._error(f"has {len(text)} characters, and none needs {MAX_CHARS}")
         if math.prod(int(count) or 1 for count in re.findall(r"\{(\d+)", text)) > _MAX_REPETITIONS:

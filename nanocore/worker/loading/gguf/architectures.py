@@ -173,7 +173,7 @@ def _named(info: TensorInfo, names: dict[str, str]) -> list[GgufTensor]:
             size,
         )
         for i in range(shape[0])
-    ]  # fmt: skip
+    ]
 
 
 def _whole(info: TensorInfo, name: str, shape: tuple[int, ...]) -> GgufTensor:

@@ -47,7 +47,9 @@ class GgufFormat:
     name = "gguf"
 
     def __init__(self, first: Path, head_dim: int, dtype: torch.dtype) -> None:
-        self._first, self._head_dim, self._dtype = first, head_dim, dtype
+        self._first = first
+        self._head_dim = head_dim
+        self._dtype = dtype
         self._has_pairs = ARCHITECTURES[architecture_name(read_headers(first)[0])].has_pairs
         self._tensors = {
             tensor.name.rpartition(".")[0]: tensor

@@ -107,9 +107,7 @@ def end_token_ids(vocabulary: GgufVocabulary) -> list[int]:
     """Tokens that end a text, the file's own first."""
     named = [vocabulary.ids[name] for name in ("eos", "eot", "eom") if name in vocabulary.ids]
     pairs = zip(vocabulary.tokens, vocabulary.types, strict=True)
-    known = [
-        i for i, (t, kind) in enumerate(pairs) if kind == TokenType.CONTROL and t in _ENDS
-    ]  # fmt: skip
+    known = [i for i, (t, kind) in enumerate(pairs) if kind == TokenType.CONTROL and t in _ENDS]
     return list(dict.fromkeys(named + known))
 
 

@@ -67,9 +67,12 @@ class HeaderBytes:
     """
 
     def __init__(self, path: Path, file: BinaryIO, num_bytes: int) -> None:
-        self._path, self._file = path, file
+        self._path = path
+        self._file = file
         self.num_bytes = num_bytes
-        self._buffer, self._position, self._start = b"", 0, 0
+        self._buffer = b""
+        self._position = 0
+        self._start = 0
         self._num_items = 0
 
     @property
