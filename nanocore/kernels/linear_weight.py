@@ -88,7 +88,7 @@ def pack_rows(
 ) -> LinearWeight:
     """The weight row by row, quantized if so asked.
 
-    What is stored quantized is dequantized, in dtype, or in float32 if that is not told; so is what
+    What is stored quantized is dequantized, in dtype, or in float32 if that is None; so is what
     is to have four bits: its values are those, and take as much memory as before.
     fp8 leaves a weight as it is whose sizes are no multiples of 16: no product could take it.
     """

@@ -1,7 +1,7 @@
 """Ranks that share a model's layers, as far as kernels must know of them.
 
 What implements these is in `worker/communication`. Where ranks exchange through shared memory a
-kernel can do it as well as their communicator: so the layout is told here, and either may come
+kernel can do it as well as their communicator: so the layout is defined here, and either may come
 after the other.
 """
 

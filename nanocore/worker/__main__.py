@@ -88,15 +88,15 @@ def _run(pipe: Pipe[ToRank]) -> None:
     worker = Worker(config, start)
     worker.load_model()
     pipe.send(Done())
-    # The first rank of the last stage answers for all.
-    answers = rank == config.num_ranks - config.tensor_parallel_size
-    serve(pipe, worker, board, rank, answers)
+    # The first rank of the last stage reports for all.
+    reports = rank == config.num_ranks - config.tensor_parallel_size
+    serve(pipe, worker, board, rank, reports)
 
 
 def serve(
-    pipe: Pipe[ToRank], worker: Worker, board: StatusBoard, rank: int, answers: bool
+    pipe: Pipe[ToRank], worker: Worker, board: StatusBoard, rank: int, reports: bool
 ) -> NoReturn:
-    """Do what the engine says. answers: this rank tells it results.
+    """Handle the engine's messages. reports: this rank sends the results.
 
     Raises EOFError: the engine is gone.
     """
@@ -109,7 +109,7 @@ def serve(
                 step, pending = begun.popleft()
                 output = pending.wait()
                 board.finish(rank, step)
-                if answers:
+                if reports:
                     pipe.send(StepResult(output))
             elif pipe.has_message(_LOOK_AGAIN_S):
                 break

@@ -1,4 +1,4 @@
-"""What every rank would have, found without memory behind the model: shapes and file headers tell.
+"""Report of every rank without memory behind the model: from shapes and file headers.
 
 Sizes that cannot be divided, files that do not fit the configuration and memory that does not hold
 the weights are found in a second. What activations take on CUDA is known only once they run.

@@ -118,8 +118,8 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
 class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """Upper limits of a rank's device: bytes read and operations per second.
 
-    bytes_per_s: of memory. near_bytes, near_bytes_per_s: what reads no more than so many bytes,
-    again and again, has them from caches; 0 if those were not measured.
+    bytes_per_s: of memory. near_bytes, near_bytes_per_s: work that reads no more than
+    near_bytes, again and again, has them from caches; 0 if those were not measured.
     """
 
     bytes_per_s: float

@@ -106,6 +106,7 @@ class ModelRunner:
 
         Steps can run, kernel by kernel; those that were captured before are gone.
         """
+        # Captured steps hold the addresses of the old cache and tables.
         self._device_steps = self._replay = None
         self._last = NOTHING_SAMPLED
         self.release_kv_memory()  # what both took is needed for the new ones
@@ -205,6 +206,8 @@ class ModelRunner:
         requested = None if self.sampler is None else self.batch.requested(step)
         logits_RV: Tensor | None
         hidden_NE = None
+        # A captured step returns the logits of rows that sample and nothing else: a step that needs
+        # other hidden states runs kernel by kernel.
         if requested is not None and requested.needs_hidden:
             logits_RV, hidden_NE = self._compute_logits_and_hidden(inputs, requested)
         else:

@@ -1,7 +1,7 @@
 """A step's result that may not be there yet.
 
-A step of a plan that awaits masks has two phases: it is begun, and once it is told the masks it
-samples.
+A step of a plan that awaits masks has two phases: it is begun, and it samples once its masks are
+known.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DoneOutput:
 
 
 class AwaitingOutput:
-    """Implements `PendingOutput` for a step that samples when it is told masks.
+    """Implements `PendingOutput` for a step that samples when it gets its masks.
 
     Args:
         step: the plan's. sample: its second phase; called once.

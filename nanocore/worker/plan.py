@@ -1,4 +1,4 @@
-"""What the engine tells its workers each step, and what they answer.
+"""The messages of a step: the engine's plan, and the workers' output.
 
 A step is described by its differences: every row that is held takes one token unless the plan says
 otherwise. With pipeline stages, rows are dealt out to as many groups (row modulo their number), and

@@ -1,9 +1,9 @@
 """What passes through the pipe between an engine and one of its worker processes.
 
-A rank is started with a `RankStart` and loads its weights; told to, it profiles, allocates its KV
-cache and captures, and answers each when it is done; and then it runs plans. One rank answers with
-results; every rank can send a `RankFailure`, at any time. The same structs configure the worker
-inside an engine of one rank, without a pipe.
+A rank is started with a `RankStart` and loads its weights. On request it profiles, allocates its KV
+cache and captures, and replies to each when it is done; then it runs plans. One rank sends results;
+every rank can send a `RankFailure`, at any time. The same structs configure the worker inside an
+engine of one rank, without a pipe.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ ActivationQuantization = Literal["auto", "none"]
 FailureKind = Literal["config", "model_file", "memory", "internal"]
 
 MAX_PROMPT_LOGPROBS = 1 << 21
-"""That a step tells of prompt tokens, if it tells those of more than one. Workers find out at their
-start what memory so many take; on the way to the client they take some hundred megabytes."""
+"""Limit of a step's prompt log probabilities, if it has those of more than one token. Workers
+measure at their start what memory this many take; as messages they take some hundred megabytes."""
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,26 +91,26 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
 
 
 class Profile(msgspec.Struct, frozen=True, tag="profile"):
-    """Find out how much memory is left; the rank answers with its `WorkerInfo`."""
+    """Find out how much memory is left; the rank replies with its `WorkerInfo`."""
 
 
 class AllocateCache(msgspec.Struct, frozen=True, kw_only=True, tag="allocate"):
-    """Make the KV cache and the persistent batch; the rank answers with `Done`."""
+    """Make the KV cache and the persistent batch; the rank replies with `Done`."""
 
     num_blocks: int
     max_model_len: int
 
 
 class Capture(msgspec.Struct, frozen=True, tag="capture"):
-    """Capture steps, or compile for them; the rank answers with `Done`, and is ready for plans."""
+    """Capture steps, or compile for them; the rank replies with `Done`, and is ready for plans."""
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """The rank has done what it was told: to load, to allocate or to capture."""
+    """Loading, allocating or capturing is done."""
 
 
 class RunStep(msgspec.Struct, frozen=True, tag="run"):
-    """Run this plan; the first rank of the last stage answers with a `StepResult`."""
+    """Run this plan; the first rank of the last stage replies with a `StepResult`."""
 
     plan: SchedulerOutput
 
@@ -130,7 +130,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """A rank cannot go on, and exits.
 
-    kind: whose fault it is, as exit codes tell. message: one line. traceback: as Python prints it.
+    kind: decides the engine's exit code. message: one line. traceback: as Python prints it.
     """
 
     kind: FailureKind

@@ -60,7 +60,7 @@ class Worker:
     """A rank.
 
     Args:
-        config: the engine's. start: what this rank was told, if it is one of several.
+        config: the engine's. start: the rank's first message, if it is one of several.
 
     Raises:
         ConfigError: the device is not there, or the model cannot be split so.

@@ -95,7 +95,7 @@ class ThreadRank:
             return
         worker: Any = FakeWorker(self.rank, self.exchange)
         with pytest.raises(EOFError):
-            serve(self._pipe, worker, self._board, self.rank, answers=self.rank == 0)
+            serve(self._pipe, worker, self._board, self.rank, reports=self.rank == 0)
 
     def death(self) -> WorkerError:
         return WorkerError(f"{self.name} is gone")

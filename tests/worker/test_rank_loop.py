@@ -111,7 +111,7 @@ def rank() -> Iterator[Rank]:
     def run() -> None:
         fake: Any = worker
         try:
-            serve(pipe, fake, board, 0, answers=True)
+            serve(pipe, fake, board, 0, reports=True)
         except BaseException as error:
             errors.append(error)
 

@@ -66,7 +66,7 @@ _GATES: Final = {"silu": 1, "gelu": 2}
 _OF_LOGITS: Final = frozenset(
     ("softcap", "best_token", "best_filtered_token", "edit_logits", "logprobs")
 )
-"""Kernels whose rows are float32 always, so that they are told no dtype."""
+"""Kernels whose rows are float32 always: they take no dtype."""
 NATIVE_MULTIPLE = 16
 
 

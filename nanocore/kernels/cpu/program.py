@@ -27,7 +27,7 @@ from nanocore.kernels.interface import AttentionMetadata
 
 TOKENS: Final = -1
 SAMPLES: Final = -2
-"""Row counts that a step tells; see `Step` in program.cpp."""
+"""Row counts that are those of the step; see `Step` in program.cpp."""
 
 
 class NotCapturable(Exception):

@@ -1,4 +1,4 @@
-"""The persistent batch: every running row's state, kept between steps and changed by differences.
+"""The persistent batch: every running row's state, kept between steps and updated incrementally.
 
 A row is fixed for as long as its request runs, and is the same in the engine and on every rank.
 Counts and block tables are numpy columns on the host. Tokens are where the model runs, where
@@ -125,6 +125,8 @@ class InputBatch:
 
         Returns the blocks that were appended to rows, but for those that came with new rows.
         """
+        # First of all: what is kept follows from which rows there are. Removed rows go before added
+        # ones, because a plan may give a freed row to another request.
         if plan.removed_rows or plan.added:
             self._clear_kept()
         if plan.removed_rows:
@@ -141,11 +143,13 @@ class InputBatch:
         """Lay out the plan's step, decodes first, and advance the computed counts."""
         order = self._order(plan)
         rows_B = order.rows_B
+        # Counts alone decide what is computed and who samples: tokens may still be unknown here.
         before_B = self.num_computed[rows_B]
         seq_lens_B = before_B + order.counts_B
         self.num_computed[rows_B] = seq_lens_B
         positions_T = before_B[order.source_T] + order.offset_T
         blocks_T = self.blocks.ids[order.rows_T, positions_T // self.block_size]
+        # A row samples when its last known token is computed; a chunk that ends before does not.
         samples_B = seq_lens_B == self.num_tokens[rows_B]
         all_sample = bool(samples_B.all())
         return BatchStep(
@@ -247,6 +251,7 @@ class InputBatch:
     def _make_order(self, plan: SchedulerOutput) -> StepOrder:
         counts = (self.is_active & (self.group == plan.group)).astype(np.int64)
         counts[ints(plan.chunk_rows)] = ints(plan.chunk_counts)
+        # Decodes first, as attention wants them. A chunk of one token is a decode, too.
         decodes = np.flatnonzero(counts == 1)
         rows_B = np.concatenate((decodes, np.flatnonzero(counts > 1)))
         counts_B = counts[rows_B]

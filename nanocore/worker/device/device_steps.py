@@ -3,7 +3,7 @@
 The host packs a step's differences and columns into pinned memory, enqueues one copy and the work,
 and goes on; what a step needs of the one before it, its tokens, it takes from the tables on the
 device. Of a step that awaits masks all rows' plain tokens are found, and what comes behind that is
-enqueued when the masks are told; no other step begins before. Nothing here waits for the device.
+enqueued when the masks are known; no other step begins before. Nothing here waits for the device.
 Shape suffixes: see `nanocore.kernels.interface`.
 """
 

@@ -110,7 +110,7 @@ _NUM_WARM_UPS: Final = 2
 class CudaStream(Stream):
     """Implements `Stream`.
 
-    A result is copied to the host behind the work that made it, and an event tells when it is
+    A result is copied to the host behind the work that made it, and an event says when it is
     there, so that nobody waits for work that was begun later.
     """
 
@@ -190,7 +190,7 @@ class CudaGraphCapture:
                     result = work()
                 except BaseException:
                     # The stream would go on capturing. What ended the work may have spoilt the
-                    # capture too, and is what is to be told.
+                    # capture too, and is the error to report.
                     with suppress(RuntimeError):
                         graph.capture_end()
                     raise

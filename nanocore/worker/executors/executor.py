@@ -52,7 +52,7 @@ class Executor(StepExecutor, Protocol):
     """The workers of an engine, from their start to their end.
 
     They are set up by the first four calls, in this order; each returns when every rank is done.
-    Errors at start are `StartError`s of the kind that the engine's exit code tells.
+    Errors at start are `StartError`s of the kind that decides the engine's exit code.
     """
 
     def load_model(self) -> None:

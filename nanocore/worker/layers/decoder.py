@@ -271,7 +271,7 @@ def fill_and_pack(
 ) -> int:
     """Have all of a model's parameters filled and packed; returns the memory that they take.
 
-    fill: fills all parts of these entries, and tells their owners.
+    fill: fills all slices of these entries, and notifies their owners.
     """
     entries = model.entries()
     packer = WeightPacker(kernels, model.placement.dtype, quantization)

@@ -1,7 +1,7 @@
 """A weight's two states: as a checkpoint stores it, and then what the kernel backend packed.
 
-Layers say of which projections a weight is (`entries`); how those are stored, the checkpoint's
-format tells. Memory for what is stored is taken when its reading begins, and is gone when all is
+Layers say of which projections a weight is (`entries`); the checkpoint's format says how those are
+stored. Memory for what is stored is taken when its reading begins, and is gone when all is
 there and the backend has packed it: only a few weights are both at a time.
 """
 
@@ -141,6 +141,7 @@ class Weight:
         if self._pack is None or not self._is_filled:
             return
         assert self._runs, "entries are asked for before a weight is packed"
+        # Let go of the runs: their buffers are to be gone when the packed weight is there.
         runs, self._runs = self._runs, []
         is_outline = self._placement.device.type == "meta"
         self._packed = self._pack(

@@ -107,10 +107,10 @@ def load_weights(
     Args:
         folder: single `model.safetensors`, or an index with its shards.
         entries: every tensor that the checkpoint must hold. Parts may be of any float dtype, on any
-            device. Owners are told, by this thread, when all of theirs is there.
+            device. Owners are notified, by this thread, when all of theirs is there.
         names: from the files' names to those of entries.
         progress: show a bar on stderr, if that is a terminal.
-        digest: told of all that was read, by tensors' names: the same however files are cut.
+        digest: updated with all that was read, by tensor names: independent of how files are cut.
 
     Returns:
         Bytes of this rank's slices, as they are stored. Where a slice cuts rows apart, the whole
@@ -170,7 +170,7 @@ def _owners_of_nothing(entries: Entries) -> set[BufferOwner]:
 def _read(
     pieces: list[_Piece], reader: _Reader, threads: ThreadPoolExecutor
 ) -> Iterator[tuple[_Piece, bytes]]:
-    """Each piece when it is filled, with the digest of what was read; owners are told."""
+    """Yield each filled piece with the digest of what was read; notifies owners."""
     buffered_bytes = Counter[BufferOwner | None]()
     for piece in pieces:
         buffered_bytes[piece.owner] += piece.target.nbytes if piece.owner else 0
@@ -187,6 +187,7 @@ def _read(
 
     for piece in pieces:
         if piece.owner not in begun:
+            # Weights in memory twice are bounded: the oldest are waited for and packed first.
             while len(begun) > 1 and (
                 sum(buffered_bytes[owner] for owner in (*begun, piece.owner)) > BUFFERED_BYTES
             ):

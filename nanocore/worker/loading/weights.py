@@ -116,7 +116,7 @@ EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 POSITIONS: Final = "model.embed_positions.weight"
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Integers of so many bytes."""
+"""Integers by their bytes."""
 
 
 def is_finite(values: Tensor) -> bool:

@@ -14,7 +14,7 @@ from nanocore.worker.layers.decoder import DecoderModel
 
 
 def _unrotated(settings: Settings, num_layers: int) -> frozenset[int]:
-    """Indices of layers that do not rotate: listed as zeros, or else every so many."""
+    """Indices of layers that do not rotate: listed as zeros, or else every n-th."""
     every = settings.size("no_rope_layer_interval", 4)
     rotates = settings.get("no_rope_layers", list[int], [])
     if not settings.has("no_rope_layers"):

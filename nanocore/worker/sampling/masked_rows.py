@@ -1,4 +1,4 @@
-"""The rows of a step that may not sample every token: what the engine tells, as the sampler has it.
+"""Token masks of a step's rows: from the engine's message to the sampler's operands.
 
 On a device the masks are staged, in the order in which they stand here, and copied once. Shape
 suffixes: see `nanocore.kernels.logit_edits`; further, K rows that are sampled anew.

@@ -101,7 +101,7 @@ MAX_ROWS: Final = 64
 
 _NOT_REQUESTED: Final = -1
 _FEW: Final = 63
-"""Up to so many tokens, numbers make no difference."""
+"""Up to this many tokens a request's size makes no difference."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class LogprobRequests:
         columns: [c, N], numbers that a device must know of each.
 
     order: [N], the entries in the order in which they are computed, group by group; columns are in
-    that order. rows and num_top are in the order in which they are told.
+    that order. rows and num_top are in the order of the output.
     """
 
     def __init__(

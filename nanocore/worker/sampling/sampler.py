@@ -57,8 +57,8 @@ class TokenSampler:
         are_all_processed = len(rows.processed) == len(logits_RV)
         if are_all_processed and rows.lists is None:
             return self.sample_processed(logits_RV, metadata, mask)
-        # As on a device: plain ones for all, which copies no logits, and then those that ask for
-        # more anew.
+        # As on a device: plain tokens for all, which copies no logits; then rows with filters or
+        # edits are sampled again.
         if are_all_processed:
             token_ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
         else:

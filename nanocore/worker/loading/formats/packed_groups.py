@@ -77,7 +77,7 @@ def words(part: slice, per_word: int) -> tuple[slice, slice]:
 
 
 def per_word(bits: int) -> int:
-    """Numbers of so many bits in a word."""
+    """Numbers of this many bits in a 32-bit word."""
     return 32 // bits
 
 

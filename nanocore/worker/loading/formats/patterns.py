@@ -37,7 +37,7 @@ class Pattern:
             raise self._error(f"has {len(text)} characters, and none needs {MAX_CHARS}")
         if math.prod(int(count) or 1 for count in re.findall(r"\{(\d+)", text)) > _MAX_REPETITIONS:
             raise self._error(
-                f"has more than {_MAX_REPETITIONS} repetitions, and none needs so many"
+                f"has more than {_MAX_REPETITIONS} repetitions, more than any model needs"
             )
         try:
             self._compiled: Any = regex.compile(text)

@@ -19,7 +19,7 @@ _ENDS: Final = frozenset(
         "<|end_of_text|>", "<EOT>", "</s>", "<eos>",
     }
 )  # fmt: skip
-"""Control tokens that end an answer whatever the file says, as in llama.cpp: files name one, and
+"""Control tokens that end a response whatever the file says, as in llama.cpp: files name one, and
 many models have two."""
 
 _NO_TOKEN: Final = 2**32 - 1

@@ -83,7 +83,7 @@ class HeaderBytes:
         return ModelFileError(f"{self._path}: at byte {self.offset} {why}")
 
     def take(self, count: int, what: str) -> bytes:
-        """The next bytes. what: names them in the error that the file has not so many."""
+        """Take the next `count` bytes. what: names them in the error that the file is too short."""
         start = self._have(count, what)
         self._position = start + count
         return self._buffer[start : self._position]
