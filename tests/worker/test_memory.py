@@ -204,7 +204,7 @@ def test_a_graph_that_cannot_be_recorded_is_told_with_a_remedy(
     def fail(*_: object) -> None:
         raise ValueError("out of resource: shared memory")
 
-    monkeypatch.setattr(FakeGraphRecorder, "record", fail)
+    monkeypatch.setattr(FakeGraphRecorder, "capture", fail)
     queue = DeviceQueue(FakeStream(1), FakeGraphRecorder())
     runner = ModelRunner(load_model(tiny_model), DeviceKernels(), queue=queue)
     runner.allocate(kv_cache_format("auto", torch.float32), 20, 16, 8, 64)
