@@ -45,10 +45,7 @@ from nanocore.worker.sampling.sampler import TokenSampler
 
 @dataclass(frozen=True, slots=True)
 class DeviceQueue:
-    """Work queue of a device beside the host. graph_capture: None to run kernel by kernel.
-
-    A stage of a pipeline has none: hidden states come from other ranks.
-    """
+    """Work queue of a device beside the host. graph_capture: None to run kernel by kernel."""
 
     stream: Stream
     graph_capture: GraphCapture | None = None
@@ -102,10 +99,7 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
-        """Allocate the KV cache and the persistent batch, and compute the rotary tables.
-
-        Steps can run, kernel by kernel; those that were captured before are gone.
-        """
+        """Allocate the KV cache and the persistent batch, and compute the rotary tables."""
         # Captured steps hold the addresses of the old cache and tables.
         self._device_steps = self._replay = None
         self._last = NOTHING_SAMPLED
@@ -198,10 +192,8 @@ class ModelRunner:
             self._sampled.append((rows, places, token_ids))
 
     def _compute(self, plan: SchedulerOutput, step: BatchStep) -> PendingOutput:
-        """Run a step on the host, replayed if it was captured; its output is done.
-
-        If it awaits masks, no other begins before: so its logits stay what they are.
-        """
+        """Run a step on the host, replayed if it was captured; its output is done."""
+        # If it awaits masks, no other begins before: so its logits stay what they are.
         inputs = self.batch.inputs(step)
         requested = None if self.sampler is None else self.batch.requested(step)
         logits_RV: Tensor | None

@@ -125,8 +125,7 @@ class InputBatch:
 
         Returns the blocks that were appended to rows, but for those that came with new rows.
         """
-        # First of all: what is kept follows from which rows there are. Removed rows go before added
-        # ones, because a plan may give a freed row to another request.
+        # Removed rows go before added ones: a plan may give a freed row to another request.
         if plan.removed_rows or plan.added:
             self._clear_kept()
         if plan.removed_rows:
