@@ -21,8 +21,8 @@ from report import describe_run, spread, table, with_range, write_report
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.executors.local_executor import LocalExecutor
 from nanocore.worker.plan import NewRow, SchedulerOutput
+from nanocore.worker.worker import LocalExecutor
 
 RESULTS: Final = Path(__file__).parent / "results"
 NUM_ROWS: Final = 256

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nanocore.worker.device.stream import Pending, StagingBuffer, Stream, Tensors, Work
+from nanocore.worker.device.device_stream import Pending, StagingBuffer, Stream, Tensors, Work
 
 R = TypeVar("R")
 
@@ -110,7 +110,7 @@ class FakeGraphPools:
 
 @dataclass
 class FakeGraphRecorder:
-    """Implements `step_graphs.GraphRecorder` on CPU tensors.
+    """Implements `step_graphs.GraphCapture` on CPU tensors.
 
     A replay computes with the host's values of the recording, and leaves what it computes where the
     recording left it. num_records, num_replays: so far.
@@ -124,7 +124,7 @@ class FakeGraphRecorder:
     def begin_set(self) -> None:
         self.pool = self.pools.new_handle()
 
-    def record(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
+    def capture(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
         self.num_records += 1
         work()
         assert self.pool is not None, "no set was begun"

@@ -28,8 +28,8 @@ from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.device.device import select_device
-from nanocore.worker.executors.local_executor import LocalExecutor
 from nanocore.worker.models import load_model_config
+from nanocore.worker.worker import LocalExecutor
 
 
 def engine_settings(results: Results) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from benchmarks.gpu.engine import LocalEngine
 from benchmarks.gpu.kernels import MAX_ERROR, kernels_of
 from benchmarks.gpu.results import Measurements, Results, Session, uses_pdl
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.worker.device.cuda_stream import CudaGraphRecorder
+from nanocore.worker.device.device_stream import CudaGraphCapture
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MODEL: Final = ROOT / "demo_model" / "nanocore_demo_model"
@@ -99,10 +99,10 @@ def check_chain(session: Session) -> dict[str, Any]:
         expected.append(chain()["out"].clone())
     if not session.on_gpu:
         return {"num_replays": 0}
-    recorder = CudaGraphRecorder()
-    recorder.begin_set()
+    graph_capture = CudaGraphCapture()
+    graph_capture.begin_set()
     found: list[Tensor] = []
-    _, replay = recorder.record(lambda: found.append(chain()["out"]))
+    _, replay = graph_capture.capture(lambda: found.append(chain()["out"]))
     num_wrong = 0
     for number in range(_REPLAYS):
         x_TE.copy_(inputs[number % 2])

@@ -29,12 +29,12 @@ from benchmarks.gpu.shapes import Model, models
 from benchmarks.gpu.timing import synchronize, time_call
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import LinearWeight
-from nanocore.kernels.triton import attention, gate, grouped_linear, matmul
+from nanocore.kernels.triton import gate, grouped_linear, matmul, paged_attention
 from nanocore.kernels.triton.decode_attention import DecodeTiles
 from nanocore.kernels.triton.grouped_linear import GroupedTile
 from nanocore.kernels.triton.grouped_packing import GroupedLinear
 from nanocore.kernels.triton.matmul import Tile
-from nanocore.kernels.triton.prefill_attention import PrefillTiles
+from nanocore.kernels.triton.paged_attention import PrefillTiles
 
 NUM_CALLS: Final = 10
 NUM_REPLAYS: Final = 5
@@ -314,7 +314,7 @@ def _attention_case(
 
     return TileCase(
         name=f"tiles/{name}",
-        module=attention,
+        module=paged_attention,
         chooser=chooser,
         shapes=shapes[:2] if session.small else shapes,
         make=make,

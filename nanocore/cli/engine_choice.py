@@ -36,7 +36,7 @@ error, 130 interrupted"""
 
 
 class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """flags, max_restarts: of a launched engine, see `EngineSupervisor`. hint: added to its refusal of
+    """flags, max_restarts: of a launched engine, see `EngineSupervisor`. hint: for its refusal of
     flags, or ''. endpoints, curve_dir: of engines to join; no endpoint: one is launched.
     tokenizer: a folder; None: the engine's.
     """

@@ -31,7 +31,7 @@ from nanocore.protocol.endpoint import (
 )
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Capability
-from nanocore.worker.messages import MAX_PROMPT_LOGPROBS, WorkerConfig
+from nanocore.worker.rank_messages import MAX_PROMPT_LOGPROBS, WorkerConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

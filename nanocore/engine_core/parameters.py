@@ -18,7 +18,7 @@ from nanocore.engine_core.flags import parameter
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.fields import MAX_EXACT_INT, MAX_INT32
 from nanocore.system.logs import LogFormat
-from nanocore.worker.messages import (
+from nanocore.worker.rank_messages import (
     ActivationQuantization,
     KVCacheDtype,
     LoadFormat,

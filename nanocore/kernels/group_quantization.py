@@ -23,7 +23,7 @@ _VALUES_AT_ONCE: Final = 1 << 24
 
 
 def packed_bytes(out_features: int, in_features: int, group_size: int = GROUP_SIZE) -> int:
-    """What such a weight takes: half a byte for each value, and two for each scale."""
+    """Bytes of such a weight: half a byte for each value, and two for each scale."""
     return out_features * (-(-in_features // 2) + 2 * -(-in_features // group_size))
 
 
@@ -64,7 +64,7 @@ def _quantize(weight_OI: Tensor, num_groups: int, group_size: int) -> tuple[Tens
 
 
 def _sum(x_IOG: Tensor) -> Tensor:
-    """In the order of I, so that the native kernels find the same scales to the bit."""
+    # In the order of I, so that the native kernels find the same scales to the bit.
     total_OG = x_IOG[0].clone()
     for x_OG in x_IOG[1:]:
         total_OG += x_OG

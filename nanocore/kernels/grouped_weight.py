@@ -49,17 +49,14 @@ class GroupedWeight:
 
     @property
     def out_features(self) -> int:
-        """O."""
         return self.values_OI.shape[0]
 
     @property
     def in_features(self) -> int:
-        """I."""
         return self.values_OI.shape[1]
 
     @property
     def nbytes(self) -> int:
-        """Memory that a checkpoint's packing of it takes: values of `bits`, and all scales."""
         parts = (self.scale_OG, self.zero_OG, self.minimum_OG, self.super_scale_OS,
                  self.super_minimum_OS, self.permutation_I)  # fmt: skip
         values = self.values_OI.numel() * self.bits // 8
@@ -67,7 +64,7 @@ class GroupedWeight:
 
     @property
     def float_scales(self) -> list[Tensor]:
-        """What a checkpoint may have NaN in."""
+        """Scales that a checkpoint may have NaN in."""
         parts = (self.scale_OG, self.minimum_OG, self.super_scale_OS, self.super_minimum_OS)
         return [part for part in parts if part is not None and part.is_floating_point()]
 
@@ -133,12 +130,10 @@ class Float8Weight:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether scales are of blocks, and not of outputs."""
         return self.scale.shape != (self.values_OI.shape[0], 1)
 
     @property
     def nbytes(self) -> int:
-        """Memory of values and scales."""
         return self.values_OI.nbytes + self.scale.nbytes
 
     def can_join(self, other: Float8Weight) -> bool:
@@ -149,7 +144,6 @@ class Float8Weight:
         return is_alike and not (self.has_blocks and mine[0] % self.block)
 
     def dequantize(self) -> Tensor:
-        """float32 [O, I]."""
         if not self.has_blocks:
             return self.values_OI.float() * self.scale
         out_features, in_features = self.values_OI.shape
@@ -174,7 +168,7 @@ class Float8Weight:
         return GroupedWeight(values_OI, 8, values_OI.shape[1], largest_O1 / 127.0)
 
     def _scale_of(self, rows: slice) -> Tensor:
-        """Of some rows, for each input or for all."""
+        """Scales of some rows, for each input or for all."""
         if not self.has_blocks:
             return self.scale[rows]
         first, stop = rows.start, min(rows.stop, len(self.values_OI))
@@ -191,12 +185,12 @@ def _floats(values: Tensor) -> Tensor:
     return half_bits.view(torch.float16).float().mul_(256.0)
 
 
-StoredForm = Literal["grouped", "float8"]
-"""The quantized ones of `StoredWeight`."""
+QuantizedForm = Literal["grouped", "float8"]
+"""The quantized ones of `CheckpointWeight`."""
 
 _Quantized = TypeVar("_Quantized", GroupedWeight, Float8Weight)
 
-StoredWeight = Tensor | GroupedWeight | Float8Weight
+CheckpointWeight = Tensor | GroupedWeight | Float8Weight
 """A weight as a checkpoint has it: floats, or one of the quantized forms."""
 
 
@@ -208,12 +202,12 @@ def join(weights: list[GroupedWeight]) -> GroupedWeight:
                           "super_minimum_OS"))  # fmt: skip
 
 
-def join_adjacent(weights: list[StoredWeight]) -> list[StoredWeight]:
-    """As few weights as possible that have the outputs of all, in their order.
+def join_adjacent(weights: list[CheckpointWeight]) -> list[CheckpointWeight]:
+    """Join weights into as few as possible, with the outputs of all in their order.
 
     Their tensors are those of the weights where nothing is to be joined.
     """
-    runs: list[list[StoredWeight]] = []
+    runs: list[list[CheckpointWeight]] = []
     for weight in weights:
         if runs and _can_join(runs[-1][-1], weight):
             runs[-1].append(weight)
@@ -222,7 +216,7 @@ def join_adjacent(weights: list[StoredWeight]) -> list[StoredWeight]:
     return [_join_alike(run) for run in runs]
 
 
-def _can_join(one: StoredWeight, other: StoredWeight) -> bool:
+def _can_join(one: CheckpointWeight, other: CheckpointWeight) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype
     if isinstance(one, GroupedWeight):
@@ -230,7 +224,7 @@ def _can_join(one: StoredWeight, other: StoredWeight) -> bool:
     return isinstance(other, Float8Weight) and one.can_join(other)
 
 
-def _join_alike(weights: list[StoredWeight]) -> StoredWeight:
+def _join_alike(weights: list[CheckpointWeight]) -> CheckpointWeight:
     if isinstance(weights[0], Tensor):
         tensors = [weight for weight in weights if isinstance(weight, Tensor)]
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
@@ -240,7 +234,6 @@ def _join_alike(weights: list[StoredWeight]) -> StoredWeight:
 
 
 def _cat(weights: list[_Quantized], names: tuple[str, ...]) -> _Quantized:
-    """The first, but of these tensors what all have."""
     first = weights[0]
     if len(weights) == 1:
         return first

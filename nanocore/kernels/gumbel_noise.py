@@ -79,10 +79,9 @@ def _mix32(x: Tensor) -> Tensor:
 
 
 def _int32(value: int) -> int:
-    """The signed integer with these 32 bits: torch has no unsigned multiplication."""
+    # torch has no unsigned multiplication.
     return value - 2**32 if value >= 2**31 else value
 
 
 def _int64(value: int) -> int:
-    """The signed integer with these 64 bits."""
     return value - 2**64 if value >= 2**63 else value

@@ -19,23 +19,20 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
-from nanocore.kernels.experts import Experts, ExpertWeights
-from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
-from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
-from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels import Activation
+from nanocore.kernels.grouped_weight import CheckpointWeight, QuantizedForm
+from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight, TokenEmbedding
+from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.rank_group import RankKernels
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
-from nanocore.kernels.token_logprobs import Logprobs
-from nanocore.kernels.token_mask import TokenMask
 
 GraphSupport = Literal["never", "decodes", "always"]
-"""Of which steps a graph can be recorded: of none, of those with nothing but decodes, or of all."""
+"""Steps that a graph can be captured of: none, those with nothing but decodes, or all."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What attention must know of a step; built once per step and handed down the call.
+    """Attention's view of a step; built once per step and handed down the call.
 
     Sequences are ordered decodes first (one query token each), then prefill chunks.
     num_decodes: how many of the B are decodes; num_decodes_1: the same, int32 on the device.
@@ -90,13 +87,13 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """From where a block begins to where the next one does."""
+        """Distance from a block's first byte to the next one's."""
         return self.k_NSKD.stride(0) * self.k_NSKD.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a layer's attention is, the same in every step.
+    """A layer's kind of attention, the same in every step.
 
     scale: what q k^T is multiplied by, above 0. window: a token attends to itself and the
     window - 1 tokens before it; 0: to all before it (Longformer: Beltagy et al. 2020; Mistral:
@@ -111,24 +108,22 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """How rows sample. temperature_R: float32, 0 is greedy. seed_R, position_R: int64."""
+    """Noise of R rows. temperature_R: float32, 0 is greedy. seed_R, position_R: int64."""
 
     temperature_R: Tensor
     seed_R: Tensor
     position_R: Tensor
 
     def of_rows(self, rows: Tensor | slice) -> Noise:
-        """How these of the R rows sample; rows: indices, a mask or a slice."""
         return Noise(self.temperature_R[rows], self.seed_R[rows], self.position_R[rows])
 
     def contiguous(self) -> Noise:
-        """The same in tensors without gaps."""
         return Noise(*(x.contiguous() for x in (self.temperature_R, self.seed_R, self.position_R)))
 
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Which tokens rows may sample. top_k_R: int32, V or more is off. top_p_R, min_p_R: float32.
+    """Sampling filters of R rows. top_k_R: int32, V or more is off. top_p_R, min_p_R: float32.
 
     In this order: a token stays if its probability, as a share of the best token's, reaches min_p;
     if fewer than top_k are before it; if the probability of those before it, as a share of all that
@@ -141,7 +136,6 @@ class Filters:
     min_p_R: Tensor
 
     def of_rows(self, rows: Tensor | slice) -> Filters:
-        """The filters of these of the R rows; rows: indices, a mask or a slice."""
         return Filters(self.top_k_R[rows], self.top_p_R[rows], self.min_p_R[rows])
 
 
@@ -151,7 +145,7 @@ class Replay(Protocol):
     def __call__(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor:
-        """What was captured; valid until the next call."""
+        """Run on a step's inputs; the result is valid until the next call."""
         ...
 
 
@@ -178,7 +172,7 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How tokens choose experts: the C most likely ones, by the softmax of logits_TX in float32.
+    """Choice of experts: a token's C most likely ones, by the softmax of logits_TX in float32.
 
     Their probabilities, the greatest first, are their weights, rounded to x's dtype; is_normalized:
     divided by their sum before. Of equally likely experts any may come first and be the last one
@@ -192,10 +186,24 @@ class Routing:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """What every token passes beside those it chose: sigmoid(gate_T1) out_TE is added."""
+    """Expert that every token passes beside those it chose: sigmoid(gate_T1) out_TE is added."""
 
     gate_T1: Tensor
     out_TE: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Log probabilities, logit - logsumexp(row), of each row's token and the K most likely ones.
+
+    token_ids_NC: int32 [N, 1 + K], the row's own token and then the K first by logit, falling; of
+    equal logits the smaller id comes first. logprobs_NC: float32, theirs. rank_N: int32, the own
+    token's place in that order, from 1 on.
+    """
+
+    token_ids_NC: Tensor
+    logprobs_NC: Tensor
+    rank_N: Tensor
 
 
 class Kernels(RankKernels, Protocol):
@@ -211,12 +219,12 @@ class Kernels(RankKernels, Protocol):
     variant: str
     graph_support: GraphSupport
     block_multiple: int
-    kept_forms: frozenset[StoredForm]
+    kept_forms: frozenset[QuantizedForm]
     stacks_experts: bool
 
     def pack_linear(
         self,
-        weight: StoredWeight,
+        weight: CheckpointWeight,
         quantization: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LinearWeight:
@@ -226,8 +234,7 @@ class Kernels(RankKernels, Protocol):
         for `linear` and `gated_linear`, and one that such products cannot take stays as it is.
         dtype: of activations, for backends that dequantize what is stored quantized.
 
-        Raises:
-            ValueError: no such quantization here.
+        Raises ValueError: no such quantization here.
         """
         ...
 
@@ -370,7 +377,7 @@ class Kernels(RankKernels, Protocol):
     def best_filtered_token(
         self, logits_RV: Tensor, noise: Noise, filters: Filters, mask: TokenMask | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As `best_token` with noise, among the tokens that stay of those that the mask allows.
+        """Sample as `best_token` with noise, among tokens that filters keep and the mask allows.
 
         logits_RV: of the whole vocabulary. Temperatures are above 0. The host does not wait.
         Weights exp(logit - best) are float32 and their sums float64 (Triton's: within a thread
@@ -381,7 +388,7 @@ class Kernels(RankKernels, Protocol):
 
     def logprobs(
         self, logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
-    ) -> Logprobs:
+    ) -> LogprobTensors:
         """Log probabilities of each row's token and of the num_top most likely ones, or of all.
 
         logits_RV: float32, of the whole vocabulary; only read. index_N: int64, which of the rows

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class KVCacheFormat:
-    """How K and V are stored. scale_dtype: None for values that are stored as they are."""
+    """Storage format of K and V. scale_dtype: None for values that are stored as they are."""
 
     dtype: torch.dtype
     scale_dtype: torch.dtype | None = None
@@ -36,7 +36,7 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def scale_dtype(device_type: str) -> torch.dtype:
-    """Of the scales of a quantized cache on such a device.
+    """Dtype of the scales of a quantized cache on such a device.
 
     A GPU copies four bytes and more to shared memory while it computes; for two it would wait. A
     CPU has no such limit, and bfloat16 takes half the room.
@@ -47,8 +47,7 @@ def scale_dtype(device_type: str) -> torch.dtype:
 def kv_cache_format(name: str, model_dtype: torch.dtype, device_type: str = "cpu") -> KVCacheFormat:
     """The format of this name; "auto" keeps values in the model's dtype.
 
-    Raises:
-        ValueError: no such format.
+    Raises ValueError: no such format.
     """
     if name == "auto":
         return KVCacheFormat(model_dtype)

@@ -8,7 +8,7 @@ fp8 is E4M3, and activations are too, with a scale for each token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.group_quantization import quantize_groups
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 
 FP8: Final = torch.float8_e4m3fn
 _LARGEST_FP8: Final = 448.0
@@ -43,19 +43,16 @@ class LinearWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that values and scales take."""
         own = self.data.nbytes + (self.scale_O.nbytes if self.scale_O is not None else 0)
         return own + sum(segment.num_bytes for segment in self.segments)
 
     def bias_of(self, bias_O: Tensor | None) -> list[Tensor | None]:
-        """Each segment's part of a bias."""
         if bias_O is None:
             return [None] * len(self.segments)
         return list(bias_O.split([segment.out_features for segment in self.segments]))
 
 
 def in_segments(weights: Sequence[LinearWeight]) -> LinearWeight:
-    """One weight with the outputs of all, in their order."""
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -68,7 +65,7 @@ def in_segments(weights: Sequence[LinearWeight]) -> LinearWeight:
 
 @dataclass(frozen=True, slots=True)
 class TokenEmbedding:
-    """How tokens become hidden states in dtype: rows token_id - first_token times factor.
+    """Lookup of hidden states in dtype: rows token_id - first_token times factor.
 
     Tokens that the weight lacks (another rank has them, or they are none) become zeros.
     """
@@ -82,17 +79,16 @@ class TokenEmbedding:
 def check_quantization_name(
     name: str | None, known: tuple[str, ...] = ("int4", "int8", "fp8")
 ) -> None:
-    """Raises ValueError if weights cannot be stored so."""
     if name is not None and name not in known:
         raise ValueError(f"no quantization {name!r} here; there is: {', '.join(known)}")
 
 
 def pack_rows(
-    weight: StoredWeight, quantization: str | None, dtype: torch.dtype | None
+    weight: CheckpointWeight, quantization: str | None, dtype: torch.dtype | None
 ) -> LinearWeight:
     """The weight row by row, quantized if so asked.
 
-    What is stored quantized is dequantized, in dtype, or in float32 if that is not told; so is what
+    What is stored quantized is dequantized, in dtype, or in float32 if that is None; so is what
     is to have four bits: its values are those, and take as much memory as before.
     fp8 leaves a weight as it is whose sizes are no multiples of 16: no product could take it.
     """
@@ -141,3 +137,48 @@ def quantize_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:
     smallest = torch.finfo(torch.float32).tiny
     scale_R = (largest_R / torch.full_like(largest_R, _LARGEST_FP8)).clamp(min=smallest)
     return (x_RI / scale_R[:, None]).to(FP8), scale_R  # divided in float32
+
+
+Experts = object
+"""What a backend made of a layer's experts: its own, see `Kernels.pack_experts`."""
+
+
+@dataclass(slots=True)
+class ExpertWeights:
+    """X experts' projections, packed as those of linear layers; whoever stacks them empties it."""
+
+    gates: list[LinearWeight]
+    ups: list[LinearWeight]
+    downs: list[LinearWeight]
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """gate_up_XIE: [X, 2 I, E], gate before up. down_XEI: [X, E, I]."""
+
+    gate_up_XIE: Tensor
+    down_XEI: Tensor
+
+
+def stack(weights: ExpertWeights) -> StackedExperts:
+    """Weights of floats, each of which is gone when it is copied."""
+    gate, down = weights.gates[0], weights.downs[0]
+    num_experts, inner = len(weights.gates), gate.out_features
+    gate_up_XIE = gate.data.new_empty(num_experts, 2 * inner, gate.in_features)
+    down_XEI = down.data.new_empty(num_experts, down.out_features, down.in_features)
+    del gate, down
+    for expert, data in enumerate(_taken(weights.gates)):
+        gate_up_XIE[expert, :inner] = data
+    for expert, data in enumerate(_taken(weights.ups)):
+        gate_up_XIE[expert, inner:] = data
+    for expert, data in enumerate(_taken(weights.downs)):
+        down_XEI[expert] = data
+    return StackedExperts(gate_up_XIE, down_XEI)
+
+
+def _taken(weights: list[LinearWeight]) -> Iterator[Tensor]:
+    weights.reverse()
+    while weights:
+        weight = weights.pop()
+        assert weight.scale_O is None, "stacked experts are floats"
+        yield weight.data

@@ -1,8 +1,9 @@
-"""What rows ask to be done to their logits before a token is chosen, as kernels take it.
+"""Edits of logits and token masks that rows request, as kernels take them.
 
-All of it is a function of what a row asks for and of the tokens that it holds: nothing is kept from
-step to step, so it does not matter what else ran, or whether the row was here before. Shape
-suffixes: see `interface`; further, N entries of a list.
+All of it is a function of what a row requests and of the tokens that it holds: nothing is kept from
+step to step, so it does not matter what else ran, or whether the row was here before. Masks are
+read in the sampling kernels, before temperature and filters, so that logits need not be written.
+Shape suffixes: see `interface`; further, N entries of a list, M masks of W words.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class TokenLists:
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """What is done to logits of R rows; see `interface.Kernels.edit_logits`.
+    """Edits of the logits of R rows; see `interface.Kernels.edit_logits`.
 
     token_table: int32 [rows, L]; rows_R: int64, which of its rows. num_prompt_tokens_R,
     num_tokens_R: int64, how many tokens a row's prompt has, and the row in all; what is behind
@@ -65,3 +66,29 @@ class LogitEdits:
     frequency_penalty_R: Tensor
     presence_penalty_R: Tensor
     lists: TokenLists
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMask:
+    """Masks of R rows, where the logits are.
+
+    words_MW: int32, contiguous; token t may be sampled if bit t % 32 of word t // 32 is set, 0
+    being the lowest bit. There are words for the whole vocabulary, whatever part of it logits are
+    of. index_R: int32, which of the masks a row has; -1: none, it may sample any token.
+    """
+
+    words_MW: Tensor
+    index_R: Tensor
+
+    def of_rows(self, rows: Tensor) -> TokenMask:
+        return TokenMask(self.words_MW, self.index_R.index_select(0, rows))
+
+    def is_allowed(self, first_token: int, num_tokens: int) -> Tensor:
+        """Bool [R, num_tokens], of tokens from first_token on; the reference for kernels."""
+        words_MW, index_R = self.words_MW, self.index_R.long()
+        if len(words_MW) == 0:
+            return index_R.new_ones((len(index_R), num_tokens), dtype=torch.bool)
+        token_V = torch.arange(first_token, first_token + num_tokens, device=words_MW.device)
+        words_RV = words_MW[index_R.clamp(min=0)][:, token_V // 32]
+        allowed_RV = (words_RV >> (token_V % 32).int()) & 1 == 1
+        return allowed_RV | (index_R < 0)[:, None]

@@ -1,7 +1,7 @@
 """Ranks that share a model's layers, as far as kernels must know of them.
 
 What implements these is in `worker/communication`. Where ranks exchange through shared memory a
-kernel can do it as well as their communicator: so the layout is told here, and either may come
+kernel can do it as well as their communicator: so the layout is defined here, and either may come
 after the other.
 """
 
@@ -25,7 +25,7 @@ class RankGroup(Protocol):
 
 
 class RankKernels(Protocol):
-    """What a backend computes where a rank's part meets those of others; see `interface.Kernels`.
+    """Kernels that join a rank's part with those of others; see `interface.Kernels`.
 
     Shape suffixes: see `interface`.
     """
@@ -56,6 +56,9 @@ class SharedMemoryGroup:
     def __init__(
         self, rank: int, size: int, buffer_bytes: int, counters: Tensor, buffers: Tensor
     ) -> None:
-        self.rank, self.size, self.buffer_bytes = rank, size, buffer_bytes
-        self.counters, self.buffers = counters, buffers
+        self.rank = rank
+        self.size = size
+        self.buffer_bytes = buffer_bytes
+        self.counters = counters
+        self.buffers = buffers
         self.entered = ctypes.c_uint64(0)

@@ -43,7 +43,6 @@ def select_kernels(
 
 
 def _best(device: torch.device) -> str:
-    """The backend that "auto" stands for; a warning says what there would be a better one with."""
     if device.type == "cuda":
         lacks, best = _triton_lacks(device), "triton"
     else:

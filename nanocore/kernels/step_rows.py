@@ -1,7 +1,7 @@
 """A step's rows in the tables of a device beside the host: what is before its layers, and after.
 
 The tables hold the tokens and the KV blocks of all rows, and are changed in the order of the steps
-(`nanocore.worker.device.device_rows` owns them). What is here in plain torch is the reference for
+(`nanocore.worker.device.step_memory` owns them). What is here in plain torch is the reference for
 kernels that do it in one launch. Shape suffixes: see `interface`; further, W appended blocks.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Where a step finds its tokens and blocks.
+    """Places of a step's tokens and blocks in the tables.
 
     token_table: int32 [rows, max_model_len + 1]. block_table: int32 [rows, M], of blocks of
     block_size tokens. rows_T, positions_T: int64, the place of each token in the token table.
@@ -40,13 +40,13 @@ class StepRows:
         return self.block_table.index_select(0, self.rows_B)
 
     def token_ids(self) -> Tensor:
-        """What the step computes on, from the token table, int64 [T]."""
+        """Token ids of the step, from the token table, int64 [T]."""
         return self.token_table[self.rows_T, self.positions_T].long()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenPlaces:
-    """Where sampled tokens go in the token table; rows_R, positions_R: int64."""
+    """Places of sampled tokens in the token table; rows_R, positions_R: int64."""
 
     token_table: Tensor
     rows_R: Tensor

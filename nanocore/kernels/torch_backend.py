@@ -6,15 +6,13 @@ a file of its own, `torch_*`. Shape suffixes: see `interface`.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
-from nanocore.kernels.experts import Experts, ExpertWeights, StackedExperts, stack
-from nanocore.kernels.grouped_weight import StoredForm, StoredWeight
+from nanocore.kernels import Activation
+from nanocore.kernels.candidates import NO_TOKEN
+from nanocore.kernels.grouped_weight import CheckpointWeight, QuantizedForm
 from nanocore.kernels.gumbel_noise import best_with_noise, cached_rows
 from nanocore.kernels.interface import (
     AttentionMetadata,
@@ -22,6 +20,7 @@ from nanocore.kernels.interface import (
     Filters,
     GraphSupport,
     KVCache,
+    LogprobTensors,
     Noise,
     QKNorm,
     Replay,
@@ -31,25 +30,20 @@ from nanocore.kernels.interface import (
 )
 from nanocore.kernels.linear_weight import (
     FP8,
+    Experts,
+    ExpertWeights,
     LinearWeight,
+    StackedExperts,
     TokenEmbedding,
     pack_rows,
     quantize_rows,
+    stack,
 )
-from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.rank_group import RankGroup
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
-from nanocore.kernels.token_logprobs import Logprobs
-from nanocore.kernels.token_mask import TokenMask
-from nanocore.kernels.torch_attention import paged_attention
-from nanocore.kernels.torch_filtered_sampling import filtered
-from nanocore.kernels.torch_kv_cache import store_kv
-from nanocore.kernels.torch_logit_edits import edit_logits
-from nanocore.kernels.torch_logprobs import logprobs
-from nanocore.kernels.torch_moe import activate, add_shared, gated, moe, route
-
-NO_TOKEN: Final = -1
-"""In place of a token, of a row that has none: its best logit is not finite, or one is NaN."""
+from nanocore.kernels.torch_attention import paged_attention, store_kv
+from nanocore.kernels.torch_sampling import edit_logits, filtered, logprobs
 
 
 class TorchKernels:
@@ -63,12 +57,12 @@ class TorchKernels:
     variant: str = ""
     graph_support: GraphSupport = "never"
     block_multiple = 1
-    kept_forms: frozenset[StoredForm] = frozenset()
+    kept_forms: frozenset[QuantizedForm] = frozenset()
     stacks_experts = True
 
     def pack_linear(
         self,
-        weight: StoredWeight,
+        weight: CheckpointWeight,
         quantization: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LinearWeight:
@@ -216,7 +210,7 @@ class TorchKernels:
 
     def logprobs(
         self, logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
-    ) -> Logprobs:
+    ) -> LogprobTensors:
         return logprobs(logits_RV if index_N is None else logits_RV[index_N], token_ids_N, num_top)
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
@@ -236,7 +230,6 @@ def allowed_logits(logits_RV: Tensor, first_token: int, mask: TokenMask | None) 
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `interface.Kernels.rms_norm`."""
     x_float = x.float()
     normed = x_float * torch.rsqrt(x_float.pow(2).mean(-1, keepdim=True) + eps)
     return (normed.to(weight.dtype) * weight).to(x.dtype)
@@ -247,3 +240,81 @@ def rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     cos, sin = cos_TR[:, None], sin_TR[:, None]
     first, second, *rest = x_THD.split(cos_TR.shape[-1], dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, *rest), dim=-1)
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+
+
+def gated(x_TO: Tensor, activation: Activation) -> Tensor:
+    """act(first half) * second half, [T, O / 2]."""
+    gate, up = x_TO.chunk(2, dim=-1)
+    return activate(gate, activation) * up
+
+
+def route(routing: Routing) -> tuple[Tensor, Tensor]:
+    """(expert ids, int64 [T, C]; their weights, float32 [T, C])."""
+    probs_TX = routing.logits_TX.softmax(-1, dtype=torch.float32)
+    weights_TC, expert_ids_TC = probs_TX.topk(routing.num_chosen)
+    if routing.is_normalized:
+        weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
+    return expert_ids_TC, weights_TC
+
+
+def add_shared(out_TE: Tensor, shared: SharedExpert | None) -> Tensor:
+    """Add the shared expert's output to the chosen experts'."""
+    return out_TE if shared is None else out_TE + shared.gate_T1.sigmoid() * shared.out_TE
+
+
+def moe(
+    x_TE: Tensor,
+    experts: StackedExperts,
+    expert_ids_TC: Tensor,
+    weights_TC: Tensor,
+    activation: Activation = "silu",
+) -> Tensor:
+    """The weighted sum of each token's C experts, [T, E]; see `interface.Kernels.moe`.
+
+    expert_ids_TC: int64, below X. weights_TC: rounded to x's dtype.
+    """
+    num_chosen = expert_ids_TC.shape[1]
+    order = expert_ids_TC.flatten().argsort(stable=True)
+    ends_X = _ends(expert_ids_TC, len(experts.down_XEI))
+    gate_up = _grouped_linear(x_TE[order // num_chosen], experts.gate_up_XIE, ends_X)
+    sorted_out = _grouped_linear(gated(gate_up, activation), experts.down_XEI, ends_X)
+    out = torch.empty_like(sorted_out)
+    out[order] = sorted_out
+    weights_T1C = weights_TC.to(x_TE.dtype)[:, None]
+    return (weights_T1C @ out.unflatten(0, (-1, num_chosen)))[:, 0]
+
+
+def _ends(expert_ids_TC: Tensor, num_experts: int) -> Tensor:
+    """End of each expert's tokens in the sorted order, int32 [X]."""
+    # Not bincount, which waits for the device.
+    counts_X = torch.zeros(num_experts, dtype=torch.int32, device=expert_ids_TC.device)
+    ids = expert_ids_TC.flatten()
+    counts_X.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+    return counts_X.cumsum(0, dtype=torch.int32)
+
+
+def _grouped_linear(x_PI: Tensor, weight_XOI: Tensor, ends_X: Tensor) -> Tensor:
+    """P rows sorted by expert, each times its expert's weight transposed; [P, O]."""
+    if _can_be_grouped(x_PI, weight_XOI):
+        return F.grouped_mm(x_PI, weight_XOI.transpose(1, 2), offs=ends_X)
+    out = x_PI.new_empty(len(x_PI), weight_XOI.shape[1])
+    start = 0
+    for expert, end in enumerate(ends_X.tolist()):
+        if end > start:
+            torch.mm(x_PI[start:end], weight_XOI[expert].T, out=out[start:end])
+        start = end
+    return out
+
+
+def _can_be_grouped(x_PI: Tensor, weight_XOI: Tensor) -> bool:
+    """Whether torch's grouped GEMM takes these: it wants rows of whole 16 bytes.
+
+    On CUDA it is one kernel for bfloat16 from compute capability 9.0 on, and otherwise,
+    like on the CPU, the loop of `_grouped_linear` in C++.
+    """
+    row_bytes = x_PI.shape[1] * x_PI.element_size()
+    return row_bytes % 16 == 0 and weight_XOI.dtype != torch.float64

@@ -28,7 +28,8 @@ from nanocore.system.child_process import signal_at_parent_death
 from nanocore.system.logs import start_log
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard
-from nanocore.worker.messages import (
+from nanocore.worker.pending_output import PendingOutput
+from nanocore.worker.rank_messages import (
     AllocateCache,
     Capture,
     Done,
@@ -41,7 +42,6 @@ from nanocore.worker.messages import (
     StepResult,
     ToRank,
 )
-from nanocore.worker.pending_output import PendingOutput
 
 if TYPE_CHECKING:
     from nanocore.worker.worker import Worker
@@ -88,18 +88,17 @@ def _run(pipe: Pipe[ToRank]) -> None:
     worker = Worker(config, start)
     worker.load_model()
     pipe.send(Done())
-    # The first rank of the last stage answers for all.
-    answers = rank == config.num_ranks - config.tensor_parallel_size
-    serve(pipe, worker, board, rank, answers)
+    # The first rank of the last stage reports for all.
+    reports = rank == config.num_ranks - config.tensor_parallel_size
+    serve(pipe, worker, board, rank, reports)
 
 
 def serve(
-    pipe: Pipe[ToRank], worker: Worker, board: StatusBoard, rank: int, answers: bool
+    pipe: Pipe[ToRank], worker: Worker, board: StatusBoard, rank: int, reports: bool
 ) -> NoReturn:
-    """Do what the engine says. answers: this rank tells it results.
+    """Handle the engine's messages. reports: this rank sends the results.
 
-    Raises:
-        EOFError: the engine is gone.
+    Raises EOFError: the engine is gone.
     """
     begun: deque[tuple[int, PendingOutput]] = deque()
     while True:
@@ -110,7 +109,7 @@ def serve(
                 step, pending = begun.popleft()
                 output = pending.wait()
                 board.finish(rank, step)
-                if answers:
+                if reports:
                     pipe.send(StepResult(output))
             elif pipe.has_message(_LOOK_AGAIN_S):
                 break

@@ -1,4 +1,4 @@
-"""What every rank would have, found without memory behind the model: shapes and file headers tell.
+"""Report of every rank without memory behind the model: from shapes and file headers.
 
 Sizes that cannot be divided, files that do not fit the configuration and memory that does not hold
 the weights are found in a second. What activations take on CUDA is known only once they run.
@@ -27,13 +27,13 @@ from nanocore.worker.loading.checked_model import (
     read_model,
     read_weight_format,
 )
-from nanocore.worker.loading.weight_format import WeightFormat
+from nanocore.worker.loading.weights import WeightFormat
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes
 from nanocore.worker.memory.kv_memory import KVLayout
-from nanocore.worker.messages import WorkerConfig, WorkerInfo
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_cost import activation_bytes, rank_cost, table_bytes
+from nanocore.worker.rank_messages import WorkerConfig, WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,9 @@ class _Seat:
 
 
 def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
-    """What each rank would report after loading, in order of rank.
+    """Return what each rank would report after loading, in order of rank.
 
-    Raises:
-        ConfigError, ModelFileError, CacheMemoryError: why an engine would not start.
+    Raises ConfigError, ModelFileError, CacheMemoryError: why an engine would not start.
     """
     device = select_device(config.device)
     model_config, dtype = read_model(config, device)
@@ -108,7 +107,6 @@ def _build(
 
 
 def _memory(config: WorkerConfig, weight_bytes: list[int]) -> list[tuple[int, int]]:
-    """What each rank could have beside its weights, and how much of it is for KV."""
     asked_bytes, num_ranks = config.kv_cache_memory_bytes, config.num_ranks
     if select_device(config.device).type == "cpu":
         most_bytes = cpu_memory_bytes(num_ranks, sum(weight_bytes))

@@ -45,7 +45,7 @@ def measure_speed(
     stretch_s: float = STRETCH_S,
     room_bytes: int | None = None,
 ) -> MachineSpeed:
-    """Of this device, or of as many CPU cores as torch uses here; in some hundredths of a second.
+    """Measure this device, or as many CPU cores as torch uses; takes some hundredths of a second.
 
     Args:
         dtype: of what is multiplied. step_bytes: that a step of one token reads.
@@ -85,7 +85,6 @@ def measure_speed(
 
 
 def _read(device: torch.device, num_bytes: int) -> _Work:
-    """Reads the next piece of so many bytes, in a circle."""
     memory = torch.full((num_bytes // 8,), 1, dtype=torch.int64, device=device)
     pieces = cycle(memory.split(_PIECE_BYTES[device.type] // 8))
 
@@ -113,7 +112,7 @@ def _multiply(device: torch.device, dtype: torch.dtype) -> _Work:
 
 
 def _rate(works: list[_Work], stretch_s: float, clock: Callable[[], float]) -> float:
-    """How much a second all works do at once, each on a thread of its own, at the best."""
+    """Work per second of all threads together, each on its own core; the best stretch counts."""
     with ThreadPoolExecutor(len(works), initializer=torch.set_num_threads, initargs=(1,)) as cores:
         return max(_stretch(cores, works, stretch_s, clock) for _ in range(_NUM_STRETCHES))
 

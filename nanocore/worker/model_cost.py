@@ -15,7 +15,7 @@ import msgspec
 
 
 class AttentionCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Of all the layers that see equally far.
+    """Attention cost of all layers with the same window.
 
     window: tokens that a token sees, itself included; 0: all before it. kv_bytes: read of each
     token that a row sees. pair_flops: of a token and one that it sees, over all heads.
@@ -30,7 +30,7 @@ class AttentionCost(msgspec.Struct, frozen=True, kw_only=True):
         return _least(num_tokens, self.window + count - 1) if self.window else num_tokens
 
     def pairs(self, num_tokens: Any, count: Any) -> Any:
-        """Over the last `count` of num_tokens, the tokens that each sees; numbers or columns."""
+        """Query-key pairs of the last `count` of num_tokens; numbers or columns."""
         return self._pairs(num_tokens) - self._pairs(num_tokens - count)
 
     def _pairs(self, num_tokens: Any) -> Any:
@@ -39,7 +39,7 @@ class AttentionCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one rank's part, or of several together (`joined`).
+    """Cost of one rank's part of the model, or of several parts together (`joined`).
 
     num_params: of the whole model, on every rank. token_params: those that every token is
     multiplied with; head_params: those that only a token that samples is. expert_params: of routed
@@ -62,12 +62,11 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def held_bytes(self) -> int:
-        """Memory that all weights take."""
         return self.weight_bytes + self.expert_bytes + self.lookup_bytes
 
     @property
     def active_params(self) -> int:
-        """Those that are at work for a token: all but the experts that it does not choose.
+        """Parameters at work for one token: all but the experts that it does not choose.
 
         Of all ranks together.
         """
@@ -75,7 +74,7 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_flops(self) -> float:
-        """Of each token's weights, but for the head."""
+        """Operations with each token's weights, without the head."""
         return 2 * (self.token_params + self._expert_share * self.expert_params)
 
     @property
@@ -83,7 +82,7 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_experts_per_tok / self.num_experts if self.num_experts else 0.0
 
     def read_weight_bytes(self, num_tokens: Any) -> Any:
-        """By a step of so many tokens; a number or a column.
+        """Bytes of weights that a step of num_tokens reads; a number or a column.
 
         Of experts, what tokens choose on average if each expert is as likely as any other.
         """
@@ -91,7 +90,7 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def joined(cls, costs: Sequence[ModelCost]) -> ModelCost:
-        """Of ranks together: what a step takes on all of them."""
+        """Sum over ranks: what a step costs on all of them."""
         by_window: dict[int, list[AttentionCost]] = {}
         for attention in (one for cost in costs for one in cost.attention):
             by_window.setdefault(attention.window, []).append(attention)
@@ -117,10 +116,10 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine gives a rank: bytes read and operations in a second, at the very most.
+    """Upper limits of a rank's device: bytes read and operations per second.
 
-    bytes_per_s: of memory. near_bytes, near_bytes_per_s: what reads no more than so many bytes,
-    again and again, has them from caches; 0 if those were not measured.
+    bytes_per_s: of memory. near_bytes, near_bytes_per_s: work that reads no more than
+    near_bytes, again and again, has them from caches; 0 if those were not measured.
     """
 
     bytes_per_s: float
@@ -129,7 +128,6 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     near_bytes_per_s: float = 0.0
 
     def shared(self, num_ranks: int) -> MachineSpeed:
-        """What each of so many ranks has of it."""
         return MachineSpeed(
             bytes_per_s=self.bytes_per_s / num_ranks,
             flops_per_s=self.flops_per_s / num_ranks,
@@ -139,7 +137,6 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def joined(cls, speeds: Sequence[MachineSpeed]) -> MachineSpeed:
-        """Of ranks together."""
         return cls(
             bytes_per_s=sum(speed.bytes_per_s for speed in speeds),
             flops_per_s=sum(speed.flops_per_s for speed in speeds),
@@ -161,7 +158,7 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepWork(msgspec.Struct, frozen=True):
-    """What one step takes of a rank."""
+    """Bytes and operations of one step on a rank."""
 
     num_bytes: float
     flops: float
@@ -193,5 +190,4 @@ def chunk_work(cost: ModelCost, start: int, end: int, samples: bool) -> StepWork
 
 
 def _least(one: Any, other: Any) -> Any:
-    """The lesser of whole numbers, or of columns of them."""
     return min(one, other) if isinstance(one, int) else one.clip(max=other)

@@ -20,13 +20,13 @@ from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch, StepInputs, ints
 from nanocore.worker.communication.communicator import StageLinks
-from nanocore.worker.device.device_rows import DeviceRows
 from nanocore.worker.device.device_steps import DeviceSteps
-from nanocore.worker.device.step_graphs import GraphRecorder, graph_shapes
-from nanocore.worker.device.step_memory import StepShape
-from nanocore.worker.device.stream import Stream
-from nanocore.worker.layers.context import StepContext
+from nanocore.worker.device.device_stream import Stream
+from nanocore.worker.device.stage_replay import StageReplay, capture_stage
+from nanocore.worker.device.step_graphs import GraphCapture, graph_shapes
+from nanocore.worker.device.step_memory import DeviceRows, StepShape
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.pending_output import (
     NOTHING_SAMPLED,
@@ -37,22 +37,18 @@ from nanocore.worker.pending_output import (
 )
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from nanocore.worker.sampling.asked import Asked
-from nanocore.worker.sampling.logprobs import AnswerComputer, Sampled
 from nanocore.worker.sampling.masked_rows import MaskedRows
+from nanocore.worker.sampling.output_computer import OutputComputer, Sampled
+from nanocore.worker.sampling.requested_outputs import RequestedOutputs
 from nanocore.worker.sampling.sampler import TokenSampler
-from nanocore.worker.stage_replay import StageReplay, capture_stage
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceQueue:
-    """Of a device beside the host. recorder: None if steps are to run kernel by kernel.
-
-    A stage of a pipeline has none: hidden states come from other ranks.
-    """
+    """Work queue of a device beside the host. graph_capture: None to run kernel by kernel."""
 
     stream: Stream
-    recorder: GraphRecorder | None = None
+    graph_capture: GraphCapture | None = None
 
 
 class ModelRunner:
@@ -72,7 +68,8 @@ class ModelRunner:
         queue: DeviceQueue | None = None,
         enforce_eager: bool = False,
     ) -> None:
-        self.model, self.kernels = model, kernels
+        self.model = model
+        self.kernels = kernels
         self.config = model.config
         self.placement: Placement = model.placement
         self.device = model.placement.device
@@ -85,7 +82,8 @@ class ModelRunner:
             self.sampler = TokenSampler(
                 model.head.first_token, self.config.vocab_size, self.placement.tp, kernels
             )
-        self._queue, self._enforce_eager = queue, enforce_eager
+        self._queue = queue
+        self._enforce_eager = enforce_eager
         self._device_steps: DeviceSteps | None = None
         self._replay: StageReplay | None = None
         self._last: PendingOutput = NOTHING_SAMPLED
@@ -101,10 +99,8 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
     ) -> None:
-        """Allocate the KV cache and the persistent batch, and compute the rotary tables.
-
-        Steps can run, kernel by kernel; those that were captured before are gone.
-        """
+        """Allocate the KV cache and the persistent batch, and compute the rotary tables."""
+        # Captured steps hold the addresses of the old cache and tables.
         self._device_steps = self._replay = None
         self._last = NOTHING_SAMPLED
         self.release_kv_memory()  # what both took is needed for the new ones
@@ -131,30 +127,29 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture(self, max_num_batched_tokens: int, max_graphs: int | None = None) -> None:
-        """Record steps of up to so many tokens, to be replayed from now on.
+        """Capture steps of up to max_num_batched_tokens tokens, to be replayed from now on.
 
-        Where a device has no recorder, kernels are compiled instead, so that no request waits for
-        it. max_graphs: so many of the largest and no more.
+        On a device without graph_capture kernels are compiled instead, so that no request waits for
+        that. max_graphs: limit of graphs, the largest first.
         """
         if self._device_steps is not None and self._queue is not None:
             shapes = self.step_shapes(max_num_batched_tokens)[:max_graphs]
-            if self._queue.recorder is not None:
-                self._device_steps.record(shapes, self._queue.recorder)
+            if self._queue.graph_capture is not None:
+                self._device_steps.capture(shapes, self._queue.graph_capture)
             else:
                 self._device_steps.warm_up(shapes)
             self._queue.stream.join()
         elif not self._enforce_eager:
             x_TE = self.placement.on_meta().empty(max_num_batched_tokens, self.config.hidden_size)
-            own_part, max_samples = self._own_part, self.batch.max_num_seqs
-            self._replay = capture_stage(self.kernels, own_part, self.links, x_TE, max_samples)
+            part, max_samples = self._capturable_part, self.batch.max_num_seqs
+            self._replay = capture_stage(self.kernels, part, self.links, x_TE, max_samples)
 
     @property
     def is_captured(self) -> bool:
-        """Whether steps on the host are replayed."""
         return self._replay is not None
 
     def step_shapes(self, max_num_batched_tokens: int) -> list[StepShape]:
-        """Of the steps that `capture` records, or compiles kernels for, the largest first."""
+        """Shapes that `capture` captures or compiles kernels for, the largest first."""
         batch = self.batch
         return graph_shapes(
             self.kernels.graph_support, batch.max_num_seqs, max_num_batched_tokens, batch.block_size
@@ -184,46 +179,46 @@ class ModelRunner:
         return self._last
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run a step of the plan to its end."""
         return self.begin(plan).wait()
 
     def _take_sampled(self, plan: SchedulerOutput) -> None:
-        """Append what a later stage sampled; before `apply`, for rows may be removed with it."""
+        # Before `apply`: rows may be removed by the same plan.
         rows = ints(plan.sampled_rows)
         if len(rows) == 0:
             return
         token_ids = ints(plan.sampled_token_ids)
-        places = self.batch.append_told(rows, token_ids)
+        places = self.batch.append_sampled(rows, token_ids)
         if self._device_steps is not None:
             self._sampled.append((rows, places, token_ids))
 
     def _compute(self, plan: SchedulerOutput, step: BatchStep) -> PendingOutput:
-        """Run a step on the host, replayed if it was captured; its output is done.
-
-        If it awaits masks, no other begins before: so its logits stay what they are.
-        """
+        """Run a step on the host, replayed if it was captured; its output is done."""
+        # If it awaits masks, no other begins before: so its logits stay what they are.
         inputs = self.batch.inputs(step)
-        asked = None if self.sampler is None else self.batch.asked(step)
+        requested = None if self.sampler is None else self.batch.requested(step)
         logits_RV: Tensor | None
         hidden_NE = None
-        if asked is not None and asked.needs_hidden:
-            logits_RV, hidden_NE = self._compute_with_hidden(inputs, asked)
+        # A captured step returns the logits of rows that sample and nothing else: a step that needs
+        # other hidden states runs kernel by kernel.
+        if requested is not None and requested.needs_hidden:
+            logits_RV, hidden_NE = self._compute_logits_and_hidden(inputs, requested)
         else:
-            compute = self._replay or self._embed_and_compute
+            compute = self._replay or self._compute_logits
             logits_RV = compute(inputs.token_ids_T, inputs.attention, inputs.sample_index_R)
 
         def sample(masks: TokenMasks | None = None) -> PendingOutput:
-            return self._sample(step, logits_RV, asked, hidden_NE, masks)
+            return self._sample(step, logits_RV, requested, hidden_NE, masks)
 
         if plan.awaits_masks and self.sampler is not None:
             return AwaitingOutput(plan.step, sample)
         return sample()
 
-    def _compute_with_hidden(self, inputs: StepInputs, asked: Asked) -> tuple[Tensor, Tensor]:
-        """Logits, kernel by kernel, and the hidden states that what is asked for is made of."""
+    def _compute_logits_and_hidden(
+        self, inputs: StepInputs, requested: RequestedOutputs
+    ) -> tuple[Tensor, Tensor]:
         num_samples = len(inputs.sample_index_R)
-        index = asked.hidden_index(torch.from_numpy(asked.column))
-        hidden = self._embed_and_forward(
+        index = requested.hidden_index(torch.from_numpy(requested.column))
+        hidden = self._embed_and_run_stage(
             inputs.token_ids_T, inputs.attention, torch.cat((inputs.sample_index_R, index))
         )
         assert hidden is not None, "there are rows"
@@ -233,7 +228,7 @@ class ModelRunner:
         self,
         step: BatchStep,
         logits_RV: Tensor | None,
-        asked: Asked | None,
+        requested: RequestedOutputs | None,
         hidden_NE: Tensor | None,
         masks: TokenMasks | None,
     ) -> PendingOutput:
@@ -252,13 +247,12 @@ class ModelRunner:
         )
         self.batch.append(step.sample_rows, token_ids_R.numpy())
         result = {"token_ids": token_ids_R}
-        if asked is not None:
+        if requested is not None:
             sampled = Sampled(logits_RV, token_ids_R, hidden_NE)
-            result |= self.answer(asked, torch.from_numpy(asked.column), sampled)
-        return DoneOutput(make_output(step.sample_rows, result, asked))
+            result |= self.compute_requested(requested, torch.from_numpy(requested.column), sampled)
+        return DoneOutput(make_output(step.sample_rows, result, requested))
 
     def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
-        """Of a step on a device; see `DecoderModel.begin_step`."""
         return self.model.begin_step(rows, self.kernels)
 
     def forward(
@@ -272,7 +266,7 @@ class ModelRunner:
             shape = len(metadata.positions_T), self.config.hidden_size
             x_TE = self.links.receive.recv(shape, self.placement.dtype)
         assert x_TE is not None, "the first stage embeds tokens"
-        hidden = self._forward(x_TE, metadata, sample_index_R)
+        hidden = self._run_layers(x_TE, metadata, sample_index_R)
         if self.links.send is not None:
             self.links.send.send(hidden)
         if not self.placement.is_last_stage or len(sample_index_R) == 0:
@@ -286,36 +280,37 @@ class ModelRunner:
             return hidden_RE.new_empty(0, self.model.head.num_tokens, dtype=torch.float32)
         return self.model.compute_logits(hidden_RE, self.kernels)
 
-    def answer(self, asked: Asked, column: Tensor, sampled: Sampled) -> dict[str, Tensor]:
-        """What is asked for beside tokens: see `AnswerComputer`."""
+    def compute_requested(
+        self, requested: RequestedOutputs, column: Tensor, sampled: Sampled
+    ) -> dict[str, Tensor]:
         assert self.sampler is not None, "the last stage samples"
-        computer = AnswerComputer(self.sampler, self.logits, self.config.logits_divisor)
-        return computer.compute(asked, column, sampled, self.token_table)
+        computer = OutputComputer(self.sampler, self.logits, self.config.logits_divisor)
+        return computer.compute(requested, column, sampled, self.token_table)
 
-    def _forward(self, x_TE: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
+    def _run_layers(
+        self, x_TE: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+    ) -> Tensor:
         context = StepContext(self.kernels, metadata, self.rotary)
         return self.model.forward(x_TE, self.kv_caches, context, sample_index_R)
 
-    def _embed_and_forward(
+    def _embed_and_run_stage(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor | None:
-        """What `forward` says of token ids, on the host."""
         x_TE = None
         if self.links.receive is None:
             x_TE = self.model.embed(token_ids_T, self.kernels)
         return self.forward(x_TE, metadata, sample_index_R)
 
-    def _embed_and_compute(
+    def _compute_logits(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor | None:
-        """The logits of tokens that sample, on the host; None if there are none here."""
-        hidden = self._embed_and_forward(token_ids_T, metadata, sample_index_R)
+        hidden = self._embed_and_run_stage(token_ids_T, metadata, sample_index_R)
         return None if hidden is None else self.logits(hidden)
 
-    def _own_part(
+    def _capturable_part(
         self, x_TE: Tensor | None, token_ids_T: Tensor, metadata: AttentionMetadata, index_R: Tensor
     ) -> Tensor:
-        """This stage's logits, or hidden states for the next one; in nothing but kernels."""
+        # Nothing but kernels: a capture sees nothing else.
         x_TE = self.model.embed(token_ids_T, self.kernels) if x_TE is None else x_TE
-        hidden = self._forward(x_TE, metadata, index_R)
+        hidden = self._run_layers(x_TE, metadata, index_R)
         return hidden if self.links.send else self.model.compute_logits(hidden, self.kernels)

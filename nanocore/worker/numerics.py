@@ -23,7 +23,7 @@ from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import computed_by_torch
 from nanocore.worker.layers.rotary import attention_scaling, inverse_frequencies
 from nanocore.worker.memory.kv_memory import KV_LAYOUT_VERSION
-from nanocore.worker.messages import WorkerConfig, WorkerInfo
+from nanocore.worker.rank_messages import WorkerConfig, WorkerInfo
 
 _MAX_CUDA_TP: Final = 2
 """NCCL adds more ranks' numbers in an order that the tensor's size decides; two commute."""

@@ -1,7 +1,7 @@
 """A step's result that may not be there yet.
 
-A step of a plan that awaits masks has two phases: it is begun, and once it is told the masks it
-samples.
+A step of a plan that awaits masks has two phases: it is begun, and it samples once its masks are
+known.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, TokenMasks
-from nanocore.worker.sampling.asked import Asked
-from nanocore.worker.sampling.logprobs import told
+from nanocore.worker.sampling.output_computer import requested_columns
+from nanocore.worker.sampling.requested_outputs import RequestedOutputs
 
 
 class PendingOutput(Protocol):
@@ -37,7 +37,7 @@ class PendingOutput(Protocol):
         ...
 
     def wait(self) -> ModelRunnerOutput:
-        """What the step sampled, once it is done."""
+        """Wait for the step, and return what it sampled."""
         ...
 
 
@@ -59,7 +59,7 @@ class DoneOutput:
 
 
 class AwaitingOutput:
-    """Implements `PendingOutput` for a step that samples when it is told masks.
+    """Implements `PendingOutput` for a step that samples when it gets its masks.
 
     Args:
         step: the plan's. sample: its second phase; called once.
@@ -90,27 +90,29 @@ class AwaitingOutput:
 
 
 def make_output(
-    rows: NDArray[np.int64], sampled: Mapping[str, Tensor], asked: Asked | None = None
+    rows: NDArray[np.int64],
+    sampled: Mapping[str, Tensor],
+    requested: RequestedOutputs | None = None,
 ) -> ModelRunnerOutput:
-    """What rows sampled. sampled: on the host, by name; nothing if the stage does not sample.
+    """Make a step's output. sampled: on the host, by name; empty if the stage does not sample.
 
-    "token_ids": int64, row by row. "counts": of each row, if some has other than one. asked: for
-    what else is there.
+    "token_ids": int64, row by row. "counts": of each row, if some has other than one. requested:
+    what the other tensors are for.
     """
     token_ids, counts = sampled.get("token_ids"), sampled.get("counts")
     if token_ids is None:
         return _NOTHING
-    if asked is not None:
+    if requested is not None:
         assert counts is None, "no worker drafts yet"
-    answer = told(asked, sampled, token_ids.numpy() != NO_TOKEN)
+    columns = requested_columns(requested, sampled, token_ids.numpy() != NO_TOKEN)
     return ModelRunnerOutput(
         rows=rows.astype("<i4").tobytes(),
         token_ids=token_ids.numpy().astype("<i4").tobytes(),
         counts=b"" if counts is None else counts.numpy().astype("<i4").tobytes(),
-        logprobs=answer.logprobs,
-        prompt_logprobs=answer.prompt_logprobs,
-        pooled_rows=answer.pooled_rows,
-        pooled=answer.pooled,
+        logprobs=columns.logprobs,
+        prompt_logprobs=columns.prompt_logprobs,
+        pooled_rows=columns.pooled_rows,
+        pooled=columns.pooled,
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.communication.communicator import Communicator, SingleRank
-from nanocore.worker.loading.weight_format import WeightFormat
+from nanocore.worker.loading.weights import WeightFormat
 
 _MAX_TENSOR_BYTES: Final = 2**47
 """What a process can address. Larger ones would overflow in torch, even without memory."""
@@ -39,24 +39,20 @@ class Placement:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that share the whole model: those of every stage."""
         return self.tp.size * self.pp_size
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether token ids enter here."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether logits leave here."""
         return self.pp_rank == self.pp_size - 1
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter of this rank, not yet filled.
 
-        Raises:
-            ModelFileError: no memory could hold it.
+        Raises ModelFileError: no memory could hold it.
         """
         self.check_size(*shape)
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
@@ -74,10 +70,9 @@ class Placement:
         return replace(self, device=torch.device("meta"))
 
     def share(self, size: int, what: str) -> int:
-        """How much of `size` each tensor parallel rank has.
+        """Share of `size` that each tensor parallel rank has.
 
-        Raises:
-            ConfigError: it cannot be divided evenly.
+        Raises ConfigError: it cannot be divided evenly.
         """
         if size % self.tp.size:
             raise ConfigError(
@@ -89,8 +84,7 @@ class Placement:
     def stage_layers(self, num_layers: int) -> range:
         """The layers of this pipeline stage; earlier stages have one more where it is uneven.
 
-        Raises:
-            ConfigError: there are more stages than layers.
+        Raises ConfigError: there are more stages than layers.
         """
         if num_layers < self.pp_size:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""What the engine tells its workers each step, and what they answer.
+"""The messages of a step: the engine's plan, and the workers' output.
 
 A step is described by its differences: every row that is held takes one token unless the plan says
 otherwise. With pipeline stages, rows are dealt out to as many groups (row modulo their number), and
@@ -71,11 +71,11 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):
-    """Which tokens rows may sample in a step that awaits them, once it is known.
+    """Token masks of a step that awaits them.
 
     step: of the plan. rows: int32 column of the rows that may not sample every token; they are
     among those that the step samples, each once, in any order, and there may be none. words: their
-    masks, row by row, as `kernels.token_mask.TokenMask` has them, for the whole vocabulary.
+    masks, row by row, as `kernels.logit_edits.TokenMask` has them, for the whole vocabulary.
     """
 
     step: int

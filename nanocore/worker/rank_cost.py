@@ -13,18 +13,18 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.loading.weights import POSITIONS, Entry, unbuffered_bytes
+from nanocore.worker.loading.weights import POSITIONS, TensorEntry, unbuffered_bytes
 from nanocore.worker.memory.kv_memory import KVLayout
-from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.model_cost import AttentionCost, ModelCost
+from nanocore.worker.rank_messages import WorkerConfig
 
 
 def rank_cost(
     model: DecoderModel, layout: KVLayout, config: WorkerConfig, kernels: Kernels
 ) -> ModelCost:
-    """What this part costs. model: on the meta device, and packed by this as kernels would."""
+    """Count the cost of a rank's part. model: on the meta device; it is packed as kernels would."""
     entries = model.entries()
-    positions = entries.get(POSITIONS, Entry(()))
+    positions = entries.get(POSITIONS, TensorEntry(()))
     dtype = model.placement.dtype
     packer = WeightPacker(
         TorchKernels(), dtype, config.quantization, kernels.kept_forms, kernels.stacks_experts
@@ -81,21 +81,20 @@ def activation_bytes(model: DecoderModel, config: WorkerConfig) -> int:
 
 
 def table_bytes(model: DecoderModel, config: WorkerConfig) -> int:
-    """What is known of rows and positions: token ids twice, block ids, and rotations."""
+    """Bytes of tables of rows and positions: token ids twice, block ids, and rotations."""
     rows, length = config.max_num_seqs, config.max_model_len
     token_bytes = 2 * 4 * rows * (length + 1) + 4 * rows * -(-length // config.block_size)
     return token_bytes + length * _rotary_values(model.config) * model.placement.dtype.itemsize
 
 
 def _rotary_values(config: ModelConfig) -> int:
-    """Of a position in `DecoderModel.rotary_tables`, which may be too long to be made here."""
     rotations = set(map(config.rotation, range(config.num_layers)))
     return sum(2 if name == "none" else config.rope[name].rotary_dim for name in rotations)
 
 
-def _num_values(entry: Entry) -> int:
+def _num_values(entry: TensorEntry) -> int:
     return sum(part.target.numel() for part in entry.parts)
 
 
-def _num_bytes(entry: Entry) -> int:
+def _num_bytes(entry: TensorEntry) -> int:
     return sum(part.target.nbytes for part in entry.parts)

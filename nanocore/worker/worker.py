@@ -1,20 +1,21 @@
 """One rank: its device, its part of the model, its KV cache; in a process of its own or not.
 
-Set up in steps that the executor drives on all ranks together: load, profile, allocate, capture;
-then it executes plans.
+It is set up in steps that the executor drives on all ranks together: load, profile, allocate,
+capture; then it executes plans. `LocalExecutor` runs a single rank in the engine's process.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import xxhash
 
 from nanocore.worker.communication.links import RankLinks, connect
-from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
 from nanocore.worker.device.device import (
     check_batch_invariance,
     check_quantized_linear,
@@ -24,6 +25,8 @@ from nanocore.worker.device.device import (
     select_kv_format,
     steps_in_flight,
 )
+from nanocore.worker.device.device_stream import CudaGraphCapture, CudaStream
+from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.checked_model import (
     check_files,
     check_memory,
@@ -31,25 +34,24 @@ from nanocore.worker.loading.checked_model import (
     read_weight_format,
 )
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
-from nanocore.worker.loading.formats.select import format_digest
-from nanocore.worker.loading.gguf.files import is_gguf
+from nanocore.worker.loading.formats.checkpoint_format import format_digest
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.lora.merged_format import MergedFormat
-from nanocore.worker.loading.packed_model import fill_and_pack
+from nanocore.worker.loading.lora import MergedFormat
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.machine_speed import measure_speed
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
-from nanocore.worker.messages import RankStart, WorkerConfig, WorkerInfo
 from nanocore.worker.model_cost import MachineSpeed
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.numerics import rank_numerics
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
-from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.rank_cost import activation_bytes, rank_cost, table_bytes
+from nanocore.worker.rank_messages import RankStart, WorkerConfig, WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,7 @@ class Worker:
     """A rank.
 
     Args:
-        config: the engine's. start: what this rank was told, if it is one of several.
+        config: the engine's. start: the rank's first message, if it is one of several.
 
     Raises:
         ConfigError: the device is not there, or the model cannot be split so.
@@ -92,27 +94,25 @@ class Worker:
         self._cost = rank_cost(outline, self._layout, config, self._kernels)
         check_memory(config, {rank: self._cost.held_bytes})
         model = build_model(model_config, self._placement)
-        self._recorder: CudaGraphRecorder | None = None
+        self._graph_capture: CudaGraphCapture | None = None
         self._runner = ModelRunner(
             model, self._kernels, links.stages, self._queue(), config.enforce_eager
         )
 
     def _queue(self) -> DeviceQueue | None:
-        """What steps are given to; None where the host computes them."""
         if self.device.type != "cuda":
             return None
         torch.cuda.set_device(self.device)
         if not self._config.enforce_eager and self._config.pipeline_parallel_size == 1:
-            self._recorder = CudaGraphRecorder()
+            self._graph_capture = CudaGraphCapture()
         depth = steps_in_flight(self._config, self.device)
-        return DeviceQueue(CudaStream(depth, self.device), self._recorder)
+        return DeviceQueue(CudaStream(depth, self.device), self._graph_capture)
 
     @torch.inference_mode()
     def load_model(self) -> None:
         """Read this rank's part of the weights, and hand it to the kernel backend.
 
-        Raises:
-            ModelFileError: see `loader.load_weights`.
+        Raises ModelFileError: see `loader.load_weights`.
         """
         self._weight_bytes = fill_and_pack(
             self._runner.model, self._kernels, self._fill, self._config.quantization
@@ -140,8 +140,7 @@ class Worker:
 
         On CUDA the largest steps are run, which compiles kernels, so that no request waits for it.
 
-        Raises:
-            CacheMemoryError: nothing is left.
+        Raises CacheMemoryError: nothing is left.
         """
         if self.device.type == "cuda":
             memory_bytes = torch.cuda.mem_get_info(self.device)[1]
@@ -164,7 +163,7 @@ class Worker:
         )
 
     def _speed(self) -> MachineSpeed | None:
-        """Of a device beside the host; a CPU is shared by ranks, and measured by their engine."""
+        # Ranks share a CPU: their engine measures it.
         if self.device.type != "cuda":
             return None
         step_bytes = int(self._cost.read_weight_bytes(1))
@@ -183,16 +182,13 @@ class Worker:
         )
 
     def capture(self) -> None:
-        """Record steps to be replayed, or compile kernels for them."""
         self._runner.capture(self._config.max_num_batched_tokens)
 
     def begin(self, plan: SchedulerOutput) -> PendingOutput:
-        """Begin a step; what it samples is there when it is done."""
         return self._runner.begin(plan)
 
     @property
     def kv_memory(self) -> KVMemory:
-        """What `allocate_kv_cache` made."""
         memory = self._runner.kv_memory
         assert memory is not None, "there is no KV cache yet"
         return memory
@@ -208,12 +204,56 @@ class Worker:
         return cuda_kv_bytes(self.device, config.gpu_memory_utilization, self._run_largest_steps)
 
     def _run_largest_steps(self) -> int:
-        """Returns the bytes that graphs will take beside those which this has recorded."""
+        """Run the largest steps; returns the bytes that further graphs will take."""
         config, runner = self._config, self._runner
         start_s = time.monotonic()
         run_largest_steps(runner, self._kv_format, config)
         logger.info("largest steps, and kernels for them, %.2f s", time.monotonic() - start_s)
-        if self._recorder is None:
+        if self._graph_capture is None:
             return 0
         num_graphs = len(runner.step_shapes(config.max_num_batched_tokens))
-        return self._recorder.last_bytes * max(0, num_graphs - NUM_PROFILED_GRAPHS)
+        return self._graph_capture.last_bytes * max(0, num_graphs - NUM_PROFILED_GRAPHS)
+
+
+class LocalExecutor:
+    """Implements `Executor` with a worker in this process.
+
+    A CPU runs a step when it is submitted, a GPU while the step loop goes on.
+
+    Raises StartError: see `Worker`.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._worker = Worker(config)
+        self.max_concurrent_steps = steps_in_flight(config, self._worker.device)
+        self._steps: deque[PendingOutput] = deque()
+
+    def load_model(self) -> None:
+        self._worker.load_model()
+
+    def profile(self) -> list[WorkerInfo]:
+        return [self._worker.profile()]
+
+    def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
+        self._worker.allocate_kv_cache(num_blocks, max_model_len)
+
+    def capture(self) -> None:
+        self._worker.capture()
+
+    def submit(self, plan: SchedulerOutput) -> None:
+        self._steps.append(self._worker.begin(plan))
+
+    def sample(self, masks: TokenMasks) -> None:
+        self._steps[-1].sample(masks)
+
+    def collect(self) -> ModelRunnerOutput:
+        return self._steps.popleft().wait()
+
+    def blame(self) -> str:
+        return "it hangs in the engine's own process, whose log has the stacks of its threads"
+
+    def on_failure(self, report: Callable[[str], None]) -> None:
+        """Nothing can die here without the engine."""
+
+    def close(self) -> None:
+        """The worker ends with the process."""

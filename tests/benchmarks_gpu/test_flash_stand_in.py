@@ -207,14 +207,14 @@ def test_an_engine_gives_the_tokens_of_the_reference(
 ) -> None:
     """Graphs keep the host's values of their recording, and make their plans anew in each step."""
     model = load_model(make_tiny_qwen3(tmp_path, head_dim=16))
-    recorder = FakeGraphRecorder() if has_graphs else None
-    queue = DeviceQueue(FakeStream(2), recorder)
+    graph_capture = FakeGraphRecorder() if has_graphs else None
+    queue = DeviceQueue(FakeStream(2), graph_capture)
     engine = Engine(model, 2, kernels=FlashAttention(), queue=queue)
     wishes = make_wishes(1, 5, 60, 33, 17, max_tokens=9)
     assert engine.run(wishes) == expected(model, wishes)
     assert len(library.calls) == 3 * len(library.plans), "the model has three layers"
-    if recorder is not None:
-        assert recorder.num_replays > 5
+    if graph_capture is not None:
+        assert graph_capture.num_replays > 5
 
 
 @pytest.mark.parametrize("folder", [None, "nowhere"])

@@ -99,7 +99,7 @@ import os, sys, time, torch
 from pathlib import Path
 from benchmarks.gpu.results import Results, Session
 
-def graph(): raise RuntimeError("WorkerError: no graph of 8 decodes could be recorded")
+def graph(): raise RuntimeError("WorkerError: no graph of 8 decodes could be captured")
 def wrong(): raise AssertionError("wrong by 0.3")
 def lost():
     torch.cuda.synchronize = lambda: 1 / 0  # as after an illegal access

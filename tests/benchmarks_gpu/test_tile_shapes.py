@@ -19,7 +19,7 @@ from benchmarks.gpu.tile_shapes import TileCase, cases, measure_case
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.grouped_packing import GroupedLinear
-from nanocore.kernels.triton.prefill_attention import PrefillTiles
+from nanocore.kernels.triton.paged_attention import PrefillTiles
 from nanocore.kernels.triton.triton_backend import TritonKernels
 
 CPU: Final = torch.device("cpu")

@@ -16,9 +16,9 @@ import pytest
 
 from nanocore.client import LLM, AsyncEngineClient, EngineDeadError, SamplingParams
 from nanocore.engine_core.config import EngineConfig
-from nanocore.worker.executors.rank_process import RankProcess
+from nanocore.worker.executors.process_executor import RankProcess
 from nanocore.worker.executors.status_board import StatusBoard
-from nanocore.worker.messages import RankStart
+from nanocore.worker.rank_messages import RankStart
 from tests.end_to_end.engine_process import engine, run_to_exit
 from tests.end_to_end.rank_processes import (
     doomed_engine,

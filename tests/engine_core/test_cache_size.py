@@ -10,8 +10,8 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.models import load_model_config
+from nanocore.worker.rank_messages import WorkerInfo
 from tests.model_families import BUILDERS
 
 

@@ -15,7 +15,7 @@ from nanocore.engine_core.cli import build_parser, parse_config
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.parameters import CUDA_SIZES, Sizes
 from nanocore.protocol.errors import ConfigError
-from nanocore.worker.messages import WorkerConfig
+from nanocore.worker.rank_messages import WorkerConfig
 
 WHOLE = {
     "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs",

@@ -16,8 +16,8 @@ from nanocore.engine_core.process.forecast import (
     summary,
     table,
 )
-from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.model_cost import AttentionCost, MachineSpeed, ModelCost
+from nanocore.worker.rank_messages import WorkerInfo
 
 COST = ModelCost(
     num_params=2_000_000,

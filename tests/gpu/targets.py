@@ -13,8 +13,8 @@ import torch
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.communication.communicator import Communicator
-from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
-from nanocore.worker.device.step_graphs import GraphRecorder
+from nanocore.worker.device.device_stream import CudaGraphCapture, CudaStream
+from nanocore.worker.device.step_graphs import GraphCapture
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.model_runner import DeviceQueue
 from tests.fake_device import FakeGraphRecorder, FakeStream
@@ -35,19 +35,17 @@ class Target:
     def load(
         self, folder: Path, dtype: torch.dtype = torch.float32, tp: Communicator | None = None
     ) -> DecoderModel:
-        """A model there."""
         return load_model(folder, str(self.device), dtype, tp=tp)
 
-    def recorder(self) -> GraphRecorder:
-        """What records graphs there."""
-        return CudaGraphRecorder() if self.name == "cuda" else FakeGraphRecorder()
+    def graph_capture(self) -> GraphCapture:
+        return CudaGraphCapture() if self.name == "cuda" else FakeGraphRecorder()
 
     def engine(
         self, model: DecoderModel, depth: int = 2, *, has_graphs: bool = True, num_blocks: int = 200
     ) -> Engine:
         """An engine of a model that was loaded there. depth: steps in flight."""
         stream = CudaStream(depth, self.device) if self.name == "cuda" else FakeStream(depth)
-        queue = DeviceQueue(stream, self.recorder() if has_graphs else None)
+        queue = DeviceQueue(stream, self.graph_capture() if has_graphs else None)
         return Engine(model, depth, num_blocks=num_blocks, kernels=self.make_kernels(), queue=queue)
 
 

@@ -91,7 +91,6 @@ def test_preempted_requests_go_on_with_their_tokens(folder: Path, target: Target
 def test_experts_windows_and_softcaps_give_the_tokens_of_a_cpu(
     tmp_path: Path, target: Target, family: str
 ) -> None:
-    """Of a mixture of experts, and of layers with and without a window that all have a softcap."""
     folder = BUILDERS[family](tmp_path)
     wishes = make_wishes(60, 5, 33, 17, 50, max_tokens=12)
     engine = target.engine(target.load(folder))
@@ -124,18 +123,17 @@ def world_of_one(target: Target, tmp_path: Path) -> Iterator[ProcessGroupCommuni
 def reduce_in_a_graph(
     target: Target, communicator: ProcessGroupCommunicator, inputs: list[Tensor]
 ) -> list[Reduced]:
-    """What a graph of collectives leaves of each input, [T, E]."""
     x_TE = inputs[0].clone()
 
     def work() -> Reduced:
         sum_TE = communicator.all_reduce(x_TE * 2) + 1
         return Reduced(sum_TE, communicator.all_gather(sum_TE @ sum_TE.t()))
 
-    recorder = target.recorder()
-    recorder.begin_set()
+    graph_capture = target.graph_capture()
+    graph_capture.begin_set()
     found = []
     with torch.inference_mode():
-        result, replay = recorder.record(work)
+        result, replay = graph_capture.capture(work)
         for own_TE in inputs:
             x_TE.copy_(own_TE)
             replay()
@@ -161,7 +159,6 @@ def test_a_graph_replays_collectives_on_other_numbers(
 def test_a_world_of_one_gives_the_tokens_of_a_rank_alone(
     folder: Path, target: Target, world_of_one: ProcessGroupCommunicator
 ) -> None:
-    """Each layer's sums over ranks go through the communicator, also in graphs."""
     wishes = make_wishes(1, 5, 60, 33, max_tokens=8)
     found = target.engine(target.load(folder, tp=world_of_one)).run(wishes)
     assert found == expected(load_model(folder), wishes)

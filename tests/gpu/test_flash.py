@@ -22,7 +22,7 @@ from benchmarks.gpu import fa3
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.flash_backend import FlashKernels
-from nanocore.worker.device.cuda_stream import CudaGraphRecorder
+from nanocore.worker.device.device_stream import CudaGraphCapture
 from tests.gpu.targets import CUDA_MARKS, Target
 from tests.gpu.tensors import DEVICE, DTYPE, close, there
 from tests.kernels.layered_cache import layered, parts
@@ -87,7 +87,6 @@ STEPS: dict[str, Callable[[], PagedStep]] = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_attention(kernels: FlashKernels, name: str) -> None:
-    """Also of further layers, which have what the first one left, and of torch's backend."""
     layer = Layer.of(STEPS[name](), kernels)
     with torch.inference_mode():
         outputs = [layer.attend(kernels) for _ in range(3)]
@@ -117,8 +116,8 @@ def test_a_graph_of_decodes_replays_other_lengths(kernels: FlashKernels) -> None
     """Recorded when all rows are padding, as an engine records it; work is dealt out anew."""
     lengths = [1, 3000, 300, 64]
     layer = Layer.of(draw_step(WIDE, [max(lengths)] * len(lengths), block_size=64), kernels)
-    recorder = CudaGraphRecorder()
-    recorder.begin_set()
+    graph_capture = CudaGraphCapture()
+    graph_capture.begin_set()
 
     def work() -> Outputs:
         fresh = replace(layer, metadata=replace(layer.metadata))  # it has no scratch yet
@@ -126,7 +125,7 @@ def test_a_graph_of_decodes_replays_other_lengths(kernels: FlashKernels) -> None
 
     with torch.inference_mode():
         layer.metadata.seq_lens_B.zero_()
-        outputs, replay = recorder.record(work)
+        outputs, replay = graph_capture.capture(work)
         for own in (lengths, lengths[::-1]):
             layer.metadata.seq_lens_B.copy_(torch.tensor(own))
             replay()
@@ -138,7 +137,6 @@ def test_a_graph_of_decodes_replays_other_lengths(kernels: FlashKernels) -> None
 def test_graphs_of_decodes_give_the_tokens_of_eager_steps(
     kernels: FlashKernels, tmp_path: Path
 ) -> None:
-    """In bfloat16, whose products depend on the number of rows: four decode until all are done."""
     if BLOCK_SIZE % kernels.block_multiple:
         pytest.skip(f"blocks of {BLOCK_SIZE} tokens")
     folder = make_tiny_qwen3(tmp_path, head_dim=64, dtype=DTYPE)

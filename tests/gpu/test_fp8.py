@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
-from nanocore.worker.device.cuda_stream import CudaGraphRecorder
 from nanocore.worker.device.device import check_quantized_linear
+from nanocore.worker.device.device_stream import CudaGraphCapture
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [
@@ -50,10 +50,10 @@ def test_a_layer_is_that_of_the_reference(rows: int, outs: int, ins: int, has_bi
 def test_a_graph_replays_it_on_other_numbers() -> None:
     kernels, x = TritonKernels(torch.device("cuda", 0)), draw(40, 1024)
     weight = kernels.pack_linear(draw(6144, 1024), "fp8")
-    recorder = CudaGraphRecorder()
-    recorder.begin_set()
+    graph_capture = CudaGraphCapture()
+    graph_capture.begin_set()
     with torch.inference_mode():
-        result, replay = recorder.record(lambda: kernels.gated_linear(x, weight))
+        result, replay = graph_capture.capture(lambda: kernels.gated_linear(x, weight))
         x.copy_(draw(41, 1024)[1:] * 3)
         x[7] = torch.nan
         replay()

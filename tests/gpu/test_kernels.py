@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.experts import StackedExperts
 from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.kernels.interface import (
     Filters,
@@ -25,11 +24,11 @@ from nanocore.kernels.interface import (
     SharedExpert,
 )
 from nanocore.kernels.kv_quantization import kv_cache_format
-from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.linear_weight import StackedExperts, TokenEmbedding
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.triton.attention import paged_attention
+from nanocore.kernels.triton.paged_attention import paged_attention
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from tests.gpu.targets import CUDA_MARKS
 from tests.gpu.tensors import DEVICE, DTYPE, MAX_ERROR, close, there

@@ -45,7 +45,6 @@ EMULATED = {
 
 @cache
 def runnable_libraries() -> dict[str, library.Library]:
-    """By instruction set, the best first."""
     return {compiled.instruction_set: compiled for compiled in library.runnable_libraries()}
 
 
@@ -64,17 +63,14 @@ def _backend(instruction_set: str) -> CpuKernels | None:
 
 
 def reference_or_backend(name: str) -> Kernels:
-    """The torch backend, or a native one."""
     return TorchKernels() if name == "torch" else backend(name)
 
 
 def compiler() -> str | None:
-    """The C++ compiler, if there is one."""
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
 
 
 def start_compiling(to: Path, instruction_set: str, *flags: str) -> subprocess.Popen[str]:
-    """Compile the kernels with more flags; later flags win."""
     found = compiler()
     assert found is not None
     # At -O1 GCC 12 takes empty structs, which nothing is read of, for uninitialized.

@@ -18,15 +18,14 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library
 from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.rank_group import SharedMemoryGroup
-from nanocore.kernels.token_mask import TokenMask
 from tests.kernels.cpu_case import PagedCase
 from tests.kernels.moe_case import MoeCase, pack_experts
 from tests.logit_edits_reference import draw_row, edit
 
 
 def exactly(num_bytes: int) -> Tensor:
-    """Packed weights without the slack that huge pages have."""
     return torch.zeros(num_bytes, dtype=torch.uint8)
 
 
@@ -35,7 +34,6 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
-    """Linear layers, gated ones, logits and embeddings."""
     rows = rng.choice([0, 1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 24, 30, 61])
     in_features, out_features = rng.randint(1, 140), rng.choice([64, 128, rng.randint(1, 140)])
     weight = draw(out_features, in_features, dtype=dtype)
@@ -55,7 +53,6 @@ def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -
 
 
 def experts(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
-    """Of all kinds of weights, chosen by logits that may be no numbers."""
     num_experts = rng.randint(1, 9)
     case = MoeCase(
         rng.choice([0, 1, 2, 3, 13, 40]),
@@ -111,7 +108,6 @@ def best_tokens(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> 
 
 
 def edited_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
-    """Edits of logits, which rows ask for at random."""
     width = rng.choice([1, 2, rng.randint(1, 150)])
     drawn = np.random.default_rng(rng.randrange(1 << 30))
     rows = [draw_row(drawn, width) for _ in range(rng.choice([1, 2, 30]))]
@@ -119,7 +115,6 @@ def edited_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> 
 
 
 def single_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
-    """Norms."""
     rows, size = rng.choice([0, 1, 2, 3, 50, 300]), rng.randint(1, 150)
     x, weight = draw(rows, size, dtype=dtype), draw(size, dtype=dtype)
     kernels.rms_norm(x, rng.choice([weight, weight.float()]), 1e-6)
@@ -127,7 +122,6 @@ def single_rows(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> 
 
 
 def sums_of_ranks(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
-    """Of a rank whose others have entered all exchanges long ago, in pieces or not."""
     size = rng.randint(1, 4)
     rows, width = rng.choice([0, 1, 3, 50]), rng.randint(1, 150)
     buffer_bytes = rng.choice([64, 8 * rng.randint(1, 200), 1 << 15])
@@ -141,7 +135,6 @@ def sums_of_ranks(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -
 
 
 def attention(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
-    """Rotation, the cache and attention."""
     num_steps, num_kv_heads = rng.randint(1, 3), rng.randint(1, 3)
     head_dim = rng.choice([16, 32, 48, 64, 80, 96, 112, 128])
     counts = [[rng.choice([0, 1, 1, 2, 5, 17, 64, 65]) for _ in range(num_steps)] for _ in range(4)]

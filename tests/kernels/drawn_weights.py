@@ -14,7 +14,6 @@ FORMS = (
 
 
 def draw_groups(form: str, out_features: int, in_features: int) -> GroupedWeight:
-    """What the name says; symmetric with float16 scales otherwise."""
     generator = torch.Generator().manual_seed(out_features * in_features)
     bits = 8 if "8 bits" in form else 4
     sizes = {"groups of 128": 128, "zeros": 64, "8 bits": 128, "8 bits, super": 16, "float32": 96}
@@ -61,7 +60,6 @@ def draw_groups(form: str, out_features: int, in_features: int) -> GroupedWeight
 
 
 def draw_float8(out_features: int, in_features: int, has_blocks: bool) -> Float8Weight:
-    """With all numbers of E4M3."""
     generator = torch.Generator().manual_seed(out_features * in_features)
     size = out_features * in_features
     bits_N = torch.arange(size) % 255  # 255 is NaN, and so is 127

@@ -25,7 +25,6 @@ def _groups(in_features: int, group_size: int) -> int:
 def symmetric(
     out_features: int, in_features: int, group_size: int, bits: int = 4, dtype: str = "float16"
 ) -> GroupedWeight:
-    """As GPTQ and compressed-tensors, Q4_0 and Q8_0."""
     scale_OG = torch.rand(out_features, _groups(in_features, group_size)) * 0.02 + 0.001
     values_OI = _values(out_features, in_features, bits)
     return GroupedWeight(values_OI, bits, group_size, scale_OG.to(getattr(torch, dtype)))
@@ -34,7 +33,6 @@ def symmetric(
 def with_zeros(
     out_features: int, in_features: int, group_size: int, bits: int = 4
 ) -> GroupedWeight:
-    """As AWQ and asymmetric GPTQ."""
     plain = symmetric(out_features, in_features, group_size, bits)
     zero_OG = torch.randint(0, 1 << bits, plain.scale_OG.shape, dtype=torch.uint8)
     return GroupedWeight(plain.values_OI, bits, group_size, plain.scale_OG, zero_OG)
@@ -43,7 +41,6 @@ def with_zeros(
 def with_minima(
     out_features: int, in_features: int, group_size: int, bits: int = 4
 ) -> GroupedWeight:
-    """As Q4_1."""
     plain = symmetric(out_features, in_features, group_size, bits, "float32")
     minimum_OG = torch.rand(plain.scale_OG.shape) * 0.1
     return GroupedWeight(plain.values_OI, bits, group_size, plain.scale_OG, minimum_OG=minimum_OG)
@@ -52,7 +49,6 @@ def with_minima(
 def two_level(
     out_features: int, in_features: int, group_size: int, bits: int = 4, *, minima: bool = True
 ) -> GroupedWeight:
-    """As Q4_K, Q5_K and, without minima, Q6_K."""
     shape = out_features, _groups(in_features, group_size)
     supers = out_features, _groups(in_features, 256)
     scale_OG = torch.randint(-60, 60, shape, dtype=torch.int8)
@@ -72,7 +68,6 @@ def two_level(
 
 
 def permuted(out_features: int, in_features: int, group_size: int) -> GroupedWeight:
-    """As GPTQ with desc_act."""
     plain = with_zeros(out_features, in_features, group_size)
     permutation_I = torch.randperm(in_features, dtype=torch.int32)
     return GroupedWeight(
@@ -87,7 +82,6 @@ NF4: Final = torch.tensor(
 
 
 def with_codebook(out_features: int, in_features: int, group_size: int) -> GroupedWeight:
-    """As NF4, to the digits of bfloat16."""
     plain = symmetric(out_features, in_features, group_size, dtype="float32")
     return GroupedWeight(plain.values_OI, 4, group_size, plain.scale_OG, codebook=NF4)
 
@@ -135,7 +129,6 @@ def quantized_rows(x_TI: Tensor, group_size: int) -> Tensor:
 
 
 def expected(x_TI: Tensor, weight: GroupedWeight, *, keeps_activations: bool = False) -> Tensor:
-    """float64 [T, O]."""
     dequantized_OI = weight.dequantize().double()
     if keeps_activations or weight.codebook is not None:
         return x_TI.double() @ dequantized_OI.T

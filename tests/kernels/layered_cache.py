@@ -27,6 +27,5 @@ def layered(
 
 
 def parts(cache: KVCache) -> list[Tensor]:
-    """K, V, and their scales if there are any."""
     found = cache.k_NSKD, cache.v_NSKD, cache.k_scale_NSK, cache.v_scale_NSK
     return [x for x in found if x is not None]

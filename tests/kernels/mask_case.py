@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.interface import Filters, Noise
-from nanocore.kernels.token_mask import TokenMask
+from nanocore.kernels.logit_edits import TokenMask
 
 Result = tuple[Tensor, Tensor]
 
@@ -89,7 +89,6 @@ def pack(allowed_MV: NDArray[np.bool_], rng: np.random.Generator) -> Tensor:
 
 
 def draw_noise(seed: int, num_rows: int, may_be_greedy: bool = True) -> Noise:
-    """Some rows greedy, if they may be."""
     rng = np.random.default_rng(seed)
     choices = [0.0, 0.7, 1.0, 20.0] if may_be_greedy else [0.7, 1.0, 20.0]
     return Noise(
@@ -100,7 +99,6 @@ def draw_noise(seed: int, num_rows: int, may_be_greedy: bool = True) -> Noise:
 
 
 def draw_filters(seed: int, num_rows: int, width: int) -> Filters:
-    """Of each kind, off now and then."""
     rng = np.random.default_rng(seed)
     top_k = np.where(rng.random(num_rows) < 0.4, 2**31 - 1, rng.integers(1, 60, num_rows))
     return Filters(

@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanocore.kernels.experts import Experts, ExpertWeights, StackedExperts
-from nanocore.kernels.grouped_weight import GroupedWeight, StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight, GroupedWeight
 from nanocore.kernels.interface import Kernels, Routing, SharedExpert
+from nanocore.kernels.linear_weight import Experts, ExpertWeights, StackedExperts
 from nanocore.kernels.torch_backend import TorchKernels
 
-Stored = list[tuple[StoredWeight, StoredWeight, StoredWeight]]
+Stored = list[tuple[CheckpointWeight, CheckpointWeight, CheckpointWeight]]
 """Gate, up and down of each expert."""
 
 
 def pack_experts(kernels: Kernels, stored: Stored, quantization: str | None = None) -> Experts:
-    """As a layer does it."""
     return kernels.pack_experts(
         ExpertWeights(
             *(
@@ -30,7 +29,6 @@ def pack_experts(kernels: Kernels, stored: Stored, quantization: str | None = No
 
 
 def unstacked(gate_up_XIE: Tensor, down_XEI: Tensor) -> Stored:
-    """Experts that are two tensors."""
     return [
         (*(half.clone() for half in gate_up_IE.chunk(2)), down_EI.clone())
         for gate_up_IE, down_EI in zip(gate_up_XIE, down_XEI, strict=True)
@@ -40,7 +38,6 @@ def unstacked(gate_up_XIE: Tensor, down_XEI: Tensor) -> Stored:
 def grouped(
     out_features: int, in_features: int, bits: int, group_size: int, *, has_zeros: bool, seed: int
 ) -> GroupedWeight:
-    """Random numbers of small weights."""
     generator = torch.Generator().manual_seed(seed)
     num_groups = -(-in_features // group_size)
     shape = out_features, num_groups
@@ -75,7 +72,6 @@ class MoeCase:
         self.shared = draw(self.tokens, 1), draw(self.tokens, self.hidden)
 
     def floats(self) -> Stored:
-        """Weights of the case's dtype."""
         scale = 0.3
         return unstacked(
             self._draw(self.experts, 2 * self.inner, self.hidden) * scale,
@@ -83,7 +79,6 @@ class MoeCase:
         )
 
     def grouped(self, bits: int, group_size: int, *, has_zeros: bool = False) -> Stored:
-        """Integers."""
         shapes = (self.inner, self.hidden), (self.inner, self.hidden), (self.hidden, self.inner)
         return [
             tuple(
@@ -94,13 +89,11 @@ class MoeCase:
         ]
 
     def run(self, kernels: Kernels, experts: Experts, rows: Any = slice(None)) -> Tensor:
-        """What these tokens get."""
         shared = SharedExpert(*(part[rows] for part in self.shared)) if self.has_shared else None
         routing = Routing(self.logits[rows], self.chosen, self.is_normalized)
         return kernels.moe(self.x[rows], experts, routing, shared)
 
     def expected(self, stored: Stored) -> Tensor:
-        """By the reference, in float64 of what the stored numbers stand for."""
         gates, ups, downs = (
             torch.stack(
                 [w.double() if isinstance(w, Tensor) else w.dequantize().double() for w in weights]
@@ -124,6 +117,5 @@ class MoeCase:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Of all values together."""
     difference = actual.double() - expected.double()
     return float(difference.norm() / expected.double().norm())

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.kv_quantization import kv_cache_format, quantize
 from nanocore.kernels.select import select_kernels
-from nanocore.kernels.torch_kv_cache import store_kv
+from nanocore.kernels.torch_attention import store_kv
 from tests.kernels.layered_cache import layered
 
 HEAD_DIM = 16
@@ -112,7 +112,6 @@ class PagedCase:
         return self.kernels.paged_attention(q_THD, self.cache, metadata, self.spec)
 
     def as_stored(self, x: Tensor) -> Tensor:
-        """What a quantized cache makes of K or V."""
         if self.kv_cache == "auto":
             return x
         stored = kv_cache_format(self.kv_cache, torch.float32)

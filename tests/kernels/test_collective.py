@@ -14,7 +14,11 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.rank_group import RankGroup
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region, progress
+from nanocore.worker.communication.shared_memory import (
+    ShmCommunicator,
+    create_group_region,
+    progress,
+)
 from tests.kernels.cpu_case import INSTRUCTION_SETS, runnable_libraries
 from tests.worker.ranks import run_ranks, same_on_every_rank
 
@@ -25,7 +29,6 @@ Choose = Callable[[int], Kernels]
 
 
 def native(instruction_set: str) -> CpuKernels:
-    """Of one rank: each needs threads of its own."""
     library = runnable_libraries().get(instruction_set)
     if library is None:
         pytest.skip(f"{instruction_set}: not compiled, or not for this machine")
@@ -33,7 +36,6 @@ def native(instruction_set: str) -> CpuKernels:
 
 
 def part_of(rank: int, rows: int, width: int, dtype: torch.dtype, call: int = 0) -> Tensor:
-    """Numbers of all magnitudes, subnormal ones among them."""
     generator = torch.Generator().manual_seed(1000 * call + rank)
     x = torch.randn(rows, width, generator=generator)
     scale = torch.tensor([1e-39, 1e-3, 1.0, 300.0])
@@ -113,7 +115,6 @@ def test_a_residual_is_added_as_torch_does(name: str, dtype: torch.dtype) -> Non
 
 
 def test_results_do_not_change_when_later_calls_reuse_the_buffers() -> None:
-    """Of two native ranks and one of torch, each late at calls of its own."""
     chosen: list[Kernels] = [native(next(iter(runnable_libraries()))) for _ in range(2)]
     chosen.append(TorchKernels())
 
@@ -142,7 +143,7 @@ def test_a_dtype_that_is_not_native_is_reduced_all_the_same() -> None:
 
 
 def test_who_waits_in_the_kernel_leaves_the_interpreter_to_others() -> None:
-    fd = create_region(2, 64)
+    fd = create_group_region(2, 64)
     groups = [ShmCommunicator(fd, rank, 2, 64) for rank in range(2)]
     chosen = [native(next(iter(runnable_libraries()))) for _ in range(2)]
     parts = [torch.full((1, 4), rank + 1.0) for rank in range(2)]

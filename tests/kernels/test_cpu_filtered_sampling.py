@@ -23,7 +23,6 @@ from tests.sampling_reference import Settings, filter_logits, make_metadata, mak
 
 @pytest.fixture(scope="module", params=INSTRUCTION_SETS)
 def kernels(request: pytest.FixtureRequest) -> CpuKernels:
-    """Without the stand-in for bfloat16's dot product: no logit is multiplied here."""
     return backend(request.param)
 
 

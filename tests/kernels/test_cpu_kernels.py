@@ -7,7 +7,11 @@ to eight bits, 2^-8, once or as often as the interface rounds.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +21,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
+from nanocore.kernels import Activation
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import Kernels, KVCache, QKNorm, Rotary
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.worker.messages import Quantization
+from nanocore.worker.rank_messages import Quantization
 from tests.campaign import examples
-from tests.kernels.cpu_case import PagedCase
+from tests.kernels import cpu_case
+from tests.kernels.cpu_case import EMULATED_AMX, PagedCase
 from tests.kernels.grouped_case import quantized_rows
 from tests.kernels.layered_cache import layered
 
@@ -44,7 +49,6 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def strided(x: Tensor, gap: int) -> Tensor:
-    """The same rows, further apart, with NaN between them."""
     apart = torch.full((len(x), x.shape[1] + gap), torch.nan, dtype=x.dtype)
     apart[:, : x.shape[1]] = x
     return apart[:, : x.shape[1]]
@@ -60,7 +64,6 @@ def assert_close(actual: Tensor, expected: Tensor, rtol: float, atol: Tensor | f
 
 
 def eight_bits(x: Tensor, quantization: Quantization | None) -> Tensor:
-    """What activations are in products with weights of int8, in float32."""
     return quantized_rows(x, 128).float() if quantization == "int8" else x.float()
 
 
@@ -517,7 +520,6 @@ def test_int8_keys_values_and_scales_are_the_reference_s_in_an_order_of_their_ow
     (native, _), (reference, _) = (store_alone(each, case) for each in (kernels, TORCH))
 
     def in_order(x_NSKD: Tensor, *order: int) -> Tensor:
-        """As [N, S, K, D] what lies as these of its dimensions, S, K and D being 1, 2 and 3."""
         stored = x_NSKD.reshape(len(x_NSKD), *(x_NSKD.shape[i] for i in order))
         return stored.permute(0, *(1 + order.index(i) for i in range(1, x_NSKD.dim())))
 
@@ -558,3 +560,40 @@ def test_a_cache_of_fp8_is_left_to_torch(kernels: CpuKernels) -> None:
         results.append(backend.paged_attention(q, cache, metadata, case.spec))
     assert torch.equal(*results)
     assert results[0].any()
+
+
+REPOSITORY = Path(__file__).parents[2]
+AVX512_BF16 = "avx512_bf16"
+
+
+def fingerprint(library_path: str, uses_amx: bool) -> str:
+    """A digest of results in a process of its own, which asks for the unit once."""
+    environment = os.environ | {
+        "NANOCORE_CPU_AMX": str(int(uses_amx)),
+        "PYTHONPATH": str(REPOSITORY),
+    }
+    script = str(Path(__file__).with_name("amx_fingerprint.py"))
+    return subprocess.run(
+        [sys.executable, script, library_path],
+        check=True, capture_output=True, text=True, env=environment,
+    ).stdout.strip()  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def with_amx() -> str:
+    found = cpu_case.runnable_libraries().get(AVX512_BF16)
+    if found is None or not found.call("uses_amx"):
+        pytest.skip("this machine has no AMX")
+    return found.path
+
+
+@pytest.mark.parametrize("kernels", [EMULATED_AMX], indirect=True)
+def test_software_that_stands_for_the_matrix_unit_has_its_bits(
+    kernels: cpu_case.CpuKernels, with_amx: str
+) -> None:
+    assert fingerprint(kernels.library.path, True) == fingerprint(with_amx, True)
+
+
+def test_without_the_matrix_unit_results_have_other_bits_and_another_name(with_amx: str) -> None:
+    assert fingerprint(with_amx, True) != fingerprint(with_amx, False)
+    assert "avx512_bf16 and AMX" in cpu_case.backend(AVX512_BF16).variant

@@ -26,7 +26,6 @@ needs_libraries = pytest.mark.skipif(not runnable_libraries(), reason="no librar
 
 @pytest.fixture
 def _no_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there had been no compiler."""
     monkeypatch.setattr(library, "INSTRUCTION_SETS", {"of_another_machine": ()})
     monkeypatch.delenv("NANOCORE_CPU_ISA", raising=False)
 

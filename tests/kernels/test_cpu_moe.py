@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
-from nanocore.kernels.experts import Experts
 from nanocore.kernels.interface import AttentionMetadata, Routing
-from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.linear_weight import Experts, TokenEmbedding
 from tests.campaign import in_campaign
 from tests.kernels.cpu_case import PagedCase, runnable_libraries
 from tests.kernels.moe_case import MoeCase, Stored, pack_experts, relative_error
@@ -74,7 +73,6 @@ def test_experts_are_quantized_when_they_are_packed(
 
 
 def test_each_projection_has_a_form_of_its_own(kernels: CpuKernels) -> None:
-    """As GGUF files mix them; GPTQ has an order of its own for each weight."""
     case = MoeCase(20, 5, 2, hidden=192, inner=128)
     four, eight = case.grouped(4, 32, has_zeros=True), case.grouped(8, 64)
 
@@ -145,7 +143,6 @@ def test_integers_have_equal_bits_in_every_instruction_set_with_fused_multiply_a
 
 
 def chosen_experts(kernels: CpuKernels, logits_TX: Tensor, num_chosen: int) -> list[set[int]]:
-    """Which experts rows get: each says a number of its own, in a column of its own."""
     num_experts = logits_TX.shape[1]
     ones = torch.ones(1, 1)
     stored: Stored = [

@@ -1,4 +1,4 @@
-"""Steps recorded once: the same bits as kernels called one by one, or no recording at all."""
+"""Steps captured once: the same bits as kernels called one by one, or no capturing at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
-from nanocore.kernels.cpu.program import SAMPLES, TOKENS, NotRecordable, Recording, record
+from nanocore.kernels.cpu.program import (
+    SAMPLES,
+    TOKENS,
+    NotCapturable,
+    ProgramCapture,
+    capture_program,
+)
 from nanocore.kernels.interface import AttentionMetadata, Replay
 from nanocore.kernels.linear_weight import TokenEmbedding
 from tests.kernels.cpu_case import PagedCase
@@ -68,7 +74,6 @@ class TinyStep:
         return kernels.logits(x, self.vocabulary, 30.0)
 
     def run(self, compute: Replay) -> list[Tensor]:
-        """What it says of every step, beginning with an empty cache."""
         for part in parts(self.cache):
             part.zero_()
         said = []
@@ -187,61 +192,63 @@ def test_views_are_recorded(kernels: CpuKernels) -> None:
 def test_memory_is_used_again_once_no_view_is_left(kernels: CpuKernels) -> None:
     addresses = []
 
-    def run(recording: Recording) -> Tensor:
+    def run(capturing: ProgramCapture) -> Tensor:
         for _ in range(10):
-            result = recording.empty(8, torch.float32)
+            result = capturing.empty(8, torch.float32)
             addresses.append(result.data_ptr())
         return result
 
-    record(kernels.workspace, 4, 4, run)
+    capture_program(kernels.workspace, 4, 4, run)
     # A result is let go of when its name gets the next one.
     assert len(set(addresses)) == 2
 
 
 def test_memory_is_not_used_again_while_a_view_lives(kernels: CpuKernels) -> None:
-    def run(recording: Recording) -> Tensor:
-        kept = [recording.empty(8, torch.float32)[1:, 2:].unflatten(1, (2, 3)) for _ in range(5)]
+    def run(capturing: ProgramCapture) -> Tensor:
+        kept = [capturing.empty(8, torch.float32)[1:, 2:].unflatten(1, (2, 3)) for _ in range(5)]
         ranges = sorted(
             (x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in kept
         )
         for (start, num_bytes), (following, _) in itertools.pairwise(ranges):
             assert start + num_bytes <= following
         freed = kept.pop(2).untyped_storage().data_ptr()
-        assert recording.empty(8, torch.float32).untyped_storage().data_ptr() == freed
+        assert capturing.empty(8, torch.float32).untyped_storage().data_ptr() == freed
         # Another number of bytes never shares, nor do other rows.
-        assert recording.empty(4, torch.float32).untyped_storage().data_ptr() != freed
+        assert capturing.empty(4, torch.float32).untyped_storage().data_ptr() != freed
         return kept[0]
 
-    record(kernels.workspace, 4, 4, run)
+    capture_program(kernels.workspace, 4, 4, run)
 
 
 def test_a_recording_has_fewer_buffers_than_results(kernels: CpuKernels) -> None:
     step = TinyStep(kernels, PagedCase([(20,)]), quantization=False)
     buffers, results = set(), []
-    empty = Recording.empty
+    empty = ProgramCapture.empty
 
-    def counted(recording: Recording, width: int, dtype: torch.dtype) -> Tensor:
-        result = empty(recording, width, dtype)
+    def counted(capturing: ProgramCapture, width: int, dtype: torch.dtype) -> Tensor:
+        result = empty(capturing, width, dtype)
         buffers.add(result.untyped_storage().data_ptr())
         results.append(width)
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Recording, "empty", counted)
+        patch.setattr(ProgramCapture, "empty", counted)
         assert kernels.capture(step, MAX_TOKENS, MAX_SAMPLES) is not None
     assert len(buffers) < len(results) - 3
 
 
 def test_rows_of_a_recording_are_the_most_a_step_can_have(kernels: CpuKernels) -> None:
-    def run(recording: Recording) -> Tensor:
-        assert recording.rows == TOKENS
-        assert recording.empty(3, torch.bfloat16).shape == (9, 3)
-        recording.rows = SAMPLES
-        return recording.empty(3, torch.float32)
+    def run(capturing: ProgramCapture) -> Tensor:
+        assert capturing.rows == TOKENS
+        assert capturing.empty(3, torch.bfloat16).shape == (9, 3)
+        capturing.rows = SAMPLES
+        return capturing.empty(3, torch.float32)
 
-    assert record(kernels.workspace, 9, 4, run)[1].shape == (4, 3)
+    assert capture_program(kernels.workspace, 9, 4, run)[1].shape == (4, 3)
 
 
 def test_the_refusal_names_the_operation(kernels: CpuKernels) -> None:
-    with pytest.raises(NotRecordable, match=r"torch's .*mean"):
-        record(kernels.workspace, 4, 4, lambda recording: recording.empty(3, torch.float32).mean())
+    with pytest.raises(NotCapturable, match=r"torch's .*mean"):
+        capture_program(
+            kernels.workspace, 4, 4, lambda capturing: capturing.empty(3, torch.float32).mean()
+        )

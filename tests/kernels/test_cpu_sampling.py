@@ -36,7 +36,6 @@ def test_of_equal_logits_the_first_is_best(width: int, kernels: Kernels) -> None
 
 
 def test_noise_is_that_of_the_reference_but_for_rounding(kernels: Kernels) -> None:
-    """Every token's noise shows when it is the only one."""
     logits = torch.zeros(4096, 1)
     noise = Noise(torch.ones(4096), torch.arange(4096) * 2**40 - 7, torch.arange(4096) * 31)
     value, _ = kernels.best_token(logits, 1000, noise)

@@ -46,7 +46,6 @@ Compiled = Callable[[str], Path]
 
 
 def runtime(name: str) -> str | None:
-    """A sanitizer's runtime library, to be preloaded."""
     found = compiler()
     if found is None:
         return None
@@ -62,7 +61,6 @@ needs_sanitizers = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
-    """What is compiled for this module, by name; all compilers start at once."""
     folder = tmp_path_factory.mktemp("sanitized")
     # Without optimization it is compiled in half the time, which is most of it.
     memory = "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0"

@@ -28,7 +28,7 @@ from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.torch_filtered_sampling import filtered
+from nanocore.kernels.torch_sampling import filtered
 from nanocore.protocol.fields import MAX_INT32
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler
@@ -55,7 +55,6 @@ class Setting:
 
 
 def settings() -> Iterator[Setting]:
-    """Every set of filters at several temperatures; at some of these min_p cuts before top_k."""
     filters = {"min_p": 0.08, "top_k": 12, "top_p": 0.7}
     for logits, temperature in ((2.0, 1.0), (2.0, 0.6), (1.0, 1.0), (1.0, 1.5)):
         for size in range(len(filters) + 1):
@@ -68,7 +67,6 @@ SETTINGS = tuple(settings())
 
 @cache
 def logits_of(deviation: float) -> Tensor:
-    """float32 [V], in no order."""
     drawn = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(11))
     return drawn * deviation
 
@@ -103,7 +101,6 @@ def normalized(weights: list[float], kept: list[int]) -> list[float]:
 
 
 def probabilities(setting: Setting) -> list[float]:
-    """Of each token, by definition."""
     weights = weights_of(setting, setting.temperature)
     return normalized(weights, kept_by(weights, setting))
 
@@ -136,7 +133,6 @@ def all_rows() -> tuple[list[Setting], Tensor, Tensor, Tensor]:
 
 @cache
 def counts_of(name: str) -> dict[Setting, list[int]]:
-    """How often a backend draws each token, all rows in one call."""
     rows, logits_RV, seed_R, position_R = all_rows()
     noise = Noise(torch.tensor([row.temperature for row in rows]), seed_R, position_R)
     filters = Filters(
@@ -163,7 +159,6 @@ def test_tokens_are_drawn_as_often_as_the_filters_say(name: str) -> None:
 
 
 def test_rows_that_share_a_step_are_drawn_as_often_as_the_filters_say() -> None:
-    """By the sampler, which takes rows without filters another way."""
     rows, logits_RV, seed_R, position_R = all_rows()
     sampled = make_rows(
         [(row.temperature, row.top_k, row.top_p, row.min_p) for row in rows],
@@ -181,7 +176,6 @@ def one_more(setting: Setting) -> list[int]:
 
 
 def unscaled(setting: Setting) -> list[int]:
-    """Filters before the temperature."""
     return kept_by(weights_of(setting, 1.0), setting)
 
 
@@ -192,7 +186,6 @@ def top_p_first(setting: Setting) -> list[int]:
 
 
 def top_p_of_the_last(setting: Setting) -> list[int]:
-    """Without the token with which the sum reaches top_p."""
     kept = kept_by(weights_of(setting, setting.temperature), setting)
     return kept[: max(1, len(kept) - (setting.top_p < 1.0))]
 
@@ -238,7 +231,6 @@ def test_a_filter_that_does_something_else_would_be_found(wrong: str) -> None:
 
 @pytest.mark.parametrize("factor", [0.8, 1.25])
 def test_another_temperature_would_be_found(factor: float) -> None:
-    """Where the filters leave the same tokens, too."""
     found = 0
     for setting in SETTINGS:
         kept = kept_by(weights_of(setting, setting.temperature), setting)
@@ -248,7 +240,6 @@ def test_another_temperature_would_be_found(factor: float) -> None:
 
 
 def transformers_warpers(setting: Setting) -> LogitsProcessorList:
-    """In V1's order; transformers itself has min_p last."""
     warpers = LogitsProcessorList([TemperatureLogitsWarper(setting.temperature)])
     if setting.min_p:
         warpers.append(MinPLogitsWarper(setting.min_p))
@@ -261,7 +252,6 @@ def transformers_warpers(setting: Setting) -> LogitsProcessorList:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_transformers_keep_the_same_tokens(name: str) -> None:
-    """Of rows of random logits; each row's token is that with the most noise of those kept."""
     kernels, num_rows = reference_or_backend(name), 50
     generator = torch.Generator().manual_seed(3)
     for number, setting in enumerate(SETTINGS):

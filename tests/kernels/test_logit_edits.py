@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels import torch_logit_edits
+from nanocore.kernels import torch_sampling
+from nanocore.kernels.candidates import NO_TOKEN
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.torch_backend import NO_TOKEN, TorchKernels
+from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler
@@ -54,7 +55,6 @@ def row(**asked: Any) -> EditedRow:
 
 
 def check(kernels: Kernels, logits_RV: Tensor, rows: list[EditedRow]) -> None:
-    """To the bit, signs of zeros included."""
     edited_RV = edit(kernels, logits_RV, rows)
     expected_RV = np.stack([r.edited(x.numpy()) for r, x in zip(rows, logits_RV, strict=True)])
     np.testing.assert_array_equal(edited_RV.numpy(), expected_RV)
@@ -96,7 +96,7 @@ def test_a_long_row_is_counted_to_its_last_token(kernels: Kernels) -> None:
 
 def test_slices_of_rows_are_edited_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row(**ASKED), row(presence_penalty=1.0), row(repetition_penalty=0.5)] * 3
-    monkeypatch.setattr(torch_logit_edits, "_SLICE_VALUES", 50)
+    monkeypatch.setattr(torch_sampling, "_SLICE_VALUES", 50)
     check(TorchKernels(), draw(9, 20), rows)
 
 

@@ -9,10 +9,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanocore.kernels import torch_logprobs
+from nanocore.kernels import torch_sampling
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
-from nanocore.kernels.interface import Kernels
-from nanocore.kernels.token_logprobs import Logprobs
+from nanocore.kernels.interface import Kernels, LogprobTensors
 from nanocore.kernels.torch_backend import TorchKernels
 from tests.campaign import examples
 from tests.kernels.cpu_case import reference_or_backend
@@ -25,16 +24,16 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return reference_or_backend(request.param)
 
 
-def by_sort(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> Logprobs:
+def by_sort(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> LogprobTensors:
     """Python's stable sort, which keeps the smaller of equal ones first."""
     exact_RV = logits_RV.double().log_softmax(dim=1)
     order_RV = (logits_RV + 0.0).sort(dim=1, descending=True, stable=True).indices
     rank_R = (order_RV == token_ids_R[:, None]).int().argmax(dim=1) + 1
     ids_RC = torch.cat((token_ids_R[:, None], order_RV[:, :num_top]), dim=1)
-    return Logprobs(ids_RC.int(), exact_RV.gather(1, ids_RC).float(), rank_R.int())
+    return LogprobTensors(ids_RC.int(), exact_RV.gather(1, ids_RC).float(), rank_R.int())
 
 
-def check(said: Logprobs, right: Logprobs) -> None:
+def check(said: LogprobTensors, right: LogprobTensors) -> None:
     for name in ("token_ids_NC", "rank_N"):
         assert getattr(said, name).dtype == torch.int32
         assert getattr(said, name).tolist() == getattr(right, name).tolist()
@@ -151,8 +150,8 @@ def test_rows_without_a_token_do_no_harm_to_others(kernels: Kernels, num_top: in
     said = kernels.logprobs(logits_RV, token_ids_R, num_top)
     rows = slice(0, None, 2)
     check(
-        Logprobs(said.token_ids_NC[rows], said.logprobs_NC[rows], said.rank_N[rows]),
-        Logprobs(right.token_ids_NC[rows], right.logprobs_NC[rows], right.rank_N[rows]),
+        LogprobTensors(said.token_ids_NC[rows], said.logprobs_NC[rows], said.rank_N[rows]),
+        LogprobTensors(right.token_ids_NC[rows], right.logprobs_NC[rows], right.rank_N[rows]),
     )
 
 
@@ -176,6 +175,6 @@ def test_no_rows_say_nothing(kernels: Kernels) -> None:
 def test_a_few_rows_at_a_time_say_what_all_do(monkeypatch: pytest.MonkeyPatch) -> None:
     logits_RV = torch.randn(10, 300, generator=torch.Generator().manual_seed(3))
     token_ids_R = torch.arange(10)
-    monkeypatch.setattr(torch_logprobs, "_MAX_VALUES", 900)
+    monkeypatch.setattr(torch_sampling, "_MAX_VALUES", 900)
     said = TorchKernels().logprobs(logits_RV, token_ids_R, 5)
     check(said, by_sort(logits_RV, token_ids_R, 5))

@@ -31,7 +31,6 @@ def make_kernels(name: str) -> Kernels:
 
 
 def make_memory(dtype: str, kernels: Kernels) -> KVMemory:
-    """Bytes of 255, which no attention may let through."""
     device_type = "cuda" if kernels.name == "triton" else "cpu"
     if dtype in QUANTIZED_KV_CACHES:
         form = kv_cache_format(dtype, torch.float32, device_type)
@@ -44,7 +43,6 @@ def make_memory(dtype: str, kernels: Kernels) -> KVMemory:
 
 
 def make_metadata(blocks: list[int]) -> AttentionMetadata:
-    """A prompt's only chunk, in these blocks."""
     positions_T, table = torch.arange(LENGTH), torch.tensor([blocks], dtype=torch.int32)
     slots_T = table[0].long()[positions_T // BLOCK_SIZE] * BLOCK_SIZE + positions_T % BLOCK_SIZE
     return AttentionMetadata(

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import Kernels
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import TokenPlaces
-from nanocore.kernels.token_mask import TokenMask
 from tests.kernels.cpu_case import reference_or_backend, runnable_libraries
 from tests.kernels.mask_case import MaskedRows, draw_filters, draw_noise, pack
 
@@ -72,7 +72,6 @@ def test_filters_are_of_what_the_mask_allows(
 def test_the_best_of_slices_is_the_best_of_the_whole(
     kernels: Kernels, cuts: tuple[int, int]
 ) -> None:
-    """As ranks have them: each looks at its part of the same words."""
     for seed in range(10):
         rows, noise = MaskedRows.draw(seed, 9, 101, spoilt=0.0), draw_noise(seed, 9)
         value, column = kernels.best_token(rows.logits_RV, 0, noise, mask=rows.mask)
@@ -106,7 +105,6 @@ def test_a_mask_of_some_rows_is_theirs() -> None:
 
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_logits_of_words_without_a_token_are_not_read(is_greedy: bool) -> None:
-    """They lie on a page that nobody may read: a child process that does is killed."""
     kernels = CpuKernels(next(iter(runnable_libraries().values())))
     page = mmap.PAGESIZE // 4
     memory = mmap.mmap(-1, 3 * mmap.PAGESIZE)

@@ -55,7 +55,6 @@ def _weight(own: Mapping[str, Tensor], config: Mapping[str, Any]) -> Any:
 
 
 def _bits(words: Tensor, place: int, bits: int) -> Any:
-    """The number at a place of each word."""
     return (words.numpy().astype(np.int64) & 0xFFFFFFFF) >> (bits * place) & ((1 << bits) - 1)
 
 

@@ -26,22 +26,21 @@ from nanocore.kernels.interface import (
 )
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank
-from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.packed_model import fill_and_pack
-from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.rank_messages import Quantization
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.worker.masked_steps import pack_masks
@@ -205,7 +204,7 @@ def allow_a_sixth(output: list[int]) -> NDArray[np.bool_]:
 
 def make_asking_wishes(*kinds: str, max_tokens: int = 8) -> list[Wish]:
     """Requests of these kinds in turn, of which some are longer than a step's budget."""
-    asked = [(kind, one) for own in zip(*(ASKED[kind] for kind in kinds), strict=True)
+    requested = [(kind, one) for own in zip(*(ASKED[kind] for kind in kinds), strict=True)
              for kind, one in zip(kinds, own, strict=True)]  # fmt: skip
     rng = np.random.default_rng(11)
     return [
@@ -215,7 +214,7 @@ def make_asking_wishes(*kinds: str, max_tokens: int = 8) -> list[Wish]:
             EngineSamplingParams(**one),
             allowed=allow_a_sixth if kind == "masks" else None,
         )
-        for i, (kind, one) in enumerate(asked)
+        for i, (kind, one) in enumerate(requested)
     ]
 
 
@@ -230,7 +229,7 @@ class Engine:
         self,
         model: DecoderModel,
         depth: int,
-        recorder: FakeGraphRecorder | None = None,
+        graph_capture: FakeGraphRecorder | None = None,
         num_blocks: int = 200,
         budget: int = BUDGET,
         kernels: Kernels | None = None,
@@ -238,7 +237,7 @@ class Engine:
     ) -> None:
         self.stream = FakeStream(max(1, depth))
         if depth and queue is None:
-            queue = DeviceQueue(self.stream, recorder)
+            queue = DeviceQueue(self.stream, graph_capture)
         kernels = (kernels or DeviceKernels()) if depth else TorchKernels()
         self.runner = ModelRunner(model, kernels, queue=queue)
         self.num_blocks, self.budget = num_blocks, budget
@@ -254,13 +253,11 @@ class Engine:
         self.deliveries = Deliveries()
 
     def allocate(self) -> None:
-        """Make the runner's KV cache and batch, and capture."""
         kv_format = kv_cache_format("auto", self.runner.placement.dtype)
         self.runner.allocate(kv_format, self.num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
         self.runner.capture(self.budget)
 
     def run(self, wishes: list[Wish]) -> dict[int, list[int]]:
-        """The tokens that each request gets."""
         for handle, wish in enumerate(wishes):
             self.scheduler.add(wish.request(handle))
         in_flight: deque[PendingOutput] = deque()
@@ -302,7 +299,6 @@ class MaskFinder:
         return msgspec.structs.replace(plan, awaits_masks=asks and plan.num_tokens > 0)
 
     def tell(self, pending: PendingOutput) -> None:
-        """If it awaits some; everything before was delivered."""
         if not pending.awaits_masks:
             return
         masks = {}
@@ -320,7 +316,6 @@ def load_model(
     quantization: Quantization | None = None,
     tp: Communicator | None = None,
 ) -> DecoderModel:
-    """A model on one rank, its weights loaded."""
     placement = Placement(dtype, torch.device(device), tp or SingleRank())
     model = build_model(load_model_config(folder), placement)
     names = model.entry_name
@@ -329,12 +324,10 @@ def load_model(
 
 
 def expected(model: DecoderModel, wishes: list[Wish]) -> dict[int, list[int]]:
-    """The tokens of each request alone, on the host."""
     return answers_alone(model, wishes).tokens
 
 
 def answers_alone(model: DecoderModel, wishes: list[Wish]) -> Deliveries:
-    """What each request gets alone, on the host."""
     all_of_them = Deliveries()
     for handle, wish in enumerate(wishes):
         engine = Engine(model, depth=0)

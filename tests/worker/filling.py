@@ -7,23 +7,22 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from nanocore.worker.loading.weights import Entries, Unfilled
+from nanocore.worker.loading.weights import Entries, PendingOwners
 
 
 def fill(entries: Entries, stored: Mapping[str, Tensor]) -> None:
     """Give every part its slice of these tensors, and tell owners."""
-    unfilled = Unfilled(part.owner for entry in entries.values() for part in entry.parts)
+    unfilled = PendingOwners(part.owner for entry in entries.values() for part in entry.parts)
     for name, entry in entries.items():
         tensor = stored[name]
         assert tuple(tensor.shape) == entry.shape, name
         assert entry.dtype in (None, tensor.dtype), name
         for part in entry.parts:
             part.memory().copy_(tensor[part.index])
-            unfilled.one_less(part.owner)
+            unfilled.count_filled(part.owner)
 
 
 def fill_with(value: float) -> Callable[[Entries], None]:
-    """What gives every parameter this value."""
 
     def filling(entries: Entries) -> None:
         fill(entries, {name: torch.full(entry.shape, value) for name, entry in entries.items()})

@@ -44,7 +44,6 @@ def write_adapter(
 
 
 def write_config(folder: Path, config: dict[str, Any]) -> None:
-    """Write adapter_config.json."""
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 

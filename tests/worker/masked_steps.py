@@ -18,7 +18,6 @@ Allowed = Mapping[int, NDArray[np.bool_]]
 
 
 def pack_masks(step: int, allowed: Allowed) -> TokenMasks:
-    """As the engine tells them."""
     words = [
         np.packbits(np.pad(mask, (0, -len(mask) % 32)), bitorder="little").tobytes()
         for mask in allowed.values()
@@ -36,8 +35,8 @@ def run_masked(
 ) -> None:
     """Run plans with up to so many in flight.
 
-    allowed: masks of (plan number, rows that it samples), asked when every result before has been
-    taken. take: a plan's number, and its result.
+    allowed: masks of (plan number, rows that it samples), asked for when every result before
+    was taken. take: a plan's number, and its result.
     """
     steps = record_steps(runner.batch)
     in_flight: deque[tuple[int, PendingOutput]] = deque()

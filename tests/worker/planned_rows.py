@@ -59,7 +59,6 @@ class Said:
 
 
 def entries(said: RowLogprobs | None) -> list[tuple[int, Entry]]:
-    """Of each token, in order: its row, and the rest."""
     if said is None:
         return []
     columns = said.rows, said.ranks, said.counts, said.token_ids
@@ -83,7 +82,6 @@ def new_row(
     num_computed: int = 0,
     num_prompt_logprobs: int = 0,
 ) -> NewRow:
-    """output: tokens that a request which resumes has already."""
     num_blocks = -(-(len(asking.prompt) + asking.num_tokens) // BLOCK_SIZE)
     first_block = 1 + 4 * row
     assert num_blocks <= 4
@@ -105,7 +103,6 @@ def write_plans(
     outputs: dict[int, list[int]] | None = None,
     num_groups: int = 1,
 ) -> list[SchedulerOutput]:
-    """All steps of these requests. outputs: for stages that do not sample."""
     known: dict[int, int] = {}
     computed: dict[int, int] = {}
     ends = [len(request.prompt) + request.num_tokens for request in requests]
@@ -153,7 +150,6 @@ def write_plans(
 
 
 def run(runner: ModelRunner, plans: Sequence[SchedulerOutput], depth: int = 1) -> Said:
-    """What a runner says, with so many steps in flight."""
     said = Said()
     in_flight: deque[PendingOutput] = deque()
     for plan in plans:

@@ -15,7 +15,6 @@ GROUPS = [[0, 1], [2]]
 
 
 def listening_addresses() -> list[str]:
-    """Hexadecimal addresses of this process's listening TCP sockets."""
     inodes = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:

@@ -11,8 +11,11 @@ from typing import TypeVar
 import torch
 
 from nanocore.worker.communication.communicator import Communicator, SingleRank
-from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
-from nanocore.worker.communication.shm_region import SharedRegion
+from nanocore.worker.communication.shared_memory import (
+    SharedRegion,
+    ShmCommunicator,
+    create_group_region,
+)
 
 T = TypeVar("T")
 TIMEOUT_S = 60.0
@@ -32,7 +35,7 @@ def run_ranks(
     """
     if size == 1:
         return [function(SingleRank())]
-    fd = create_region(size, buffer_bytes)
+    fd = create_group_region(size, buffer_bytes)
     communicators = [ShmCommunicator(fd, rank, size, buffer_bytes) for rank in range(size)]
     region = SharedRegion(fd, size, 1)
     os.close(fd)

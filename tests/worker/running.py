@@ -23,26 +23,29 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import TokenPlaces
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch
 from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
-from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
-from nanocore.worker.communication.shm_communicator import ShmCommunicator, create_region
-from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.loading.formats.select import folder_format
-from nanocore.worker.loading.gguf.files import is_gguf
-from nanocore.worker.loading.gguf.format import GgufFormat
+from nanocore.worker.communication.shared_memory import (
+    ShmChannel,
+    ShmCommunicator,
+    create_channel,
+    create_group_region,
+)
+from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
+from nanocore.worker.loading.formats.checkpoint_format import folder_format
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
+from nanocore.worker.loading.gguf.gguf_format import GgufFormat
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.packed_model import fill_and_pack
-from nanocore.worker.loading.weight_format import WeightFormat
-from nanocore.worker.messages import Quantization
+from nanocore.worker.loading.weights import WeightFormat
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.rank_messages import Quantization
 from nanocore.worker.sampling.columns import SampledRows
 from nanocore.worker.sampling.sampler import TokenSampler
 from tests.fakes import Deliveries, make_request, make_scheduler
@@ -163,7 +166,6 @@ def make_runner(
 
 
 def stored_format(folder: Path, dtype: torch.dtype = torch.float32) -> WeightFormat | None:
-    """How the folder's files, or a GGUF file, store weights. dtype: of activations."""
     if is_gguf(folder):
         return GgufFormat(folder, load_model_config(folder).head_dim, dtype)
     return folder_format(folder, model_class(load_model_config(folder).architecture).common_name)
@@ -190,7 +192,6 @@ def run_script(
     *,
     keeps_activations: bool = False,
 ) -> list[Sample]:
-    """What the model says on tp_size ranks of each of the script's stages; all ranks must agree."""
     world = World(tp_size, script.num_groups)
 
     def run(rank: Communicator) -> list[Sample]:
@@ -217,7 +218,7 @@ class World:
 
     def __init__(self, tp_size: int, pp_size: int) -> None:
         self.tp_size, self.pp_size = tp_size, pp_size
-        self.regions = [create_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
+        self.regions = [create_group_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
         # Buffers shorter than a step's hidden states, which then travel in pieces.
         self.channels = [create_channel(BUFFER_BYTES, 2) for _ in range(tp_size * (pp_size - 1))]
 
@@ -226,7 +227,6 @@ class World:
             os.close(fd)
 
     def join(self, rank: int, dtype: torch.dtype) -> tuple[Placement, StageLinks]:
-        """A rank's place, and its links to other stages."""
         stage, tp_rank = divmod(rank, self.tp_size)
         tp: Communicator = SingleRank()
         if self.tp_size > 1:
@@ -242,7 +242,6 @@ class World:
 
 
 def run_runner(runner: ModelRunner, script: Script) -> list[Sample]:
-    """What one rank says, with its part of the logits."""
     logits: list[Tensor] = []
     if runner.sampler is not None:
         record_logits(runner.sampler, logits)
@@ -274,7 +273,6 @@ def record_logits(sampler: TokenSampler, logits: list[Tensor]) -> None:
 
 
 def record_steps(batch: InputBatch) -> list[BatchStep]:
-    """The steps that the batch prepares from now on."""
     steps: list[BatchStep] = []
     advance = batch.advance
 

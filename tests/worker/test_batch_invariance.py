@@ -29,13 +29,13 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.dry_run import dry_run
+from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.packed_model import fill_and_pack
-from nanocore.worker.messages import KVCacheDtype, Quantization
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.rank_messages import KVCacheDtype, Quantization
 from nanocore.worker.worker import Worker
 from tests.campaign import examples, in_campaign
 from tests.fakes import Deliveries, make_request, make_scheduler
@@ -55,7 +55,6 @@ Logits = dict[tuple[int, int], Tensor]
 
 
 def make_prompts() -> list[list[int]]:
-    """Of 1 to 150 tokens, each with a first token of its own but for common prefixes."""
     rng = np.random.default_rng(3)
     lengths = [1, 2, 15, 16, 17, 31, 63, 64, 65, 130, *rng.integers(1, 150, NUM_REQUESTS - 10)]
     prompts = [rng.integers(0, 256, n).tolist() for n in lengths]
@@ -111,7 +110,6 @@ class Engine:
         self.alone = cache(lambda: self.run(Setting(at_once=1, max_num_batched_tokens=1024)))
 
     def run(self, setting: Setting, requests: Sequence[int] = range(NUM_REQUESTS)) -> Outcome:
-        """All of these requests, from an empty cache to their ends."""
         self.runner.allocate(
             kv_cache_format(self.kv_cache, self.dtype),
             setting.num_blocks,
@@ -180,7 +178,6 @@ class Recorder:
 
 
 def num_different(actual: Outcome, expected: Outcome) -> int:
-    """Logits vectors in which a bit differs."""
     return sum(
         not torch.equal(logits_V.view(torch.int32), expected.logits[key].view(torch.int32))
         for key, logits_V in actual.logits.items()
@@ -342,7 +339,6 @@ def test_torch_differs_in_this_comparison(folders: Callable[[torch.dtype], Path]
 def test_what_torch_computes_for_them_is_refused_where_it_is_promised(
     tmp_path: Path, family: str, flags: dict[str, Any], words: str
 ) -> None:
-    """By an engine that would start, and by --check."""
     if family == "qwen3_moe":
         folder = BUILDERS[family](tmp_path)
     else:

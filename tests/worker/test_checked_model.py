@@ -42,7 +42,6 @@ def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tied_model: Path, tmp_path: Path) -> Path:
-    """A model with tied embeddings, to be changed."""
     return Path(shutil.copytree(tied_model, tmp_path / "model"))
 
 

@@ -19,8 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.worker.device.cuda_stream import CudaGraphRecorder, CudaStream
-from nanocore.worker.device.stream import Tensors, Work
+from nanocore.worker.device.device_stream import CudaGraphCapture, CudaStream, Tensors, Work
 from tests.fake_device import FakeGraphPools
 
 DEVICE = torch.device("cuda", 0)
@@ -273,7 +272,6 @@ def test_later_work_waits_for_what_others_gave_the_device(cuda: FakeCuda) -> Non
 
 
 def at_its_address(span: Any, device: torch.device) -> Tensor:
-    """What `torch.as_tensor` makes of a CUDA array, for memory of the host."""
     array = span.__cuda_array_interface__
     address, is_readonly = array["data"]
     assert not is_readonly
@@ -306,11 +304,11 @@ def test_a_graph_repeats_its_work_and_leaves_the_result_where_it_was_recorded(
         allocating.join()
         return result
 
-    recorder = CudaGraphRecorder()
-    recorder.begin_set()
-    result, replay = recorder.record(work)
+    graph_capture = CudaGraphCapture()
+    graph_capture.begin_set()
+    result, replay = graph_capture.capture(work)
     assert gc.isenabled()
-    assert recorder.last_bytes == GRAPH_BYTES
+    assert graph_capture.last_bytes == GRAPH_BYTES
     inputs[:] = torch.tensor([5, 7])
     replay()
     cuda.current.synchronize()
@@ -323,32 +321,31 @@ def test_a_graph_repeats_its_work_and_leaves_the_result_where_it_was_recorded(
 
 
 def test_a_graph_is_recorded_behind_what_others_gave_the_device(cuda: FakeCuda) -> None:
-    """Its inputs are written on another stream."""
     done: list[str] = []
     computing(cuda, [], done, "inputs")()
 
     def kernel() -> None:
         done.append("work")
 
-    recorder = CudaGraphRecorder()
-    recorder.begin_set()
-    recorder.record(lambda: cuda.launch(kernel))
+    graph_capture = CudaGraphCapture()
+    graph_capture.begin_set()
+    graph_capture.capture(lambda: cuda.launch(kernel))
     assert done[0] == "inputs"
 
 
 def test_a_set_has_a_pool_of_its_own_for_that_of_graphs_that_are_gone_takes_no_more(
     cuda: FakeCuda,
 ) -> None:
-    recorder = CudaGraphRecorder()
+    graph_capture = CudaGraphCapture()
     for pool in (1, 2):
-        recorder.begin_set()
+        graph_capture.begin_set()
         assert cuda.free_bytes == 1000, "what the set before took is the device's again"
-        graphs = [recorder.record(lambda: None) for _ in range(3)]
+        graphs = [graph_capture.capture(lambda: None) for _ in range(3)]
         assert cuda.pools.num_graphs[pool] == 3
         del graphs
         assert cuda.pools.num_graphs[pool] == 0
     with pytest.raises(AssertionError, match="all gone"):
-        recorder.record(lambda: None)
+        graph_capture.capture(lambda: None)
 
 
 @pytest.mark.parametrize("is_spoilt", [False, True])
@@ -367,10 +364,10 @@ def test_a_failed_recording_ends_its_capture_and_leaves_the_collector_on(
             raise RuntimeError("the capture was invalidated")
 
     monkeypatch.setattr(FakeGraph, "capture_end", capture_end)
-    recorder = CudaGraphRecorder()
-    recorder.begin_set()
+    graph_capture = CudaGraphCapture()
+    graph_capture.begin_set()
     with pytest.raises(ValueError, match="not permitted"):
-        recorder.record(work)
+        graph_capture.capture(work)
     assert cuda.capturing is None
     assert cuda.current is cuda.default
     assert gc.isenabled()

@@ -24,15 +24,15 @@ from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, StageLinks
+from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading import loader
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.packed_model import fill_and_pack
-from nanocore.worker.messages import Quantization
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.rank_messages import Quantization
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.tiny_models import make_tiny_qwen3
@@ -138,7 +138,6 @@ def make_runner(
 def drive(
     begin: Callable[[SchedulerOutput], PendingOutput], depth: int = 1, num_groups: int = 1
 ) -> Deliveries:
-    """All requests, in few rows, steps and blocks: these are used again and again."""
     scheduler: Scheduler = make_scheduler(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE,
@@ -185,7 +184,6 @@ def test_prompts_that_touch_it_end_with_an_error_and_others_are_as_ever(
 
 
 def test_on_two_ranks(healthy: Path, damaged: Path) -> None:
-    """They exchange what they sample from; each plans for itself, and all agree."""
 
     def of_rank(tp: Communicator) -> Deliveries:
         placement = Placement(torch.float32, torch.device("cpu"), tp)
@@ -197,7 +195,6 @@ def test_on_two_ranks(healthy: Path, damaged: Path) -> None:
 
 
 def test_on_two_stages(healthy: Path, damaged: Path) -> None:
-    """The first learns of tokens from plans."""
     world, plans = World(1, 2), queue.SimpleQueue[SchedulerOutput | None]()
 
     def of_rank(rank: Communicator) -> Deliveries | None:

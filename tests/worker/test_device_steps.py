@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from nanocore.kernels.interface import Kernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
-from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
+from nanocore.worker.communication.shared_memory import ShmChannel, create_channel
 from nanocore.worker.device import step_graphs
 from nanocore.worker.device.step_graphs import graph_shapes
 from nanocore.worker.device.step_memory import StepFields, StepShape, num_bytes
@@ -95,13 +95,15 @@ MIXED = [
 def test_steps_ahead_of_their_results_give_the_same_tokens(
     model: DecoderModel, depth: int, has_graphs: bool
 ) -> None:
-    recorder = FakeGraphRecorder() if has_graphs else None
-    engine = Engine(model, depth, recorder)
+    graph_capture = FakeGraphRecorder() if has_graphs else None
+    engine = Engine(model, depth, graph_capture)
     check(engine.run(MIXED), expected(model, MIXED), MIXED)
     assert engine.stream.longest == depth
-    if recorder is not None:
-        assert recorder.num_records == len(graph_shapes("always", MAX_NUM_SEQS, BUDGET, BLOCK_SIZE))
-        assert recorder.num_replays > 10
+    if graph_capture is not None:
+        assert graph_capture.num_records == len(
+            graph_shapes("always", MAX_NUM_SEQS, BUDGET, BLOCK_SIZE)
+        )
+        assert graph_capture.num_replays > 10
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,6 @@ def test_steps_ahead_of_their_results_give_the_same_tokens(
 def test_masks_that_follow_from_the_result_before_give_the_same_tokens(
     model: DecoderModel, depth: int, has_graphs: bool
 ) -> None:
-    """Also of requests that stop or leave while a step of theirs is in flight."""
     wishes = [
         replace(
             wish,
@@ -133,17 +134,17 @@ def test_one_kernel_before_the_layers_and_one_after_give_the_same_tokens(
 ) -> None:
     """Triton's, in graphs and without, of chunks, decodes and both."""
     wishes = [replace(wish, max_tokens=min(wish.max_tokens, 6)) for wish in MIXED]
-    recorder = FakeGraphRecorder()
-    engine = Engine(model, 3, recorder, num_blocks=26, kernels=TritonEnds())
+    graph_capture = FakeGraphRecorder()
+    engine = Engine(model, 3, graph_capture, num_blocks=26, kernels=TritonEnds())
     check(engine.run(wishes), expected(model, wishes), wishes)
-    assert 0 < recorder.num_replays < engine.scheduler.counters.num_steps
+    assert 0 < graph_capture.num_replays < engine.scheduler.counters.num_steps
 
 
 def test_learned_positions_are_those_of_the_step_that_a_graph_replays(tmp_path: Path) -> None:
     model = load_model(BUILDERS["gpt2"](tmp_path))
-    recorder = FakeGraphRecorder()
-    check(Engine(model, 3, recorder).run(MIXED), expected(model, MIXED), MIXED)
-    assert recorder.num_replays > 10
+    graph_capture = FakeGraphRecorder()
+    check(Engine(model, 3, graph_capture).run(MIXED), expected(model, MIXED), MIXED)
+    assert graph_capture.num_replays > 10
 
 
 def test_a_stop_that_is_seen_a_step_late_ends_the_request_where_it_should(
@@ -198,7 +199,6 @@ def test_two_ranks_on_devices_say_what_one_does(
     kernels: Kernels,
     num_stages: int,
 ) -> None:
-    """As stages: the first learns from the next plan what the last one sampled. Or as halves."""
     folder = make_tiny_qwen3(tmp_path_factory.mktemp("ranks"), head_dim=16)
     wishes = [Wish(prompt, 6) for prompt in prompts(9, 40, 3, 21)]
     outputs = list(expected(model, wishes).values())
@@ -258,7 +258,7 @@ def test_any_workload_gives_the_tokens_of_requests_alone(
     engine = Engine(
         model,
         depth=data.draw(st.integers(1, 3)),
-        recorder=data.draw(st.sampled_from([None, FakeGraphRecorder()])),
+        graph_capture=data.draw(st.sampled_from([None, FakeGraphRecorder()])),
         num_blocks=data.draw(st.integers(26, 60)),
         budget=data.draw(st.integers(MAX_NUM_SEQS, BUDGET)),
     )

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from nanocore.worker.loading import dummy_weights
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
-from nanocore.worker.loading.weights import Entry, Index, Part, whole
+from nanocore.worker.loading.weights import Index, LoadedSlice, TensorEntry, whole
 
 
 def filled(name: str, *shape: int, index: Index = (), seed: int = 0) -> Tensor:
     target = torch.empty(shape, device="meta")[index]
     target = torch.full(target.shape, torch.nan)
-    num_bytes = fill_dummy_weights({name: Entry(shape, [Part(target, index)])}, seed)
+    num_bytes = fill_dummy_weights({name: TensorEntry(shape, [LoadedSlice(target, index)])}, seed)
     assert num_bytes == target.nbytes
     assert not target.isnan().any()
     return target
@@ -22,7 +22,6 @@ def filled(name: str, *shape: int, index: Index = (), seed: int = 0) -> Tensor:
 
 @pytest.fixture(params=["host", "device"], autouse=True)
 def _drawing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU, and as on a GPU."""
     if request.param == "device":
         monkeypatch.setattr(dummy_weights, "draw_on_host", dummy_weights.draw_on_device)
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanocore.kernels.candidates import NO_TOKEN
 from nanocore.kernels.logit_edits import LogitEdits
-from nanocore.kernels.torch_backend import NO_TOKEN
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
@@ -74,10 +74,10 @@ def make_edited_rows() -> list[EditedRow]:
         EditedRow(
             (common if i % 2 else []) + rng.integers(0, 256, 45 + 3 * i).tolist(),
             [],
-            EngineSamplingParams(**asked),
+            EngineSamplingParams(**requested),
             STOPS,
         )
-        for i, asked in enumerate(ASKED)
+        for i, requested in enumerate(ASKED)
     ]
 
 
@@ -92,7 +92,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_plan(num_tokens: int, chunk: int = 0, **differences: Any) -> SchedulerOutput:
-    """Of a single row, that of number 0. chunk: tokens, if it is no decode."""
     column = np.array([0][: chunk > 0], "<i4")
     return SchedulerOutput(
         step=0,
@@ -127,8 +126,8 @@ def alone(runner: ModelRunner, row: EditedRow, seed: int, logits: list[Tensor]) 
 
 def by_reference(row: EditedRow, logits_RV: Tensor, seed: int) -> int:
     edited_RV = torch.from_numpy(row.edited(logits_RV[0].numpy()))[None]
-    asked = row.sampling
-    settings = asked.temperature, asked.top_k, asked.top_p, asked.min_p
+    requested = row.sampling
+    settings = requested.temperature, requested.top_k, requested.top_p, requested.min_p
     sampled = make_rows([settings], edited_RV.shape[1], [seed])
     return int(sample_whole(edited_RV, sampled, places_of([row]).positions_R))
 
@@ -140,7 +139,6 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def tokens(folder: Path, backend: str) -> Tokens:
-    """Of each row, alone."""
     runner = make_runner(folder, PLACEMENT, backend=backend)
     logits: list[Tensor] = []
     assert runner.sampler is not None
@@ -177,7 +175,6 @@ EVERY = list(range(len(ROWS)))
 
 
 def test_every_edit_shows_in_the_tokens(tokens: Tokens, folder: Path, backend: str) -> None:
-    """So that the tests below compare what edits make."""
     assert len(set(tokens[0])) > 10
     assert tokens[2] == [7] * 8 + [8] * 6  # which is a stop
     assert set(tokens[6]) <= {3, 5, 8, 250}
@@ -244,7 +241,6 @@ def test_a_device_and_its_graphs_change_no_token(
 def test_steps_stage_and_launch_nothing_for_rows_that_ask_for_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the fields of a step's shape come lists, if a row has some; the kernel edits these."""
     edited: list[int] = []
 
     class CountingKernels(DeviceKernels):
@@ -258,8 +254,8 @@ def test_steps_stage_and_launch_nothing_for_rows_that_ask_for_nothing(
     monkeypatch.setattr(stream, "stage", lambda size: (staged.append(size), stage(size))[1])
     runner = make_runner(folder, PLACEMENT, kernels=CountingKernels(), queue=DeviceQueue(stream))
     row_bytes = []
-    for asked in ({}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"logit_bias": [(3, 1.0)]}):
-        row = EditedRow([5, 6, 7], [], EngineSamplingParams(temperature=0.5, **asked))
+    for requested in ({}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"logit_bias": [(3, 1.0)]}):
+        row = EditedRow([5, 6, 7], [], EngineSamplingParams(temperature=0.5, **requested))
         new = msgspec.structs.replace(row.new_row(0), block_ids=np.zeros(1, "<i4").tobytes())
         runner.execute(make_plan(3, 3, added=[new]))
         runner.execute(make_plan(1))

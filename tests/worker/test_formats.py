@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight, Float8Weight, GroupedWeight
 from nanocore.protocol.errors import ConfigError, ModelFileError
-from nanocore.worker.config.settings import Settings
-from nanocore.worker.loading.checkpoint import StoredTensor
+from nanocore.worker.config.json_settings import Settings
+from nanocore.worker.loading.checkpoint import CheckpointTensor
 from nanocore.worker.loading.formats import patterns
-from nanocore.worker.loading.formats.select import (
+from nanocore.worker.loading.formats.checkpoint_format import (
     folder_format,
     quantization_settings,
     read_weight_format,
 )
-from nanocore.worker.loading.weight_format import StoredProjection, WeightFormat
+from nanocore.worker.loading.weights import CheckpointProjection, WeightFormat
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
@@ -58,7 +58,7 @@ def read(
     settings = Settings("config.json", {"quantization_config": dict(config)})
     said = quantization_settings(settings, None)
     assert said is not None
-    tensors = {name: StoredTensor(Path("f"), name, dtype, (1,), 0, 4) for name in stored}
+    tensors = {name: CheckpointTensor(Path("f"), name, dtype, (1,), 0, 4) for name in stored}
     return read_weight_format(said, tensors)
 
 
@@ -68,12 +68,12 @@ def projection(
     shape: tuple[int, int] = SHAPE,
     rows: slice | None = None,
     columns: slice | None = None,
-) -> StoredProjection | None:
+) -> CheckpointProjection | None:
     rows, columns = rows or slice(0, shape[0]), columns or slice(0, shape[1])
     return weight_format.projection(name, shape, rows, columns)
 
 
-def random_tensors(stored: StoredProjection, seed: int = 0) -> dict[str, Tensor]:
+def random_tensors(stored: CheckpointProjection, seed: int = 0) -> dict[str, Tensor]:
     """Whole tensors for slots, of any bits but for the few that must be something."""
     random = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -97,12 +97,11 @@ def random_tensors(stored: StoredProjection, seed: int = 0) -> dict[str, Tensor]
     return tensors
 
 
-def unpack(stored: StoredProjection, tensors: Mapping[str, Tensor]) -> StoredWeight:
-    """From whole tensors."""
+def unpack(stored: CheckpointProjection, tensors: Mapping[str, Tensor]) -> CheckpointWeight:
     return stored.unpack({name: tensors[name][slot.index] for name, slot in stored.slots.items()})
 
 
-def dequantize(weight: StoredWeight) -> Tensor:
+def dequantize(weight: CheckpointWeight) -> Tensor:
     assert isinstance(weight, GroupedWeight | Float8Weight)
     return weight.dequantize()
 

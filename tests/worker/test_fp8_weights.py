@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import FP8, LinearWeight
@@ -19,12 +19,12 @@ from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.device import device
 from nanocore.worker.device.device import check_quantized_linear
-from nanocore.worker.loading.packed_model import fill_and_pack
+from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.memory.kv_memory import KVLayout
-from nanocore.worker.messages import Quantization
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_cost import rank_cost
+from nanocore.worker.rank_messages import Quantization
 from nanocore.worker.worker import Worker
 from tests.kernels.fp8_numbers import rounded
 from tests.model_families import BUILDERS, greedy_continuations
@@ -47,7 +47,7 @@ class RoundedKernels(TorchKernels):
 
     def pack_linear(
         self,
-        weight: StoredWeight,
+        weight: CheckpointWeight,
         quantization: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LinearWeight:
@@ -70,7 +70,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def logits(folder: Path, kernels: Kernels, quantization: Quantization | None) -> Tensor:
-    """Of two prompts and the tokens after them; [samples, V]."""
     exact = greedy_continuations(folder, PROMPTS, 2)
     script = write_script(PROMPTS, [said.token_ids for said in exact])
     runner = make_runner(folder, PLACEMENT, kernels=kernels, quantization=quantization)

@@ -17,9 +17,9 @@ from nanocore.worker.executors import process_executor
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.process_executor import ProcessExecutor
 from nanocore.worker.executors.status_board import StatusBoard
-from nanocore.worker.messages import Done, FromRank, RankStart, ToRank
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from nanocore.worker.rank_messages import Done, FromRank, RankStart, ToRank
 from tests.worker.configs import make_worker_config
 
 LARGE = 4 << 20
@@ -95,7 +95,7 @@ class ThreadRank:
             return
         worker: Any = FakeWorker(self.rank, self.exchange)
         with pytest.raises(EOFError):
-            serve(self._pipe, worker, self._board, self.rank, answers=self.rank == 0)
+            serve(self._pipe, worker, self._board, self.rank, reports=self.rank == 0)
 
     def death(self) -> WorkerError:
         return WorkerError(f"{self.name} is gone")

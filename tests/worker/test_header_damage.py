@@ -57,7 +57,6 @@ def file(tmp_path: Path) -> Path:
 
 
 def header_of(file: Path) -> tuple[dict[str, Any], bytes]:
-    """(the header, the data behind it)."""
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     return json.loads(content[8 : 8 + length]), content[8 + length :]

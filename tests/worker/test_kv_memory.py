@@ -28,7 +28,6 @@ FORMATS = {
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 def test_all_layers_of_a_block_lie_side_by_side_in_it(form: KVCacheFormat, block_size: int) -> None:
-    """Aligned, in order, and as close as alignment allows."""
     specs = [KVSpec(2, 64), KVSpec(1, 40), KVSpec(3, 128)]
     memory = KVMemory(KVLayout(specs, form, block_size), 3, CPU)
     block_bytes = memory.block(0).nbytes
@@ -78,7 +77,6 @@ def test_large_blocks_do_not_lie_at_multiples_of_a_power_of_two(
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_what_is_allocated_is_what_was_told(tiny_model: Path, kv_cache_dtype: str) -> None:
-    """By `--check` before, and by the rank, to the engine that counts the blocks."""
     config = make_worker_config(
         folder=str(tiny_model), kv_cache_dtype=kv_cache_dtype, load_format="auto"
     )

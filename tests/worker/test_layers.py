@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
@@ -20,7 +20,7 @@ from nanocore.worker.layers.linear import RowParallelLinear
 from nanocore.worker.layers.norm import LayerNorm, RMSNorm
 from nanocore.worker.layers.packing import Projection, Weight, WeightPacker
 from nanocore.worker.models import build_model, load_model_config, model_class
-from nanocore.worker.models.gemma2 import Gemma2Model
+from nanocore.worker.models.gemma import Gemma2Model
 from nanocore.worker.placement import Placement
 from tests.model_families import BUILDERS
 from tests.worker.filling import fill, fill_with
@@ -76,7 +76,6 @@ def test_a_bfloat16_layer_norm_rounds_as_transformers_does(tmp_path: Path) -> No
 
 
 def test_bfloat16_embeddings_are_scaled_as_transformers_does(tmp_path: Path) -> None:
-    """By a factor that is rounded first: the root of 72 is no bfloat16."""
     from transformers.models.gemma2.modeling_gemma2 import Gemma2TextScaledWordEmbedding
 
     config = config_of("gemma2", tmp_path)
@@ -118,7 +117,7 @@ def test_a_packed_weight_holds_no_memory_but_the_backends() -> None:
     class Copying(TorchKernels):
         def pack_linear(
             self,
-            weight: StoredWeight,
+            weight: CheckpointWeight,
             quantization: str | None = None,
             dtype: torch.dtype | None = None,
         ) -> LinearWeight:
@@ -134,7 +133,6 @@ def test_a_packed_weight_holds_no_memory_but_the_backends() -> None:
 
 
 def test_a_bfloat16_granite_rounds_its_scaled_embeddings_once(tmp_path: Path) -> None:
-    """Its factor is not rounded: 4 / 0.7 is no bfloat16."""
     config = config_of("granite", tmp_path)
     model = build_model(config, Placement(torch.bfloat16, CPU))
     assert model.embedding is not None
@@ -186,7 +184,6 @@ def test_experts_that_ranks_cannot_share_are_named(
 
 
 def refusal(config: ModelConfig, tp_size: int) -> str:
-    """What of this model so many ranks cannot share."""
     with pytest.raises(ConfigError) as error:
         build_model(config, Placement(torch.float32, META, _Rank(tp_size - 1, tp_size)))
     start, _, words = str(error.value).partition(": ")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanocore.worker.communication import one_shot, process_group
+from nanocore.worker.communication import process_group
 from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_buffer_bytes, connect
-from nanocore.worker.communication.shm_channel import create_channel
-from nanocore.worker.messages import RankStart
+from nanocore.worker.communication.shared_memory import create_channel
+from nanocore.worker.rank_messages import RankStart
 from tests.worker.configs import make_worker_config
 
 
@@ -49,7 +49,7 @@ def test_on_cuda_a_rank_is_joined_to_its_stage_and_its_neighbours(
     monkeypatch: pytest.MonkeyPatch, rank: int, receive: str | None, send: str | None
 ) -> None:
     monkeypatch.setattr(process_group, "ProcessGroupCommunicator", FakeGroup)
-    monkeypatch.setattr(one_shot, "with_one_shot", lambda group: group)
+    monkeypatch.setattr(process_group, "with_one_shot", lambda group: group)
     joined = connect(start_message(rank, tp_size=3, pp_size=3), torch.device("cuda", rank), 8)
     assert isinstance(joined.tp, FakeGroup)
     assert (joined.tp.path, joined.tp.world_rank, joined.tp.world_size) == (

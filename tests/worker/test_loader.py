@@ -16,7 +16,14 @@ from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.loading import loader
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.loading.loader import check_weights, load_weights
-from nanocore.worker.loading.weights import Entries, Entry, Index, Part, TensorNames, whole
+from nanocore.worker.loading.weights import (
+    Entries,
+    Index,
+    LoadedSlice,
+    TensorEntry,
+    TensorNames,
+    whole,
+)
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -34,12 +41,15 @@ def load_part(folder: Path, stored: Tensor, index: Index, dtype: torch.dtype) ->
     save_file({"a": stored}, folder / "model.safetensors")
     target = torch.empty_like(stored[index], dtype=dtype)
     exact = dtype if dtype == FLOAT8 else None
-    load_weights(folder, {"a": Entry(tuple(stored.shape), [Part(target, index)], dtype=exact)}, str)
+    load_weights(
+        folder,
+        {"a": TensorEntry(tuple(stored.shape), [LoadedSlice(target, index)], dtype=exact)},
+        str,
+    )
     return target
 
 
 def refusal(folder: Path, entries: Entries, names: TensorNames = str) -> str:
-    """What load_weights says; check_weights must say the same."""
     with pytest.raises(ModelFileError) as loading:
         load_weights(folder, entries, names)
     with pytest.raises(ModelFileError) as checking:
@@ -92,10 +102,10 @@ def test_two_parts_of_a_tensor_and_views_with_gaps(tmp_path: Path) -> None:
     save_file({"a": stored}, tmp_path / "model.safetensors")
     memory = torch.zeros(4, 10)
     parts = [
-        Part(memory[:, 1:3], (slice(0, 4), slice(4, 6))),
-        Part(memory[1:3, 4:], (slice(2, 4),)),
+        LoadedSlice(memory[:, 1:3], (slice(0, 4), slice(4, 6))),
+        LoadedSlice(memory[1:3, 4:], (slice(2, 4),)),
     ]
-    num_bytes = load_weights(tmp_path, {"a": Entry((4, 6), parts)}, str)
+    num_bytes = load_weights(tmp_path, {"a": TensorEntry((4, 6), parts)}, str)
     expected = torch.zeros(4, 10)
     expected[:, 1:3] = stored[:, 4:6]
     expected[1:3, 4:] = stored[2:4]
@@ -121,11 +131,11 @@ def test_an_offset_is_added_and_rounded_once(tmp_path: Path, dtype: torch.dtype)
 
 def test_what_a_rank_does_not_keep_is_not_read_and_must_be_there(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.ones(9)}, tmp_path / "model.safetensors")
-    entries = one() | {"b": Entry((9,))}
+    entries = one() | {"b": TensorEntry((9,))}
     assert load_weights(tmp_path, entries, str) == 2 * 4
     assert check_weights(tmp_path, entries, str) == (2 + 9) * 4
     assert "'b' has shape [9], config.json implies [8]" in refusal(
-        tmp_path, one() | {"b": Entry((8,))}
+        tmp_path, one() | {"b": TensorEntry((8,))}
     )
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
     assert "1 of 2 tensors are missing, e.g. 'b'" in refusal(tmp_path, entries)
@@ -184,7 +194,6 @@ def test_a_wrong_shape_names_file_tensor_and_both_shapes(tmp_path: Path) -> None
 
 
 def test_shards_are_read_by_index_through_links(tmp_path: Path) -> None:
-    """The hub's cache: files are links to blobs elsewhere."""
     folder, blobs = tmp_path / "snapshots" / "1", tmp_path / "blobs"
     folder.mkdir(parents=True)
     blobs.mkdir()
@@ -238,7 +247,6 @@ def test_a_tensor_that_the_index_does_not_list_is_refused(tmp_path: Path) -> Non
 def test_a_single_file_is_read_and_not_shards_beside_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, has_index: bool
 ) -> None:
-    """As transformers does: somebody merged the shards, or saved again."""
     save_file({"a": torch.full((2,), 5.0)}, tmp_path / "model.safetensors")
     shard = "model-00001-of-00001.safetensors"
     save_file({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / shard)

@@ -20,12 +20,12 @@ from torch import Tensor
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
-from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
+from nanocore.worker.communication.shared_memory import ShmChannel, create_channel
 from nanocore.worker.device import step_graphs
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
-from nanocore.worker.sampling import logprob_rows
+from nanocore.worker.sampling import requested_outputs
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.tiny_models import VOCAB_SIZE, make_tiny_qwen3
 from tests.worker.device_engine import DeviceKernels
@@ -86,12 +86,10 @@ def native(folder: Path) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def said(native: ModelRunner) -> Said:
-    """By one rank, each prompt in one piece."""
     return run(native, write_plans(REQUESTS, 64))
 
 
 def assert_same(actual: Said, expected: Said) -> None:
-    """But for rounding, which other kernels do otherwise."""
     assert actual.tokens == expected.tokens
     for one, other in (
         (actual.logprobs, expected.logprobs),
@@ -116,7 +114,7 @@ def test_they_are_those_of_transformers(folder: Path, said: Said) -> None:
         with torch.no_grad():
             logprobs_LV = model(torch.tensor([text])).logits[0].log_softmax(dim=1)
         num_prompt = len(request.prompt)
-        for entries_of_row, first, last, asked in (
+        for entries_of_row, first, last, requested in (
             (said.logprobs.get(row, []), num_prompt, len(text), request.sampling.logprobs),
             (
                 said.prompt_logprobs.get(row, []),
@@ -125,24 +123,24 @@ def test_they_are_those_of_transformers(folder: Path, said: Said) -> None:
                 request.sampling.prompt_logprobs,
             ),
         ):
-            if asked is None:
+            if requested is None:
                 assert entries_of_row == []
                 continue
             assert len(entries_of_row) == last - first
             for place, entry in zip(range(first, last), entries_of_row, strict=True):
-                check_entry(entry, logprobs_LV[place - 1], text[place], asked)
+                check_entry(entry, logprobs_LV[place - 1], text[place], requested)
 
 
-def check_entry(entry: Entry, logprobs_V: Tensor, token: int, asked: int) -> None:
+def check_entry(entry: Entry, logprobs_V: Tensor, token: int, requested: int) -> None:
     rank, ids, numbers = entry
     order = logprobs_V.sort(descending=True, stable=True).indices
     assert ids[0] == token
-    assert len(ids) == 1 + (VOCAB_SIZE if asked < 0 else asked)
+    assert len(ids) == 1 + (VOCAB_SIZE if requested < 0 else requested)
     assert numbers == pytest.approx(logprobs_V[torch.tensor(ids)].tolist(), abs=2e-4)
-    if asked < 0:
+    if requested < 0:
         assert sorted(ids[1:]) == list(range(VOCAB_SIZE))
     else:
-        assert ids[1:] == order[:asked].tolist()
+        assert ids[1:] == order[:requested].tolist()
         assert rank == order.tolist().index(token) + 1
 
 
@@ -170,20 +168,19 @@ def test_nothing_is_made_where_no_row_asks(
     native: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise AssertionError("nobody asked")
+        raise AssertionError("nobody requested")
 
     run(native, write_plans(REQUESTS, 64))
     native.execute(plan_of(removed=range(len(REQUESTS))))
-    monkeypatch.setattr(logprob_rows, "LogprobEntries", refuse)
-    monkeypatch.setattr(logprob_rows.LogprobRows, "sampled", refuse)
+    monkeypatch.setattr(requested_outputs, "LogprobRequests", refuse)
+    monkeypatch.setattr(requested_outputs.LogprobRows, "sampled", refuse)
     assert len(run(native, write_plans(SILENT, 7)).tokens) == len(SILENT)
 
 
 def test_prompts_are_looked_at_a_few_rows_at_a_time(
     native: ModelRunner, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All are looked at, and never more at once; and as many say the same bits."""
-    monkeypatch.setattr(logprob_rows, "MAX_ROWS", 5)
+    monkeypatch.setattr(requested_outputs, "MAX_ROWS", 5)
     sizes: list[int] = []
     logits = native.logits
 
@@ -229,13 +226,13 @@ def test_steps_in_flight_on_a_device_say_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (16, 48))
-    recorder = FakeGraphRecorder() if has_graphs else None
-    queue = DeviceQueue(FakeStream(depth), recorder)
+    graph_capture = FakeGraphRecorder() if has_graphs else None
+    queue = DeviceQueue(FakeStream(depth), graph_capture)
     runner = make_runner(folder, one_rank(), kernels=DeviceKernels(), queue=queue)
     plans = write_plans(REQUESTS, chunk)
     assert_same(run(runner, plans, depth), said)
-    if recorder is not None:
-        assert 0 < recorder.num_replays < len(plans)
+    if graph_capture is not None:
+        assert 0 < graph_capture.num_replays < len(plans)
 
 
 def test_stages_on_devices_say_the_same(folder: Path, said: Said) -> None:
@@ -271,7 +268,6 @@ def plan_of(
 
 
 def test_what_is_known_of_a_prompt_is_not_told_again(native: ModelRunner, said: Said) -> None:
-    """Of a row that begins behind a cached prefix, and of one that was preempted and resumes."""
     request = REQUESTS[0]
     right = said.prompt_logprobs[0]
     prompt_len = len(request.prompt)
@@ -342,7 +338,6 @@ def test_a_row_without_a_token_has_no_entry_and_its_neighbours_have_theirs(
 def test_a_row_that_joins_others_which_decode_has_its_entries(
     native: ModelRunner, said: Said
 ) -> None:
-    """And one that leaves has none: what is kept of steps without changes is made anew."""
     first, second = REQUESTS[0], REQUESTS[3]
     native.execute(plan_of(removed=range(len(REQUESTS))))
     native.execute(plan_of(new_row(0, first), chunks={0: len(first.prompt)}))

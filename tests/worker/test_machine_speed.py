@@ -27,7 +27,6 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[1, 2])
 def num_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """As torch says, and is told again in the end."""
     told: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: request.param)
     monkeypatch.setattr(torch, "set_num_threads", told.append)
@@ -38,7 +37,6 @@ def num_cores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of the buffers that are read, one after the other."""
     sizes: list[int] = []
     full = torch.full
 

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.torch_backend import NO_TOKEN
+from nanocore.kernels.candidates import NO_TOKEN
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
@@ -69,7 +69,6 @@ TOKENS = np.arange(VOCAB_SIZE)
 
 
 def allowed_after(row: int, output: Sequence[int]) -> NDArray[np.bool_] | None:
-    """What may follow; None: everything."""
     last = output[-1] if output else row
     if row in FREE or (row == 7 and len(output) % 2):
         return None
@@ -91,7 +90,6 @@ def backend(request: pytest.FixtureRequest) -> str:
 def make_plan(
     counts: Sequence[int], new: Sequence[NewRow] = (), removed: Sequence[int] = (), step: int = 5
 ) -> SchedulerOutput:
-    """Of so many tokens of each of the first rows. It awaits masks."""
     chunks = [(row, count) for row, count in enumerate(counts) if count != 1]
     rows, chunk_counts = np.array(chunks, "<i4").reshape(-1, 2).T
     return SchedulerOutput(
@@ -108,7 +106,6 @@ def make_plan(
 
 
 def new_rows(chosen: Sequence[int], **more: Any) -> list[NewRow]:
-    """These, as the first rows of a batch; each has blocks of its own. more: they ask for."""
     rows, num_blocks = [], 0
     for k, i in enumerate(chosen):
         sampling = EngineSamplingParams(**ASKED[i], **more)
@@ -121,7 +118,6 @@ def new_rows(chosen: Sequence[int], **more: Any) -> list[NewRow]:
 
 
 def alone(runner: ModelRunner, row: int, **more: Any) -> Said:
-    """What a row says that nothing runs beside; its prompt comes in two chunks."""
     said, last = Said(), len(PROMPTS[row]) - CHUNK_TOKENS
     plans = [make_plan([CHUNK_TOKENS], new_rows([row], **more), range(8)), make_plan([last])]
     plans += [make_plan([1])] * (MAX_TOKENS - 1)
@@ -136,7 +132,6 @@ def alone(runner: ModelRunner, row: int, **more: Any) -> Said:
 
 @pytest.fixture(scope="module")
 def tokens(folder: Path, backend: str) -> list[list[int]]:
-    """Of each row, alone; compared with the reference."""
     runner = make_runner(folder, PLACEMENT, backend=backend)
     assert runner.config.vocab_size == VOCAB_SIZE
     logits: list[Tensor] = []
@@ -157,8 +152,8 @@ def by_reference(row: int, output: list[int], logits_RV: Tensor) -> int:
     mask = allowed_after(row, output)
     if mask is not None:
         edited_V[~mask] = -np.inf
-    asked = edited.sampling
-    settings = asked.temperature, asked.top_k, asked.top_p, asked.min_p
+    requested = edited.sampling
+    settings = requested.temperature, requested.top_k, requested.top_p, requested.min_p
     rows = make_rows([settings], VOCAB_SIZE, [row])
     return int(
         sample_whole(torch.from_numpy(edited_V)[None], rows, places_of([edited]).positions_R)
@@ -166,7 +161,6 @@ def by_reference(row: int, output: list[int], logits_RV: Tensor) -> int:
 
 
 def test_every_mask_shows_in_the_tokens(tokens: list[list[int]], folder: Path) -> None:
-    """So that the tests below compare what masks make."""
     for row in EVERY:
         for k, token_id in enumerate(tokens[row]):
             mask = allowed_after(row, tokens[row][:k])
@@ -199,7 +193,6 @@ def run_script(
     chosen: Sequence[int],
     depth: int = 1,
 ) -> dict[int, list[int]]:
-    """What each row gets; a token that is sampled twice is the same."""
     by_place: dict[tuple[int, int], int] = {}
 
     def allowed(number: int, rows: list[int]) -> Allowed:
@@ -290,7 +283,6 @@ def device_runner(folder: Path, depth: int = 1, placement: Placement = PLACEMENT
 
 @pytest.mark.campaign
 def test_log_probabilities_are_of_logits_without_masks(folder: Path) -> None:
-    """Of sampled tokens and of the prompt, on the host and on a device."""
     runner = make_runner(folder, PLACEMENT)
     logits: list[Tensor] = []
     assert runner.sampler is not None
@@ -332,7 +324,6 @@ def computed(new: NewRow, num_tokens: int) -> NewRow:
 def test_a_row_that_may_sample_nothing_has_no_token_and_its_neighbours_have_theirs(
     folder: Path, where: str, tp_size: int
 ) -> None:
-    """Also where a rank's whole part of the vocabulary is forbidden, and one token alone stays."""
     rows = [0, 1, 2, 3, 4]
     nothing, one = np.zeros(VOCAB_SIZE, bool), np.arange(VOCAB_SIZE) == VOCAB_SIZE - 1
 

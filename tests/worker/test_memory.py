@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,12 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.kv_quantization import kv_cache_format
-from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.select import select_kernels
-from nanocore.kernels.token_mask import TokenMask
-from nanocore.protocol.errors import CacheMemoryError, WorkerError
-from nanocore.worker.loading.packed_model import fill_and_pack
+from nanocore.protocol.errors import CacheMemoryError, ConfigError, WorkerError
+from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.memory import kv_cache_bytes as memory
+from nanocore.worker.memory.host_memory import host_bytes
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
@@ -177,23 +179,23 @@ def test_the_largest_steps_look_at_the_logits_of_all_rows_and_of_a_prompt(
 def test_on_a_device_the_largest_graphs_are_recorded_to_be_counted(
     tiny_model: Path, kv_cache_dtype: str
 ) -> None:
-    recorder = FakeGraphRecorder()
+    graph_capture = FakeGraphRecorder()
     kv_format = kv_cache_format(kv_cache_dtype, torch.float32, "cuda")
     model = load_model(tiny_model)
-    queue = DeviceQueue(FakeStream(1), recorder)
+    queue = DeviceQueue(FakeStream(1), graph_capture)
     runner = ModelRunner(model, DeviceKernels(), queue=queue)
     config = make_worker_config(
         folder=str(tiny_model), max_model_len=64, max_num_seqs=8, max_num_batched_tokens=300
     )
     run_largest_steps(runner, kv_format, config)
-    assert recorder.num_records == NUM_PROFILED_GRAPHS
+    assert graph_capture.num_records == NUM_PROFILED_GRAPHS
     num_graphs = len(runner.step_shapes(300))
     assert num_graphs > NUM_PROFILED_GRAPHS
     assert runner.kv_caches == []
     runner.allocate(kv_format, 20, 16, 8, 64)
     runner.capture(300)
     gc.collect()  # a fake graph refers to what it repeats, and that to it
-    assert recorder.pools.num_graphs == {1: 0, 2: num_graphs}
+    assert graph_capture.pools.num_graphs == {1: 0, 2: num_graphs}
 
 
 def test_a_graph_that_cannot_be_recorded_is_told_with_a_remedy(
@@ -202,9 +204,98 @@ def test_a_graph_that_cannot_be_recorded_is_told_with_a_remedy(
     def fail(*_: object) -> None:
         raise ValueError("out of resource: shared memory")
 
-    monkeypatch.setattr(FakeGraphRecorder, "record", fail)
+    monkeypatch.setattr(FakeGraphRecorder, "capture", fail)
     queue = DeviceQueue(FakeStream(1), FakeGraphRecorder())
     runner = ModelRunner(load_model(tiny_model), DeviceKernels(), queue=queue)
     runner.allocate(kv_cache_format("auto", torch.float32), 20, 16, 8, 64)
     with pytest.raises(WorkerError, match=r"graph of 8 decodes.*shared memory.*--enforce-eager"):
         runner.capture(48)
+
+
+MB = 2**20
+UNLIMITED_V1 = 2**63 - 4096
+V2_MOUNT = "41 31 0:38 {root} /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
+V1_MOUNT = "35 31 0:32 {root} /cg\\040v1/memory rw shared:9 - cgroup cgroup rw,memory\n"
+CPU_MOUNT = "32 31 0:29 / /cg\\040v1/cpu rw - cgroup cgroup rw,cpu\n"
+
+
+def make_host(root: Path, cgroup: str, mounts: str, free_mb: int = 1000) -> None:
+    folder = root / "proc/self"
+    folder.mkdir(parents=True)
+    meminfo = f"MemTotal: {2 * free_mb * 1024} kB\nMemAvailable: {free_mb * 1024} kB\n"
+    (root / "proc/meminfo").write_text(meminfo)
+    (folder / "cgroup").write_text(cgroup)
+    (folder / "mountinfo").write_text(mounts)
+
+
+def make_v2(path: Path, used_mb: int, cached_mb: int = 0, **limits: str) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "memory.current").write_text(f"{used_mb * MB}\n")
+    (path / "memory.stat").write_text(f"anon 7\ninactive_file {cached_mb * MB}\n")
+    for name, limit in limits.items():
+        (path / f"memory.{name}").write_text(f"{limit}\n")
+
+
+def make_v1(path: Path, used_mb: int, limit: int, cached_mb: int = 0) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "memory.usage_in_bytes").write_text(f"{used_mb * MB}\n")
+    (path / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (path / "memory.stat").write_text(f"cache 1\ntotal_inactive_file {cached_mb * MB}\n")
+
+
+def test_without_limits_it_is_what_the_system_has_free(tmp_path: Path) -> None:
+    make_host(tmp_path, "0::/\n", V2_MOUNT.format(root="/"))
+    assert host_bytes(tmp_path) == 1000 * MB
+
+
+def test_the_tightest_cgroup_above_us_counts_and_cached_files_count_as_free(
+    tmp_path: Path,
+) -> None:
+    make_host(tmp_path, "0::/a/b/c\n", V2_MOUNT.format(root="/"))
+    top = tmp_path / "sys/fs/cgroup/unified"
+    make_v2(top / "a/b/c", 50, max="max", high="max")
+    make_v2(top / "a/b", 400, cached_mb=100, max=str(500 * MB))
+    make_v2(top / "a", 450, max=str(900 * MB), high="max")
+    assert host_bytes(tmp_path) == 200 * MB
+    make_v2(top / "a", 450, max=str(900 * MB), high=str(500 * MB))
+    assert host_bytes(tmp_path) == 50 * MB
+    make_v2(top / "a", 600, max=str(500 * MB))
+    assert host_bytes(tmp_path) == 0
+
+
+def test_version_1_is_found_by_its_controller(tmp_path: Path) -> None:
+    cgroup = "4:memory:/a/b\n2:cpu,cpuacct:/x\n0::/\n"
+    make_host(tmp_path, cgroup, CPU_MOUNT + V1_MOUNT.format(root="/"))
+    top = tmp_path / "cg v1/memory"
+    make_v1(top, 9, UNLIMITED_V1)
+    make_v1(top / "a", 300, 512 * MB, cached_mb=30)
+    make_v1(top / "a/b", 300, UNLIMITED_V1)
+    assert host_bytes(tmp_path) == (512 - 270) * MB
+
+
+def test_in_a_container_our_own_cgroup_is_the_mounts_root(tmp_path: Path) -> None:
+    # As Docker mounts it: what /proc says is the host's path, what is mounted is its end.
+    make_host(tmp_path, "4:memory:/docker/abc\n", V1_MOUNT.format(root="/docker/abc"))
+    make_v1(tmp_path / "cg v1/memory", 100, 300 * MB)
+    assert host_bytes(tmp_path) == 200 * MB
+
+
+def test_a_system_that_does_not_say_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="how much memory"):
+        host_bytes(tmp_path)
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_a_process_knows_what_its_own_limits_leave(limit: str) -> None:
+    program = (
+        "import resource, mmap; from nanocore.worker.memory.host_memory import process_bytes\n"
+        f"resource.setrlimit(resource.{limit}, (2**30, 2**30))\n"
+        "before = process_bytes(); room = mmap.mmap(-1, 2**28, mmap.MAP_PRIVATE)\n"
+        "print(before < 2**30, before - process_bytes() >= 2**28)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout == b"True True\n"
+
+
+def test_this_machine_says_how_much_it_has() -> None:
+    assert 0 < host_bytes() < 2**50

@@ -18,16 +18,14 @@ from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.dry_run import dry_run
-from nanocore.worker.layers.decoder import DecoderLayer
+from nanocore.worker.layers.decoder import DecoderLayer, fill_and_pack
 from nanocore.worker.loading.checked_model import check_files
 from nanocore.worker.loading.formats import patterns
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.lora.adapter import read_adapter
-from nanocore.worker.loading.lora.merged_format import MergedFormat
-from nanocore.worker.loading.packed_model import fill_and_pack
-from nanocore.worker.messages import Quantization
+from nanocore.worker.loading.lora import MergedFormat, read_adapter
 from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.placement import Placement
+from nanocore.worker.rank_messages import Quantization
 from nanocore.worker.worker import Worker
 from tests.model_families import BUILDERS, greedy_continuations
 from tests.worker.configs import make_worker_config
@@ -68,7 +66,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def adapter(llama: Path, tmp_path: Path) -> Path:
-    """One for attention."""
     write_adapter(tmp_path / "adapter", modules_of(llama, ATTENTION))
     return tmp_path / "adapter"
 
@@ -87,7 +84,6 @@ def loaded(
     placement: Placement | None = None,
     quantization: Quantization | None = None,
 ) -> list[Tensor]:
-    """All weights of linear layers, as torch's kernels have them."""
     placement = placement_of(folder, adapter, placement or Placement(torch.float32, CPU))
     model = build_model(load_model_config(folder), placement)
     names = model.entry_name
@@ -104,7 +100,6 @@ def loaded(
 
 
 def largest_error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """Of a value, relative to the largest of its weight."""
     return max(
         float((a - e).abs().max() / e.abs().max()) for a, e in zip(actual, expected, strict=True)
     )
@@ -151,7 +146,6 @@ def test_weights_are_quantized_after_they_are_merged(llama: Path, tmp_path: Path
 
 
 def test_a_bfloat16_weight_is_rounded_once(llama: Path, tmp_path: Path) -> None:
-    """From float32 files: weights rounded before the sum and after it would differ."""
     pairs = write_adapter(tmp_path / "adapter", modules_of(llama, EVERYTHING))
     merged = merge_files(llama, tmp_path / "merged", pairs, dict.fromkeys(pairs, ALPHA / RANK))
     placement = Placement(torch.bfloat16, CPU)
@@ -324,7 +318,6 @@ def test_a_tensor_that_is_not_merged_is_refused_by_its_name(
 def test_a_weight_that_an_adapter_comes_with_must_be_the_model_s(
     llama: Path, adapter: Path, dtype: torch.dtype
 ) -> None:
-    """PEFT saves that of a head."""
     module = "model.layers.1.self_attn.q_proj"
     path = adapter / "adapter_model.safetensors"
     pairs = load_file(path)

@@ -14,9 +14,9 @@ from transformers.models.auto import modeling_auto
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker import models
 from nanocore.worker.config.generation_config import GenerationDefaults, read_generation_defaults
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.config.rope_config import RopeConfig
-from nanocore.worker.config.settings import Settings
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.models import (
     ARCHITECTURES,

@@ -37,7 +37,6 @@ except ModelFileError as error:
 
 
 def resolve_apart(home: Path, *arguments: str, hub: str = NOWHERE, **variables: str) -> str:
-    """What resolve_model returns or raises, in a process with this cache and hub."""
     kept = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     for name in [name for name in kept if name.startswith(("HF_", "HUGGING", "XDG_"))]:
         del kept[name]
@@ -53,7 +52,6 @@ def resolve_apart(home: Path, *arguments: str, hub: str = NOWHERE, **variables: 
 
 
 def cached_snapshot(home: Path, files: dict[str, str]) -> Path:
-    """A cache that holds org/name at its main branch."""
     repository = home / "hub" / "models--org--name"
     snapshot = repository / "snapshots" / COMMIT
     for folder in (snapshot, repository / "refs", repository / "blobs"):

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.communication.communicator import SingleRank
+from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
-from nanocore.worker.loading.packed_model import fill_and_pack
-from nanocore.worker.messages import Quantization
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
+from nanocore.worker.rank_messages import Quantization
 from tests.campaign import in_campaign
 from tests.model_families import BUILDERS, Continuation, greedy_continuations, reference_model
 from tests.worker.running import Sample, Script, make_runner, run_runner, run_script, write_script
@@ -45,7 +45,6 @@ def _one_thread() -> Iterator[None]:
 
 
 def make_prompts() -> list[list[int]]:
-    """Of 1 to 200 tokens; the sixth begins as the fifth does."""
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in LENGTHS]
     prompts[5][:40] = prompts[4]
@@ -63,7 +62,6 @@ class Family:
     expected: list[Continuation]
 
     def script(self, num_groups: int = 1) -> Script:
-        """Plans that lead to it."""
         script = write_script(PROMPTS, [e.token_ids for e in self.expected], num_groups)
         assert script.num_preemptions > 0
         assert script.num_cached_tokens > 0
@@ -75,7 +73,6 @@ Families = Callable[[str], Family]
 
 @pytest.fixture(scope="session")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Families:
-    """Families by name, each made once."""
 
     @cache
     def make(name: str) -> Family:
@@ -86,7 +83,6 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Families:
 
 
 def check(samples: list[Sample], expected: list[Continuation]) -> None:
-    """Every token was sampled, each is the expected one, and so are its logits."""
     said = {(sample.request, sample.index) for sample in samples}
     assert said == {(i, t) for i in range(len(expected)) for t in range(NUM_TOKENS)}
     for sample in samples:
@@ -98,7 +94,6 @@ def check(samples: list[Sample], expected: list[Continuation]) -> None:
 
 
 def first_logits(samples: list[Sample]) -> Tensor:
-    """Of every request's first token, [requests, V]."""
     first = {sample.request: sample.logits_V for sample in samples if sample.index == 0}
     return torch.stack([first[request] for request in range(len(PROMPTS))])
 
@@ -234,7 +229,7 @@ def test_with_int4_weights_both_ends_are_int8_and_routers_as_they_are(family: Fa
     class Kernels(TorchKernels):
         def pack_linear(
             self,
-            weight: StoredWeight,
+            weight: CheckpointWeight,
             quantization: str | None = None,
             dtype: torch.dtype | None = None,
         ) -> LinearWeight:
@@ -255,7 +250,6 @@ def test_with_int4_weights_both_ends_are_int8_and_routers_as_they_are(family: Fa
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "phi3"])
 def test_weights_may_be_loaded_and_run_in_inference_mode(name: str, family: Families) -> None:
-    """As the worker does: the model is built outside of it."""
     saved, placement = family(name), Placement(torch.float32, CPU)
     model = build_model(load_model_config(saved.folder), placement)
     with torch.inference_mode():
@@ -267,7 +261,6 @@ def test_weights_may_be_loaded_and_run_in_inference_mode(name: str, family: Fami
 def test_the_text_parts_tensors_may_have_their_new_names(
     name: str, family: Families, tmp_path: Path
 ) -> None:
-    """transformers reads both spellings, and saves the old one."""
     saved = family(name)
     tensors = load_file(saved.folder / "model.safetensors")
     assert any(stored.startswith("vision_tower.") for stored in tensors)
@@ -285,7 +278,6 @@ def new_name(stored: str) -> str:
 
 
 def test_up_to_its_original_length_longrope_says_what_transformers_says(family: Families) -> None:
-    """Of texts that are so short, where transformers too has one table for all of them."""
     folder = family("phi3_longrope").folder
     original = load_model_config(folder).max_model_len
     assert original > max(LENGTHS) + NUM_TOKENS
@@ -299,7 +291,6 @@ def test_up_to_its_original_length_longrope_says_what_transformers_says(family: 
 def test_static_ntk_by_an_override_says_what_transformers_says_at_its_frequencies(
     family: Families,
 ) -> None:
-    """transformers has no such kind."""
     plain, factor = family("llama"), 4.0
     config = load_model_config(plain.folder, {"rope_scaling": {"type": "ntk", "factor": factor}})
     num_pairs = config.head_dim // 2
@@ -315,7 +306,6 @@ def test_static_ntk_by_an_override_says_what_transformers_says_at_its_frequencie
 
 
 def test_a_files_own_rotation_table_is_ignored(family: Families, tmp_path: Path) -> None:
-    """Files of 2023 have one in every layer."""
     folder = family("llama").folder
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
@@ -342,7 +332,6 @@ def test_gpt2s_files_of_2019_have_no_prefix_and_hold_causal_masks(
 def test_a_model_saved_without_its_head_has_the_embedding_for_one(
     name: str, family: Families, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As models for embeddings are: of the base class, and without "model." in names."""
     whole = reference_model(family(name).folder)
     whole.model.save_pretrained(tmp_path / "base")
     whole.lm_head.weight = whole.model.embed_tokens.weight

@@ -17,13 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, create_region
+from nanocore.worker.communication.shared_memory import BUFFER_BYTES, create_group_region
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.weights import Entry, Part, whole
-from nanocore.worker.messages import RankStart, WorkerConfig, WorkerInfo
+from nanocore.worker.loading.weights import LoadedSlice, TensorEntry, whole
 from nanocore.worker.models import load_model_config
 from nanocore.worker.numerics import numerics_fingerprint, rank_numerics
+from nanocore.worker.rank_messages import RankStart, WorkerConfig, WorkerInfo
 from nanocore.worker.worker import Worker
 from tests.kernels.cpu_case import runnable_libraries
 from tests.model_families import BUILDERS
@@ -46,7 +46,6 @@ def model(tmp_path: Path) -> Path:
 
 
 def fingerprint(folder: Path, **changes: Any) -> str | None:
-    """Of an engine of one rank that was started with this model and these flags."""
     config = make_worker_config(**{"folder": str(folder), "load_format": "auto"} | changes)
     return fingerprint_of(config, [Worker(config)])
 
@@ -61,7 +60,7 @@ def fingerprint_of(config: WorkerConfig, ranks: list[Worker]) -> str | None:
 
 def fingerprint_of_two_ranks(folder: Path) -> str | None:
     config = make_worker_config(folder=str(folder), load_format="auto", tensor_parallel_size=2)
-    fd = create_region(2, BUFFER_BYTES)
+    fd = create_group_region(2, BUFFER_BYTES)
     start = RankStart(
         config=config, rank=0, cores=[], board_fd=-1, reduce_fd=fd, receive_fd=-1, send_fd=-1,
         rendezvous="",
@@ -72,7 +71,6 @@ def fingerprint_of_two_ranks(folder: Path) -> str | None:
 
 
 def copy_with(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
-    """The model with its tensors changed."""
     copy = Path(shutil.copytree(folder, folder.with_name("changed")))
     tensors = load_file(copy / WEIGHTS)
     change(tensors)
@@ -273,7 +271,9 @@ def test_a_digest_is_of_the_slices_that_a_rank_reads(tmp_path: Path) -> None:
     def digest_of(rows: slice) -> bytes:
         digest = xxhash.xxh3_128()
         target = torch.empty(rows.stop - rows.start, 2)
-        load_weights(tmp_path, {"a": Entry((4, 2), [Part(target, (rows,))])}, str, False, digest)
+        load_weights(
+            tmp_path, {"a": TensorEntry((4, 2), [LoadedSlice(target, (rows,))])}, str, False, digest
+        )
         return digest.digest()
 
     first, second = digest_of(slice(0, 2)), digest_of(slice(2, 4))
@@ -282,7 +282,6 @@ def test_a_digest_is_of_the_slices_that_a_rank_reads(tmp_path: Path) -> None:
 
 
 def test_a_digest_is_of_what_files_hold_whatever_it_becomes(tmp_path: Path) -> None:
-    """It is of bytes on their way, so a parameter elsewhere or of another dtype costs no more."""
     save_file({"a": torch.arange(8.0)}, tmp_path / WEIGHTS)
     digests = set()
     for dtype in (torch.float32, torch.bfloat16):

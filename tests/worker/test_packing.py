@@ -20,13 +20,13 @@ from nanocore.kernels.linear_weight import FP8
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.communication.communicator import SingleRank
-from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
+from nanocore.worker.layers.decoder import fill_and_pack
+from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, RowShard
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading import loader
 from nanocore.worker.loading.checked_model import read_weight_format
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.loading.packed_model import fill_and_pack
 from nanocore.worker.loading.weights import Buffer
 from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.model_cost import ModelCost
@@ -73,7 +73,7 @@ def stored_qkv(kinds: dict[str, str]) -> tuple[dict[str, Tensor], dict[str, Tens
 
 
 def qkv_layer(placement: Placement) -> ColumnParallelLinear:
-    parts = [Rows.share(placement, size, name) for name, size in PARTS.items()]
+    parts = [RowShard.share(placement, size, name) for name, size in PARTS.items()]
     return ColumnParallelLinear(placement, IN_FEATURES, parts)
 
 
@@ -101,7 +101,7 @@ def test_projections_are_one_weight_where_they_are_alike_and_segments_elsewhere(
 def test_gate_and_up_in_segments_are_gated_as_one(backend: str) -> None:
     kernels, kinds = make_kernels(backend), {"gate": "four"}
     placement = Placement(torch.float32, CPU, weight_format=ToyFormat(**kinds))
-    rows = Rows.share(placement, 64, "the size")
+    rows = RowShard.share(placement, 64, "the size")
     layer = ColumnParallelLinear(placement, IN_FEATURES, [rows, rows])
     layer.pack(WeightPacker(kernels, torch.float32))
     gates, gate = stored_tensors("gate", "four", (64, IN_FEATURES), 0)
@@ -163,7 +163,7 @@ def test_projections_that_a_checkpoint_stacks_are_cut_apart(kind: str | None) ->
 
 def test_a_stored_tensor_of_another_dtype_is_refused(tmp_path: Path) -> None:
     placement = Placement(torch.float32, CPU, weight_format=ToyFormat(q="four"))
-    layer = ColumnParallelLinear(placement, IN_FEATURES, [Rows.share(placement, 96, "q")])
+    layer = ColumnParallelLinear(placement, IN_FEATURES, [RowShard.share(placement, 96, "q")])
     stored, _ = stored_tensors("q", "four", (96, IN_FEATURES))
     for name, dtype in (("q.values", "U8"), ("q.scales", "F16")):
         wrong = {**stored, name: stored[name].to(torch.int32)}
@@ -266,7 +266,6 @@ def test_dummy_weights_of_a_quantized_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_check_reckons_with_the_bytes_that_are_kept(tmp_path: Path) -> None:
-    """Of a checkpoint that is quantized: its own where kernels keep that form, or floats."""
     folder = BUILDERS["qwen3"](tmp_path)
     kinds = dict.fromkeys(("q_proj", "k_proj", "v_proj", "up_proj"), "four")
     outline = Placement(torch.float32, torch.device("meta"), weight_format=ToyFormat(**kinds))

@@ -16,7 +16,7 @@ import torch
 
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
-from nanocore.worker.communication.shm_channel import ShmChannel, create_channel
+from nanocore.worker.communication.shared_memory import ShmChannel, create_channel
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
@@ -35,7 +35,6 @@ GREEDY = EngineSamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=0)
 
 
 def make_requests() -> list[Asking]:
-    """Of a token and of several, with requests between them that want tokens."""
     rng = np.random.default_rng(5)
     samplings = [(MEAN, 40), (GREEDY, 12), (LAST, 33), (MEAN, 1), (LAST, 1), (GREEDY, 25)]
     return [
@@ -66,14 +65,12 @@ def native(folder: Path) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def said(native: ModelRunner) -> Said:
-    """By one rank, each prompt in one piece."""
     found = run(native, write_plans(REQUESTS, 64))
     assert sorted(found.embeddings) == POOLED
     return found
 
 
 def transformers_embeddings(folder: Path, dtype: torch.dtype) -> dict[int, np.ndarray]:
-    """Of what the head gets, because families call the model without it all sorts of things."""
     model = exact_model(folder, dtype=dtype)
     hidden: list[torch.Tensor] = []
     model.get_output_embeddings().register_forward_pre_hook(
@@ -139,7 +136,6 @@ def test_neighbours_say_what_they_say_without_them(native: ModelRunner, said: Sa
 
 
 def test_a_row_whose_request_is_gone_starts_again(native: ModelRunner, said: Said) -> None:
-    """As after a preemption: what was computed of the prompt before counts for nothing."""
     row = POOLED[-1]
     begun = write_plans(REQUESTS, 7)
     cut = next(
@@ -155,7 +151,7 @@ def test_nothing_is_made_where_no_row_asks(
     native: ModelRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise AssertionError("nobody asked")
+        raise AssertionError("nobody requested")
 
     run(native, write_plans(REQUESTS, 64))
     monkeypatch.setattr(pooling, "StepPooling", refuse)
@@ -236,7 +232,6 @@ def mean_of(hidden_NE: torch.Tensor, row_N: torch.Tensor, row: int, scale: float
 
 
 def test_a_mean_is_that_of_exact_numbers() -> None:
-    """Also where float64 could not hold the sum: a large number comes and goes."""
     generator = torch.Generator().manual_seed(3)
     hidden_NE = torch.randn(1000, 8, generator=generator) * torch.logspace(-6, 3, 8)
     hidden_NE[0], hidden_NE[-1] = 2.0**22, -(2.0**22)

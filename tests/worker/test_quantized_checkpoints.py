@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight
 from nanocore.protocol.errors import ConfigError
-from nanocore.worker.messages import Quantization
+from nanocore.worker.rank_messages import Quantization
 from tests.campaign import in_campaign
 from tests.worker.dequantized import dequantized
 from tests.worker.running import Sample, run_script, stored_format, write_script
@@ -45,7 +45,6 @@ class Expected:
 
 
 def read_config(name: str) -> dict[str, Any]:
-    """A fixture's quantization_config."""
     config: dict[str, Any] = json.loads((FOLDER / name / "config.json").read_text())
     found: dict[str, Any] = config["quantization_config"]
     return found
@@ -53,13 +52,11 @@ def read_config(name: str) -> dict[str, Any]:
 
 @cache
 def meaning(name: str) -> dict[str, Tensor]:
-    """A fixture's weights, by definition."""
     return dequantized(load_file(FOLDER / name / "model.safetensors"), read_config(name))
 
 
 @cache
 def expected(name: str) -> Expected:
-    """By transformers, teacher-forced with what it says itself."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = json.loads((FOLDER / name / "config.json").read_text())
@@ -94,7 +91,6 @@ def say(
     *,
     keeps_activations: bool = False,
 ) -> list[Sample]:
-    """What nanocore says to the same prompts, teacher-forced."""
     reference = expected(name)
     script = write_script(reference.prompts, reference.outputs)
     return run_script(
@@ -104,7 +100,6 @@ def say(
 
 
 def largest_difference(name: str, samples: list[Sample]) -> float:
-    """Of logits."""
     logits = expected(name).logits
     return max(
         float((sample.logits_V - logits[sample.request][sample.index]).abs().max())
@@ -143,7 +138,6 @@ def test_weights_are_what_the_format_defines(name: str) -> None:
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_the_likeliest_token_is_far_ahead(name: str) -> None:
-    """So that tests of tokens are honest: no rounding decides them by chance."""
     best = torch.cat(expected(name).logits).topk(2).values
     assert float((best[:, 0] - best[:, 1]).min()) > MIN_MARGIN
 
@@ -172,7 +166,6 @@ def test_two_ranks_say_what_one_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", FIXTURES)
 def test_with_activations_as_they_are_it_is_as_good_as_dequantized(name: str) -> None:
-    """But for E4M3, which is rounded to int8 on a CPU."""
     samples = say(name, 1, "cpu", torch.float32, keeps_activations=True)
     is_rounded = "fp8" in name
     assert largest_difference(name, samples) < (0.1 if is_rounded else MAX_EXACT_DIFFERENCE)
@@ -194,7 +187,6 @@ def test_ranks_cannot_share_sorted_inputs() -> None:
 
 
 def check_tokens(name: str, samples: list[Sample]) -> None:
-    """Every token is there and the expected one, and logits are near."""
     outputs = expected(name).outputs
     assert len(samples) == len(outputs) * NUM_TOKENS
     assert all(s.token_id == outputs[s.request][s.index] for s in samples)

@@ -60,7 +60,6 @@ def words(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def stored(kind: str, shape: tuple[int, int], generator: torch.Generator) -> dict[str, Tensor]:
-    """One projection's tensors: any numbers are a weight."""
     num_out, num_in = shape
     groups, scale = num_in // GROUP, 0.2 / num_in**0.5
     scales = scale * (0.5 + torch.rand(groups, num_out, generator=generator))
@@ -104,7 +103,6 @@ def floats(folder: Path, config: Mapping[str, Any], seed: int = 0) -> dict[str, 
 
 
 def spelled(name: str, config: Mapping[str, Any]) -> str:
-    """As the architecture's checkpoints have it."""
     if config["architectures"] == MIXTRAL["architectures"]:
         name = name.replace(".mlp.", ".block_sparse_moe.")
         for ours, theirs in (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2")):
@@ -140,14 +138,12 @@ def write_pair(
 
 
 def say(folder: Path, tp_size: int = 1, **how: Any) -> Tensor:
-    """Logits of all that a script samples, [R, V]."""
     samples: list[Sample] = run_script(folder, write_script(PROMPTS, OUTPUTS), tp_size, **how)
     samples.sort(key=lambda sample: (sample.request, sample.index))
     return torch.stack([sample.logits_V for sample in samples])
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Of the middle row: where two experts are about as likely, a row may take another one."""
     return float(((actual - expected).norm(dim=1) / expected.norm(dim=1)).median())
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from nanocore.kernels.torch_backend import rope
-from nanocore.worker.config.rope_config import RopeConfig
-from nanocore.worker.config.rope_settings import read_shared_rope
-from nanocore.worker.config.settings import Settings
+from nanocore.worker.config.json_settings import Settings
+from nanocore.worker.config.rope_config import RopeConfig, read_shared_rope
 from nanocore.worker.layers.rotary import (
     attention_scaling,
     inverse_frequencies,
@@ -76,7 +75,6 @@ def test_cos_and_sin_are_those_of_transformers_to_the_bit(rope: dict[str, Any]) 
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)
 def test_every_stretching_changes_the_rotation(rope: dict[str, Any]) -> None:
-    """Or the comparison above would compare nothing."""
     plain = read({"rope_theta": rope["rope_theta"]})
     config = read(rope)
     is_same = torch.equal(inverse_frequencies(config, 2048), inverse_frequencies(plain, 2048))
@@ -111,7 +109,6 @@ LONGROPES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("rope", LONGROPES, ids=str)
 def test_longrope_has_one_table_for_the_served_length(rope: dict[str, Any]) -> None:
-    """That of transformers' sequences of exactly this length."""
     from transformers import Phi3Config
     from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 

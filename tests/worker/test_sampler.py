@@ -49,7 +49,6 @@ def sample_split(
     kernels: Kernels = KERNELS,
     places: TokenPlaces | None = None,
 ) -> Tensor:
-    """The tokens that so many ranks sample."""
     vocab_size = logits_RV.shape[1]
     range_size = -(-vocab_size // size)
 

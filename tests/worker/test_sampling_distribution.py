@@ -19,7 +19,6 @@ PROBS = torch.tensor([[0.15, 0.4, 0.05, 0.3, 0.1]])
 
 
 def kept(top_k: int = VOCAB_SIZE, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-    """Token ids that survive the filters."""
     filtered = filter_logits(
         PROBS.log(), torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
     )
@@ -27,7 +26,6 @@ def kept(top_k: int = VOCAB_SIZE, top_p: float = 1.0, min_p: float = 0.0) -> lis
 
 
 def draw(rows: list[Settings], logits_RV: Tensor) -> Tensor:
-    """What the sampler draws for these rows, all of one seed, at different positions."""
     vocab_size = logits_RV.shape[1]
     sampler = TokenSampler(0, vocab_size, SingleRank(), TorchKernels())
     sampled = make_rows(rows, vocab_size, [0] * len(rows))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nanocore.protocol.errors import ModelFileError
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.settings import Settings
 from nanocore.worker.models import model_class, read_model_config
 from tests.model_families import FULL, SLIDING
 
@@ -161,10 +161,10 @@ def test_a_tensor_in_both_spellings_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     from nanocore.worker.loading.loader import check_weights
-    from nanocore.worker.loading.weights import Entry
+    from nanocore.worker.loading.weights import TensorEntry
 
     names = ("model.language_model.norm.weight", "language_model.model.norm.weight")
     save_file({name: torch.ones(4) for name in names}, tmp_path / "model.safetensors")
     common_name = model_class("Gemma3ForConditionalGeneration").common_name
     with pytest.raises(ModelFileError, match="are two of what the model has one of"):
-        check_weights(tmp_path, {"model.norm.weight": Entry((4,))}, common_name)
+        check_weights(tmp_path, {"model.norm.weight": TensorEntry((4,))}, common_name)

@@ -17,7 +17,7 @@ from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.device import step_graphs
 from nanocore.worker.memory.largest_step import run_largest_steps
-from nanocore.worker.messages import Quantization
+from nanocore.worker.rank_messages import Quantization
 from nanocore.worker.sampling.sampler import TokenSampler
 from tests.campaign import in_campaign
 from tests.fake_device import FakeGraphRecorder
@@ -49,7 +49,6 @@ class Compiler:
         self.compiled.add((kernel.__name__, *kinds, *sorted(constants.items())))
 
     def _kind(self, kernel: InterpretedFunction, name: str, value: object) -> object:
-        """What of an argument a kernel is compiled for; see `triton.jit`."""
         if name in (kernel.kwargs["do_not_specialize"] or ()):
             return name
         is_any_place = name in (kernel.kwargs["do_not_specialize_on_alignment"] or ())
@@ -118,8 +117,8 @@ def test_what_requests_need_was_compiled_at_the_start(
     folder = make_tiny_qwen3(tmp_path) if family == "qwen3" else BUILDERS[family](tmp_path)
     model = load_model(folder, dtype=torch.float16, quantization=quantization)
     kernels = TritonKernels(CPU, batch_invariant)
-    recorder = FakeGraphRecorder() if has_graphs else None
-    engine = Engine(model, 2, recorder, num_blocks=2000, budget=BUDGET, kernels=kernels)
+    graph_capture = FakeGraphRecorder() if has_graphs else None
+    engine = Engine(model, 2, graph_capture, num_blocks=2000, budget=BUDGET, kernels=kernels)
     start = make_worker_config(
         folder=str(folder),
         max_model_len=LONGEST,

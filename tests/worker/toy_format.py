@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight
 from nanocore.kernels.linear_weight import FP8
-from nanocore.worker.loading.weight_format import Slot, StoredProjection
+from nanocore.worker.loading.weights import CheckpointProjection, Slot
 
 GROUP = 16
 
@@ -28,7 +28,7 @@ class ToyFormat:
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> StoredProjection | None:
+    ) -> CheckpointProjection | None:
         kind = self.kinds.get(name.rpartition(".")[2])
         if kind is None:
             return None
@@ -47,7 +47,7 @@ class ToyFormat:
             }
         if kind == "zeros":
             slots["zeros"] = Slot(of_groups, torch.uint8, (rows, groups))
-        return StoredProjection(slots, partial(_unpack, kind))
+        return CheckpointProjection(slots, partial(_unpack, kind))
 
 
 def _unpack(kind: str, slots: Mapping[str, Tensor]) -> GroupedWeight | Float8Weight:

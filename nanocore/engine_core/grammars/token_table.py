@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.protocol.errors import InvalidRequestError, ModelFileError, shorten
-from nanocore.worker.config.json_file import note_oddity
-from nanocore.worker.loading.gguf.files import is_gguf
-from nanocore.worker.loading.gguf.model_files import tokenizer_json
+from nanocore.worker.config.json_settings import note_oddity
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
+from nanocore.worker.loading.gguf.tokenizer_files import tokenizer_json
 
 if TYPE_CHECKING:
     import llguidance

@@ -27,8 +27,8 @@ from nanocore.protocol.messages import (
     ModelFileName,
     Reply,
 )
-from nanocore.worker.loading.gguf.files import is_gguf
-from nanocore.worker.loading.gguf.model_files import gguf_model_files
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
+from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.messages import WorkerInfo
+from nanocore.worker.rank_messages import WorkerInfo
 
 logger = logging.getLogger(__name__)
 

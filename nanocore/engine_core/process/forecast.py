@@ -15,7 +15,6 @@ import torch
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.worker.machine_speed import STRETCH_S, measure_speed
-from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.model_cost import (
     MachineSpeed,
     ModelCost,
@@ -23,6 +22,7 @@ from nanocore.worker.model_cost import (
     chunk_work,
     decode_work,
 )
+from nanocore.worker.rank_messages import WorkerInfo
 
 _MEASURED_SHARE: Final = 8
 """A measurement takes 1/8 of a rank's memory: an engine that is short of it starts all the same."""

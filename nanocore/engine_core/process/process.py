@@ -63,13 +63,13 @@ from nanocore.protocol.sockets import EngineSocket
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import select_device
 from nanocore.worker.executors.executor import Executor, StepExecutor
-from nanocore.worker.executors.local_executor import LocalExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
 from nanocore.worker.loading.model_folder import resolve_model
-from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.model_cost import MachineSpeed
 from nanocore.worker.models import load_model_config
 from nanocore.worker.numerics import numerics_fingerprint
+from nanocore.worker.rank_messages import WorkerInfo
+from nanocore.worker.worker import LocalExecutor
 
 logger = logging.getLogger(__name__)
 

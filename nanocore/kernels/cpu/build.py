@@ -34,7 +34,7 @@ INSTRUCTION_SETS: Final[dict[str, tuple[str, ...]]] = {
 
 
 def library_name(instruction_set: str) -> str:
-    """Its file beside this one: no Python is in it, so no Python is in its name."""
+    """Name of its file beside this one: no Python is in it, so no Python is in its name."""
     return f"_{instruction_set}.so"
 
 

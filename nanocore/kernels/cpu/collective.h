@@ -1,6 +1,6 @@
 // Sums over the ranks of one host, through memory that they share.
 //
-// Layout and protocol are those of shm_communicator.py, which says why one wait for each exchange is
+// Layout and protocol are those of shared_memory.py, which says why one wait for each exchange is
 // enough: ranks that replay a step and ranks that call kernels one by one understand each other, and
 // have the same bits. Nobody here looks whether the others live: the engine does, and ends a rank in
 // the middle of its wait.

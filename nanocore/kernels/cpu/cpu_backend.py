@@ -15,23 +15,24 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
-from nanocore.kernels.cpu.experts import PackedExperts, expert_operands_struct
+from nanocore.kernels import Activation
 from nanocore.kernels.cpu.library import Library, NormWeightStruct, StepStruct
 from nanocore.kernels.cpu.program import (
     SAMPLES,
     Captured,
-    NotRecordable,
+    NotCapturable,
     Program,
-    Recording,
+    ProgramCapture,
     Unknown,
     Workspace,
-    record,
+    capture_program,
 )
 from nanocore.kernels.cpu.structs import (
     DTYPES,
+    PackedExperts,
     cache_struct,
     edits_struct,
+    expert_operands_struct,
     group_struct,
     mask_struct,
     norm_struct,
@@ -39,13 +40,13 @@ from nanocore.kernels.cpu.structs import (
     weight_struct,
 )
 from nanocore.kernels.cpu.weight_packing import TILE_COLUMNS, WeightPacking
-from nanocore.kernels.experts import Experts, ExpertWeights
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
     Filters,
     KVCache,
+    LogprobTensors,
     Noise,
     QKNorm,
     Replay,
@@ -53,12 +54,10 @@ from nanocore.kernels.interface import (
     Routing,
     SharedExpert,
 )
-from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
-from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight, TokenEmbedding
+from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.rank_group import RankGroup, SharedMemoryGroup
 from nanocore.kernels.step_rows import TokenPlaces
-from nanocore.kernels.token_logprobs import Logprobs
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ _GATES: Final = {"silu": 1, "gelu": 2}
 _OF_LOGITS: Final = frozenset(
     ("softcap", "best_token", "best_filtered_token", "edit_logits", "logprobs")
 )
-"""Kernels whose rows are float32 always, so that they are told no dtype."""
+"""Kernels whose rows are float32 always: they take no dtype."""
 NATIVE_MULTIPLE = 16
 
 
@@ -96,11 +95,11 @@ class CpuKernels(TorchKernels):
         self.packing = WeightPacking(library, self.workspace, keeps_activations)
         amx = " and AMX" if library.call("uses_amx") else ""
         self.variant = f"{library.instruction_set}{amx}, compiled as {library.digest}"
-        self._recording: Recording | None = None
+        self._capturing: ProgramCapture | None = None
 
     def pack_linear(
         self,
-        weight: StoredWeight,
+        weight: CheckpointWeight,
         quantization: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LinearWeight:
@@ -156,11 +155,11 @@ class CpuKernels(TorchKernels):
     def all_reduce(self, x_TE: Tensor, group: RankGroup, bias_E: Tensor | None = None) -> Tensor:
         if not isinstance(group, SharedMemoryGroup) or x_TE.dtype not in DTYPES:
             if group.size > 1:
-                self._refuse_recording("ranks that reduce in other ways than through shared memory")
+                self._refuse_capture("ranks that reduce in other ways than through shared memory")
             return super().all_reduce(x_TE, group, bias_E)
         x_TE = x_TE.contiguous()
-        if self._recording is not None:
-            self._recording.program.keep(group)
+        if self._capturing is not None:
+            self._capturing.program.keep(group)
         self._run(
             "all_reduce", x_TE, byref(group_struct(group)), x_TE.data_ptr(), x_TE.shape[1],
             None if bias_E is None else bias_E.data_ptr(),
@@ -177,9 +176,9 @@ class CpuKernels(TorchKernels):
         self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, weight: Tensor, eps: float
     ) -> Tensor:
         x_TE, _ = self.add_rms_norm(x_TE, residual_TE, weight, eps)
-        if self._recording is None:
+        if self._capturing is None:
             return x_TE[index_R]
-        self._recording.rows = SAMPLES
+        self._capturing.rows = SAMPLES
         out_RE = self._empty(x_TE, x_TE.shape[1], x_TE.dtype)
         self._run("select", out_RE, x_TE.data_ptr(), x_TE.shape[1], out_RE.data_ptr())
         return out_RE
@@ -213,7 +212,7 @@ class CpuKernels(TorchKernels):
         metadata: AttentionMetadata,
     ) -> Tensor:
         if not _is_native(cache, qkv.dtype):
-            self._refuse_recording("this KV cache")
+            self._refuse_capture("this KV cache")
             return super().rope_and_store_kv(qkv, num_heads, qk_norm, rotary, cache, metadata)
         if not qkv.is_contiguous():
             qkv = qkv.contiguous()
@@ -233,7 +232,7 @@ class CpuKernels(TorchKernels):
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         if not _is_native(cache, q_THD.dtype):
-            self._refuse_recording("this KV cache")
+            self._refuse_capture("this KV cache")
             return super().paged_attention(q_THD, cache, metadata, spec)
         assert spec.scale > 0, "the largest product is the largest logit"
         num_heads, head_dim = q_THD.shape[1:]
@@ -293,7 +292,7 @@ class CpuKernels(TorchKernels):
 
     def logprobs(
         self, logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
-    ) -> Logprobs:
+    ) -> LogprobTensors:
         num_rows, width = len(token_ids_N), logits_RV.shape[1]
         num_top = min(num_top, width)
         ids_NC = torch.empty(num_rows, 1 + num_top, dtype=torch.int32)
@@ -305,23 +304,23 @@ class CpuKernels(TorchKernels):
             None if index_N is None else index_N.data_ptr(), token_ids_N.data_ptr(), num_top,
             ids_NC.data_ptr(), logprobs_NC.data_ptr(), rank_N.data_ptr(),
         )  # fmt: skip
-        return Logprobs(ids_NC, logprobs_NC, rank_N)
+        return LogprobTensors(ids_NC, logprobs_NC, rank_N)
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
-        assert self._recording is None, "one capture at a time"
+        assert self._capturing is None, "one capture at a time"
         placeholder = torch.zeros(max_tokens, dtype=torch.int64)
 
-        def run(recording: Recording) -> Tensor:
-            self._recording = recording
+        def run(capturing: ProgramCapture) -> Tensor:
+            self._capturing = capturing
             return compute(placeholder, Unknown(), placeholder)  # type: ignore[arg-type]
 
         try:
-            program, result, rows = record(self.workspace, max_tokens, max_samples, run)
-        except NotRecordable as reason:
+            program, result, rows = capture_program(self.workspace, max_tokens, max_samples, run)
+        except NotCapturable as reason:
             logger.info("kernels are called one by one, because a step has %s", reason)
             return None
         finally:
-            self._recording = None
+            self._capturing = None
         return Captured(program, result, rows)
 
     def _linear(
@@ -365,29 +364,28 @@ class CpuKernels(TorchKernels):
         return out.view(x.shape)
 
     def _empty(self, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-        """A result with as many rows as `like`."""
-        if self._recording is not None:
-            return self._recording.empty(width, dtype)
+        if self._capturing is not None:
+            return self._capturing.empty(width, dtype)
         return torch.empty(len(like), width, dtype=dtype)
 
     def _run(
         self, kernel: str, rows: Tensor, *arguments: Any, step: StepStruct | None = None
     ) -> None:
-        """Record a kernel, or run it at once on the rows of this tensor."""
+        """Capture a kernel, or run it at once on the rows of this tensor."""
         head = () if kernel in _OF_LOGITS else (DTYPES[rows.dtype],)
-        if self._recording is not None:
-            self._recording.program.append(kernel, self._recording.rows, *head, *arguments)
+        if self._capturing is not None:
+            self._capturing.program.append(kernel, self._capturing.rows, *head, *arguments)
             return
         program = Program(self.workspace)
         program.append(kernel, len(rows), *head, *arguments)
         program.run(step or StepStruct())
 
     def _step(self, metadata: AttentionMetadata) -> StepStruct | None:
-        return None if self._recording is not None else step_struct(metadata)
+        return None if self._capturing is not None else step_struct(metadata)
 
-    def _refuse_recording(self, what: str) -> None:
-        if self._recording is not None:
-            raise NotRecordable(what)
+    def _refuse_capture(self, what: str) -> None:
+        if self._capturing is not None:
+            raise NotCapturable(what)
 
 
 def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:

@@ -40,7 +40,6 @@ class CpuGroupedWeight(LinearWeight):
 
     @property
     def format(self) -> GroupFormatStruct:
-        """As the kernels read it."""
         return GroupFormatStruct(self.bits, self.scales, self.minima, self.group_size)
 
     @property
@@ -50,14 +49,14 @@ class CpuGroupedWeight(LinearWeight):
 
 
 def four_bits(out_features: int, in_features: int) -> CpuGroupedWeight:
-    """What floats are quantized to: symmetric groups of 32 with float16 scales."""
+    """Weight that floats are quantized to: symmetric groups of 32 with float16 scales."""
     return CpuGroupedWeight(
         out_features, in_features, torch.uint8, torch.empty(0), scales=_SCALES[torch.float16]
     )
 
 
 def eight_bits(out_features: int, in_features: int, scale_O: Tensor) -> CpuGroupedWeight:
-    """Likewise, with a scale for each output feature."""
+    """Weight of eight bits with a scale for each output feature."""
     return CpuGroupedWeight(
         out_features, in_features, torch.uint8, torch.empty(0), scale_O, bits=8, group_size=128
     )
@@ -66,8 +65,7 @@ def eight_bits(out_features: int, in_features: int, scale_O: Tensor) -> CpuGroup
 def in_groups_that_fit(weight: GroupedWeight) -> GroupedWeight:
     """The same weight in groups of one of `GROUP_SIZES`, unless it has one scale for each output.
 
-    Raises:
-        ValueError: there are none.
+    Raises ValueError: there are none.
     """
     size = weight.group_size
     if size in GROUP_SIZES or has_output_scales(weight):
@@ -100,7 +98,7 @@ def has_output_scales(weight: GroupedWeight) -> bool:
 
 
 def described(weight: GroupedWeight, *, keeps_activations: bool) -> CpuGroupedWeight:
-    """How a weight of `in_groups_that_fit` lies in tiles, which are not there yet.
+    """Describe how a weight of `in_groups_that_fit` lies in tiles, which are not there yet.
 
     keeps_activations: they are not to be quantized.
     """
@@ -129,7 +127,7 @@ def described(weight: GroupedWeight, *, keeps_activations: bool) -> CpuGroupedWe
 
 
 def rows_struct(weight: GroupedWeight) -> GroupedRowsStruct:
-    """Its tensors, which must outlive it."""
+    """Addresses of its tensors, which must outlive it."""
     minimum = weight.minimum_OG if weight.minimum_OG is not None else weight.zero_OG
     parts = (weight.values_OI, weight.scale_OG, minimum, weight.super_scale_OS,
              weight.super_minimum_OS)  # fmt: skip

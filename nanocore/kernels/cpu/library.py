@@ -32,53 +32,38 @@ class LinearWeightStruct(ctypes.Structure):
     """`LinearWeight` of linear_weight.h."""
 
     _fields_ = (
-        ("kind", c_int),
-        ("packed", c_void_p),
-        ("scale", c_void_p),
-        ("in_features", c_int64),
-        ("out_features", c_int64),
-        ("format", GroupFormatStruct),
-        ("codebook", c_void_p),
+        ("kind", c_int), ("packed", c_void_p), ("scale", c_void_p), ("in_features", c_int64),
+        ("out_features", c_int64), ("format", GroupFormatStruct), ("codebook", c_void_p),
         ("permutation", c_void_p),
-    )
+    )  # fmt: skip
 
 
 class ExpertWeightsStruct(ctypes.Structure):
     """`ExpertWeights` of moe.h."""
 
     _fields_ = (
-        ("num_experts", c_int64),
-        ("gates", POINTER(LinearWeightStruct)),
-        ("values", POINTER(LinearWeightStruct)),
-        ("downs", POINTER(LinearWeightStruct)),
-    )
+        ("num_experts", c_int64), ("gates", POINTER(LinearWeightStruct)),
+        ("values", POINTER(LinearWeightStruct)), ("downs", POINTER(LinearWeightStruct)),
+    )  # fmt: skip
 
 
 class ExpertOperandsStruct(ctypes.Structure):
     """`ExpertOperands` of program.cpp."""
 
     _fields_ = (
-        ("logits", c_void_p),
-        ("logits_stride", c_int64),
-        ("num_chosen", c_int64),
-        ("is_normalized", ctypes.c_bool),
-        ("shared_gate", c_void_p),
-        ("shared_gate_stride", c_int64),
-        ("shared_out", c_void_p),
-        ("shared_out_stride", c_int64),
-    )
+        ("logits", c_void_p), ("logits_stride", c_int64), ("num_chosen", c_int64),
+        ("is_normalized", ctypes.c_bool), ("shared_gate", c_void_p),
+        ("shared_gate_stride", c_int64), ("shared_out", c_void_p), ("shared_out_stride", c_int64),
+    )  # fmt: skip
 
 
 class GroupedRowsStruct(ctypes.Structure):
     """`GroupedRows` of packing.h."""
 
     _fields_ = (
-        ("values", c_void_p),
-        ("scales", c_void_p),
-        ("minima", c_void_p),
-        ("super_scales", c_void_p),
-        ("super_minima", c_void_p),
-    )
+        ("values", c_void_p), ("scales", c_void_p), ("minima", c_void_p),
+        ("super_scales", c_void_p), ("super_minima", c_void_p),
+    )  # fmt: skip
 
 
 class NormWeightStruct(ctypes.Structure):
@@ -91,28 +76,19 @@ class CacheLayoutStruct(ctypes.Structure):
     """`CacheLayout` of program.cpp."""
 
     _fields_ = (
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("k_scale", c_void_p),
-        ("v_scale", c_void_p),
-        ("num_heads", c_int64),
-        ("head_dim", c_int64),
-        ("block_size", c_int64),
+        ("k", c_void_p), ("v", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p),
+        ("num_heads", c_int64), ("head_dim", c_int64), ("block_size", c_int64),
         ("block_bytes", c_int64),
-    )
+    )  # fmt: skip
 
 
 class RankGroupStruct(ctypes.Structure):
     """`RankGroup` of collective.h."""
 
     _fields_ = (
-        ("counters", c_void_p),
-        ("buffers", c_void_p),
-        ("buffer_bytes", c_int64),
-        ("rank", c_int64),
-        ("size", c_int64),
-        ("entered", c_void_p),
-    )
+        ("counters", c_void_p), ("buffers", c_void_p), ("buffer_bytes", c_int64), ("rank", c_int64),
+        ("size", c_int64), ("entered", c_void_p),
+    )  # fmt: skip
 
 
 class TokenMaskStruct(ctypes.Structure):
@@ -131,44 +107,25 @@ class EditLogitsStruct(ctypes.Structure):
     """`EditLogitsCall` of logit_edits.h."""
 
     _fields_ = (
-        ("logits", c_void_p),
-        ("size", c_int64),
-        ("stride", c_int64),
-        ("token_table", c_void_p),
-        ("table_stride", c_int64),
-        ("table_rows", c_void_p),
-        ("num_prompt_tokens", c_void_p),
-        ("num_tokens", c_void_p),
-        ("min_tokens", c_void_p),
-        ("repetition_penalty", c_void_p),
-        ("frequency_penalty", c_void_p),
-        ("presence_penalty", c_void_p),
-        ("allowed", TokenListStruct),
-        ("biased", TokenListStruct),
-        ("biases", c_void_p),
-        ("stops", TokenListStruct),
-        ("sequence_starts", c_void_p),
-        ("bad", TokenListStruct),
+        ("logits", c_void_p), ("size", c_int64), ("stride", c_int64), ("token_table", c_void_p),
+        ("table_stride", c_int64), ("table_rows", c_void_p), ("num_prompt_tokens", c_void_p),
+        ("num_tokens", c_void_p), ("min_tokens", c_void_p), ("repetition_penalty", c_void_p),
+        ("frequency_penalty", c_void_p), ("presence_penalty", c_void_p),
+        ("allowed", TokenListStruct), ("biased", TokenListStruct), ("biases", c_void_p),
+        ("stops", TokenListStruct), ("sequence_starts", c_void_p), ("bad", TokenListStruct),
         ("rows", c_int64),
-    )
+    )  # fmt: skip
 
 
 class StepStruct(ctypes.Structure):
     """`Step` of program.cpp."""
 
     _fields_ = (
-        ("num_tokens", c_int64),
-        ("num_samples", c_int64),
-        ("num_seqs", c_int64),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("query_start", c_void_p),
-        ("seq_lens", c_void_p),
-        ("block_table", c_void_p),
-        ("block_table_stride", c_int64),
-        ("sample_index", c_void_p),
-    )
+        ("num_tokens", c_int64), ("num_samples", c_int64), ("num_seqs", c_int64),
+        ("token_ids", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
+        ("query_start", c_void_p), ("seq_lens", c_void_p), ("block_table", c_void_p),
+        ("block_table_stride", c_int64), ("sample_index", c_void_p),
+    )  # fmt: skip
 
 
 _KERNEL: Final = (c_void_p, c_int64, c_int)  # program, rows, dtype
@@ -245,7 +202,8 @@ class Library:
     """
 
     def __init__(self, path: str, instruction_set: str) -> None:
-        self.instruction_set, self.path = instruction_set, path
+        self.instruction_set = instruction_set
+        self.path = path
         loaded = ctypes.CDLL(path)
         version = loaded.nanocore_abi_version()
         if version != ABI_VERSION:
@@ -265,7 +223,7 @@ class Library:
         return xxhash.xxh3_64_hexdigest(Path(self.path).read_bytes())
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """What `nanocore_<name>` of program.cpp returns; the interpreter is free meanwhile."""
+        """Call `nanocore_<name>` of program.cpp; the interpreter is free meanwhile."""
         return self.functions[name](*arguments)
 
 
@@ -274,8 +232,7 @@ def find_library() -> Library | None:
 
     NANOCORE_CPU_ISA names another instruction set to use, for tests and comparisons.
 
-    Raises:
-        ValueError: NANOCORE_CPU_ISA names none that is here and can run.
+    Raises ValueError: NANOCORE_CPU_ISA names none that is here and can run.
     """
     wanted = os.environ.get("NANOCORE_CPU_ISA") or None
     for library in runnable_libraries():
@@ -288,7 +245,7 @@ def find_library() -> Library | None:
 
 
 def runnable_libraries() -> Iterator[Library]:
-    """Those that were compiled and that this machine can run, the best first."""
+    """Compiled libraries that this machine can run, the best first."""
     for name in INSTRUCTION_SETS:
         path = Path(__file__).with_name(library_name(name))
         if not path.is_file():

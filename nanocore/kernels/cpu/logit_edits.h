@@ -2,7 +2,7 @@
 //
 // A row's tokens are walked, and its logits only where all are forbidden but a few. Counts of tokens
 // are in memory of the thread's own, as wide as a row, and zero before and after each. The same
-// operations on float32 as in torch_logit_edits.py, in the same order, so results are the same bits.
+// operations on float32 as in torch_sampling.py, in the same order, so results are the same bits.
 
 #pragma once
 

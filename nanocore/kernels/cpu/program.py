@@ -1,9 +1,9 @@
-"""Programs of native kernels: one at a time, or a whole step recorded once and replayed.
+"""Programs of native kernels: one at a time, or a whole step captured once and replayed.
 
-While a program is recorded the model's own Python code runs on operands without meaning, whose
+While a program is captured the model's own Python code runs on operands without meaning, whose
 first dimension is the largest a step can have; each kernel it calls is appended, with the addresses
 of its operands. A replay runs the list on as many rows as the step has. Kernels' results share
-memory as the recorded code lets go of them. Anything else than kernels and views would be computed
+memory as the captured code lets go of them. Anything else than kernels and views would be computed
 once and be missing from then on, so torch's other operations are refused meanwhile.
 """
 
@@ -27,11 +27,11 @@ from nanocore.kernels.interface import AttentionMetadata
 
 TOKENS: Final = -1
 SAMPLES: Final = -2
-"""Row counts that a step tells; see `Step` in program.cpp."""
+"""Row counts that are those of the step; see `Step` in program.cpp."""
 
 
-class NotRecordable(Exception):
-    """A kernel that is not native was called while a program was recorded; the text says which."""
+class NotCapturable(Exception):
+    """A kernel that is not native was called while a program was captured; the text says which."""
 
 
 class Workspace:
@@ -69,7 +69,7 @@ class Program:
         self._library.call("program_run", self._handle, ctypes.byref(step))
 
 
-class Recording(TorchFunctionMode):
+class ProgramCapture(TorchFunctionMode):
     """A program in the making; while it is entered, torch computes nothing.
 
     (A TorchDispatchMode would say the same by schema, and takes a second and a half to enter.)
@@ -101,7 +101,7 @@ class Recording(TorchFunctionMode):
         # Some of them copy what they cannot view.
         memory = args[0].untyped_storage().data_ptr() if isinstance(args[0], Tensor) else None
         if name not in self._VIEWS or any(x.untyped_storage().data_ptr() != memory for x in views):
-            raise NotRecordable(f"torch's {name}")
+            raise NotCapturable(f"torch's {name}")
         return result
 
     def empty(self, width: int, dtype: torch.dtype) -> Tensor:
@@ -123,32 +123,33 @@ class Recording(TorchFunctionMode):
             return torch.from_numpy(lease).view(dtype).view(max_rows, width)
 
 
-def record(
-    workspace: Workspace, max_tokens: int, max_samples: int, run: Callable[[Recording], Tensor]
+def capture_program(
+    workspace: Workspace, max_tokens: int, max_samples: int, run: Callable[[ProgramCapture], Tensor]
 ) -> tuple[Program, Tensor, int]:
     """The program of the kernels that `run` calls, its result, and that one's rows.
 
-    Raises:
-        NotRecordable: it called what is no kernel.
+    Raises NotCapturable: it called what is no kernel.
     """
-    recording = Recording(workspace, max_tokens, max_samples)
-    with recording:
-        result = run(recording)
-    return recording.program, result, recording.rows
+    capturing = ProgramCapture(workspace, max_tokens, max_samples)
+    with capturing:
+        result = run(capturing)
+    return capturing.program, result, capturing.rows
 
 
 class Unknown:
-    """In place of a step's metadata while there is no step: it is for kernels alone."""
+    """Stand-in for a step's metadata during a capture: a look at it ends the capture."""
 
     def __getattr__(self, name: str) -> Any:
-        raise NotRecordable(f"a look at {name}")
+        raise NotCapturable(f"a look at {name}")
 
 
 class Captured:
     """Implements `interface.Replay`. rows: of the result, TOKENS or SAMPLES."""
 
     def __init__(self, program: Program, result: Tensor, rows: int) -> None:
-        self.program, self._result, self._rows = program, result, rows
+        self.program = program
+        self._result = result
+        self._rows = rows
 
     def __call__(
         self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor

@@ -16,6 +16,8 @@ from nanocore.kernels.cpu.grouped_weight import CpuGroupedWeight
 from nanocore.kernels.cpu.library import (
     CacheLayoutStruct,
     EditLogitsStruct,
+    ExpertOperandsStruct,
+    ExpertWeightsStruct,
     LinearWeightStruct,
     NormWeightStruct,
     RankGroupStruct,
@@ -23,11 +25,10 @@ from nanocore.kernels.cpu.library import (
     TokenListStruct,
     TokenMaskStruct,
 )
-from nanocore.kernels.interface import AttentionMetadata, KVCache
-from nanocore.kernels.linear_weight import LinearWeight
-from nanocore.kernels.logit_edits import LogitEdits
+from nanocore.kernels.interface import AttentionMetadata, KVCache, Routing, SharedExpert
+from nanocore.kernels.linear_weight import ExpertWeights, LinearWeight
+from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.rank_group import SharedMemoryGroup
-from nanocore.kernels.token_mask import TokenMask
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 """Of activations, as the kernels number them."""
@@ -37,7 +38,6 @@ _INTEGERS, _CODEBOOK = 3, 4
 
 
 def weight_struct(weight: LinearWeight) -> LinearWeightStruct:
-    """A packed weight, with its scales if it has any."""
     struct = LinearWeightStruct(
         packed=weight.data.data_ptr(),
         scale=_address(weight.scale_O),
@@ -59,12 +59,11 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
-    """A norm's weight, [E]."""
     return NormWeightStruct(weight.data_ptr(), weight.dtype == torch.float32, eps)
 
 
 def cache_struct(cache: KVCache) -> CacheLayoutStruct:
-    """Where one layer's K and V are, and their scales if they are quantized."""
+    """Addresses of one layer's K and V, and of their scales if they are quantized."""
     _, block_size, num_heads, head_dim = cache.k_NSKD.shape
     tensors = cache.k_NSKD, cache.v_NSKD, cache.k_scale_NSK, cache.v_scale_NSK
     addresses = (None if x is None else x.data_ptr() for x in tensors)
@@ -72,7 +71,6 @@ def cache_struct(cache: KVCache) -> CacheLayoutStruct:
 
 
 def group_struct(group: SharedMemoryGroup) -> RankGroupStruct:
-    """A group of ranks, as one of them knows it."""
     return RankGroupStruct(
         group.counters.data_ptr(),
         group.buffers.data_ptr(),
@@ -84,7 +82,6 @@ def group_struct(group: SharedMemoryGroup) -> RankGroupStruct:
 
 
 def step_struct(metadata: AttentionMetadata) -> StepStruct:
-    """The part of a step that attention needs; metadata must outlive it."""
     table_BM = metadata.block_table_BM
     assert table_BM.stride(1) == 1, "a row's block ids are adjacent"
     query_start = np.array(metadata.query_start, np.int64)
@@ -102,7 +99,6 @@ def step_struct(metadata: AttentionMetadata) -> StepStruct:
 
 
 def mask_struct(mask: TokenMask | None) -> TokenMaskStruct | None:
-    """Masks of rows, None if there are none; mask must outlive it."""
     if mask is None:
         return None
     words_MW, index_R = mask.words_MW, mask.index_R
@@ -112,7 +108,6 @@ def mask_struct(mask: TokenMask | None) -> TokenMaskStruct | None:
 
 
 def edits_struct(logits_RV: Tensor, edits: LogitEdits) -> EditLogitsStruct:
-    """Edits of these rows; edits must outlive it."""
     assert logits_RV.stride(1) == edits.token_table.stride(1) == 1, "rows' values are adjacent"
     lists = edits.lists
 
@@ -139,3 +134,46 @@ def edits_struct(logits_RV: Tensor, edits: LogitEdits) -> EditLogitsStruct:
         sequence_starts=lists.sequence_starts_A.data_ptr(),
         bad=of(lists.bad_starts, lists.bad_N),
     )
+
+
+class PackedExperts:
+    """All of a layer's, each projection in one form. Implements `Experts`."""
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self.struct, self.weights = experts_struct(weights), weights
+
+
+def experts_struct(weights: ExpertWeights) -> ExpertWeightsStruct:
+    """All experts of a layer, each projection in one form. Weights must outlive it.
+
+    Raises ValueError: they are in several.
+    """
+    arrays = []
+    for projection in (weights.gates, weights.ups, weights.downs):
+        structs = [weight_struct(weight) for weight in projection]
+        if len({_form(struct) for struct in structs}) != 1:
+            raise ValueError("experts of a layer are stored in different ways")
+        arrays.append((LinearWeightStruct * len(structs))(*structs))
+    return ExpertWeightsStruct(len(weights.gates), *arrays)
+
+
+def _form(struct: LinearWeightStruct) -> tuple[int | bool, ...]:
+    group = struct.format
+    return (struct.kind, struct.in_features, struct.out_features, bool(struct.permutation),
+            group.bits, group.scales, group.minima, group.group)  # fmt: skip
+
+
+def expert_operands_struct(routing: Routing, shared: SharedExpert | None) -> ExpertOperandsStruct:
+    """Operands of the choice of experts, and the shared one."""
+    logits_TX = routing.logits_TX
+    struct = ExpertOperandsStruct(
+        logits=logits_TX.data_ptr(),
+        logits_stride=logits_TX.stride(0),
+        num_chosen=routing.num_chosen,
+        is_normalized=routing.is_normalized,
+    )
+    if shared is not None:
+        struct.shared_gate, struct.shared_out = shared.gate_T1.data_ptr(), shared.out_TE.data_ptr()
+        struct.shared_gate_stride = shared.gate_T1.stride(0)
+        struct.shared_out_stride = shared.out_TE.stride(0)
+    return struct

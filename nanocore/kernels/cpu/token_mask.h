@@ -1,6 +1,6 @@
 // A row of logits as samplers read it: with a mask, only where a token is allowed.
 //
-// A mask has a bit for each token of the vocabulary (token_mask.py). The bits of 32 logits are looked
+// A mask has a bit for each token of the vocabulary (logit_edits.py). The bits of 32 logits are looked
 // at together: where there are none the logits are not even loaded, and where there are all of them
 // they are read like those of a row without a mask.
 

@@ -121,7 +121,6 @@ def begin_step_kernel(
 
 
 def begin_step(rows: StepRows, embedding: TokenEmbedding | None) -> tuple[Tensor, Tensor | None]:
-    """See `interface.Kernels.begin_step`."""
     num_columns, token_stride = rows.block_table.shape[1], rows.token_table.shape[1]
     assert rows.block_table.is_contiguous()
     assert rows.token_table.is_contiguous()

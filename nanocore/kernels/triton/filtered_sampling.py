@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.interface import Filters, Noise
-from nanocore.kernels.token_mask import TokenMask
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.sampling import (
     allowed,
@@ -317,7 +317,6 @@ def choose_kernel(
 def best_filtered_token(
     logits_RV: Tensor, noise: Noise, filters: Filters, mask: TokenMask | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `interface.Kernels.best_filtered_token`."""
     num_rows, width = logits_RV.shape
     assert (logits_RV.dtype, logits_RV.stride(1)) == (torch.float32, 1)
     value_R = logits_RV.new_empty(num_rows)

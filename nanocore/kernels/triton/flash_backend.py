@@ -3,7 +3,7 @@
 FlashAttention 3 (for Hopper, upstream's or vLLM's build) and 4 (for Hopper and Blackwell) take any
 block size and a step's decodes and chunks in one call. FlashAttention 2 wants blocks of whole 256
 tokens, and gets decodes and chunks apart. All choose their work by the batch, so results depend on
-it, and chunks need lengths on the host, so only steps of decodes are recorded as graphs. (Dao et
+it, and chunks need lengths on the host, so only steps of decodes are captured as graphs. (Dao et
 al. 2022, Dao 2023, Shah et al. 2024.) Quantized caches, float32 and head sizes that they do not
 take are ours. Shape suffixes: see `interface`.
 """
@@ -54,8 +54,7 @@ class _Build:
     def load(self, device: torch.device) -> ModuleType:
         """Import the module.
 
-        Raises:
-            Exception: it is not installed, damaged, lacks what we call, or cannot run here.
+        Raises Exception: it is not installed, damaged, lacks what we call, or cannot run here.
         """
         if device.type == "cuda":
             major, minor = torch.cuda.get_device_capability(device)
@@ -90,8 +89,7 @@ _BUILDS: Final = (
 class FlashKernels(TritonKernels):
     """Implements `interface.Kernels`. version: of flash-attn.
 
-    Raises:
-        ValueError: no flash-attn can be used here, or see `TritonKernels`.
+    Raises ValueError: no flash-attn can be used here, or see `TritonKernels`.
     """
 
     name = "flash"
@@ -177,7 +175,6 @@ class _OneCall:
 
     @classmethod
     def of(cls, build: _Build, module: ModuleType) -> _OneCall:
-        """Find out what this release takes."""
         function = getattr(module, build.functions[0])
         names = inspect.signature(function).parameters.keys()
         has_plans = build.version == 3 and "scheduler_metadata" in names
@@ -192,7 +189,6 @@ class _OneCall:
         spec: AttentionSpec,
         out_THD: Tensor,
     ) -> None:
-        """Decodes and chunks at once: a decode is a chunk of one token."""
         step, build = _Step.of(metadata), self.build
         table_BM = step.block_table_BM
         options = _options(spec) | {
@@ -220,9 +216,9 @@ class _OneCall:
     def _planned(
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
-        """How the step's work is shared among multiprocessors, for all layers that are alike.
+        """Plan of the step's work on multiprocessors, for all layers that are alike.
 
-        It is computed on the device, by a kernel that a graph records before those that read it.
+        It is computed on the device, by a kernel that a graph has before those that read it.
         """
         step, (_, num_heads, head_dim) = _Step.of(metadata), q_THD.shape
         _, block_size, num_kv_heads, _ = cache.k_NSKD.shape
@@ -251,7 +247,7 @@ class _OneCall:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What one call is told of a step. longest: chunk. plans: by what they depend on."""
+    """Arguments of one call for a step. longest: chunk. plans: by what they depend on."""
 
     longest: int
     num_splits: int
@@ -260,7 +256,6 @@ class _Step:
 
     @classmethod
     def of(cls, metadata: AttentionMetadata) -> _Step:
-        """That of this step, made by its first layer."""
         found: _Step | None = metadata.scratch.get(_STEP_KEY)
         if found is None:
             starts = metadata.query_start

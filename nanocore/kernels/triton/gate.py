@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
+from nanocore.kernels import Activation
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 _BLOCK: Final = 1024

@@ -21,25 +21,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
+from nanocore.kernels import Activation
 from nanocore.kernels.triton.gate import apply_gate, gated
-from nanocore.kernels.triton.grouped_numbers import (
+from nanocore.kernels.triton.grouped_packing import GroupedLinear, Layout
+from nanocore.kernels.triton.grouped_rows import (
     constants,
+    dequantize,
     load_scales,
     minimum_of,
     numbers_of,
     scale_of,
     zero_of,
 )
-from nanocore.kernels.triton.grouped_packing import GroupedLinear, Layout
-from nanocore.kernels.triton.grouped_rows import dequantize
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.matmul import HOPPER_BYTES, max_shared_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedTile:
-    """Of the result: block_t rows, block_o columns (of each half, if gated)."""
+    """Tile of the result: block_t rows, block_o columns (of each half, if gated)."""
 
     block_t: int
     block_o: int
@@ -62,7 +62,6 @@ class GroupedTile:
         return tile
 
     def _out_bytes(self) -> int:
-        """Results are turned there, so that memory is written row by row."""
         return 4 * self.block_t * (self.block_o + 8)
 
 
@@ -224,7 +223,7 @@ def choose_tile(
     batch_invariant: bool,
     max_shared_bytes: int,
 ) -> GroupedTile:
-    """For inputs in half precision. num_columns: of the result."""
+    """Choose the tile for inputs in half precision. num_columns: of the result."""
     if max_shared_bytes >= HOPPER_BYTES and not batch_invariant:
         tile = _measured_tile(num_rows, num_columns, layout, is_gated)
     else:

@@ -29,7 +29,7 @@ _HALVES: Final[dict[torch.dtype, Scales]] = {
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a weight's words are to be read.
+    """Layout of a weight's words.
 
     bits: 4 or 8. is_float8: they are E4M3. plane: inputs of one. num_scales: of a chunk. scales:
     their form, two in a word, or one; or bytes times a float16 of each 256 inputs.
@@ -46,17 +46,14 @@ class Layout:
 
     @property
     def num_planes(self) -> int:
-        """Of a chunk."""
         return 16 // self.bits
 
     @property
     def chunk(self) -> int:
-        """Inputs of a chunk."""
         return self.num_planes * self.plane
 
     @property
     def num_scale_words(self) -> int:
-        """Of a chunk, with its minima."""
         if self.scales == "super":
             return 2 if self.has_minima else 1
         if self.scales == "float32":
@@ -65,7 +62,6 @@ class Layout:
 
     @property
     def num_words(self) -> int:
-        """Of a chunk's scales, minima and zero points; without super scales."""
         return self.num_scale_words + self.has_zeros
 
 
@@ -84,7 +80,6 @@ class GroupedLinear(LinearWeight):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that all takes."""
         parts = (self.data, self.scales, self.super_scales, self.permutation_I)
         return sum(part.nbytes for part in parts if part is not None)
 
@@ -92,8 +87,7 @@ class GroupedLinear(LinearWeight):
 def pack_groups(weight: GroupedWeight) -> GroupedLinear:
     """The same numbers.
 
-    Raises:
-        ValueError: a group's size, or a codebook, is none that our kernels on a GPU have.
+    Raises ValueError: a group's size, or a codebook, is none that our kernels on a GPU have.
     """
     if weight.codebook is not None:
         weight = _without_codebook(weight)
@@ -120,7 +114,7 @@ def pack_groups(weight: GroupedWeight) -> GroupedLinear:
 
 
 def pack_float8(weight: Float8Weight) -> GroupedLinear:
-    """Likewise; what is no number makes its group's scale one that is none."""
+    """Pack E4M3; a value that is not a number makes its group's scale NaN."""
     out_features, in_features = weight.values_OI.shape
     scale_OG, group_size = weight.scale.float(), in_features
     if weight.has_blocks:
@@ -169,7 +163,6 @@ def _layout(weight: GroupedWeight, is_float8: bool = False) -> Layout:
 
 
 def _parts(weight: GroupedWeight, layout: Layout) -> list[Tensor]:
-    """Scales, and minima if there are any."""
     parts = [weight.scale_OG]
     if weight.minimum_OG is not None:
         parts.append(weight.minimum_OG)
@@ -223,7 +216,6 @@ def _pack(values_OI: Tensor, layout: Layout) -> Tensor:
 
 
 def _without_codebook(weight: GroupedWeight) -> GroupedWeight:
-    """The same numbers as whole ones of eight bits times scales."""
     assert weight.codebook is not None
     doubled = weight.codebook.float() * 2  # MXFP4 has halves
     if not bool(((doubled == doubled.round()) & (doubled.abs() < 128)).all()):

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
+from nanocore.kernels import Activation
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.triton.gate import apply_gate
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
@@ -26,7 +26,7 @@ from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of the result: block_t rows, block_o columns (of each half, if gated), block_i at a time."""
+    """Tile of the result: block_t rows, block_o columns (of each half, if gated), block_i deep."""
 
     block_t: int
     block_o: int
@@ -218,7 +218,7 @@ def choose_tile(
     batch_invariant: bool,
     max_shared_bytes: int,
 ) -> Tile:
-    """For inputs in half precision. num_columns: of the result; weight_bytes: of one number."""
+    """Choose a tile for half precision. num_columns: of the result; weight_bytes: of a number."""
     if weight_bytes == 1 and max_shared_bytes >= HOPPER_BYTES and not batch_invariant:
         if measured := _measured_tile(num_rows, num_columns, is_gated):
             return measured
@@ -229,7 +229,6 @@ def choose_tile(
 def _widest_tile(
     num_rows: int, num_columns: int, weight_bytes: int, is_gated: bool, batch_invariant: bool
 ) -> Tile:
-    """What reads weights fastest where shared memory has room."""
     if batch_invariant:
         # Wide enough for prompts, and no wider than the weight has tiles for its decodes.
         block_o = 64 if num_columns >= 4096 and not is_gated else 32

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
-from nanocore.kernels.experts import StackedExperts
+from nanocore.kernels import Activation
 from nanocore.kernels.interface import SharedExpert
+from nanocore.kernels.linear_weight import StackedExperts
 from nanocore.kernels.triton.gate import apply_gate
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.matmul import Tile, max_shared_bytes, multiply
@@ -159,7 +159,7 @@ def choose_tile(
     batch_invariant: bool,
     max_shared_bytes: int,
 ) -> Tile:
-    """For inputs in half precision: about as many rows as an expert has on average."""
+    """Choose a tile for half precision: about as many rows as an expert has on average."""
     halves = 2 if is_gated else 1
     if num_pairs <= 16 * num_experts and not batch_invariant:
         tile = Tile(16, 64 // halves, 128, num_warps=4, num_stages=4)

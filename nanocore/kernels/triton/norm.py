@@ -95,20 +95,17 @@ def rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `interface.Kernels.rms_norm`."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return _norm(rows, None, None, weight, eps).view(x.shape)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `interface.Kernels.add_rms_norm`; the sum is written over residual."""
     return _norm(x, residual, None, weight, eps), residual
 
 
 def select_add_rms_norm(
     x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, weight: Tensor, eps: float
 ) -> Tensor:
-    """See `interface.Kernels.select_add_rms_norm`."""
     return _norm(x_TE, residual_TE, index_R, weight, eps)
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata, KVCache, QKNorm, Rotary
-from nanocore.kernels.triton.kv_blocks import block_offset
+from nanocore.kernels.triton.attention_tile import block_offset
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 NUM_WARPS: Final = 4
@@ -198,7 +198,6 @@ def rope_and_store_kv(
     cache: KVCache,
     metadata: AttentionMetadata,
 ) -> Tensor:
-    """See `interface.Kernels.rope_and_store_kv`. Q, a view of qkv, has gaps between tokens."""
     block_size, num_kv_heads, head_dim = cache.k_NSKD.shape[1:]
     q_weight, k_weight, eps = (
         (None, None, 0.0) if qk_norm is None else (qk_norm.q_weight, qk_norm.k_weight, qk_norm.eps)

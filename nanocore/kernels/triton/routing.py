@@ -148,7 +148,7 @@ def plan_kernel(
 
 
 def route(routing: Routing) -> tuple[Tensor, Tensor]:
-    """(expert ids, int32 [T, C]; their weights, float32 [T, C]); see `torch_moe.Routing`."""
+    """(expert ids, int32 [T, C]; their weights, float32 [T, C]); see `interface.Routing`."""
     logits_TX, num_chosen = routing.logits_TX, routing.num_chosen
     num_tokens, num_experts = logits_TX.shape
     assert logits_TX.stride(1) == 1
@@ -166,7 +166,7 @@ def route(routing: Routing) -> tuple[Tensor, Tensor]:
 
 
 def route_warps(block: int) -> int:
-    """How many warps choose among `block` experts: eight of them a thread, 8 warps at most."""
+    """Warps that choose among `block` experts: eight experts a thread, 8 warps at most."""
     return min(8, max(1, block // 256))
 
 

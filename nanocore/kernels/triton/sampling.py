@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.interface import Noise
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import TokenPlaces
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 _PART: Final = 2048
@@ -190,7 +190,6 @@ def best_token(
     places: TokenPlaces | None = None,
     mask: TokenMask | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `interface.Kernels.best_token`."""
     num_rows, width = logits_RV.shape
     assert logits_RV.stride(1) == 1
     num_parts = triton.cdiv(width, _PART)

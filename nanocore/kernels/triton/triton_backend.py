@@ -6,7 +6,7 @@ norm. Few sequences take one more, which merges their parts. One kernel before t
 that they need but attention's plan, which the first one of each window makes; after them come the
 last norm, of the rows that sample, their logits, and two kernels that sample.
 Nothing waits for the device and no launch depends on what is in its memory, so every step can be
-recorded as a graph.
+captured as a graph.
 
 With batch_invariant, products are ours too, and every token is attended to in tiles of one shape
 without parts: its bits are then the same in any batch and any chunks. Shape suffixes: `interface`.
@@ -22,10 +22,9 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from nanocore.kernels.activation import Activation
-from nanocore.kernels.experts import Experts, StackedExperts
+from nanocore.kernels import Activation
 from nanocore.kernels.group_quantization import quantize_groups
-from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight, Float8Weight, GroupedWeight
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
@@ -40,22 +39,24 @@ from nanocore.kernels.interface import (
 )
 from nanocore.kernels.linear_weight import (
     FP8,
+    Experts,
     LinearWeight,
+    StackedExperts,
     TokenEmbedding,
     can_multiply_float8,
     pack_rows,
 )
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import (
-    attention,
     filtered_sampling,
     gate,
     grouped_linear,
     grouped_rows,
     matmul,
     norm,
+    paged_attention,
     rope,
     sampling,
 )
@@ -74,8 +75,7 @@ _INTERPRETED_SMS: Final = 4
 class TritonKernels(TorchKernels):
     """Implements `interface.Kernels`. num_sms: multiprocessors, among which attention is shared.
 
-    Raises:
-        ValueError: the device is not CUDA, and Triton does not interpret (TRITON_INTERPRET=1).
+    Raises ValueError: the device is not CUDA, and Triton does not interpret (TRITON_INTERPRET=1).
     """
 
     name = "triton"
@@ -98,15 +98,16 @@ class TritonKernels(TorchKernels):
             self.num_sms = _INTERPRETED_SMS
         else:
             raise ValueError(f"the device is {device}, and Triton's kernels are for CUDA; use auto")
-        self.batch_invariant, self.keeps_activations = batch_invariant, keeps_activations
+        self.batch_invariant = batch_invariant
+        self.keeps_activations = keeps_activations
 
     def pack_linear(
         self,
-        weight: StoredWeight,
+        weight: CheckpointWeight,
         quantization: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> LinearWeight:
-        """As `interface` has it; stored numbers of few bits stay what they are.
+        """Pack as `interface` says; stored numbers of few bits stay as they are.
 
         E4M3 with a scale for each output is multiplied with activations in E4M3, as its format
         means it, where the device and the sizes allow it. Scales of blocks would have each product
@@ -232,7 +233,7 @@ class TritonKernels(TorchKernels):
     def paged_attention(
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
-        return attention.paged_attention(
+        return paged_attention.paged_attention(
             q_THD,
             cache,
             metadata,
@@ -262,7 +263,6 @@ class TritonKernels(TorchKernels):
         return can_multiply_float8(values_OI) and not is_old
 
     def _is_ours(self, weight: LinearWeight) -> bool:
-        """Whether a product is not for cuBLAS."""
         return self.batch_invariant or weight.scale_O is not None
 
     def _multiply(

@@ -82,16 +82,16 @@ class BlockTable:
         return self._select(rows_B).table_BM
 
     def select_kept(self, key: int, rows_B: NDArray[np.int64]) -> Tensor:
-        """Likewise, made once for a key and kept up to date with blocks that are appended.
+        """Select rows as `select` does, once for a key; appended blocks are added to what is kept.
 
-        rows_B: the same in every call with this key, until `forget`.
+        rows_B: the same in every call with this key, until `clear_kept`.
         """
         selection = self._kept.get(key)
         if selection is None:
             selection = self._kept[key] = self._select(rows_B)
         return selection.table_BM
 
-    def forget(self) -> None:
+    def clear_kept(self) -> None:
         """Keep no selection any longer: rows were started anew, or a key stands for others now."""
         self._kept.clear()
 

@@ -1,4 +1,4 @@
-"""The persistent batch: every running row's state, kept between steps and changed by differences.
+"""The persistent batch: every running row's state, kept between steps and updated incrementally.
 
 A row is fixed for as long as its request runs, and is the same in the engine and on every rank.
 Counts and block tables are numpy columns on the host. Tokens are where the model runs, where
@@ -21,8 +21,8 @@ from nanocore.kernels.interface import AttentionMetadata
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.worker.batch.block_table import AppendedBlocks, BlockTable
 from nanocore.worker.plan import NewRow, SchedulerOutput
-from nanocore.worker.sampling.asked import Asked, AskingRows
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
+from nanocore.worker.sampling.requested_outputs import RequestedOutputRows, RequestedOutputs
 
 _TOKEN_DTYPE = np.dtype("<i4")
 _NO_BLOCKS = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))
@@ -30,7 +30,7 @@ _NO_BLOCKS = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a step computes. token_ids_T: int64 where the model runs.
+    """Inputs of a step. token_ids_T: int64 where the model runs.
 
     sample_index_R: which of the T tokens' hidden states sample.
     """
@@ -41,17 +41,17 @@ class StepInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class StepOrder:
     """A step's rows in the order of its tokens, and what follows from their counts alone.
 
-    is_steady: these are all rows of the group, with a token each: the order is the same in every
-    such step until a row comes or goes, and so is all that follows from it.
-    source_T: which of the B each token belongs to; offset_T: the how many-th of its row it is.
+    is_decode_only: these are all rows of the group, with a token each. The order is the same in
+    every such step until a row comes or goes, and so is all that follows from it.
+    source_T: which of the B each token belongs to; offset_T: its index among its row's tokens.
     last_token_B: the last token of each row. query_start_A, num_decodes_1: as in
     `AttentionMetadata`, on the host.
     """
 
-    is_steady: bool
+    is_decode_only: bool
     num_decodes: int
     rows_B: NDArray[np.int64]
     counts_B: NDArray[np.int64]
@@ -66,7 +66,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class BatchStep:
-    """What a step computes, on the host.
+    """One step's rows, positions and slots, on the host.
 
     group: of the plan. all_sample: every row of the order does. seq_lens_B: contexts with this
     step's tokens. slots_T: where their K and V go. sample_index_R: which of the T tokens sample;
@@ -75,7 +75,7 @@ class BatchStep:
     """
 
     group: int
-    order: Order
+    order: StepOrder
     all_sample: bool
     seq_lens_B: NDArray[np.int64]
     positions_T: NDArray[np.int64]
@@ -103,7 +103,8 @@ class InputBatch:
         num_groups: int = 1,
         has_tokens: bool = True,
     ) -> None:
-        self.max_num_seqs, self.block_size = max_num_seqs, block_size
+        self.max_num_seqs = max_num_seqs
+        self.block_size = block_size
         self.group = np.arange(max_num_seqs) % num_groups
         # One more than is ever computed: the token that is sampled after a prompt of max_model_len.
         num_columns = max_model_len + 1 if has_tokens else 0
@@ -113,23 +114,24 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.sampling = RowColumns(max_num_seqs, vocab_size)
-        self._asking = AskingRows(max_num_seqs, vocab_size)
+        self._requested_rows = RequestedOutputRows(max_num_seqs, vocab_size)
         self.token_table = torch.from_numpy(self.token_ids)
-        self._steady_orders: dict[int, Order] = {}
-        self._steady_samples: dict[int, SampledRows] = {}
-        """Both by group, and made when they are first needed; see `_forget`."""
+        self._decode_orders: dict[int, StepOrder] = {}
+        self._decode_samples: dict[int, SampledRows] = {}
+        """Both by group, and made when they are first needed; see `_clear_kept`."""
 
     def apply(self, plan: SchedulerOutput) -> AppendedBlocks:
         """Take in a plan's differences: rows removed, rows added, blocks appended.
 
         Returns the blocks that were appended to rows, but for those that came with new rows.
         """
+        # Removed rows go before added ones: a plan may give a freed row to another request.
         if plan.removed_rows or plan.added:
-            self._forget()
+            self._clear_kept()
         if plan.removed_rows:
             removed = ints(plan.removed_rows)
             self.is_active[removed] = False
-            self._asking.remove(removed)
+            self._requested_rows.remove(removed)
         for new in plan.added:
             self._add(new)
         if not plan.block_rows:
@@ -137,14 +139,16 @@ class InputBatch:
         return self.blocks.append(ints(plan.block_rows), ints(plan.block_ids))
 
     def advance(self, plan: SchedulerOutput) -> BatchStep:
-        """What the plan's step computes, decodes first; advances the computed counts."""
+        """Lay out the plan's step, decodes first, and advance the computed counts."""
         order = self._order(plan)
         rows_B = order.rows_B
+        # Counts alone decide what is computed and who samples: tokens may still be unknown here.
         before_B = self.num_computed[rows_B]
         seq_lens_B = before_B + order.counts_B
         self.num_computed[rows_B] = seq_lens_B
         positions_T = before_B[order.source_T] + order.offset_T
         blocks_T = self.blocks.ids[order.rows_T, positions_T // self.block_size]
+        # A row samples when its last known token is computed; a chunk that ends before does not.
         samples_B = seq_lens_B == self.num_tokens[rows_B]
         all_sample = bool(samples_B.all())
         return BatchStep(
@@ -180,26 +184,25 @@ class InputBatch:
         )
 
     def sampled_rows(self, step: BatchStep) -> SampledRows:
-        """How the rows sample that the step does."""
-        if not (step.order.is_steady and step.all_sample):
+        """Sampling parameters of the rows that the step samples."""
+        if not (step.order.is_decode_only and step.all_sample):
             return self.sampling.of_rows(step.sample_rows)
-        samples = self._steady_samples.get(step.group)
+        samples = self._decode_samples.get(step.group)
         if samples is None:
             samples = self.sampling.of_rows(step.sample_rows)
-            self._steady_samples[step.group] = samples
+            self._decode_samples[step.group] = samples
         return samples
 
-    def asked(self, step: BatchStep) -> Asked | None:
-        """What the step is asked for beside tokens; to be called once, in the steps' order."""
-        if self._asking.is_empty:
+    def requested(self, step: BatchStep) -> RequestedOutputs | None:
+        """Outputs that the step's rows request beside tokens; call once, in the steps' order."""
+        if self._requested_rows.is_empty:
             return None
         order = step.order
-        steady_group = step.group if order.is_steady and step.all_sample else None
+        decode_group = step.group if order.is_decode_only and step.all_sample else None
         computed = order.rows_B, order.counts_B, step.seq_lens_B
-        return self._asking.asked(step.sample_rows, steady_group, *computed)
+        return self._requested_rows.requested(step.sample_rows, decode_group, *computed)
 
     def places(self, step: BatchStep) -> TokenPlaces:
-        """Of the tokens that the step samples, in these rows' own memory."""
         rows_R, positions_R = map(torch.from_numpy, (step.sample_rows, step.sample_positions))
         return TokenPlaces(self.token_table, rows_R, positions_R)
 
@@ -209,7 +212,7 @@ class InputBatch:
             self.token_ids[rows, self.num_tokens[rows]] = token_ids_R
         self.num_tokens[rows] += 1
 
-    def append_told(self, rows: NDArray[np.int32], token_ids: NDArray[np.int32]) -> NDArray:
+    def append_sampled(self, rows: NDArray[np.int32], token_ids: NDArray[np.int32]) -> NDArray:
         """Append tokens that another stage sampled; a row stands there once for each of its own.
 
         Returns their places in the rows, int32.
@@ -225,29 +228,29 @@ class InputBatch:
         np.add.at(self.num_tokens, rows, 1)
         return places.astype(np.int32)
 
-    def _order(self, plan: SchedulerOutput) -> Order:
-        """The step's order: a kept one if all rows of the group decode."""
+    def _order(self, plan: SchedulerOutput) -> StepOrder:
         if plan.chunk_rows:
             return self._make_order(plan)
-        order = self._steady_orders.get(plan.group)
+        order = self._decode_orders.get(plan.group)
         if order is None:
-            order = self._steady_orders[plan.group] = self._make_order(plan)
+            order = self._decode_orders[plan.group] = self._make_order(plan)
         return order
 
     def _block_table(self, step: BatchStep) -> Tensor:
-        if step.order.is_steady:
+        if step.order.is_decode_only:
             return self.blocks.select_kept(step.group, step.order.rows_B)
         return self.blocks.select(step.order.rows_B)
 
-    def _forget(self) -> None:
-        """What followed from which rows there are, before one comes or goes."""
-        self._steady_orders.clear()
-        self._steady_samples.clear()
-        self.blocks.forget()
+    def _clear_kept(self) -> None:
+        # Called before a row comes or goes: what is kept follows from which rows there are.
+        self._decode_orders.clear()
+        self._decode_samples.clear()
+        self.blocks.clear_kept()
 
-    def _make_order(self, plan: SchedulerOutput) -> Order:
+    def _make_order(self, plan: SchedulerOutput) -> StepOrder:
         counts = (self.is_active & (self.group == plan.group)).astype(np.int64)
         counts[ints(plan.chunk_rows)] = ints(plan.chunk_counts)
+        # Decodes first, as attention wants them. A chunk of one token is a decode, too.
         decodes = np.flatnonzero(counts == 1)
         rows_B = np.concatenate((decodes, np.flatnonzero(counts > 1)))
         counts_B = counts[rows_B]
@@ -258,8 +261,8 @@ class InputBatch:
         )
         source_T = np.repeat(np.arange(len(rows_B)), counts_B)
         starts = np.concatenate(([0], ends_B))
-        return Order(
-            is_steady=not plan.chunk_rows,
+        return StepOrder(
+            is_decode_only=not plan.chunk_rows,
             num_decodes=len(decodes),
             rows_B=rows_B,
             counts_B=counts_B,
@@ -283,7 +286,7 @@ class InputBatch:
         self.num_computed[row] = new.num_computed_tokens
         self.blocks.set_row(row, ints(new.block_ids))
         self.sampling.set_row(new)
-        self._asking.add(new)
+        self._requested_rows.add(new)
 
 
 def ints(column: bytes) -> NDArray[np.int32]:

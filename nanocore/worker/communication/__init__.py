@@ -1,1 +1,1 @@
-"""What ranks tell each other in the middle of a step: sums, candidates, hidden states."""
+"""Exchanges between ranks within a step: sums, candidates, hidden states."""

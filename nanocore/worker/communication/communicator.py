@@ -1,6 +1,6 @@
-"""What ranks that share a model's layers tell each other, and what stages of layers do: interfaces.
+"""Interfaces between ranks: those that share a model's layers, and pipeline stages.
 
-`shm_communicator` implements it through shared memory between processes on a CPU,
+`shared_memory` implements it through shared memory between processes on a CPU,
 `process_group` through torch.distributed (NCCL on CUDA). All ranks of a group make the same calls
 in the same order; a rank that stops is noticed by the executor, which watches over all of them.
 """

@@ -13,9 +13,8 @@ from nanocore.worker.communication.communicator import (
     SingleRank,
     StageLinks,
 )
-from nanocore.worker.communication.shm_channel import ShmChannel
-from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, ShmCommunicator
-from nanocore.worker.messages import RankStart, WorkerConfig
+from nanocore.worker.communication.shared_memory import BUFFER_BYTES, ShmChannel, ShmCommunicator
+from nanocore.worker.rank_messages import RankStart, WorkerConfig
 
 CHANNEL_DEPTH: Final = 2
 """Steps whose hidden states can wait between two stages."""
@@ -53,8 +52,7 @@ def connect(start: RankStart, device: torch.device, hidden_size: int) -> RankLin
 
 def _connect_cuda(start: RankStart, device: torch.device) -> RankLinks:
     # It imports torch.distributed, which is a tenth of a second of everyone's start.
-    from nanocore.worker.communication.one_shot import with_one_shot
-    from nanocore.worker.communication.process_group import ProcessGroupCommunicator
+    from nanocore.worker.communication.process_group import ProcessGroupCommunicator, with_one_shot
 
     tp_size, pp_size = start.config.tensor_parallel_size, start.config.pipeline_parallel_size
     rank, stage = start.rank, start.rank // tp_size

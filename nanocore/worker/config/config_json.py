@@ -1,30 +1,26 @@
-"""What config.json says of a model, parsed by us into one shape; no code of the model is ever run.
+"""Reader of config.json into one shape for all families; no code of the model is ever run.
 
-How a family reads it is its `Family`; single settings are read in `layer_settings`, `rope_settings`
-and `windows`. A setting that would change the model's output and is not implemented is refused,
-never ignored.
+How a family reads it is its `Family`; rotations are read in `rope_config`. A setting that would
+change the model's output and is not implemented is refused, never ignored.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from nanocore.worker.config.family import Family
+from nanocore.kernels import Activation
+from nanocore.protocol.errors import ModelFileError
+from nanocore.worker.config.family import Family, Softcap, read_layer_types
 from nanocore.worker.config.generation_config import read_generation_defaults
-from nanocore.worker.config.layer_settings import (
-    read_activation,
-    read_attention_bias,
-    read_heads,
-    read_mlp_bias,
-    read_moe,
-    read_query_divisor,
-    read_rope,
-    read_softcap,
+from nanocore.worker.config.json_settings import Range, Settings
+from nanocore.worker.config.model_config import ModelConfig, MoeConfig
+from nanocore.worker.config.rope_config import (
+    LayerType,
+    RopeConfig,
+    read_rope_by_layer_type,
+    read_shared_rope,
+    served_lengths,
 )
-from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.rope_settings import served_lengths
-from nanocore.worker.config.settings import Range, Settings
-from nanocore.worker.config.windows import read_layer_types
 
 MAX_LAYERS: Final = 1024
 """Eight times what the deepest models have: what is made for each layer stays little."""
@@ -38,8 +34,7 @@ def parse_model_config(
 ) -> ModelConfig:
     """The contents of config.json and generation_config.json, as the family reads them.
 
-    Raises:
-        ModelFileError: a setting that is missing, malformed or not implemented.
+    Raises ModelFileError: a setting that is missing, malformed or not implemented.
     """
     if family.translate is not None:
         settings = family.translate(settings)
@@ -96,7 +91,6 @@ def parse_model_config(
 
 
 def _refuse_what_no_family_has(settings: Settings) -> None:
-    """Settings of multimodal and bidirectional models."""
     for name in ("text_config", "vision_config"):
         if settings.has(name):
             raise settings.error(name)
@@ -136,7 +130,6 @@ def _eos_token_ids(
 
 
 def _ids(settings: Settings) -> list[int] | None:
-    """The ids that a file names as ends; None if it names none."""
     name = "eos_token_id"
     if not settings.has(name):
         return None
@@ -146,3 +139,122 @@ def _ids(settings: Settings) -> list[int] | None:
     if len(ids) > _MAX_EOS_IDS:
         raise settings.error(name, f"has {len(ids)} ids, and may have {_MAX_EOS_IDS}")
     return ids
+
+
+MAX_EXPERTS: Final = 2**16
+"""Of all layers together; twice what the largest models have."""
+
+_ACTIVATIONS: Final[dict[str, Activation]] = {
+    "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_python_tanh": "gelu",
+    "gelu_new": "gelu", "gelu_fast": "gelu", "gelu_accurate": "gelu",
+}  # fmt: skip
+"""By transformers' names. Its other gelus are not the tanh approximation, and not here."""
+
+_SOFTCAP: Final = Range(1e-3, 1e6)
+
+
+def read_heads(settings: Settings, family: Family) -> tuple[int, int, int]:
+    num_heads, hidden_size = settings.size("num_attention_heads"), settings.size("hidden_size")
+    if settings.is_set("num_key_value_heads"):
+        num_kv_heads = settings.size("num_key_value_heads", num_heads)
+    else:
+        num_kv_heads = family.num_kv_heads or num_heads
+    if num_heads % num_kv_heads:
+        raise ModelFileError(
+            f"{settings.source}: {num_heads} heads (num_attention_heads) cannot share "
+            f"{num_kv_heads} KV heads (num_key_value_heads) evenly"
+        )
+    default = None if settings.is_set("head_dim") else family.head_dim  # null is no default
+    if not settings.has("head_dim") and default is None and hidden_size % num_heads:
+        raise settings.error("hidden_size", f"is not divisible by {num_heads} heads")
+    head_dim = settings.size("head_dim", default or hidden_size // num_heads)
+    return num_heads, num_kv_heads, head_dim
+
+
+def read_attention_bias(settings: Settings, family: Family) -> bool:
+    bias = family.attention_bias
+    if family.bias_setting is not None:
+        bias = settings.get(family.bias_setting, bool, bias)
+    for name in ("attention_bias", "qkv_bias"):
+        if settings.get(name, bool, bias) != bias:
+            raise settings.error(name, "is not implemented for this architecture")
+    return bias
+
+
+def read_mlp_bias(settings: Settings, family: Family) -> bool:
+    bias = settings.get("mlp_bias", bool, False)
+    if bias and not family.mlp_bias_setting:
+        raise settings.error("mlp_bias", "is not implemented for this architecture")
+    return bias
+
+
+def read_activation(settings: Settings, family: Family) -> Activation:
+    name = family.activation_setting
+    value = settings.get(name, str, family.activation)
+    if value not in _ACTIVATIONS:
+        raise settings.error(name, f"is not implemented; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[value]
+
+
+def read_query_divisor(settings: Settings, family: Family, head_dim: int) -> int:
+    if family.query_pre_attn_scalar is None:
+        return head_dim
+    return settings.size("query_pre_attn_scalar", family.query_pre_attn_scalar)
+
+
+def read_softcap(settings: Settings, name: str, support: Softcap | None) -> float:
+    cap = settings.nullable(name, float, support.default if support else None)
+    if cap is None:
+        return 0.0
+    if support is None:
+        raise settings.error(name, "is not implemented for this architecture")
+    return settings.within(name, cap, _SOFTCAP)
+
+
+def read_rope(settings: Settings, family: Family, head_dim: int) -> dict[LayerType, RopeConfig]:
+    if family.rope_kinds == ():
+        for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+            if settings.has(name):
+                raise settings.error(name, "is not implemented for this architecture")
+        return {}
+    if family.rope_by_layer_type:
+        ropes = read_rope_by_layer_type(settings, head_dim)
+    else:
+        rope = read_shared_rope(settings, head_dim, family.rope_theta)
+        ropes = {"full_attention": rope, "sliding_attention": rope}
+    for rope in ropes.values():
+        if family.rope_kinds is not None and rope.kind not in family.rope_kinds:
+            raise ModelFileError(
+                f"{settings.source}: rope_type = {rope.kind} is not implemented for this "
+                "architecture"
+            )
+        if rope.rotary_dim != head_dim and not family.partial_rotary:
+            raise ModelFileError(
+                f"{settings.source}: a partial_rotary_factor other than 1 is not implemented for "
+                "this architecture"
+            )
+    return ropes
+
+
+def read_moe(settings: Settings, family: Family, num_layers: int) -> MoeConfig | None:
+    if not family.sparse:
+        return None
+    # transformers 5 writes num_local_experts for Qwen3-MoE where everybody else has num_experts.
+    name = "num_local_experts" if settings.has("num_local_experts") else "num_experts"
+    num_experts = settings.size(name, most=MAX_EXPERTS // num_layers)
+    per_tok = settings.size("num_experts_per_tok")
+    if per_tok > num_experts:
+        raise settings.error("num_experts_per_tok", f"exceeds {name} = {num_experts}")
+    step = settings.size("decoder_sparse_step", 1)
+    dense = set(settings.get("mlp_only_layers", list[int], []))
+    shared = settings.size("shared_expert_intermediate_size") if family.shared_expert else 0
+    return MoeConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=per_tok,
+        intermediate_size=settings.size("moe_intermediate_size"),
+        norm_topk_prob=settings.get("norm_topk_prob", bool, False),
+        sparse_layers=frozenset(
+            i for i in range(num_layers) if (i + 1) % step == 0 and i not in dense
+        ),
+        shared_intermediate_size=shared,
+    )

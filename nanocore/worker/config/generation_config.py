@@ -13,7 +13,7 @@ import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError, ModelFileError, shorten
 from nanocore.protocol.sampling import DefaultSampling
-from nanocore.worker.config.settings import Settings
+from nanocore.worker.config.json_settings import Settings
 
 _HARMLESS = {
     "eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length",
@@ -50,8 +50,7 @@ class GenerationDefaults:
     def sampling(self) -> DefaultSampling:
         """The sampling parameters of requests that bring none.
 
-        Raises:
-            InvalidRequestError: a value out of its range.
+        Raises InvalidRequestError: a value out of its range.
         """
         return DefaultSampling(**self.given)
 
@@ -59,8 +58,7 @@ class GenerationDefaults:
 def read_generation_defaults(settings: Settings) -> GenerationDefaults:
     """The sampling defaults of a generation_config.json.
 
-    Raises:
-        ModelFileError: a value of the wrong type or out of its range.
+    Raises ModelFileError: a value of the wrong type or out of its range.
     """
     values: dict[str, Any] = {
         name: settings.nullable(name, kind, None) for name, kind in _USED.items()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from nanocore.kernels.activation import Activation
+from nanocore.kernels import Activation
 from nanocore.worker.config.generation_config import GenerationDefaults
-from nanocore.worker.config.rope_config import RopeConfig
-from nanocore.worker.config.rope_settings import LayerType
+from nanocore.worker.config.rope_config import LayerType, RopeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,5 +87,5 @@ class ModelConfig:
     generation: GenerationDefaults
 
     def rotation(self, layer: int) -> LayerType | Literal["none"]:
-        """Which rotation of `rope` a layer has."""
+        """Name of the rotation in `rope` that a layer has."""
         return "none" if layer in self.unrotated_layers else self.layer_types[layer]

@@ -1,1 +1,1 @@
-"""Steps on a device beside the host: its memory, its queue of work, recorded steps."""
+"""Steps on a device beside the host: its memory, its queue of work, captured graphs."""

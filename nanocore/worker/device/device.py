@@ -12,7 +12,7 @@ from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
 from nanocore.kernels.select import select_kernels
 from nanocore.protocol.errors import ConfigError, ModelFileError, is_out_of_memory, shorten
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.messages import Quantization, WorkerConfig
+from nanocore.worker.rank_messages import Quantization, WorkerConfig
 
 _FP8_CAPABILITY: Final = (8, 9)
 _DTYPES: Final = {
@@ -25,8 +25,7 @@ _DTYPES: Final = {
 def select_device(name: str, rank: int = 0) -> torch.device:
     """The device that `name` stands for on this rank; "auto" is CUDA if there is one.
 
-    Raises:
-        ConfigError: the device is not there.
+    Raises ConfigError: the device is not there.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,8 +48,7 @@ def select_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
     float16 is for CUDA, and for models whose activations it holds; where a checkpoint's cannot be
     had, "auto" is bfloat16: as many bytes, and a range that nothing leaves.
 
-    Raises:
-        ConfigError: it cannot be had here. ModelFileError: the checkpoint's is not implemented.
+    Raises ConfigError: it cannot be had here. ModelFileError: the checkpoint's is not implemented.
     """
     if name == "float16" and device.type != "cuda":
         raise ConfigError(f"--dtype float16: not on {device}; use bfloat16 or float32")
@@ -72,10 +70,9 @@ def select_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
 
 
 def select_kv_format(name: str, model_dtype: torch.dtype, device: torch.device) -> KVCacheFormat:
-    """How K and V are stored there; "auto" is the model's dtype.
+    """Choose the storage format of K and V; "auto" is the model's dtype.
 
-    Raises:
-        ConfigError: not on this device.
+    Raises ConfigError: not on this device.
     """
     if name == "fp8":
         require_fp8("--kv-cache-dtype", device)
@@ -90,8 +87,7 @@ def check_quantized_linear(
     dtype: of activations. What torch's products of fp8 take depends on its version, on the GPU and
     on dtype, so one is tried.
 
-    Raises:
-        ConfigError: not on this device, or not with this dtype.
+    Raises ConfigError: not on this device, or not with this dtype.
     """
     if name != "fp8":
         return
@@ -121,7 +117,7 @@ def require_fp8(flag: str, device: torch.device) -> None:
 
 
 def steps_in_flight(config: WorkerConfig, device: torch.device) -> int:
-    """How many steps may be begun and not done.
+    """Number of steps that may be begun and not done.
 
     On a device beside the host the next step is begun while one runs (--async-scheduling); a CPU
     would only deliver a step's tokens later, so there it must be asked for. Pipeline stages have a
@@ -136,8 +132,7 @@ def steps_in_flight(config: WorkerConfig, device: torch.device) -> int:
 def make_kernels(config: WorkerConfig, device: torch.device) -> Kernels:
     """The kernel backend that a rank is to use.
 
-    Raises:
-        ConfigError: it cannot run here, or not with these blocks.
+    Raises ConfigError: it cannot run here, or not with these blocks.
     """
     name = config.attention_backend
     try:
@@ -160,8 +155,7 @@ def make_kernels(config: WorkerConfig, device: torch.device) -> Kernels:
 def check_batch_invariance(config: WorkerConfig, model: ModelConfig, kernels: Kernels) -> None:
     """Check that --batch-invariant can be kept: what a CPU has no kernel for, torch computes.
 
-    Raises:
-        ConfigError: it cannot.
+    Raises ConfigError: it cannot.
     """
     if not config.batch_invariant or kernels.name != "cpu":
         return
@@ -174,7 +168,7 @@ def check_batch_invariance(config: WorkerConfig, model: ModelConfig, kernels: Ke
 
 
 def computed_by_torch(config: WorkerConfig, model: ModelConfig) -> list[str]:
-    """What the native CPU kernels leave to torch, whose results depend on the batch."""
+    """Reasons why native CPU kernels leave work to torch, whose results depend on the batch."""
     block_size, head_dim = config.block_size, model.head_dim
     causes = {
         f"heads of {head_dim} values": head_dim % NATIVE_MULTIPLE != 0,
@@ -184,5 +178,4 @@ def computed_by_torch(config: WorkerConfig, model: ModelConfig) -> list[str]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As users write it, e.g. "bfloat16"."""
     return str(dtype).removeprefix("torch.")

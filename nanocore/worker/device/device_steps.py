@@ -3,7 +3,7 @@
 The host packs a step's differences and columns into pinned memory, enqueues one copy and the work,
 and goes on; what a step needs of the one before it, its tokens, it takes from the tables on the
 device. Of a step that awaits masks all rows' plain tokens are found, and what comes behind that is
-enqueued when the masks are told; no other step begins before. Nothing here waits for the device.
+enqueued when the masks are known; no other step begins before. Nothing here waits for the device.
 Shape suffixes: see `nanocore.kernels.interface`.
 """
 
@@ -21,21 +21,26 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata
-from nanocore.kernels.logit_edits import TokenLists
+from nanocore.kernels.logit_edits import TokenLists, TokenMask
 from nanocore.kernels.step_rows import StepRows
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.worker.batch.block_table import AppendedBlocks
 from nanocore.worker.batch.input_batch import BatchStep, InputBatch
-from nanocore.worker.device.device_rows import DeviceRows, NewTokens
-from nanocore.worker.device.step_graphs import GraphRecorder, HostBounds, StepGraphs, padded_steps
-from nanocore.worker.device.step_memory import StepColumns, StepFields, StepShape, num_bytes
-from nanocore.worker.device.stream import Pending, StagingBuffer, Stream, Tensors
+from nanocore.worker.device.device_stream import Pending, StagingBuffer, Stream, Tensors
+from nanocore.worker.device.step_graphs import GraphCapture, HostBounds, StepGraphs, padded_steps
+from nanocore.worker.device.step_memory import (
+    DeviceRows,
+    NewTokens,
+    StagedColumns,
+    StepFields,
+    StepShape,
+    num_bytes,
+)
 from nanocore.worker.pending_output import AwaitingOutput, PendingOutput, make_output
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from nanocore.worker.sampling.asked import Asked
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
-from nanocore.worker.sampling.logprobs import Sampled
 from nanocore.worker.sampling.masked_rows import MaskedRows
+from nanocore.worker.sampling.output_computer import Sampled
+from nanocore.worker.sampling.requested_outputs import RequestedOutputs
 from nanocore.worker.sampling.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
@@ -55,11 +60,13 @@ class StepComputer(Protocol):
         ...
 
     def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Of these, [R, V]."""
+        """Logits of these hidden states, [R, V]."""
         ...
 
-    def answer(self, asked: Asked, column: Tensor, sampled: Sampled) -> dict[str, Tensor]:
-        """What is asked for beside tokens: see `Asked`."""
+    def compute_requested(
+        self, requested: RequestedOutputs, column: Tensor, sampled: Sampled
+    ) -> dict[str, Tensor]:
+        """Compute requested log probabilities and embeddings: see `RequestedOutputs`."""
         ...
 
 
@@ -69,7 +76,7 @@ class PendingStep:
 
     rows: NDArray[np.int64]
     sampled: Pending
-    asked: Asked | None
+    requested: RequestedOutputs | None
     awaits_masks: ClassVar[bool] = False
 
     def sample(self, masks: TokenMasks) -> None:
@@ -79,7 +86,7 @@ class PendingStep:
         return self.sampled.is_done()
 
     def wait(self) -> ModelRunnerOutput:
-        return make_output(self.rows, self.sampled.wait(), self.asked)
+        return make_output(self.rows, self.sampled.wait(), self.requested)
 
 
 class DeviceSteps:
@@ -98,18 +105,19 @@ class DeviceSteps:
         sampler: TokenSampler | None,
         stream: Stream,
     ) -> None:
-        self._batch, self._rows = batch, rows
+        self._batch = batch
+        self._rows = rows
         self._computer = computer
         self._sampler = sampler
         self._stream = stream
         self._device = rows.token_table.device
         self._graphs: StepGraphs[Sampled | None] | None = None
 
-    def record(self, shapes: list[StepShape], recorder: GraphRecorder) -> None:
-        """Record graphs of these shapes, to be replayed from now on."""
+    def capture(self, shapes: list[StepShape], graph_capture: GraphCapture) -> None:
+        """Capture graphs of these shapes, to be replayed from now on."""
         rows = self._rows
         self._graphs = StepGraphs(
-            shapes, self._compute, recorder, rows.spare_row, rows.max_model_len, self._device
+            shapes, self._compute, graph_capture, rows.spare_row, rows.max_model_len, self._device
         )
 
     def warm_up(self, shapes: list[StepShape]) -> None:
@@ -134,15 +142,15 @@ class DeviceSteps:
         """Enqueue a step. appended: blocks that rows got. sampled: see `NewTokens`."""
         new = NewTokens.of(plan, sampled)
         shape = StepShape.of(step, appended)
-        asked = None if self._sampler is None else self._batch.asked(step)
+        requested = None if self._sampler is None else self._batch.requested(step)
         graph = None
-        if self._graphs is not None and (asked is None or not asked.needs_hidden):
+        if self._graphs is not None and (requested is None or not requested.needs_hidden):
             graph = self._graphs.find(shape)
         layout = shape if graph is None else graph.shape
         sampling = self._batch.sampled_rows(step)
         size = num_bytes(layout)
         extra = _Extra(
-            None if asked is None else asked.column,
+            None if requested is None else requested.column,
             [part.column for part in (new, sampling.packed) if part is not None],
         )
         buffer = self._stream.stage(size + extra.num_bytes)
@@ -162,7 +170,7 @@ class DeviceSteps:
             if new is not None:
                 self._rows.take(tokens[: len(new.column)], new)
             if graph is None:
-                result = self._compute(inputs, HostBounds.of_step(step), asked, numbers)
+                result = self._compute(inputs, HostBounds.of_step(step), requested, numbers)
             else:
                 graph.replay()
                 result = graph.result
@@ -170,7 +178,7 @@ class DeviceSteps:
 
         if self._sampler is not None:  # else the tokens come with a later plan
             self._batch.append(step.sample_rows, None)
-        begun = _Begun(step.sample_rows, sampling, asked, compute)
+        begun = _Begun(step.sample_rows, sampling, requested, compute)
         if plan.awaits_masks and self._sampler is not None:
             computed = self._run_first(begun)
             return AwaitingOutput(plan.step, lambda masks: self._run_rest(begun, computed, masks))
@@ -213,22 +221,22 @@ class DeviceSteps:
         computed: _Computed | None,
         masked: tuple[TokenMask, Tensor] | None = None,
     ) -> Tensors:
-        """What the host is to have of a step. masked: see `MaskedRows.of_staged`."""
         if computed is None:
             return {}
         if masked is not None or len(begun.sampling.processed):
             self._sample_anew(computed, begun.sampling, masked)
         sampled = {"token_ids": computed.result.token_ids_R[: len(begun.rows)]}
-        if begun.asked is not None:
-            sampled |= self._computer.answer(begun.asked, computed.numbers, computed.result)
+        if begun.requested is not None:
+            sampled |= self._computer.compute_requested(
+                begun.requested, computed.numbers, computed.result
+            )
         return sampled
 
-    def _columns(self, buffer: StagingBuffer, shape: StepShape, is_graph: bool) -> StepColumns:
-        """Of staged memory; kept for shapes that come again."""
+    def _columns(self, buffer: StagingBuffer, shape: StepShape, is_graph: bool) -> StagedColumns:
         key = shape, self._rows.spare_row
-        columns: StepColumns | None = buffer.scratch.get(key)
+        columns: StagedColumns | None = buffer.scratch.get(key)
         if columns is None:
-            columns = StepColumns(buffer.memory, *key)
+            columns = StagedColumns(buffer.memory, *key)
             if is_graph:
                 buffer.scratch[key] = columns
         return columns
@@ -237,12 +245,12 @@ class DeviceSteps:
         self,
         step: StepFields,
         bounds: HostBounds,
-        asked: Asked | None = None,
+        requested: RequestedOutputs | None = None,
         column: Tensor | None = None,
     ) -> Sampled | None:
-        """All of a step but for what rows ask beside a plain token: that is never recorded.
+        """All of a step but for what rows ask beside a plain token: that is never captured.
 
-        asked, column: what needs hidden states beside those that sample, if anything does.
+        requested, column: what needs hidden states beside those that sample, if anything does.
         """
         block_table_BM, x_TE = self._computer.begin_step(self._rows.of_step(step))
         metadata = AttentionMetadata(
@@ -257,9 +265,9 @@ class DeviceSteps:
             slot_mapping_T=step.slots_T,
         )
         index, num_samples = step.sample_index_R, len(step.sample_index_R)
-        if asked is not None and asked.needs_hidden:
+        if requested is not None and requested.needs_hidden:
             assert column is not None
-            index = torch.cat((index, asked.hidden_index(column)))
+            index = torch.cat((index, requested.hidden_index(column)))
         hidden = self._computer.forward(x_TE, metadata, index)
         if hidden is None:
             return None
@@ -267,7 +275,7 @@ class DeviceSteps:
         logits_RV = self._computer.logits(hidden[:num_samples])
         sampling = self._sampling(step)
         token_ids_R = self._sampler.sample_plain(logits_RV, sampling.noise, sampling.places)
-        return Sampled(logits_RV, token_ids_R, hidden[num_samples:] if asked else None)
+        return Sampled(logits_RV, token_ids_R, hidden[num_samples:] if requested else None)
 
     def _sample_anew(
         self, step: _Computed, rows: SampledRows, masked: tuple[TokenMask, Tensor] | None
@@ -300,7 +308,7 @@ class DeviceSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """What a step has on the device, behind its plain tokens.
+    """Results of a step on the device, behind its plain tokens.
 
     numbers, tokens: see `_Extra`; the tokens end with the rows' lists.
     """
@@ -317,16 +325,16 @@ class _Begun:
 
     rows: NDArray[np.int64]
     sampling: SampledRows
-    asked: Asked | None
+    requested: RequestedOutputs | None
     compute: Callable[[], _Computed | None]
 
     def pending(self, sampled: Pending) -> PendingStep:
-        return PendingStep(self.rows, sampled, self.asked)
+        return PendingStep(self.rows, sampled, self.requested)
 
 
 @dataclass(frozen=True, slots=True)
 class _Extra:
-    """What only some steps have, staged behind the fields, which end aligned.
+    """Inputs that only some steps have, staged behind the fields, which end aligned.
 
     numbers: what is asked for beside tokens. tokens: those of rows that begin, and then those
     that rows' lists name.
@@ -341,7 +349,6 @@ class _Extra:
         return num_bytes if self.numbers is None else num_bytes + self.numbers.nbytes
 
     def write(self, staged: Tensor) -> None:
-        """On the host, into exactly as many bytes."""
         numbers, tokens = self.split(staged, staged.device)
         if self.numbers is not None:
             numbers.numpy()[:] = self.numbers

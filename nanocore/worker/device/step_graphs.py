@@ -1,6 +1,6 @@
 """Graphs of whole steps, by shape: a step that fits one costs a copy and one launch.
 
-From token ids to sampled tokens everything a step computes is recorded once for each of a list of
+From token ids to sampled tokens everything a step computes is captured once for each of a list of
 shapes, and replayed on steps padded to the smallest that fits. Decodes have shapes of their own,
 and so have mixed steps of up to some thousand tokens, whose kernels are too short to hide the
 host's time; larger steps run kernel by kernel. Shapes follow from the batch's state alone (vLLM
@@ -22,7 +22,7 @@ from torch import Tensor
 from nanocore.kernels.interface import GraphSupport
 from nanocore.protocol.errors import WorkerError
 from nanocore.worker.batch.input_batch import BatchStep
-from nanocore.worker.device.step_memory import StepColumns, StepFields, StepShape, num_bytes
+from nanocore.worker.device.step_memory import StagedColumns, StepFields, StepShape, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +31,14 @@ R = TypeVar("R")
 MIXED_TOKENS: Final = (256, 512, 1024, 2048)
 
 
-class GraphRecorder(Protocol):
-    """Records work that a device is to repeat."""
+class GraphCapture(Protocol):
+    """Captures work that a device is to repeat."""
 
     def begin_set(self) -> None:
         """Graphs to come share memory with each other and with none before, which are gone."""
         ...
 
-    def record(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
+    def capture(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
         """Run work, perhaps several times.
 
         Returns its result, and what repeats it: with the same inputs and result in memory, and
@@ -49,7 +49,7 @@ class GraphRecorder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostBounds:
-    """What kernels know of a step on the host: see `AttentionMetadata`."""
+    """Bounds of a step that kernels get from the host: see `AttentionMetadata`."""
 
     num_decodes: int
     query_start: list[int]
@@ -57,12 +57,12 @@ class HostBounds:
 
     @classmethod
     def of_step(cls, step: BatchStep) -> HostBounds:
-        """What the host knows of a step that runs once: its own counts."""
+        """Exact counts of a step that runs once."""
         return cls(step.order.num_decodes, step.order.query_start, step.seq_lens_B.tolist())
 
     @classmethod
     def of_shape(cls, shape: StepShape, max_model_len: int) -> HostBounds:
-        """What holds of any step of this shape: the most that each count can be."""
+        """Upper bounds of any step of this shape."""
         num_seqs = shape.num_seqs
         starts = [0] + [shape.num_tokens] * num_seqs
         if shape.is_uniform:
@@ -89,22 +89,24 @@ class StepGraphs(Generic[R]):
         compute: enqueues a step's work. spare_row: for padding. device: of the inputs.
 
     Raises:
-        WorkerError: one cannot be recorded.
+        WorkerError: one cannot be captured.
     """
 
     def __init__(
         self,
         shapes: list[StepShape],
         compute: Callable[[StepFields, HostBounds], R],
-        recorder: GraphRecorder,
+        graph_capture: GraphCapture,
         spare_row: int,
         max_model_len: int,
         device: torch.device,
     ) -> None:
         start_s = time.monotonic()
-        recorder.begin_set()
+        graph_capture.begin_set()
         graphs = [
-            _record(shape, memory, HostBounds.of_shape(shape, max_model_len), compute, recorder)
+            _capture(
+                shape, memory, HostBounds.of_shape(shape, max_model_len), compute, graph_capture
+            )
             for shape, memory in padded_steps(shapes, spare_row, device)
         ]
         self._uniform = [graph for graph in reversed(graphs) if graph.shape.is_uniform]
@@ -135,7 +137,7 @@ def padded_steps(
     memory = torch.zeros(max(map(num_bytes, shapes), default=0), dtype=torch.uint8)
     on_device = torch.empty_like(memory, device=device)
     for shape in shapes:
-        StepColumns(memory, shape, spare_row).fill_with_padding()
+        StagedColumns(memory, shape, spare_row).fill_with_padding()
         on_device.copy_(memory)
         yield shape, on_device[: num_bytes(shape)]
 
@@ -143,7 +145,7 @@ def padded_steps(
 def graph_shapes(
     support: GraphSupport, max_num_seqs: int, max_num_batched_tokens: int, block_size: int
 ) -> list[StepShape]:
-    """The shapes to record, the largest first; decodes of every row that can run are among them."""
+    """Shapes to capture, the largest first; decodes of every row that can run are among them."""
     if support == "never":
         return []
     shapes = [StepShape(n, n, n, n, is_uniform=True) for n in decode_sizes(max_num_seqs)]
@@ -173,20 +175,20 @@ def _fits(shape: StepShape, graph: StepShape) -> bool:
     )
 
 
-def _record(
+def _capture(
     shape: StepShape,
     memory: Tensor,
     bounds: HostBounds,
     compute: Callable[[StepFields, HostBounds], R],
-    recorder: GraphRecorder,
+    graph_capture: GraphCapture,
 ) -> Graph[R]:
     fields = StepFields.of(memory, shape)
     try:
-        result, replay = recorder.record(lambda: compute(fields, bounds))
+        result, replay = graph_capture.capture(lambda: compute(fields, bounds))
     except Exception as error:  # whatever it is: a kernel, its compiler, memory, the driver
         kind = "decodes" if shape.is_uniform else "mixed tokens"
         raise WorkerError(
-            f"no graph of {shape.num_tokens} {kind} could be recorded, {type(error).__name__}: "
+            f"no graph of {shape.num_tokens} {kind} could be captured, {type(error).__name__}: "
             f"{error}; --enforce-eager does without graphs"
         ) from error
     return Graph(shape, memory, fields, result, replay)

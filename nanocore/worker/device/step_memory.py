@@ -1,14 +1,17 @@
-"""A step's inputs packed into one piece of memory, so that one copy brings them to the device.
+"""A step's inputs in one piece of memory, and the rows' tables on the device that it reads.
 
-The layout depends on the step's shape alone. A graph reads its inputs at the addresses it was
-recorded with, so a step that it replays is padded to the graph's shape: padding tokens belong to a
-spare row, have no slot, and make up sequences of length 0. Shape suffixes: see
+One copy brings the inputs to the device. Their layout depends on the step's shape alone: a graph
+reads its inputs at the addresses it was captured with, so a step that it replays is padded to the
+graph's shape. Padding tokens belong to a spare row, have no slot, and make up sequences of length
+0. A step takes its token ids from the token table and writes the sampled ones to it, so the next
+step can be begun before the host has seen them (mini-sglang's token table). Shape suffixes: see
 `nanocore.kernels.interface`; further, W blocks that were appended.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -16,14 +19,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.worker.batch.block_table import AppendedBlocks
-from nanocore.worker.batch.input_batch import BatchStep
+from nanocore.worker.batch.input_batch import BatchStep, ints
+from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.sampling.columns import COLUMNS, SampledRows
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How many tokens, sequences, sampling rows and appended blocks a step has.
+    """Numbers of tokens, sequences, sampling rows and appended blocks of a step.
 
     is_uniform: every sequence is a decode.
     """
@@ -80,7 +85,7 @@ class StepFields:
         return cls(sampling={column.name: views.pop(column.name) for column in COLUMNS}, **views)
 
 
-class StepColumns:
+class StagedColumns:
     """The same memory on the host, to be written.
 
     Args:
@@ -92,7 +97,8 @@ class StepColumns:
             field.name: memory[start:end].view(field.dtype).numpy()
             for field, start, end in _layout(shape)
         }
-        self._num_tokens, self._num_seqs = shape.num_tokens, shape.num_seqs
+        self._num_tokens = shape.num_tokens
+        self._num_seqs = shape.num_seqs
         self._is_uniform = shape.is_uniform
         self._spare_row = spare_row
 
@@ -131,11 +137,11 @@ class StepColumns:
                 column[count:] = self._spare_row if name in _ROWS else _PADDING.get(name, 0)
 
     def _write_num_decodes(self, num_decodes: int) -> None:
-        """In a shape of decodes alone, padding counts as decodes too."""
+        # In a shape of decodes alone, padding counts as decodes too.
         self._columns["num_decodes_1"][0] = self._num_seqs if self._is_uniform else num_decodes
 
     def _write_query_starts(self, starts_A: NDArray[np.int32]) -> None:
-        """Each padding sequence gets one of the padding tokens, and the last one the rest."""
+        # Each padding sequence gets one of the padding tokens, and the last one the rest.
         column = self._columns["query_start_A"]
         column[: len(starts_A)] = starts_A
         if len(column) > len(starts_A):
@@ -145,7 +151,7 @@ class StepColumns:
 
 
 def num_bytes(shape: StepShape) -> int:
-    """How much memory the inputs of a step of this shape take."""
+    """Bytes of the inputs of a step of this shape."""
     return _aligned(_layout(shape)[-1][2])
 
 
@@ -159,7 +165,6 @@ class _Field:
 
 
 def _layout(shape: StepShape) -> list[tuple[_Field, int, int]]:
-    """Where fields begin and end, in bytes."""
     counts = {
         "T": shape.num_tokens,
         "B": shape.num_seqs,
@@ -196,3 +201,79 @@ _WRITTEN: Final = [f.name for f in _FIELDS if f.name not in ("query_start_A", "n
 _ROWS: Final = frozenset(("rows_T", "rows_B", "sample_rows_R", "block_rows_W"))
 _PADDING: Final = {"slots_T": -1} | {column.name: column.default for column in COLUMNS}
 """And 0 elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Tokens and blocks that the host knows and the device does not, as one int32 column.
+
+    rows: (row, tokens, blocks) of rows that begin, in the order of the column: for each its tokens
+    and then its blocks. num_sampled: tokens that another stage sampled; the column ends with their
+    rows, their positions and themselves.
+    """
+
+    column: NDArray[np.int32]
+    rows: list[tuple[int, int, int]]
+    num_sampled: int
+
+    @classmethod
+    def of(cls, plan: SchedulerOutput, sampled: list[NDArray[np.int32]]) -> NewTokens | None:
+        """Collect what is new in a plan, if any; sampled: rows, positions, tokens, or empty."""
+        rows: list[tuple[int, int, int]] = []
+        parts: list[NDArray[np.int32]] = []
+        for new in plan.added:
+            token_ids, block_ids = ints(new.token_ids), ints(new.block_ids)
+            rows.append((new.row, len(token_ids), len(block_ids)))
+            parts += [token_ids, block_ids]
+        parts += sampled
+        if not parts:
+            return None
+        return cls(np.concatenate(parts), rows, len(sampled[0]) if sampled else 0)
+
+
+class DeviceRows:
+    """Tables of max_num_seqs rows and a spare one.
+
+    token_table: int32 [rows, max_model_len + 1]; the last token is never computed. block_table:
+    int32, as many blocks as max_model_len tokens take.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device
+    ) -> None:
+        self.spare_row = max_num_seqs
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        num_rows, num_blocks = max_num_seqs + 1, -(-max_model_len // block_size)
+        table = partial(torch.zeros, dtype=torch.int32, device=device)
+        self.token_table = table(num_rows, max_model_len + 1)
+        self.block_table = table(num_rows, num_blocks)
+
+    def take(self, column: Tensor, new: NewTokens) -> None:
+        """Write what the host knew; column: that of `new`, on the device."""
+        if new.num_sampled:
+            column, sampled = column[: -3 * new.num_sampled], column[-3 * new.num_sampled :]
+            rows, positions, token_ids = sampled.view(3, -1)
+            self.token_table[rows.long(), positions.long()] = token_ids
+        for row, num_tokens, num_blocks in new.rows:
+            self.token_table[row, :num_tokens] = column[:num_tokens]
+            self.block_table[row, :num_blocks] = column[num_tokens : num_tokens + num_blocks]
+            column = column[num_tokens + num_blocks :]
+
+    def of_step(self, step: StepFields) -> StepRows:
+        """Rows of a step in the tables, with the blocks that rows got for it."""
+        return StepRows(
+            token_table=self.token_table,
+            block_table=self.block_table,
+            block_size=self.block_size,
+            rows_T=step.rows_T,
+            positions_T=step.positions_T,
+            rows_B=step.rows_B,
+            seq_lens_B=step.seq_lens_B,
+            block_rows_W=step.block_rows_W,
+            block_columns_W=step.block_columns_W,
+            block_ids_W=step.block_ids_W,
+        )
+
+    def places(self, step: StepFields) -> TokenPlaces:
+        return TokenPlaces(self.token_table, step.sample_rows_R, step.sample_positions_R)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from nanocore.worker.messages import WorkerInfo
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from nanocore.worker.rank_messages import WorkerInfo
 
 
 class StepExecutor(Protocol):
@@ -40,7 +40,7 @@ class StepExecutor(Protocol):
         ...
 
     def blame(self) -> str:
-        """What keeps a step that hangs from being done, as a clause; from any thread."""
+        """Clause that names what a hanging step waits for; from any thread."""
         ...
 
     def on_failure(self, report: Callable[[str], None]) -> None:
@@ -52,7 +52,7 @@ class Executor(StepExecutor, Protocol):
     """The workers of an engine, from their start to their end.
 
     They are set up by the first four calls, in this order; each returns when every rank is done.
-    Errors at start are `StartError`s of the kind that the engine's exit code tells.
+    Errors at start are `StartError`s of the kind that decides the engine's exit code.
     """
 
     def load_model(self) -> None:
@@ -60,7 +60,7 @@ class Executor(StepExecutor, Protocol):
         ...
 
     def profile(self) -> list[WorkerInfo]:
-        """What each rank has, in order of rank; on CUDA its largest steps are run to find out."""
+        """Report of each rank, in order; on CUDA the largest steps are run to find out."""
         ...
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
@@ -68,7 +68,7 @@ class Executor(StepExecutor, Protocol):
         ...
 
     def capture(self) -> None:
-        """Record steps to be replayed, or compile kernels for them, on every rank."""
+        """Capture steps to be replayed, or compile kernels for them, on every rank."""
         ...
 
     def close(self) -> None:

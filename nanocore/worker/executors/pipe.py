@@ -58,8 +58,7 @@ class Pipe(Generic[T]):
     def take_in(self) -> None:
         """Make room for the other side to send: what has come is kept for `recv`.
 
-        Raises:
-            EOFError: the other side is gone.
+        Raises EOFError: the other side is gone.
         """
         with suppress(BlockingIOError):
             self._taken_in += self._received(self._end.recv, _CHUNK_BYTES, socket.MSG_DONTWAIT)
@@ -74,16 +73,11 @@ class Pipe(Generic[T]):
         return self.has_taken_in or bool(select.select([self._end], [], [], timeout_s)[0])
 
     def recv(self) -> T:
-        """Wait for a message.
-
-        Raises:
-            EOFError: the other side is gone.
-        """
+        """Wait for a message. Raises EOFError: the other side is gone."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
         return self._decoder.decode(self._read(length))
 
     def close(self) -> None:
-        """Close this end; the peer sees the end of file."""
         self._end.close()
 
     def _read(self, size: int) -> bytearray:
@@ -97,7 +91,6 @@ class Pipe(Generic[T]):
 
     @staticmethod
     def _received(receive: Callable[..., R], *arguments: Any) -> R:
-        """What a call received, bytes or how many. Raises EOFError if there was nothing left."""
         try:
             received = receive(*arguments)
         except ConnectionResetError:

@@ -1,14 +1,18 @@
 """The executor whose ranks are processes: plans go to all of them, results come from one.
 
-Every rank applies every plan to its own copy of the persistent batch. Any rank can report a failure
-at any time, and a closed pipe is a death. How long a step may take is the watchdog's matter; which
-rank it waits for is told by the status board.
+Every rank applies every plan to its own copy of the persistent batch. The engine and a rank hold
+the two ends of one socket pair: a rank ends when its end closes, and the kernel kills it if the
+engine is gone. Any rank can report a failure at any time, and a closed pipe is a death. How long a
+step may take is the watchdog's matter; the status board tells which rank it waits for.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import signal
+import socket
+import subprocess
 import tempfile
 import threading
 from collections import deque
@@ -16,18 +20,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from nanocore.protocol.errors import StartError
+from nanocore.protocol.errors import (
+    CacheMemoryError,
+    ConfigError,
+    ModelFileError,
+    StartError,
+    WorkerError,
+)
+from nanocore.system.child_process import module_command
 from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_buffer_bytes
-from nanocore.worker.communication.shm_channel import create_channel
-from nanocore.worker.communication.shm_communicator import BUFFER_BYTES, create_region, progress
+from nanocore.worker.communication.shared_memory import (
+    BUFFER_BYTES,
+    create_channel,
+    create_group_region,
+    progress,
+)
 from nanocore.worker.device.device import select_device, steps_in_flight
-from nanocore.worker.executors.pipe import encode_frame
-from nanocore.worker.executors.rank_process import RankProcess
+from nanocore.worker.executors.pipe import Pipe, encode_frame
 from nanocore.worker.executors.status_board import StatusBoard
-from nanocore.worker.messages import (
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from nanocore.worker.rank_messages import (
     AllocateCache,
     Capture,
     Done,
+    FailureKind,
     FromRank,
     Profile,
     RankFailure,
@@ -38,7 +54,78 @@ from nanocore.worker.messages import (
     WorkerConfig,
     WorkerInfo,
 )
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+
+_ERRORS: Final[dict[FailureKind, type[StartError]]] = {
+    "config": ConfigError,
+    "model_file": ModelFileError,
+    "memory": CacheMemoryError,
+    "internal": WorkerError,
+}
+_COMMAND: Final = module_command("nanocore.worker")
+_EXIT_TIMEOUT_S: Final = 3.0
+
+
+class RankProcess:
+    """One rank.
+
+    Args:
+        start: its first message. inherited_fds: shared memory that it names.
+    """
+
+    def __init__(self, start: RankStart, inherited_fds: list[int]) -> None:
+        self.rank = start.rank
+        self._num_ranks = start.config.num_ranks
+        ours, theirs = socket.socketpair()
+        self.pipe: Pipe[FromRank] = Pipe(ours, FromRank)
+        self._process = subprocess.Popen(
+            [*_COMMAND, str(theirs.fileno())],
+            pass_fds=[theirs.fileno(), *inherited_fds],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": str(len(start.cores))},
+        )
+        theirs.close()
+        self.pidfd = os.pidfd_open(self._process.pid)
+        self.pipe.send(start)
+
+    @property
+    def name(self) -> str:
+        """Name of the rank in messages to users, with its pid."""
+        return f"rank {self.rank} of {self._num_ranks} (pid {self._process.pid})"
+
+    def error(self, failure: RankFailure) -> StartError:
+        """Exception that stands for what the rank reported."""
+        text = f"{self.name}: {failure.message}"
+        if failure.traceback:
+            text = f"{text}\n{failure.traceback}"
+        return _ERRORS[failure.kind](text)
+
+    def death(self) -> WorkerError:
+        """Error that says how the process ended, once its end of the pipe is closed."""
+        try:
+            code = self._process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return WorkerError(f"{self.name} closed its pipe")
+        if code >= 0:
+            return WorkerError(f"{self.name} exited with code {code}")
+        name = signal.Signals(-code).name
+        hint = "; was it the system's out-of-memory killer?" if -code == signal.SIGKILL else ""
+        return WorkerError(f"{self.name} was killed by {name}{hint}")
+
+    def close_pipe(self) -> None:
+        self.pipe.close()
+
+    def end(self) -> None:
+        """Wait for the rank to be gone; one that does not go is killed."""
+        try:
+            self._process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        os.close(self.pidfd)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
 
 M = TypeVar("M")
 _FAILURE_GRACE_S: Final = 0.2
@@ -69,7 +156,9 @@ class ProcessExecutor:
             for fds in self._channel_fds:
                 fds[:] = [create_channel(buffer_bytes, CHANNEL_DEPTH) for _ in fds]
             if tp_size > 1:
-                self._reduce_fds = [create_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)]
+                self._reduce_fds = [
+                    create_group_region(tp_size, BUFFER_BYTES) for _ in range(pp_size)
+                ]
         else:
             self._directory = tempfile.TemporaryDirectory(prefix="nanocore-ranks-")
         self._ranks: list[RankProcess] = []
@@ -92,37 +181,31 @@ class ProcessExecutor:
         self._gather(Done)
 
     def profile(self) -> list[WorkerInfo]:
-        """What each rank has, in order of rank."""
         self._send(encode_frame(Profile()))
         return self._gather(WorkerInfo)
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
-        """Make the KV cache and the persistent batch on every rank."""
         frame = encode_frame(AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len))
         self._send(frame)
         self._gather(Done)
 
     def capture(self) -> None:
-        """Record steps to be replayed, or compile kernels for them, on every rank."""
         self._send(encode_frame(Capture()))
         self._gather(Done)
 
     def submit(self, plan: SchedulerOutput) -> None:
-        """Send the plan to every rank. Raises StartError if one is gone."""
         assert self._awaiting is None, f"step {plan.step}: the one before it awaits masks"
         self._steps.append(plan.step)
         self._awaiting = plan.step if plan.awaits_masks else None
         self._send(encode_frame(RunStep(plan)))
 
     def sample(self, masks: TokenMasks) -> None:
-        """Send the masks to every rank that samples. Raises StartError if one is gone."""
         assert masks.step == self._awaiting, f"masks of step {masks.step}, not {self._awaiting}"
         self._awaiting = None
         last_stage = self._ranks[-self.config.tensor_parallel_size :]
         self._send(encode_frame(SampleStep(masks)), last_stage)
 
     def collect(self) -> ModelRunnerOutput:
-        """The result of the oldest step in flight, from the first rank of the last stage."""
         _, message = self._receive()
         assert isinstance(message, StepResult), message
         self._steps.popleft()
@@ -176,7 +259,7 @@ class ProcessExecutor:
         )
 
     def _send(self, frame: bytes, ranks: Sequence[RankProcess] | None = None) -> None:
-        """To these ranks, or to all. Raises StartError if one is gone.
+        """Send to these ranks, or to all. Raises StartError if one is gone.
 
         A rank whose result does not fit the socket's buffer reads nothing until it is read itself,
         and others may wait for that rank. So all are read while one has no room.
@@ -210,11 +293,7 @@ class ProcessExecutor:
         return [messages[rank] for rank in sorted(messages)]
 
     def _receive(self) -> tuple[RankProcess, FromRank]:
-        """The next message of any rank.
-
-        Raises:
-            StartError: a rank has failed or died.
-        """
+        """The next message of any rank. Raises StartError: a rank has failed or died."""
         while True:
             taken_in = [rank.pipe.fileno() for rank in self._ranks if rank.pipe.has_taken_in]
             ready = taken_in or dict(self._poll.poll())
@@ -229,7 +308,7 @@ class ProcessExecutor:
                     return rank, message
 
     def _failure_of(self, dead: RankProcess) -> StartError:
-        """Why a rank is gone: what it or, failing that, another one reported, or how it died."""
+        """Why a rank is gone: its own report, or another rank's, or how its process died."""
         others = [rank for rank in self._ranks if rank is not dead]
         for rank in (dead, *others):
             try:
@@ -242,7 +321,6 @@ class ProcessExecutor:
         return dead.death()
 
     def _watch(self, report: Callable[[str], None]) -> None:
-        """Wait until a rank ends that should not."""
         ranks = {rank.pidfd: rank for rank in self._ranks}
         ended = select.select(list(ranks), [], [])[0]
         if not self._closing.is_set():

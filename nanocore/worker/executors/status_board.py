@@ -36,11 +36,9 @@ class StatusBoard:
         return fd
 
     def begin(self, rank: int, step: int) -> None:
-        """Write that the rank has begun this step; called by the rank itself."""
         self._begun[rank] = step
 
     def finish(self, rank: int, step: int) -> None:
-        """Write that the rank is done with this step; called by the rank itself."""
         self._done[rank] = step
 
     def behind(self, step: int) -> list[tuple[int, int]]:

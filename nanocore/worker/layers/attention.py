@@ -10,8 +10,12 @@ from torch import Tensor
 
 from nanocore.kernels.interface import AttentionSpec, Kernels, KVCache, QKNorm
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.layers.context import StepContext
-from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
+from nanocore.worker.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    RowShard,
+    StepContext,
+)
 from nanocore.worker.layers.norm import RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Entries
@@ -27,16 +31,19 @@ class Attention:
         self.num_heads = placement.share(
             config.num_heads, "the number of heads (num_attention_heads)"
         )
-        q_rows = Rows.share(placement, config.num_heads * head_dim, "the size of all heads")
-        kv_rows = Rows.kv_heads(placement, config.num_kv_heads, head_dim)
+        q_rows = RowShard.share(placement, config.num_heads * head_dim, "the size of all heads")
+        kv_rows = RowShard.kv_heads(placement, config.num_kv_heads, head_dim)
         self.kv_spec = KVSpec(kv_rows.size // head_dim, head_dim)
         self.qkv_proj = ColumnParallelLinear(
             placement, config.hidden_size, [q_rows, kv_rows, kv_rows], bias=config.attention_bias
         )
         self.o_proj = RowParallelLinear(
-            placement, config.num_heads * head_dim, config.hidden_size, "the size of all heads",
+            placement,
+            config.num_heads * head_dim,
+            config.hidden_size,
+            "the size of all heads",
             bias=config.o_proj_bias,
-        )  # fmt: skip
+        )
         self.q_norm = RMSNorm(placement, config, head_dim) if config.qk_norm else None
         self.k_norm = RMSNorm(placement, config, head_dim) if config.qk_norm else None
         self.rotation = config.rotation(layer)
@@ -49,11 +56,10 @@ class Attention:
 
     @property
     def pair_flops(self) -> int:
-        """Of a token and one that it sees: a product of Q and K, and a weight times V."""
+        """Operations for a query-key pair: a product of Q and K, and a weight times V."""
         return 4 * self.num_heads * self.head_dim
 
     def entries(self, prefix: str) -> Entries:
-        """Where the checkpoint's tensors with this prefix go."""
         entries = self.qkv_proj.entries(f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj")
         entries |= self.o_proj.entries(f"{prefix}o_proj")
         if self.q_norm and self.k_norm:
@@ -63,7 +69,6 @@ class Attention:
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         self.qkv_proj.pack(packer)
         self.o_proj.pack(packer)
 
@@ -77,8 +82,12 @@ class Attention:
         if self.q_norm and self.k_norm:
             qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q_THD = kernels.rope_and_store_kv(
-            self.project(x_TE, kernels), self.num_heads, qk_norm,
-            context.rotary[self.rotation], cache, metadata,
-        )  # fmt: skip
+            self.project(x_TE, kernels),
+            self.num_heads,
+            qk_norm,
+            context.rotary[self.rotation],
+            cache,
+            metadata,
+        )
         out_THD = kernels.paged_attention(q_THD, cache, metadata, self.spec)
         return self.o_proj(out_THD.flatten(1), kernels)

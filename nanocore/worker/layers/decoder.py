@@ -7,6 +7,7 @@ layers; hidden states pass between stages with the residual added.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Protocol
 
 import torch
@@ -17,15 +18,21 @@ from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.config.family import Family
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.attention import Attention
-from nanocore.worker.layers.context import StepContext
-from nanocore.worker.layers.embedding import VocabParallelEmbedding
+from nanocore.worker.layers.linear import StepContext, VocabParallelEmbedding
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.norm import Norm, RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.layers.rotary import rotary_table
-from nanocore.worker.loading.weights import EMBEDDING, HEAD, Entries, without_parts
+from nanocore.worker.loading.weights import (
+    EMBEDDING,
+    HEAD,
+    Entries,
+    unbuffered_bytes,
+    without_parts,
+)
 from nanocore.worker.memory.kv_memory import KVSpec
 from nanocore.worker.placement import Placement
+from nanocore.worker.rank_messages import Quantization
 
 
 class Layer(Protocol):
@@ -42,7 +49,7 @@ class Layer(Protocol):
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None: ...
 
     def entries(self, prefix: str) -> Entries:
-        """Where the checkpoint's tensors with this prefix go."""
+        """Map the checkpoint's tensors with this prefix to this rank's parameters."""
         ...
 
     def pack(self, packer: WeightPacker) -> None:
@@ -57,11 +64,9 @@ class Layer(Protocol):
 
 
 class MLP(Protocol):
-    """What a layer has after attention: a gated MLP, or experts; [T, E] to [T, E]."""
+    """The part of a layer behind attention: a gated MLP, or experts; [T, E] to [T, E]."""
 
-    def entries(self, prefix: str) -> Entries:
-        """Where the checkpoint's tensors with this prefix go."""
-        ...
+    def entries(self, prefix: str) -> Entries: ...
 
     def pack(self, packer: WeightPacker) -> None:
         """Have the backend pack each weight as soon as it is filled; once."""
@@ -84,12 +89,11 @@ class DecoderLayer:
         self.make_norms(placement, config)
 
     def make_norms(self, placement: Placement, config: ModelConfig) -> None:
-        """Those that `norm_entries` names."""
         self.input_norm = self.norm_class(placement, config, config.hidden_size)
         self.post_attention_norm = self.norm_class(placement, config, config.hidden_size)
 
     def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
-        """What stands after attention in this layer; families with experts override it."""
+        """Make this layer's MLP; families with experts override it."""
         return GatedMLP(placement, config, config.intermediate_size)
 
     def entries(self, prefix: str) -> Entries:
@@ -104,7 +108,7 @@ class DecoderLayer:
         self.mlp.pack(packer)
 
     def norm_entries(self, prefix: str) -> Entries:
-        """Where the norms' tensors with this prefix go; families with other norms override it."""
+        """Map the norms' tensors with this prefix; families with other norms override it."""
         return {
             **self.input_norm.entries(f"{prefix}input_layernorm"),
             **self.post_attention_norm.entries(f"{prefix}post_attention_layernorm"),
@@ -122,15 +126,15 @@ class DecoderLayer:
 class DecoderModel:
     """One rank's part of the model, its parameters allocated and not yet filled.
 
-    Raises:
-        ConfigError: the model cannot be split as the placement asks.
+    Raises ConfigError: the model cannot be split as the placement asks.
     """
 
     family: ClassVar[Family]
     layer_class: ClassVar[type[Layer]] = DecoderLayer
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
-        self.config, self.placement = config, placement
+        self.config = config
+        self.placement = placement
         # Rounded as in training, where the factor had the model's dtype.
         self.embedding_factor = torch.tensor(config.embedding_scale, dtype=placement.dtype).item()
         self.layer_range = placement.stage_layers(config.num_layers)
@@ -161,12 +165,11 @@ class DecoderModel:
 
     @property
     def kv_specs(self) -> list[KVSpec]:
-        """What each of this rank's layers keeps of a token."""
         return [layer.kv_spec for layer in self.layers]
 
     @classmethod
     def common_name(cls, stored: str) -> str | None:
-        """What `entries` calls a checkpoint's tensor; None for one that no such model reads.
+        """Name that `entries` has for a checkpoint's tensor; None for one that no such model reads.
 
         Families whose checkpoints call things otherwise translate here. Models that were saved
         without a head leave "model." out, and old files hold the frequencies of the rotation.
@@ -176,7 +179,7 @@ class DecoderModel:
         return None if stored.endswith(".self_attn.rotary_emb.inv_freq") else stored
 
     def entry_name(self, stored: str) -> str | None:
-        """Likewise of this model, whose head may be the embedding."""
+        """Common name, or None for the head of a model whose head is the embedding."""
         name = self.common_name(stored)
         return None if name == HEAD and self.config.tie_word_embeddings else name
 
@@ -194,7 +197,6 @@ class DecoderModel:
                 self.embedding.pack_as_embedding(packer)
 
     def finish(self) -> None:
-        """What is to be done once all is filled."""
         if self.norm is not None and self.config.logits_divisor != 1.0:
             # Which divides the logits, and costs nothing.
             self.norm.weight = self.norm.weight / self.config.logits_divisor
@@ -210,12 +212,11 @@ class DecoderModel:
         }
 
     def embed(self, token_ids_T: Tensor, kernels: Kernels) -> Tensor:
-        """What the first layer gets, [T, E]; first stage only."""
+        """Input of the first layer, [T, E]; first stage only."""
         assert self.embedding is not None, "token ids enter at the first stage"
         return self.embedding.embed(token_ids_T, self.embedding_factor, kernels)
 
     def begin_step(self, rows: StepRows, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
-        """See `Kernels.begin_step`; hidden states are those of `embed`."""
         if self.embedding is None:
             return kernels.begin_step(rows, None)
         return self.embedding.begin_step(rows, self.embedding_factor, kernels)
@@ -247,7 +248,7 @@ class DecoderModel:
         )
 
     def _vocabulary_entries(self) -> Entries:
-        """A tied matrix is one tensor that the first and the last stage both keep."""
+        # A tied matrix is one tensor that the first and the last stage both keep.
         ends = {EMBEDDING: self.embedding, HEAD: self.head}
         if self.config.tie_word_embeddings:
             ends = {EMBEDDING: self.embedding or self.head}
@@ -260,3 +261,21 @@ class DecoderModel:
                 elsewhere = self._vocabulary(self.placement.on_meta())
                 entries |= without_parts(elsewhere.entries(name))
         return entries
+
+
+def fill_and_pack(
+    model: DecoderModel,
+    kernels: Kernels,
+    fill: Callable[[Entries], object],
+    quantization: Quantization | None = None,
+) -> int:
+    """Have all of a model's parameters filled and packed; returns the memory that they take.
+
+    fill: fills all slices of these entries, and notifies their owners.
+    """
+    entries = model.entries()
+    packer = WeightPacker(kernels, model.placement.dtype, quantization)
+    model.pack(packer)
+    fill(entries)
+    model.finish()
+    return packer.num_bytes + unbuffered_bytes(entries)

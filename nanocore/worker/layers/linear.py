@@ -1,7 +1,9 @@
-"""Linear layers split over tensor parallel ranks, by rows of the weight or by its columns.
+"""Linear layers and the vocabulary's matrices, split over tensor parallel ranks.
 
 A column-parallel layer followed by a row-parallel one needs one all-reduce (Megatron-LM: Shoeybi et
 al. 2019). Projections of the same input are stacked into one weight, whatever the checkpoint does.
+The embedding and the head are split by token ids: a rank looks up and scores the tokens of its
+range only; ranges are equal but for the last, so any vocabulary can be split.
 """
 
 from __future__ import annotations
@@ -10,15 +12,26 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from nanocore.kernels.interface import Kernels
+from nanocore.kernels.interface import AttentionMetadata, Kernels, Rotary
+from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.step_rows import StepRows
 from nanocore.worker.layers.packing import Projection, Weight, WeightPacker
-from nanocore.worker.loading.weights import Entries, Entry, Part, whole
+from nanocore.worker.loading.weights import Entries, LoadedSlice, TensorEntry, whole
 from nanocore.worker.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Of a projection's `total` output features, this rank keeps `size` from `start` on."""
+class StepContext:
+    """rotary: of all positions, by what `ModelConfig.rotation` says of a layer."""
+
+    kernels: Kernels
+    metadata: AttentionMetadata
+    rotary: dict[str, Rotary]
+
+
+@dataclass(frozen=True, slots=True)
+class RowShard:
+    """Rows of a projection that this rank keeps: `size` of `total`, from `start` on."""
 
     total: int
     start: int
@@ -30,13 +43,13 @@ class Rows:
         return slice(self.start, self.start + self.size)
 
     @classmethod
-    def share(cls, placement: Placement, total: int, what: str) -> Rows:
+    def share(cls, placement: Placement, total: int, what: str) -> RowShard:
         """An even share. Raises ConfigError, naming `what`, if there is none."""
         size = placement.share(total, what)
         return cls(total, placement.tp.rank * size, size)
 
     @classmethod
-    def kv_heads(cls, placement: Placement, num_heads: int, head_dim: int) -> Rows:
+    def kv_heads(cls, placement: Placement, num_heads: int, head_dim: int) -> RowShard:
         """Whole KV heads; each is kept by several ranks if there are fewer heads than ranks."""
         rank, size = placement.tp.rank, placement.tp.size
         if size > num_heads and size % num_heads == 0:
@@ -52,7 +65,7 @@ class ColumnParallelLinear:
     """
 
     def __init__(
-        self, placement: Placement, in_features: int, parts: list[Rows], *, bias: bool = False
+        self, placement: Placement, in_features: int, parts: list[RowShard], *, bias: bool = False
     ) -> None:
         self.in_features = in_features
         self.parts = parts
@@ -68,7 +81,7 @@ class ColumnParallelLinear:
         if self.bias is not None:
             biases = zip(names, self.parts, self.bias.split(self.sizes), strict=True)
             entries |= {
-                f"{name}.bias": Entry((rows.total,), [Part(target, (rows.kept,))])
+                f"{name}.bias": TensorEntry((rows.total,), [LoadedSlice(target, (rows.kept,))])
                 for name, rows, target in biases
             }
         return entries
@@ -82,18 +95,17 @@ class ColumnParallelLinear:
         entries = self.weight.entries(*(self._projection(name, rows, offset) for rows in stacked))
         if self.bias is not None:
             targets = zip(stacked, self.bias.split(self.sizes), strict=True)
-            parts = [Part(target, (rows.kept,)) for rows, target in targets]
-            entries[f"{name}.bias"] = Entry((offset,), parts)
+            parts = [LoadedSlice(target, (rows.kept,)) for rows, target in targets]
+            entries[f"{name}.bias"] = TensorEntry((offset,), parts)
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         self.weight.pack(packer.linear)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         return kernels.linear(x, self.weight.packed, self.bias)
 
-    def _projection(self, name: str, rows: Rows, num_rows: int) -> Projection:
+    def _projection(self, name: str, rows: RowShard, num_rows: int) -> Projection:
         shape = num_rows, self.in_features
         return Projection(name, shape, rows.kept, slice(0, self.in_features))
 
@@ -115,7 +127,7 @@ class RowParallelLinear:
     ) -> None:
         self.tp = placement.tp
         self.in_features = in_features
-        self.columns = Rows.share(placement, in_features, what)
+        self.columns = RowShard.share(placement, in_features, what)
         self.weight = Weight(placement, out_features, self.columns.size)
         self.bias = placement.empty(out_features) if bias else None
 
@@ -131,7 +143,6 @@ class RowParallelLinear:
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         self.weight.pack(packer.linear)
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
@@ -140,5 +151,46 @@ class RowParallelLinear:
         return kernels.all_reduce(y, self.tp, None if is_alone else self.bias)
 
     def partial_sum(self, x: Tensor, kernels: Kernels) -> Tensor:
-        """What this rank adds to the sum, for callers that have more to add before reducing it."""
+        """This rank's summand, for callers that have more to add before reducing it."""
         return kernels.linear(x, self.weight.packed)
+
+
+class VocabParallelEmbedding:
+    """RowShard of the embedding, or of the head, for token ids from first_token on."""
+
+    def __init__(self, placement: Placement, vocab_size: int, hidden_size: int) -> None:
+        self.tp = placement.tp
+        self.shape = vocab_size, hidden_size
+        range_size = -(-vocab_size // self.tp.size)
+        self.first_token = min(self.tp.rank * range_size, vocab_size)
+        self.num_tokens = min(range_size, vocab_size - self.first_token)
+        self.dtype = placement.dtype
+        self.weight = Weight(placement, self.num_tokens, hidden_size)
+
+    def entries(self, name: str) -> Entries:
+        rows = slice(self.first_token, self.first_token + self.num_tokens)
+        return self.weight.entries(Projection(name, self.shape, rows, slice(0, self.shape[1])))
+
+    def pack(self, packer: WeightPacker) -> None:
+        self.weight.pack(packer.head)
+
+    def pack_as_embedding(self, packer: WeightPacker) -> None:
+        self.weight.pack(packer.embedding)
+
+    def embed(self, token_ids_T: Tensor, factor: float, kernels: Kernels) -> Tensor:
+        """Embeddings times factor, [T, E]."""
+        x_TE = kernels.embedding(token_ids_T, self._tokens(factor))
+        return x_TE if self.tp.size == 1 else kernels.all_reduce(x_TE, self.tp)
+
+    def begin_step(self, rows: StepRows, factor: float, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """(block ids of the step's sequences, what `embed` says of its tokens)."""
+        block_table_BM, x_TE = kernels.begin_step(rows, self._tokens(factor))
+        assert x_TE is not None, "with an embedding there are hidden states"
+        return block_table_BM, x_TE if self.tp.size == 1 else kernels.all_reduce(x_TE, self.tp)
+
+    def logits(self, hidden_RE: Tensor, softcap: float, kernels: Kernels) -> Tensor:
+        """Logits of this rank's tokens, float32 [R, num_tokens]; see `Kernels.logits`."""
+        return kernels.logits(hidden_RE, self.weight.packed, softcap)
+
+    def _tokens(self, factor: float) -> TokenEmbedding:
+        return TokenEmbedding(self.weight.packed, self.first_token, factor, self.dtype)

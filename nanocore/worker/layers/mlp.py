@@ -5,8 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.layers.context import StepContext
-from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, Rows
+from nanocore.worker.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    RowShard,
+    StepContext,
+)
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement
@@ -23,7 +27,7 @@ class GatedMLP:
         what: str = "intermediate_size",
     ) -> None:
         self.activation = config.hidden_act
-        rows = Rows.share(placement, inner_size, what)
+        rows = RowShard.share(placement, inner_size, what)
         self.gate_up_proj = ColumnParallelLinear(
             placement, config.hidden_size, [rows, rows], bias=config.mlp_bias
         )
@@ -32,14 +36,12 @@ class GatedMLP:
         )
 
     def entries(self, prefix: str) -> Entries:
-        """Where the checkpoint's tensors with this prefix go."""
         return {
             **self.gate_up_proj.entries(f"{prefix}gate_proj", f"{prefix}up_proj"),
             **self.down_proj.entries(f"{prefix}down_proj"),
         }
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         self.gate_up_proj.pack(packer)
         self.down_proj.pack(packer)
 
@@ -47,7 +49,7 @@ class GatedMLP:
         return self.down_proj(self._inner(x_TE, context), context.kernels)
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        """What this rank adds to the result, before biases."""
+        """This rank's summand of the result, before biases."""
         return self.down_proj.partial_sum(self._inner(x_TE, context), context.kernels)
 
     def _inner(self, x_TE: Tensor, context: StepContext) -> Tensor:
@@ -64,20 +66,20 @@ class PlainMLP:
         inner_size, what = config.intermediate_size, "intermediate_size"
         self.activation = config.hidden_act
         self.up_proj = ColumnParallelLinear(
-            placement, config.hidden_size, [Rows.share(placement, inner_size, what)],
+            placement,
+            config.hidden_size,
+            [RowShard.share(placement, inner_size, what)],
             bias=config.mlp_bias,
-        )  # fmt: skip
+        )
         self.down_proj = RowParallelLinear(
             placement, inner_size, config.hidden_size, what, bias=config.mlp_bias
         )
 
     def entries(self, prefix: str) -> Entries:
-        """Where the checkpoint's tensors with this prefix go."""
         up_proj, down_proj = f"{prefix}up_proj", f"{prefix}down_proj"
         return self.up_proj.entries(up_proj) | self.down_proj.entries(down_proj)
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         self.up_proj.pack(packer)
         self.down_proj.pack(packer)
 

@@ -14,15 +14,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from nanocore.kernels.experts import Experts, ExpertWeights
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.interface import Routing, SharedExpert
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import MLP, DecoderLayer
-from nanocore.worker.layers.linear import Rows
-from nanocore.worker.layers.packing import Projection, StoredOutline, Weight, WeightPacker
+from nanocore.worker.layers.linear import RowShard, StepContext
+from nanocore.worker.layers.packing import MetaWeight, Projection, Weight, WeightPacker
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement
 
@@ -30,8 +28,7 @@ from nanocore.worker.placement import Placement
 class SparseMLP:
     """One layer's experts and its router.
 
-    Raises:
-        ConfigError: moe_intermediate_size cannot be shared evenly.
+    Raises ConfigError: moe_intermediate_size cannot be shared evenly.
     """
 
     def __init__(self, placement: Placement, config: ModelConfig) -> None:
@@ -41,12 +38,11 @@ class SparseMLP:
         self.num_experts_per_tok = moe.num_experts_per_tok
         self.norm_topk_prob = moe.norm_topk_prob
         self.activation = config.hidden_act
-        self.rows = Rows.share(placement, moe.intermediate_size, "moe_intermediate_size")
+        self.rows = RowShard.share(placement, moe.intermediate_size, "moe_intermediate_size")
         self.router = Weight(placement, moe.num_experts, hidden_size)
         self._weights = _Weights(placement, moe.num_experts, self.rows.size, hidden_size)
 
     def entries(self, prefix: str) -> Entries:
-        """Checkpoints keep every expert's projections apart."""
         num_experts, hidden_size = self.router.out_features, self.router.in_features
         entries = self.router.entries(Projection.whole(f"{prefix}gate", num_experts, hidden_size))
         in_shape, out_shape = (self.rows.total, hidden_size), (hidden_size, self.rows.total)
@@ -62,7 +58,6 @@ class SparseMLP:
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         self.router.pack(packer.unquantized)
         self._weights.pack(packer)
 
@@ -70,27 +65,30 @@ class SparseMLP:
         return context.kernels.all_reduce(self.partial_sum(x_TE, context), self.tp)
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        """What this rank adds to the result, [T, E], before the ranks' all-reduce."""
+        """This rank's summand of the result, [T, E], before the ranks' all-reduce."""
         logits_TX = context.kernels.linear(x_TE, self.router.packed)
         return context.kernels.moe(
-            x_TE, self.experts,
+            x_TE,
+            self.experts,
             Routing(logits_TX, self.num_experts_per_tok, self.norm_topk_prob),
-            self.shared(x_TE, context), self.activation,
-        )  # fmt: skip
+            self.shared(x_TE, context),
+            self.activation,
+        )
 
     @property
     def experts(self) -> Experts:
-        """As kernels take them; once all are packed."""
         return self._weights.packed
 
     def shared(self, x_TE: Tensor, context: StepContext) -> SharedExpert | None:
-        """What every token passes, in families that have it."""
+        """The shared expert's output, in families that have one."""
         return None
 
 
 class _Weights:
-    """Those of a layer's experts: each is packed when it is filled, and all are given to the
-    backend when the last one is, so that they are there twice for no longer than that.
+    """Weights of a layer's experts.
+
+    Each is packed when it is filled, and all are given to the backend when the last one is: so no
+    more than one layer's experts are in memory twice.
     """
 
     def __init__(self, placement: Placement, num_experts: int, inner: int, hidden: int) -> None:
@@ -102,17 +100,14 @@ class _Weights:
         self._packed: Experts | None = None
 
     def __iter__(self) -> Iterator[tuple[Weight, ...]]:
-        """Gate, up and down of each."""
         return iter(self._stored)
 
     @property
     def packed(self) -> Experts:
-        """As kernels take them; once all are packed."""
         assert self._packed is not None, "these experts are not packed yet"
         return self._packed
 
     def pack(self, packer: WeightPacker) -> None:
-        """See `Weight`."""
         for expert, weights in enumerate(self._stored):
             for projection, weight in enumerate(weights):
                 weight.pack(partial(self._pack_one, packer, (expert, projection)))
@@ -121,7 +116,7 @@ class _Weights:
         self,
         packer: WeightPacker,
         name: tuple[int, int],
-        weights: list[StoredWeight | StoredOutline],
+        weights: list[CheckpointWeight | MetaWeight],
     ) -> LinearWeight:
         packed = self._by_name[name] = packer.expert(weights)
         if len(self._by_name) == 3 * len(self._stored) and packed.data.device.type != "meta":

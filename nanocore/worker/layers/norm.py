@@ -22,7 +22,7 @@ class Norm(Protocol):
     def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None: ...
 
     def entries(self, name: str) -> Entries:
-        """Where the checkpoint's tensors with this name go."""
+        """Map the checkpoint's tensors with this name to the parameters."""
         ...
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor: ...
@@ -51,7 +51,6 @@ class RMSNorm:
         self.offset = 0.0 if config.norms_are_whole else config.norm_offset
 
     def entries(self, name: str) -> Entries:
-        """Where the checkpoint's weight goes, and what is added to it."""
         return {f"{name}.weight": whole(self.weight, self.offset)}
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:

@@ -1,7 +1,7 @@
 """A weight's two states: as a checkpoint stores it, and then what the kernel backend packed.
 
-Layers say of which projections a weight is (`entries`); how those are stored, the checkpoint's
-format tells. Memory for what is stored is taken when its reading begins, and is gone when all is
+Layers say of which projections a weight is (`entries`); the checkpoint's format says how those are
+stored. Memory for what is stored is taken when its reading begins, and is gone when all is
 there and the backend has packed it: only a few weights are both at a time.
 """
 
@@ -14,35 +14,40 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from nanocore.kernels.experts import Experts, ExpertWeights
 from nanocore.kernels.group_quantization import MAX_INT4, packed_bytes
-from nanocore.kernels.grouped_weight import StoredForm, StoredWeight, join_adjacent
+from nanocore.kernels.grouped_weight import CheckpointWeight, QuantizedForm, join_adjacent
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.linear_weight import FP8, LinearWeight, in_segments
+from nanocore.kernels.linear_weight import FP8, Experts, ExpertWeights, LinearWeight, in_segments
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.loading.weight_format import Slot, StoredProjection
-from nanocore.worker.loading.weights import Buffer, Entries, Entry, Part
-from nanocore.worker.messages import Quantization
+from nanocore.worker.loading.weights import (
+    Buffer,
+    CheckpointProjection,
+    Entries,
+    LoadedSlice,
+    Slot,
+    TensorEntry,
+)
 from nanocore.worker.placement import Placement
+from nanocore.worker.rank_messages import Quantization
 
 
 @dataclass(frozen=True, slots=True)
-class StoredOutline:
-    """In place of a quantized weight whose values are not known: its shape, form and size."""
+class MetaWeight:
+    """Stand-in for a quantized weight whose values are not known: its shape, form and size."""
 
     out_features: int
     in_features: int
-    form: StoredForm
+    form: QuantizedForm
     num_bytes: int
 
 
-Pack = Callable[[list[StoredWeight | StoredOutline]], LinearWeight]
+Pack = Callable[[list[CheckpointWeight | MetaWeight]], LinearWeight]
 """One of `WeightPacker`'s methods."""
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """What a rank keeps of a projection that the checkpoint has under this name.
+    """Slice that a rank keeps of a projection of the checkpoint.
 
     shape: of the whole weight, [O, I]. rows, columns: which are kept.
     """
@@ -54,13 +59,11 @@ class Projection:
 
     @classmethod
     def whole(cls, name: str, *shape: int) -> Projection:
-        """All of it."""
         num_rows, num_columns = shape
         return cls(name, (num_rows, num_columns), slice(0, num_rows), slice(0, num_columns))
 
     @property
     def num_rows(self) -> int:
-        """Those that are kept."""
         return self.rows.stop - self.rows.start
 
 
@@ -73,10 +76,9 @@ class _Run:
 
     shape: tuple[int, int]
     buffers: dict[str, Buffer]
-    stored: StoredProjection | None = None
+    stored: CheckpointProjection | None = None
 
-    def unpack(self) -> StoredWeight:
-        """What they are, once the buffers are filled; they are given up."""
+    def unpack(self) -> CheckpointWeight:
         tensors = {name: buffer.take() for name, buffer in self.buffers.items()}
         return tensors["weight"] if self.stored is None else self.stored.unpack(tensors)
 
@@ -84,15 +86,15 @@ class _Run:
 class Weight:
     """A layer's weight [O, I], of one projection or of several whose rows are stacked.
 
-    Implements `Owner`. It is packed as soon as it is filled and somebody has said how, whichever is
-    last; an outline, on the meta device, is never filled, and packed at once.
+    Implements `BufferOwner`. It is packed once it is filled and `pack` was called, whichever is
+    last. On the meta device it is never filled, and packed at once.
 
-    Raises:
-        ModelFileError: no memory could hold it.
+    Raises ModelFileError: no memory could hold it.
     """
 
     def __init__(self, placement: Placement, out_features: int, in_features: int) -> None:
-        self.out_features, self.in_features = out_features, in_features
+        self.out_features = out_features
+        self.in_features = in_features
         self._placement = placement
         placement.check_size(out_features, in_features)
         self._runs: list[_Run] = []
@@ -102,15 +104,13 @@ class Weight:
 
     @property
     def packed(self) -> LinearWeight:
-        """As kernels take it; once it is packed."""
         assert self._packed is not None, "this weight is not packed yet"
         return self._packed
 
     def entries(self, *projections: Projection) -> Entries:
-        """Where the checkpoint's tensors of these go, whose rows are the weight's, in their order.
+        """Map the tensors of these projections, whose rows are the weight's, to its buffers.
 
-        Raises:
-            ModelFileError, ConfigError: see `WeightFormat.projection`.
+        Raises ModelFileError, ConfigError: see `WeightFormat.projection`.
         """
         assert self._packed is None, "this weight is packed, and filled no more"
         assert sum(projection.num_rows for projection in projections) == self.out_features
@@ -134,7 +134,6 @@ class Weight:
         self._pack_if_filled()
 
     def filled(self) -> None:
-        """See `Owner`."""
         self._is_filled = True
         self._pack_if_filled()
 
@@ -142,13 +141,14 @@ class Weight:
         if self._pack is None or not self._is_filled:
             return
         assert self._runs, "entries are asked for before a weight is packed"
+        # Let go of the runs: their buffers are to be gone when the packed weight is there.
         runs, self._runs = self._runs, []
         is_outline = self._placement.device.type == "meta"
         self._packed = self._pack(
             [self._outline(run) if is_outline else run.unpack() for run in runs]
         )
 
-    def _stored(self, projection: Projection) -> StoredProjection | None:
+    def _stored(self, projection: Projection) -> CheckpointProjection | None:
         weight_format = self._placement.weight_format
         if weight_format is None:
             return None
@@ -156,27 +156,27 @@ class Weight:
             projection.name, projection.shape, projection.rows, projection.columns
         )
 
-    def _floats(self, projections: list[Projection]) -> Iterator[tuple[str, Entry]]:
-        """In one buffer, so that they need not be joined."""
+    def _floats(self, projections: list[Projection]) -> Iterator[tuple[str, TensorEntry]]:
+        # In one buffer, so that they need not be joined.
         sizes = [projection.num_rows for projection in projections]
         buffer = self._buffer((sum(sizes), self.in_features), self._placement.dtype)
         self._runs.append(_Run((sum(sizes), self.in_features), {"weight": buffer}))
         for projection, target in zip(projections, buffer.outline.split(sizes), strict=True):
-            part = Part(target, (projection.rows, projection.columns), buffer)
-            yield f"{projection.name}.weight", Entry(projection.shape, [part])
+            part = LoadedSlice(target, (projection.rows, projection.columns), buffer)
+            yield f"{projection.name}.weight", TensorEntry(projection.shape, [part])
 
     def _slots(
-        self, projection: Projection, stored: StoredProjection | None
-    ) -> Iterator[tuple[str, Entry]]:
+        self, projection: Projection, stored: CheckpointProjection | None
+    ) -> Iterator[tuple[str, TensorEntry]]:
         assert stored is not None
         buffers = {name: self._slot_buffer(slot) for name, slot in stored.slots.items()}
         shape = (projection.num_rows, self.in_features)
         self._runs.append(_Run(shape, buffers, stored))
         num_params = projection.shape[0] * projection.shape[1]  # of all slots together
         for name, slot in stored.slots.items():
-            part = Part(buffers[name].outline, slot.index, buffers[name])
+            part = LoadedSlice(buffers[name].outline, slot.index, buffers[name])
             dtype = slot.dtype if slot.is_exact else None
-            entry = Entry(slot.shape, [part], dtype=dtype, num_params=num_params)
+            entry = TensorEntry(slot.shape, [part], dtype=dtype, num_params=num_params)
             yield f"{projection.name}.{name}", entry
             num_params = 0
 
@@ -188,13 +188,13 @@ class Weight:
         outline = torch.empty(shape, dtype=dtype, device="meta")
         return Buffer(self, outline, self._placement.device)
 
-    def _outline(self, run: _Run) -> StoredWeight | StoredOutline:
+    def _outline(self, run: _Run) -> CheckpointWeight | MetaWeight:
         if run.stored is None or run.stored.is_float:
             return torch.empty(run.shape, dtype=self._placement.dtype, device="meta")
         outlines = [buffer.outline for buffer in run.buffers.values()]
         num_bytes = run.stored.kept_bytes or sum(outline.nbytes for outline in outlines)
         is_float8 = any(o.dtype == FP8 and o.shape == run.shape for o in outlines)
-        return StoredOutline(*run.shape, "float8" if is_float8 else "grouped", num_bytes)
+        return MetaWeight(*run.shape, "float8" if is_float8 else "grouped", num_bytes)
 
 
 class WeightPacker:
@@ -210,32 +210,32 @@ class WeightPacker:
         kernels: Kernels,
         dtype: torch.dtype,
         quantization: Quantization | None = None,
-        kept_forms: frozenset[StoredForm] = frozenset(),
+        kept_forms: frozenset[QuantizedForm] = frozenset(),
         stacks_experts: bool | None = None,
     ) -> None:
-        self._kernels, self._dtype, self._quantization = kernels, dtype, quantization
+        self._kernels = kernels
+        self._dtype = dtype
+        self._quantization = quantization
         self._kept_forms = kept_forms
         self._stacks_experts = kernels.stacks_experts if stacks_experts is None else stacks_experts
         self.num_bytes = self.num_params = self.expert_bytes = self.expert_params = 0
 
-    def linear(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
+    def linear(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
         """The weight of a linear layer, whose rows are those of all; the caller gives them up."""
         return self._pack(weights, self._quantization)
 
-    def head(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
-        """Likewise, of the layer that gives logits: fp8 and four bits are for what lies between."""
+    def head(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
+        """Pack the head: fp8 and four bits are for the layers between."""
         return self._pack(weights, "int8" if self._quantization in ("int4", "int8") else None)
 
-    def embedding(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
-        """Likewise, of an embedding that is no head."""
+    def embedding(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
+        """Pack an embedding that is not the head."""
         return self._pack(weights, "int8" if self._quantization == "int4" else None)
 
-    def unquantized(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
-        """Likewise, as it is: of a router."""
+    def unquantized(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
         return self._pack(weights, None)
 
-    def expert(self, weights: list[StoredWeight | StoredOutline]) -> LinearWeight:
-        """Likewise, of one projection of an expert."""
+    def expert(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
         if self._stacks_experts:
             packed = self._pack([self._floats(weight) for weight in _taken(weights)], None)
         else:
@@ -247,8 +247,7 @@ class WeightPacker:
     def experts(self, weights: ExpertWeights) -> Experts:
         """All of a layer's, of which the caller gives up what `expert` made.
 
-        Raises:
-            ModelFileError: some are stored unlike the others.
+        Raises ModelFileError: some are stored unlike the others.
         """
         try:
             return self._kernels.pack_experts(weights)
@@ -258,20 +257,20 @@ class WeightPacker:
                 "--attention-backend torch, or a checkpoint whose experts are alike"
             ) from None
 
-    def _floats(self, weight: StoredWeight | StoredOutline) -> Tensor:
+    def _floats(self, weight: CheckpointWeight | MetaWeight) -> Tensor:
         if isinstance(weight, Tensor):
             return weight
-        if isinstance(weight, StoredOutline):
+        if isinstance(weight, MetaWeight):
             shape = (weight.out_features, weight.in_features)
             return torch.empty(shape, dtype=self._dtype, device="meta")
         return weight.dequantize().to(self._dtype)
 
     def _pack(
-        self, weights: list[StoredWeight | StoredOutline], quantization: Quantization | None
+        self, weights: list[CheckpointWeight | MetaWeight], quantization: Quantization | None
     ) -> LinearWeight:
-        outlines = [weight for weight in weights if isinstance(weight, StoredOutline)]
+        outlines = [weight for weight in weights if isinstance(weight, MetaWeight)]
         segments = [self._pack_outline(outline) for outline in outlines]
-        joined = join_adjacent([w for w in weights if not isinstance(w, StoredOutline)])
+        joined = join_adjacent([w for w in weights if not isinstance(w, MetaWeight)])
         weights.clear()  # so that each is gone when it is packed
         while joined:
             segments.append(self._pack_one(joined.pop(0), quantization))
@@ -280,14 +279,15 @@ class WeightPacker:
         self.num_params += packed.out_features * packed.in_features
         return packed
 
-    def _pack_one(self, weight: StoredWeight, quantization: Quantization | None) -> LinearWeight:
-        """quantization: of floats; what is quantized already stays as it is."""
+    def _pack_one(
+        self, weight: CheckpointWeight, quantization: Quantization | None
+    ) -> LinearWeight:
         if not isinstance(weight, Tensor):
             return self._kernels.pack_linear(weight, None, self._dtype)
         if weight.is_meta and quantization == "int4":
             out_features, in_features = weight.shape
             num_bytes = packed_bytes(out_features, in_features)
-            outline = StoredOutline(out_features, in_features, "grouped", num_bytes)
+            outline = MetaWeight(out_features, in_features, "grouped", num_bytes)
             return self._pack_outline(outline)
         if quantization == "int4" and weight.numel():
             largest = max(abs(end.item()) for end in weight.aminmax())
@@ -299,7 +299,7 @@ class WeightPacker:
                 )
         return self._kernels.pack_linear(weight, quantization, self._dtype)
 
-    def _pack_outline(self, outline: StoredOutline) -> LinearWeight:
+    def _pack_outline(self, outline: MetaWeight) -> LinearWeight:
         num_bytes = outline.out_features * outline.in_features * self._dtype.itemsize
         if outline.form in self._kept_forms:
             num_bytes = outline.num_bytes
@@ -307,6 +307,6 @@ class WeightPacker:
         return LinearWeight(outline.out_features, outline.in_features, data.dtype, data)
 
 
-def _taken(weights: list[StoredWeight | StoredOutline]) -> Iterator[StoredWeight | StoredOutline]:
+def _taken(weights: list[CheckpointWeight | MetaWeight]) -> Iterator[CheckpointWeight | MetaWeight]:
     while weights:
         yield weights.pop(0)

@@ -56,7 +56,7 @@ def inverse_frequencies(config: RopeConfig, max_len: int) -> Tensor:
 
 
 def attention_scaling(config: RopeConfig) -> float:
-    """What cos and sin are multiplied by: the attention's temperature in YaRN and LongRoPE."""
+    """Factor of cos and sin: the attention's temperature in YaRN and LongRoPE."""
     if config.kind not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
@@ -114,7 +114,7 @@ def _yarn(config: RopeConfig, periods: Tensor) -> Tensor:
 
 
 def _longrope_factors(config: RopeConfig, max_len: int) -> Tensor:
-    """How far each pair is stretched, found by search (LongRoPE: Ding et al. 2024)."""
+    """Stretch of each pair, found by search (LongRoPE: Ding et al. 2024)."""
     is_long = max_len > config.original_max_position_embeddings
     return torch.tensor(config.long_factor if is_long else config.short_factor)
 

@@ -1,31 +1,37 @@
-"""What a rank is to hold, known and checked before any memory is taken for it.
+"""Checks of a rank's model before any memory is taken for it.
 
 config.json may say anything, so a model is first built without memory (on torch's meta device):
-files that do not fit it, and memory that does not hold it, are then errors that cost nothing.
+files that do not fit it, and memory that does not hold it, are then errors that cost nothing. Where
+config.json is silent or contradicts the weights, the weights count, as in transformers: they have
+their own dtype, and a head that is stored beside the embedding is used if it is another matrix.
 """
 
 from __future__ import annotations
 
 import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import torch
 
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.device.device import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.loading.formats.select import folder_format, folder_settings
-from nanocore.worker.loading.gguf.files import is_gguf
-from nanocore.worker.loading.gguf.format import GgufFormat
+from nanocore.worker.loading.checkpoint import CheckpointTensor, all_tensors
+from nanocore.worker.loading.formats.checkpoint_format import folder_format, folder_settings
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
+from nanocore.worker.loading.gguf.gguf_format import GgufFormat
 from nanocore.worker.loading.loader import check_weights
-from nanocore.worker.loading.lora.adapter import read_adapter
-from nanocore.worker.loading.lora.merged_format import MergedFormat
-from nanocore.worker.loading.stored_config import as_stored
-from nanocore.worker.loading.weight_format import WeightFormat
+from nanocore.worker.loading.lora import MergedFormat, read_adapter
+from nanocore.worker.loading.weights import EMBEDDING, HEAD, TensorNames, WeightFormat
 from nanocore.worker.memory.kv_cache_bytes import CPU_MEMORY, cpu_memory_bytes, require_weights
-from nanocore.worker.messages import WorkerConfig
 from nanocore.worker.models import load_model_config, model_class
+from nanocore.worker.rank_messages import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +69,7 @@ def read_model(
 def read_weight_format(
     config: WorkerConfig, model: ModelConfig, dtype: torch.dtype, log: bool = True
 ) -> WeightFormat | None:
-    """How the files store linear layers; with the adapter merged that is to be.
+    """Choose the format of linear layers' weights, with the adapter merged that config names.
 
     log: say how, where they are not floats.
 
@@ -88,8 +94,7 @@ def read_weight_format(
 def check_files(config: WorkerConfig, model: DecoderModel) -> None:
     """Check that the weight files are those of this model, by their headers, and the adapter's.
 
-    Raises:
-        ModelFileError: they are not; see `loader.load_weights`.
+    Raises ModelFileError: they are not; see `loader.load_weights`.
     """
     entries, weight_format = model.entries(), model.placement.weight_format
     if isinstance(weight_format, MergedFormat):
@@ -110,8 +115,7 @@ def _check_dummy(first: Path) -> None:
 def check_memory(config: WorkerConfig, weight_bytes: dict[int, int]) -> None:
     """Check that there is room for the packed weights of these ranks, by their numbers.
 
-    Raises:
-        CacheMemoryError: there is not.
+    Raises CacheMemoryError: there is not.
     """
     if select_device(config.device).type == "cpu":
         # Pages that are promised are found missing when they are written to, by a kill.
@@ -125,3 +129,71 @@ def check_memory(config: WorkerConfig, weight_bytes: dict[int, int]) -> None:
             continue
         have_bytes = int(total_bytes * config.gpu_memory_utilization) - (total_bytes - free_bytes)
         require_weights(num_bytes, have_bytes, f"--gpu-memory-utilization of {device}")
+
+
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_LAYER: Final = re.compile(r"model\.layers\.(\d{1,9})\.")
+_PIECE_BYTES: Final = 4 * 2**20
+
+
+def as_stored(config: ModelConfig, folder: Path, names: TensorNames) -> ModelConfig:
+    """The configuration, with `dtype` and `tie_word_embeddings` as the folder's files are.
+
+    names: from the files' names to the model's.
+
+    Reads headers, and weights only to compare a tied head with the embedding if it is there.
+
+    Raises ModelFileError: see `all_tensors`; or the files have more or fewer layers.
+    """
+    tensors = all_tensors(folder)
+    by_name = {name: tensor for tensor in tensors if (name := names(tensor.name))}
+    _check_layers(config, folder, by_name)
+    head, embedding = by_name.get(HEAD), by_name.get(EMBEDDING)
+    tied = config.tie_word_embeddings and not _has_packed_head(by_name)
+    if tied and head is not None and embedding is not None:
+        tied = _are_equal(head, embedding)
+    return replace(config, dtype=config.dtype or _dtype(by_name), tie_word_embeddings=tied)
+
+
+def _has_packed_head(names: Iterable[str]) -> bool:
+    prefix = f"{HEAD.rpartition('.')[0]}."
+    ends = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+    return not ends <= {"weight", "bias"}
+
+
+def _check_layers(
+    config: ModelConfig, folder: Path, by_name: Mapping[str, CheckpointTensor]
+) -> None:
+    # Checked before anything is made for each layer that config.json asks for.
+    layers = [int(found[1]) for name in by_name if (found := _LAYER.match(name))]
+    num_layers = max(layers, default=-1) + 1
+    if num_layers != config.num_layers:
+        raise ModelFileError(
+            f"{folder}: num_hidden_layers is {config.num_layers} in config.json, and the files "
+            f"have weights of {num_layers} layers: they are not of the same model"
+        )
+
+
+def _dtype(by_name: Mapping[str, CheckpointTensor]) -> str:
+    num_bytes = Counter[str]()
+    for tensor in by_name.values():
+        if tensor.dtype in _DTYPES:
+            num_bytes[_DTYPES[tensor.dtype]] += tensor.num_bytes
+    return max(num_bytes, key=lambda dtype: num_bytes[dtype], default="")
+
+
+def _are_equal(one: CheckpointTensor, other: CheckpointTensor) -> bool:
+    """Whether two tensors have the same bytes, read piece by piece."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    try:
+        with one.path.open("rb") as file, other.path.open("rb") as other_file:
+            file.seek(one.offset)
+            other_file.seek(other.offset)
+            for start in range(0, one.num_bytes, _PIECE_BYTES):
+                size = min(_PIECE_BYTES, one.num_bytes - start)
+                if file.read(size) != other_file.read(size):
+                    return False
+    except OSError as error:
+        raise ModelFileError(f"{one.path}: {error.strerror or error}") from None
+    return True

@@ -16,9 +16,9 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from nanocore.protocol.errors import ModelFileError, shorten
-from nanocore.worker.config.json_file import MAX_INDEX_BYTES, note_oddity, read_json
-from nanocore.worker.loading.gguf.files import is_gguf
-from nanocore.worker.loading.gguf.tensors import gguf_tensors
+from nanocore.worker.config.json_settings import MAX_INDEX_BYTES, note_oddity, read_json
+from nanocore.worker.loading.gguf.architectures import gguf_tensors
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -31,7 +31,7 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class CheckpointTensor:
     """One entry of a file's header. dtype: as safetensors spells it; offset: bytes in the file."""
 
     path: Path
@@ -57,7 +57,7 @@ def quoted(name: str) -> str:
     return shorten(repr(name))
 
 
-def all_tensors(folder: Path) -> list[StoredTensor]:
+def all_tensors(folder: Path) -> list[CheckpointTensor]:
     """Every tensor that the folder's files hold; whether they belong together is not asked.
 
     Raises:
@@ -70,7 +70,7 @@ def all_tensors(folder: Path) -> list[StoredTensor]:
     return [tensor for path in files for tensor in read_header(path)]
 
 
-def stored_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[StoredTensor]:
+def stored_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[CheckpointTensor]:
     """Every tensor of a model folder whose name is read, file by file, each in file order.
 
     Raises:
@@ -105,11 +105,10 @@ def stored_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[Sto
             )
 
 
-def read_header(path: Path) -> list[StoredTensor]:
-    """What a safetensors file holds, in the order of its bytes.
+def read_header(path: Path) -> list[CheckpointTensor]:
+    """Read a safetensors file's header: its tensors, in the order of their bytes.
 
-    Raises:
-        ModelFileError: the file is missing, damaged, incomplete or something else.
+    Raises ModelFileError: the file is missing, damaged, incomplete or something else.
     """
     try:
         if path.exists() and not path.is_file():
@@ -130,24 +129,25 @@ def read_header(path: Path) -> list[StoredTensor]:
         raise ModelFileError(f"{path}: {_describe(path)} ({shorten(str(error))})") from None
     start = _HEADER_START + length
     tensors = [
-        StoredTensor(path, name, entry.dtype, entry.shape, start + begin, end - begin)
+        CheckpointTensor(path, name, entry.dtype, entry.shape, start + begin, end - begin)
         for name, entry in entries.items()
         for begin, end in [entry.data_offsets]
     ]
     return sorted(tensors, key=lambda tensor: tensor.offset)
 
 
-def _of_gguf(first: Path) -> list[StoredTensor]:
-    """Those of a GGUF model; blocks are bytes."""
+def _of_gguf(first: Path) -> list[CheckpointTensor]:
     return [
-        StoredTensor(t.path, t.name, t.dtype, t.stored_shape, t.offset, t.num_bytes)
+        CheckpointTensor(t.path, t.name, t.dtype, t.stored_shape, t.offset, t.num_bytes)
         for t in gguf_tensors(first)
     ]
 
 
 def _read_index(folder: Path) -> dict[str, str] | None:
-    """Of each tensor the file that holds it; None if there is no index, or a single file beside it,
-    which transformers prefers."""
+    """Read the file name of each tensor; None without an index.
+
+    Also None with a single file beside the index, which transformers prefers.
+    """
     index = folder / INDEX_FILE
     try:
         weight_map = read_json(index, _Index, MAX_INDEX_BYTES).weight_map
@@ -200,7 +200,6 @@ def _why_no_files(folder: Path) -> str:
 
 
 def _why_missing(path: Path) -> str:
-    """What is there in its place, and the remedy."""
     if path.is_symlink():
         return f": it is a link to {path.readlink()}, which is not there; download it again"
     folder = path.parent
@@ -211,7 +210,6 @@ def _why_missing(path: Path) -> str:
 
 
 def _describe(path: Path) -> str:
-    """What is wrong with a file that safetensors refused, and the remedy."""
     size = path.stat().st_size
     with path.open("rb") as file:
         head = file.read(len(_LFS_MAGIC))
@@ -234,7 +232,6 @@ def _describe(path: Path) -> str:
 
 
 def _size_by_header(header: bytes, data_start: int) -> int:
-    """The size of a file with this header; 0 if it is none."""
     try:
         entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)

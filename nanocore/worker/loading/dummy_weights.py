@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocore.worker.loading.weights import Entries, Part, Unfilled
+from nanocore.worker.loading.weights import Entries, LoadedSlice, PendingOwners
 
 _INT16_STD = 2**16 / math.sqrt(12)
 _NORM_STD = 0.1
@@ -32,14 +32,14 @@ def fill_dummy_weights(entries: Entries, seed: int = 0) -> int:
     filled, and get floats alone: no tensor has a dtype that it must have.
     """
     num_bytes = 0
-    unfilled = Unfilled(part.owner for entry in entries.values() for part in entry.parts)
+    unfilled = PendingOwners(part.owner for entry in entries.values() for part in entry.parts)
     for name, entry in entries.items():
         assert entry.dtype is None, f"{name} is no float"
         std, mean = _std_and_mean(name, entry.shape)
         for part in entry.parts:
             _fill(part, entry.shape, (seed, zlib.crc32(name.encode())), std, mean)
             num_bytes += part.target.nbytes
-            unfilled.one_less(part.owner)
+            unfilled.count_filled(part.owner)
     return num_bytes
 
 
@@ -52,9 +52,8 @@ def _std_and_mean(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
 
 
 def _fill(
-    part: Part, shape: tuple[int, ...], seeds: tuple[int, int], std: float, mean: float
+    part: LoadedSlice, shape: tuple[int, ...], seeds: tuple[int, int], std: float, mean: float
 ) -> None:
-    """Generate the blocks of rows that the part touches, and keep its slice of each."""
     num_rows, *row_shape = shape or (1,)
     start, stop, _ = part.index[0].indices(num_rows) if part.index else (0, num_rows, 1)
     memory = part.memory()
@@ -81,7 +80,7 @@ def draw_on_host(shape: tuple[int, ...], seeds: tuple[int, ...], device: torch.d
 
 
 def draw_on_device(shape: tuple[int, ...], seeds: tuple[int, ...], device: torch.device) -> Tensor:
-    """What `draw_on_host` says, uniform too, by the device's own generator."""
+    """Draw uniform numbers as `draw_on_host` does, by the device's own generator."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(repr(seeds).encode()))
     values = torch.empty(shape, device=device)
     return values.uniform_(-math.sqrt(3), math.sqrt(3), generator=generator)

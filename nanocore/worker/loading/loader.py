@@ -28,19 +28,19 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.loading.checkpoint import StoredTensor, quoted, stored_tensors
-from nanocore.worker.loading.gguf.files import is_gguf
-from nanocore.worker.loading.gguf.format import put_biases_back
+from nanocore.worker.loading.checkpoint import CheckpointTensor, quoted, stored_tensors
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
+from nanocore.worker.loading.gguf.gguf_format import put_biases_back
 from nanocore.worker.loading.model_folder import display_name
 from nanocore.worker.loading.weights import (
     HEAD,
     Buffer,
+    BufferOwner,
     Entries,
-    Entry,
     Index,
-    Owner,
+    PendingOwners,
+    TensorEntry,
     TensorNames,
-    Unfilled,
     are_within,
 )
 
@@ -53,7 +53,7 @@ _DTYPES = _FLOATS | {
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-"""What tensors may be; of which kind one must be, its `Entry` says."""
+"""What tensors may be; of which kind one must be, its `TensorEntry` says."""
 PIECE_BYTES = 4 * 2**20
 BUFFERED_BYTES = 256 * 2**20
 """Of weights that are read and not packed yet, at most, if it is more than one."""
@@ -65,11 +65,11 @@ _MAX_PIECES = 4 * _MAX_THREADS
 class _Piece:
     """Consecutive rows of a stored tensor, and where what `index` keeps of them goes.
 
-    shape: of the rows. file_offset: of their first byte. add: see `Entry.offset`. target, buffer:
-    see `Part`.
+    shape: of the rows. file_offset: of their first byte. add: see `TensorEntry.offset`. target,
+    buffer: see `LoadedSlice`.
     """
 
-    stored: StoredTensor
+    stored: CheckpointTensor
     file_offset: int
     shape: tuple[int, ...]
     index: Index
@@ -78,11 +78,10 @@ class _Piece:
     buffer: Buffer | None
 
     @property
-    def owner(self) -> Owner | None:
+    def owner(self) -> BufferOwner | None:
         return None if self.buffer is None else self.buffer.owner
 
     def with_memory(self) -> _Piece:
-        """The same with memory behind its target."""
         if self.buffer is None:
             return self
         return replace(self, target=self.buffer.view(self.target), buffer=None)
@@ -108,10 +107,10 @@ def load_weights(
     Args:
         folder: single `model.safetensors`, or an index with its shards.
         entries: every tensor that the checkpoint must hold. Parts may be of any float dtype, on any
-            device. Owners are told, by this thread, when all of theirs is there.
+            device. Owners are notified, by this thread, when all of theirs is there.
         names: from the files' names to those of entries.
         progress: show a bar on stderr, if that is a terminal.
-        digest: told of all that was read, by tensors' names: the same however files are cut.
+        digest: updated with all that was read, by tensor names: independent of how files are cut.
 
     Returns:
         Bytes of this rank's slices, as they are stored. Where a slice cuts rows apart, the whole
@@ -155,15 +154,14 @@ def load_weights(
 
 
 def _by_owner(pieces: Iterable[_Piece]) -> list[_Piece]:
-    """In the order of the files, but that an owner's pieces follow its first one."""
+    """Sort pieces: files' order, except that an owner's pieces follow its first one."""
     groups: dict[int, list[_Piece]] = {}
     for piece in pieces:
         groups.setdefault(id(piece.owner or piece), []).append(piece)
     return [piece for group in groups.values() for piece in group]
 
 
-def _owners_of_nothing(entries: Entries) -> set[Owner]:
-    """Those whose parts are all empty."""
+def _owners_of_nothing(entries: Entries) -> set[BufferOwner]:
     parts = [part for entry in entries.values() for part in entry.parts]
     something = {part.owner for part in parts if part.target.numel()}
     return {part.owner for part in parts if part.owner is not None} - something
@@ -172,23 +170,24 @@ def _owners_of_nothing(entries: Entries) -> set[Owner]:
 def _read(
     pieces: list[_Piece], reader: _Reader, threads: ThreadPoolExecutor
 ) -> Iterator[tuple[_Piece, bytes]]:
-    """Each piece when it is filled, with the digest of what was read; owners are told."""
-    buffered_bytes = Counter[Owner | None]()
+    """Yield each filled piece with the digest of what was read; notifies owners."""
+    buffered_bytes = Counter[BufferOwner | None]()
     for piece in pieces:
         buffered_bytes[piece.owner] += piece.target.nbytes if piece.owner else 0
-    unfilled = Unfilled(piece.owner for piece in pieces)
+    unfilled = PendingOwners(piece.owner for piece in pieces)
     reading: deque[tuple[_Piece, Future[bytes]]] = deque()
-    begun: set[Owner | None] = {None}
+    begun: set[BufferOwner | None] = {None}
 
     def first_read() -> tuple[_Piece, bytes]:
         piece, future = reading.popleft()
         read = future.result()
-        if unfilled.one_less(piece.owner):
+        if unfilled.count_filled(piece.owner):
             begun.remove(piece.owner)
         return piece, read
 
     for piece in pieces:
         if piece.owner not in begun:
+            # Weights in memory twice are bounded: the oldest are waited for and packed first.
             while len(begun) > 1 and (
                 sum(buffered_bytes[owner] for owner in (*begun, piece.owner)) > BUFFERED_BYTES
             ):
@@ -215,9 +214,9 @@ def check_weights(folder: Path, entries: Entries, names: TensorNames) -> int:
 
 def _expected_tensors(
     folder: Path, entries: Entries, names: TensorNames
-) -> dict[str, StoredTensor]:
+) -> dict[str, CheckpointTensor]:
     """All tensors of `entries`, each with the shape it should have, in the order of the files."""
-    found: dict[str, StoredTensor] = {}
+    found: dict[str, CheckpointTensor] = {}
     for stored in stored_tensors(folder, lambda name: names(name) is not None):
         where = f"{stored.path}: tensor {quoted(stored.name)}"
         name = names(stored.name) or ""
@@ -249,8 +248,7 @@ def _expected_tensors(
     return found
 
 
-def _is_zero(stored: StoredTensor) -> bool:
-    """Whether a vector is all zeros."""
+def _is_zero(stored: CheckpointTensor) -> bool:
     if len(stored.shape) != 1:
         return False
     try:
@@ -271,8 +269,7 @@ def _wrong_dtype(where: str, dtype: str, needed: torch.dtype | None) -> str:
     )
 
 
-def _pieces(stored: StoredTensor, entry: Entry) -> Iterator[_Piece]:
-    """All that this rank keeps of a tensor."""
+def _pieces(stored: CheckpointTensor, entry: TensorEntry) -> Iterator[_Piece]:
     for part in entry.parts:
         assert part.target.shape == torch.empty(entry.shape, device="meta")[part.index].shape
         if part.target.numel():
@@ -373,8 +370,7 @@ class _Reader:
 def _check_range(piece: _Piece, values: Tensor) -> None:
     """Refuse numbers that no request could be answered with, in what was read of a tensor.
 
-    Raises:
-        ModelFileError: they are not finite, or would not be in the parameter's dtype.
+    Raises ModelFileError: they are not finite, or would not be in the parameter's dtype.
     """
     if not values.is_floating_point():
         return

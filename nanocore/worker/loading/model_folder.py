@@ -13,7 +13,7 @@ from typing import get_args
 
 from nanocore.protocol.errors import ConfigError, ModelFileError, shorten
 from nanocore.protocol.messages import ModelFileName
-from nanocore.worker.loading.gguf.files import first_file, gguf_in_folder, is_gguf
+from nanocore.worker.loading.gguf.gguf_files import first_file, gguf_in_folder, is_gguf
 
 _ALLOWED = [
     "config.json",
@@ -67,7 +67,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
 
 
 def display_name(folder: Path) -> str:
-    """What to call a model folder: its id, if it lies in the hub's cache, else its name."""
+    """Display name of a model folder: its id, if it lies in the hub's cache, else its name."""
     cached = re.fullmatch(r"models--(.+)", folder.parent.parent.name)
     if folder.parent.name == "snapshots" and cached:
         return cached[1].replace("--", "/")
@@ -117,7 +117,6 @@ def _download(hub_id: str, revision: str | None) -> Path:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The exception that this one was raised from, and that from, to the first."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -1,15 +1,17 @@
-"""Where a checkpoint's tensors go: the contract between models and the loader.
+"""The contracts of loading: where a checkpoint's tensors go, and how it stores linear layers.
 
 A model names every tensor its checkpoint must hold, with its whole shape, and says which slices of
-it this rank keeps and where. The loader reads those slices and nothing else, and tells who owns
-them when they are all there.
+it this rank keeps and where. The loader reads those slices and nothing else, and notifies their
+owner when they are complete. A layer asks the checkpoint's `WeightFormat`, for each projection by
+name, for the slots that hold this rank's slice, and has them unpacked once they are filled: formats
+know nothing of layers, and layers nothing of packings.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
@@ -17,12 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanocore.kernels.grouped_weight import CheckpointWeight
+
 Index = tuple[slice, ...]
 """Along the leading dimensions, with explicit bounds; the rest is taken whole."""
 
 
-class Owner(Protocol):
-    """Whose tensors are read into buffers."""
+class BufferOwner(Protocol):
+    """Owner of buffers that tensors are read into."""
 
     def filled(self) -> None:
         """All parts in all its buffers are read; from the thread that called the loader."""
@@ -35,8 +39,9 @@ class Buffer:
     outline: what it is to be, on the meta device. device: where.
     """
 
-    def __init__(self, owner: Owner, outline: Tensor, device: torch.device) -> None:
-        self.owner, self.outline = owner, outline
+    def __init__(self, owner: BufferOwner, outline: Tensor, device: torch.device) -> None:
+        self.owner = owner
+        self.outline = outline
         self._device = device
         self._memory: Tensor | None = None
 
@@ -56,7 +61,7 @@ class Buffer:
 
 
 def _memory(outline: Tensor, device: torch.device) -> Tensor:
-    """On a CPU from numpy, which asks for large pages: small ones take longer than reading."""
+    # numpy asks for large pages on a CPU: small ones take longer than reading.
     if device.type != "cpu":
         return torch.empty_like(outline, device=device)
     words = torch.from_numpy(np.empty(outline.nbytes, np.uint8))
@@ -64,7 +69,7 @@ def _memory(outline: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LoadedSlice:
     """A slice of a checkpoint's tensor, and what it fills: a view of a parameter.
 
     buffer: if there is one, target is a view of its outline, and has no memory itself.
@@ -75,17 +80,15 @@ class Part:
     buffer: Buffer | None = None
 
     @property
-    def owner(self) -> Owner | None:
-        """Who is to be told when it is filled."""
+    def owner(self) -> BufferOwner | None:
         return None if self.buffer is None else self.buffer.owner
 
     def memory(self) -> Tensor:
-        """What is to be filled."""
         return self.target if self.buffer is None else self.buffer.view(self.target)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a checkpoint.
 
     shape: of the whole tensor. parts: what this rank keeps of it; empty if nothing.
@@ -95,18 +98,17 @@ class Entry:
     """
 
     shape: tuple[int, ...]
-    parts: list[Part] = field(default_factory=list)
+    parts: list[LoadedSlice] = field(default_factory=list)
     offset: float = 0.0
     dtype: torch.dtype | None = None
     num_params: int | None = None
 
     @property
     def counted_params(self) -> int:
-        """Numbers of the model that it stands for."""
         return math.prod(self.shape) if self.num_params is None else self.num_params
 
 
-Entries = dict[str, Entry]
+Entries = dict[str, TensorEntry]
 """By checkpoint tensor name, in the order of the model."""
 
 
@@ -114,7 +116,7 @@ EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 POSITIONS: Final = "model.embed_positions.weight"
 _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Integers of so many bytes."""
+"""Integers by their bytes."""
 
 
 def is_finite(values: Tensor) -> bool:
@@ -138,7 +140,6 @@ TensorNames = Callable[[str], str | None]
 
 
 def without_parts(entries: Entries) -> Entries:
-    """The same tensors, of which this rank keeps nothing."""
     return {name: replace(entry, parts=[]) for name, entry in entries.items()}
 
 
@@ -148,12 +149,12 @@ def unbuffered_bytes(entries: Entries) -> int:
     return sum(part.target.nbytes for part in parts if part.buffer is None)
 
 
-def whole(target: Tensor, offset: float = 0.0) -> Entry:
-    """A tensor that every rank keeps whole, in target; offset: see `Entry`."""
-    return Entry(tuple(target.shape), [Part(target, ())], offset)
+def whole(target: Tensor, offset: float = 0.0) -> TensorEntry:
+    """A tensor that every rank keeps whole, in target; offset: see `TensorEntry`."""
+    return TensorEntry(tuple(target.shape), [LoadedSlice(target, ())], offset)
 
 
-def transposed(entry: Entry) -> Entry:
+def transposed(entry: TensorEntry) -> TensorEntry:
     """The same matrix where a checkpoint holds it with rows and columns exchanged."""
     num_rows, num_columns = entry.shape
     parts = []
@@ -164,14 +165,14 @@ def transposed(entry: Entry) -> Entry:
     return replace(entry, shape=(num_columns, num_rows), parts=parts)
 
 
-class Unfilled:
-    """How many parts, or pieces of parts, each owner still waits for; tells it of the last one."""
+class PendingOwners:
+    """Counter of slices, or pieces of them, that each owner lacks; notifies it of the last."""
 
-    def __init__(self, owners: Iterable[Owner | None]) -> None:
+    def __init__(self, owners: Iterable[BufferOwner | None]) -> None:
         self._counts = Counter(owner for owner in owners if owner is not None)
 
-    def one_less(self, owner: Owner | None) -> bool:
-        """One of this owner is filled; whether it was the last, and the owner has been told."""
+    def count_filled(self, owner: BufferOwner | None) -> bool:
+        """Count one as filled; True if it was the owner's last, and the owner was notified."""
         if owner is None:
             return False
         self._counts[owner] -= 1
@@ -179,3 +180,56 @@ class Unfilled:
             return False
         owner.filled()
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor of the checkpoint, of which a rank keeps a slice as it is stored.
+
+    shape: of the whole tensor. dtype: the one that it must have. index: what is kept.
+    is_exact: False: the file may hold any float, which is converted to dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    index: Index
+    is_exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointProjection:
+    """One projection's slice in a checkpoint.
+
+    slots: by the tensor's name after the projection's and a dot ("qweight", "scales", ...).
+    unpack: what filled slots, by the same names, are a weight [rows, columns] of; it may keep them.
+    is_float: that is a tensor of the model's dtype. kept_bytes: memory of the weight where kernels
+    keep its numbers, if that is not the slots'.
+    """
+
+    slots: Mapping[str, Slot]
+    unpack: Callable[[Mapping[str, Tensor]], CheckpointWeight]
+    is_float: bool = False
+    kept_bytes: int | None = None
+
+
+class WeightFormat(Protocol):
+    """One checkpoint's way to store weights."""
+
+    @property
+    def name(self) -> str:
+        """Name in logs and errors: "awq", "gptq", "compressed-tensors", "fp8", "gguf"."""
+        ...
+
+    def projection(
+        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
+    ) -> CheckpointProjection | None:
+        """Find the slots of these rows and columns of a projection; None for floats.
+
+        name: "model.layers.0.self_attn.q_proj"; floats are in `{name}.weight`. shape: of the whole
+        weight, [O, I].
+
+        Raises:
+            ModelFileError: it is stored in a way that is not served.
+            ConfigError: the slice cuts through a group; says which sizes of tensor parallel fit.
+        """
+        ...

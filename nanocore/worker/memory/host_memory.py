@@ -65,7 +65,6 @@ def _system_bytes(root: Path) -> int:
 
 
 def _cgroup_bytes(root: Path) -> Iterator[int]:
-    """What is left in each memory cgroup above this process, its own included."""
     for mount, cgroup, is_v2 in _memory_cgroups(root):
         limit_names, usage_name, reclaimable_name = _V2_FILES if is_v2 else _V1_FILES
         for folder in (cgroup, *cgroup.parents):

@@ -30,10 +30,9 @@ def cpu_memory_bytes(num_ranks: int, taken_bytes: int = 0) -> int:
 
 
 def require_weights(need_bytes: int, have_bytes: int, what: str) -> None:
-    """What weights need against what there is before they are read.
+    """Compare what weights need with what there is, before they are read.
 
-    Raises:
-        CacheMemoryError: it is too little.
+    Raises CacheMemoryError: it is too little.
     """
     if need_bytes > have_bytes:
         raise CacheMemoryError(

@@ -34,7 +34,7 @@ _MAX_STAGGER_SHARE: Final = 0.01
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """What a layer keeps of a token, in K and in V: heads of this rank, values of each."""
+    """Shape of a token's K and V in a layer: heads of this rank, values of each."""
 
     num_kv_heads: int
     head_dim: int
@@ -42,7 +42,7 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Of a block: [S, K, D] values of a layer's K or V, or their [S, K] scales."""
+    """Part of a block: [S, K, D] values of a layer's K or V, or their [S, K] scales."""
 
     start_byte: int
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ class _Part:
 
 
 class KVLayout:
-    """Where in a block everything lies. block_bytes: from a block to the next.
+    """Layout of a block. block_bytes: from a block to the next.
 
     Args:
         specs: of this rank's layers.
@@ -86,7 +86,7 @@ class KVLayout:
         self.block_bytes += _stagger_bytes(self.block_bytes, head_bytes)
 
     def layer_bytes(self, index: int) -> int:
-        """Of a layer's K and V in a block, without what lies between them."""
+        """Bytes of a layer's K and V in a block, without what lies between them."""
         return sum(part.num_bytes for part in self.layers[index])
 
 
@@ -103,15 +103,12 @@ class KVMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all blocks, what lies between them included."""
         return self._memory.nbytes
 
     def layer(self, index: int) -> KVCache:
-        """K and V of a layer, in all blocks."""
         return KVCache(*(part.of(self._memory) for part in self._layout.layers[index]))
 
     def layers(self) -> list[KVCache]:
-        """K and V of each of this rank's layers, in their order."""
         return [self.layer(index) for index in range(len(self._layout.layers))]
 
     def block(self, block_id: int) -> Tensor:
@@ -134,7 +131,7 @@ def _parts(
 
 
 def _stagger_bytes(block_bytes: int, head_bytes: int) -> int:
-    """What to leave between blocks for the sake of a CPU's cache, or 0. head_bytes: of a head's K.
+    """Gap between blocks for the sake of a CPU's cache, or 0. head_bytes: of a head's K.
 
     A prompt's attention reads the same head of many blocks, again and again. Where blocks begin at
     multiples of a large power of two these would share a few sets of the cache, and it took 5 to

@@ -12,14 +12,13 @@ import numpy as np
 import torch
 
 from nanocore.kernels.kv_quantization import KVCacheFormat
-from nanocore.kernels.logit_edits import TokenLists
+from nanocore.kernels.logit_edits import TokenLists, TokenMask
 from nanocore.kernels.step_rows import TokenPlaces
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.protocol.fields import MAX_STOP_TOKEN_IDS
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.messages import MAX_PROMPT_LOGPROBS, WorkerConfig
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.plan import NewRow, SchedulerOutput, TokenMasks
+from nanocore.worker.rank_messages import MAX_PROMPT_LOGPROBS, WorkerConfig
 from nanocore.worker.sampling.columns import RowColumns, SamplingMetadata, costliest_sampling
 from nanocore.worker.sampling.sampler import TokenSampler
 
@@ -32,7 +31,7 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     which every token's logits are looked at.
 
     The model's KV cache is gone afterwards, and the persistent batch is to be allocated anew. The
-    graphs that were recorded stay until then.
+    captured graphs stay until then.
     """
     max_len = config.max_model_len
     num_tokens = min(config.max_num_batched_tokens, max_len - 1)
@@ -54,7 +53,6 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
 
 
 def _run_with_masks(runner: ModelRunner, plan: SchedulerOutput) -> None:
-    """Run a step of which every row has a mask, which allows all."""
     pending = runner.begin(msgspec.structs.replace(plan, awaits_masks=True))
     if pending.awaits_masks:  # here the model ends
         num_rows, num_words = len(plan.added), -(-runner.config.vocab_size // 32)
@@ -105,7 +103,7 @@ def _row(
 
 
 def _with_prompt_logprobs(new: NewRow, number: int) -> NewRow:
-    """They are known of what is computed already."""
+    # Prompt log probabilities of computed tokens are known already.
     sampling = msgspec.structs.replace(new.sampling, prompt_logprobs=number)
     return msgspec.structs.replace(
         new, sampling=sampling, num_prompt_logprobs=new.num_computed_tokens

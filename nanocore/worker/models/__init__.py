@@ -1,7 +1,7 @@
-"""The model families, one file each: how it reads config.json, its layer, and what is odd about it.
+"""The model families: how each reads config.json, its layer, and what is odd about it.
 
-A model's file is found by the name in config.json's `architectures`, and imported when one is to be
-read: the names alone need no torch. docs/add-a-model.md says how to add a family.
+A model's class is found by the name in config.json's `architectures`, and its file is imported when
+such a model is read: the names alone need no torch. docs/add-a-model.md says how to add a family.
 """
 
 from __future__ import annotations
@@ -16,54 +16,47 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.config_json import parse_model_config
-from nanocore.worker.config.json_file import note_oddity
+from nanocore.worker.config.json_settings import Settings, check_all_read, note_oddity, override
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.overrides import check_all_read, override
-from nanocore.worker.config.settings import Settings
 from nanocore.worker.loading.gguf.architectures import has_whole_norms
-from nanocore.worker.loading.gguf.files import is_gguf, read_headers
-from nanocore.worker.loading.gguf.settings import config_settings, generation_settings, has_bias
+from nanocore.worker.loading.gguf.gguf_config import config_settings, generation_settings, has_bias
+from nanocore.worker.loading.gguf.gguf_files import is_gguf, read_headers
 
 if TYPE_CHECKING:
     from nanocore.worker.layers.decoder import DecoderModel
     from nanocore.worker.placement import Placement
 
 ARCHITECTURES: Final = {
-    "GPT2LMHeadModel": "gpt2.GPT2Model",
-    "Gemma2ForCausalLM": "gemma2.Gemma2Model",
-    "Gemma3ForCausalLM": "gemma3.Gemma3Model",
-    "Gemma3ForConditionalGeneration": "gemma3_image_text.Gemma3ImageTextModel",
-    "GemmaForCausalLM": "gemma.GemmaModel",
-    "GraniteForCausalLM": "granite.GraniteModel",
-    "LlamaForCausalLM": "llama.LlamaModel",
-    "Ministral3ForCausalLM": "ministral3.Ministral3Model",
-    "MinistralForCausalLM": "ministral.MinistralModel",
-    "Mistral3ForConditionalGeneration": "mistral3.Mistral3Model",
-    "MistralForCausalLM": "mistral.MistralModel",
-    "MixtralForCausalLM": "mixtral.MixtralModel",
-    "Olmo2ForCausalLM": "olmo2.Olmo2Model",
-    "Phi3ForCausalLM": "phi3.Phi3Model",
-    "Qwen2ForCausalLM": "qwen2.Qwen2Model",
-    "Qwen2MoeForCausalLM": "qwen2_moe.Qwen2MoeModel",
-    "Qwen3ForCausalLM": "qwen3.Qwen3Model",
-    "Qwen3MoeForCausalLM": "qwen3_moe.Qwen3MoeModel",
-    "SeedOssForCausalLM": "seed_oss.SeedOssModel",
-    "SmolLM3ForCausalLM": "smollm3.SmolLM3Model",
+    "GPT2LMHeadModel": ("gpt2.GPT2Model", "gpt2"),
+    "Gemma2ForCausalLM": ("gemma.Gemma2Model", "gemma2"),
+    "Gemma3ForCausalLM": ("gemma.Gemma3Model", "gemma3_text"),
+    "Gemma3ForConditionalGeneration": ("gemma.Gemma3ImageTextModel", "gemma3"),
+    "GemmaForCausalLM": ("gemma.GemmaModel", "gemma"),
+    "GraniteForCausalLM": ("granite.GraniteModel", "granite"),
+    "LlamaForCausalLM": ("llama.LlamaModel", "llama"),
+    "Ministral3ForCausalLM": ("mistral.Ministral3Model", "ministral3"),
+    "MinistralForCausalLM": ("mistral.MinistralModel", "ministral"),
+    "Mistral3ForConditionalGeneration": ("mistral.Mistral3Model", "mistral3"),
+    "MistralForCausalLM": ("mistral.MistralModel", "mistral"),
+    "MixtralForCausalLM": ("mistral.MixtralModel", "mixtral"),
+    "Olmo2ForCausalLM": ("olmo2.Olmo2Model", "olmo2"),
+    "Phi3ForCausalLM": ("phi3.Phi3Model", "phi3"),
+    "Qwen2ForCausalLM": ("qwen.Qwen2Model", "qwen2"),
+    "Qwen2MoeForCausalLM": ("qwen.Qwen2MoeModel", "qwen2_moe"),
+    "Qwen3ForCausalLM": ("qwen.Qwen3Model", "qwen3"),
+    "Qwen3MoeForCausalLM": ("qwen.Qwen3MoeModel", "qwen3_moe"),
+    "SeedOssForCausalLM": ("seed_oss.SeedOssModel", "seed_oss"),
+    "SmolLM3ForCausalLM": ("smollm3.SmolLM3Model", "smollm3"),
 }
-"""The file and the class of each."""
-_BY_MODEL_TYPE: Final = {place.split(".")[0]: name for name, place in ARCHITECTURES.items()} | {
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "gemma3_text": "Gemma3ForCausalLM",
-}
-"""Architectures by config.json's `model_type`, which our files are called after."""
+"""File and class of each, and the `model_type` that stands for it where none is named."""
+_BY_MODEL_TYPE: Final = {model_type: name for name, (_, model_type) in ARCHITECTURES.items()}
 
 _MAX_NAME: Final = 80
-"""Of a name that is compared: characters of what a file may make as long as it likes."""
+"""Characters of an unknown architecture's name that are compared: a file may make it any length."""
 
 
 def model_class(architecture: str) -> type[DecoderModel]:
-    """The class of one of `ARCHITECTURES`."""
-    file, name = ARCHITECTURES[architecture].split(".")
+    file, name = ARCHITECTURES[architecture][0].split(".")
     found: type[DecoderModel] = getattr(import_module(f"{__name__}.{file}"), name)
     return found
 
@@ -71,8 +64,7 @@ def model_class(architecture: str) -> type[DecoderModel]:
 def build_model(config: ModelConfig, placement: Placement) -> DecoderModel:
     """A rank's part of the model of this configuration, its parameters allocated, not yet filled.
 
-    Raises:
-        ConfigError: it cannot be split as the placement asks.
+    Raises ConfigError: it cannot be split as the placement asks.
     """
     return model_class(config.architecture)(config, placement)
 
@@ -80,7 +72,7 @@ def build_model(config: ModelConfig, placement: Placement) -> DecoderModel:
 def load_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
     """Read config.json and generation_config.json of a Hugging Face folder.
 
-    overrides: values that replace config.json's, see `config.overrides`.
+    overrides: values that replace config.json's, see `config.json_settings`.
 
     Raises:
         ModelFileError: a missing or malformed file, an unknown architecture, or a setting that is
@@ -114,8 +106,7 @@ def load_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) 
 def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
     """The contents of config.json and generation_config.json.
 
-    Raises:
-        ModelFileError: see `load_model_config`.
+    Raises ModelFileError: see `load_model_config`.
     """
     names = settings.get("architectures", list[str], []) or _by_model_type(settings)
     if not names:
@@ -139,7 +130,6 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
 
 
 def _by_model_type(settings: Settings) -> list[str]:
-    """The architecture of `model_type`, as transformers finds it where none is named."""
     model_type = settings.get("model_type", str, "")
     if model_type not in _BY_MODEL_TYPE:
         return []
@@ -149,7 +139,6 @@ def _by_model_type(settings: Settings) -> list[str]:
 
 
 def _nearest(architecture: str) -> str:
-    """Words that name the served architecture that is spelled most alike, if one is alike."""
     name = architecture[:_MAX_NAME]
     near = [known for known in ARCHITECTURES if _are_alike(_stem(name), _stem(known))]
     if not near:
@@ -168,5 +157,4 @@ def _likeness(one: str, other: str) -> float:
 
 
 def _stem(architecture: str) -> str:
-    """The family's part of the name."""
     return architecture.split("For")[0].removesuffix("Model").removesuffix("LMHead").lower()

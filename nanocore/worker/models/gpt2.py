@@ -12,23 +12,20 @@ from typing import ClassVar, Final
 from torch import Tensor
 
 from nanocore.kernels.interface import KVCache
-from nanocore.worker.config.family import Family
+from nanocore.worker.config.family import Family, no_window
+from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.settings import Range, Settings
-from nanocore.worker.config.windows import no_window
-from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
+from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.layers.mlp import PlainMLP
 from nanocore.worker.layers.norm import LayerNorm, Norm
-from nanocore.worker.loading.weights import POSITIONS, Entries, Entry, transposed, whole
+from nanocore.worker.loading.weights import POSITIONS, Entries, TensorEntry, transposed, whole
 from nanocore.worker.placement import Placement
 
 _PREFIXES: Final = {
-    "h.": "model.layers.",
-    "ln_f.": "model.norm.",
-    "wte.": "model.embed_tokens.",
+    "h.": "model.layers.", "ln_f.": "model.norm.", "wte.": "model.embed_tokens.",
     "wpe.": "model.embed_positions.",
-}
+}  # fmt: skip
 _EPS: Final = Range(1e-30, 1)
 
 
@@ -80,8 +77,8 @@ class GPT2Layer(DecoderLayer):
         }
 
 
-def _is_matrix(entry: Entry) -> bool:
-    """Of floats: quantized ones are as in any other model."""
+def _is_matrix(entry: TensorEntry) -> bool:
+    # Quantized weights are stored as in any other model.
     return len(entry.shape) == 2 and entry.dtype is None
 
 
@@ -110,7 +107,7 @@ class GPT2Model(DecoderModel):
             self.positions_LE = placement.empty(*self.positions_shape)
 
     def entries(self) -> Entries:
-        positions = Entry(self.positions_shape)
+        positions = TensorEntry(self.positions_shape)
         if self.positions_LE is not None:
             positions = whole(self.positions_LE)
         return {POSITIONS: positions, **super().entries()}

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from nanocore.worker.config.family import Family
+from nanocore.worker.config.family import Family, no_window
+from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.settings import Range, Settings
-from nanocore.worker.config.windows import no_window
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.placement import Placement
 
@@ -32,8 +31,6 @@ def _finish(settings: Settings, config: ModelConfig) -> ModelConfig:
 
 
 class GraniteModel(DecoderModel):
-    """Checkpoints use the common names."""
-
     family = Family(
         eos_token_id=2,
         bias_setting="attention_bias",

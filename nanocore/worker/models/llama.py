@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from nanocore.worker.config.family import Family
-from nanocore.worker.config.windows import no_window
+from nanocore.worker.config.family import Family, no_window
 from nanocore.worker.layers.decoder import DecoderModel
 
 
 class LlamaModel(DecoderModel):
-    """Checkpoints use the common names."""
-
     family = Family(
         eos_token_id=2,
         bias_setting="attention_bias",

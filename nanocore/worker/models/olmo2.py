@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.interface import Kernels, KVCache
-from nanocore.worker.config.family import Family
+from nanocore.worker.config.family import Family, no_window
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.windows import no_window
 from nanocore.worker.layers.attention import Attention
-from nanocore.worker.layers.context import StepContext
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
-from nanocore.worker.layers.linear import Rows
+from nanocore.worker.layers.linear import RowShard, StepContext
 from nanocore.worker.layers.norm import Norm, RMSNorm
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement
@@ -59,7 +57,7 @@ class Olmo2Attention(Attention):
         return torch.cat((q, k, qkv[:, -v_rows.size :]), dim=1)
 
 
-def _joined(of_ranks: Tensor, rows: Rows) -> Tensor:
+def _joined(of_ranks: Tensor, rows: RowShard) -> Tensor:
     """A projection as a whole, [T, total], from every rank's part, [ranks, T, size]."""
     times_kept = len(of_ranks) * rows.size // rows.total  # KV heads may be on several ranks
     return of_ranks[::times_kept].transpose(0, 1).flatten(1)
@@ -93,8 +91,6 @@ class Olmo2Layer(DecoderLayer):
 
 
 class Olmo2Model(DecoderModel):
-    """Checkpoints use the common names."""
-
     family = Family(
         rms_norm_eps=1e-5,
         eos_token_id=50279,

@@ -6,17 +6,14 @@ LongRoPE.
 
 from __future__ import annotations
 
-from nanocore.worker.config.family import Family
-from nanocore.worker.config.settings import Settings
-from nanocore.worker.config.windows import window_everywhere
+from nanocore.worker.config.family import Family, window_everywhere
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.loading.weights import Entries
 
 
 class Phi3Layer(DecoderLayer):
-    """The common layer under other names."""
-
     mlp: GatedMLP
 
     def entries(self, prefix: str) -> Entries:
@@ -31,15 +28,13 @@ class Phi3Layer(DecoderLayer):
 
 
 def _with_original_length(settings: Settings) -> Settings:
-    """Where the file does not name it at its top, it is this, whatever its rotary settings say."""
+    # transformers' default, whatever the rotary settings say.
     if settings.is_set("original_max_position_embeddings"):
         return settings
     return settings.with_values(settings.values | {"original_max_position_embeddings": 4096})
 
 
 class Phi3Model(DecoderModel):
-    """Stacked projections."""
-
     family = Family(
         rms_norm_eps=1e-5,
         eos_token_id=32000,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nanocore.worker.config.family import Family
+from nanocore.worker.config.family import Family, no_window
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.settings import Settings
-from nanocore.worker.config.windows import no_window
 from nanocore.worker.layers.decoder import DecoderModel
 
 
@@ -16,8 +15,6 @@ def _with_o_proj_bias(settings: Settings, config: ModelConfig) -> ModelConfig:
 
 
 class SeedOssModel(DecoderModel):
-    """Checkpoints use the common names."""
-
     family = Family(
         num_kv_heads=8,
         head_dim=128,

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanocore.worker.config.family import Family
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.settings import Settings
 from nanocore.worker.layers.decoder import DecoderModel
 
 
 def _unrotated(settings: Settings, num_layers: int) -> frozenset[int]:
-    """Indices of layers that do not rotate: listed as zeros, or else every so many."""
+    """Indices of layers that do not rotate: listed as zeros, or else every n-th."""
     every = settings.size("no_rope_layer_interval", 4)
     rotates = settings.get("no_rope_layers", list[int], [])
     if not settings.has("no_rope_layers"):
@@ -27,7 +27,6 @@ def _unrotated(settings: Settings, num_layers: int) -> frozenset[int]:
 
 
 def _window(settings: Settings, num_layers: int) -> tuple[int | None, list[bool]]:
-    """See `WindowRule`."""
     if not settings.get("use_sliding_window", bool, False):
         return None, [False] * num_layers
     window, unrotated = (
@@ -42,8 +41,6 @@ def _finish(settings: Settings, config: ModelConfig) -> ModelConfig:
 
 
 class SmolLM3Model(DecoderModel):
-    """Checkpoints use the common names."""
-
     family = Family(
         num_kv_heads=4,
         tie_word_embeddings=True,

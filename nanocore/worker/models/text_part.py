@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from nanocore.worker.config.settings import Settings
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.layers.decoder import DecoderModel
 
 _AT_TOP: Final = (
@@ -50,7 +50,7 @@ def read_text_config(
     return kind, text.with_values({**defaults[kind], **values}).with_top(settings, _AT_TOP)
 
 
-class TextPart(DecoderModel):
+class TextModelPart(DecoderModel):
     """Translates tensors' names; the model's own class follows in the bases."""
 
     @classmethod

@@ -1,16 +1,15 @@
-"""What the sampler must know of each row: columns, each declared once.
+"""Sampling parameters of each row: columns, each declared once, and lists of tokens.
 
 From `COLUMNS` follow the table that the persistent batch keeps, the memory of a step's inputs on a
-device with its padding, and the largest step that memory is sized by. What a row asks for beside
-numbers are lists (`token_lists`). A parameter that changes logits is a line here or a list there,
-and a part of `Kernels.edit_logits`.
-
-Shape suffixes: see `nanocore.kernels.interface`.
+device with its padding, and the largest step that memory is sized by. Lists that rows name are kept
+for as long as their requests run, and packed into one column when a step's rows are not those of
+the step before. A parameter that changes logits is a line in `COLUMNS` or a list, and a part of
+`Kernels.edit_logits`. Shape suffixes: see `nanocore.kernels.interface`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
@@ -23,10 +22,105 @@ from torch import Tensor
 from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.logit_edits import LogitEdits, TokenLists
 from nanocore.kernels.step_rows import TokenPlaces
-from nanocore.protocol.fields import MAX_INT32
+from nanocore.protocol.fields import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_BAD_WORDS_TOKENS,
+    MAX_INT32,
+    MAX_LOGIT_BIASES,
+)
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.plan import NewRow
-from nanocore.worker.sampling.token_lists import NO_LISTS, PackedLists, RowLists, longest_lists
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLists:
+    """One row's. biases: the bits of float32. bad: tokens of sequences of these lengths."""
+
+    allowed: Ints
+    biased: Ints
+    biases: Ints
+    stops: Ints
+    bad_lengths: Ints
+    bad: Ints
+
+    @classmethod
+    def of(cls, new: NewRow) -> RowLists | None:
+        """Lists that a new row names; None: nothing. Stops are named if there are min_tokens."""
+        sampling = new.sampling
+        stops = new.stop_token_ids if sampling.min_tokens else []
+        bad = sampling.bad_words_token_ids
+        if not (sampling.allowed_token_ids or sampling.logit_bias or stops or bad):
+            return None
+        biases = np.array([bias for _, bias in sampling.logit_bias], np.float32)
+        return cls(
+            allowed=_ints(sampling.allowed_token_ids or ()),
+            biased=_ints([token_id for token_id, _ in sampling.logit_bias]),
+            biases=biases.view(np.int32),
+            stops=_ints(stops),
+            bad_lengths=_ints([len(sequence) for sequence in bad]),
+            bad=_ints([token_id for sequence in bad for token_id in sequence]),
+        )
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.array(values, np.int32)
+
+
+NO_LISTS: Final = RowLists(*[_ints(())] * 6)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLists:
+    """Lists of some rows. column: int32; sizes: of its parts, see `TokenLists.of`."""
+
+    column: Ints
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, rows: Sequence[RowLists]) -> PackedLists:
+        """Pack the lists of these rows, of which there is one at least, in their order."""
+        allowed, biased, biases, stops, bad_lengths, bad = (
+            [getattr(row, name) for row in rows] for name in RowLists.__slots__
+        )
+        parts = [
+            _starts(allowed), *allowed,
+            _starts(biased), *biased, *biases,
+            _starts(stops), *stops,
+            _starts(bad_lengths), _cumulated(np.concatenate(bad_lengths)), *bad,
+        ]  # fmt: skip
+        num_starts = len(rows) + 1
+        num_biases, num_sequences = _total(biased), _total(bad_lengths)
+        sizes = [num_starts, _total(allowed), num_starts, num_biases, num_biases]
+        sizes += [num_starts, _total(stops), num_starts, num_sequences + 1, _total(bad)]
+        return cls(np.concatenate(parts), sizes)
+
+
+def _total(lists: list[Ints]) -> int:
+    return sum(map(len, lists))
+
+
+def _starts(lists: list[Ints]) -> Ints:
+    return _cumulated(np.array([len(one) for one in lists]))
+
+
+def _cumulated(lengths: NDArray[np.integer]) -> Ints:
+    sums = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=sums[1:])
+    return sums
+
+
+def longest_lists(vocab_size: int) -> dict[str, Any]:
+    """Sampling parameters that take as much memory as any."""
+    biased = range(min(vocab_size, MAX_LOGIT_BIASES))
+    return {
+        "allowed_token_ids": [0] * MAX_ALLOWED_TOKEN_IDS,
+        "logit_bias": [(token_id, 1.0) for token_id in biased],
+        "bad_words_token_ids": [[0] * (MAX_BAD_WORDS_TOKENS // MAX_BAD_WORDS)] * MAX_BAD_WORDS,
+    }
+
 
 _MAX_FLOAT32: Final = float(np.finfo(np.float32).max)  # as good as any temperature above it
 
@@ -71,7 +165,7 @@ class Column:
         assert self.kind != "logits" or self.costliest is not None, "memory is sized for it"
 
     def value(self, new: NewRow, vocab_size: int) -> float:
-        """What the column holds of a row that is added; the default of filters in greedy rows."""
+        """Value of a row that is added; the default of filters in greedy rows."""
         if self.kind == "filter" and new.sampling.greedy:
             return self.default
         return getattr(new.sampling, self.name) if self.of is None else self.of(new, vocab_size)
@@ -92,7 +186,7 @@ COLUMNS: Final = (
 
 
 def costliest_sampling(vocab_size: int) -> EngineSamplingParams:
-    """That of a row which takes as much memory as any."""
+    """Sampling parameters of a row that takes as much memory as any."""
     costliest = {
         column.name: column.costliest for column in COLUMNS if column.costliest is not None
     }
@@ -113,17 +207,17 @@ class SampledRows:
         processed: NDArray[np.int64],
         packed: PackedLists | None = None,
     ) -> None:
-        self.columns, self.processed, self.packed = columns, processed, packed
+        self.columns = columns
+        self.processed = processed
+        self.packed = packed
         self.all_greedy = not columns["temperature"].any()
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The columns, in the same memory."""
         return {name: torch.from_numpy(values) for name, values in self.columns.items()}
 
     @cached_property
     def lists(self) -> TokenLists | None:
-        """What is packed, in the same memory."""
         if self.packed is None:
             return None
         return TokenLists.of(torch.from_numpy(self.packed.column), self.packed.sizes)
@@ -181,7 +275,7 @@ class RowColumns:
 
 @dataclass(frozen=True, slots=True)
 class SamplingMetadata:
-    """How R rows sample; tensors are where the logits are.
+    """Sampling parameters of R rows; tensors are where the logits are.
 
     columns: by name. places: where the sampled tokens go; what is before them in the rows is known.
     lists: of the rows whose logits are edited; None: no row's are. index_R: the R of them that are
@@ -194,24 +288,21 @@ class SamplingMetadata:
     index_R: Tensor | None = None
 
     def of_rows(self, index_R: Tensor) -> SamplingMetadata:
-        """How these of the R rows sample; index_R on the device of the columns."""
         assert self.index_R is None
         return SamplingMetadata(self.columns, self.places, self.lists, index_R)
 
     @property
     def noise(self) -> Noise:
-        """How rows choose among their tokens."""
         position_R = self._chosen(self.places.positions_R)
         return Noise(self._column("temperature"), self._column("seed"), position_R)
 
     @property
     def filters(self) -> Filters:
-        """Which tokens rows may sample."""
         return Filters(self._column("top_k"), self._column("top_p"), self._column("min_p"))
 
     @property
     def edits(self) -> LogitEdits | None:
-        """What is done to the logits of the first rows; None: nothing."""
+        """Edits of the logits of the first rows; None: nothing."""
         if self.lists is None:
             return None
         num_rows = self.lists.num_rows
@@ -231,7 +322,6 @@ class SamplingMetadata:
         return self._chosen(self.columns[name])
 
     def _chosen(self, values: Tensor, num_rows: int | None = None) -> Tensor:
-        """Of the rows that are meant, or of so many of the first of them."""
         if self.index_R is None:
             return values[:num_rows]
         return values.index_select(0, self.index_R[:num_rows])
@@ -244,5 +334,4 @@ _EDITING: Final = (
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    """The same dtype in numpy."""
     return torch.empty(0, dtype=dtype).numpy().dtype

@@ -1,7 +1,7 @@
-"""The rows of a step that may not sample every token: what the engine tells, as the sampler has it.
+"""Token masks of a step's rows: from the engine's message to the sampler's operands.
 
 On a device the masks are staged, in the order in which they stand here, and copied once. Shape
-suffixes: see `nanocore.kernels.token_mask`; further, K rows that are sampled anew.
+suffixes: see `nanocore.kernels.logit_edits`; further, K rows that are sampled anew.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.token_mask import TokenMask
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.worker.plan import TokenMasks
 
 _ALIGNMENT: Final = 16
@@ -66,17 +66,16 @@ class MaskedRows:
         return cls(words.reshape(-1, num_words), index_R, is_plain_R.nonzero()[0])
 
     def on_host(self) -> TokenMask:
-        """For kernels that run there."""
+        """Masks for kernels that run on the host."""
         # A copy, because torch warns of numpy arrays that it could not write to.
         return TokenMask(torch.from_numpy(self.words_MW.copy()), torch.from_numpy(self.index_R))
 
     @property
     def num_bytes(self) -> int:
-        """That are staged."""
         return self._ends()[-1]
 
     def write(self, staged: Tensor) -> None:
-        """To uint8 memory on the host, of at least num_bytes."""
+        """Write to uint8 memory on the host, of at least num_bytes."""
         for part, column in zip(self._split(staged), self._parts(), strict=True):
             part.numpy()[:] = column.ravel()
 
@@ -89,7 +88,6 @@ class MaskedRows:
         return self.words_MW, self.index_R, self.plain_K
 
     def _ends(self) -> list[int]:
-        """Where parts end, in bytes."""
         sizes = [-(-part.nbytes // _ALIGNMENT) * _ALIGNMENT for part in self._parts()]
         return np.cumsum(sizes).tolist()
 

@@ -36,7 +36,7 @@ class PooledRow:
     sums: NDArray[np.int64] | int = 0
 
     def mean(self) -> NDArray[np.float32]:
-        """Of all of them, [E]; NaN if some hidden state is not finite."""
+        """Mean of all tokens, [E]; NaN if some hidden state is not finite."""
         assert not isinstance(self.sums, int), "there is a token at least"
         high, low = np.split(self.sums[:-1], 2)
         mean = (high / _HIGH + low / (_HIGH * _LOW)) / (self.stop - self.start)
@@ -45,7 +45,7 @@ class PooledRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPooling:
-    """What a step adds to the sums of rows.
+    """Contribution of a step to the sums of rows.
 
     columns: int64 [2, N], which of the step's T tokens, and which of the K rows it belongs to.
     done: of each row, whether that is all.
@@ -74,17 +74,14 @@ class PoolingRows:
 
     @property
     def is_empty(self) -> bool:
-        """There is none."""
         return not self._rows
 
     def remove(self, rows: NDArray[np.integer]) -> None:
-        """These rows are free."""
         if self._rows:
             for row in rows.tolist():
                 self._rows.pop(row, None)
 
     def add(self, new: NewRow) -> None:
-        """A free row is taken."""
         if new.sampling.pooling is None:
             return
         stop = new.num_prompt_tokens
@@ -98,7 +95,7 @@ class PoolingRows:
     def of_step(
         self, rows_B: NDArray[np.int64], counts_B: NDArray[np.int64], seq_lens_B: NDArray[np.int64]
     ) -> StepPooling | None:
-        """Of the tokens that a step computes: see `BatchStep` and `Order`.
+        """Select the tokens of a step that are pooled: see `BatchStep` and `StepOrder`.
 
         To be asked once for each step, in order: a row is forgotten with its last token.
         """

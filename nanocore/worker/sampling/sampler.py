@@ -14,12 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.interface import Kernels, Noise
+from nanocore.kernels.candidates import best_candidate, sampled_token_ids
+from nanocore.kernels.interface import Kernels, LogprobTensors, Noise
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import TokenPlaces
-from nanocore.kernels.token_logprobs import Logprobs
-from nanocore.kernels.token_mask import TokenMask
 from nanocore.worker.communication.communicator import Communicator
-from nanocore.worker.sampling.candidates import best_candidate, sampled_token_ids
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 
 
@@ -28,14 +27,16 @@ class TokenSampler:
 
     Args:
         first_token: of this rank's columns, which may be none. vocab_size: of all ranks, split as
-        by `layers.embedding`. tp: the ranks, in the order of their tokens.
+        by `layers.linear`. tp: the ranks, in the order of their tokens.
     """
 
     def __init__(
         self, first_token: int, vocab_size: int, tp: Communicator, kernels: Kernels
     ) -> None:
-        self._first_token, self.vocab_size = first_token, vocab_size
-        self._tp, self._kernels = tp, kernels
+        self._first_token = first_token
+        self.vocab_size = vocab_size
+        self._tp = tp
+        self._kernels = kernels
 
     def sample(
         self,
@@ -56,8 +57,8 @@ class TokenSampler:
         are_all_processed = len(rows.processed) == len(logits_RV)
         if are_all_processed and rows.lists is None:
             return self.sample_processed(logits_RV, metadata, mask)
-        # As on a device: plain ones for all, which copies no logits, and then those that ask for
-        # more anew.
+        # As on a device: plain tokens for all, which copies no logits; then rows with filters or
+        # edits are sampled again.
         if are_all_processed:
             token_ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
         else:
@@ -78,7 +79,7 @@ class TokenSampler:
         places: TokenPlaces | None = None,
         mask: TokenMask | None = None,
     ) -> Tensor:
-        """Of rows that ask for nothing else, int64 [R]; without noise the most likely tokens.
+        """Sample rows without filters or edits, int64 [R]; without noise the most likely tokens.
 
         places: where the tokens are to be written, too.
         """
@@ -93,7 +94,7 @@ class TokenSampler:
     def sample_processed(
         self, logits_RV: Tensor, metadata: SamplingMetadata, mask: TokenMask | None = None
     ) -> Tensor:
-        """Of rows that ask for more than a plain token, int64 [R]; edited ones are written over."""
+        """Sample rows with filters or edits, int64 [R]; edited logits are written over."""
         logits_RV, edits = self._whole_rows(logits_RV), metadata.edits
         if edits is not None:
             self._kernels.edit_logits(logits_RV[: edits.lists.num_rows], edits)
@@ -102,8 +103,7 @@ class TokenSampler:
 
     def logprobs(
         self, logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
-    ) -> Logprobs | None:
-        """See `Kernels.logprobs`; of whole rows, and None on all ranks but the first."""
+    ) -> LogprobTensors | None:
         if self._tp.size > 1:
             logits_RV = logits_RV if index_N is None else logits_RV[index_N]
             logits_RV, index_N = self._whole_rows(logits_RV), None
@@ -112,7 +112,7 @@ class TokenSampler:
         return self._kernels.logprobs(logits_RV, token_ids_N, num_top, index_N)
 
     def _whole_rows(self, logits_RV: Tensor) -> Tensor:
-        """Logits of the whole vocabulary, of which every rank has a range; the last has less."""
+        """Logits of the whole vocabulary; every rank has a range, and the last has less."""
         if self._tp.size == 1:
             return logits_RV
         range_size = -(-self.vocab_size // self._tp.size)

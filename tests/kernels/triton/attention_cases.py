@@ -6,12 +6,15 @@ from typing import Any, Final
 
 from triton import next_power_of_2
 
-from nanocore.kernels.triton import attention_parts, attention_plan, decode_plan
-from nanocore.kernels.triton.attention import decode_tiles, prefill_tiles
-from nanocore.kernels.triton.attention_parts import merge_parts_kernel
-from nanocore.kernels.triton.attention_plan import attention_plan_kernel
+from nanocore.kernels.triton import attention_plan, decode_attention
+from nanocore.kernels.triton.attention_plan import attention_plan_kernel, merge_parts_kernel
 from nanocore.kernels.triton.decode_attention import MIN_DOT_ROWS, decode_attention_kernel
-from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention_kernel
+from nanocore.kernels.triton.paged_attention import (
+    PrefillTiles,
+    decode_tiles,
+    prefill_attention_kernel,
+    prefill_tiles,
+)
 from tests.kernels.triton.block_constants import block_constants
 from tests.kernels.triton.compilation import CAPABILITIES, SHARED_BYTES, Case
 
@@ -77,7 +80,6 @@ def cases() -> list[Case]:
 
 
 def _quantized(cache: str) -> list[Case]:
-    """At all head dims, and for other capabilities than Hopper's at those that differ most."""
     others = [(100, _HOPPER), (80, (8, 0)) if cache == "*i8" else (89, (8, 9))]
     shapes: dict[str, dict[str, Any]] = {
         f"head dim {head_dim}": {"head_dim": head_dim}
@@ -158,7 +160,7 @@ def _decode(
         "first_parts": "*i32", **_STEP,
     }  # fmt: skip
     constexprs = {"GROUP": group, "GROUP_PAD": group_pad, "ROWS": MIN_DOT_ROWS}
-    constexprs |= {"TILE": tiles.keys, "MERGED_PARTS": attention_parts.MERGE_BLOCK // group_pad}
+    constexprs |= {"TILE": tiles.keys, "MERGED_PARTS": attention_plan.MERGE_BLOCK // group_pad}
     constexprs |= _spec(head_dim, window, softcap)
     constexprs |= block_constants(cache, _KV_HEADS, head_dim, block_size)
     return _case(
@@ -185,13 +187,13 @@ def _merge(name: str, *, group: int, queries: int, block_rows: int, head_dim: in
     constexprs = {
         "KV_HEADS": _KV_HEADS, "GROUP": group, "QUERIES": queries, "HEAD_DIM": head_dim,
         "HEAD_DIM_PAD": next_power_of_2(head_dim), "BLOCK_ROWS": block_rows,
-        "BLOCK_PARTS": attention_parts.MERGE_BLOCK // block_rows,
+        "BLOCK_PARTS": attention_plan.MERGE_BLOCK // block_rows,
     }  # fmt: skip
     return _case(name, merge_parts_kernel, arguments, constexprs, 4, 3)
 
 
 def _decode_plan(name: str, *, window: int = 0, is_few: bool = False) -> Case:
-    block = decode_plan.FEW_BLOCK if is_few else decode_plan.PLAN_BLOCK
+    block = decode_attention.FEW_BLOCK if is_few else decode_attention.PLAN_BLOCK
     arguments: dict[str, str | None] = {
         "seq_lens": "*i32", "num_decodes": "*i32", "parts": "*i32", "first_parts": "*i32",
         "arrivals": None if is_few else "*i32", "merges": "*i32" if is_few else None,
@@ -199,7 +201,7 @@ def _decode_plan(name: str, *, window: int = 0, is_few: bool = False) -> Case:
     }  # fmt: skip
     constexprs = {"WINDOW": window, "TILE": 64, "BLOCK": block}
     num_warps = 1 if is_few else 8
-    return _case(name, decode_plan.decode_plan_kernel, arguments, constexprs, num_warps, 3)
+    return _case(name, decode_attention.decode_plan_kernel, arguments, constexprs, num_warps, 3)
 
 
 def _plan(name: str, *, queries: int, window: int = 0, is_invariant: bool = False) -> Case:

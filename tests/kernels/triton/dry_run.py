@@ -40,23 +40,22 @@ from benchmarks.gpu.results import Session, UnavailableError
 from benchmarks.gpu.shapes import MODELS
 from benchmarks.models import SHAPES, ModelShape
 from nanocore.engine_core.config import EngineConfig
-from nanocore.kernels.experts import StackedExperts
-from nanocore.kernels.grouped_weight import StoredWeight
+from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.kv_quantization import kv_cache_format
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import LinearWeight, StackedExperts
 from nanocore.kernels.triton import grouped_linear
 from nanocore.kernels.triton.grouped_packing import GroupedLinear
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.device.stream import Pending, Stream, Tensors, Work
+from nanocore.worker.device.device_stream import Pending, Stream, Tensors, Work
 from nanocore.worker.layers.moe import SparseMLP
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.memory.largest_step import run_largest_steps
-from nanocore.worker.messages import Quantization, WorkerConfig
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import NewRow, SchedulerOutput
+from nanocore.worker.rank_messages import Quantization, WorkerConfig
 from tests.kernels.triton.model_shapes import SHAPES as PUBLISHED
 
 ROOT: Final = Path(__file__).resolve().parents[3]
@@ -98,7 +97,9 @@ class _Kernels(TritonKernels):
 class _Packer(WeightPacker):
     """Packs outlines of weights, too, as the backend packs weights."""
 
-    def _pack_one(self, weight: StoredWeight, quantization: Quantization | None) -> LinearWeight:
+    def _pack_one(
+        self, weight: CheckpointWeight, quantization: Quantization | None
+    ) -> LinearWeight:
         return self._kernels.pack_linear(weight, quantization, self._dtype)
 
 
@@ -126,12 +127,12 @@ class _Stream(Stream):
 
 
 class _Recorder:
-    """Implements `GraphRecorder`: a graph that replays nothing."""
+    """Implements `GraphCapture`: a graph that replays nothing."""
 
     def begin_set(self) -> None:
         pass
 
-    def record(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
+    def capture(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
         return work(), lambda: None
 
 
@@ -264,7 +265,6 @@ def engine(shape: dict[str, Any], launches: Launches, **settings: Any) -> list[s
 def engines(
     shape: dict[str, Any], variants: Sequence[dict[str, Any]], launches: Launches
 ) -> list[str]:
-    """Run engines with these settings."""
     return [name for settings in variants for name in engine(shape, launches, **settings)]
 
 
@@ -314,7 +314,6 @@ def _drawn_on_meta() -> Iterator[_MetaSession]:
 
 
 def kernel_cases(part: str, _launches: Launches) -> list[str]:
-    """Run the cases of a part of benchmarks/gpu."""
     backend = _Kernels()
     with _drawn_on_meta() as session:
         for case in kernels.cases(session, part):
@@ -443,7 +442,6 @@ DAY: Final = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run sets; print a line of JSON for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     found = sets()
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"day, or: {', '.join(found)}")

@@ -10,9 +10,8 @@ from nanocore.kernels.triton.grouped_linear import (
     choose_tile,
     grouped_linear_kernel,
 )
-from nanocore.kernels.triton.grouped_numbers import constants
 from nanocore.kernels.triton.grouped_packing import Layout
-from nanocore.kernels.triton.grouped_rows import BLOCK_R, NUM_WARPS, grouped_rows_kernel
+from nanocore.kernels.triton.grouped_rows import BLOCK_R, NUM_WARPS, constants, grouped_rows_kernel
 from tests.kernels.triton.compilation import SHARED_BYTES, Case
 
 LAYOUTS = {
@@ -41,7 +40,6 @@ class Variant:
 
 
 def variants(max_shared_bytes: int, layouts: list[str]) -> list[Variant]:
-    """Every tile of these layouts, where a program may have so much."""
     found = {
         Variant(name, choose_tile(rows, columns, LAYOUTS[name], is_gated, fixed, max_shared_bytes),
                 is_gated)
@@ -55,7 +53,6 @@ def variants(max_shared_bytes: int, layouts: list[str]) -> list[Variant]:
 
 
 def cases() -> list[Case]:
-    """On Hopper all tiles of the most common layout, and some of each other; elsewhere few."""
     common, *others = LAYOUTS
     found = [_case(variant, 90) for variant in variants(SHARED_BYTES[90], [common])]
     for name in others:
@@ -84,14 +81,12 @@ def _num_scale_loads(layout: Layout, is_gated: bool) -> int:
 
 
 def _num_short_copies(variant: Variant) -> int:
-    """Where a thread's share of a plane of x is 8 bytes, which is little beside the weight's."""
     layout, tile = LAYOUTS[variant.layout], variant.tile
     share = 2 * tile.block_t * layout.plane // (32 * tile.num_warps)
     return layout.num_planes if share < 16 else 0
 
 
 def _rows_case(name: str) -> Case:
-    """Embeddings; whole weights have no ids."""
     layout = LAYOUTS[name]
     signature = {
         "weight": "*i32", "scales": "*i32", "row_ids": "*i64", "out": "*bf16", "num_rows": "i32",

@@ -48,7 +48,6 @@ def variants(max_shared_bytes: int) -> dict[Variant, list[Product]]:
 
 
 def _fullest(found: dict[Variant, list[Product]]) -> dict[Variant, list[Product]]:
-    """Of each kind of products the tiles that take most shared memory."""
 
     def num_bytes(variant: Variant) -> int:
         return variant.tile.shared_bytes(_BYTES[variant.weight], variant.is_gated)
@@ -62,7 +61,6 @@ def _fullest(found: dict[Variant, list[Product]]) -> dict[Variant, list[Product]
 
 
 def cases() -> list[Case]:
-    """On Hopper all variants, with what most of their products are; elsewhere the fullest ones."""
     found = []
     for capability, max_shared_bytes in SHARED_BYTES.items():
         chosen = variants(max_shared_bytes)

@@ -84,7 +84,6 @@ SHAPES: Final = {
 
 
 def products() -> set[Product]:
-    """All linear layers of all models on all numbers of ranks that can share them."""
     return {
         product
         for shape in SHAPES.values()

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format, quantize
-from nanocore.kernels.torch_kv_cache import store_kv
-from nanocore.kernels.triton.attention import paged_attention
+from nanocore.kernels.torch_attention import store_kv
+from nanocore.kernels.triton.paged_attention import paged_attention
 from tests.kernels.layered_cache import layered
 
 NAN = float("nan")
@@ -106,7 +106,6 @@ class PagedStep:
         return layered(k, v, *scales)
 
     def _format(self) -> KVCacheFormat:
-        """On the device that these kernels are for."""
         return kv_cache_format(self.kv_cache, torch.float32, "cuda")
 
     def _metadata(self, table_BM: Tensor) -> AttentionMetadata:
@@ -152,7 +151,6 @@ class PagedStep:
         )
 
     def expected(self) -> Tensor:
-        """Dense attention in float64, [T, H, D]."""
         rows = [self._expected_piece(piece) for piece in self.pieces]
         rows.append(torch.zeros(self.num_padding, self.heads.num, self.heads.dim))
         return torch.cat(rows)
@@ -190,7 +188,6 @@ def draw_step(
     softcap: float = 0.0,
     **options: object,
 ) -> PagedStep:
-    """decodes: context lengths. chunks: (context length, query tokens)."""
     shapes = [(length, 1) for length in decodes] + chunks
     pieces = [
         Piece(Sequence.draw(length, heads, seed), length, count)

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.interface import KVCache
-from nanocore.kernels.triton import attention, decode_plan
-from nanocore.kernels.triton import prefill_attention as chunks_module
-from nanocore.kernels.triton.attention import (
+from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
+from nanocore.kernels.triton.paged_attention import (
+    PrefillTiles,
     choose_num_programs,
     choose_num_shares,
     paged_attention,
+    prefill_attention,
 )
-from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
-from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
 from tests.campaign import in_campaign
 from tests.kernels.triton.paged_step import Heads, PagedStep, Piece, Sequence, draw_step
 
@@ -28,12 +27,15 @@ TILE = 16
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts of some tiles, in little time."""
     monkeypatch.setattr(
-        attention, "decode_tiles", lambda *_: DecodeTiles(TILE, num_warps=4, num_stages=2)
+        "nanocore.kernels.triton.paged_attention.decode_tiles",
+        lambda *_: DecodeTiles(TILE, num_warps=4, num_stages=2),
     )
-    monkeypatch.setattr(attention, "prefill_tiles", lambda *_, **__: PrefillTiles(32, TILE, 4, 2))
-    monkeypatch.setattr(chunks_module, "MIN_PART_TILES", 1)
+    monkeypatch.setattr(
+        "nanocore.kernels.triton.paged_attention.prefill_tiles",
+        lambda *_, **__: PrefillTiles(32, TILE, 4, 2),
+    )
+    monkeypatch.setattr("nanocore.kernels.triton.paged_attention.MIN_PART_TILES", 1)
 
 
 def check(step: PagedStep, atol: float = 2e-6, **options: object) -> None:
@@ -157,7 +159,7 @@ def test_contexts_in_any_number_of_parts(
 
     Twice, as two layers: what the first one has counted is forgotten.
     """
-    monkeypatch.setattr(decode_plan, "FEW_SEQS", max_few)
+    monkeypatch.setattr("nanocore.kernels.triton.decode_attention.FEW_SEQS", max_few)
     step = draw_step(HEADS, [1, 90, 0, 47], block_size=block_size, window=window)
     for _ in range(2):
         out_THD = run_decodes(step, keys, num_programs)

@@ -15,18 +15,11 @@ from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec
-from nanocore.kernels.triton import (
-    attention,
-    attention_plan,
-    decode_attention,
-    decode_plan,
-    prefill_attention,
-)
-from nanocore.kernels.triton.attention import paged_attention
+from nanocore.kernels.triton import attention_plan, decode_attention
+from nanocore.kernels.triton import paged_attention as chunks_module
 from nanocore.kernels.triton.attention_plan import Items, plan_step
-from nanocore.kernels.triton.decode_attention import DecodeTiles
-from nanocore.kernels.triton.decode_plan import DecodePlan, Decodes, plan_decodes
-from nanocore.kernels.triton.prefill_attention import PrefillTiles
+from nanocore.kernels.triton.decode_attention import DecodePlan, Decodes, DecodeTiles, plan_decodes
+from nanocore.kernels.triton.paged_attention import PrefillTiles, paged_attention
 from nanocore.worker.device.step_graphs import HostBounds, padded_steps
 from nanocore.worker.device.step_memory import StepFields, StepShape
 from tests.campaign import in_campaign
@@ -41,28 +34,25 @@ NUM_SMS, NUM_SHARES = 8, 8
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contexts of some tiles, in little time."""
     monkeypatch.setattr(
-        attention,
+        chunks_module,
         "decode_tiles",
         lambda *_: DecodeTiles(TILE, num_warps=4, num_stages=2, per_sm=2),
     )
     monkeypatch.setattr(
-        attention, "prefill_tiles", lambda *_, **__: PrefillTiles(2 * QUERIES, TILE, 4, 2)
+        chunks_module, "prefill_tiles", lambda *_, **__: PrefillTiles(2 * QUERIES, TILE, 4, 2)
     )
-    monkeypatch.setattr(prefill_attention, "MIN_PART_TILES", 1)
+    monkeypatch.setattr(chunks_module, "MIN_PART_TILES", 1)
 
 
 def as_int(value: Any) -> int:
-    """What the interpreter has for a number."""
     return value if isinstance(value, int) else int(value.handle.data.item())
 
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tiles of keys programs went through, one after another."""
     found: list[int] = []
-    for module in (decode_attention, prefill_attention):
+    for module in (decode_attention, chunks_module):
         attend: Any = module.attend
 
         def counted(*args: Any, attend: Any = attend, **kwargs: Any) -> Any:
@@ -80,7 +70,6 @@ def check(step: PagedStep, num_sms: int = NUM_SMS) -> None:
 
 
 def with_bounds(step: PagedStep, max_len: int) -> PagedStep:
-    """What the host knows of a mixed step that a graph replays, see `HostBounds.of_shape`."""
     num_seqs, num_tokens = len(step.pieces), step.metadata.query_start[-1]
     step.metadata = replace(
         step.metadata,
@@ -191,7 +180,6 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Recording:
 
 
 def tensors(step: PagedStep) -> list[Tensor]:
-    """All that a graph reads."""
     metadata, cache = step.metadata, step.cache
     return [
         metadata.seq_lens_B, metadata.query_start_A, metadata.num_decodes_1,
@@ -205,7 +193,6 @@ def tensors(step: PagedStep) -> list[Tensor]:
 def test_launches_of_one_step_serve_another_one_of_other_lengths(
     recording: Recording, window: int
 ) -> None:
-    """As in a graph. What is long and what is short, what decodes and what does not, is new."""
     draw, none = partial(draw_step, HEADS, window=window), (0, 0)
     steps = [
         draw([5, 33, 40], [(150, 8), (90, 7), none]),
@@ -215,7 +202,7 @@ def test_launches_of_one_step_serve_another_one_of_other_lengths(
     ]
     first = with_bounds(steps[0], 150)
     memory, q_THD = tensors(first), first.q_THD()
-    out_THD = attention.paged_attention(
+    out_THD = paged_attention(
         q_THD, first.cache, first.metadata, first.spec, num_sms=10, batch_invariant=False
     )
     for step in steps[1:]:
@@ -229,7 +216,6 @@ def test_launches_of_one_step_serve_another_one_of_other_lengths(
 
 @pytest.mark.usefixtures("small_tiles")
 def test_layers_of_one_window_share_a_plan_and_others_have_their_own() -> None:
-    """As in Gemma: in one step, of the same lengths."""
     step = draw_step(HEADS, [250, 9], block_size=16)
     plans: list[dict[int, DecodePlan]] = []
     for window in (60, 0, 60, 0):
@@ -331,7 +317,6 @@ def test_the_largest_batch_with_contexts_of_a_million_tokens() -> None:
 def test_where_one_part_is_always_enough_nothing_is_merged(
     window: int, width: int, can_split: bool
 ) -> None:
-    """By the widest context of the block table, or by the window; three tiles are not split."""
     table_BM = torch.empty(2, width, dtype=torch.int32)
     metadata = replace(make_metadata([5], [(8, 4)]), block_table_BM=table_BM)
     items = Items(4, 16, window, False, 3, block_size=1, num_shares=9, min_tiles=3)
@@ -374,9 +359,9 @@ def test_all_programs_of_decodes_have_as_many_tiles(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
-    monkeypatch.setattr(decode_plan, "PLAN_BLOCK", rng.choice([8, 16, 1024]))
-    monkeypatch.setattr(decode_plan, "FEW_BLOCK", rng.choice([1, 32]))
-    monkeypatch.setattr(decode_plan, "FEW_SEQS", rng.choice([0, 1000]))
+    monkeypatch.setattr(decode_attention, "PLAN_BLOCK", rng.choice([8, 16, 1024]))
+    monkeypatch.setattr(decode_attention, "FEW_BLOCK", rng.choice([1, 32]))
+    monkeypatch.setattr(decode_attention, "FEW_SEQS", rng.choice([0, 1000]))
     decodes, chunks = random_steps(rng)
     metadata = make_metadata([*decodes, 5], chunks)
     num_programs, window = rng.choice([1, 2, 7, 49, 396]), rng.choice([0, 1, 50])
@@ -384,7 +369,6 @@ def test_all_programs_of_decodes_have_as_many_tiles(
 
 
 def check_decode_plan(metadata: AttentionMetadata, decodes: Decodes) -> None:
-    """Each sequence's tiles in order, in parts one behind another; padding has an empty part."""
     plan = plan_decodes(metadata, decodes)
     parts, starts = plan.parts_P8.tolist(), plan.first_parts.tolist()
     lengths, window = metadata.seq_lens[: metadata.num_decodes], decodes.window
@@ -430,7 +414,6 @@ def test_a_step_of_padding_with_a_graphs_bounds_writes_no_memory_of_others(
     block_size: int,
     batch_invariant: bool,
 ) -> None:
-    """As graphs are warmed up: the host says that all may be decodes, and all are chunks."""
     num_seqs, guard, empty = max_seqs + 1, 300, torch.empty
     shape = StepShape(
         num_tokens, num_seqs, num_seqs, num_tokens // block_size + num_seqs, is_uniform=False

@@ -21,7 +21,6 @@ NUM_ROWS, SPARE_ROW, VOCAB, BLOCK_SIZE = 7, 6, 40, 4
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that rows of the table, appended blocks and hidden states take several programs each."""
     monkeypatch.setattr(module, "BLOCK", 8)
 
 

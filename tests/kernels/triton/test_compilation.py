@@ -64,7 +64,6 @@ def test_kernels_that_begin_early_touch_nothing_before_they_have_waited(
 def test_two_programs_of_chunks_fit_a_multiprocessor_of_hopper(
     usages: list[Usage], case: str
 ) -> None:
-    """So that the products of one go on beside the softmax of the other."""
     [usage] = [u for u in usages if (u.case, u.capability) == (case, 90)]
     assert 2 * usage.num_threads * -(-usage.registers // 8) * 8 <= 65536
     assert 2 * (usage.shared_bytes + RESERVED_BYTES) <= SHARED_BYTES[90] + RESERVED_BYTES

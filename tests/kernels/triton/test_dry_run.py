@@ -68,7 +68,6 @@ def test_engines_of_all_kinds_start_and_compile_nothing_later(tmp_path: Path) ->
 @pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_what_was_compiled_is_found_by_the_next_process(tmp_path: Path) -> None:
-    """Without dependent launches most kernels are others."""
     flags = "tiny", "--launchers"
     [first], [second] = dry_run(tmp_path, *flags), dry_run(tmp_path, *flags)
     assert second["launched"] == first["launched"] == first["compiled"]

@@ -29,7 +29,6 @@ pytestmark = [
     autouse=True,
 )
 def small_parts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several programs for each row of a small vocabulary."""
     monkeypatch.setattr(filtered_sampling, "PART_TOKENS", 128)
     monkeypatch.setattr(filtered_sampling, "BLOCK_TOKENS", 128)
     monkeypatch.setattr(filtered_sampling, "MAX_CANDIDATES", request.param)
@@ -52,7 +51,6 @@ def choose(logits_RV: Tensor, noise: Noise, filters: Filters) -> Tensor:
 
 
 def choose_by_sort(logits_RV: Tensor, noise: Noise, filters: Filters) -> Tensor:
-    """The reference of the sampler's tests."""
     scaled_RV = logits_RV / noise.temperature_R[:, None]
     kept_RV = filter_logits(scaled_RV, filters.top_k_R, filters.top_p_R, filters.min_p_R)
     token_ids_V = torch.arange(logits_RV.shape[1])
@@ -113,7 +111,6 @@ def test_ties_are_cut_where_the_reference_cuts_them(
 
 
 def test_of_equal_tokens_the_right_number_stays() -> None:
-    """Seen in what is sampled of them."""
     for setting, kept in (((1.0, 2, 1.0, 0.0), 2), ((1.0, 0, 0.25, 0.0), 3)):
         column = choose(torch.zeros(8, 10), *make([setting] * 8, 10))
         assert set(column.tolist()) == set(range(kept))

@@ -30,7 +30,6 @@ FA2_BLOCK = 256
 def attend(
     q_QHD: Tensor, k_LKD: Tensor, v_LKD: Tensor, scale: float, window: tuple[int, int], cap: float
 ) -> Tensor:
-    """Causal, aligned at the end, as flash-attn is."""
     group = q_QHD.shape[1] // k_LKD.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k_LKD, v_LKD))
     scores = torch.einsum("qhd,khd->hqk", q_QHD, k) * scale
@@ -100,7 +99,6 @@ class NewerRelease:
     given: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Of the module."""
 
         def with_kvcache(
             q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, page_table: Tensor,
@@ -310,7 +308,6 @@ def test_a_release_that_takes_our_output_writes_there_alone(
 def test_layers_that_are_alike_share_a_plan_of_their_step(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those with another window, softcap or number of heads have their own, and so has a step."""
     newer = install_newer(install, monkeypatch)
     kernels, scale = FlashKernels(CPU), HEAD_DIM**-0.5
     case, wide = PagedCase([(9, 1), (6, 3)]), PagedCase([(9, 1), (6, 3)], heads=8)

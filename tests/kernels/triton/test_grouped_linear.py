@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.linear_weight import FP8, TokenEmbedding
-from nanocore.kernels.torch_moe import gated
+from nanocore.kernels.torch_backend import gated
 from nanocore.kernels.triton import grouped_linear
 from nanocore.kernels.triton.grouped_linear import choose_tile, gated_linear, linear
 from nanocore.kernels.triton.grouped_packing import GroupedLinear, pack_float8, pack_groups
@@ -35,7 +35,6 @@ def draw(*shape: int) -> Tensor:
 
 
 def assert_near(out: Tensor, expected: Tensor) -> None:
-    """But for the rounding of sums in float32."""
     error = (out.double() - expected.double()).norm() / expected.double().norm()
     assert error < 1e-6
 
@@ -87,7 +86,6 @@ def test_a_gated_layer_is_gate_and_product(
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "permuted"])
 def test_rows_are_what_the_weight_means_to_the_bit(form: str) -> None:
-    """As an embedding, of some of all tokens, and as the weight of a longer product."""
     weight = draw_groups(form, 40, 100)
     packed, exact = pack_groups(weight), weight.dequantize()
     for dtype in (torch.float32, torch.float16):

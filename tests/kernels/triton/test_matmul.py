@@ -102,7 +102,6 @@ def test_batch_invariant_tiles_do_not_depend_on_the_number_of_rows(
 
 @pytest.mark.parametrize("room", sorted(set(SHARED_BYTES.values())))
 def test_tiles_of_all_models_fit_the_shared_memory_of_all_gpus(room: int) -> None:
-    """As `Tile.shared_bytes` has it, which test_compilation holds to what the compiler takes."""
     variants = matmul_cases.variants(room)
     assert len(variants) > 20
     for tile, weight_bytes, is_gated in {
@@ -115,7 +114,6 @@ def test_tiles_of_all_models_fit_the_shared_memory_of_all_gpus(room: int) -> Non
 
 
 def test_64_rows_of_narrow_gates_fit_a_hopper() -> None:
-    """They once took 245,760 bytes, and int8's 409,600, of 232,448."""
     tiles = [choose_tile(rows, 3072, 2, True, False, 227 << 10) for rows in (33, 40, 64)]
     assert set(tiles) == {Tile(64, 16, 128, num_warps=4, num_stages=5)}
     assert choose_tile(64, 3072, 1, False, False, 227 << 10).block_i == 256

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels import torch_moe
-from nanocore.kernels.experts import StackedExperts
+from nanocore.kernels import torch_backend
 from nanocore.kernels.interface import Routing, SharedExpert
+from nanocore.kernels.linear_weight import StackedExperts
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.moe import choose_tile, moe
 from nanocore.kernels.triton.triton_backend import TritonKernels
@@ -37,7 +37,7 @@ def make(tokens: int, experts: int, chosen: int, hidden: int, inner: int) -> lis
 
 
 def assert_as_reference(args: list[Any]) -> None:
-    torch.testing.assert_close(moe(*args), torch_moe.moe(*args), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(moe(*args), torch_backend.moe(*args), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [*in_campaign((16, 8), (7, 5)), (40, 35)])
@@ -52,13 +52,12 @@ def test_each_token_gets_its_experts_by_its_weights(
 def test_experts_may_have_another_activation() -> None:
     args = make(20, 4, 2, 16, 8)
     out = moe(*args, "gelu")
-    torch.testing.assert_close(out, torch_moe.moe(*args, "gelu"), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, torch_backend.moe(*args, "gelu"), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(out, moe(*args), atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_shared_expert_is_added_behind_its_gate(dtype: torch.dtype) -> None:
-    """With the roundings of torch, which adds it by itself."""
     args = make(9, 4, 2, 16, 8)
     x, experts = args[:2]
     args[0] = x.to(dtype)
@@ -68,7 +67,7 @@ def test_the_shared_expert_is_added_behind_its_gate(dtype: torch.dtype) -> None:
     shared = SharedExpert(gate, out[:, :16])
     chosen = moe(*args)
     with_shared = moe(*args, shared=shared)
-    expected = torch_moe.add_shared(chosen, shared)
+    expected = torch_backend.add_shared(chosen, shared)
     torch.testing.assert_close(with_shared, expected)
     assert not torch.allclose(with_shared, chosen, atol=1e-2)
 
@@ -140,6 +139,5 @@ def test_tiles_of_all_models_fit_the_shared_memory_of_all_gpus(room: int) -> Non
 @pytest.mark.parametrize("num_pairs", [8, 8000, 10**6])
 @pytest.mark.parametrize("room", [48 << 10, *sorted(set(SHARED_BYTES.values()))])
 def test_both_products_have_tiles_of_the_same_rows(num_pairs: int, room: int) -> None:
-    """They share a plan. The little room is that of no GPU that we know."""
     tiles = [choose_tile(num_pairs, 128, is_gated, False, room) for is_gated in (False, True)]
     assert tiles[0].block_t == tiles[1].block_t

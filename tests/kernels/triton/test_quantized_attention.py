@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
-from nanocore.kernels.triton.prefill_attention import PrefillTiles, prefill_attention
+from nanocore.kernels.triton.paged_attention import PrefillTiles, prefill_attention
 from tests.kernels.triton.paged_step import Heads, PagedStep, Piece, Sequence, draw_step
 
 pytestmark = pytest.mark.campaign
@@ -25,7 +25,6 @@ ROUNDING = 2.0**-11
 
 
 def run(step: PagedStep, dtype: torch.dtype = torch.bfloat16, num_programs: int = 3) -> Tensor:
-    """By the kernel of decodes, in parts, and that of chunks, in float32."""
     q_THD = step.q_THD().to(dtype)
     out_THD = torch.full(q_THD.shape, torch.nan)
     if step.num_decodes:
@@ -128,7 +127,6 @@ def test_models_of_float16_with_small_and_large_values(kv_cache: str, v: float) 
 @pytest.mark.parametrize("chunks", [[16, 32], [7, 9, 30, 2]], ids=str)
 @pytest.mark.parametrize("window", [0, 21])
 def test_chunking_changes_no_bit_whatever_follows_in_a_tile(chunks: list[int], window: int) -> None:
-    """What brings a row's weights into range is of the keys it sees alone."""
     sequence, length, spec = Sequence.draw(48, HEADS), 0, HEADS.spec(window)
     sequence.v_LKD.mul_(10.0 ** (torch.arange(48) * 5 % 9 - 4)[:, None, None])
     parts = []

@@ -121,7 +121,6 @@ def test_partial_rotation_and_sizes_that_are_no_powers_of_two(
 def test_norms_round_before_a_weight_of_the_model_s_dtype_and_after_a_float32_one(
     norm_dtype: torch.dtype, rotary_dim: int
 ) -> None:
-    """In float16, which the interpreter can do; without turning, where it is rounded once more."""
     step = Step(
         dtype=torch.float16, norm_dtype=norm_dtype, rotary_dim=rotary_dim, slots=tuple(range(9))
     )
@@ -135,7 +134,6 @@ def test_norms_round_before_a_weight_of_the_model_s_dtype_and_after_a_float32_on
 
 
 def test_turning_is_rounded_once() -> None:
-    """Unlike the reference, which rounds products too."""
     step = Step(dtype=torch.float16)
     exact = Step()
     exact.qkv = step.qkv.float()
@@ -162,7 +160,6 @@ def test_no_tokens() -> None:
 
 @pytest.mark.parametrize("kv_cache", ["int8", *in_campaign("fp8")])
 def test_a_token_is_stored_as_the_same_numbers_for_a_gpu_as_for_a_cpu(kv_cache: str) -> None:
-    """Only its scales take other bytes."""
     steps = [Step(kv_cache=kv_cache, device_type=name) for name in ("cuda", "cpu")]
     (_, cache), (_, of_cpu) = (step.run() for step in steps)
     for name in ("k_NSKD", "v_NSKD"):

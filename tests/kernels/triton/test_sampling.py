@@ -38,7 +38,6 @@ def test_equal_logits_of_different_programs_are_a_tie_too() -> None:
 
 
 def test_noise_is_that_of_the_reference_but_for_rounding() -> None:
-    """Every token's noise shows when it is the only one."""
     rows = torch.arange(150)
     seed = torch.cat((rows[:50] * 2**54 - 7, -rows[:98] * 977, torch.tensor([2**63 - 1, -(2**63)])))
     noise = Noise(torch.ones(150), seed, rows * 31)
@@ -113,7 +112,6 @@ def test_rows_may_lie_apart_and_settings_too() -> None:
 
 @pytest.mark.parametrize("width", [3, 5000])
 def test_tokens_are_written_to_the_token_table_too(width: int) -> None:
-    """Of padding too, whose rows are one, and of rows without a token."""
     logits = draw(6, width)
     logits[2, 1] = torch.nan
     logits[4:] = logits[4]

@@ -23,7 +23,6 @@ WIDTHS = [150, *in_campaign(1, 33, 300)]
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several programs for each row of a small vocabulary."""
     monkeypatch.setattr(sampling, "_PART", 128)
     monkeypatch.setattr(filtered_sampling, "PART_TOKENS", 128)
     monkeypatch.setattr(filtered_sampling, "BLOCK_TOKENS", 128)
@@ -65,7 +64,6 @@ def test_filters_are_of_what_the_mask_allows(
 def test_a_top_k_of_more_than_the_mask_allows_gathers_what_it_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And not all that is forbidden beside it, which would not fit."""
     monkeypatch.setattr(filtered_sampling, "MAX_CANDIDATES", 24)
     searched: list[bool] = []
     choose = filtered_sampling.choose_kernel

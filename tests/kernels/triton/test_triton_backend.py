@@ -20,7 +20,7 @@ from nanocore.kernels.interface import Kernels, Noise
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.triton import decode_plan, triton_backend
+from nanocore.kernels.triton import decode_attention, triton_backend
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.device import step_graphs
 from nanocore.worker.layers.decoder import DecoderModel
@@ -53,12 +53,12 @@ def test_a_model_says_with_it_what_it_says_with_torch(
     monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (8,))
     monkeypatch.setattr(step_graphs, "decode_sizes", lambda largest: [2, largest])
     wishes = make_wishes(3, 12, 20)
-    recorder = FakeGraphRecorder()
+    graph_capture = FakeGraphRecorder()
     kernels = TritonKernels(CPU, batch_invariant)
-    engine = Engine(model, 2, recorder, budget=14, kernels=kernels)
+    engine = Engine(model, 2, graph_capture, budget=14, kernels=kernels)
     assert engine.run(wishes) == expected(model, wishes)
-    assert recorder.num_replays > 0
-    assert recorder.num_replays < engine.scheduler.counters.num_steps  # some were too large
+    assert graph_capture.num_replays > 0
+    assert graph_capture.num_replays < engine.scheduler.counters.num_steps  # some were too large
 
 
 @pytest.mark.campaign
@@ -73,7 +73,6 @@ def test_families_with_parts_of_their_own_say_it_too(name: str, tmp_path: Path) 
 
 @pytest.mark.campaign
 def test_float16_rounds_as_torch_does(tmp_path: Path) -> None:
-    """Of a model with experts, biases and a gate of each kind; the interpreter can do float16."""
     folder = BUILDERS["qwen2_moe"](tmp_path)
     prompts = [[7, 30, 200], list(range(60, 72))]
     exact = greedy_continuations(folder, prompts, 2)
@@ -153,7 +152,7 @@ def test_a_decode_step_launches_few_kernels_a_layer_and_one_plan(
 ) -> None:
     """Parts of few sequences are merged by a kernel of its own, which others do without."""
     kernels = TritonKernels(CPU)
-    monkeypatch.setattr(decode_plan, "FEW_SEQS", 8 if is_few else 0)
+    monkeypatch.setattr(decode_attention, "FEW_SEQS", 8 if is_few else 0)
     if is_large:  # products and their gate are two launches
         monkeypatch.setattr(triton_backend, "FUSED_GATE_TOKENS", 0)
     engine = Engine(model, 1, kernels=kernels)
@@ -178,7 +177,6 @@ def test_a_decode_step_launches_few_kernels_a_layer_and_one_plan(
 def count_decode_step(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, num_layers: int
 ) -> Counter[str]:
-    """What a step of the engine launches, from token ids to tokens, with so many layers."""
     runner, sampler, names = engine.runner, engine.runner.sampler, []
     assert sampler is not None
     begin_step, sample_plain, counter = runner.begin_step, sampler.sample_plain, ExitStack()
@@ -206,7 +204,6 @@ def count_decode_step(
 def test_outside_its_layers_a_decode_step_launches_six_kernels(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
 ) -> None:
-    """One before them and attention's plan; then the last norm, the logits and their tokens."""
     engine = Engine(model, 1, kernels=TritonKernels(CPU, batch_invariant))
     for handle, wish in enumerate(make_wishes(6, 5, max_tokens=9)):
         engine.scheduler.add(wish.request(handle))
@@ -229,7 +226,6 @@ def test_outside_its_layers_a_decode_step_launches_six_kernels(
 def test_experts_are_routed_and_laid_out_by_a_kernel_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the shared one's gate is no launch but its product."""
     engine = Engine(load_model(BUILDERS["qwen2_moe"](tmp_path)), 1, kernels=TritonKernels(CPU))
     engine.scheduler.add(make_wishes(5, max_tokens=9)[0].request(0))
     engine.deliveries.take(engine.scheduler, engine.runner.execute(engine.scheduler.schedule()))
@@ -246,7 +242,6 @@ def test_experts_are_routed_and_laid_out_by_a_kernel_each(
 def test_an_fp8_layer_is_two_kernels_and_nothing_waits_for_them(
     monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
-    """So a graph can hold it: reading a number of a tensor's would be an operation, too."""
     kernels, x = TritonKernels(CPU), torch.ones(rows, 32)
     weight = kernels.pack_linear(torch.ones(64, 32), "fp8")
     with counting(monkeypatch) as launches:
@@ -261,7 +256,6 @@ def test_an_fp8_layer_is_two_kernels_and_nothing_waits_for_them(
 def sampled_logits(
     model: DecoderModel, wishes: list[Wish], budget: int, kernels: TritonKernels
 ) -> dict[tuple[int, int], Tensor]:
-    """What each token of each request was sampled from; a noise's seed is the request's handle."""
     engine = Engine(model, 1, budget=budget, kernels=kernels)
     assert engine.runner.sampler is not None
     sample = engine.runner.sampler.sample_plain
@@ -286,7 +280,6 @@ def sampled_logits(
 def test_batch_invariant_logits_are_the_same_bits_alone_in_a_crowd_and_in_chunks(
     model: DecoderModel, monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
 ) -> None:
-    """Without the mode they differ in the same comparison: the test can fail."""
     monkeypatch.setattr(model, "layers", model.layers[:1])  # for time
     kernels = TritonKernels(CPU, batch_invariant)
     wishes = make_wishes(4, 13, max_tokens=2)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanocore.worker.loading.gguf.blocks import SERVED_TYPES, unpack_blocks
-from nanocore.worker.loading.gguf.tensor_types import TENSOR_TYPES
+from nanocore.worker.loading.gguf.gguf_format import SERVED_TYPES, unpack_blocks
+from nanocore.worker.loading.gguf.header import TENSOR_TYPES
 
 BY_NAME = {kind.name: kind for kind in TENSOR_TYPES.values()}
 

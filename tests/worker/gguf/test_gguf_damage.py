@@ -17,12 +17,11 @@ import torch
 
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.loading.checkpoint import stored_tensors
-from nanocore.worker.loading.gguf import header_bytes
-from nanocore.worker.loading.gguf.files import gguf_in_folder
-from nanocore.worker.loading.gguf.format import GgufFormat
+from nanocore.worker.loading.gguf.architectures import gguf_tensors
+from nanocore.worker.loading.gguf.gguf_files import gguf_in_folder
+from nanocore.worker.loading.gguf.gguf_format import GgufFormat
 from nanocore.worker.loading.gguf.header import read_header, read_vocabulary
-from nanocore.worker.loading.gguf.model_files import gguf_model_files
-from nanocore.worker.loading.gguf.tensors import gguf_tensors
+from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files
 from nanocore.worker.loading.model_folder import resolve_model
 from nanocore.worker.models import load_model_config
 from nanocore.worker.worker import Worker
@@ -179,7 +178,6 @@ def test_an_end_that_is_no_token_is_refused_unless_it_says_none(tmp_path: Path, 
 def test_the_gate_of_a_shared_expert_is_a_vector_or_one_row(
     tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
-    """llama-quantize writes the one, llama.cpp's converter the other."""
     gate = {"blk.0.ffn_gate_inp_shexp.weight": np.zeros(shape, dtype=np.float32)}
     path = write(tmp_path / "moe.gguf", gate, architecture="qwen2moe")
     found = {tensor.name: tensor.shape for tensor in gguf_tensors(path)}
@@ -283,7 +281,7 @@ def test_a_header_of_many_chunks_is_read_as_one_of_one(
     path = write(tmp_path / "whole.gguf", qwen3__block_count=2, texts=texts)
     whole = read_vocabulary(path)
     assert whole["texts"] == texts
-    monkeypatch.setattr(header_bytes, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("nanocore.worker.loading.gguf.header._CHUNK_BYTES", chunk_bytes)
     assert read_vocabulary(path) == whole
 
 

@@ -23,8 +23,8 @@ from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.layers.packing import Projection
 from nanocore.worker.loading.checkpoint import stored_tensors
-from nanocore.worker.loading.gguf.format import GgufFormat
-from nanocore.worker.loading.gguf.model_files import gguf_model_files
+from nanocore.worker.loading.gguf.gguf_format import GgufFormat
+from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files
 from nanocore.worker.models import load_model_config
 from nanocore.worker.worker import Worker
 from tests.fixtures.checkpoints.make_gguf import CASES, TEMPLATE, TEXTS, original_model
@@ -42,7 +42,6 @@ def original(name: str) -> Any:
 
 
 def weights(name: str, config: ModelConfig) -> dict[str, Tensor]:
-    """Every tensor that our reader gives, in float32."""
     path = CHECKPOINTS / f"{name}.gguf"
     stored_format = GgufFormat(path, config.head_dim, torch.float32)
     content = path.read_bytes()
@@ -144,7 +143,6 @@ def test_the_chat_template_and_the_names_of_special_tokens_are_there(name: str) 
 @pytest.mark.skipif(find_library() is None, reason="no library was compiled")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_check_reckons_with_the_memory_that_a_start_takes(name: str) -> None:
-    """But for what tiles of so few rows are padded by; numbers of five bits become bytes."""
     path = str(CHECKPOINTS / f"{name}.gguf")
     config = make_worker_config(folder=path, load_format="auto", attention_backend="cpu")
     (checked,) = dry_run(config)

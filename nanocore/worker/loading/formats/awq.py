@@ -16,16 +16,20 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import GroupedWeight
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.config.settings import Settings
-from nanocore.worker.loading.formats.bits import compact, zeros_or_none
-from nanocore.worker.loading.formats.cuts import cut_groups, words
-from nanocore.worker.loading.formats.settings import (
+from nanocore.worker.config.json_settings import Settings
+from nanocore.worker.loading.formats.packed_groups import (
+    compact,
+    groups_of_slice,
+    words,
+    zeros_or_none,
+)
+from nanocore.worker.loading.formats.quantization_config import (
+    CheckpointTensors,
     group_size,
     groups_in_words,
     refuse_unless,
 )
-from nanocore.worker.loading.formats.stored import StoredTensors
-from nanocore.worker.loading.weight_format import Slot, StoredProjection
+from nanocore.worker.loading.weights import CheckpointProjection, Slot
 
 _BITS: Final = 4
 _PER_WORD: Final = 8
@@ -37,19 +41,15 @@ _ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 @dataclass(frozen=True, slots=True)
 class AwqFormat:
-    """A `WeightFormat`.
-
-    has_zeros: False: all zero points are 8, stored or not.
-    """
+    """A `WeightFormat`. has_zeros: False: all zero points are 8, stored or not."""
 
     group_size: int
     has_zeros: bool
-    stored: StoredTensors
+    stored: CheckpointTensors
     name: str = "awq"
 
     @classmethod
-    def read(cls, settings: Settings, stored: StoredTensors) -> AwqFormat:
-        """From quantization_config. Raises ModelFileError: it says what is not served."""
+    def read(cls, settings: Settings, stored: CheckpointTensors) -> AwqFormat:
         settings = settings.with_values(
             {
                 "bits": settings.values.get("w_bit"),
@@ -72,14 +72,13 @@ class AwqFormat:
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> StoredProjection | None:
-        """See `WeightFormat`."""
+    ) -> CheckpointProjection | None:
         if not self.stored.has(f"{name}.qweight"):
             return None
         out_features, in_features = shape
         if out_features % _PER_WORD:
             raise ModelFileError(f"{name} has {out_features} outputs: AWQ packs eight to a word")
-        groups = cut_groups(name, in_features, self.group_size, columns)
+        groups = groups_of_slice(name, in_features, self.group_size, columns)
         kept_words, in_words = words(rows, _PER_WORD)
         num_words = out_features // _PER_WORD
         scale_dtype = self.stored.float_dtype(f"{name}.scales", torch.float16)
@@ -92,7 +91,7 @@ class AwqFormat:
                 (groups.count, num_words), torch.int32, (groups.kept, kept_words)
             )
         unpack = partial(_unpack, name, self.has_zeros, groups.size, in_words)
-        return StoredProjection(slots, unpack)
+        return CheckpointProjection(slots, unpack)
 
 
 def _unpack(
@@ -107,9 +106,12 @@ def _unpack(
                 "zero_point = false: it is not of this model"
             )
     return GroupedWeight(
-        _outputs(tensors["qweight"])[in_words], _BITS, group_size,
-        tensors["scales"].t().contiguous(), zero_OG,
-    )  # fmt: skip
+        _outputs(tensors["qweight"])[in_words],
+        _BITS,
+        group_size,
+        tensors["scales"].t().contiguous(),
+        zero_OG,
+    )
 
 
 def _outputs(packed: Tensor) -> Tensor:

@@ -1,21 +1,46 @@
-"""compressed-tensors, as llm-compressor writes it: groups of modules, each stored in its own way.
+"""compressed-tensors, as llm-compressor writes it: groups of modules, each with its own scheme.
 
-What is served is in `compressed_schemes`; here is which module has which scheme.
+Schemes: four or eight bits in words, int8, or E4M3. Signed numbers are stored with half of their
+range added where they are packed, and zero points too: w = scale * (q - zero). What the file says
+of activations is not used: kernels choose their scales themselves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Literal, Protocol
 
+import torch
+from torch import Tensor
+
+from nanocore.kernels.grouped_weight import GroupedWeight
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.config.settings import Settings
-from nanocore.worker.loading.formats.compressed_schemes import Scheme, read_scheme
+from nanocore.worker.config.json_settings import Settings
+from nanocore.worker.loading.formats.fp8 import BLOCK, Float8Layout, Scales, input_scale_slot
+from nanocore.worker.loading.formats.gptq import sort_inputs
+from nanocore.worker.loading.formats.packed_groups import (
+    Grouping,
+    check_slice_bounds,
+    groups_of_slice,
+    is_whole,
+    per_word,
+    unpack_words,
+    words,
+    zeros_or_none,
+)
 from nanocore.worker.loading.formats.patterns import NameList
-from nanocore.worker.loading.formats.settings import names, refuse_if_set, refuse_unless
-from nanocore.worker.loading.formats.stored import StoredTensors, aliases
-from nanocore.worker.loading.weight_format import StoredProjection
-from nanocore.worker.loading.weights import EMBEDDING
+from nanocore.worker.loading.formats.quantization_config import (
+    CheckpointTensors,
+    aliases,
+    group_size,
+    groups_in_words,
+    names,
+    refuse_if_set,
+    refuse_unless,
+)
+from nanocore.worker.loading.weights import EMBEDDING, CheckpointProjection, Slot
 
 _LINEAR: Final = "Linear"
 _MAX_GROUPS: Final = 64
@@ -35,12 +60,11 @@ class CompressedTensorsFormat:
     """A `WeightFormat`."""
 
     groups: tuple[_Group, ...]
-    stored: StoredTensors
+    stored: CheckpointTensors
     name: str = "compressed-tensors"
 
     @classmethod
-    def read(cls, settings: Settings, stored: StoredTensors) -> CompressedTensorsFormat:
-        """From quantization_config. Raises ModelFileError: it says what is not served."""
+    def read(cls, settings: Settings, stored: CheckpointTensors) -> CompressedTensorsFormat:
         refuse_unless(settings, "quantization_status", str, ("compressed", "frozen"))
         refuse_if_set(settings, "kv_cache_scheme", "transform_config", "moe_sparsity_config")
         sparsity = settings.section("sparsity_config")
@@ -64,8 +88,7 @@ class CompressedTensorsFormat:
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> StoredProjection | None:
-        """See `WeightFormat`."""
+    ) -> CheckpointProjection | None:
         scheme = self._scheme_of(name)
         if scheme is None:
             if any(self.stored.has(f"{name}.{end}") for end in ("weight_packed", "weight_scale")):
@@ -77,7 +100,7 @@ class CompressedTensorsFormat:
         return scheme.projection(name, shape, rows, columns, self.stored)
 
     def _scheme_of(self, name: str) -> Scheme | None:
-        """A group that names the module goes before one of all linear layers, as in vLLM."""
+        # A group that names the module goes before one of all linear layers, as in vLLM.
         all_names = aliases(name)
         named = [g for g in self.groups if any(alias in g.targets for alias in all_names)]
         general = [group for group in self.groups if group.is_general]
@@ -94,3 +117,254 @@ def _read_group(groups: Settings, name: str, default_format: Any) -> _Group:
     scheme = read_scheme(group.with_values(group.values | {"format": own_format}))
     listed = NameList(f"{group.source}: {group.name}.targets", targets)
     return _Group(listed, _LINEAR in targets, scheme)
+
+
+PACKED, INTEGERS, FLOATS, NAIVE = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
+)  # fmt: skip
+_FLOAT_STRATEGIES: Final[tuple[Scales, ...]] = ("tensor", "channel", "block")
+
+
+class Scheme(Protocol):
+    """One way to store a weight."""
+
+    @property
+    def marker(self) -> str:
+        """A tensor that only a module stored so has."""
+        ...
+
+    def projection(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: slice,
+        columns: slice,
+        stored: CheckpointTensors,
+    ) -> CheckpointProjection:
+        """See `WeightFormat`; of a module that has this scheme."""
+        ...
+
+
+def read_scheme(group: Settings) -> Scheme:
+    """Read the scheme of a group of `config_groups`.
+
+    Raises ModelFileError: something that is not served.
+    """
+    stored_as = refuse_unless(
+        group, "format", str, (PACKED, INTEGERS, FLOATS, NAIVE), required=True
+    )
+    refuse_if_set(group, "output_activations")
+    weights, inputs = group.section("weights"), group.section("input_activations")
+    if not weights.values:
+        raise group.error("weights", "must say how weights are quantized")
+    kind = refuse_unless(weights, "type", str, ("int", "float"))
+    if (kind == "float") != (stored_as == FLOATS) and stored_as != NAIVE:
+        raise weights.error("type", f"is not what the format {stored_as} holds")
+    bits = refuse_unless(weights, "num_bits", int, (8, 4) if kind == "int" else (8,), required=True)
+    is_static = bool(inputs.values) and not inputs.get("dynamic", bool, False)
+    if kind == "float":
+        return _read_float8(weights, has_input_scale=is_static)
+    strategy = refuse_unless(weights, "strategy", str, ("tensor", "channel", "group"))
+    if strategy == "tensor" and stored_as == PACKED:
+        raise weights.error("strategy", "is not served with pack-quantized: channel or group is")
+    return _Integers(
+        packing="words" if stored_as == PACKED else "bytes",
+        bits=bits,
+        strategy="tensor" if strategy == "tensor" else "group",
+        group_size=group_size(weights) if strategy == "group" else -1,
+        is_symmetric=weights.get("symmetric", bool, True),
+        sorts_inputs=weights.values.get("actorder") in ("group", True),
+        has_input_scale=is_static,
+        has_input_zero=is_static and not inputs.get("symmetric", bool, True),
+    )
+
+
+def _read_float8(weights: Settings, *, has_input_scale: bool) -> _Float8:
+    strategy = refuse_unless(weights, "strategy", str, _FLOAT_STRATEGIES)
+    if not weights.get("symmetric", bool, True):
+        raise weights.error("symmetric", "is not served for floats: true is")
+    block = weights.get("block_structure", list[int], [])
+    if strategy == "block" and block != [BLOCK, BLOCK]:
+        raise weights.error("block_structure", f"is not served: [{BLOCK}, {BLOCK}] is")
+    scales = next(known for known in _FLOAT_STRATEGIES if known == strategy)
+    return _Float8(Float8Layout(scales, "weight_scale", has_input_scale))
+
+
+@dataclass(frozen=True, slots=True)
+class _Float8:
+    """float-quantized; see `Scheme`."""
+
+    layout: Float8Layout
+    marker: str = "weight_scale"
+
+    def __str__(self) -> str:
+        return str(self.layout)
+
+    def projection(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: slice,
+        columns: slice,
+        stored: CheckpointTensors,
+    ) -> CheckpointProjection:
+        return self.layout.projection(name, shape, rows, columns, stored)
+
+
+@dataclass(frozen=True, slots=True)
+class _Integers:
+    """pack-quantized ("words") and int-quantized ("bytes"); see `Scheme`.
+
+    strategy: "tensor": one scale for the whole weight. group_size: -1: one for each output.
+    """
+
+    packing: Literal["words", "bytes"]
+    bits: int
+    strategy: Literal["tensor", "group"]
+    group_size: int
+    is_symmetric: bool
+    sorts_inputs: bool
+    has_input_scale: bool
+    has_input_zero: bool
+
+    @property
+    def marker(self) -> str:
+        return "weight_packed" if self.packing == "words" else "weight_scale"
+
+    def __str__(self) -> str:
+        of = (
+            "a scale for each weight"
+            if self.strategy == "tensor"
+            else groups_in_words(self.group_size)
+        )
+        static = "; its input_scale is not used" if self.has_input_scale else ""
+        return f"{self.bits} bits, {of}{static}"
+
+    def projection(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: slice,
+        columns: slice,
+        stored: CheckpointTensors,
+    ) -> CheckpointProjection:
+        groups = groups_of_slice(name, shape[1], self.group_size, columns)
+        # Files of modules whose inputs were left in their order have none.
+        has_g_idx = self.sorts_inputs and "weight_g_idx" in stored.ends
+        if has_g_idx and not is_whole(columns, shape[1]):
+            check_slice_bounds(name, shape[1], shape[1], columns, "groups of any order (actorder)")
+        slots = self._value_slots(name, shape, rows, columns)
+        slots |= self._scale_slots(name, shape, groups, rows, stored)
+        if has_g_idx:
+            slots["weight_g_idx"] = Slot((shape[1],), torch.int32, (columns,))
+        if self.has_input_scale:
+            slots["input_scale"] = input_scale_slot(name, stored)
+        if self.has_input_zero and stored.has(f"{name}.input_zero_point"):
+            zero_shape = stored.shape(f"{name}.input_zero_point", (1,), ())
+            slots["input_zero_point"] = Slot(zero_shape, torch.int8, ())
+        unpack = partial(self._unpack, name, shape, groups, rows, columns)
+        return CheckpointProjection(slots, unpack)
+
+    def _value_slots(
+        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
+    ) -> dict[str, Slot]:
+        out_features, in_features = shape
+        if self.packing == "bytes":
+            return {"weight": Slot(shape, torch.int8, (rows, columns))}
+        packed = per_word(self.bits)
+        check_slice_bounds(name, in_features, packed, columns, f"words of {packed} inputs")
+        num_words = -(-in_features // packed)
+        return {
+            "weight_packed": Slot(
+                (out_features, num_words), torch.int32, (rows, words(columns, packed)[0])
+            ),
+            "weight_shape": Slot((2,), torch.int64, (slice(0, 2),)),
+        }
+
+    def _scale_slots(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        groups: Grouping,
+        rows: slice,
+        stored: CheckpointTensors,
+    ) -> dict[str, Slot]:
+        dtype = stored.float_dtype(f"{name}.weight_scale", torch.bfloat16)
+        if self.strategy == "tensor":
+            of_scale = Slot(stored.shape(f"{name}.weight_scale", (1,), ()), dtype, ())
+            of_zero = Slot(stored.shape(f"{name}.weight_zero_point", (1,), ()), torch.int8, ())
+        else:
+            of_scale = Slot((shape[0], groups.count), dtype, (rows, groups.kept))
+            of_zero = Slot((shape[0], groups.count), torch.int8, (rows, groups.kept))
+        if self.packing == "words":
+            packed = per_word(self.bits)
+            num_words = -(-shape[0] // packed)
+            index = (words(rows, packed)[0], groups.kept)
+            if not (self.is_symmetric and stored.dtype(f"{name}.weight_zero_point") == "I8"):
+                of_zero = Slot((num_words, groups.count), torch.int32, index)
+        slots = {"weight_scale": of_scale}
+        # Some versions write zero points of symmetric weights, too.
+        if not self.is_symmetric or stored.has(f"{name}.weight_zero_point"):
+            slots["weight_zero_point"] = of_zero
+        return slots
+
+    def _unpack(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        groups: Grouping,
+        rows: slice,
+        columns: slice,
+        tensors: Mapping[str, Tensor],
+    ) -> GroupedWeight:
+        num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
+        if self.packing == "words":
+            said = tuple(tensors["weight_shape"].tolist())
+            if said != shape:
+                raise ModelFileError(
+                    f"{name}.weight_shape says {list(said)}, and config.json implies {list(shape)}"
+                )
+            values_OI = unpack_words(tensors["weight_packed"], self.bits)[:, :num_columns]
+        else:
+            values_OI = self._unsigned(name, tensors["weight"])
+        scale_OG = tensors["weight_scale"].reshape(
+            -1, 1 if self.strategy == "tensor" else groups.kept.stop - groups.kept.start
+        )
+        weight = GroupedWeight(
+            values_OI.contiguous(),
+            self.bits,
+            groups.size,
+            scale_OG.expand(num_rows, -1).contiguous(),
+            self._zeros(name, rows, tensors),
+        )
+        g_idx = tensors.get("weight_g_idx")
+        if g_idx is None or bool((g_idx == -1).all()):  # which stands for inputs in their order
+            return weight
+        return sort_inputs(name, weight, g_idx, columns)
+
+    def _zeros(self, name: str, rows: slice, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        if "weight_zero_point" not in tensors:
+            return None
+        zeros = tensors["weight_zero_point"]
+        if zeros.dtype == torch.int32:
+            in_words = words(rows, per_word(self.bits))[1]
+            zero_OG = unpack_words(zeros.t(), self.bits).t()[in_words]
+        else:
+            zero_OG = self._unsigned(f"{name}.weight_zero_point", zeros)
+            if self.strategy == "tensor":
+                zero_OG = zero_OG.reshape(1, 1).expand(rows.stop - rows.start, 1)
+        found = zeros_or_none(zero_OG, self.bits)
+        if self.is_symmetric and found is not None:
+            raise ModelFileError(
+                f"{name}.weight_zero_point has other zero points than 0, and quantization_config "
+                "says symmetric = true: it is not of this model"
+            )
+        return found
+
+    def _unsigned(self, name: str, signed: Tensor) -> Tensor:
+        """int8 to uint8, with half of the range of `bits` added."""
+        if self.bits == 8:
+            return signed.view(torch.uint8) ^ 128
+        if bool((signed < -8).any() | (signed > 7).any()):
+            raise ModelFileError(f"{name} has numbers of more than {self.bits} bits")
+        return (signed + 8).view(torch.uint8)

@@ -1,17 +1,107 @@
-"""FP8 as Qwen and DeepSeek publish it (quant_method "fp8"): E4M3, scaled by blocks or as a whole.
+"""Weights in E4M3 with scales of the whole, of outputs, or of blocks.
 
-`weight_scale_inv` multiplies, in spite of its name.
+`Float8Layout` serves every format that has such weights; `Fp8Format` is the one that Qwen and
+DeepSeek publish (quant_method "fp8"), whose `weight_scale_inv` multiplies, in spite of its name. A
+rank's slice may cut through blocks: they are then made smaller, with the same scales.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Final, Literal
 
-from nanocore.worker.config.settings import Settings
-from nanocore.worker.loading.formats.float8 import BLOCK, Float8Layout
-from nanocore.worker.loading.formats.settings import refuse_if_set, refuse_unless
-from nanocore.worker.loading.formats.stored import StoredTensors
-from nanocore.worker.loading.weight_format import StoredProjection
+import torch
+from torch import Tensor
+
+from nanocore.kernels.grouped_weight import Float8Weight
+from nanocore.worker.config.json_settings import Settings
+from nanocore.worker.loading.formats.quantization_config import (
+    CheckpointTensors,
+    refuse_if_set,
+    refuse_unless,
+)
+from nanocore.worker.loading.weights import CheckpointProjection, Index, Slot
+
+BLOCK: Final = 128
+Scales = Literal["tensor", "channel", "block"]
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Layout:
+    """Layout of a format's E4M3 weights.
+
+    scales: what one is of. scale_name: their tensor's. has_input_scale: one for activations lies
+    beside them; it is read and not used, since kernels find their own for each token.
+    """
+
+    scales: Scales
+    scale_name: str
+    has_input_scale: bool
+
+    def __str__(self) -> str:
+        """Kernels say, and not the checkpoint, how activations are rounded."""
+        of = {"tensor": "each weight", "channel": "each output", "block": "blocks of 128 x 128"}
+        static = "; its input_scale is not used" if self.has_input_scale else ""
+        return f"E4M3, a scale for {of[self.scales]} (on a CPU int8, one for each output){static}"
+
+    def projection(
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: slice,
+        columns: slice,
+        stored: CheckpointTensors,
+    ) -> CheckpointProjection:
+        dtype = stored.float_dtype(f"{name}.{self.scale_name}", torch.float32)
+        slots = {"weight": Slot(shape, torch.float8_e4m3fn, (rows, columns))}
+        block = BLOCK
+        index: Index
+        if self.scales == "block":
+            block = math.gcd(rows.start, columns.start, BLOCK)
+            index = (_blocks(rows), _blocks(columns))
+            blocks = (-(-shape[0] // BLOCK), -(-shape[1] // BLOCK))
+            slots[self.scale_name] = Slot(blocks, dtype, index)
+        else:
+            whole: tuple[tuple[int, ...], ...] = ((), (1,))
+            of_outputs = (shape[0], 1)
+            served = (of_outputs,) if self.scales == "channel" else (*whole, of_outputs)
+            scale_shape = stored.shape(f"{name}.{self.scale_name}", *served)
+            index = (rows, slice(0, 1)) if scale_shape == of_outputs else ()
+            slots[self.scale_name] = Slot(scale_shape, dtype, index)
+        if self.has_input_scale or stored.has(f"{name}.input_scale"):
+            slots["input_scale"] = input_scale_slot(name, stored)
+        return CheckpointProjection(slots, partial(_unpack, self, rows, columns, block))
+
+
+def input_scale_slot(name: str, stored: CheckpointTensors) -> Slot:
+    """Slot of the one number that a static activation scheme has."""
+    tensor = f"{name}.input_scale"
+    dtype = stored.float_dtype(tensor, torch.float32)
+    return Slot(stored.shape(tensor, (1,), ()), dtype, ())
+
+
+def _blocks(part: slice) -> slice:
+    return slice(part.start // BLOCK, -(-part.stop // BLOCK))
+
+
+def _unpack(
+    layout: Float8Layout, rows: slice, columns: slice, block: int, tensors: Mapping[str, Tensor]
+) -> Float8Weight:
+    values_OI, scale = tensors["weight"], tensors[layout.scale_name].float()
+    if layout.scales != "block":
+        return Float8Weight(values_OI, scale.reshape(-1, 1).expand(len(values_OI), 1).contiguous())
+    if block != BLOCK:
+        scale = _smaller(_smaller(scale, rows, block).t(), columns, block).t().contiguous()
+    return Float8Weight(values_OI, scale, block)
+
+
+def _smaller(scale: Tensor, part: slice, block: int) -> Tensor:
+    first = part.start // BLOCK
+    starts = torch.arange(part.start, part.stop, block, device=scale.device)
+    return scale[starts // BLOCK - first]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +109,11 @@ class Fp8Format:
     """A `WeightFormat`."""
 
     layout: Float8Layout
-    stored: StoredTensors
+    stored: CheckpointTensors
     name: str = "fp8"
 
     @classmethod
-    def read(cls, settings: Settings, stored: StoredTensors) -> Fp8Format:
-        """From quantization_config. Raises ModelFileError: it says what is not served."""
+    def read(cls, settings: Settings, stored: CheckpointTensors) -> Fp8Format:
         refuse_unless(settings, "fmt", str, ("e4m3", "float8_e4m3fn"))
         scheme = refuse_unless(settings, "activation_scheme", str, ("dynamic", "static"))
         refuse_if_set(settings, "kv_cache_scheme")
@@ -43,8 +132,7 @@ class Fp8Format:
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> StoredProjection | None:
-        """See `WeightFormat`."""
+    ) -> CheckpointProjection | None:
         if not self.stored.has(f"{name}.{self.layout.scale_name}"):
             return None
         return self.layout.projection(name, shape, rows, columns, self.stored)

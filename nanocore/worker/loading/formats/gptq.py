@@ -18,24 +18,27 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import GroupedWeight
 from nanocore.protocol.errors import ConfigError, ModelFileError
-from nanocore.worker.config.settings import Settings
-from nanocore.worker.loading.formats.bits import per_word, unpack_words, zeros_or_none
-from nanocore.worker.loading.formats.cuts import (
+from nanocore.worker.config.json_settings import Settings
+from nanocore.worker.loading.formats.packed_groups import (
     Grouping,
-    check_cut,
-    cut_groups,
+    check_slice_bounds,
+    groups_of_slice,
     is_whole,
+    per_word,
+    unpack_words,
     words,
+    zeros_or_none,
 )
 from nanocore.worker.loading.formats.patterns import MAX_REGEXES, Pattern
-from nanocore.worker.loading.formats.settings import (
+from nanocore.worker.loading.formats.quantization_config import (
+    CheckpointTensors,
+    aliases,
     group_size,
     groups_in_words,
     refuse_if_set,
     refuse_unless,
 )
-from nanocore.worker.loading.formats.stored import StoredTensors, aliases
-from nanocore.worker.loading.weight_format import Slot, StoredProjection
+from nanocore.worker.loading.weights import CheckpointProjection, Slot
 
 _BITS: Final = (4, 8)
 _FORMATS: Final = ("gptq", "gptq_v2")
@@ -45,7 +48,7 @@ _ONE_EACH: Final = {4: 0x11111111, 8: 0x01010101}
 
 @dataclass(frozen=True, slots=True)
 class _Scheme:
-    """How a module is quantized, where it is."""
+    """Quantization scheme of a module."""
 
     bits: int
     group_size: int
@@ -69,12 +72,11 @@ class GptqFormat:
     scheme: _Scheme
     stores_zero_less_one: bool
     dynamic: tuple[tuple[Pattern, _Scheme], ...]
-    stored: StoredTensors
+    stored: CheckpointTensors
     name: str = "gptq"
 
     @classmethod
-    def read(cls, settings: Settings, stored: StoredTensors) -> GptqFormat:
-        """From quantization_config. Raises ModelFileError: it says what is not served."""
+    def read(cls, settings: Settings, stored: CheckpointTensors) -> GptqFormat:
         version = _version(settings)
         refuse_unless(settings, "pack_dtype", str, ("int32",))
         refuse_if_set(settings, "is_marlin_format", "adapter", "rotation")
@@ -89,8 +91,7 @@ class GptqFormat:
 
     def projection(
         self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> StoredProjection | None:
-        """See `WeightFormat`."""
+    ) -> CheckpointProjection | None:
         scheme = self._scheme_of(name)
         if scheme is None:
             return None
@@ -105,14 +106,14 @@ class GptqFormat:
                 f"inputs of {name} are in groups of any order (GPTQ with desc_act), which ranks "
                 "cannot share: use 1, or a checkpoint without desc_act"
             )
-        check_cut(name, in_features, packed, columns, f"words of {packed} inputs")
-        groups = cut_groups(name, in_features, scheme.group_size, columns)
+        check_slice_bounds(name, in_features, packed, columns, f"words of {packed} inputs")
+        groups = groups_of_slice(name, in_features, scheme.group_size, columns)
         kept_words, in_words = words(rows, packed)
         slots = self._slots(name, shape, scheme, groups, rows, columns, kept_words)
         unpack = partial(
             _unpack, name, scheme, groups.size, columns, in_words, self.stores_zero_less_one
         )
-        return StoredProjection(slots, unpack)
+        return CheckpointProjection(slots, unpack)
 
     def _slots(
         self,
@@ -129,14 +130,15 @@ class GptqFormat:
         scale_dtype = self.stored.float_dtype(f"{name}.scales", torch.float16)
         slots = {
             "qweight": Slot(
-                (in_features // packed, out_features), torch.int32,
+                (in_features // packed, out_features),
+                torch.int32,
                 (words(columns, packed)[0], rows),
             ),
             "qzeros": Slot(
                 (groups.count, out_features // packed), torch.int32, (groups.kept, kept_words)
             ),
             "scales": Slot((groups.count, out_features), scale_dtype, (groups.kept, rows)),
-        }  # fmt: skip
+        }
         # Some tools leave it out where inputs are in order.
         if scheme.sorts_inputs or self.stored.has(f"{name}.g_idx"):
             slots["g_idx"] = Slot((in_features,), torch.int32, (columns,))
@@ -152,7 +154,7 @@ class GptqFormat:
 
 
 def _version(settings: Settings) -> str:
-    """GPTQModel's own files call `format` what other tools' call `checkpoint_format`."""
+    # GPTQModel's own files call `format` what other tools' call `checkpoint_format`.
     said = {
         name: refuse_unless(settings, name, str, _FORMATS)
         for name in ("checkpoint_format", "format")
@@ -202,16 +204,19 @@ def _unpack(
         _check_version(name, zero_OG, scheme.bits, stores_zero_less_one)
     values_OI = unpack_words(tensors["qweight"].t(), scheme.bits)
     weight = GroupedWeight(
-        values_OI, scheme.bits, group_size, tensors["scales"].t().contiguous(),
+        values_OI,
+        scheme.bits,
+        group_size,
+        tensors["scales"].t().contiguous(),
         zeros_or_none(zero_OG, scheme.bits),
-    )  # fmt: skip
+    )
     if "g_idx" not in tensors:
         return weight
     return sort_inputs(name, weight, tensors["g_idx"], columns, sorts_inputs=scheme.sorts_inputs)
 
 
 def _check_version(name: str, zero_OG: Tensor, bits: int, stores_zero_less_one: bool) -> None:
-    """Symmetric zero points that are all beside the middle are those of the other version."""
+    # Symmetric zero points that are all beside the middle are those of the other version.
     read = (1 << (bits - 1)) + (1 if stores_zero_less_one else -1)
     if bool((zero_OG == read).all()):
         ours, theirs = _FORMATS if stores_zero_less_one else reversed(_FORMATS)

@@ -27,17 +27,17 @@ _TIMEOUT_S: Final = 1.0
 class Pattern:
     """A regular expression that matches names from their beginning, as vLLM's do.
 
-    Raises:
-        ModelFileError: it is none, or longer than any needs to be.
+    Raises ModelFileError: it is none, or longer than any needs to be.
     """
 
     def __init__(self, source: str, text: str) -> None:
-        self._source, self._text = source, text
+        self._source = source
+        self._text = text
         if len(text) > MAX_CHARS:
             raise self._error(f"has {len(text)} characters, and none needs {MAX_CHARS}")
         if math.prod(int(count) or 1 for count in re.findall(r"\{(\d+)", text)) > _MAX_REPETITIONS:
             raise self._error(
-                f"has more than {_MAX_REPETITIONS} repetitions, and none needs so many"
+                f"has more than {_MAX_REPETITIONS} repetitions, more than any model needs"
             )
         try:
             self._compiled: Any = regex.compile(text)
@@ -62,8 +62,7 @@ class Pattern:
 class NameList:
     """Names of modules, and patterns of names, which begin with "re:".
 
-    Raises:
-        ModelFileError: see `Pattern`; or there are more than any model needs.
+    Raises ModelFileError: see `Pattern`; or there are more than any model needs.
     """
 
     def __init__(self, source: str, listed: Sequence[str]) -> None:

@@ -1,17 +1,20 @@
-"""The architectures that are served from GGUF files, by llama.cpp's names for them.
+"""Architectures served from GGUF files, and their tensors by the names that checkpoints have.
 
-What llama.cpp's converter does to a family's weights is told here, and undone in `format`: rows of
-Q and K that are in another order, and norms that are stored whole.
+llama.cpp's converter reorders rows of Q and K and stores some norms whole: `GgufArchitecture` says
+so, and `gguf_format` undoes it. Floats are `NAME.weight`, as in safetensors files; blocks are
+`NAME.blocks`, bytes in rows. Experts in one tensor become one each, at places within it.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from nanocore.protocol.errors import ModelFileError, shorten
-from nanocore.worker.loading.gguf.header import Header, read_header
+from nanocore.worker.loading.gguf.gguf_files import read_headers
+from nanocore.worker.loading.gguf.header import Header, TensorInfo, TensorType, read_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,5 +62,119 @@ def architecture_name(header: Header) -> str:
 
 
 def has_whole_norms(first: Path) -> bool:
-    """See `GgufArchitecture`."""
     return ARCHITECTURES[architecture_name(read_header(first))].has_whole_norms
+
+
+FLOATS: Final = ("F32", "F16", "BF16")
+BLOCKS: Final = "blocks"
+"""The slot of what is stored in blocks."""
+ROPE_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Settings in the form of tensors; see `rope`."""
+
+_ENDS: Final = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+}  # fmt: skip
+_LAYER: Final = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
+_IN_LAYER: Final = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj",
+}  # fmt: skip
+_NORMS_ON_BOTH_SIDES: Final = {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+_OTHER_NAMES: Final = {
+    "gemma2": _NORMS_ON_BOTH_SIDES,
+    "gemma3": _NORMS_ON_BOTH_SIDES,
+    "olmo2": _NORMS_ON_BOTH_SIDES,
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """One of the model's. name: its projection's, as checkpoints have it, and "weight", "bias" or
+    `BLOCKS`. source: llama.cpp's name. shape: in numbers. type: how they are stored. offset,
+    num_bytes: in the file."""
+
+    path: Path
+    name: str
+    source: str
+    type: TensorType
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    @property
+    def dtype(self) -> str:
+        return self.type.name if self.type.name in FLOATS else "U8"
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        if self.type.name in FLOATS:
+            return self.shape
+        *rows, columns = self.shape
+        return (*rows, columns // self.type.block_numel * self.type.block_bytes)
+
+
+def gguf_tensors(first: Path) -> list[GgufTensor]:
+    """All of a model, file by file, each in file order; ones without a name keep theirs.
+
+    Raises ModelFileError: see `read_headers`; or the architecture is not served.
+    """
+    headers = read_headers(first)
+    names = _IN_LAYER | _OTHER_NAMES.get(architecture_name(headers[0]), {})
+    return [
+        tensor
+        for header in headers
+        for info in sorted(header.tensors, key=lambda info: info.offset)
+        if info.name not in ROPE_FACTORS
+        for tensor in _named(info, names)
+    ]
+
+
+def find_tensor(headers: list[Header], name: str) -> TensorInfo | None:
+    infos = (info for header in headers for info in header.tensors if info.name == name)
+    return next(infos, None)
+
+
+def _named(info: TensorInfo, names: dict[str, str]) -> list[GgufTensor]:
+    end, _, kind = info.name.rpartition(".")
+    shape = info.shape
+    if end in _ENDS and kind in ("weight", "bias"):
+        name = _ENDS[end]
+    elif (found := _LAYER.fullmatch(info.name)) and found[2] in names:
+        name = f"model.layers.{int(found[1])}.{names[found[2]]}"
+        if name.endswith("shared_expert_gate"):  # a vector, in converters' own files one row
+            shape = (1, shape[-1])
+    else:
+        return [_whole(info, info.name, shape)]
+    if kind == "weight" and info.type.name not in FLOATS:
+        kind = BLOCKS
+    if "{}" not in name or len(shape) < 2:
+        return [_whole(info, f"{name}.{kind}", shape)]
+    size = info.num_bytes // shape[0]
+    return [
+        GgufTensor(
+            info.path,
+            f"{name.format(i)}.{kind}",
+            info.name,
+            info.type,
+            shape[1:],
+            info.offset + i * size,
+            size,
+        )
+        for i in range(shape[0])
+    ]
+
+
+def _whole(info: TensorInfo, name: str, shape: tuple[int, ...]) -> GgufTensor:
+    return GgufTensor(info.path, name, info.name, info.type, shape, info.offset, info.num_bytes)

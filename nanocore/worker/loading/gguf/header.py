@@ -1,7 +1,8 @@
-"""What a GGUF file says before its weights: settings by name, and where each tensor lies.
+"""The header of a GGUF file: settings by name, and where each tensor lies.
 
 The whole header is checked when it is read: counts, types, names, and that tensors lie within the
-file and not upon each other. What is read of it later needs no check of its place.
+file and not upon each other. No count is believed before it is compared with what the file has
+left, and nothing is allocated for what is not there. Errors name the file and the byte.
 """
 
 from __future__ import annotations
@@ -12,13 +13,135 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 
 from nanocore.protocol.errors import ModelFileError, shorten
-from nanocore.worker.loading.gguf.header_bytes import HeaderBytes
-from nanocore.worker.loading.gguf.tensor_types import TENSOR_TYPES, TensorType
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """A type: `block_numel` consecutive values of a row take `block_bytes`.
+
+    name: as llama.cpp spells it.
+    """
+
+    name: str
+    block_numel: int
+    block_bytes: int
+
+
+TENSOR_TYPES: Final = {
+    number: TensorType(name, block_numel, block_bytes)
+    for number, name, block_numel, block_bytes in (
+        (0, "F32", 1, 4), (1, "F16", 1, 2), (30, "BF16", 1, 2), (28, "F64", 1, 8),
+        (24, "I8", 1, 1), (25, "I16", 1, 2), (26, "I32", 1, 4), (27, "I64", 1, 8),
+        (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34), (9, "Q8_1", 32, 40),
+        (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144),
+        (13, "Q5_K", 256, 176), (14, "Q6_K", 256, 210), (15, "Q8_K", 256, 292),
+        (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74), (18, "IQ3_XXS", 256, 98),
+        (19, "IQ1_S", 256, 50), (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110),
+        (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136), (29, "IQ1_M", 256, 56),
+        (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (39, "MXFP4", 32, 17),
+        (40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18),
+    )
+}  # fmt: skip
+
+
+MAX_HEADER_BYTES: Final = 128 * 2**20
+"""Ten times the largest: a vocabulary of 256,000 tokens takes 12 MB."""
+MAX_ITEMS: Final = 2**22
+"""Of all arrays of a file together: as Python's objects they take some 60 bytes each."""
+_MAX_STRING_BYTES: Final = 2**20
+_CHUNK_BYTES: Final = 2**20
+_U32: Final = struct.Struct("<I")
+_U64: Final = struct.Struct("<Q")
+
+
+class HeaderBytes:
+    """Bytes of the header that are not taken yet.
+
+    offset: of the next byte in the file. num_bytes: of the whole file.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO, num_bytes: int) -> None:
+        self._path = path
+        self._file = file
+        self.num_bytes = num_bytes
+        self._buffer = b""
+        self._position = 0
+        self._start = 0
+        self._num_items = 0
+
+    @property
+    def offset(self) -> int:
+        return self._start + self._position
+
+    def error(self, why: str) -> ModelFileError:
+        return ModelFileError(f"{self._path}: at byte {self.offset} {why}")
+
+    def take(self, count: int, what: str) -> bytes:
+        """Take the next `count` bytes. what: names them in the error that the file is too short."""
+        start = self._have(count, what)
+        self._position = start + count
+        return self._buffer[start : self._position]
+
+    def number(self, layout: struct.Struct, what: str) -> int:
+        start = self._have(layout.size, what)  # first: it may replace the buffer
+        value: int = layout.unpack_from(self._buffer, start)[0]
+        self._position += layout.size
+        return value
+
+    def string(self, what: str) -> str:
+        """The next text: its length in bytes, and these."""
+        count = self.number(_U64, f"the length of {what}")
+        if count > _MAX_STRING_BYTES:
+            raise self.error(f"{what} has {count} bytes: at most {_MAX_STRING_BYTES} are read")
+        try:
+            return self.take(count, what).decode()
+        except UnicodeDecodeError as error:
+            raise self.error(f"{what} is no UTF-8 ({error.reason})") from None
+
+    def strings(self, count: int, what: str, keep: bool) -> list[str]:
+        """Take `count` texts; skips them and returns none unless `keep`."""
+        self.count_items(count, _U64.size, what)
+        if keep:
+            return [self.string(what) for _ in range(count)]
+        for _ in range(count):
+            length = self.number(_U64, what)
+            self.require(length, 1, what)
+            self._position = self._have(length, what) + length
+        return []
+
+    def count_items(self, count: int, item_bytes: int, what: str) -> None:
+        self.require(count, item_bytes, what)
+        self._num_items += count
+        if self._num_items > MAX_ITEMS:
+            raise self.error(f"{what} has {count} items: at most {MAX_ITEMS} are read of a file")
+
+    def require(self, count: int, item_bytes: int, what: str) -> None:
+        if count * item_bytes > self.num_bytes - self.offset:
+            raise self.error(
+                f"there are to be {count} of {what}, and the file ends before, with "
+                f"{self.num_bytes} bytes: its download was not completed, or it is damaged; "
+                "download it again"
+            )
+
+    def _have(self, count: int, what: str) -> int:
+        if self._position + count > len(self._buffer):
+            self.require(count, 1, f"the bytes of {what}")
+            if self.offset + count > MAX_HEADER_BYTES:
+                raise self.error(f"a header goes on, and at most {MAX_HEADER_BYTES} bytes are read")
+            rest = self._buffer[self._position :]
+            wanted = max(_CHUNK_BYTES, count) - len(rest)
+            self._start, self._position = self.offset, 0
+            self._buffer = rest + self._file.read(wanted)
+            if len(self._buffer) < count:
+                raise self.error("the file became shorter while it was read")
+        return self._position
+
 
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
@@ -26,7 +149,6 @@ _MAX_TENSORS: Final = 2**17
 _MAX_KEYS: Final = 2**16
 _MAX_DIMS: Final = 4
 _MAX_ALIGNMENT: Final = 2**16
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _NUMBERS: Final = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q",
     12: "<d",
@@ -60,8 +182,7 @@ class Header:
 def read_header(path: Path) -> Header:
     """A file's header without its vocabulary, which is empty in it.
 
-    Raises:
-        ModelFileError: it is missing, damaged, incomplete or something else.
+    Raises ModelFileError: it is missing, damaged, incomplete or something else.
     """
     try:
         stat = path.stat()
@@ -196,7 +317,6 @@ def _size(kind: TensorType, shape: tuple[int, ...]) -> int:
 def _check_places(
     path: Path, tensors: list[TensorInfo], alignment: int, start: int, num_bytes: int
 ) -> None:
-    """Each tensor once, aligned, within the file, and behind the one before."""
     seen: set[str] = set()
     end = start
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):

@@ -1,0 +1,361 @@
+"""config.json and generation_config.json of a GGUF model, made of its settings.
+
+The reader of these files checks them as any other. Defaults are llama.cpp's, where its converter
+leaves something out. A setting that nobody takes is refused: the converter writes what a model
+differs in, so an unknown one may change the output. llama.cpp keeps Llama 3's and LongRoPE's
+stretching as tensors: a factor for each pair of values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from nanocore.protocol.errors import ModelFileError, shorten
+from nanocore.worker.config.json_settings import Settings
+from nanocore.worker.loading.gguf.architectures import (
+    ARCHITECTURES,
+    FLOATS,
+    ROPE_FACTORS,
+    architecture_name,
+    find_tensor,
+)
+from nanocore.worker.loading.gguf.gguf_files import read_headers
+from nanocore.worker.loading.gguf.gguf_vocabulary import GgufVocabulary, end_token_ids
+from nanocore.worker.loading.gguf.header import Header
+
+_NO_MATTER: Final = frozenset(
+    {
+        "vocab_size", "tensor_data_layout", "pooling_type", "attention.layer_norm_epsilon",
+        "rope.scaling.finetuned",
+    }
+)  # fmt: skip
+"""Said elsewhere too, or of uses other than generating."""
+
+
+class Metadata:
+    """Settings without their architecture's name before them.
+
+    path: of the file. architecture: see `ARCHITECTURES`.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self.path: Path = header.path
+        self.architecture = architecture_name(header)
+        prefix = f"{self.architecture}."
+        self._values = {
+            key.removeprefix(prefix): value
+            for key, value in header.metadata.items()
+            if key.startswith(prefix)
+        }
+        self._taken: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        """Whether it is there."""
+        self._taken.add(name)
+        return name in self._values
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """An integer; where there is one for each layer, that of all. config.json's reader checks
+        its range."""
+        value = self._take(name, default)
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(name, "is not one integer, and only models of equal layers are served")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._take(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(name, "is no number")
+        return float(value)
+
+    def text(self, name: str, default: str) -> str:
+        value = self._take(name, default)
+        if not isinstance(value, str):
+            raise self.error(name, "is no text")
+        return value
+
+    def flags(self, name: str) -> list[bool] | None:
+        value = self._take(name, []) or None
+        if value is not None and not (
+            isinstance(value, list) and all(isinstance(flag, bool) for flag in value)
+        ):
+            raise self.error(name, "is no list of booleans, one for each layer")
+        return value
+
+    def expect(self, name: str, value: Any, *, default: Any, unless: bool = False) -> None:
+        if self._take(name, default) != value and not unless:
+            raise self.error(name, f"is not served: only {value} is")
+
+    def check_all_taken(self) -> None:
+        for name in self._values:
+            if name not in self._taken and name not in _NO_MATTER:
+                raise self.error(name, "is a setting that is not served")
+
+    def error(self, name: str, why: str) -> ModelFileError:
+        value = shorten(repr(self._values.get(name)))
+        return ModelFileError(f"{self.path}: {self.architecture}.{shorten(name)} = {value} {why}")
+
+    def _take(self, name: str, default: Any) -> Any:
+        self._taken.add(name)
+        value = self._values.get(name, default)
+        if value is None:
+            raise ModelFileError(f"{self.path}: {self.architecture}.{name} is missing")
+        return value
+
+
+_MAX_FACTORS: Final = 4096
+
+
+def rope_settings(metadata: Metadata, headers: list[Header]) -> dict[str, Any]:
+    """config.json's settings of the rotation.
+
+    Raises ModelFileError: a kind of stretching that is not served.
+    """
+    settings: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base", 10_000.0)}
+    shared, long, short = (_factors(headers, name) for name in ROPE_FACTORS)
+    length = metadata.size("context_length")
+    original = metadata.size("rope.scaling.original_context_length", length)
+    scaling = _scaling(metadata, original)
+    if long and short:
+        scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
+        scaling["original_max_position_embeddings"] = original
+        scaling["attention_factor"] = metadata.number("rope.scaling.attn_factor", 1.0)
+    elif shared:
+        if scaling:
+            raise ModelFileError(
+                f"{metadata.path}: rope_freqs beside rope.scaling.type is not served"
+            )
+        # Llama 3's: whatever stretched a pair, its factor is there for every length.
+        scaling = {"rope_type": "longrope", "long_factor": shared, "short_factor": shared}
+        scaling |= {"original_max_position_embeddings": length, "attention_factor": 1.0}
+    metadata.expect("rope.scaling.attn_factor", 1.0, default=1.0, unless=bool(long))
+    return settings | ({"rope_scaling": scaling} if scaling else {})
+
+
+def _scaling(metadata: Metadata, original: int) -> dict[str, Any]:
+    kind = metadata.text("rope.scaling.type", "none")
+    factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0))
+    if kind == "yarn":
+        metadata.expect("rope.scaling.yarn_attn_factor", 1.0, default=1.0)
+        metadata.expect("rope.scaling.yarn_ext_factor", 1.0, default=1.0)
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
+        }
+    if kind not in ("none", "linear", "longrope"):
+        raise metadata.error("rope.scaling.type", "is not served; known: linear, longrope, yarn")
+    return {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
+
+
+def _factors(headers: list[Header], name: str) -> list[float]:
+    info = find_tensor(headers, name)
+    if info is None:
+        return []
+    if info.type.name != "F32" or math.prod(info.shape) > _MAX_FACTORS:
+        raise ModelFileError(
+            f"{info.path}: {name} is {info.type.name} {list(info.shape)}: at most {_MAX_FACTORS} "
+            "numbers of float32 are served"
+        )
+    try:
+        with info.path.open("rb") as file:
+            file.seek(info.offset)
+            content = file.read(info.num_bytes)
+    except OSError as error:
+        raise ModelFileError(f"{info.path}: {error.strerror or error}") from None
+    if len(content) < info.num_bytes:
+        raise ModelFileError(f"{info.path} became shorter while it was read")
+    factors: list[float] = np.frombuffer(content, "<f4").tolist()
+    return factors
+
+
+_SAMPLING: Final = {
+    "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}  # fmt: skip
+_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def config_settings(first: Path) -> Settings:
+    """config.json's.
+
+    Raises ModelFileError: the architecture is not served, or a setting is missing or not served.
+    """
+    headers = read_headers(first)
+    metadata = Metadata(headers[0])
+    family = ARCHITECTURES[metadata.architecture]
+    is_sparse = metadata.has("expert_count") and metadata.size("expert_count") > 0
+    class_name = family.sparse_class if is_sparse else family.class_name
+    if not class_name:
+        raise metadata.error("expert_count", "is not served for this architecture")
+    values: dict[str, Any] = {
+        "architectures": [class_name],
+        **_sizes(metadata, headers),
+        **rope_settings(metadata, headers),
+        **(_experts(metadata) if is_sparse else {}),
+    }
+    if (read := _READERS.get(metadata.architecture)) is not None:
+        values |= read(metadata, values)
+    metadata.expect("attention.causal", True, default=True)
+    metadata.expect("nextn_predict_layers", 0, default=0)
+    metadata.expect("expert_used_count", 0, default=0, unless=is_sparse)
+    metadata.check_all_taken()
+    return Settings(f"{first} (settings as config.json has them)", values)
+
+
+def generation_settings(first: Path) -> Settings:
+    """generation_config.json's: what ends a text, and the sampling that the makers recommend.
+
+    Raises ModelFileError: the vocabulary is damaged.
+    """
+    header = read_headers(first)[0]
+    values: dict[str, Any] = {
+        name: header.metadata[f"general.sampling.{key}"]
+        for key, name in _SAMPLING.items()
+        if f"general.sampling.{key}" in header.metadata
+    }
+    if "tokenizer.ggml.model" in header.metadata and (
+        ids := end_token_ids(GgufVocabulary.read(first))
+    ):
+        values["eos_token_id"] = ids
+    return Settings(f"{first} (settings as generation_config.json has them)", values)
+
+
+def _sizes(metadata: Metadata, headers: list[Header]) -> dict[str, Any]:
+    embedding = find_tensor(headers, "token_embd.weight")
+    if embedding is None:
+        raise ModelFileError(f"{metadata.path}: token_embd.weight is missing")
+    num_heads, hidden_size = metadata.size("attention.head_count"), embedding.shape[-1]
+    if metadata.size("embedding_length") != hidden_size:
+        raise metadata.error("embedding_length", f"and token_embd.weight has {hidden_size}")
+    head_dim = metadata.size("attention.key_length", hidden_size // max(1, num_heads))
+    if metadata.size("attention.value_length", head_dim) != head_dim:
+        raise metadata.error("attention.value_length", f"is not attention.key_length, {head_dim}")
+    rotary_dim = metadata.size("rope.dimension_count", head_dim)
+    partial = {"partial_rotary_factor": rotary_dim / head_dim} if head_dim != rotary_dim else {}
+    return {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": metadata.size("feed_forward_length"),
+        "num_hidden_layers": metadata.size("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": metadata.size("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.size("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": find_tensor(headers, "output.weight") is None,
+        "attention_bias": has_bias(headers, "attn_q") or has_bias(headers, "attn_qkv"),
+        "mlp_bias": has_bias(headers, "ffn_up"),
+        "dtype": _dtype(headers),
+        **partial,
+    }
+
+
+def has_bias(headers: list[Header], projection: str) -> bool:
+    """Whether this projection of the first layer, by llama.cpp's name, has a bias."""
+    return find_tensor(headers, f"blk.0.{projection}.bias") is not None
+
+
+def _dtype(headers: list[Header]) -> str:
+    num_bytes = Counter[str]()
+    for header in headers:
+        for info in header.tensors:
+            if len(info.shape) > 1:
+                num_bytes[info.type.name] += info.num_bytes
+    if set(num_bytes) - set(FLOATS):
+        return "bfloat16"
+    return _DTYPES[max(num_bytes, key=lambda name: num_bytes[name], default="F32")]
+
+
+def _experts(metadata: Metadata) -> dict[str, Any]:
+    metadata.expect("expert_gating_func", 1, default=1)  # softmax
+    metadata.expect("expert_weights_scale", 1.0, default=1.0)
+    intermediate_size = metadata.size("feed_forward_length")
+    num_chosen = metadata.size("expert_used_count")
+    if metadata.architecture == "llama":
+        return {
+            "num_local_experts": metadata.size("expert_count"),
+            "num_experts_per_tok": num_chosen,
+        }
+    is_shared = metadata.architecture == "qwen2moe"
+    metadata.expect("expert_weights_norm", not is_shared, default=not is_shared)
+    shared_size = metadata.size("expert_shared_feed_forward_length", intermediate_size)
+    return {
+        "num_experts": metadata.size("expert_count"),
+        "num_experts_per_tok": num_chosen,
+        "norm_topk_prob": not is_shared,
+        "moe_intermediate_size": metadata.size(
+            "expert_feed_forward_length", intermediate_size // max(1, num_chosen)
+        ),
+        **({"shared_expert_intermediate_size": shared_size} if is_shared else {}),
+    }
+
+
+def _gemma2(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
+    # llama.cpp tells by the number of layers which model divides by another root.
+    return {
+        "query_pre_attn_scalar": _query_divisor(values, num_layers=46),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+        "sliding_window": metadata.size("attention.sliding_window", 4096),
+    }
+
+
+def _gemma3(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "query_pre_attn_scalar": _query_divisor(values, num_layers=62),
+        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
+        "sliding_window": metadata.size("attention.sliding_window"),
+    }
+    if metadata.has("final_logit_softcapping"):
+        settings["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
+    if flags := metadata.flags("attention.sliding_window_pattern"):
+        names = ("full_attention", "sliding_attention")
+        settings["layer_types"] = [names[flag] for flag in flags]
+    return settings
+
+
+def _query_divisor(values: dict[str, Any], num_layers: int) -> int:
+    is_largest = values["num_hidden_layers"] == num_layers
+    quotient: int = values["hidden_size"] // values["num_attention_heads"]
+    head_dim: int = values["head_dim"]
+    return quotient if is_largest else head_dim
+
+
+def _phi3(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
+    length = values["max_position_embeddings"]
+    return {
+        "sliding_window": metadata.size("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": metadata.size(
+            "rope.scaling.original_context_length", length
+        ),
+    }
+
+
+def _granite(metadata: Metadata, _values: dict[str, Any]) -> dict[str, Any]:
+    head_dim = _values["head_dim"]
+    metadata.expect("rope.scaling.finetuned", True, default=True)  # else heads do not rotate
+    return {
+        "attention_multiplier": metadata.number("attention.scale", head_dim**-0.5),
+        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
+        "residual_multiplier": metadata.number("residual_scale", 1.0),
+        "logits_scaling": metadata.number("logit_scale", 1.0),
+    }
+
+
+_READERS: Final[dict[str, Callable[[Metadata, dict[str, Any]], dict[str, Any]]]] = {
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "granite": _granite,
+}

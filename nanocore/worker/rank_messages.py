@@ -1,0 +1,163 @@
+"""What passes through the pipe between an engine and one of its worker processes.
+
+A rank is started with a `RankStart` and loads its weights. On request it profiles, allocates its KV
+cache and captures, and replies to each when it is done; then it runs plans. One rank sends results;
+every rank can send a `RankFailure`, at any time. The same structs configure the worker inside an
+engine of one rank, without a pipe.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from nanocore.system.logs import LogFormat
+from nanocore.worker.model_cost import MachineSpeed, ModelCost
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+
+LoadFormat = Literal["auto", "safetensors", "dummy"]
+KVCacheDtype = Literal["auto", "int8", "fp8"]
+Quantization = Literal["int4", "int8", "fp8"]
+ActivationQuantization = Literal["auto", "none"]
+FailureKind = Literal["config", "model_file", "memory", "internal"]
+
+MAX_PROMPT_LOGPROBS = 1 << 21
+"""Limit of a step's prompt log probabilities, if it has those of more than one token. Workers
+measure at their start what memory this many take; as messages they take some hundred megabytes."""
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Configuration that all ranks share: `EngineParameters` of the same names, none left open.
+
+    folder: the model's. max_model_len: tokens of one request, at most; memory may allow fewer in
+    the end.
+    """
+
+    folder: str
+    load_format: LoadFormat
+    hf_overrides: dict[str, Any]
+    merge_lora: str | None
+    device: str
+    dtype: str
+    attention_backend: str
+    quantization: Quantization | None
+    activation_quantization: ActivationQuantization
+    kv_cache_dtype: KVCacheDtype
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_logprobs: int
+    gpu_memory_utilization: float
+    kv_cache_memory_bytes: int | None
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    seed: int
+    enforce_eager: bool
+    batch_invariant: bool
+    async_scheduling: bool | None
+    log_format: LogFormat
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
+    """A rank that has loaded its part of the model.
+
+    kernels, kernel_variant: the backend's name, and what of it decides bits.
+    weight_bytes: memory they take. kv_block_bytes: of one KV block over the rank's layers.
+    available_kv_bytes: memory that its KV cache may take. memory_bytes: that it could take at the
+    very most. numerics: a digest of what decides the bits of its results; None if their batch does.
+    activation_bytes, table_bytes: about, of the largest step, and of rows and positions. cost: of
+    its part of the model. speed: of its device, if that is its alone and was measured.
+    """
+
+    device: str
+    dtype: str
+    kernels: str
+    kernel_variant: str = ""
+    weight_bytes: int
+    kv_block_bytes: int
+    available_kv_bytes: int
+    memory_bytes: int
+    numerics: str | None = None
+    activation_bytes: int = 0
+    table_bytes: int = 0
+    cost: ModelCost | None = None
+    speed: MachineSpeed | None = None
+
+
+class Profile(msgspec.Struct, frozen=True, tag="profile"):
+    """Find out how much memory is left; the rank replies with its `WorkerInfo`."""
+
+
+class AllocateCache(msgspec.Struct, frozen=True, kw_only=True, tag="allocate"):
+    """Make the KV cache and the persistent batch; the rank replies with `Done`."""
+
+    num_blocks: int
+    max_model_len: int
+
+
+class Capture(msgspec.Struct, frozen=True, tag="capture"):
+    """Capture steps, or compile for them; the rank replies with `Done`, and is ready for plans."""
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """Loading, allocating or capturing is done."""
+
+
+class RunStep(msgspec.Struct, frozen=True, tag="run"):
+    """Run this plan; the first rank of the last stage replies with a `StepResult`."""
+
+    plan: SchedulerOutput
+
+
+class SampleStep(msgspec.Struct, frozen=True, tag="sample"):
+    """Let the step of the plan that came last sample; to the ranks of the last stage."""
+
+    masks: TokenMasks
+
+
+class StepResult(msgspec.Struct, frozen=True, tag="result"):
+    """A step's output; from the first rank of the last stage."""
+
+    output: ModelRunnerOutput
+
+
+class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
+    """A rank cannot go on, and exits.
+
+    kind: decides the engine's exit code. message: one line. traceback: as Python prints it.
+    """
+
+    kind: FailureKind
+    message: str
+    traceback: str = ""
+
+
+class RankStart(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """The first message to a rank.
+
+    rank: its number; stage times tensor_parallel_size plus its number in the stage.
+    cores: the CPU cores that are its own, each for one thread.
+    board_fd: shared memory of the `StatusBoard`. reduce_fd: shared memory of the stage's ranks.
+    receive_fd, send_fd: shared memory for hidden states from the stage before and to the next one;
+    -1 where there is none. These three serve on a CPU.
+    rendezvous: file where ranks on CUDA devices meet.
+    """
+
+    config: WorkerConfig
+    rank: int
+    cores: list[int]
+    board_fd: int
+    reduce_fd: int
+    receive_fd: int
+    send_fd: int
+    rendezvous: str
+
+
+ToRank = RankStart | Profile | AllocateCache | Capture | RunStep | SampleStep
+FromRank = Done | WorkerInfo | StepResult | RankFailure

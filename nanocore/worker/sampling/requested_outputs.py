@@ -1,0 +1,246 @@
+"""Outputs that rows request beside tokens: log probabilities and embeddings; on the host.
+
+Where no row requests any, nothing is made. What follows from which rows decode is kept for as long
+as they do. Requests for about as many tokens are computed together, so that a row which wants the
+whole vocabulary costs its neighbours nothing. Shape suffixes: see `nanocore.kernels.interface`;
+further, N entries, each of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanocore.worker.plan import NewRow
+from nanocore.worker.sampling.pooling import PoolingRows, StepPooling
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedOutputs:
+    """Nothing where it is None.
+
+    sampled: of tokens that the step samples; one column, which of the R rows. prompt: of tokens of
+    prompts; columns: which of the T tokens is before it, its row, its position. pooled: of prompts
+    that are to have an embedding; columns: see there.
+    """
+
+    sampled: LogprobRequests | None = None
+    prompt: LogprobRequests | None = None
+    pooled: StepPooling | None = None
+
+    @property
+    def needs_hidden(self) -> bool:
+        return self.prompt is not None or self.pooled is not None
+
+    @property
+    def column(self) -> NDArray[np.int64]:
+        parts = (self.sampled, self.prompt, self.pooled)
+        return np.concatenate([part.columns.ravel() for part in parts if part is not None])
+
+    def split(self, column: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The columns of `sampled`, `prompt` and `pooled`, each [c, N], in memory of `column`."""
+        parts = (self.sampled, self.prompt, self.pooled)
+        sizes = [0 if part is None else part.columns.size for part in parts]
+        sampled, prompt, pooled = column.split(sizes)
+        return sampled.view(1, -1), prompt.view(3, -1), pooled.view(2, -1)
+
+    def hidden_index(self, column: Tensor) -> Tensor:
+        """Indices in T of the hidden states that are needed, of `prompt` and then of `pooled`."""
+        _, prompt_3N, pooled_2N = self.split(column)
+        return torch.cat((prompt_3N[0], pooled_2N[0]))
+
+
+class RequestedOutputRows:
+    """Requests of the persistent batch's rows; where no row has one, nothing is made.
+
+    Args:
+        num_rows: of the batch. vocab_size: tokens that there are.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._logprobs = LogprobRows(num_rows, vocab_size)
+        self._pooling = PoolingRows()
+
+    @property
+    def is_empty(self) -> bool:
+        return self._logprobs.is_empty and self._pooling.is_empty
+
+    def remove(self, rows: NDArray[np.integer]) -> None:
+        self._logprobs.remove(rows)
+        self._pooling.remove(rows)
+
+    def add(self, new: NewRow) -> None:
+        self._logprobs.add(new)
+        self._pooling.add(new)
+
+    def requested(
+        self,
+        rows_R: NDArray[np.int64],
+        decode_group: int | None,
+        rows_B: NDArray[np.int64],
+        counts_B: NDArray[np.int64],
+        seq_lens_B: NDArray[np.int64],
+    ) -> RequestedOutputs | None:
+        """Requests of a step; call once, in the steps' order: see `LogprobRows`, `PoolingRows`."""
+        sampled = self._logprobs.sampled(rows_R, decode_group)
+        prompt = self._logprobs.prompt(rows_B, counts_B, seq_lens_B)
+        pooled = self._pooling.of_step(rows_B, counts_B, seq_lens_B)
+        if sampled is None and prompt is None and pooled is None:
+            return None
+        return RequestedOutputs(sampled, prompt, pooled)
+
+
+MAX_ROWS: Final = 64
+"""Whose logits are looked at together, beside those that are sampled from: it bounds memory."""
+
+_NOT_REQUESTED: Final = -1
+_FEW: Final = 63
+"""Up to this many tokens a request's size makes no difference."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobGroup:
+    """Entries from start to stop, in the order in which they are computed, with num_top tokens."""
+
+    start: int
+    stop: int
+    num_top: int
+
+    def slices(self) -> Iterator[slice]:
+        for start in range(self.start, self.stop, MAX_ROWS):
+            yield slice(start, min(start + MAX_ROWS, self.stop))
+
+
+class LogprobRequests:
+    """Tokens whose log probabilities are computed; arrays are int64.
+
+    Args:
+        rows: [N], whose they are. num_top: [N], how many of the most likely tokens each asks for.
+        columns: [c, N], numbers that a device must know of each.
+
+    order: [N], the entries in the order in which they are computed, group by group; columns are in
+    that order. rows and num_top are in the order of the output.
+    """
+
+    def __init__(
+        self, rows: NDArray[np.int64], num_top: NDArray[np.int64], columns: NDArray[np.int64]
+    ) -> None:
+        self.rows = rows
+        self.num_top = num_top
+        sizes = np.frexp(np.maximum(num_top, _FEW))[1]  # of a group, at most twice the least
+        self.order = sizes.argsort(kind="stable")
+        self.columns = columns[:, self.order]
+        starts = np.flatnonzero(np.diff(sizes[self.order], prepend=-1)).tolist()
+        ordered = num_top[self.order]
+        self.groups = [
+            LogprobGroup(start, stop, int(ordered[start:stop].max()))
+            for start, stop in zip(starts, [*starts[1:], len(rows)], strict=True)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt with requested log probabilities. start, stop: positions whose logits are needed."""
+
+    num_top: int
+    start: int
+    stop: int
+
+
+class LogprobRows:
+    """Log probabilities that the rows of the persistent batch request.
+
+    Args:
+        num_rows: of the batch. vocab_size: tokens that there are.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._num_top = np.full(num_rows, _NOT_REQUESTED, np.int64)
+        self._num_requesting = 0
+        self._prompts: dict[int, _Prompt] = {}
+        self._kept: dict[int, LogprobRequests | None] = {}
+        """What `sampled` says of steady steps, by group."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._num_requesting or self._prompts)
+
+    def remove(self, rows: NDArray[np.integer]) -> None:
+        self._kept.clear()
+        if self._num_requesting:
+            self._num_requesting -= int((self._num_top[rows] != _NOT_REQUESTED).sum())
+            self._num_top[rows] = _NOT_REQUESTED
+        if self._prompts:
+            for row in rows.tolist():
+                self._prompts.pop(row, None)
+
+    def add(self, new: NewRow) -> None:
+        self._kept.clear()
+        if new.sampling.logprobs is not None:
+            self._num_top[new.row] = self._number(new.sampling.logprobs)
+            self._num_requesting += 1
+        start, stop = new.num_prompt_logprobs, new.num_prompt_tokens - 1
+        if new.sampling.prompt_logprobs is None or start >= stop:
+            return
+        assert new.num_computed_tokens <= start, (
+            f"row {new.row}: {new.num_computed_tokens} tokens are computed, of which "
+            f"{start} have prompt log probabilities"
+        )
+        number = self._number(new.sampling.prompt_logprobs)
+        self._prompts[new.row] = _Prompt(number, start, stop)
+
+    def sampled(
+        self, rows_R: NDArray[np.int64], decode_group: int | None = None
+    ) -> LogprobRequests | None:
+        """Requests for these rows' sampled tokens. decode_group: they are all its rows."""
+        if not self._num_requesting:
+            return None
+        if decode_group is not None and decode_group in self._kept:
+            return self._kept[decode_group]
+        num_top_R = self._num_top[rows_R]
+        index = np.flatnonzero(num_top_R != _NOT_REQUESTED)
+        entries = None
+        if len(index):
+            entries = LogprobRequests(rows_R[index], num_top_R[index], index[None])
+        if decode_group is not None:
+            self._kept[decode_group] = entries
+        return entries
+
+    def prompt(
+        self, rows_B: NDArray[np.int64], counts_B: NDArray[np.int64], seq_lens_B: NDArray[np.int64]
+    ) -> LogprobRequests | None:
+        """Requests for prompt tokens behind those that a step computes: see `BatchStep`.
+
+        Call once for each step, in order: a row is done with its prompt's last token.
+        """
+        if not self._prompts:
+            return None
+        starts_B = seq_lens_B - counts_B
+        offsets_B = np.cumsum(counts_B) - counts_B - starts_B  # from a position to one of the T
+        rows, num_top, columns = [], [], []
+        for i, row in enumerate(rows_B.tolist()):
+            prompt = self._prompts.get(row)
+            if prompt is None:
+                continue
+            stop = int(seq_lens_B[i])
+            computed = np.arange(max(int(starts_B[i]), prompt.start), min(stop, prompt.stop))
+            rows.append(np.full(len(computed), row))
+            num_top.append(np.full(len(computed), prompt.num_top))
+            columns.append(np.stack((computed + offsets_B[i], rows[-1], computed + 1)))
+            if stop >= prompt.stop:
+                del self._prompts[row]
+        if not any(map(len, rows)):
+            return None
+        return LogprobRequests(
+            np.concatenate(rows), np.concatenate(num_top), np.concatenate(columns, axis=1)
+        )
+
+    def _number(self, requested: int) -> int:
+        return self._vocab_size if requested < 0 else min(requested, self._vocab_size)
