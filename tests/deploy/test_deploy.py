@@ -20,7 +20,7 @@ from nanocore.cli.serve.flags import build_parser as serve_parser
 from nanocore.cli.serve.supervisor import INTERRUPTED
 from nanocore.cli.serve.worker_pool import GRACE_S
 from nanocore.client.connection.engine_process import STOP_TIMEOUT_S
-from nanocore.client.engine_keeper import _FAILED_STARTS
+from nanocore.client.connection.engine_supervisor import _FAILED_STARTS
 from nanocore.engine_core.cli import build_parser as engine_parser
 from nanocore.http.routes import find_route
 from nanocore.http.server.http_server import DISCONNECT_TIMEOUT_S

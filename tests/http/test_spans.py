@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from nanocore.client.chat.events import Finished, Usage
-from nanocore.http import spans
+from nanocore.http import request_spans as spans
 from nanocore.http.app import App
 from nanocore.http.request_record import RequestRecord
 from nanocore.http.request_spans import SpanWriter, otlp_spans

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanocore.http.dialects.sampling import SamplingFields
+from nanocore.http.dialects.request_fields import SamplingFields
 from nanocore.http.openapi import openapi_document
 from nanocore.http.routes import ROUTES
 from tools.reference.markdown import item, page, wrapped

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.http.server.http_server import listening
+from nanocore.http.server import listening
 from nanocore.http.server.listening import listen, listen_unix, resolve
 from nanocore.protocol.errors import AddressInUseError, ConfigError
 
