@@ -30,6 +30,7 @@ MAX_OUTPUT_CHARS: Final = 1 << 20
 """A prompt has at most MAX_OUTPUT_FACTOR times the request's characters, and these."""
 _MAX_REASON_CHARS: Final = 200
 _MAX_TRIES: Final = 3
+_ENDED: Final = "the process that renders chat templates was ended: its client is closed"
 _LENGTH: Final = struct.Struct("!I")
 _ENVIRONMENT: Final = ("TZ", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH")
 """Environment variables that are passed to the process."""
@@ -76,7 +77,7 @@ class Renderer:
 
         Raises:
             InvalidRequestError: the template fails, or passes a limit.
-            RenderProcessError: there is no process to do it in.
+            RenderProcessError: its process does not start, or is killed.
         """
         try:
             data = json.dumps(variables)
@@ -120,11 +121,13 @@ class Renderer:
                 # `end` sets this before it looks for the process: it kills the new one, or this
                 # sees that it came before there was one.
                 if self._is_ending:
-                    raise RenderProcessError("the process that renders chat templates was ended")
+                    raise RenderProcessError(_ENDED)
                 return self._exchange(request)
             except _ProcessKilledError as killed:
                 self.close()
-                if self._is_ending or not num_left:
+                if self._is_ending:
+                    raise RenderProcessError(_ENDED) from None
+                if not num_left:
                     raise killed.failure from None
         raise AssertionError("the last try returns or raises")
 

@@ -200,7 +200,7 @@ def test_ending_stops_what_is_rendered_in_another_thread() -> None:
         while not rendering._lock.locked():
             pass
         rendering.end()
-        with pytest.raises(RenderProcessError):
+        with pytest.raises(RenderProcessError, match="was ended"):
             endless.result()
     assert _is_gone(pid)
     assert rendering.render({}, NOW) == ""
