@@ -83,7 +83,7 @@ def test_pages_that_tell_how_to_install_are_looked_at() -> None:
         "docs/install.md",
         "docs/http.md",
         "clients/node/README.md",
-        "nanocore/cli/serve.py",
+        "nanocore/cli/serve/command.py",
         "nanocore/demo_model.py",
     } <= looked_at
 

@@ -1,14 +1,16 @@
-"""DatasetOptions and their flags, spelled as `vllm bench` spells them."""
+"""DatasetOptions, their flags, spelled as `vllm bench` spells them, and the file they name."""
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 
+from nanocore.protocol.errors import ConfigError
 from nanocore.system.flags import at_least
 
 RANDOM, PREFIX_REPETITION = "random", "prefix_repetition"
@@ -136,3 +138,38 @@ def range_ratio(text: str) -> tuple[float, float]:
     raise argparse.ArgumentTypeError(
         f'{text!r}: a number from 0 to below 1, or {{"input": 0.3, "output": 0.5}}'
     )
+
+
+class DatasetFile:
+    """The file of --dataset-path. Errors are ConfigErrors that name the file and the line."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def read(self) -> bytes:
+        try:
+            with open(self.path, "rb") as file:
+                return file.read()
+        except OSError as error:
+            self.refuse(error.strerror or str(error))
+
+    def json_lines(self) -> Iterator[tuple[int, dict[str, object]]]:
+        """Yield (line number, object), without empty lines."""
+        for number, line in enumerate(self.read().splitlines(), 1):
+            if line.strip():
+                try:
+                    yield number, msgspec.json.decode(line, type=dict[str, object])
+                except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+                    self.refuse(f"{error}", number)
+
+    def refuse(self, problem: str, line: int | None = None) -> NoReturn:
+        where = "" if line is None else f", line {line}"
+        raise ConfigError(f"--dataset-path {self.path}{where}: {problem}")
+
+    def integer(self, value: object, name: str, line: int, least: int = 0) -> int:
+        """Return a value that is an integer >= least."""
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            self.refuse(f"{name} is {value!r}: an integer >= {least}", line)
+        return value

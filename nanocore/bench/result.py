@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from nanocore.bench.load import LoadRun, Outcome, rate_changes
 from nanocore.bench.serve_flags import LoadOptions
@@ -77,10 +78,13 @@ def latencies_s(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     }
 
 
-def peaks(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Return the most tokens that arrived, and the most requests that ran, in a whole second.
+Counts = npt.NDArray[np.int64]
 
-    Seconds count from the first request that succeeded.
+
+def per_second(outcomes: Sequence[Outcome]) -> tuple[Counts, Counts]:
+    """Return how many tokens arrived, and how many requests ran, in each second.
+
+    Seconds count from the first request that succeeded; there is at least one.
     """
     good = [each for each in outcomes if not each.error]
     start_s = min([each.start_s for each in good], default=0.0)
@@ -92,10 +96,7 @@ def peaks(outcomes: Sequence[Outcome]) -> dict[str, float]:
         np.add.at(num_tokens, seconds, each.chunk_tokens)
         changes[int(each.start_s - start_s)] += 1
         changes[int(each.end_s - start_s) + 1] -= 1
-    return {
-        "max_output_tokens_per_s": float(num_tokens.max()),
-        "max_concurrent_requests": int(np.cumsum(changes).max()),
-    }
+    return num_tokens, np.cumsum(changes[:-1])
 
 
 def totals(
@@ -133,6 +134,7 @@ def serve_result(
 ) -> dict[str, Any]:
     """Return all keys, details included, in vLLM's order. now: the start of the run."""
     outcomes, traffic = run.outcomes, options.traffic
+    num_tokens, num_requests = per_second(outcomes)
     result: dict[str, Any] = {
         "date": now.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": options.destination.backend,
@@ -164,7 +166,8 @@ def serve_result(
         "queue_times": [each.queue_s for each in outcomes],
         "generated_texts": [each.text for each in outcomes],
         "errors": [each.error for each in outcomes],
-        **peaks(outcomes),
+        "max_output_tokens_per_s": float(num_tokens.max()),
+        "max_concurrent_requests": int(num_requests.max()),
     }
     if ramp is not None and not options.self_timed:
         result["rps_change_events"] = [

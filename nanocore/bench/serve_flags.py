@@ -57,6 +57,7 @@ class LoadOptions:
     ready_timeout_s: float
     has_progress_bar: bool
     label: str | None
+    html: str | None
     percentile_metrics: tuple[str, ...]
     percentiles: tuple[float, ...]
     goodput_ms: Mapping[str, float] = field(default_factory=dict)
@@ -111,6 +112,7 @@ def parse(arguments: list[str]) -> LoadOptions:
         ready_timeout_s=given.ready_check_timeout_sec,
         has_progress_bar=not given.disable_tqdm,
         label=given.label,
+        html=given.html,
         percentile_metrics=_metrics(given.percentile_metrics),
         percentiles=given.metric_percentiles,
         goodput_ms=_goodput(given.goodput),
@@ -199,6 +201,7 @@ def _add_result(parser: argparse.ArgumentParser) -> None:
         help="with --save-result: append a line to the file")  # fmt: skip
     add("--result-dir", metavar="DIR", help="folder of the file (default: the working directory)")
     add("--result-filename", metavar="FILE", help="(default: made of the configuration)")
+    add("--html", metavar="FILE", help="write a report with plots, one page without other files")
     add("--label", help="prefix of the default file name (default: the backend)")
     add("--metadata", nargs="*", default=[], metavar="KEY=VALUE",
         help="extra keys for the result JSON")  # fmt: skip

@@ -22,9 +22,8 @@ from typing import Final, Self
 import numpy as np
 import numpy.typing as npt
 
-from nanocore.bench.dataset_options import AZURE, MOONCAKE, DatasetOptions
+from nanocore.bench.dataset_options import AZURE, MOONCAKE, DatasetFile, DatasetOptions
 from nanocore.bench.load import BenchRequest, Prompt
-from nanocore.bench.text_datasets import DatasetFile
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ConfigError
 

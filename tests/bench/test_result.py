@@ -19,7 +19,7 @@ from nanocore.bench.result import (
     distribution,
     is_within,
     latencies_s,
-    peaks,
+    per_second,
     result_path,
     serve_result,
     table,
@@ -246,15 +246,15 @@ def test_goodput_takes_the_limit_itself(
     assert (is_within(FIRST, goodput_ms), is_within(SECOND, goodput_ms)) == (first, second)
 
 
-def test_peaks_count_tokens_and_requests_by_seconds_from_the_first_start() -> None:
+def test_tokens_and_requests_are_counted_by_seconds_from_the_first_start() -> None:
     long = outcome(10.0, [(10.5, 1), (13.25, 5)])  # tokens by second: 1 0 2 5, requests: 1 2 2 1
     short = outcome(11.75, [(12.25, 2)])
-    expected = {"max_output_tokens_per_s": 5, "max_concurrent_requests": 2}
-    assert peaks([short, long, FAILED]) == expected
+    num_tokens, num_requests = per_second([short, long, FAILED])
+    assert (num_tokens.tolist(), num_requests.tolist()) == ([1, 0, 2, 5], [1, 2, 2, 1])
 
 
 def test_nothing_that_succeeded_divides_nothing_by_zero() -> None:
-    assert set(peaks([FAILED]).values()) == {0}
+    assert [counts.tolist() for counts in per_second([FAILED])] == [[0], [0]]
     assert [*totals([FAILED], 1.0, {"ttft": 1}).values()] == [0, 1, 0, 0, 0, 0, 0, 0]
 
 

@@ -11,7 +11,7 @@ from nanocore.demo_model import demo_model_folder
 
 ABSENT = (
     "llguidance", "uvicorn", "httptools", "uvloop", "prometheus_client", "opentelemetry",
-    "prompt_toolkit", "rich", "aiohttp", "transformers",
+    "matplotlib", "prompt_toolkit", "rich", "aiohttp", "transformers",
 )  # fmt: skip
 SCRIPT = """
 import sys
