@@ -37,7 +37,7 @@ def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> No
         (["sreve"], "did you mean serve?"),
         (["--port"], "unknown command '--port'"),
         (["serve", "--port", "x"], "nanocore serve: argument --port"),
-        (["serve", "--host", "0.0.0.0"], "nanocore serve: --host 0.0.0.0: whoever"),
+        (["serve", "--host", "0.0.0.0"], "nanocore serve: --host 0.0.0.0: anybody"),
     ],
 )
 def test_usage_errors_are_one_line(

@@ -347,18 +347,21 @@ class MessageHandlerMachine(RuleBasedStateMachine):
                 self.close(client)
 
     def end_overdue(self) -> None:
-        """What has passed its deadline is told to end, where it is; nothing else is."""
+        """Requests past their deadlines are aborted, and those of a client that turns out gone."""
         io = self.io
         self.work()
+        by_client = io.handler.sessions.by_client
         waiting = {handle for handle in self.deadlines_s if handle in io.compiling}
-        known = waiting | self.running.keys()
+        known = waiting | {h for h in self.running if self.owners[h] in by_client}
         left = {handle: s for handle, s in self.deadlines_s.items() if handle in known}
         assert io.handler.next_deadline_s <= min(left.values(), default=math.inf)
         overdue = {handle for handle, s in left.items() if s <= io.now_s}
         io.handler.end_overdue(io.now_s)
-        aborting = set(self.aborting)
+        expected = self.aborting | (overdue & self.running.keys())
         self.work()
-        assert self.aborting == aborting | (overdue & self.running.keys())
+        assert expected <= self.aborting
+        # Telling a client about the end of its request may show that the client is gone.
+        assert all(self.owners[h] not in by_client for h in self.aborting - expected)
         assert waiting - overdue == {handle for handle in waiting if handle in io.compiling}
         for handle in overdue:  # they are told once
             del self.deadlines_s[handle]

@@ -198,13 +198,13 @@ def test_steps_above_a_number_are_told() -> None:
     assert recent(engine, after=9).requests, "whoever asks"
 
 
-def test_a_long_way_keeps_its_beginning_and_its_end() -> None:
-    life = RequestTimes()
+def test_many_phases_keep_their_beginning_and_their_end() -> None:
+    times = RequestTimes()
     for i in range(5 * MAX_MOVES):
-        life.move("preempted" if i else "queued", float(i))
-    assert len(life.way) == MAX_MOVES
-    assert [at_s for _, at_s in life.way[:2]] == [0, 4 * MAX_MOVES + 1]
-    assert life.way[-1] == ("preempted", 5 * MAX_MOVES - 1)
+        times.enter("preempted" if i else "queued", float(i))
+    assert len(times.phases) == MAX_MOVES
+    assert [at_s for _, at_s in times.phases[:2]] == [0, 4 * MAX_MOVES + 1]
+    assert times.phases[-1] == ("preempted", 5 * MAX_MOVES - 1)
 
 
 def test_what_is_kept_is_bounded_whether_or_not_anybody_looks() -> None:
