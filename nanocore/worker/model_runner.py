@@ -2,32 +2,26 @@
 
 On a CPU the step is over when `begin` returns; on a device beside the host, which has a stream,
 `DeviceSteps` begins it there. If the plan awaits masks, the step is over or begun, as far as its
-logits. A later stage's rank receives hidden states where the first one's embeds token ids, and an
-earlier stage's sends them on where the last one's samples.
+logits.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata, Kernels, KVCache, Rotary
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat
-from nanocore.kernels.step_rows import StepRows
-from nanocore.worker.batch.input_batch import BatchStep, InputBatch, StepInputs, ints
+from nanocore.worker.batch.batch_step import BatchStep, StepInputs, ints
+from nanocore.worker.batch.input_batch import InputBatch
 from nanocore.worker.communication.communicator import StageLinks
-from nanocore.worker.device.device_steps import DeviceSteps
-from nanocore.worker.device.device_stream import Stream
+from nanocore.worker.device.device_steps import DeviceQueue, DeviceSteps
 from nanocore.worker.device.stage_replay import StageReplay, capture_stage
-from nanocore.worker.device.step_graphs import GraphCapture, graph_shapes
-from nanocore.worker.device.step_memory import DeviceRows, StepShape
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
+from nanocore.worker.model_stage import ModelStage
 from nanocore.worker.pending_output import (
     NOTHING_SAMPLED,
     AwaitingOutput,
@@ -38,17 +32,8 @@ from nanocore.worker.pending_output import (
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.sampling.masked_rows import MaskedRows
-from nanocore.worker.sampling.output_computer import OutputComputer, Sampled
+from nanocore.worker.sampling.output_computer import Sampled
 from nanocore.worker.sampling.requested_outputs import RequestedOutputs
-from nanocore.worker.sampling.sampler import TokenSampler
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceQueue:
-    """Work queue of a device beside the host. graph_capture: None to run kernel by kernel."""
-
-    stream: Stream
-    graph_capture: GraphCapture | None = None
 
 
 class ModelRunner:
@@ -73,15 +58,9 @@ class ModelRunner:
         self.config = model.config
         self.placement: Placement = model.placement
         self.device = model.placement.device
-        self.links = links or StageLinks()
+        self.stage = ModelStage(model, kernels, links or StageLinks())
+        self.sampler = self.stage.sampler
         self.kv_memory: KVMemory | None = None
-        self.kv_caches: list[KVCache] = []
-        self.rotary: dict[str, Rotary] = {}
-        self.sampler: TokenSampler | None = None
-        if model.head is not None:
-            self.sampler = TokenSampler(
-                model.head.first_token, self.config.vocab_size, self.placement.tp, kernels
-            )
         self._queue = queue
         self._enforce_eager = enforce_eager
         self._device_steps: DeviceSteps | None = None
@@ -106,8 +85,8 @@ class ModelRunner:
         self.release_kv_memory()  # what both took is needed for the new ones
         layout = KVLayout(self.model.kv_specs, kv_format, block_size)
         self.kv_memory = KVMemory(layout, num_blocks, self.device)
-        self.kv_caches = self.kv_memory.layers()
-        self.rotary = self.model.rotary_tables(max_model_len)
+        self.stage.kv_caches = self.kv_memory.layers()
+        self.stage.rotary = self.model.rotary_tables(max_model_len)
         self.batch = InputBatch(
             max_num_seqs,
             max_model_len,
@@ -118,12 +97,9 @@ class ModelRunner:
         )
         self.token_table = self.batch.token_table
         if self._queue is not None:
-            rows = DeviceRows(max_num_seqs, max_model_len, block_size, self.device)
-            self.token_table = rows.token_table
-            self._device_steps = DeviceSteps(
-                self.batch, rows, self, self.sampler, self._queue.stream
-            )
-            self._queue.stream.join()
+            steps = DeviceSteps(self.batch, self.stage, self._queue, max_model_len)
+            self._device_steps = steps
+            self.token_table = steps.token_table
 
     @torch.inference_mode()
     def capture(self, max_num_batched_tokens: int, max_graphs: int | None = None) -> None:
@@ -132,32 +108,31 @@ class ModelRunner:
         On a device without graph_capture kernels are compiled instead, so that no request waits for
         that. max_graphs: limit of graphs, the largest first.
         """
-        if self._device_steps is not None and self._queue is not None:
-            shapes = self.step_shapes(max_num_batched_tokens)[:max_graphs]
-            if self._queue.graph_capture is not None:
-                self._device_steps.capture(shapes, self._queue.graph_capture)
-            else:
-                self._device_steps.warm_up(shapes)
-            self._queue.stream.join()
+        if self._device_steps is not None:
+            self._device_steps.capture(max_num_batched_tokens, max_graphs)
         elif not self._enforce_eager:
             x_TE = self.placement.on_meta().empty(max_num_batched_tokens, self.config.hidden_size)
-            part, max_samples = self._capturable_part, self.batch.max_num_seqs
-            self._replay = capture_stage(self.kernels, part, self.links, x_TE, max_samples)
+            self._replay = capture_stage(
+                self.kernels,
+                self.stage.capturable_part,
+                self.stage.links,
+                x_TE,
+                self.batch.max_num_seqs,
+            )
 
     @property
     def is_captured(self) -> bool:
         return self._replay is not None
 
-    def step_shapes(self, max_num_batched_tokens: int) -> list[StepShape]:
-        """Shapes that `capture` captures or compiles kernels for, the largest first."""
-        batch = self.batch
-        return graph_shapes(
-            self.kernels.graph_support, batch.max_num_seqs, max_num_batched_tokens, batch.block_size
-        )
+    def num_graphs(self, max_num_batched_tokens: int) -> int:
+        """Return how many steps `capture` captures, or compiles kernels for, on a device."""
+        steps = self._device_steps
+        return 0 if steps is None else len(steps.shapes(max_num_batched_tokens))
 
     def release_kv_memory(self) -> None:
         """Give the KV cache's memory back; no step can run until there is another."""
-        self.kv_memory, self.kv_caches = None, []
+        self.kv_memory = None
+        self.stage.kv_caches = []
 
     @torch.inference_mode()
     def begin(self, plan: SchedulerOutput) -> PendingOutput:
@@ -203,7 +178,7 @@ class ModelRunner:
         if requested is not None and requested.needs_hidden:
             logits_RV, hidden_NE = self._compute_logits_and_hidden(inputs, requested)
         else:
-            compute = self._replay or self._compute_logits
+            compute = self._replay or self.stage.compute_logits
             logits_RV = compute(inputs.token_ids_T, inputs.attention, inputs.sample_index_R)
 
         def sample(masks: TokenMasks | None = None) -> PendingOutput:
@@ -218,11 +193,11 @@ class ModelRunner:
     ) -> tuple[Tensor, Tensor]:
         num_samples = len(inputs.sample_index_R)
         index = requested.hidden_index(torch.from_numpy(requested.column))
-        hidden = self._embed_and_run_stage(
+        hidden = self.stage.hidden(
             inputs.token_ids_T, inputs.attention, torch.cat((inputs.sample_index_R, index))
         )
         assert hidden is not None, "there are rows"
-        return self.logits(hidden[:num_samples]), hidden[num_samples:]
+        return self.stage.logits(hidden[:num_samples]), hidden[num_samples:]
 
     def _sample(
         self,
@@ -249,68 +224,7 @@ class ModelRunner:
         result = {"token_ids": token_ids_R}
         if requested is not None:
             sampled = Sampled(logits_RV, token_ids_R, hidden_NE)
-            result |= self.compute_requested(requested, torch.from_numpy(requested.column), sampled)
+            result |= self.stage.compute_requested(
+                requested, torch.from_numpy(requested.column), sampled, self.token_table
+            )
         return DoneOutput(make_output(step.sample_rows, result, requested))
-
-    def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
-        return self.model.begin_step(rows, self.kernels)
-
-    def forward(
-        self, x_TE: Tensor | None, metadata: AttentionMetadata, sample_index_R: Tensor
-    ) -> Tensor | None:
-        """This rank's layers; hidden states [R, E] of the tokens that sample, if there are any.
-
-        x_TE: of the first stage. Hidden states come from and go to other stages.
-        """
-        if self.links.receive is not None:
-            shape = len(metadata.positions_T), self.config.hidden_size
-            x_TE = self.links.receive.recv(shape, self.placement.dtype)
-        assert x_TE is not None, "the first stage embeds tokens"
-        hidden = self._run_layers(x_TE, metadata, sample_index_R)
-        if self.links.send is not None:
-            self.links.send.send(hidden)
-        if not self.placement.is_last_stage or len(sample_index_R) == 0:
-            return None
-        return hidden
-
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        """This rank's logits, [R, V]; there may be no rows."""
-        if len(hidden_RE) == 0:
-            assert self.model.head is not None, "logits leave at the last stage"
-            return hidden_RE.new_empty(0, self.model.head.num_tokens, dtype=torch.float32)
-        return self.model.compute_logits(hidden_RE, self.kernels)
-
-    def compute_requested(
-        self, requested: RequestedOutputs, column: Tensor, sampled: Sampled
-    ) -> dict[str, Tensor]:
-        assert self.sampler is not None, "the last stage samples"
-        computer = OutputComputer(self.sampler, self.logits, self.config.logits_divisor)
-        return computer.compute(requested, column, sampled, self.token_table)
-
-    def _run_layers(
-        self, x_TE: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
-    ) -> Tensor:
-        context = StepContext(self.kernels, metadata, self.rotary)
-        return self.model.forward(x_TE, self.kv_caches, context, sample_index_R)
-
-    def _embed_and_run_stage(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
-    ) -> Tensor | None:
-        x_TE = None
-        if self.links.receive is None:
-            x_TE = self.model.embed(token_ids_T, self.kernels)
-        return self.forward(x_TE, metadata, sample_index_R)
-
-    def _compute_logits(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
-    ) -> Tensor | None:
-        hidden = self._embed_and_run_stage(token_ids_T, metadata, sample_index_R)
-        return None if hidden is None else self.logits(hidden)
-
-    def _capturable_part(
-        self, x_TE: Tensor | None, token_ids_T: Tensor, metadata: AttentionMetadata, index_R: Tensor
-    ) -> Tensor:
-        # Nothing but kernels: a capture sees nothing else.
-        x_TE = self.model.embed(token_ids_T, self.kernels) if x_TE is None else x_TE
-        hidden = self._run_layers(x_TE, metadata, index_R)
-        return hidden if self.links.send else self.model.compute_logits(hidden, self.kernels)

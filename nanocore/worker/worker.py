@@ -25,6 +25,7 @@ from nanocore.worker.device.device import (
     select_kv_format,
     steps_in_flight,
 )
+from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.device.device_stream import CudaGraphCapture, CudaStream
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.checked_model import (
@@ -44,7 +45,7 @@ from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.model_cost import MachineSpeed
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner
+from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.numerics import rank_numerics
 from nanocore.worker.pending_output import PendingOutput
@@ -211,7 +212,7 @@ class Worker:
         logger.info("largest steps, and kernels for them, %.2f s", time.monotonic() - start_s)
         if self._graph_capture is None:
             return 0
-        num_graphs = len(runner.step_shapes(config.max_num_batched_tokens))
+        num_graphs = runner.num_graphs(config.max_num_batched_tokens)
         return self._graph_capture.last_bytes * max(0, num_graphs - NUM_PROFILED_GRAPHS)
 
 

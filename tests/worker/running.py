@@ -27,7 +27,8 @@ from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.batch.input_batch import BatchStep, InputBatch
+from nanocore.worker.batch.batch_step import BatchStep
+from nanocore.worker.batch.input_batch import InputBatch
 from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
 from nanocore.worker.communication.shared_memory import (
     ShmChannel,

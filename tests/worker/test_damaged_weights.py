@@ -242,7 +242,7 @@ def test_attention_does_not_see_what_others_left(healthy: Path) -> None:
     for way in (Way(), Way(dtype=torch.bfloat16), Way("torch"), Way(kv_cache_dtype="int8")):
         right = drive(make_runner(healthy, way).begin)
         runner = make_runner(healthy, way)
-        for cache in runner.kv_caches:
+        for cache in runner.stage.kv_caches:
             spoil(cache.k_NSKD, cache.v_NSKD, cache.k_scale_NSK, cache.v_scale_NSK)
         assert drive(runner.begin).tokens == right.tokens
 

@@ -182,13 +182,13 @@ def test_prompts_are_looked_at_a_few_rows_at_a_time(
 ) -> None:
     monkeypatch.setattr(requested_outputs, "MAX_ROWS", 5)
     sizes: list[int] = []
-    logits = native.logits
+    logits = native.stage.logits
 
     def recording(hidden_RE: Tensor) -> Tensor:
         sizes.append(len(hidden_RE))
         return logits(hidden_RE)
 
-    monkeypatch.setattr(native, "logits", recording)
+    monkeypatch.setattr(native.stage, "logits", recording)
     assert run(native, write_plans(REQUESTS, 64)) == said
     assert max(sizes) <= len(REQUESTS)  # of rows that sample
     assert sum(sizes) > sum(map(len, said.prompt_logprobs.values()))

@@ -151,7 +151,7 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     assert longest == [37, 1023]
     assert sampled == [8, 8, 1]
     assert [None if mask is None else len(mask.words_MW) for mask in masks] == [8, None, None]
-    assert runner.kv_caches == []
+    assert runner.stage.kv_caches == []
 
 
 def test_the_largest_steps_look_at_the_logits_of_all_rows_and_of_a_prompt(
@@ -189,9 +189,9 @@ def test_on_a_device_the_largest_graphs_are_recorded_to_be_counted(
     )
     run_largest_steps(runner, kv_format, config)
     assert graph_capture.num_records == NUM_PROFILED_GRAPHS
-    num_graphs = len(runner.step_shapes(300))
+    num_graphs = runner.num_graphs(300)
     assert num_graphs > NUM_PROFILED_GRAPHS
-    assert runner.kv_caches == []
+    assert runner.stage.kv_caches == []
     runner.allocate(kv_format, 20, 16, 8, 64)
     runner.capture(300)
     gc.collect()  # a fake graph refers to what it repeats, and that to it

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -22,11 +22,17 @@ from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata
 from nanocore.kernels.logit_edits import TokenLists, TokenMask
-from nanocore.kernels.step_rows import StepRows
+from nanocore.worker.batch.batch_step import BatchStep
 from nanocore.worker.batch.block_table import AppendedBlocks
-from nanocore.worker.batch.input_batch import BatchStep, InputBatch
+from nanocore.worker.batch.input_batch import InputBatch
 from nanocore.worker.device.device_stream import Pending, StagingBuffer, Stream, Tensors
-from nanocore.worker.device.step_graphs import GraphCapture, HostBounds, StepGraphs, padded_steps
+from nanocore.worker.device.step_graphs import (
+    GraphCapture,
+    HostBounds,
+    StepGraphs,
+    graph_shapes,
+    padded_steps,
+)
 from nanocore.worker.device.step_memory import (
     DeviceRows,
     NewTokens,
@@ -35,39 +41,15 @@ from nanocore.worker.device.step_memory import (
     StepShape,
     num_bytes,
 )
+from nanocore.worker.model_stage import ModelStage
 from nanocore.worker.pending_output import AwaitingOutput, PendingOutput, make_output
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 from nanocore.worker.sampling.masked_rows import MaskedRows
 from nanocore.worker.sampling.output_computer import Sampled
 from nanocore.worker.sampling.requested_outputs import RequestedOutputs
-from nanocore.worker.sampling.sampler import TokenSampler
 
 logger = logging.getLogger(__name__)
-
-
-class StepComputer(Protocol):
-    """A rank's part of the model, enqueued on the current stream without waiting for it."""
-
-    def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
-        """See `Kernels.begin_step`; hidden states are the first stage's to find."""
-        ...
-
-    def forward(
-        self, x_TE: Tensor | None, metadata: AttentionMetadata, sample_index_R: Tensor
-    ) -> Tensor | None:
-        """Hidden states of the tokens that sample, [R, E]; None if none does, or not here."""
-        ...
-
-    def logits(self, hidden_RE: Tensor) -> Tensor:
-        """Logits of these hidden states, [R, V]."""
-        ...
-
-    def compute_requested(
-        self, requested: RequestedOutputs, column: Tensor, sampled: Sampled
-    ) -> dict[str, Tensor]:
-        """Compute requested log probabilities and embeddings: see `RequestedOutputs`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,42 +71,60 @@ class PendingStep:
         return make_output(self.rows, self.sampled.wait(), self.requested)
 
 
-class DeviceSteps:
-    """Begins steps.
+@dataclass(frozen=True, slots=True)
+class DeviceQueue:
+    """Work queue of a device beside the host. graph_capture: None to run kernel by kernel."""
 
-    Args:
-        batch: the rows on the host; rows: on the device. computer: the model.
-        sampler: None on a stage that does not sample. stream: of the device.
-    """
+    stream: Stream
+    graph_capture: GraphCapture | None = None
+
+
+class DeviceSteps:
+    """Begins steps. batch: the rows on the host. stage: the model, on the queue's device."""
 
     def __init__(
-        self,
-        batch: InputBatch,
-        rows: DeviceRows,
-        computer: StepComputer,
-        sampler: TokenSampler | None,
-        stream: Stream,
+        self, batch: InputBatch, stage: ModelStage, queue: DeviceQueue, max_model_len: int
     ) -> None:
         self._batch = batch
-        self._rows = rows
-        self._computer = computer
-        self._sampler = sampler
-        self._stream = stream
-        self._device = rows.token_table.device
+        self._stage = stage
+        self._sampler = stage.sampler
+        self._stream = queue.stream
+        self._graph_capture = queue.graph_capture
+        self._device = stage.model.placement.device
+        num_rows, block_size = batch.max_num_seqs, batch.block_size
+        self._rows = DeviceRows(num_rows, max_model_len, block_size, self._device)
         self._graphs: StepGraphs[Sampled | None] | None = None
+        self._stream.join()
 
-    def capture(self, shapes: list[StepShape], graph_capture: GraphCapture) -> None:
-        """Capture graphs of these shapes, to be replayed from now on."""
-        rows = self._rows
-        self._graphs = StepGraphs(
-            shapes, self._compute, graph_capture, rows.spare_row, rows.max_model_len, self._device
-        )
+    @property
+    def token_table(self) -> Tensor:
+        """Tokens of all rows, on the device."""
+        return self._rows.token_table
 
-    def warm_up(self, shapes: list[StepShape]) -> None:
-        """Compute a step of padding of each of these shapes, so that kernels for them are compiled.
+    def shapes(self, max_num_batched_tokens: int) -> list[StepShape]:
+        """Return the shapes that `capture` captures or compiles kernels for, the largest first."""
+        num_rows, block_size = self._batch.max_num_seqs, self._batch.block_size
+        support = self._stage.kernels.graph_support
+        return graph_shapes(support, num_rows, max_num_batched_tokens, block_size)
 
-        On all stages together: hidden states pass between them.
-        """
+    def capture(self, max_num_batched_tokens: int, max_graphs: int | None) -> None:
+        """Capture steps, to be replayed from now on; without graphs compile kernels for them."""
+        shapes, rows = self.shapes(max_num_batched_tokens)[:max_graphs], self._rows
+        if self._graph_capture is None:
+            self._warm_up(shapes)
+        else:
+            self._graphs = StepGraphs(
+                shapes,
+                self._compute,
+                self._graph_capture,
+                rows.spare_row,
+                rows.max_model_len,
+                self._device,
+            )
+        self._stream.join()
+
+    def _warm_up(self, shapes: list[StepShape]) -> None:
+        # Steps of padding, by all stages together: hidden states pass between them.
         start_s = time.monotonic()
         max_model_len = self._rows.max_model_len
         for shape, memory in padded_steps(shapes, self._rows.spare_row, self._device):
@@ -227,8 +227,8 @@ class DeviceSteps:
             self._sample_anew(computed, begun.sampling, masked)
         sampled = {"token_ids": computed.result.token_ids_R[: len(begun.rows)]}
         if begun.requested is not None:
-            sampled |= self._computer.compute_requested(
-                begun.requested, computed.numbers, computed.result
+            sampled |= self._stage.compute_requested(
+                begun.requested, computed.numbers, computed.result, self._rows.token_table
             )
         return sampled
 
@@ -252,7 +252,7 @@ class DeviceSteps:
 
         requested, column: what needs hidden states beside those that sample, if anything does.
         """
-        block_table_BM, x_TE = self._computer.begin_step(self._rows.of_step(step))
+        block_table_BM, x_TE = self._stage.begin_step(self._rows.of_step(step))
         metadata = AttentionMetadata(
             num_decodes=bounds.num_decodes,
             query_start=bounds.query_start,
@@ -268,11 +268,11 @@ class DeviceSteps:
         if requested is not None and requested.needs_hidden:
             assert column is not None
             index = torch.cat((index, requested.hidden_index(column)))
-        hidden = self._computer.forward(x_TE, metadata, index)
+        hidden = self._stage.forward(x_TE, metadata, index)
         if hidden is None:
             return None
         assert self._sampler is not None, "a stage with logits samples"
-        logits_RV = self._computer.logits(hidden[:num_samples])
+        logits_RV = self._stage.logits(hidden[:num_samples])
         sampling = self._sampling(step)
         token_ids_R = self._sampler.sample_plain(logits_RV, sampling.noise, sampling.places)
         return Sampled(logits_RV, token_ids_R, hidden[num_samples:] if requested else None)

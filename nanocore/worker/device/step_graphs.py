@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanocore.kernels.interface import GraphSupport
 from nanocore.protocol.errors import WorkerError
-from nanocore.worker.batch.input_batch import BatchStep
+from nanocore.worker.batch.batch_step import BatchStep
 from nanocore.worker.device.step_memory import StagedColumns, StepFields, StepShape, num_bytes
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.worker.batch.batch_step import BatchStep, ints
 from nanocore.worker.batch.block_table import AppendedBlocks
-from nanocore.worker.batch.input_batch import BatchStep, ints
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.sampling.columns import COLUMNS, SampledRows
 

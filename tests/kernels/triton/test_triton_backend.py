@@ -162,7 +162,8 @@ def test_a_decode_step_launches_few_kernels_a_layer_and_one_plan(
     layers = model.layers
     for num_layers in (2, 1):
         monkeypatch.setattr(model, "layers", layers[:num_layers])
-        monkeypatch.setattr(engine.runner, "kv_caches", engine.runner.kv_caches[:num_layers])
+        stage = engine.runner.stage
+        monkeypatch.setattr(stage, "kv_caches", stage.kv_caches[:num_layers])
         with counting(monkeypatch) as launches:
             engine.deliveries.take(
                 engine.scheduler, engine.runner.execute(engine.scheduler.schedule())
@@ -179,7 +180,7 @@ def count_decode_step(
 ) -> Counter[str]:
     runner, sampler, names = engine.runner, engine.runner.sampler, []
     assert sampler is not None
-    begin_step, sample_plain, counter = runner.begin_step, sampler.sample_plain, ExitStack()
+    begin_step, sample_plain, counter = runner.stage.begin_step, sampler.sample_plain, ExitStack()
 
     def begin(*args: Any) -> Any:
         launches = counter.enter_context(counting(monkeypatch))
@@ -191,10 +192,10 @@ def count_decode_step(
             return sample_plain(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "begin_step", begin)
+        patch.setattr(runner.stage, "begin_step", begin)
         patch.setattr(sampler, "sample_plain", end)
         patch.setattr(runner.model, "layers", runner.model.layers[:num_layers])
-        patch.setattr(runner, "kv_caches", runner.kv_caches[:num_layers])
+        patch.setattr(runner.stage, "kv_caches", runner.stage.kv_caches[:num_layers])
         engine.deliveries.take(engine.scheduler, runner.execute(engine.scheduler.schedule()))
     return Counter(names)
 
