@@ -14,8 +14,8 @@ from nanocore.engine_core.metrics import families
 from nanocore.engine_core.process.forecast import forecast, table
 from nanocore.engine_core.scheduling.step_plan import Chunk, StepPlan
 from nanocore.engine_core.utilisation import Utilisation
+from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
 from nanocore.worker.dry_run import dry_run
-from nanocore.worker.model_cost import MachineSpeed, ModelCost
 from tests.docs.blocks import blocks
 
 ROOT = Path(__file__).parents[1]

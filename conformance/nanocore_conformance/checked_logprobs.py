@@ -16,7 +16,7 @@ from nanocore.protocol.messages import TokenLogprobs
 from nanocore_conformance.report import BrokenError, require
 
 TOLERANCE = 1e-2
-"""Of sums of probabilities: engines compute in float32 or less."""
+"""Tolerance for sums of probabilities: engines compute in float32 or less."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from nanocore_conformance.report import BrokenError, require
 from nanocore_conformance.vectors import Vector, load_vectors
 
 SAMPLE_EVERY = 20
-"""Of malformed vectors; each starts the client's process."""
+"""Share of the malformed vectors that are tried; each starts the client's process."""
 EARLY = 0.5
 """Giving up within this share of the silence that means death is too early."""
 
@@ -58,7 +58,7 @@ def refused_request_ends_the_client(tested: ClientUnderTest) -> None:
 
 @CLIENT_SCENARIOS.add("Structured outputs")
 def place_in_a_schema_is_said(tested: ClientUnderTest) -> None:
-    """Of an ERROR that names a place, its message is said, whatever is said of its code."""
+    """The message of an ERROR that names a place is shown, whatever is shown of its code."""
     place = "structured_outputs.json: no type 'integr' at /properties/age/type"
     with tested.client() as client:
         client.hello()

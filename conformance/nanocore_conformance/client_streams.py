@@ -182,7 +182,7 @@ def foreign_handles_are_ignored(tested: ClientUnderTest) -> None:
 
 @CLIENT_SCENARIOS.add("Log probabilities")
 def log_probabilities_nobody_asked_for_are_ignored(tested: ClientUnderTest) -> None:
-    """Of output and prompt tokens, of strangers, before the first token, with new columns."""
+    """Send log probabilities early, of unknown handles, and with new columns."""
     told = logprobs_body(HANDLE, TOKENS[:2]) | NEW
     with tested.client() as client:
         client.open(4)

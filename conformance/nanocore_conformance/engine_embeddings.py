@@ -18,7 +18,7 @@ from nanocore_conformance.report import SkippedError, require
 CAPABILITY = "embeddings"
 PROMPT = [1, 2, 3, 1, 0]
 NEAR = 0.1
-"""Of the largest number: how much a mean may differ, for hidden states may be bfloat16."""
+"""Share of the largest number by which a mean may differ: hidden states may be bfloat16."""
 BESIDE: tuple[Body, ...] = (
     {"max_tokens": 2}, {"n": 2}, {"temperature": 0.5}, {"seed": 1}, {"logprobs": 0},
     {"prompt_logprobs": 0}, {"stop_token_ids": [1]}, {"ignore_eos": True},
@@ -33,7 +33,7 @@ def asking(prompt: list[int], **sampling: object) -> Body:
 
 
 def embedding(peer: Peer, prompt: list[int], **sampling: object) -> list[float]:
-    """Of a prompt, checked by itself."""
+    """Return the embedding of a prompt, checked by itself."""
     peer.send(Op.SUBMIT, asking(prompt, **sampling))
     stream: Stream = peer.accepted("a")
     peer.finish(stream)

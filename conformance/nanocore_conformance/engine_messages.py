@@ -139,7 +139,7 @@ def what_asks_nothing_is_answered_by_nothing(engine: EngineUnderTest) -> None:
 
 @ENGINE_RULES.add("7. Operations")
 def every_op_byte_has_its_answer(engine: EngineUnderTest) -> None:
-    """Of 256 op bytes, those that clients do not send are answered with unknown_op."""
+    """Op bytes that clients do not send are answered with unknown_op."""
     peer = engine.session()
     known = {int(message.op) for message in FROM_CLIENT}
     for op in range(256):

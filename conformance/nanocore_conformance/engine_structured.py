@@ -104,7 +104,7 @@ def structured_outputs_need_their_capability(engine: EngineUnderTest) -> None:
 
 @ENGINE_RULES.add("Structured outputs")
 def outputs_are_what_was_wanted(engine: EngineUnderTest) -> None:
-    """Of each kind: at random, in several samples, the text is one of those it may be, and ends."""
+    """Sampled texts of each kind of constraint are allowed ones, and they end."""
     peer = capable_session(engine)
     text = text_of(peer)
     for what, is_right in FEW_TEXTS:

@@ -93,7 +93,7 @@ class Peer:
         return message
 
     def receive_within(self, timeout_s: float, expected: str = "a message") -> Message | None:
-        """As `receive`; None if nothing comes in time."""
+        """Receive a message; None if nothing comes in time."""
         deadline_s = time.monotonic() + timeout_s
         while (frames := self.receive_frames(deadline_s - time.monotonic())) is not None:
             try:

@@ -16,7 +16,7 @@ import numpy as np
 
 from nanocore.engine_core.scheduling.columns import IntArray
 from nanocore.engine_core.scheduling.step_plan import Chunk, StepPlan
-from nanocore.worker.model_cost import MachineSpeed, ModelCost
+from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
 
 _Note = tuple[float, IntArray, IntArray | None, list[Chunk], int]
 """A step with more than plain decodes: its seconds; decode_ends, decode_counts and chunks of its

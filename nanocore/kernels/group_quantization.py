@@ -19,7 +19,7 @@ _ENDS: Final = [float(end) for end in torch.tensor(-0.2) * torch.arange(28, 44)]
 MAX_INT4: Final = 5.6 * 65504
 """The largest magnitude whose scale is a finite float16, whichever of _ENDS is chosen."""
 _VALUES_AT_ONCE: Final = 1 << 24
-"""Of which there are a few copies in float32 meanwhile."""
+"""Limits the memory of the few copies in float32 that exist meanwhile."""
 
 
 def packed_bytes(out_features: int, in_features: int, group_size: int = GROUP_SIZE) -> int:

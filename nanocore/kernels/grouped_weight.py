@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _ROWS_AT_ONCE = 64
-"""Of a weight that is rounded again: what caches hold."""
+"""Rows of a weight that are rounded again at once: what caches hold."""
 SUPER_BLOCK = 256
 """Inputs whose groups share a scale of their scales (K-quants of llama.cpp)."""
 

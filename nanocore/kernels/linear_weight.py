@@ -21,7 +21,7 @@ from nanocore.kernels.grouped_weight import CheckpointWeight
 FP8: Final = torch.float8_e4m3fn
 _LARGEST_FP8: Final = 448.0
 _FP8_MULTIPLE: Final = 16
-"""Of both sizes of a weight, for the products that there are of fp8."""
+"""Both sizes of a weight are multiples of it: fp8 products need that."""
 
 
 @dataclass(frozen=True, slots=True)

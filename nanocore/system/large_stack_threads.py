@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 STACK_BYTES: Final = 256 * 2**20
-"""Of address space; memory is used as far as the recursion goes."""
+"""Reserved address space; memory is used only as deep as the recursion goes."""
 _NICENESS: Final = 10
 """Beyond the others' of the process: a tenth of the time, where a thread of theirs wants it."""
 _lock = threading.Lock()

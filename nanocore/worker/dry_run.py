@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.cost.rank_cost import activation_bytes, rank_cost, table_bytes
 from nanocore.worker.device.device import (
     check_batch_invariance,
     check_quantized_linear,
@@ -32,7 +33,6 @@ from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes
 from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
-from nanocore.worker.rank_cost import activation_bytes, rank_cost, table_bytes
 from nanocore.worker.rank_messages import WorkerConfig, WorkerInfo
 
 

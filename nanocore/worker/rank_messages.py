@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from nanocore.system.logs import LogFormat
-from nanocore.worker.model_cost import MachineSpeed, ModelCost
+from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]

@@ -16,6 +16,9 @@ import torch
 import xxhash
 
 from nanocore.worker.communication.links import RankLinks, connect
+from nanocore.worker.cost.machine_speed import measure_speed
+from nanocore.worker.cost.model_cost import MachineSpeed
+from nanocore.worker.cost.rank_cost import activation_bytes, rank_cost, table_bytes
 from nanocore.worker.device.device import (
     check_batch_invariance,
     check_quantized_linear,
@@ -40,18 +43,15 @@ from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.lora import MergedFormat
 from nanocore.worker.loading.weights import Entries
-from nanocore.worker.machine_speed import measure_speed
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
-from nanocore.worker.model_cost import MachineSpeed
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.numerics import rank_numerics
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from nanocore.worker.rank_cost import activation_bytes, rank_cost, table_bytes
 from nanocore.worker.rank_messages import RankStart, WorkerConfig, WorkerInfo
 
 logger = logging.getLogger(__name__)

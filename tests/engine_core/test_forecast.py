@@ -16,7 +16,7 @@ from nanocore.engine_core.process.forecast import (
     summary,
     table,
 )
-from nanocore.worker.model_cost import AttentionCost, MachineSpeed, ModelCost
+from nanocore.worker.cost.model_cost import AttentionCost, MachineSpeed, ModelCost
 from nanocore.worker.rank_messages import WorkerInfo
 
 COST = ModelCost(

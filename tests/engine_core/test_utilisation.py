@@ -15,7 +15,7 @@ from nanocore.engine_core.mailbox import AddRequest, Outbox
 from nanocore.engine_core.scheduling.step_plan import StepPlan
 from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.utilisation import Utilisation
-from nanocore.worker.model_cost import AttentionCost, MachineSpeed, ModelCost
+from nanocore.worker.cost.model_cost import AttentionCost, MachineSpeed, ModelCost
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from tests.fakes import make_request, make_scheduler
 

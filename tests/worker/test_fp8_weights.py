@@ -17,13 +17,13 @@ from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
+from nanocore.worker.cost.rank_cost import rank_cost
 from nanocore.worker.device import device
 from nanocore.worker.device.device import check_quantized_linear
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
-from nanocore.worker.rank_cost import rank_cost
 from nanocore.worker.rank_messages import Quantization
 from nanocore.worker.worker import Worker
 from tests.kernels.fp8_numbers import rounded

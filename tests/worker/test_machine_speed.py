@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.worker import machine_speed
-from nanocore.worker.machine_speed import measure_speed
+from nanocore.worker.cost.machine_speed import measure_speed
 
 CPU = torch.device("cpu")
 

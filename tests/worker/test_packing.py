@@ -20,6 +20,8 @@ from nanocore.kernels.linear_weight import FP8
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.communication.communicator import SingleRank
+from nanocore.worker.cost.model_cost import ModelCost
+from nanocore.worker.cost.rank_cost import rank_cost
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.layers.linear import ColumnParallelLinear, RowParallelLinear, RowShard
 from nanocore.worker.layers.packing import WeightPacker
@@ -29,10 +31,8 @@ from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.weights import Buffer
 from nanocore.worker.memory.kv_memory import KVLayout
-from nanocore.worker.model_cost import ModelCost
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
-from nanocore.worker.rank_cost import rank_cost
 from tests.model_families import BUILDERS
 from tests.worker.configs import make_worker_config
 from tests.worker.filling import fill

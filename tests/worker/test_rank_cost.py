@@ -14,18 +14,18 @@ from nanocore.demo_model import demo_model_folder
 from nanocore.kernels import torch_backend
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.worker.dry_run import dry_run
-from nanocore.worker.memory.kv_memory import KVLayout
-from nanocore.worker.model_cost import (
+from nanocore.worker.cost.model_cost import (
     AttentionCost,
     MachineSpeed,
     ModelCost,
     chunk_work,
     decode_work,
 )
+from nanocore.worker.cost.rank_cost import rank_cost, table_bytes
+from nanocore.worker.dry_run import dry_run
+from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
-from nanocore.worker.rank_cost import rank_cost, table_bytes
 from nanocore.worker.rank_messages import WorkerConfig
 from tests.model_families import BUILDERS, reference_model
 from tests.worker.configs import make_worker_config

@@ -10,7 +10,7 @@ from nanocore.engine_core.utilisation import Utilisation
 from nanocore.http.exposition import NOT_NAMING
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.metrics import Metric
-from nanocore.worker.model_cost import MachineSpeed, ModelCost
+from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
 from tools.reference.markdown import item, page, wrapped
 
 MAX_MODEL_LEN = 4096

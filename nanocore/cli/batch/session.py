@@ -92,8 +92,11 @@ async def _run(
     num_answered = pending.num_done - pending.num_failed + runner.num_answered
     logger.info(
         "%d lines: %d succeeded, %d failed; %d of them in earlier runs",
-        num_answered + num_failed, num_answered, num_failed, pending.num_done,
-    )  # fmt: skip
+        num_answered + num_failed,
+        num_answered,
+        num_failed,
+        pending.num_done,
+    )
     return SOME_FAILED if num_failed else 0
 
 

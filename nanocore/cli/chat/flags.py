@@ -95,8 +95,8 @@ def build_parser() -> FlagParser:
     add("--set", type=_utf8, action="append", default=[], metavar="NAME=VALUE",
         help="a sampling parameter, e.g. temperature=0; may be repeated")  # fmt: skip
     add("--plain", action="store_true", help="no styles for Markdown")
-    add_engine_flags(parser.add_argument_group("engine"), bare_endpoint="",
-        after_restarts="then, and with 0, the next question starts it again")  # fmt: skip
+    after_restarts = "then, and with 0, the next question starts it again"
+    add_engine_flags(parser.add_argument_group("engine"), "", after_restarts)
     add = parser.add_argument_group("any server of OpenAI's API").add_argument
     add("--url", type=api_url, help="of its API, e.g. http://127.0.0.1:8000/v1")
     add("--model-name", type=_utf8, metavar="NAME",

@@ -14,8 +14,8 @@ import msgspec
 import torch
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.worker.machine_speed import STRETCH_S, measure_speed
-from nanocore.worker.model_cost import (
+from nanocore.worker.cost.machine_speed import STRETCH_S, measure_speed
+from nanocore.worker.cost.model_cost import (
     MachineSpeed,
     ModelCost,
     StepWork,
@@ -225,12 +225,15 @@ def _memory_rows(forecast: Forecast) -> Iterator[str]:
     yield "memory" + (f", the most of {len(ranks)} ranks" if len(ranks) > 1 else "")
     for name, num_bytes, note in (
         ("weights", max(rank.weight_bytes for rank in ranks), parameters),
-        ("KV cache", max(rank.kv_cache_bytes for rank in ranks),
-         f"{forecast.kv_token_bytes:,.0f} bytes a token, {blocks}"),
+        (
+            "KV cache",
+            max(rank.kv_cache_bytes for rank in ranks),
+            f"{forecast.kv_token_bytes:,.0f} bytes a token, {blocks}",
+        ),
         ("activations", max(rank.activation_bytes for rank in ranks), "in the largest step, about"),
         ("tables", max(rank.table_bytes for rank in ranks), "token ids, block ids, rotations"),
         ("left", min(rank.left_bytes for rank in ranks), "of what there is"),
-    ):  # fmt: skip
+    ):
         yield f"  {name:<11}{num_bytes / 1e6:>12,.1f} MB  {note}"
 
 

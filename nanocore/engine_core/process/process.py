@@ -61,11 +61,11 @@ from nanocore.protocol.errors import (
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets import EngineSocket
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.cost.model_cost import MachineSpeed
 from nanocore.worker.device.device import select_device
 from nanocore.worker.executors.executor import Executor, StepExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
 from nanocore.worker.loading.model_folder import resolve_model
-from nanocore.worker.model_cost import MachineSpeed
 from nanocore.worker.models import load_model_config
 from nanocore.worker.numerics import numerics_fingerprint
 from nanocore.worker.rank_messages import WorkerInfo

@@ -31,10 +31,10 @@ from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.rank_group import SharedMemoryGroup
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-"""Of activations, as the kernels number them."""
+"""Numbers of the activations' dtypes in the kernels."""
 _KINDS: Final = {**DTYPES, torch.int8: 2}
 _INTEGERS, _CODEBOOK = 3, 4
-"""Of packed weights."""
+"""Numbers of further kinds of packed weights."""
 
 
 def weight_struct(weight: LinearWeight) -> LinearWeightStruct:

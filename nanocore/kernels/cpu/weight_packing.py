@@ -29,7 +29,7 @@ from nanocore.kernels.linear_weight import LinearWeight, check_quantization_name
 _PAGE_BYTES: Final = 2 << 20
 _SMALL_BYTES: Final = 16 << 20
 _SHARED_BYTES: Final = 64 << 20
-"""Of a piece that small weights share; what is not given out is never touched."""
+"""Size of a piece that small weights share; unused memory of it is never touched."""
 _ALIGNMENT: Final = 4096
 
 

@@ -83,7 +83,7 @@ _BUILDS: Final = (
     _Build(4, "flash_attn.cute", (_VARLEN,), "seqused_k", "page_table", (9, 10, 11)),
     _Build(2, "flash_attn", (_WITH_KVCACHE, _VARLEN), "cache_seqlens", "block_table", range(8, 13)),
 )
-"""Those that are looked for, the best one first."""
+"""Builds that are looked for, the best one first."""
 
 
 class FlashKernels(TritonKernels):

@@ -40,7 +40,7 @@ def _round(x) -> tl.tensor:
 def quantize_tokens_kernel(
     x, values, scales, x_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ) -> None:
-    """As `linear_weight.quantize_rows`."""
+    """Quantize tokens as `linear_weight.quantize_rows` does."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     x_row, values_row = x + row * x_stride, values + row * SIZE

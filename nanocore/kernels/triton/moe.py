@@ -84,7 +84,7 @@ def weighted_sum_kernel(
     y, weights, gate, shared, out, size, gate_stride, shared_stride,
     NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of each token the sum of its choices' rows by their weights, in order; then the shared one's.
+    """Add each token's chosen rows by their weights, in order, and then the shared expert's.
 
     Rounded where the reference is, which adds the shared one by itself. shared: None without.
     """

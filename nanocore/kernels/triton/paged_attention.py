@@ -37,7 +37,7 @@ MIN_PART_TILES: Final = 8
 """To write a part's sums and to read them again takes about as long as some tiles of keys."""
 
 _MERGED_ROWS: Final = 4
-"""Of a program. There are as many as there could be rows to merge, so there should be few."""
+"""Rows per program. Programs are as many as could be needed, so there should be few."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 NUM_WARPS: Final = 4
 _HALF_ELEMENTS: Final = NUM_WARPS * 32 * 8
-"""Of the first halves of a program's heads: 16 bytes for each thread in bfloat16."""
+"""Elements of the first halves of a program's heads: 16 bytes for each thread in bfloat16."""
 
 _ROUNDER: Final = tl.constexpr(1.5 * 2**23)
 """Added to a smaller float32 and taken off, it leaves an integer, rounded half to even."""

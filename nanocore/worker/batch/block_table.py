@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SPARE_COLUMNS = 64
-"""Of a copy: for the blocks that its rows take before it must be made again."""
+"""Extra columns of a copy, for blocks that its rows take before it must be made again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,7 @@ def _ids(settings: Settings) -> list[int] | None:
 
 
 MAX_EXPERTS: Final = 2**16
-"""Of all layers together; twice what the largest models have."""
+"""Limit for all layers together: twice what the largest models have."""
 
 _ACTIVATIONS: Final[dict[str, Activation]] = {
     "silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_python_tanh": "gelu",

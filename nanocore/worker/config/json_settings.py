@@ -28,7 +28,7 @@ MAX_INDEX_BYTES: Final = 128 * 2**20
 """Ten times the index of the largest checkpoints."""
 
 MAX_SETTINGS_BYTES: Final = 4 * 2**20
-"""As Python objects they may take fifty times that."""
+"""Small, because Python objects may take fifty times that."""
 
 
 def read_json(path: Path, kind: type[T], max_bytes: int) -> T:

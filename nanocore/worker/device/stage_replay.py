@@ -15,7 +15,7 @@ from nanocore.kernels.interface import AttentionMetadata, Kernels, Replay
 from nanocore.worker.communication.communicator import StageLinks
 
 CapturablePart = Callable[[Tensor | None, Tensor, AttentionMetadata, Tensor], Tensor]
-"""Of hidden states, None on the first stage, and of a step as `Replay` has it."""
+"""Called with hidden states (None on the first stage) and a step's inputs: see `Replay`."""
 
 
 class StageReplay:

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 _LINE_WORDS: Final = 8
-"""Of 64 bits: a cache line per rank."""
+"""Words of 64 bits in a cache line; each rank has one line."""
 
 
 class StatusBoard:

@@ -56,7 +56,7 @@ _DTYPES = _FLOATS | {
 """What tensors may be; of which kind one must be, its `TensorEntry` says."""
 PIECE_BYTES = 4 * 2**20
 BUFFERED_BYTES = 256 * 2**20
-"""Of weights that are read and not packed yet, at most, if it is more than one."""
+"""Limit for weights that are read and not packed yet; a single weight may exceed it."""
 _MAX_THREADS = 4
 _MAX_PIECES = 4 * _MAX_THREADS
 

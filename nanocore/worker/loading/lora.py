@@ -46,7 +46,7 @@ _UNUSED: Final = frozenset(
         "task_type",
     )
 )  # fmt: skip
-"""Of training and of how it began: `init_lora_weights` says whether that changed the model. The
+"""Settings of training and initialization; `init_lora_weights` says if that changed the model. The
 matrices are [rank, inputs] and [outputs, rank] whatever `fan_in_fan_out` says of the model's."""
 _UNUSED_PREFIX: Final = "auto_"
 

@@ -23,7 +23,7 @@ _ALLOWED = [
     *get_args(ModelFileName),
 ]
 _IGNORED = ["*/*.safetensors", "consolidated*"]
-"""Those of subfolders, and Mistral's second copy of the weights."""
+"""Weights in subfolders, and Mistral's second copy of the weights."""
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _HUB_ID = re.compile(f"{_WORD}/{_WORD}")
 

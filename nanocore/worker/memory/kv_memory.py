@@ -21,7 +21,7 @@ from nanocore.kernels.interface import KVCache
 from nanocore.kernels.kv_quantization import KVCacheFormat
 
 ALIGNMENT_BYTES: Final = 64
-"""Of a block, and of each layer's K and V in it: a line of a CPU's cache, and what TMA wants."""
+"""Alignment of a block and of each layer's K and V in it: a cache line, and what TMA needs."""
 
 KV_LAYOUT_VERSION: Final = 2
 """To be counted up when blocks hold the same values otherwise."""

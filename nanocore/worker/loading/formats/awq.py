@@ -34,7 +34,7 @@ from nanocore.worker.loading.weights import CheckpointProjection, Slot
 _BITS: Final = 4
 _PER_WORD: Final = 8
 _WORDS_AT_ONCE: Final = 8
-"""Of all inputs: what caches hold."""
+"""Words of all inputs that are unpacked at once: what caches hold."""
 _ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """Which four bits of a word, counted from the lowest, output j of its eight has."""
 

@@ -19,9 +19,9 @@ MAX_PATTERNS: Final = 100_000
 """Module names as they are, for which models with experts have long lists."""
 MAX_REGEXES: Final = 1024
 _MAX_REPETITIONS: Final = 10_000
-"""Of nested ones together: `regex` compiles each of those that are required."""
+"""Limit for the product of nested ones: `regex` compiles each required repetition."""
 _TIMEOUT_S: Final = 1.0
-"""Of one pattern and name. Sane ones take microseconds."""
+"""Limit for one pattern and name. Sane ones take microseconds."""
 
 
 class Pattern:

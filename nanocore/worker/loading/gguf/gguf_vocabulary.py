@@ -12,7 +12,7 @@ from nanocore.worker.loading.gguf.header import read_vocabulary
 
 _MAX_TOKEN_CHARS: Final = 1024
 _MAX_CHARS: Final = 2**24
-"""Of all tokens: eight times the largest vocabulary."""
+"""Limit for all tokens together: eight times the largest vocabulary."""
 _ENDS: Final = frozenset(
     {
         "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",

@@ -53,7 +53,7 @@ TENSOR_TYPES: Final = {
 MAX_HEADER_BYTES: Final = 128 * 2**20
 """Ten times the largest: a vocabulary of 256,000 tokens takes 12 MB."""
 MAX_ITEMS: Final = 2**22
-"""Of all arrays of a file together: as Python's objects they take some 60 bytes each."""
+"""Limit for all arrays of a file together: an item takes some 60 bytes as a Python object."""
 _MAX_STRING_BYTES: Final = 2**20
 _CHUNK_BYTES: Final = 2**20
 _U32: Final = struct.Struct("<I")

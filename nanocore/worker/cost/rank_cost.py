@@ -11,11 +11,11 @@ import torch
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.cost.model_cost import AttentionCost, ModelCost
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import POSITIONS, TensorEntry, unbuffered_bytes
 from nanocore.worker.memory.kv_memory import KVLayout
-from nanocore.worker.model_cost import AttentionCost, ModelCost
 from nanocore.worker.rank_messages import WorkerConfig
 
 

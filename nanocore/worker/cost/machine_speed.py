@@ -18,7 +18,7 @@ from typing import Final
 import torch
 import torch.nn.functional as F
 
-from nanocore.worker.model_cost import MachineSpeed
+from nanocore.worker.cost.model_cost import MachineSpeed
 
 STRETCH_S: Final = 0.004
 """Short enough for a start, which measures three figures in three stretches each."""
