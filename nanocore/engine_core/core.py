@@ -65,6 +65,8 @@ class EngineCore:
         self._outbox = outbox
         self._trace = trace
         self._masks = StepMasks(scheduler, executor, masks)
+        # Submitted and not collected. The scheduler counts a collected step until `update`, so an
+        # abort in between still voids its result.
         self._num_in_flight = 0
         self._deferred: list[ControlCall] = []
         self._pausing: set[int] = set()  # clients that hold a pause; then no step begins
@@ -76,7 +78,7 @@ class EngineCore:
             self.drain_inbox(wait=self.is_idle)
             if self._shutdown is None and not self.is_idle:
                 self.step()
-        if not self._shutdown.failure:  # else clients are told that the engine is dead
+        if not self._shutdown.failure:  # else the io thread tells clients that the engine is dead
             self._send_ends(self.scheduler.abort_all(), "abort", self._shutdown.reason)
         return self._shutdown
 
@@ -93,7 +95,8 @@ class EngineCore:
         while (
             self._num_in_flight < executor.max_concurrent_steps
             and not self._pausing
-            # The awaited masks may follow from results that are not in: first things first.
+            # A worker begins no other step before the awaiting one has sampled, and its masks may
+            # need a result that has to be collected first.
             and not self._masks.is_awaited
             and (group := scheduler.next_group()) is not None
         ):
@@ -107,7 +110,7 @@ class EngineCore:
         self.drain_inbox(wait=False, in_step=True)
         for output in scheduler.update(result):
             self._outbox.put(output)
-        self._sample()
+        self._sample()  # masks that waited for this result can be filled now
         deferred, self._deferred = self._deferred, []
         for call in deferred:
             self._handle(call)
@@ -122,7 +125,7 @@ class EngineCore:
         if self._trace:
             self._trace.begin(self.scheduler)
         if self.scheduler.is_stuck:
-            self._fail_stuck_request()
+            self._fail_stuck_request()  # the plan is empty, and submitted like any other
         self._masks.begin(plan)
         self._executor.submit(plan)
         self._num_in_flight += 1
@@ -189,7 +192,11 @@ class EngineCore:
     def _send_ends(
         self, requests: list[Request], reason: FinishReason, message: str | None
     ) -> None:
-        """Send the final events of requests that ended outside a step's result."""
+        """Send the final events of requests that ended outside a step's result.
+
+        message: None if the client asked for the end. A client takes an abort with a message as the
+        engine's stopping, and may resubmit the request elsewhere.
+        """
         events, now_s = [], self.scheduler.clock()
         for request in requests:
             event = end_outside_a_step(request, reason, message)

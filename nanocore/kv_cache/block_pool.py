@@ -110,7 +110,7 @@ class BlockPool:
         self.num_free += num_freed
         self.num_gains += num_freed
 
-    def take_next(self, block: Block) -> None:
+    def reuse_first(self, block: Block) -> None:
         """Move a free block to the head of the free list: it was removed from the index."""
         assert block.ref_count == 0
         self.num_gains += 1

@@ -66,7 +66,7 @@ class KVCacheManager:
 
     @property
     def num_fenced_blocks(self) -> int:
-        """References to freed blocks that end when the steps in flight are complete."""
+        """References to fenced blocks: a shared block counts once for each."""
         return sum(len(blocks) for _, blocks in self._fenced)
 
     def fenced_block_ids(self) -> list[int]:
@@ -120,7 +120,7 @@ class KVCacheManager:
     ) -> bool:
         """Whether `allocate` would succeed, and leave num_reserved blocks free."""
         num_available = self.pool.num_free - num_reserved
-        # Counting the held ones among many hits is slow: only if it matters.
+        # If even all blocks fit, the held ones among many hits need not be counted.
         if -(-num_tokens // self.block_size) <= num_available:
             return True
         return self.num_free_needed(handle, num_tokens, hits) <= num_available
@@ -156,8 +156,9 @@ class KVCacheManager:
     def register(self, handle: int, keys: Sequence[BlockKey], num_full: int) -> None:
         """Register a request's first `num_full` blocks in the prefix index.
 
-        Called when a step that fills them is planned, not when it is done: all KV writes of a layer
-        precede its reads, so even a request admitted in the same step may share them.
+        Called when a step that fills them is planned (or, for decodes, when the next block is
+        needed), not when it is done: all KV writes of a layer precede its reads, so even a request
+        admitted in the same step may share them.
         """
         holding = self._holdings[handle]
         start = holding.num_registered
@@ -185,7 +186,8 @@ class KVCacheManager:
     def free(self, handle: int, after_step: int = 0) -> None:
         """Release all blocks of a request; cached content stays findable until it is evicted.
 
-        after_step: the last step that may still write them; until it is complete they are fenced.
+        after_step: the last step that may still write them; until it is complete they are fenced:
+            not handed out, but still found by others.
         """
         holding = self._holdings.pop(handle, None)
         if holding is None:
@@ -204,7 +206,7 @@ class KVCacheManager:
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix index. Returns False, and does nothing, while any block is held."""
-        # Holders have keys of the old content; forgetting them under way would mix both.
+        # Holders chain new keys to those of their first blocks, which would be missing.
         if self.pool.num_free < self.num_blocks:
             return False
         self._index.clear()
@@ -247,7 +249,7 @@ class KVCacheManager:
             self._events.stored(parent, [key])
         self._index.put([block], parent, [key])
         if other.ref_count == 0:
-            self.pool.take_next(other)  # its content is worthless now, so it is reused first
+            self.pool.reuse_first(other)  # its content is worthless now, so it is reused first
         return key
 
     def _forget(self, blocks: list[Block]) -> None:

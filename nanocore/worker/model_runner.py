@@ -1,8 +1,7 @@
 """Runs a step on one rank: applies the plan to the persistent batch, calls the model, samples.
 
 On a CPU the step is over when `begin` returns; on a device beside the host, which has a stream,
-`DeviceSteps` begins it there. If the plan awaits masks, the step is over or begun, as far as its
-logits.
+`DeviceSteps` begins it there. If the plan awaits masks, only the logits are computed at first.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat
-from nanocore.worker.batch.batch_step import BatchStep, StepInputs, ints
+from nanocore.worker.batch.batch_step import BatchStep, ints
 from nanocore.worker.batch.input_batch import InputBatch
 from nanocore.worker.communication.communicator import StageLinks
 from nanocore.worker.device.device_steps import DeviceQueue, DeviceSteps
@@ -168,7 +167,8 @@ class ModelRunner:
 
     def _compute(self, plan: SchedulerOutput, step: BatchStep) -> PendingOutput:
         """Run a step on the host, replayed if it was captured; its output is done."""
-        # If it awaits masks, no other begins before: so its logits stay what they are.
+        # If it awaits masks, no other step begins before it samples: so none overwrites its logits,
+        # which are in the buffer of a replayed step.
         inputs = self.batch.inputs(step)
         requested = None if self.sampler is None else self.batch.requested(step)
         logits_RV: Tensor | None
@@ -176,7 +176,7 @@ class ModelRunner:
         # A captured step returns the logits of rows that sample and nothing else: a step that needs
         # other hidden states runs kernel by kernel.
         if requested is not None and requested.needs_hidden:
-            logits_RV, hidden_NE = self._compute_logits_and_hidden(inputs, requested)
+            logits_RV, hidden_NE = self.stage.compute_logits_and_hidden(inputs, requested)
         else:
             compute = self._replay or self.stage.compute_logits
             logits_RV = compute(inputs.token_ids_T, inputs.attention, inputs.sample_index_R)
@@ -187,17 +187,6 @@ class ModelRunner:
         if plan.awaits_masks and self.sampler is not None:
             return AwaitingOutput(plan.step, sample)
         return sample()
-
-    def _compute_logits_and_hidden(
-        self, inputs: StepInputs, requested: RequestedOutputs
-    ) -> tuple[Tensor, Tensor]:
-        num_samples = len(inputs.sample_index_R)
-        index = requested.hidden_index(torch.from_numpy(requested.column))
-        hidden = self.stage.hidden(
-            inputs.token_ids_T, inputs.attention, torch.cat((inputs.sample_index_R, index))
-        )
-        assert hidden is not None, "there are rows"
-        return self.stage.logits(hidden[:num_samples]), hidden[num_samples:]
 
     def _sample(
         self,

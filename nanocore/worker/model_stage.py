@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata, Kernels, KVCache, Rotary
 from nanocore.kernels.step_rows import StepRows
+from nanocore.worker.batch.batch_step import StepInputs
 from nanocore.worker.communication.communicator import StageLinks
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.linear import StepContext
@@ -85,6 +86,18 @@ class ModelStage:
         """Compute a step's logits, kernel by kernel; None as in `forward`."""
         hidden = self.hidden(token_ids_T, metadata, sample_index_R)
         return None if hidden is None else self.logits(hidden)
+
+    def compute_logits_and_hidden(
+        self, inputs: StepInputs, requested: RequestedOutputs
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a step's logits [R, V], and the hidden states [N, E] that outputs need."""
+        num_samples = len(inputs.sample_index_R)
+        index = requested.hidden_index(torch.from_numpy(requested.column))
+        hidden = self.hidden(
+            inputs.token_ids_T, inputs.attention, torch.cat((inputs.sample_index_R, index))
+        )
+        assert hidden is not None, "there are rows"
+        return self.logits(hidden[:num_samples]), hidden[num_samples:]
 
     def compute_requested(
         self, requested: RequestedOutputs, column: Tensor, sampled: Sampled, token_table: Tensor

@@ -25,8 +25,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: int32 column. num_computed_tokens: tokens whose KV is in those blocks already.
     seed: the request's noise is a function of it and the position.
     stop_token_ids: EOS, unless it is ignored, and stop ids: not sampled before min_tokens.
-    num_prompt_logprobs: of prompt tokens whose log probabilities are known already, if it asks for
-    them.
+    num_prompt_logprobs: number of prompt tokens whose log probabilities the client has already.
     """
 
     row: int
@@ -50,8 +49,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     removed_rows: int32 column. added: rows taken (again) by requests.
     block_rows, block_ids: int32 columns; the block is appended to the row's table.
     chunk_rows, chunk_counts: int32 columns; the rows whose token count is not one, with that count
-    (0: the row is held but takes no part in this step). What goes beyond a row's known tokens are
-    drafts, which the worker has; no worker drafts yet.
+    (0: the row is held but takes no part in this step); prompts may be of other groups. Tokens
+    beyond a row's known ones would be the worker's drafts; not used yet.
     num_tokens: tokens of the step, over all rows.
     awaits_masks: `TokenMasks` of the step follow, without which it does not sample.
     """

@@ -64,3 +64,15 @@ def test_a_refusal_frees_the_id() -> None:
     table.refuse("a", EngineDeadError("?"))
     table.refuse("a", EngineDeadError("?"))
     assert "a" not in table
+
+
+def test_a_resubmitted_stream_can_be_left_while_a_lost_engine_is_diagnosed() -> None:
+    table = RequestTable()
+    stream = RequestStream("a", None, [1], SamplingParams(detokenize=False), None, table.leave)
+    table.add(OpenRequest(stream, request_id="a~1"))
+    table.accept(Accepted(request_id="a~1", handle=1, seed=0))
+    table.hand_over(EngineDeadError("?"))  # nobody continues it
+    assert table.wire_ids("a") == ["a", "a~1"]
+    stream.close()
+    assert "a~1" not in table
+    assert table.wire_ids("a") == ["a"]

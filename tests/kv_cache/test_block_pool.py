@@ -124,9 +124,9 @@ class BlockPoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.free)
     @rule(data=st.data())
-    def take_next(self, data: st.DataObject) -> None:
+    def reuse_first(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(self.free))
-        self.pool.take_next(self.pool.blocks[block_id])
+        self.pool.reuse_first(self.pool.blocks[block_id])
         self.free.remove(block_id)
         self.free.insert(0, block_id)
 

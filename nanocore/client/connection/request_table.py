@@ -74,9 +74,13 @@ class RequestTable:
 
     def add(self, request: OpenRequest) -> None:
         """Add a request that is about to be submitted; its id must not be in use."""
-        self._requests[request.request_id] = request
         for sample in request.samples:
-            sample.request_id, sample.handle = request.request_id, None
+            sample.request_id = request.request_id
+            sample.handle = None
+        self._hold(request)
+
+    def _hold(self, request: OpenRequest) -> None:
+        self._requests[request.request_id] = request
         if request.request_id != request.stream.request_id:
             self._aliases.setdefault(request.stream.request_id, set()).add(request.request_id)
 
@@ -105,8 +109,8 @@ class RequestTable:
     def leave(self, stream: RequestStream, sample: Sample | None = None) -> None:
         """Forget a stream, or one sample of it, that nobody reads any more.
 
-        An id without a handle stays in use until the engine has replied: until then a second
-        request of that id could be mistaken for the first.
+        An id without a handle stays in use until the engine has replied and ended it: until then a
+        second request of that id could be mistaken for the first.
         """
         for each in stream.samples if sample is None else [sample]:
             request = self._requests.get(each.request_id)
@@ -200,16 +204,18 @@ class RequestTable:
 
     def hand_over(self, error: NanocoreError) -> None:
         """Offer all requests of a session that has ended; the others stay until `fail`."""
-        requests, self._requests, self._aliases = self._requests, {}, {}
-        for request in requests.values():
+        for request in list(self._requests.values()):
+            self.remove(request)
             if not self.take_over(request, error):
-                self._requests[request.request_id] = request
+                self._hold(request)
 
     def fail(self, error: NanocoreError) -> None:
         """Fail what does not continue elsewhere."""
         self.hand_over(error)
         requests, self._requests = self._requests, {}
-        self._by_handle, self._with_logprobs = {}, {}
+        self._aliases.clear()
+        self._by_handle.clear()
+        self._with_logprobs.clear()
         for request in requests.values():
             request.fail(error)
 

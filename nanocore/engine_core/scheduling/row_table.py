@@ -97,6 +97,22 @@ class RowTable:
         """Return the requests that own rows, by row."""
         return [request for request in self.requests if request is not None]
 
+    def structured(self, decoding: IntArray, completed: list[int]) -> list[tuple[int, Request]]:
+        """Return (row, request) of those of these rows that have structured output."""
+        if not self.matchers:
+            return []
+        rows = decoding[np.isin(decoding, list(self.matchers))].tolist()
+        rows += [row for row in completed if row in self.matchers]
+        return [(row, self.request(row)) for row in rows]
+
+    def advance_matchers(self, sampled: TokenColumns) -> None:
+        """Tell the matchers of structured rows which tokens are delivered."""
+        if not self.matchers:
+            return
+        rows = sampled.owner_of_each()
+        for i in np.isin(rows, list(self.matchers)).nonzero()[0].tolist():
+            self.matchers[int(rows[i])].append((int(sampled.token_ids[i]),))
+
     def request(self, row: int) -> Request:
         request = self.requests[row]
         assert request is not None, f"row {row} is free"

@@ -5,8 +5,19 @@ The scheduler decides who runs; this class owns the state of those who do. A ste
     compute (tokens and blocks of running rows) → admit (new rows) → begin (in flight) → accept
 
 Python per request runs only for rows that are admitted, computed in chunks, cross a block, end or
-are preempted; all other rows cost a few vector operations together. A step may compute draft tokens
-beyond a row's known ones; drafts that were not accepted are taken back (`RowTable.rewind`).
+are preempted; all other rows cost a few vector operations together. A row is *prefilling* while
+known tokens of it are left to plan, *decoding* while each step takes one token, and *finishing*
+when its last step is planned and the result is not in. Its columns are in `RowTable`:
+
+    num_tokens      tokens whose ids are known
+    num_computed    tokens that are computed, counted when they are planned: with steps in flight it
+                    may exceed num_tokens
+    max_computed    num_computed with which it samples its last token, which is never computed
+    held_tokens     tokens that fit its blocks
+    quiet_until     num_computed up to which a decode needs no new block and does not end
+
+A step may compute draft tokens beyond a row's known ones; drafts that were not accepted are taken
+back (`RowTable.rewind`). `StepPlan` says which rows a step serves, and how.
 """
 
 from __future__ import annotations
@@ -49,7 +60,8 @@ class RunningSet:
         precedence: PrecedenceKey,
         step_log: StepLog,
     ) -> None:
-        # With groups and with drafts, a row's next step needs the result of its last one.
+        # A row's next step needs its last one's result: with drafts for the number of tokens, with
+        # groups because the first pipeline stage learns sampled tokens through the engine.
         self.may_overlap = config.num_groups == 1 and not config.num_speculative_tokens
         self._num_groups = config.num_groups
         self._num_drafts = config.num_speculative_tokens
@@ -63,7 +75,7 @@ class RunningSet:
         )
         self._results = ResultReader(self.table)
         self._in_flight: deque[StepOutcome] = deque()
-        # Rows that wait for blocks, over all groups. A row in here must be running: nobody is
+        # Rows that wait for blocks, over all groups; all are decoding or prefilling. Nobody is
         # admitted while this is not empty, so a stale entry would stop admission for ever.
         self._stalled: set[int] = set()
         # Both since the last plan; workers learn of them with the next one.
@@ -125,9 +137,9 @@ class RunningSet:
     def next_chunk(self, row: int, group: int) -> int:
         """Return how many tokens of a prefilling row a step of the group may compute.
 
-        A step of any group may compute a prompt, but for its last token. That one samples, so it
-        belongs to the row's own group: the group's next step is planned only when its result is in,
-        while steps of other groups are in flight at the same time.
+        A step of any group may compute a prompt's tokens except the last one. That one samples, and
+        a row may sample only in steps of its own group: otherwise its token could still be unknown
+        when the next step of its own group, which computes it, is planned.
         """
         table = self.table
         num_left = int(table.num_tokens[row] - table.num_computed[row])
@@ -169,8 +181,8 @@ class RunningSet:
             chunks, budget = self._share_budget(plan, token_budget - num_decoded, reserved)
             if all(self._provide(plan, row, end) for row, end in decodes + chunks):
                 break
-        # What stalls rows of this group is decided anew in each of its plans; rows of other groups
-        # keep their state.
+        # Which rows of this group are stalled is decided anew in each of its plans; rows of other
+        # groups stay stalled until their own group plans.
         self._stalled = {r for r in self._stalled if r % self._num_groups != group}
         self._stalled |= plan.stalled
         plan.decoding, plan.decode_ends, plan.decode_counts = decoding, ends, counts
@@ -181,7 +193,7 @@ class RunningSet:
         if plan.last and not self._num_drafts:
             table.finish_decoding(plan.last)
         for row, end in chunks:
-            self._compute_chunk(plan, row, int(table.num_computed[row]), end)
+            self._plan_chunk(plan, row, int(table.num_computed[row]), end)
         return plan, budget
 
     def admit(self, plan: StepPlan, request: Request, hits: list[Block], count: int) -> None:
@@ -207,13 +219,13 @@ class RunningSet:
             plan.new.append(request)
         if num_cached:
             plan.cached[request.request_id] = num_cached
-        self._compute_chunk(plan, row, num_cached, end)
+        self._plan_chunk(plan, row, num_cached, end)
 
     def begin(self, plan: StepPlan) -> SchedulerOutput:
         """Put the complete plan in flight; returns the message to workers."""
         if plan.started:
             self.table.start_decoding(plan.started)
-        plan.masked = self._masked_rows(plan)
+        plan.masked = self.table.structured(plan.decoding, plan.completed)
         self._in_flight.append(StepOutcome(plan))
         removed_rows, self._removed_rows = self._removed_rows, []
         sampled, self._sampled = self._sampled, []
@@ -231,14 +243,15 @@ class RunningSet:
         outcome = self._in_flight.popleft()
         plan, dead_rows = outcome.plan, outcome.dead_rows
         self._kv_cache.complete(plan.number)  # first: what only this step could write is free now
-        sampled = self._results.read(outcome, result)
+        sampled = self._results.read(outcome, result)  # without dead rows
         self._results.take_prompt_logprobs(outcome, result)
         pooled = self._results.read_pooled(outcome, result)
         sampled, ends = ends_by_token(table, sampled, pooled)
         table.append(sampled, now_s)
-        self._advance_matchers(sampled)
+        table.advance_matchers(sampled)
         if plan.decode_counts is not None:
-            # Dead rows, too: with drafts no other request can have got them before this result.
+            # Dead rows, too: with drafts a group has one step in flight, so no other request can
+            # have got them before this result.
             table.rewind(plan.decoding)
         if self._num_groups > 1:
             self._sampled.append(sampled)
@@ -255,7 +268,11 @@ class RunningSet:
         return outcome
 
     def preempt(self, request: Request) -> None:
-        """Take a request's row and blocks; its tokens go back to it, to be recomputed later."""
+        """Take a request's row and blocks; its tokens go back to it, to be recomputed later.
+
+        Tokens that steps in flight sample for it are lost. They are sampled again, the same ones,
+        because noise depends on the request's seed and the position alone.
+        """
         token_ids = self.table.known_tokens(request.row).copy()
         self.leave(request)
         request.token_ids = token_ids
@@ -264,7 +281,8 @@ class RunningSet:
         """Take a request's row and blocks.
 
         Steps in flight may still write the blocks, so they are fenced until the last of these is
-        over; and their results for the row are void, whoever owns it by then.
+        over: nothing relies on workers running steps in order. Results of these steps for the row
+        are void, whoever owns it by then.
 
         keeps_blocks: False if the blocks' content must not be found: it is damaged.
         """
@@ -280,23 +298,6 @@ class RunningSet:
             outcome.dead_rows.add(row)
         last_step = self._in_flight[-1].plan.number if self._in_flight else 0
         self._kv_cache.free(request.handle, after_step=last_step)
-
-    def _masked_rows(self, plan: StepPlan) -> list[tuple[int, Request]]:
-        table = self.table
-        if not table.matchers:
-            return []
-        rows = plan.decoding[np.isin(plan.decoding, list(table.matchers))].tolist()
-        rows += [row for row in plan.completed if row in table.matchers]
-        return [(row, table.request(row)) for row in rows]
-
-    def _advance_matchers(self, sampled: TokenColumns) -> None:
-        """Tell the matchers of structured rows which tokens are delivered."""
-        matchers = self.table.matchers
-        if not matchers:
-            return
-        rows = sampled.owner_of_each()
-        for i in np.isin(rows, list(matchers)).nonzero()[0].tolist():
-            matchers[int(rows[i])].append((int(sampled.token_ids[i]),))
 
     def _decodes(self, group: int, stalled: set[int]) -> tuple[IntArray, IntArray, IntArray | None]:
         """Return (rows, their computed tokens after the step, tokens each computes) of decodes.
@@ -357,7 +358,7 @@ class RunningSet:
         if num_tokens <= held_tokens:
             return True
         request = table.request(row)
-        # Before new blocks are appended: its full blocks become findable as soon as they can be.
+        # Decodes register full blocks here and in `leave` only: once a block, not in every step.
         self._register(request, int(table.num_computed[row]))
         block_ids = self._kv_cache.allocate(request.handle, num_tokens)
         if block_ids is None:
@@ -372,7 +373,11 @@ class RunningSet:
 
         Blocks come back soon from fences, which end with steps in flight, and from rows that only
         wait for their last token. If these suffice, a step's wait is cheaper than recomputing a
-        request. If not, the last running request by precedence is preempted; that may be this row.
+        request. If not, the last running request by precedence is preempted, of any group; that may
+        be this row. With steps in flight its blocks are fenced, too: the next pass stalls this row,
+        and a later plan gives it the blocks. Both sums are upper bounds, since blocks may be shared
+        and others wait for them. A row that stalled in vain is decided on again in its group's next
+        plan; with nothing in flight both sums are 0, so somebody is preempted.
         """
         table, kv_cache = self.table, self._kv_cache
         num_needed = kv_cache.num_free_needed(table.request(row).handle, num_tokens)
@@ -389,7 +394,7 @@ class RunningSet:
         plan.preempt(last, table.request(row))
         self.preempt(last)
 
-    def _compute_chunk(self, plan: StepPlan, row: int, computed: int, end: int) -> None:
+    def _plan_chunk(self, plan: StepPlan, row: int, computed: int, end: int) -> None:
         """Plan tokens `computed` to `end` - 1 of a prefilling row."""
         table = self.table
         plan.chunks.append(Chunk(row, end - computed, computed))

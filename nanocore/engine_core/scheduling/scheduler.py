@@ -32,7 +32,7 @@ from nanocore.protocol.messages import Event
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 
 _NUM_ARRIVALS: Final = 1024
-"""Steps whose arrival times are remembered, for requests whose grammar is compiled meanwhile."""
+"""Steps whose arrival times are kept, for requests that join late since a grammar is compiled."""
 
 
 class Scheduler:
@@ -77,7 +77,7 @@ class Scheduler:
         self._last_group = 0
         self._arrivals_s: dict[int, float] = {}  # by step number: when its first request arrived
         # Why the head did not fit: it is not looked up again while that persists.
-        self._blocked_head = NO_SHORTAGE
+        self._head_shortage = NO_SHORTAGE
         # By group: a head for which priority preemption could not free enough.
         self._failed_preemption: dict[int, BlockShortage] = {}
         self._watermark_blocks = int(config.watermark * kv_cache.num_blocks)
@@ -101,7 +101,10 @@ class Scheduler:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether requests wait although nothing runs, is in flight or was preempted: a bug."""
+        """Whether requests wait although nothing runs, is in flight or was preempted: a bug.
+
+        To be asked right after `schedule`, whose own step is in flight then.
+        """
         busy = self.num_running or self.planned.preempted or self.num_in_flight > 1
         return bool(self.waiting) and not busy
 
@@ -118,13 +121,12 @@ class Scheduler:
         """Return the group of rows that the next step serves; None if there is nothing to do.
 
         With one group, steps may be planned while others are in flight (async scheduling). With
-        several groups (pipeline stages), and with drafts, a group is in at most one step, because
-        its next step needs that one's result.
+        several groups (pipeline stages), and with drafts, a group is in at most one step.
         """
         running = self.running
         if running.may_overlap:
             # With nothing in flight a step is planned whenever somebody is there: if it turns out
-            # empty, `is_stuck` tells why.
+            # empty, `is_stuck` detects it.
             if not running.num_in_flight:
                 return 0 if self._requests else None
             return 0 if running.can_go_on or self._can_admit(0) else None
@@ -157,7 +159,7 @@ class Scheduler:
         self.waiting.push(request)
 
     def abort(self, handle: int) -> Request | None:
-        """End a request for its client; returns it, or None if it has ended already."""
+        """End a request for its client, as `end` does."""
         request = self.end(handle)
         self.counters.num_aborts += request is not None
         return request
@@ -167,7 +169,7 @@ class Scheduler:
         request = self._requests.get(handle)
         if request is None:
             return None
-        if request.row < 0:  # also after a preemption
+        if request.row < 0:  # it waits, for the first time or after a preemption
             self.waiting.leave(request)
             self.counters.count_dequeued(request)
         self._ended.append(request)
@@ -176,8 +178,7 @@ class Scheduler:
 
     def abort_all(self) -> list[Request]:
         """End every request."""
-        ended = [self.abort(handle) for handle in list(self._requests)]
-        return [request for request in ended if request is not None]
+        return [ended for handle in list(self._requests) if (ended := self.abort(handle))]
 
     def schedule(self, group: int = 0) -> SchedulerOutput:
         """Plan the next step, for the group that `next_group` returned.
@@ -193,11 +194,13 @@ class Scheduler:
         preempted, reserved = self._preempt_for_head(group)
         token_budget = self._token_budget(group)
         plan, budget = running.compute(counters.num_steps, group, token_budget, reserved)
-        # Who was preempted in this step would take the blocks back from the one it gave them to.
+        # The blocks of rows that `compute` preempted are for running rows: admission could give
+        # them back to the preempted. Asked before those are added that were preempted for the head,
+        # which must be admitted.
         may_admit = not plan.preempted and not running.is_short_of_blocks
         plan.preempt_first(preempted, self.waiting.peek() if preempted else None)
         for request in plan.preempted:
-            self.waiting.push(request)
+            self.waiting.push(request)  # with its old precedence, so it keeps its place in line
             request.times.preempt(self.clock())
             if self._priority_preemption is not None:
                 self._priority_preemption.removed(request)
@@ -231,7 +234,7 @@ class Scheduler:
             outcome.finished.append(request)
             self._end(request, keeps_blocks=ended.finish_reason != "error")
             self.step_log.end(request, ended, now_s)
-        # Those that were aborted meanwhile are reported with this step, too.
+        # The trace reports those that ended otherwise since the last step with this one.
         outcome.finished += self._ended
         self._ended = []
         outcome.begin_decodes(self.running.table.requests, now_s)
@@ -244,7 +247,10 @@ class Scheduler:
         return may_fit and not self.running.is_short_of_blocks and self.num_admissible(group) > 0
 
     def num_admissible(self, group: int) -> int:
-        """Return how many rows a step of this group may give away: groups stay equally large."""
+        """Return how many rows a step of this group may give to waiting requests.
+
+        Groups stay equally large.
+        """
         num_taken, num_free = self.running.table.row_counts(group)
         # Without a share, one pipeline group would take all requests while the others idle.
         fair_share = -(-self.num_requests // self.config.num_groups)
@@ -261,6 +267,9 @@ class Scheduler:
 
     def _preempt_for_head(self, group: int) -> tuple[list[Request], tuple[Precedence, int] | None]:
         """Preempt lower priorities for the head of the queue, if that lets it be admitted.
+
+        With steps in flight the victims' blocks are fenced: then the head is admitted by a later
+        step, and until then `_failed_preemption` stays as it is, so this is tried again.
 
         Returns (preempted requests, (precedence, tokens) to reserve of the budget for the head).
         """
@@ -286,7 +295,8 @@ class Scheduler:
         is_admitted = need().has_row and self._fits(head, hits)
         if not (preempted or is_admitted):
             self._failed_preemption[group] = BlockShortage.of(self.kv_cache, head, hits)
-        return preempted, (self.precedence(head), count) if is_admitted else None
+        reserved = (self.precedence(head), count) if is_admitted else None
+        return preempted, reserved
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
         """Admit waiting requests while budget, rows and blocks last; none passes the head.
@@ -308,7 +318,8 @@ class Scheduler:
                     return  # a later step has the budget for all of it
                 self.waiting.defer(request)
             elif self._fits(request, hits):
-                # First out of the queue: that charges its session for what it will compute.
+                # It leaves the queue first: the queue looks for it by `was_admitted`, which changes
+                # with the row. Its session is charged for what it will compute.
                 self.waiting.admit(request, num_uncached)
                 self._admit(plan, request, hits, count)
                 budget -= count
@@ -316,7 +327,7 @@ class Scheduler:
                 if count == num_uncached:
                     self.waiting.release_siblings(request)
             else:
-                self._blocked_head = BlockShortage.of(self.kv_cache, request, hits)
+                self._head_shortage = BlockShortage.of(self.kv_cache, request, hits)
                 return
 
     @property
@@ -330,14 +341,18 @@ class Scheduler:
 
         With nothing running it is always tried: a wrong answer here would be a deadlock.
         """
-        return self.num_running > 0 and self._blocked_head.persists(self.kv_cache, request)
+        return self.num_running > 0 and self._head_shortage.persists(self.kv_cache, request)
 
     def _find_prefix(self, request: Request) -> list[Block]:
         keys = request.prefix_keys(self.kv_cache.block_size)
         return self.kv_cache.find_prefix(keys, request.num_tokens)
 
     def _fits(self, request: Request, hits: list[Block]) -> bool:
-        """Whether the whole prompt fits now, beside the watermark that others need to grow."""
+        """Whether the whole prompt fits now, beside the watermark that others need to grow.
+
+        Only the first chunk's blocks are taken then: two long prompts may fit one by one and not
+        together, and one of them is preempted later.
+        """
         num_reserved = self._num_reserved_blocks
         return self.kv_cache.can_allocate(request.handle, request.num_tokens, hits, num_reserved)
 

@@ -109,3 +109,13 @@ def ints(column: bytes) -> NDArray[np.int32]:
     """A plan's column of int32, as an array of its own."""
     # A copy, because torch warns of numpy arrays that it could not write to.
     return np.frombuffer(column, _INT32).copy()
+
+
+def running_counts(rows: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return for each entry how many entries before it are of the same row."""
+    order = rows.argsort(kind="stable")
+    is_first = np.diff(rows[order], prepend=-1) != 0
+    starts = np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))
+    counts = np.empty(len(rows), np.int64)
+    counts[order] = np.arange(len(rows)) - starts
+    return counts

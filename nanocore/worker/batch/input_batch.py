@@ -1,11 +1,11 @@
 """The persistent batch: every running row's state, kept between steps and updated incrementally.
 
 A row is fixed for as long as its request runs, and is the same in the engine and on every rank.
-Counts and block tables are numpy columns on the host. Tokens are where the model runs, where
-sampled ones are written: on a CPU in a table here, else in `DeviceRows`, so a step's inputs never
+Counts and block tables are numpy columns on the host. Token ids live where the model runs: on a CPU
+in a table here, else in `DeviceRows`. Sampled tokens are written there, so a step's inputs never
 wait for the host to see them. Preparing a step is vectorised and incremental: no Python loop over
-tokens or rows, nothing that grows with contexts, and what follows from which rows decode is made
-once for as long as they do. Shape suffixes: see `nanocore.kernels.interface`.
+tokens or rows, and nothing that grows with contexts. What depends only on the set of decoding rows
+is kept until a row comes or goes. Shape suffixes: see `nanocore.kernels.interface`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata
 from nanocore.kernels.step_rows import TokenPlaces
-from nanocore.worker.batch.batch_step import BatchStep, StepInputs, StepOrder, ints
+from nanocore.worker.batch.batch_step import BatchStep, StepInputs, StepOrder, ints, running_counts
 from nanocore.worker.batch.block_table import AppendedBlocks, BlockTable
 from nanocore.worker.plan import NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
@@ -89,7 +89,8 @@ class InputBatch:
         self.num_computed[rows_B] = seq_lens_B
         positions_T = before_B[order.source_T] + order.offset_T
         blocks_T = self.blocks.ids[order.rows_T, positions_T // self.block_size]
-        # A row samples when its last known token is computed; a chunk that ends before does not.
+        # A row samples when its last token is computed, be its id known on the host or not; a chunk
+        # that ends before does not.
         samples_B = seq_lens_B == self.num_tokens[rows_B]
         all_sample = bool(samples_B.all())
         return BatchStep(
@@ -158,12 +159,7 @@ class InputBatch:
 
         Returns their places in the rows, int32.
         """
-        # How many entries before each are of the same row: a running count within equal ones.
-        order = rows.argsort(kind="stable")
-        is_first = np.diff(rows[order], prepend=-1) != 0
-        starts = np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))
-        places = self.num_tokens[rows]
-        places[order] += np.arange(len(rows)) - starts
+        places = self.num_tokens[rows] + running_counts(rows)
         if self.token_ids.shape[1]:
             self.token_ids[rows, places] = token_ids
         np.add.at(self.num_tokens, rows, 1)

@@ -57,15 +57,16 @@ class TokenSampler:
         are_all_processed = len(rows.processed) == len(logits_RV)
         if are_all_processed and rows.lists is None:
             return self.sample_processed(logits_RV, metadata, mask)
-        # As on a device: plain tokens for all, which copies no logits; then rows with filters or
-        # edits are sampled again.
+        # `processed` are the indices of rows with filters or edits; `lists` are edits of any length
+        # (logit bias, penalties), and `of_rows` puts the rows that have some first. As on a device,
+        # all rows get plain tokens, which copies no logits; then these are sampled again.
         if are_all_processed:
             token_ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
         else:
             token_ids_R = self.sample_plain(logits_RV, metadata.noise, mask=mask)
         if len(rows.processed):
             index_P = torch.from_numpy(rows.processed)
-            # An index in brackets is for torch's threads, and ours are on their cores.
+            # `x[index]` would start torch's threads on the cores that our kernels use.
             logits_PV = logits_RV.index_select(0, index_P)
             mask_P = None if mask is None else mask.of_rows(index_P)
             token_ids_P = self.sample_processed(logits_PV, metadata.of_rows(index_P), mask_P)
