@@ -65,22 +65,32 @@ async def test_what_are_no_sampling_params_is_refused_at_once(endpoint: str, par
 @pytest.mark.parametrize(
     "prompt",
     [None, 7, 1.5, b"bytes", (1, 2), {1, 2}, np.array([1, 2]), np.int64(1), [None], [[1]], ["a"],
-     [1.5], array("d", [1.5]), array("q", [2**31]), [2**31], {"prompt_token_ids": (1, 2)}],
+     [1.5], array("d", [1.5]), array("q", [2**31]), [2**31], {"prompt_token_ids": (1, 2)}, {},
+     {"prompt": "text"}, {"prompt_token_ids": None}, {"prompt_token_ids": "12"}],
     ids=repr,
 )  # fmt: skip
 async def test_what_is_no_prompt_is_refused_at_once(endpoint: str, prompt: Any) -> None:
     async with connected(endpoint) as (engine, client):
         await _refused_at_once(engine, client, prompt, NO_TEXT)
+        await _refused_at_once(engine, client, prompt)
 
 
 @pytest.mark.parametrize(
-    "options", [{"priority": Ellipsis}, {"cache_salt": Ellipsis}, {"priority": 2**64}], ids=str
+    "options",
+    [
+        {"priority": Ellipsis},
+        {"priority": 2**64},
+        {"cache_salt": Ellipsis},
+        {"cache_salt": "\ud800"},
+        {"sampling_params": SamplingParams(stop_token_ids=[2**64], detokenize=False)},
+    ],
+    ids=ascii,
 )
 async def test_what_cannot_be_sent_is_refused_at_once(
     endpoint: str, options: dict[str, Any]
 ) -> None:
     async with connected(endpoint) as (engine, client):
-        await _refused_at_once(engine, client, [1], NO_TEXT, **options)
+        await _refused_at_once(engine, client, [1], **{"sampling_params": NO_TEXT} | options)
 
 
 async def test_a_request_above_the_frames_limit_is_refused_at_once_and_no_session_is_cut(

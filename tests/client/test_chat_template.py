@@ -35,20 +35,6 @@ def test_a_conversation_is_rendered_with_every_turn_in_order(tokenizer: Tokenize
     assert rendered == "system: Be brief.\nuser: Hi, {{ 7 * 7 }}!\nassistant: "
 
 
-def test_the_generation_prompt_can_be_left_out(tokenizer: Tokenizer) -> None:
-    rendered = tokenizer.render_chat(CONVERSATION, add_generation_prompt=False)
-    assert rendered == "system: Be brief.\nuser: Hi, {{ 7 * 7 }}!\n"
-
-
-def test_a_conversation_is_encoded_as_it_is_rendered(tokenizer: Tokenizer) -> None:
-    expected = ids_of(tokenizer, tokenizer.render_chat(CONVERSATION))
-    assert tokenizer.encode_chat(CONVERSATION) == expected
-
-
-def test_a_template_file_is_preferred_to_the_config(folder: Path) -> None:
-    assert _render(folder, "{{ messages|length }} turns") == "2 turns"
-
-
 def _both(folder: Path, messages: Any = CONVERSATION) -> str:
     rendered = Tokenizer.from_folder(folder).render_chat(messages)
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -143,31 +129,11 @@ def test_the_clock_is_this_machines(folder: Path) -> None:
     assert before <= shown <= datetime.now()
 
 
-def test_what_is_marked_as_generated_is_text_in_its_place(folder: Path) -> None:
-    template = "{% set x = 1 %}a{% generation %}{% set x = 2 %}b{{ x }}{% endgeneration %}{{ x }}"
-    (folder / "chat_template.jinja").write_text(template)
-    assert _both(folder) == "ab21"
-
-
 def test_tools_and_documents_are_known_and_not_given(folder: Path) -> None:
     names = ("tools", "documents", "messages", "enable_thinking", "bos_token", "unk_token")
     template = "".join(f"{{{{ {n} is defined }}}}{{{{ {n} is none }}}} " for n in names)
     (folder / "chat_template.jinja").write_text(template)
     assert _both(folder) == "TrueTrue TrueTrue TrueFalse FalseFalse FalseFalse FalseFalse "
-
-
-def test_keys_without_a_value_are_left_out_of_messages(folder: Path) -> None:
-    messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": None}], "name": None}]
-    (folder / "chat_template.jinja").write_text("{{ messages[0] | tojson }}")
-    rendered = _both(folder, messages)
-    assert rendered == '{"role": "assistant", "tool_calls": [{"id": null}]}'
-
-
-@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_has_every_name_that_templates_know_it_by(folder: Path, key: str) -> None:
-    template = "{{ messages[0].reasoning_content }} {{ messages[0].thinking }}"
-    (folder / "chat_template.jinja").write_text(template)
-    assert _both(folder, [{"role": "assistant", "content": "x", key: "why"}]) == "why why"
 
 
 class _Role(str):
@@ -211,13 +177,6 @@ def test_a_long_complaint_of_a_template_is_shortened(folder: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"\(100015 characters\)") as caught:
         _render(folder, "{{ raise_exception('no' * 50000) }}")
     assert len(str(caught.value)) < 1000
-
-
-def test_blocks_leave_no_blank_lines_as_in_transformers(folder: Path) -> None:
-    template = (
-        "{% for m in messages %}\n    {% if true %}\n{{ m.role }}\n    {% endif %}\n{% endfor %}"
-    )
-    assert _render(folder, template) == "system\nuser\n"
 
 
 @pytest.mark.parametrize("token", ["<s>", {"content": "<s>", "special": True}])

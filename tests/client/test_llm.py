@@ -17,7 +17,7 @@ from nanocore.client import (
     SamplingParams,
 )
 from nanocore.protocol.codec import unpack_int32
-from nanocore.protocol.messages import Abort, Bye, Control, Error, Event, Reply, Submit
+from nanocore.protocol.messages import Abort, Control, Error, Event, Reply, Submit
 from tests.client.fake_engine import MAX_NUM_SEQS, NO_TEXT
 from tests.client.served_llm import served
 
@@ -160,13 +160,6 @@ async def test_a_request_that_an_overloaded_engine_refuses_is_submitted_again(jo
         engine.output({2: [20]}, Event(handle=2, finish_reason="length"))
         assert prompts == [[2]] * 3
         assert [output.outputs[0].token_ids for output in await generating] == [[10], [20]]
-
-
-async def test_closing_says_bye_and_may_be_repeated(joining: str) -> None:
-    async with served(joining) as (engine, llm):
-        await asyncio.to_thread(llm.close)
-        await engine.receive(Bye)
-        await asyncio.to_thread(llm.close)
 
 
 def test_a_failed_start_raises_its_cause_and_leaves_nothing(joining: str) -> None:

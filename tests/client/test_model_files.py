@@ -15,7 +15,6 @@ from nanocore.protocol.messages import (
     MAX_FILE_BYTES,
     MAX_FILE_CHUNK_BYTES,
     Control,
-    ModelFile,
     Reply,
     Welcome,
 )
@@ -221,10 +220,3 @@ async def test_closing_ends_the_fetch(endpoint: str) -> None:
         await client.close()
         with pytest.raises(ClientStateError):
             await reading
-
-
-async def test_the_card_is_the_clients_to_see(endpoint: str) -> None:
-    async with connected(endpoint, welcome_message(ENTRY)) as (_, client):
-        assert client.model_card.files == [
-            ModelFile(name=NAME, num_bytes=len(CONTENT), sha256=ENTRY.sha256)
-        ]

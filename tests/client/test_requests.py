@@ -17,9 +17,8 @@ from nanocore.client import (
 )
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.errors import ErrorCode
-from nanocore.protocol.messages import Abort, Accepted, Error, Event, Output, Submit
+from nanocore.protocol.messages import Abort, Error, Event, Output, Submit
 from tests.client.fake_engine import NO_TEXT, connected
-from tests.client.running import run
 
 
 async def test_a_submit_holds_what_the_engine_needs_and_no_text_options(endpoint: str) -> None:
@@ -80,29 +79,6 @@ async def test_counts_say_which_tokens_are_whose(endpoint: str) -> None:
             [20, 21, 22],
             [30],
         ]
-
-
-async def test_interleaved_requests_keep_their_tokens_apart(endpoint: str) -> None:
-    async with connected(endpoint) as (engine, client):
-        requests = [asyncio.create_task(client.complete([1], NO_TEXT)) for _ in range(2)]
-        await engine.accept(1)
-        await engine.accept(2)
-        engine.output({1: [10], 2: [20]})
-        engine.output({2: [21], 1: [11]}, Event(handle=2, finish_reason="length"))
-        engine.output({1: [12]}, Event(handle=1, finish_reason="length"))
-        outputs = await asyncio.gather(*requests)
-        assert [o.outputs[0].token_ids for o in outputs] == [[10, 11, 12], [20, 21]]
-
-
-async def test_news_of_unknown_requests_is_ignored(endpoint: str) -> None:
-    async with connected(endpoint) as (engine, client):
-        request = asyncio.create_task(client.complete([1], NO_TEXT))
-        await engine.accept(1)
-        engine.send(Accepted(request_id="other", handle=5, seed=0))
-        engine.output({5: [1, 2], 1: [10], 6: [3]}, Event(handle=6, finish_reason="stop"))
-        engine.send(Error(code="invalid_request", message="?", request_id="other"))
-        engine.finish()
-        assert (await request).outputs[0].token_ids == [10]
 
 
 REFUSALS: dict[ErrorCode, type[NanocoreError]] = {
@@ -189,13 +165,12 @@ async def test_an_id_is_free_again_once_a_stop_string_has_ended_its_request(
         Output(handles=b"\1\0\0\0", tokens=b"\5\0\0\0", counts=b"\2\0\0\0"),
     ],
 )
-def test_columns_that_do_not_fit_together_end_the_session(endpoint: str, output: Output) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            request = asyncio.create_task(client.complete([1], NO_TEXT))
-            await engine.accept(1)
-            engine.send(output)
-            with pytest.raises(ProtocolError):
-                await request
-
-    run(scenario(), patience_s=1.0)
+async def test_columns_that_do_not_fit_together_end_the_session(
+    endpoint: str, output: Output
+) -> None:
+    async with connected(endpoint) as (engine, client):
+        request = asyncio.create_task(client.complete([1], NO_TEXT))
+        await engine.accept(1)
+        engine.send(output)
+        with pytest.raises(ProtocolError):
+            await request

@@ -71,14 +71,6 @@ def test_a_stop_string_ends_its_sample_alone_and_the_last_one_the_request(
     assert driven.aborts == [1, "r"]
 
 
-def test_leaving_aborts_the_whole_request(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer, n=2)
-    driven.end(index=0)
-    driven.next()
-    driven.stream.close()
-    assert driven.aborts == ["r"]
-
-
 def test_a_failure_fails_all_samples_after_what_came_before(tokenizer: Tokenizer) -> None:
     driven = DrivenStream(tokenizer, n=2)
     driven.push("a", index=1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from nanocore import __version__
 from nanocore.client import (
     AsyncEngineClient,
-    ClientStateError,
     EngineDeadError,
     EngineOverloadedError,
     NanocoreError,
@@ -59,12 +57,6 @@ async def test_a_session_begins_with_the_version_and_gives_the_model_card(endpoi
         assert client.limits.max_num_seqs == 2
         assert client.endpoint == endpoint
     engine.close()
-
-
-def test_unknown_fields_in_welcome_are_ignored(endpoint: str) -> None:
-    body: dict[str, Any] = msgspec.to_builtins(welcome_message())
-    body["model"]["new_in_1_1"] = body["new_in_1_1"] = {"a": [1]}
-    run(_open(endpoint, [b"\x02", msgspec.msgpack.encode(body)]))
 
 
 def test_a_welcome_in_another_major_version_is_none(endpoint: str) -> None:
@@ -132,12 +124,6 @@ def test_a_name_that_is_no_endpoint_is_an_error_of_ours() -> None:
         run(EngineConnection.open("nonsense", timeout_s=0.05))
 
 
-def test_a_client_that_is_not_entered_says_so(endpoint: str) -> None:
-    client = AsyncEngineClient.connect(endpoint)
-    with pytest.raises(ClientStateError, match="async with"):
-        run(client.stats())
-
-
 async def test_leaving_the_client_says_bye_once(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
         await client.close()
@@ -146,13 +132,6 @@ async def test_leaving_the_client_says_bye_once(endpoint: str) -> None:
         welcoming = asyncio.create_task(engine.welcome())
         async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S):
             await welcoming  # a HELLO, and not another BYE
-
-
-async def test_a_ping_is_answered_by_a_pong_of_the_same_nonce(endpoint: str) -> None:
-    async with connected(endpoint) as (engine, _):
-        engine.send(Ping(nonce=77))
-        engine.send(Ping(nonce=78))
-        assert [(await engine.receive(Pong)).nonce for _ in range(2)] == [77, 78]
 
 
 ENDS: dict[str, tuple[list[bytes], type[NanocoreError], str]] = {
@@ -205,16 +184,6 @@ async def test_when_the_session_ends_everyone_who_waits_is_told_and_the_next_cal
         for ping in [await engine.receive(Ping) for _ in later]:  # and not another HELLO
             engine.send(Pong(nonce=ping.nonce))
         await asyncio.gather(*later)
-
-
-async def test_tokens_that_came_before_the_end_do_not_hide_it(endpoint: str) -> None:
-    async with connected(endpoint) as (engine, client):
-        request = asyncio.create_task(client.complete([1], NO_TEXT))
-        await engine.accept(1)
-        engine.output({1: [5]})
-        engine.send(Bye(reason="SIGTERM"))
-        with pytest.raises(EngineDeadError, match="SIGTERM"):
-            await request
 
 
 async def test_an_engine_that_falls_silent_is_dead(

@@ -11,7 +11,6 @@ from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ContextLengthError, EngineDeadError
 from tests.client.byte_tokens import END, ids_of
 from tests.client.driven_stream import DrivenStream
-from tests.client.running import run
 
 
 def test_an_output_has_the_text_so_far_and_what_is_new(tokenizer: Tokenizer) -> None:
@@ -27,14 +26,6 @@ def test_an_output_has_the_text_so_far_and_what_is_new(tokenizer: Tokenizer) -> 
     assert second.outputs[0].token_ids == ids_of(tokenizer, "abc")
     assert not second.finished
     assert second.outputs[0].finish_reason is None
-
-
-def test_an_output_names_its_request_and_prompt(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.push("a")
-    output = driven.next()
-    assert (output.request_id, output.prompt) == ("r", "hi")
-    assert output.prompt_token_ids == ids_of(tokenizer, "hi")
 
 
 def test_unread_tokens_are_merged_into_one_output(tokenizer: Tokenizer) -> None:
@@ -70,15 +61,6 @@ def test_changing_an_outputs_lists_does_not_change_the_next(tokenizer: Tokenizer
     assert driven.next().outputs[0].token_ids == ids_of(tokenizer, "abc")
 
 
-def test_half_a_character_is_a_token_without_text_yet(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.push(b"\xc3")
-    first = driven.next()
-    driven.push(b"\xa9")
-    assert (first.outputs[0].text, len(first.outputs[0].token_ids)) == ("", 1)
-    assert driven.next().outputs[0].text == "é"
-
-
 def test_without_detokenization_there_are_token_ids_and_no_text(tokenizer: Tokenizer) -> None:
     driven = DrivenStream(tokenizer, detokenize=False)
     driven.push("ab")
@@ -86,15 +68,6 @@ def test_without_detokenization_there_are_token_ids_and_no_text(tokenizer: Token
     completion = driven.final().outputs[0]
     assert completion.text == completion.delta == ""
     assert completion.token_ids == ids_of(tokenizer, "ab")
-
-
-def test_cached_tokens_are_known_from_the_first_output_on(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.say(num_cached_tokens=16)
-    driven.push("a")
-    assert driven.next().num_cached_tokens == 16
-    driven.end()
-    assert driven.next().num_cached_tokens == 16
 
 
 async def test_news_without_tokens_or_end_is_not_an_output(tokenizer: Tokenizer) -> None:
@@ -110,40 +83,12 @@ async def test_news_without_tokens_or_end_is_not_an_output(tokenizer: Tokenizer)
     assert (await reading).outputs[0].text == "a"
 
 
-def test_a_reader_that_waits_is_woken_by_tokens(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer)
-
-    async def scenario() -> str:
-        reading = asyncio.ensure_future(driven.stream.__anext__())
-        await asyncio.sleep(0)
-        driven.push("a")
-        return (await reading).outputs[0].text
-
-    assert run(scenario()) == "a"
-
-
 def test_a_refusal_is_raised_and_ends_the_stream(tokenizer: Tokenizer) -> None:
     driven = DrivenStream(tokenizer)
     driven.stream.fail(ContextLengthError("too long"))
     with pytest.raises(ContextLengthError, match="too long"):
         driven.next()
     assert driven.rest() == []
-
-
-def test_a_refusal_is_raised_by_final(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.stream.fail(ContextLengthError("too long"))
-    with pytest.raises(ContextLengthError, match="too long"):
-        driven.final()
-
-
-def test_tokens_that_came_before_a_failure_are_delivered_before_it(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.push("ab")
-    driven.stream.fail(EngineDeadError("gone"))
-    assert driven.next().outputs[0].text == "ab"
-    with pytest.raises(EngineDeadError, match="gone"):
-        driven.next()
 
 
 @pytest.mark.parametrize("stop", [[], ["END"]])
@@ -163,18 +108,6 @@ def test_a_failure_after_the_end_does_not_spoil_the_result(tokenizer: Tokenizer)
     driven.end()
     driven.stream.fail(EngineDeadError("gone"))
     assert driven.final().outputs[0].text == "ab"
-
-
-def test_metrics_count_tokens_and_time(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.push("abc")
-    running = driven.next().metrics
-    driven.end()
-    ended = driven.next().metrics
-    assert running.num_output_tokens == ended.num_output_tokens == 3
-    assert running.time_to_first_token_s is not None
-    assert 0 <= running.time_to_first_token_s <= running.e2e_latency_s <= ended.e2e_latency_s
-    assert ended.time_to_first_token_s == running.time_to_first_token_s
 
 
 def test_a_request_that_ends_without_tokens_has_no_time_to_first_token(

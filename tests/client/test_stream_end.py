@@ -95,17 +95,6 @@ def test_the_token_ids_end_with_the_stop_string(
     assert driven.aborts == ["r"]
 
 
-def test_what_arrives_after_a_stop_string_is_not_read(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer, stop=["END"])
-    driven.push("END")
-    output = driven.next()
-    driven.push("more")
-    driven.end("abort")
-    assert driven.rest() == []
-    assert output.outputs[0].token_ids == ids_of(tokenizer, "END")
-    assert output.outputs[0].text == ""
-
-
 def test_a_stop_string_found_after_the_engines_end_needs_no_abort(tokenizer: Tokenizer) -> None:
     driven = DrivenStream(tokenizer, stop=["END"])
     driven.push("abENDcd")
@@ -143,26 +132,6 @@ def test_merging_changes_neither_text_nor_token_ids(
         assert last.token_ids == ids_of(tokenizer, before + found)
         assert last.stop_reason == (stop if found else None)
     assert "".join(output.outputs[0].delta for output in outputs) == before
-
-
-def test_leaving_a_running_request_aborts_it_once(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.push("ab")
-    driven.next()
-    driven.stream.close()
-    driven.stream.close()
-    assert driven.aborts == ["r"]
-    assert driven.rest() == []
-
-
-@pytest.mark.parametrize("read", [True, False])
-def test_leaving_an_ended_request_does_not_abort_it(tokenizer: Tokenizer, read: bool) -> None:
-    driven = DrivenStream(tokenizer)
-    driven.end()
-    if read:
-        driven.final()
-    driven.stream.close()
-    assert driven.aborts == []
 
 
 def test_leaving_a_failed_request_does_not_abort_it(tokenizer: Tokenizer) -> None:

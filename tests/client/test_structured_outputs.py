@@ -175,21 +175,3 @@ async def test_a_request_can_be_ended_while_its_schema_is_compiled(
         await engine.accept(3)
         engine.finish(3)
         assert (await again).finished
-
-
-@pytest.mark.parametrize(("keeps_it", "text"), [(False, '{"sum"'), (True, '{"sum":')])
-async def test_a_stop_string_ends_a_structured_text_like_any_other(
-    endpoint: str, tokenizer_folder: Any, keeps_it: bool, text: str
-) -> None:
-    params = SamplingParams(
-        structured_outputs=WANTED, stop=":", include_stop_str_in_output=keeps_it
-    )
-
-    async with connected(endpoint, ABLE, tokenizer=tokenizer_folder) as (engine, client):
-        tokenizer = await client.get_tokenizer()
-        request = asyncio.create_task(client.complete([1], params, request_id="r"))
-        await engine.accept(1)
-        engine.output({1: tokenizer.encode('{"sum":7}')})
-        answer = (await request).outputs[0]
-        assert (answer.text, answer.stop_reason) == (text, ":")
-        assert (await engine.receive(Abort)).request_ids == ["r"]

@@ -173,13 +173,6 @@ async def test_reasoning_is_counted_up_to_the_token_that_ends_it(
         assert finished.usage.num_reasoning_tokens == len([begin, *"hm \n\n", end])
 
 
-async def test_a_prompt_that_opens_the_reasoning_is_seen(endpoint: str, thinker: Path) -> None:
-    async with connected(endpoint, tokenizer=thinker) as (engine, client):
-        options: Any = {"chat_template_kwargs": {"enable_thinking": True}}
-        _, events = await asked(engine, client, "hm</think>so", **options)
-        assert joined(events)[1:-1] == [Reasoning("hm"), Text("so")]
-
-
 R1 = """\
 {%- for m in messages %}{{- m.content.split('</think>')[-1] }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<\uff5cAssistant\uff5c>' + tail | default('') }}{% endif %}"""
