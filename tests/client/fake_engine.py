@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from nanocore.client import LLM
 from nanocore.client.async_client import AsyncEngineClient
 from nanocore.protocol.codec import encode, engine_decoder, pack_int32
 from nanocore.protocol.messages import (
@@ -158,5 +159,22 @@ async def connected(
         async with AsyncEngineClient.connect(endpoint, **options) as client:
             await welcoming
             yield engine, client
+    finally:
+        engine.close()
+
+
+@asynccontextmanager
+async def served(
+    endpoint: str, welcome: Message | None = None
+) -> AsyncIterator[tuple[FakeEngine, LLM]]:
+    engine = FakeEngine(endpoint)
+    try:
+        welcoming = asyncio.create_task(engine.welcome(welcome))
+        llm = await asyncio.to_thread(LLM)
+        await welcoming
+        try:
+            yield engine, llm
+        finally:
+            await asyncio.to_thread(llm.close)
     finally:
         engine.close()

@@ -19,8 +19,7 @@ from nanocore.client import (
 )
 from nanocore.protocol.messages import Abort, Accepted, Error, Event, Submit, Welcome
 from nanocore.protocol.structured_outputs import StructuredOutputs
-from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, welcome_message
-from tests.client.served_llm import served
+from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, served, welcome_message
 
 SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}}
 WANTED = StructuredOutputsParams(json=SCHEMA)

@@ -27,9 +27,8 @@ from nanocore.protocol.errors import (
 from tests.client.fake_engine import connected
 from tests.client.running import in_event_loop, run
 from tests.end_to_end import forked
-from tests.http.asgi import Connection, scope
+from tests.http.asgi import Connection, app_of, scope
 from tests.http.conftest import DEMO_MODEL
-from tests.http.in_process import app_of
 
 CHAT = "/v1/chat/completions"
 

@@ -18,8 +18,7 @@ from nanocore.http.endpoints.live import live_request
 from nanocore.http.server_settings import AppSettings
 from tests.client.fake_engine import connected, welcome_message
 from tests.client.running import in_event_loop
-from tests.http.asgi import Connection, scope
-from tests.http.in_process import app_of
+from tests.http.asgi import Connection, app_of, scope
 from tests.http.test_openapi import DOCUMENT
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from tests.http import in_process
-from tests.http.in_process import app_of
+from tests.http.asgi import app_of
 
 QUESTION = [{"role": "user", "content": "12 + 34 = ?"}]
 HELD: dict[str, Any] = {

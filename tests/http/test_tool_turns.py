@@ -14,7 +14,7 @@ import pytest
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Event
 from tests.client.running import in_event_loop, run
-from tests.http.in_process import app_of
+from tests.http.asgi import app_of
 from tests.http.responses.asked import TEMPLATE, Asked, Reply, asked_app
 
 USER = {"role": "user", "content": "hi"}

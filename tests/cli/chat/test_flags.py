@@ -1,4 +1,4 @@
-"""What a command line asks for, and what it cannot ask for."""
+"""Flags of nanocore chat, and the commands typed in it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from nanocore.cli import command
+from nanocore.cli.chat.commands import COMMANDS, SlashCommand, help_text, parse_command
 from nanocore.cli.chat.flags import ChatSettings, parse
 from nanocore.cli.main import main
 from nanocore.protocol.endpoint import default_endpoint
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, InvalidRequestError
 
 
 def test_without_flags_the_bundled_model_is_launched() -> None:
@@ -111,3 +112,44 @@ def test_missing_packages_are_named(
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert f"{package}: in the repository, pip install '.[chat]'\n" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("/new", SlashCommand("new", "")),
+        ("/NEW ", SlashCommand("new", "")),
+        ("/set temperature 0.5", SlashCommand("set", "temperature 0.5")),
+        ("/set", SlashCommand("set", "")),
+        ("/system Two\nlines.", SlashCommand("system", "Two\nlines.")),
+        ("/save  a file.json ", SlashCommand("save", "a file.json")),
+        ("hello", None),
+        (" /new", None),
+        ("/usr/bin/env is what?", None),
+        ("1/2", None),
+        ("two\n/new", None),
+    ],
+)
+def test_a_command_begins_with_a_slash_and_a_word(text: str, given: SlashCommand | None) -> None:
+    assert parse_command(text) == given
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("/nwe", "unknown command /nwe; did you mean /new"),
+        ("/xyzzy", "see /help. To send text"),
+        ("/", "unknown command /;"),
+        ("/new all", "/new takes no argument, got 'all'"),
+        ("/save", "/save needs a FILE"),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_said(text: str, error: str) -> None:
+    with pytest.raises(InvalidRequestError, match=error):
+        parse_command(text)
+
+
+def test_help_has_a_line_for_each_command() -> None:
+    assert [line.split()[0] for line in help_text().splitlines()][: len(COMMANDS)] == [
+        f"/{name}" for name in COMMANDS
+    ]
