@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ from tests.client.running import PATIENCE_S
 from tests.protocol.samples import LIMITS, MODEL_CARD, WELCOME
 
 Expected = TypeVar("Expected", bound=Message)
+Result = TypeVar("Result")
 MAX_NUM_SEQS = 2
 NO_TEXT = SamplingParams(detokenize=False)
 """For requests that need no tokenizer."""
@@ -104,6 +105,12 @@ class FakeEngine:
         submit = await self.receive(Submit)
         self.send(Accepted(request_id=submit.request_id, handle=handle, seed=0))
         return submit
+
+    async def begin(self, call: Awaitable[Result], handle: int = 1) -> asyncio.Future[Result]:
+        """Accept the request that a call of the client makes."""
+        task = asyncio.ensure_future(call)
+        await self.accept(handle)
+        return task
 
     async def serve_chunks(self, num: int, contents: Mapping[str, bytes]) -> None:
         """Answer so many CONTROL read_file."""

@@ -113,8 +113,7 @@ async def test_a_request_that_ends_without_one_says_why(
     endpoint: str, reason: Any, message: str | None
 ) -> None:
     async with connected(endpoint, ABLE) as (engine, client):
-        request = asyncio.create_task(client.embed([1], request_id="mine"))
-        await engine.accept()
+        request = await engine.begin(client.embed([1], request_id="mine"))
         engine.output({}, Event(handle=1, finish_reason=reason, message=message))
         with pytest.raises(NanocoreError, match=f"'mine' .* ended with '{reason}'") as caught:
             await request
@@ -127,8 +126,7 @@ async def test_a_stop_without_whole_numbers_breaks_the_protocol(
     endpoint: str, embedding: bytes | None
 ) -> None:
     async with connected(endpoint, ABLE) as (engine, client):
-        request = asyncio.create_task(client.embed([1]))
-        await engine.accept()
+        request = await engine.begin(client.embed([1]))
         engine.output({}, Event(handle=1, finish_reason="stop", embedding=embedding))
         with pytest.raises(ProtocolError, match=r"embedding of \d bytes"):
             await request
@@ -141,8 +139,7 @@ async def test_numbers_that_the_model_cannot_have_break_the_protocol(
     welcome = replace(ABLE, model=replace(ABLE.model, hidden_size=3))
 
     async with connected(endpoint, welcome) as (engine, client):
-        embedding = asyncio.create_task(client.embed([1]))
-        await engine.accept()
+        embedding = await engine.begin(client.embed([1]))
         engine.output({}, end(1, *numbers))
         with pytest.raises(ProtocolError, match="hidden_size"):
             await embedding
@@ -150,16 +147,14 @@ async def test_numbers_that_the_model_cannot_have_break_the_protocol(
 
 async def test_who_goes_away_aborts(endpoint: str) -> None:
     async with connected(endpoint, ABLE) as (engine, client):
-        request = asyncio.create_task(client.embed([1], request_id="mine"))
-        await engine.accept()
+        request = await engine.begin(client.embed([1], request_id="mine"))
         request.cancel()
         assert (await engine.receive(Abort)).request_ids == ["mine"]
 
 
 async def test_others_take_no_notice_of_one_that_they_did_not_ask_for(endpoint: str) -> None:
     async with connected(endpoint, ABLE) as (engine, client):
-        request = asyncio.create_task(client.complete([1], SamplingParams(detokenize=False)))
-        await engine.accept()
+        request = await engine.begin(client.complete([1], SamplingParams(detokenize=False)))
         engine.output({1: [5]}, end(1, 1.0))
         output = await request
         assert output.embedding is None
@@ -399,8 +394,7 @@ async def test_one_token_needs_no_log_probabilities_of_its_prompt(endpoint: str)
 
 async def test_a_request_that_ends_without_a_score_says_why(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
-        scoring = asyncio.create_task(client.score([1, 2], [3]))
-        await engine.accept(1)
+        scoring = await engine.begin(client.score([1, 2], [3]))
         engine.output({}, Event(handle=1, finish_reason="abort", message="it is draining"))
         with pytest.raises(NanocoreError, match="ended with abort: it is draining"):
             await scoring

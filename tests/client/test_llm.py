@@ -247,10 +247,9 @@ async def test_generate_can_be_used_beside_it_and_closing_ends_what_is_unfinishe
     async with served(joining) as (engine, llm):
         await _call(llm.add_request, [1], NO_TEXT)
         await engine.accept(1)
-        generating = asyncio.create_task(
-            asyncio.to_thread(llm.generate, [[2]], NO_TEXT, use_tqdm=False)
+        generating = await engine.begin(
+            asyncio.to_thread(llm.generate, [[2]], NO_TEXT, use_tqdm=False), 2
         )
-        await engine.accept(2)
         engine.output({1: [10], 2: [20]}, Event(handle=2, finish_reason="length"))
         assert (await generating)[0].outputs[0].token_ids == [20]
         await _call(llm.close)

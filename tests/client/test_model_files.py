@@ -24,7 +24,6 @@ from nanocore.protocol.messages import (
     Welcome,
 )
 from tests.client.fake_engine import connected, file_entry, welcome_message
-from tests.client.running import run
 
 NAME = "tokenizer.json"
 CONTENT = random.Random(1).randbytes(20 * MAX_FILE_CHUNK_BYTES + 5)
@@ -68,27 +67,20 @@ async def test_a_few_chunks_are_under_way_and_may_come_in_any_order(endpoint: st
         assert await reading == CONTENT
 
 
-def test_the_second_client_asks_for_nothing(endpoint: str) -> None:
-    async def read(num_chunks: int) -> None:
-        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
-            reading = asyncio.create_task(client.read_file(NAME))
-            await engine.serve_chunks(num_chunks, {NAME: CONTENT})
-            assert await reading == CONTENT
-
-    run(read(21))
-    run(read(0))
+async def _read_by_another_client(endpoint: str, num_chunks: int) -> None:
+    async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
+        reading = asyncio.create_task(client.read_file(NAME))
+        await engine.serve_chunks(num_chunks, {NAME: CONTENT})
+        assert await reading == CONTENT
 
 
-def test_a_damaged_copy_is_fetched_again_and_replaced(endpoint: str, cache_folder: Path) -> None:
-    async def read() -> None:
-        async with connected(endpoint, welcome_message(ENTRY)) as (engine, client):
-            reading = asyncio.create_task(client.read_file(NAME))
-            await engine.serve_chunks(21, {NAME: CONTENT})
-            assert await reading == CONTENT
-
-    run(read())
+async def test_the_second_client_asks_for_nothing_unless_the_copy_is_damaged(
+    endpoint: str, cache_folder: Path
+) -> None:
+    await _read_by_another_client(endpoint, 21)
+    await _read_by_another_client(endpoint, 0)
     (cache_folder / ENTRY.sha256).write_bytes(CONTENT[:-1] + b"?")
-    run(read())
+    await _read_by_another_client(endpoint, 21)
     assert (cache_folder / ENTRY.sha256).read_bytes() == CONTENT
 
 

@@ -53,8 +53,7 @@ async def test_requests_without_a_name_get_different_ones(endpoint: str) -> None
 async def test_a_stream_gives_each_steps_token_as_it_comes(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
         stream = client.generate([1], NO_TEXT)
-        first = asyncio.ensure_future(anext(stream))
-        await engine.accept(7)
+        first = await engine.begin(anext(stream), 7)
         engine.output({7: [10]}, Event(handle=7, num_cached_tokens=16))
         assert (await first).outputs[0].token_ids == [10]
         engine.output({7: [11]}, Event(handle=7, finish_reason="length"))
@@ -96,8 +95,7 @@ async def test_an_error_for_one_request_is_its_typed_exception_and_no_one_elses(
     endpoint: str, code: ErrorCode
 ) -> None:
     async with connected(endpoint) as (engine, client):
-        bystander = asyncio.create_task(client.complete([1], NO_TEXT))
-        await engine.accept(1)
+        bystander = await engine.begin(client.complete([1], NO_TEXT))
         refused = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
         await engine.receive(Submit)
         engine.send(Error(code=code, message="because", request_id="r", retry_after_s=2.5))
@@ -112,8 +110,7 @@ async def test_an_error_for_one_request_is_its_typed_exception_and_no_one_elses(
 
 async def test_an_id_that_is_in_use_is_refused_without_harm_to_the_first(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
-        first = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-        await engine.accept(1)
+        first = await engine.begin(client.complete([1], NO_TEXT, request_id="r"))
         with pytest.raises(InvalidRequestError, match="'r' is in use"):
             await client.complete([1], NO_TEXT, request_id="r")
         engine.output({1: [10]}, Event(handle=1, finish_reason="length"))
@@ -123,15 +120,13 @@ async def test_an_id_that_is_in_use_is_refused_without_harm_to_the_first(endpoin
 @pytest.mark.parametrize("how", ["finished", "refused"])
 async def test_an_id_is_free_again_after_its_request(endpoint: str, how: str) -> None:
     async with connected(endpoint) as (engine, client):
-        first = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-        await engine.accept(1)
+        first = await engine.begin(client.complete([1], NO_TEXT, request_id="r"))
         if how == "finished":
             engine.finish(1)
         else:
             engine.send(Error(code="overloaded", message="full", request_id="r"))
         await asyncio.gather(first, return_exceptions=True)
-        second = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-        await engine.accept(2)
+        second = await engine.begin(client.complete([1], NO_TEXT, request_id="r"), 2)
         engine.finish(2)
         assert (await second).finished
 
@@ -142,13 +137,11 @@ async def test_an_id_is_free_again_once_a_stop_string_has_ended_its_request(
     async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
         tokenizer = await client.get_tokenizer()
         params = SamplingParams(stop="b")
-        first = asyncio.create_task(client.complete("a", params, request_id="r"))
-        await engine.accept(1)
+        first = await engine.begin(client.complete("a", params, request_id="r"))
         engine.output({1: tokenizer.encode("abc")})
         assert (await first).outputs[0].text == "a"
         await engine.receive(Abort)
-        second = asyncio.create_task(client.complete("a", params, request_id="r"))
-        await engine.accept(2)
+        second = await engine.begin(client.complete("a", params, request_id="r"), 2)
         engine.output({}, Event(handle=1, finish_reason="abort"))
         engine.output({2: tokenizer.encode("xb")})
         assert (await second).outputs[0].text == "x"
@@ -169,8 +162,7 @@ async def test_columns_that_do_not_fit_together_end_the_session(
     endpoint: str, output: Output
 ) -> None:
     async with connected(endpoint) as (engine, client):
-        request = asyncio.create_task(client.complete([1], NO_TEXT))
-        await engine.accept(1)
+        request = await engine.begin(client.complete([1], NO_TEXT))
         engine.send(output)
         with pytest.raises(ProtocolError):
             await request

@@ -114,8 +114,7 @@ async def test_a_single_samples_end_is_told_by_its_handle(
     async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
         ids = ids_of(await client.get_tokenizer(), "ab.")
         outputs = client.generate([1], SamplingParams(n=2, stop="."), request_id="r")
-        reading = asyncio.ensure_future(anext(outputs))
-        await engine.accept(3)
+        reading = await engine.begin(anext(outputs), 3)
         engine.output({3: ids[:1], 4: ids})
         assert [o.finish_reason for o in (await reading).outputs] == [None, "stop"]
         assert await engine.receive(Abort) == Abort(request_ids=[], handles=pack_uint32([4]))

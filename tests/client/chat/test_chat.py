@@ -326,8 +326,7 @@ async def test_logprobs_come_with_their_tokens(endpoint: str, tokenizer_folder: 
         async def read() -> list[ChatEvent]:
             return [event async for event in chat]
 
-        reading = asyncio.create_task(read())
-        await engine.accept()
+        reading = await engine.begin(read())
         for token, logprob in ((65, -0.5), (66, -1.0)):
             columns = TokenLogprobs(
                 handles=pack_int32([1]), ranks=pack_int32([1]), counts=pack_int32([1]),
@@ -349,8 +348,7 @@ def test_a_failure_is_an_event_and_then_raised(endpoint: str, tokenizer_folder: 
     async def scenario() -> None:
         async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
             events = client.chat([USER])
-            reading = asyncio.create_task(anext(events))
-            await engine.accept()
+            reading = await engine.begin(anext(events))
             engine.output({1: [65]})
             assert isinstance(await reading, Started)
             assert isinstance(await anext(events), Text)
