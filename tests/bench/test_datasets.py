@@ -282,14 +282,12 @@ def ids(request: BenchRequest) -> list[int]:
     return request.prompt.tolist()
 
 
-def test_random_requests_have_the_lengths_that_were_asked_for() -> None:
+def test_random_lengths_are_those_asked_for_and_fill_their_range() -> None:
     requests = load_requests(RANDOM, BY_SIZE)
     assert len(requests) == 60
     assert {(len(ids(each)), each.num_prompt_tokens) for each in requests} == {(20, 20)}
     assert {each.num_output_tokens for each in requests} == {10}
 
-
-def test_lengths_fill_the_range_and_do_not_leave_it() -> None:
     options = replace(RANDOM, num_prompts=500, random_range_ratio=(0.1, 0.5))
     requests = load_requests(options, BY_SIZE)
     assert {len(ids(each)) for each in requests} == set(range(18, 23))
@@ -311,7 +309,9 @@ def test_the_seed_decides(options: DatasetOptions) -> None:
     assert list(map(ids, once)) != list(map(ids, other))
 
 
-def test_special_tokens_are_never_drawn(demo_tokenizer: Tokenizer) -> None:
+def test_tokens_that_are_special_or_missing_are_never_drawn(
+    demo_tokenizer: Tokenizer,
+) -> None:
     rng = np.random.default_rng(0)
     assert 7 not in BY_SIZE.vocabulary(as_text=False).draw(rng, 50_000)
     special = demo_tokenizer.backend.get_added_tokens_decoder().keys()
@@ -320,8 +320,6 @@ def test_special_tokens_are_never_drawn(demo_tokenizer: Tokenizer) -> None:
     assert not special & drawn
     assert len(drawn) == demo_tokenizer.backend.get_vocab_size() - len(special)
 
-
-def test_tokens_that_the_model_does_not_have_are_never_drawn(demo_tokenizer: Tokenizer) -> None:
     source = PromptSource(demo_tokenizer, takes_text=False, vocab_size=300)
     drawn = source.vocabulary(as_text=False).draw(np.random.default_rng(0), 50_000)
     assert max(drawn) == 299

@@ -155,19 +155,15 @@ def test_an_endpoint_that_is_none_is_refused_at_once_or_on_entering(endpoint: st
 TCP = "tcp://127.0.0.1:5555"
 
 
-def test_tcp_without_keys_is_refused_with_the_remedy() -> None:
+def test_keys_are_for_tcp_alone_which_needs_them(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"needs curve_dir.*nanocore-keygen DIR --client"):
         AsyncEngineClient.connect(TCP)
 
-
-def test_keys_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match=f"{tmp_path}/none does not exist"):
         AsyncEngineClient.connect(TCP, curve_dir=tmp_path / "none")
     with pytest.raises(KeyFileError, match=r"client\.key_secret is missing"):
         AsyncEngineClient.connect(TCP, curve_dir=tmp_path)
 
-
-def test_keys_for_an_ipc_endpoint_are_refused(tmp_path: Path) -> None:
     folder = make_key_folders(tmp_path).client("alice")
     with pytest.raises(ConfigError, match="is for tcp://"):
         AsyncEngineClient.connect("ipc:///x/engine.sock", curve_dir=folder)

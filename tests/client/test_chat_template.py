@@ -102,7 +102,7 @@ def test_a_template_file_that_is_no_utf8_is_refused_by_name(folder: Path) -> Non
         Tokenizer.from_folder(folder)
 
 
-def test_json_is_written_for_models_and_not_for_html(folder: Path) -> None:
+def test_json_is_written_for_models_and_is_plain_text_to_filters(folder: Path) -> None:
     """jinja2's own filter sorts the keys, escapes <, >, & and ', and every letter but ASCII's."""
     value = '{"b": "<a> & \'é\'", "a": [1, null, true, "中"]}'
     _write_config(folder, chat_template=f"{{{{ {value.replace('null', 'none')} | tojson }}}}")
@@ -111,19 +111,15 @@ def test_json_is_written_for_models_and_not_for_html(folder: Path) -> None:
     _write_config(folder, chat_template=f"{{{{ {{'b': ['é'], 'a': 1}} | tojson({options}) }}}}")
     assert _both(folder) == '{\n\t"a":1,\n\t"b":[\n\t\t"\\u00e9"\n\t]\n}'
 
-
-def test_json_is_plain_text_to_other_filters(folder: Path) -> None:
     assert _render(folder, "{{ ['<'] | tojson + '<' }}{{ ('\"' | tojson)[:2] }}") == '["<"]<"\\'
 
 
-def test_templates_read_the_date_from_a_clock() -> None:
+def test_templates_read_the_date_from_a_clock_by_default_this_machines(folder: Path) -> None:
     template = ChatTemplate(
         "{{ strftime_now('%d %b %Y, %H:%M') }}", {}, "here", now=lambda: datetime(2026, 2, 1, 3, 4)
     )
     assert template.render(CONVERSATION) == ["01 Feb 2026, 03:04"]
 
-
-def test_the_clock_is_this_machines(folder: Path) -> None:
     before = datetime.now()
     shown = datetime.fromisoformat(_render(folder, "{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}"))
     assert before <= shown <= datetime.now()
@@ -173,10 +169,15 @@ def test_messages_that_hold_themselves_are_refused(folder: Path) -> None:
         _render(folder, "x", [ChatMessage(role="user", content=content)])
 
 
-def test_a_long_complaint_of_a_template_is_shortened(folder: Path) -> None:
+def test_a_template_may_reject_the_messages_in_words_that_are_shortened(folder: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"\(100015 characters\)") as caught:
         _render(folder, "{{ raise_exception('no' * 50000) }}")
     assert len(str(caught.value)) < 1000
+
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system!') }}{% endif %}"
+    with pytest.raises(InvalidRequestError, match="no system!"):
+        _render(folder, template)
+    assert _render(folder, template, CONVERSATION[1:]) == ""
 
 
 @pytest.mark.parametrize("token", ["<s>", {"content": "<s>", "special": True}])
@@ -196,13 +197,6 @@ def test_a_model_without_a_template_says_so(folder: Path, template: object) -> N
     with pytest.raises(InvalidRequestError, match="no chat template") as caught:
         Tokenizer.from_folder(folder).render_chat(CONVERSATION)
     assert str(folder) in str(caught.value)
-
-
-def test_a_template_may_reject_the_messages_in_its_own_words(folder: Path) -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system!') }}{% endif %}"
-    with pytest.raises(InvalidRequestError, match="no system!"):
-        _render(folder, template)
-    assert _render(folder, template, CONVERSATION[1:]) == ""
 
 
 @pytest.mark.parametrize(

@@ -162,10 +162,13 @@ def _pieces(tokenizer: Tokenizer, output: list[int], prompt: list[int]) -> list[
     return [detokenizer.append([token_id]) for token_id in output]
 
 
-def test_the_first_piece_keeps_the_space_between_it_and_the_prompt(fallback: Tokenizer) -> None:
+def test_spaces_before_words_and_characters_of_bytes_come_out_whole(fallback: Tokenizer) -> None:
     prompt = _named(fallback, "b")
     for context in (prompt, [*prompt, *_named(fallback, *["<s>"] * 20)]):
         assert _pieces(fallback, _named(fallback, "▁a", "b"), context) == [" a", "b"]
+
+    output = _named(fallback, "b", "中".encode(), "▁a")
+    assert _pieces(fallback, output, _named(fallback, "b")) == ["b", "", "", "中", " a"]
 
 
 @pytest.mark.parametrize("prompt", [[], ["<s>"]])
@@ -174,11 +177,6 @@ def test_after_a_prompt_without_text_the_first_piece_begins_as_the_decoder_begin
 ) -> None:
     output = _named(fallback, "<s>", "▁a", "▁a")
     assert "".join(_pieces(fallback, output, _named(fallback, *prompt))) == fallback.decode(output)
-
-
-def test_byte_tokens_between_words_make_whole_characters(fallback: Tokenizer) -> None:
-    output = _named(fallback, "b", "中".encode(), "▁a")
-    assert _pieces(fallback, output, _named(fallback, "b")) == ["b", "", "", "中", " a"]
 
 
 def test_an_invalid_byte_spoils_no_character_before_it_and_no_space_after_it(

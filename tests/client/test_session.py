@@ -59,18 +59,14 @@ async def test_a_session_begins_with_the_version_and_gives_the_model_card(endpoi
     engine.close()
 
 
-def test_a_welcome_in_another_major_version_is_none(endpoint: str) -> None:
+def test_a_welcome_of_another_version_and_refusals_are_typed_errors(endpoint: str) -> None:
     with pytest.raises(ProtocolError, match=r"speaks protocol \(2, 0\)"):
         run(_open(endpoint, encode(msgspec.structs.replace(welcome_message(), protocol=(2, 0)))))
 
-
-def test_a_refusal_is_a_protocol_error_in_the_engines_words(endpoint: str) -> None:
     refused = Refused(message="this engine speaks 2.0 only", supported=[(2, 0)])
     with pytest.raises(ProtocolError, match=r"this engine speaks 2\.0 only"):
         run(_open(endpoint, encode(refused)))
 
-
-def test_an_engine_with_too_many_clients_is_overloaded_and_says_for_how_long(endpoint: str) -> None:
     refused = Refused(message="64 clients", supported=[PROTOCOL_VERSION], retry_after_s=2.5)
     with pytest.raises(EngineOverloadedError, match="64 clients") as caught:
         run(_open(endpoint, encode(refused)))
@@ -95,11 +91,14 @@ def test_nobody_at_the_endpoint_is_a_dead_engine_with_the_remedy(endpoint: str) 
     assert endpoint in str(caught.value)
 
 
-def test_an_engine_that_does_not_answer_hello_is_dead(endpoint: str) -> None:
+def test_an_endpoint_without_an_answer_and_one_that_is_none_are_errors(endpoint: str) -> None:
     engine = FakeEngine(endpoint)
     with pytest.raises(EngineDeadError, match=r"within 0\.05 s"):
         run(EngineConnection.open(endpoint, timeout_s=0.05))
     engine.close()
+
+    with pytest.raises(NanocoreError):
+        run(EngineConnection.open("nonsense", timeout_s=0.05))
 
 
 def test_somebody_who_says_nothing_is_told_from_nobody(endpoint: str) -> None:
@@ -117,11 +116,6 @@ def test_somebody_who_says_nothing_is_told_from_nobody(endpoint: str) -> None:
         assert "something listens there and is silent" in text
     finally:
         engine.close()
-
-
-def test_a_name_that_is_no_endpoint_is_an_error_of_ours() -> None:
-    with pytest.raises(NanocoreError):
-        run(EngineConnection.open("nonsense", timeout_s=0.05))
 
 
 async def test_leaving_the_client_says_bye_once(endpoint: str) -> None:

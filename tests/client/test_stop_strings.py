@@ -35,24 +35,24 @@ def _search(stops: list[str], text: str, include: bool) -> tuple[str, str | None
     return text, None
 
 
-def test_what_may_begin_a_stop_string_is_held_back() -> None:
+def test_what_may_begin_a_stop_string_is_held_back_and_no_more() -> None:
     matcher = StopStringMatcher(["END"], False)
     assert matcher.push("xE") == ("x", None)
     assert matcher.push("N") == ("", None)
     assert matcher.push("x") == ("ENx", None)
 
-
-def test_no_more_than_the_longest_possible_beginning_is_held_back() -> None:
     matcher = StopStringMatcher(["aab", "b!"], False)
     assert matcher.push("aaaa") == ("aa", None)
     assert matcher.push("x") == ("aax", None)
 
-
-def test_held_back_text_is_released_once_by_flush() -> None:
     matcher = StopStringMatcher(["END"], False)
     assert matcher.push("the EN") == ("the ", None)
     assert matcher.flush() == "EN"
     assert matcher.flush() == ""
+
+    matcher = StopStringMatcher(["abcd", "b"], False)
+    assert matcher.push("ab", is_sought=False) == ("", None)
+    assert matcher.push("cx") == ("abcx", None)
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,6 @@ def test_a_stop_string_that_ends_where_none_is_sought_is_not_found_later(
     assert stop is None
     text, stop = matcher.push(pieces[1])
     assert (exempt + text + matcher.flush(), stop) == expected
-
-
-def test_what_is_held_back_for_one_stop_string_may_not_hold_another() -> None:
-    matcher = StopStringMatcher(["abcd", "b"], False)
-    assert matcher.push("ab", is_sought=False) == ("", None)
-    assert matcher.push("cx") == ("abcx", None)
 
 
 @PROPERTY

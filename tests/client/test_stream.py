@@ -307,7 +307,7 @@ def test_stop_strings_count_from_min_tokens_on_however_tokens_are_merged(
     assert "".join(output.outputs[0].delta for output in outputs) == expected[0]
 
 
-def test_a_printed_completion_shows_its_own_moment() -> None:
+def test_a_printed_completion_shows_its_own_moment_and_the_cause_of_its_end() -> None:
     parts, token_ids = ["a"], [1]
     completion = CompletionOutput(parts, 1, token_ids, 1, "a", "stop", "END")
     parts.append("b")
@@ -316,7 +316,5 @@ def test_a_printed_completion_shows_its_own_moment() -> None:
         "CompletionOutput(text='a', num_tokens=1, finish_reason='stop', stop_reason='END')"
     )
 
-
-def test_a_printed_completion_shows_the_cause_of_its_end() -> None:
     completion = CompletionOutput([], 0, [], 0, "", "error", None, "out of memory")
     assert repr(completion).endswith("stop_reason=None, message='out of memory')")

@@ -97,10 +97,13 @@ async def test_models_go_by_all_their_names(endpoint: str) -> None:
         assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_path_that_is_not_there_lists_those_that_are(app: App) -> None:
+def test_a_wrong_path_or_method_names_the_right_ones(app: App) -> None:
     answer = ask(app, "GET", "/v1/audio")
     assert answer.status == 404
     assert "POST /v1/chat/completions" in answer.json["error"]["message"]
+
+    answer = ask(app, "GET", CHAT)
+    assert (answer.status, answer.headers[b"allow"]) == (405, b"POST")
 
 
 def test_anthropics_clients_get_errors_in_their_shape_on_every_path(app: App) -> None:
@@ -108,11 +111,6 @@ def test_anthropics_clients_get_errors_in_their_shape_on_every_path(app: App) ->
         answer = ask(app, "GET", path, anthropic_version="2023-06-01")
         assert answer.status >= 400
         assert (answer.json["type"], answer.json["error"].keys()) == ("error", {"type", "message"})
-
-
-def test_a_method_that_a_path_has_not_names_those_it_has(app: App) -> None:
-    answer = ask(app, "GET", CHAT)
-    assert (answer.status, answer.headers[b"allow"]) == (405, b"POST")
 
 
 @pytest.mark.parametrize(

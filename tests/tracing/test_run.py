@@ -41,14 +41,12 @@ def test_chunks_and_decodes_of_one_request() -> None:
     assert (timeline.cached_tokens, timeline.preemptions, timeline.is_shared) == (0, [], False)
 
 
-def test_a_decode_that_is_left_out_of_a_step_goes_on() -> None:
+def test_decodes_go_on_past_steps_without_them_and_drafts_are_tokens() -> None:
     steps = two_chunks_and_decodes(4)
     steps[4]["scheduled"] = {}
     (timeline,) = run_of(*steps).timelines
     assert timeline.work[2:] == [DecodeSpan(at(3), at(7), 3, 3)]
 
-
-def test_drafts_count_as_tokens() -> None:
     steps = two_chunks_and_decodes(3)
     steps[3]["scheduled"] = {"a": 4}
     (timeline,) = run_of(*steps).timelines
@@ -73,7 +71,7 @@ def test_a_preempted_request_is_computed_again_up_to_where_it_was() -> None:
     assert timeline.ended_s is None
 
 
-def test_an_id_that_is_used_again_is_another_life() -> None:
+def test_an_id_that_is_used_again_even_in_one_step_is_another_life() -> None:
     steps = two_chunks_and_decodes(2)
     again = line(5, {"a": 3}, new=["a"], arrived=[arrival("a", 3, 0.045, 0.046)], first=["a"])
     again |= {"finished": ["a"]}
@@ -83,8 +81,6 @@ def test_an_id_that_is_used_again_is_another_life() -> None:
     assert (before.sent_s, after.sent_s) == (0.0302, 0.0602)
     assert [before.is_shared, after.is_shared] == [False, False]
 
-
-def test_an_id_that_is_aborted_and_taken_again_in_one_step_is_two_lives() -> None:
     steps = two_chunks_and_decodes(2)
     steps[3] |= {"arrived": [arrival("a", 3, 0.045, 0.046)]}
     steps.append(line(5, {"a": 3}, new=["a"], first=["a"]))
@@ -106,14 +102,12 @@ def test_a_first_token_that_is_sent_before_its_line_is_written_is_of_that_line()
     assert timeline.sent_s == 0.0299
 
 
-def test_an_older_engines_trace_has_no_arrivals_and_still_tells_lives() -> None:
+def test_older_traces_and_those_cut_at_the_beginning_tell_lives_without_arrivals() -> None:
     run = run_of(*map(without_new_keys, two_chunks_and_decodes(3)))
     (timeline,) = run.timelines
     assert [type(one) for one in timeline.work] == [PrefillChunk, PrefillChunk, DecodeSpan]
     assert (run.has_arrivals, timeline.begin_s, timeline.ended_s) == (False, at(1), at(6))
 
-
-def test_a_trace_that_begins_in_the_middle_has_lives_without_an_arrival() -> None:
     run = run_of(*(line(7 + i, {"a": 1, "b": 1}, {"a": 5 + i, "b": 9 + i}) for i in range(3)))
     assert [(timeline.id, timeline.work) for timeline in run.timelines] == [
         (name, [DecodeSpan(at(7), at(10), 3, 3)]) for name in "ab"
@@ -191,20 +185,19 @@ def pairs(found: list[Any]) -> list[tuple[str, float]]:
 CAME = arrival("a", 10, 0.003, 0.007)
 
 
-def test_a_prompt_in_one_step() -> None:
+def test_the_parts_of_a_first_token_are_compiling_its_step_and_sending() -> None:
     steps = line(1, {"a": 10}, new=["a"], first=["a"], arrived=[CAME]), line(2, sent={"a": 0.0215})
     assert parts(*steps) == {"handover": 4.0, "waiting": 3.0, "prefill": 10.0, "output": 1.5}
 
-
-def test_what_is_not_sent_in_the_trace_counts_until_the_steps_end() -> None:
     step = line(1, {"a": 10}, new=["a"], first=["a"], arrived=[CAME])
     assert parts(step) == {"handover": 4.0, "waiting": 3.0, "prefill": 10.0}
 
-
-def test_a_structured_output_is_compiled_first() -> None:
     came = arrival("a", 10, 0.001, 0.008, compiled_s=0.006)
     step = line(1, {"a": 10}, new=["a"], first=["a"], arrived=[came], sent={"a": 0.02})
     assert parts(step) == {"compiling": 5.0, "handover": 2.0, "waiting": 2.0, "prefill": 10.0}
+
+    (timeline,) = run_of(line(1, {"a": 6}, {"a": 0}, new=["a"], arrived=[CAME])).timelines
+    assert ttft_parts(timeline) == []
 
 
 def test_steps_between_chunks_are_told_from_those_that_computed_it() -> None:
@@ -232,11 +225,6 @@ def test_steps_that_overlap_count_once() -> None:
         line(2, {"a": 4}, {"a": 6}, first=["a"], duration_ms=15.0),
         line(3, sent={"a": 0.036}),
     ) == {"handover": 4.0, "waiting": 3.0, "prefill": 25.0, "output": 1.0}
-
-
-def test_a_request_without_a_first_token_has_no_parts() -> None:
-    (timeline,) = run_of(line(1, {"a": 6}, {"a": 0}, new=["a"], arrived=[CAME])).timelines
-    assert ttft_parts(timeline) == []
 
 
 def reasons(run: RunTimeline, start_s: float, stop_s: float, name: str = "x") -> dict[str, Any]:

@@ -72,12 +72,10 @@ def read(data: bytes, max_body_bytes: int = 1000) -> list[BatchRequest | BadLine
     return list(read_lines(io.BytesIO(data), max_body_bytes))
 
 
-def test_a_line_is_a_request_whose_body_stays_as_it_is_written() -> None:
+def test_a_line_is_a_request_with_its_body_as_written_and_blank_ones_only_count() -> None:
     line = b'{"body": {"n":  1},"url":"/v1/embeddings","method":"POST","custom_id":"\\u00e9"}\r\n'
     assert read(line) == [BatchRequest(1, "é", "/v1/embeddings", b'{"n":  1}')]
 
-
-def test_blank_lines_count_and_are_nothing_else() -> None:
     lines = read(b"\xef\xbb\xbf" + request_line() + b"\n\n  \n" + request_line(custom_id="b"))
     assert [(line.line, line.custom_id) for line in lines] == [(1, "a"), (4, "b")]
 

@@ -54,7 +54,7 @@ def read(data: bytes) -> Any:
     return json.loads(data)
 
 
-def test_an_answer_is_a_line_as_openai_has_it() -> None:
+def test_results_refusals_and_errors_are_lines_as_openai_has_them() -> None:
     data, failed = response_line(asked(3, "é"), OK)
     line = read(data)
     assert line.pop("id").startswith("batch_req_")
@@ -65,8 +65,6 @@ def test_an_answer_is_a_line_as_openai_has_it() -> None:
     }
     assert not failed
 
-
-def test_a_refusal_has_its_status_and_body_and_an_error_beside() -> None:
     data, failed = response_line(asked(3, "a"), REFUSED)
     line = read(data)
     assert line["response"]["status_code"] == 400
@@ -74,8 +72,6 @@ def test_a_refusal_has_its_status_and_body_and_an_error_beside() -> None:
     assert line["error"] == {"code": "c", "message": "no", "line": 3}
     assert failed
 
-
-def test_what_could_not_be_asked_has_an_error_alone() -> None:
     line = read(bad_line(bad(3)))
     assert (line["custom_id"], line["response"]) == (None, None)
     message = "line 3: the url is not served"

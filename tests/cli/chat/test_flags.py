@@ -14,13 +14,11 @@ from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 
 
-def test_without_flags_the_bundled_model_is_launched() -> None:
+def test_the_demo_model_is_launched_unless_a_model_comes_first() -> None:
     options = parse([], {})
     assert (options.engine.flags, options.engine.endpoints) == ((), ())
     assert (options.url, options.quick, options.sampling, options.system) == (None, None, {}, "")
 
-
-def test_a_model_comes_first_and_other_flags_go_to_the_engine() -> None:
     options = parse(
         ["path/to", "--dtype", "float32", "-q", "hi", "--set", "seed=3", "--set", "stop=a=b"], {}
     )
@@ -50,15 +48,13 @@ def test_a_url_without_a_path_gets_v1(url: str, expected: str) -> None:
     assert parse(["--url", url], {}).url == expected
 
 
-def test_a_key_is_the_flags_or_the_environments() -> None:
+def test_a_key_is_the_flags_or_the_environments_without_line_ends() -> None:
     environment = {"OPENAI_API_KEY": "theirs"}
     assert parse(["--url", "http://h"], {}).api_key is None
     assert parse(["--url", "http://h"], environment).api_key == "theirs"
     assert parse(["--url", "http://h", "--api-key", "mine"], environment).api_key == "mine"
     assert parse(["--url", "http://u@h"], environment).api_key is None
 
-
-def test_a_line_end_is_no_part_of_a_key_and_a_wrong_one_matters_to_servers_alone() -> None:
     assert parse(["--url", "http://h"], {"OPENAI_API_KEY": "key\r\n"}).api_key == "key"
     wrong = {"OPENAI_API_KEY": "a\nb"}
     assert parse([], wrong).api_key is None

@@ -176,13 +176,11 @@ def test_a_defect_of_ours_ends_no_chat_and_loses_nothing_of_it(
     assert all(record.exc_info for record in caplog.records)
 
 
-def test_what_failed_is_left_behind_by_the_next_question() -> None:
+def test_what_failed_is_left_behind_but_for_what_came_before() -> None:
     target = FakeTarget([EngineDeadError("gone")], answer("a"))
     chat(target, "x", "y")
     assert contents(target.asked[1][0]) == ["y"]
 
-
-def test_what_came_before_an_error_is_kept_as_an_answer() -> None:
     gone = EngineDeadError("gone")
     target = FakeTarget([Started("r", (), 0), Text("half"), Failed(gone), gone], answer("b"))
     assert chat(target, "x", "y") == "half\ngone; /retry asks again\nb\n"
