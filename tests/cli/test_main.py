@@ -10,13 +10,7 @@ import pytest
 from nanocore import __version__
 from nanocore.cli import command
 from nanocore.cli import main as main_module
-from nanocore.cli.main import main
-
-
-def exit_code(*arguments: str) -> object:
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    return caught.value.code
+from tests.cli.served import exit_code
 
 
 def test_help_lists_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +31,7 @@ def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> No
         (["sreve"], "did you mean serve?"),
         (["--port"], "unknown command '--port'"),
         (["serve", "--port", "x"], "nanocore serve: argument --port"),
-        (["serve", "--host", "0.0.0.0"], "nanocore serve: --host 0.0.0.0: whoever"),
+        (["serve", "--host", "0.0.0.0"], "nanocore serve: --host 0.0.0.0: anybody"),
     ],
 )
 def test_usage_errors_are_one_line(
