@@ -235,7 +235,7 @@ def test_who_leaves_ends_the_work_on_its_texts(
             await request
             may_end.set()
             await turns()
-            await app.state.client.with_tokenizer(str, is_deferred=True)
+            await app.state.client.with_tokenizer(str, is_long=True)
             assert len(texts) == 1
 
     monkeypatch.setattr(Tokenizer, "encode", slow)
