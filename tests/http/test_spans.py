@@ -176,7 +176,7 @@ def test_a_failure_of_ours_is_an_error_of_the_span() -> None:
     writer = SpanWriter(provider)
     unavailable, died = RequestRecord("chat", "a"), RequestRecord("chat", "b")
     unavailable.status = 503
-    died.saw([Finished("error", Usage(3, 0, 2, 0), None, "rank 1 died")], _Answer())
+    died.note_events([Finished("error", Usage(3, 0, 2, 0), None, "rank 1 died")], _Answer())
     for record in (unavailable, died):
         writer.write(record, ("::1", 80), {"traceparent": "nonsense"})
     for span in exporter.get_finished_spans():
