@@ -25,7 +25,7 @@ from nanocore.protocol.errors import (
     ProtocolError,
 )
 from tests.client.fake_engine import connected
-from tests.client.running import in_event_loop, run
+from tests.client.running import run
 from tests.end_to_end import forked
 from tests.http.asgi import Connection, app_of, scope
 from tests.http.conftest import DEMO_MODEL
@@ -60,7 +60,6 @@ def test_probes_answer_while_the_model_is_being_loaded(app: App) -> None:
         assert (loading.status, loading.headers[b"retry-after"]) == (503, b"5")
 
 
-@in_event_loop
 async def test_probes_tell_a_server_that_drains_from_one_that_serves(endpoint: str) -> None:
     async with connected(endpoint) as (_, client):
         app = App(AppSettings(served_model_names=("one", "two")))
@@ -80,7 +79,6 @@ async def test_probes_tell_a_server_that_drains_from_one_that_serves(endpoint: s
         }  # fmt: skip
 
 
-@in_event_loop
 async def test_models_go_by_all_their_names(endpoint: str) -> None:
     async with connected(endpoint) as (_, client):
         app = App(AppSettings(served_model_names=("one", "org/two")))

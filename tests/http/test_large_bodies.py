@@ -18,7 +18,7 @@ from nanocore.http.exchange import MAX_COMMAS, MAX_ITEMS, check_body_limits
 from nanocore.http.http_errors import HttpError
 from nanocore.http.server_settings import AppSettings
 from nanocore.http.state import LARGE_BYTES
-from tests.client.running import PATIENCE_S, in_event_loop, run
+from tests.client.running import PATIENCE_S, run
 from tests.http.asgi import Connection, app_of, ask, scope, turns
 from tests.http.hostile_bodies import GOOD
 
@@ -78,7 +78,6 @@ def test_what_counts_is_said() -> None:
 
 
 @pytest.mark.parametrize("size", [LARGE_BYTES, AppSettings().max_body_bytes + 1])
-@in_event_loop
 async def test_memory_is_given_back_once_after_large_bodies(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:

@@ -11,7 +11,6 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.client.running import in_event_loop
 from tests.http.asgi import app_of, openai_client
 from tests.http.responses.asked import asked_app
 
@@ -23,7 +22,6 @@ ADD: Any = {
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-@in_event_loop
 async def test_a_text_is_answered_whole_or_in_events_alike(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         body = {"input": "hi", "instructions": "Be brief.", "metadata": {"a": "b"}}
@@ -53,7 +51,6 @@ async def test_a_text_is_answered_whole_or_in_events_alike(short_path: Path) -> 
         assert whole["usage"]["total_tokens"] == 6 + whole["usage"]["input_tokens"]
 
 
-@in_event_loop
 async def test_a_conversation_goes_on_where_the_last_response_ended(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         tools = {"tools": [ADD], "reasoning": {"effort": "low"}}
@@ -77,7 +74,6 @@ async def test_a_conversation_goes_on_where_the_last_response_ended(short_path: 
         assert asked.prompts[2] == f"{talk}It is 2.\nuser: sure?\nassistant: "
 
 
-@in_event_loop
 async def test_references_stand_for_stored_items(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         first = (await asked.respond({"input": "hi"}, "hello")).json()
@@ -95,7 +91,6 @@ async def test_references_stand_for_stored_items(short_path: Path) -> None:
         assert (lost.status, lost.json()["error"]["code"]) == (404, "item_not_found")
 
 
-@in_event_loop
 async def test_a_stored_response_is_read_listed_and_deleted(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         texts = ["a", "b", "c"]
@@ -134,7 +129,6 @@ async def test_a_stored_response_is_read_listed_and_deleted(short_path: Path) ->
 
 
 @pytest.mark.parametrize("settings", [{}, {"stored_responses_bytes": 0}])
-@in_event_loop
 async def test_what_is_not_to_be_stored_is_not(short_path: Path, settings: dict[str, Any]) -> None:
     async with asked_app(short_path, **settings) as asked:
         store = {"store": False} if not settings else {}
@@ -149,7 +143,6 @@ async def test_what_is_not_to_be_stored_is_not(short_path: Path, settings: dict[
         )
 
 
-@in_event_loop
 async def test_tools_of_vendors_are_named_and_left_out(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         tools = [{"type": "web_search"}, ADD, {"type": "namespace", "name": "n"}]
@@ -162,7 +155,6 @@ async def test_tools_of_vendors_are_named_and_left_out(short_path: Path) -> None
         assert reply.json()["output"][0]["name"] == "add"
 
 
-@in_event_loop
 async def test_an_answer_is_held_to_its_form_beside_tools_too(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -181,7 +173,6 @@ async def test_an_answer_is_held_to_its_form_beside_tools_too(short_path: Path) 
         assert forced.json()["output"][0]["type"] == "function_call"
 
 
-@in_event_loop
 async def test_log_probabilities_are_asked_for_in_either_way(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         include = {"include": ["message.output_text.logprobs"]}
@@ -211,7 +202,6 @@ async def test_log_probabilities_are_asked_for_in_either_way(short_path: Path) -
         ({"input": []}, None),
     ],
 )
-@in_event_loop
 async def test_what_cannot_be_served_is_refused_by_name(
     short_path: Path, fields: dict[str, Any], param: str | None
 ) -> None:
@@ -220,7 +210,6 @@ async def test_what_cannot_be_served_is_refused_by_name(
         assert (reply.status, reply.json()["error"]["param"]) == (400, param)
 
 
-@in_event_loop
 async def test_what_is_wrong_is_called_by_its_own_name(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         for body, place in (
@@ -259,7 +248,6 @@ async def client_of(endpoint: str) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client.copy(_extra_kwargs={"_strict_response_validation": True})
 
 
-@in_event_loop
 async def test_an_answer_is_kept_read_continued_and_deleted(demo_endpoint: str) -> None:
     async with client_of(demo_endpoint) as client:
         first = await client.responses.create(**SUM, metadata={"a": "b"})
@@ -281,7 +269,6 @@ async def test_an_answer_is_kept_read_continued_and_deleted(demo_endpoint: str) 
             await client.responses.cancel(second.id)
 
 
-@in_event_loop
 async def test_a_stream_tells_the_same_and_all_its_log_probabilities(demo_endpoint: str) -> None:
     async with client_of(demo_endpoint) as client:
         include: Any = ["message.output_text.logprobs"]
@@ -299,7 +286,6 @@ async def test_a_stream_tells_the_same_and_all_its_log_probabilities(demo_endpoi
         assert streamed.content == plain.content
 
 
-@in_event_loop
 async def test_a_class_is_parsed_whole_and_streamed(demo_endpoint: str) -> None:
     async with client_of(demo_endpoint) as client:
         whole = await client.responses.parse(**SUM, text_format=Sum)
@@ -308,7 +294,6 @@ async def test_a_class_is_parsed_whole_and_streamed(demo_endpoint: str) -> None:
         assert whole.output_parsed == streamed.output_parsed == Sum(sum=579)
 
 
-@in_event_loop
 async def test_a_tool_is_called_and_its_result_given_back(demo_endpoint: str) -> None:
     async with client_of(demo_endpoint) as client:
         for choice in ("required", {"type": "function", "name": "save_sum"}):
@@ -337,7 +322,6 @@ async def test_a_tool_is_called_and_its_result_given_back(demo_endpoint: str) ->
                 assert last.output[0].type == "message"
 
 
-@in_event_loop
 async def test_what_was_cut_is_incomplete(demo_endpoint: str) -> None:
     async with client_of(demo_endpoint) as client:
         response = await client.responses.create(**SUM, max_output_tokens=3)
