@@ -185,3 +185,9 @@ async def served(
             await asyncio.to_thread(llm.close)
     finally:
         engine.close()
+
+
+async def until_lost(client: AsyncEngineClient) -> None:
+    assert client._manager is not None
+    while client._manager.session_is_open:
+        await asyncio.sleep(0)

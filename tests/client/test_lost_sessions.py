@@ -33,7 +33,14 @@ from nanocore.protocol.messages import (
     Refused,
     Welcome,
 )
-from tests.client.fake_engine import MAX_NUM_SEQS, NO_TEXT, FakeEngine, connected, welcome_message
+from tests.client.fake_engine import (
+    MAX_NUM_SEQS,
+    NO_TEXT,
+    FakeEngine,
+    connected,
+    until_lost,
+    welcome_message,
+)
 from tests.client.running import PATIENCE_S, run
 from tests.protocol.keys import free_port, make_key_folders
 
@@ -58,12 +65,6 @@ async def _serves(engine: FakeEngine, client: AsyncEngineClient) -> None:
     request = await engine.begin(client.complete([1], NO_TEXT))
     engine.finish(1)
     assert (await request).finished
-
-
-async def _until_lost(client: AsyncEngineClient) -> None:
-    assert client._manager is not None
-    while client._manager.session_is_open:
-        await asyncio.sleep(0)
 
 
 async def test_the_end_of_the_engines_process_is_told_at_once(endpoint: str) -> None:
@@ -135,7 +136,7 @@ async def test_an_engine_that_was_replaced_while_nothing_was_open_is_nobodys_err
         with pytest.raises(InvalidRequestError, match="/no/such/folder"):
             await client.get_tokenizer()
         old.close()
-        await _until_lost(client)
+        await until_lost(client)
         new = FakeEngine(endpoint)
         welcoming = asyncio.create_task(new.welcome(_welcome("new", "/other")))
         with pytest.raises(InvalidRequestError, match="/other"):
@@ -213,7 +214,7 @@ async def test_a_lost_session_that_nobody_needs_is_left_lost(endpoint: str) -> N
     async with connected(endpoint) as (engine, client):
         engine.send(Error(code="no_session", message="PONG before HELLO"))
         engine.send(Ping())  # would be answered in a session
-        await _until_lost(client)
+        await until_lost(client)
         call = asyncio.create_task(client.health())
         await engine.welcome()
         engine.send(Pong(nonce=(await engine.receive(Ping)).nonce))
@@ -263,7 +264,7 @@ async def test_whoever_stops_waiting_for_the_next_session_leaves_it_to_the_other
 ) -> None:
     async with connected(endpoint) as (engine, client):
         engine.send(Bye(reason="?"))
-        await _until_lost(client)
+        await until_lost(client)
         leaving, staying = (asyncio.create_task(client.health()) for _ in range(2))
         await engine.receive(Hello)
         leaving.cancel()
@@ -277,7 +278,7 @@ async def test_whoever_stops_waiting_for_the_next_session_leaves_it_to_the_other
 async def test_closing_ends_the_wait_for_the_next_session(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
         engine.send(Bye(reason="?"))
-        await _until_lost(client)
+        await until_lost(client)
         waiting = asyncio.create_task(client.health())
         await engine.receive(Hello)
         await client.close()
