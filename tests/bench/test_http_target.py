@@ -1,19 +1,75 @@
-"""What is sent to a server, and what its events come to."""
+"""What bench measures over HTTP and over the engine's wire."""
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from typing import Any
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from nanocore.bench.http_target import open_server, shares
 from nanocore.bench.load import BenchRequest, Outcome
-from nanocore.bench.targets import PATHS, Destination, OpenTarget, RequestFields
-from nanocore.protocol.errors import ConfigError, EngineDeadError
+from nanocore.bench.sse import EventReader, chunk_of
+from nanocore.bench.targets import PATHS, Destination, EngineTarget, OpenTarget, RequestFields
+from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams
+from nanocore.client.requests.progress import Progress
+from nanocore.client.requests.request_outputs import CompletionOutput, RequestOutput
+from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.messages import FinishReason
 from tests.bench.conftest import DEMO_MODEL
 from tests.bench.fake_server import DONE, FakeServer, chat, completion, event, serving
+
+STREAM = b': hello\n\ndata: {"a": 1}\n\nevent: x\nid: 3\ndata:two\ndata: lines\n\ndata: [DONE]\n\n'
+EVENTS = [b'{"a": 1}', b"two\nlines", b"[DONE]"]
+
+
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n", b"\r"])
+def test_events_are_the_same_however_the_bytes_come(line_end: bytes) -> None:
+    stream = STREAM.replace(b"\n", line_end)
+    for size in range(1, len(stream) + 1):
+        reader = EventReader()
+        parts = [stream[i : i + size] for i in range(0, len(stream), size)]
+        assert [event for part in parts for event in reader.feed(part)] == EVENTS
+
+
+def test_an_event_that_is_not_whole_is_kept_back() -> None:
+    reader = EventReader()
+    assert reader.feed(b"data: x\n") == []
+    assert reader.feed(b"\n") == [b"x"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "has_tokens", "text"),
+    [
+        ('{"text": " a"}', True, " a"),
+        ('{"text": ""}', True, ""),
+        ('{"text": "", "finish_reason": "stop"}', False, ""),
+        ('{"text": "b", "finish_reason": "length"}', True, "b"),
+        ('{"delta": {"role": "assistant", "content": ""}}', False, ""),
+        ('{"delta": {"role": "assistant", "content": "c"}}', True, "c"),
+        ('{"delta": {"reasoning_content": "d"}}', True, "d"),
+        ('{"delta": {"reasoning": "e", "reasoning_content": "e"}}', True, "e"),
+        ('{"delta": {"content": null}}', True, ""),
+        ('{"delta": {"tool_calls": [{"index": 0}]}, "finish_reason": "tool_calls"}', True, ""),
+        ('{"delta": {}, "finish_reason": "stop"}', False, ""),
+    ],
+)
+def test_a_chunk_brings_tokens_unless_it_is_a_role_or_an_end(
+    choice: str, has_tokens: bool, text: str
+) -> None:
+    (found,) = chunk_of(f'{{"id": "x", "choices": [{choice}]}}'.encode()).choices
+    assert (found.has_tokens, found.added_text) == (has_tokens, text)
+
+
+def test_a_chunk_that_is_no_utf_8_is_one_and_one_without_end_is_none() -> None:
+    (found,) = chunk_of(b'{"choices": [{"text": "a\xff"}]}').choices
+    assert found.text == "a\ufffd"
+    with pytest.raises(msgspec.MsgspecError, match="too deeply"):
+        chunk_of(b'{"error": ' + b"[" * 100_000)
+
 
 TEXT = BenchRequest("hello", 1, 6)
 
@@ -200,3 +256,62 @@ def test_a_redirect_within_a_host_is_followed() -> None:
         server.location = "/v1/elsewhere"
         assert asyncio.run(one()).text == "a"
     assert [path for path, _, _ in server.requests] == ["/v1/completions", "/v1/elsewhere"]
+
+
+TOKEN_IDS = [5, 6, 7, 8]
+
+
+class ScriptedClient:
+    """Streams outputs of so many tokens in all, and then ends, or fails."""
+
+    def __init__(
+        self, counts: list[int], reason: FinishReason | None, message: str | None = None
+    ) -> None:
+        self._counts, self._reason, self._message = counts, reason, message
+        self.asked: list[tuple[object, SamplingParams, str]] = []
+
+    async def generate(
+        self, prompt: object, params: SamplingParams, request_id: str
+    ) -> AsyncIterator[RequestOutput]:
+        self.asked.append((prompt, params, request_id))
+        for place, count in enumerate(self._counts, 1):
+            is_last = place == len(self._counts)
+            reason = self._reason if is_last else None
+            sample = CompletionOutput([], 0, TOKEN_IDS, count, "", reason, None, self._message)
+            yield RequestOutput(request_id, None, [1], [sample], is_last, 0, Progress(1))
+        if self._reason is None:
+            raise EngineDeadError("it is gone")
+
+
+def sent(client: ScriptedClient) -> Outcome:
+    target = EngineTarget(cast("AsyncEngineClient", client), SamplingParams(temperature=0))
+    return asyncio.run(target.send(BenchRequest(array("i", [1, 2]), 2, 9), "id-1", 3.0))
+
+
+def test_each_output_with_new_tokens_is_an_arrival() -> None:
+    client = ScriptedClient([1, 3, 3, 4, 4], "length")
+    outcome = sent(client)
+    assert outcome.error == ""
+    assert outcome.chunk_tokens == [1, 2, 1]
+    assert (outcome.num_prompt_tokens, outcome.num_output_tokens) == (2, 4)
+    assert outcome.token_ids == TOKEN_IDS
+    assert outcome.start_s <= outcome.chunk_times_s[0] <= outcome.chunk_times_s[-1] <= outcome.end_s
+    ((prompt, params, request_id),) = client.asked
+    assert (prompt, params.max_tokens, params.temperature, request_id) == (
+        array("i", [1, 2]), 9, 0, "id-1",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("counts", "reason", "message", "error"),
+    [
+        ([1], None, None, "EngineDeadError: it is gone"),
+        ([1], "error", "no memory", "error: no memory"),
+        ([1], "timeout", None, "timeout: ended by the engine"),
+        ([0], "stop", None, "no token came"),
+    ],
+)
+def test_what_does_not_end_by_itself_has_failed(
+    counts: list[int], reason: FinishReason | None, message: str | None, error: str
+) -> None:
+    assert sent(ScriptedClient(counts, reason, message)).error == error

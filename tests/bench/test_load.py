@@ -118,8 +118,11 @@ LINEAR = Ramp("linear", 2.0, 10.0)
 EXPONENTIAL = Ramp("exponential", 1.0, 16.0)
 
 
-def test_an_infinite_rate_is_all_at_once() -> None:
+def test_what_is_infinite_is_all_at_once_or_even() -> None:
     assert arrival_times(3, Traffic(), seed=0) == [0.0] * 3
+
+    times = arrival_times(4, Traffic(2.0, math.inf), seed=3)
+    assert times == pytest.approx([0.5, 1.0, 1.5, 2.0])
 
 
 @pytest.mark.parametrize("burstiness", [0.3, 1.0, 4.0, math.inf])
@@ -127,11 +130,6 @@ def test_a_constant_rate_takes_exactly_its_time_whatever_is_drawn(burstiness: fl
     times = arrival_times(50, Traffic(20.0, burstiness), seed=7)
     assert times[-1] == pytest.approx(2.5)
     assert all(earlier <= later for earlier, later in pairwise([0.0, *times]))
-
-
-def test_infinite_burstiness_is_even() -> None:
-    times = arrival_times(4, Traffic(2.0, math.inf), seed=3)
-    assert times == pytest.approx([0.5, 1.0, 1.5, 2.0])
 
 
 def test_the_seed_decides() -> None:
@@ -147,17 +145,13 @@ def test_burstiness_is_the_shape_of_a_gamma_distribution(burstiness: float) -> N
     assert np.std(gaps) / np.mean(gaps) == pytest.approx(burstiness**-0.5, rel=0.05)
 
 
-def test_ramps_reach_their_ends() -> None:
+def test_a_ramps_ends_gaps_and_changes_are_those_of_its_rates() -> None:
     assert LINEAR.rates(5) == [2, 4, 6, 8, 10]
     assert EXPONENTIAL.rates(5) == pytest.approx([1, 2, 4, 8, 16])
     assert LINEAR.rates(1) == [2]
 
-
-def test_the_gaps_of_a_ramp_are_those_of_its_rates() -> None:
     times = arrival_times(5, Traffic(burstiness=math.inf, ramp=EXPONENTIAL), seed=0)
     assert np.diff([0.0, *times]) == pytest.approx([1, 1 / 2, 1 / 4, 1 / 8, 1 / 16])
 
-
-def test_changes_of_a_ramp_name_each_whole_rate_once() -> None:
     changes = rate_changes([2.0, 2.5, 5.2, 5.9], [0.5, 1.0, 1.5, 2.0])
     assert changes == [(2, 0.0), (3, 1.5), (4, 1.5), (5, 1.5)]

@@ -15,6 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from nanocore.cli.main import main
 from nanocore.demo_model import demo_model_folder
 
 EXIT_TIMEOUT_S = 60.0
@@ -161,3 +164,9 @@ def _below(pid: int) -> Iterator[int]:
     for child in children(pid):
         yield child
         yield from _below(child)
+
+
+def exit_code(*arguments: str) -> object:
+    with pytest.raises(SystemExit) as caught:
+        main(list(arguments))
+    return caught.value.code

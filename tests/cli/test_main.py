@@ -10,13 +10,7 @@ import pytest
 from nanocore import __version__
 from nanocore.cli import command
 from nanocore.cli import main as main_module
-from nanocore.cli.main import main
-
-
-def exit_code(*arguments: str) -> object:
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    return caught.value.code
+from tests.cli.served import exit_code
 
 
 def test_help_lists_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanocore.cli.main import main
 from nanocore.client import AsyncEngineClient, SamplingParams
-from tests.cli.served import DEMO
+from tests.cli.served import DEMO, exit_code
 from tests.end_to_end.engine_process import Engine, engine
 
 
@@ -33,12 +32,6 @@ def running() -> Iterator[Engine]:
     with engine(DEMO) as started:
         asyncio.run(ask(started.endpoint))
         yield started
-
-
-def exit_code(*arguments: str) -> object:
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    return caught.value.code
 
 
 def values(text: str) -> dict[str, float]:

@@ -103,14 +103,20 @@ def test_a_flag_that_is_nearly_ours_is_named_if_the_engine_refuses_it() -> None:
     assert options("--ctx-size", "1").engine.hint == ""
 
 
-def test_several_processes_store_no_responses() -> None:
+def test_defaults_follow_from_other_flags() -> None:
     assert options("--http-workers", "2").app.stored_responses_bytes == 0
     assert options("--stored-responses-bytes", "7").app.stored_responses_bytes == 7
 
-
-def test_joining_waits_shorter_than_launching() -> None:
     assert options("--endpoint", "ipc:///e").engine.start_timeout_s == JOIN_TIMEOUT_S
     assert options("--endpoint", "ipc:///e", "--start-timeout", "3").engine.start_timeout_s == 3
+
+    given = options("--tool-call-parser", "none", "--reasoning-parser", "qwen3").app
+    assert (given.tool_parser, given.reasoning_parser) == (None, "qwen3")
+
+    assert options().server.ssl_cert_reqs == 0
+    tls = ("--ssl-certfile", "f", "--ssl-ca-certs", "c")
+    assert options(*tls).server.ssl_cert_reqs == 2
+    assert options(*tls, "--ssl-cert-reqs", "1").server.ssl_cert_reqs == 1
 
 
 def test_origins_are_as_browsers_send_them_and_hosts_without_brackets() -> None:
@@ -123,18 +129,6 @@ def test_origins_are_as_browsers_send_them_and_hosts_without_brackets() -> None:
     assert options("--uds", "/tmp/x").app.allowed_hosts is None
 
 
-def test_parsers_can_be_none() -> None:
-    given = options("--tool-call-parser", "none", "--reasoning-parser", "qwen3").app
-    assert (given.tool_parser, given.reasoning_parser) == (None, "qwen3")
-
-
-def test_certificates_of_clients_are_needed_if_their_authorities_are_named() -> None:
-    assert options().server.ssl_cert_reqs == 0
-    tls = ("--ssl-certfile", "f", "--ssl-ca-certs", "c")
-    assert options(*tls).server.ssl_cert_reqs == 2
-    assert options(*tls, "--ssl-cert-reqs", "1").server.ssl_cert_reqs == 1
-
-
 def key_file(folder: Path, text: bytes, mode: int = 0o600) -> Path:
     path = folder / "keys"
     path.write_bytes(text)
@@ -142,7 +136,9 @@ def key_file(folder: Path, text: bytes, mode: int = 0o600) -> Path:
     return path
 
 
-def test_keys_come_from_flags_a_file_and_the_environment(tmp_path: Path) -> None:
+def test_keys_come_from_flags_a_file_and_the_environment(
+    tmp_path: Path,
+) -> None:
     path = key_file(tmp_path, b"# comment\n\nc\n  d \r\na\n")
     environment = {"NANOCORE_API_KEY": "e", "OTHER": "x"}
     given = options("--api-key", "a", "b", "--api-key", "c", "--api-key-file", str(path),
@@ -150,10 +146,11 @@ def test_keys_come_from_flags_a_file_and_the_environment(tmp_path: Path) -> None
     assert given.app.api_keys == ("a", "b", "c", "d", "e")
     assert environment == {"OTHER": "x"}, "no child is to inherit it"
 
-
-def test_an_empty_key_in_the_environment_is_no_key() -> None:
     with pytest.raises(ConfigError, match="NANOCORE_API_KEY"):
         options(environment={"NANOCORE_API_KEY": ""})
+
+    with pytest.raises(KeyFileError, match="No such file"):
+        options("--api-key-file", str(tmp_path / "none"))
 
 
 @pytest.mark.parametrize(
@@ -189,11 +186,6 @@ def test_root_may_hand_a_key_to_a_service_by_its_group(
     monkeypatch.setattr(os, "fstat", lambda _: info)
     with nullcontext() if is_good else pytest.raises(KeyFileError, match="open to other users"):
         assert options("--api-key-file", str(path)).app.api_keys == ("a",)
-
-
-def test_a_key_file_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(KeyFileError, match="No such file"):
-        options("--api-key-file", str(tmp_path / "none"))
 
 
 def test_a_model_behind_the_flags_is_told_where_it_belongs() -> None:

@@ -1,15 +1,16 @@
-"""`nanocore serve` with an engine of its own: both end together, and causes are told."""
+"""A server that launches its engine, without network or packages from its folder."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.cli.served import Descendants, answered, children, run_to_exit, serving
+from tests.cli.served import DEMO, Descendants, answered, children, run_to_exit, serving
 
 
 def engine_pid(server_pid: int) -> int:
@@ -109,3 +110,30 @@ def test_an_engine_that_does_not_start_says_why(
     assert last.startswith("nanocore serve: ")
     assert text in last
     assert "Traceback" not in done.stderr
+
+
+pytestmark = pytest.mark.campaign
+SAFE = '#!/bin/sh\nexec "{python}" -P "$@"\n'
+NAMES = ("random", "torch", "uvicorn", "msgspec", "jinja2", "llguidance", "nanocore_demo_model")
+
+
+def test_no_process_of_a_server_imports_from_the_folder_it_is_started_in(tmp_path: Path) -> None:
+    """The server itself is started as its command is, which has no script's folder in its path."""
+    folder = tmp_path / "hostile"
+    (folder / "nanocore").mkdir(parents=True)
+    for name in (*NAMES, "nanocore/__init__"):
+        (folder / f"{name}.py").write_text('raise SystemExit("hijacked")')
+    safe = tmp_path / "python"
+    safe.write_text(SAFE.format(python=sys.executable))
+    safe.chmod(0o755)
+    flags = ("--http-workers", "2", "--tensor-parallel-size", "2", "--max-num-seqs", "8")
+    with serving(*flags, python=str(safe), cwd=folder) as server:
+        server.line("ready:")
+        schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [579]}}}
+        asked = server.ask(8, response_format=schema, temperature=0, ignore_eos=False)
+        status, answer = answered(asked)
+        assert status == 200, answer
+        assert answer["choices"][0]["message"]["content"] == "579"
+        card = server.get("/v1/models")[1]["data"][0]
+        assert Path(card["root"]) == DEMO
+        assert "hijacked" not in "".join(server.log)

@@ -8,16 +8,10 @@ from typing import Any
 
 import pytest
 
-from nanocore.cli.main import main
 from nanocore.tracing.explanation import REASONS
+from tests.cli.served import exit_code
 from tests.tracing.pictures import read_picture
 from tests.tracing.trace_lines import arrival, blocked, line, text, write
-
-
-def exit_code(*arguments: str) -> object:
-    with pytest.raises(SystemExit) as caught:
-        main(list(arguments))
-    return caught.value.code
 
 
 @pytest.fixture

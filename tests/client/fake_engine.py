@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from nanocore.client import LLM
 from nanocore.client.async_client import AsyncEngineClient
 from nanocore.protocol.codec import encode, engine_decoder, pack_int32
 from nanocore.protocol.messages import (
@@ -39,6 +40,7 @@ from tests.client.running import PATIENCE_S
 from tests.protocol.samples import LIMITS, MODEL_CARD, WELCOME
 
 Expected = TypeVar("Expected", bound=Message)
+Result = TypeVar("Result")
 MAX_NUM_SEQS = 2
 NO_TEXT = SamplingParams(detokenize=False)
 """For requests that need no tokenizer."""
@@ -104,6 +106,12 @@ class FakeEngine:
         self.send(Accepted(request_id=submit.request_id, handle=handle, seed=0))
         return submit
 
+    async def begin(self, call: Awaitable[Result], handle: int = 1) -> asyncio.Future[Result]:
+        """Accept the request that a call of the client makes."""
+        task = asyncio.ensure_future(call)
+        await self.accept(handle)
+        return task
+
     async def serve_chunks(self, num: int, contents: Mapping[str, bytes]) -> None:
         """Answer so many CONTROL read_file."""
         for _ in range(num):
@@ -160,3 +168,26 @@ async def connected(
             yield engine, client
     finally:
         engine.close()
+
+
+@asynccontextmanager
+async def served(
+    endpoint: str, welcome: Message | None = None
+) -> AsyncIterator[tuple[FakeEngine, LLM]]:
+    engine = FakeEngine(endpoint)
+    try:
+        welcoming = asyncio.create_task(engine.welcome(welcome))
+        llm = await asyncio.to_thread(LLM)
+        await welcoming
+        try:
+            yield engine, llm
+        finally:
+            await asyncio.to_thread(llm.close)
+    finally:
+        engine.close()
+
+
+async def until_lost(client: AsyncEngineClient) -> None:
+    assert client._manager is not None
+    while client._manager.session_is_open:
+        await asyncio.sleep(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from array import array
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,17 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from nanocore.client import AsyncEngineClient, ConfigError, InvalidRequestError, SamplingParams
+from nanocore.client import (
+    AsyncEngineClient,
+    ConfigError,
+    InvalidRequestError,
+    KeyFileError,
+    SamplingParams,
+)
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, welcome_message
 from tests.client.running import run
+from tests.protocol.keys import make_key_folders
 
 
 async def _refused_at_once(
@@ -65,22 +73,32 @@ async def test_what_are_no_sampling_params_is_refused_at_once(endpoint: str, par
 @pytest.mark.parametrize(
     "prompt",
     [None, 7, 1.5, b"bytes", (1, 2), {1, 2}, np.array([1, 2]), np.int64(1), [None], [[1]], ["a"],
-     [1.5], array("d", [1.5]), array("q", [2**31]), [2**31], {"prompt_token_ids": (1, 2)}],
+     [1.5], array("d", [1.5]), array("q", [2**31]), [2**31], {"prompt_token_ids": (1, 2)}, {},
+     {"prompt": "text"}, {"prompt_token_ids": None}, {"prompt_token_ids": "12"}],
     ids=repr,
 )  # fmt: skip
 async def test_what_is_no_prompt_is_refused_at_once(endpoint: str, prompt: Any) -> None:
     async with connected(endpoint) as (engine, client):
         await _refused_at_once(engine, client, prompt, NO_TEXT)
+        await _refused_at_once(engine, client, prompt)
 
 
 @pytest.mark.parametrize(
-    "options", [{"priority": Ellipsis}, {"cache_salt": Ellipsis}, {"priority": 2**64}], ids=str
+    "options",
+    [
+        {"priority": Ellipsis},
+        {"priority": 2**64},
+        {"cache_salt": Ellipsis},
+        {"cache_salt": "\ud800"},
+        {"sampling_params": SamplingParams(stop_token_ids=[2**64], detokenize=False)},
+    ],
+    ids=ascii,
 )
 async def test_what_cannot_be_sent_is_refused_at_once(
     endpoint: str, options: dict[str, Any]
 ) -> None:
     async with connected(endpoint) as (engine, client):
-        await _refused_at_once(engine, client, [1], NO_TEXT, **options)
+        await _refused_at_once(engine, client, [1], **{"sampling_params": NO_TEXT} | options)
 
 
 async def test_a_request_above_the_frames_limit_is_refused_at_once_and_no_session_is_cut(
@@ -132,3 +150,51 @@ def test_an_endpoint_that_is_none_is_refused_at_once_or_on_entering(endpoint: st
 
     with pytest.raises(ConfigError):
         run(scenario())
+
+
+TCP = "tcp://127.0.0.1:5555"
+
+
+def test_keys_are_for_tcp_alone_which_needs_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"needs curve_dir.*nanocore-keygen DIR --client"):
+        AsyncEngineClient.connect(TCP)
+
+    with pytest.raises(KeyFileError, match=f"{tmp_path}/none does not exist"):
+        AsyncEngineClient.connect(TCP, curve_dir=tmp_path / "none")
+    with pytest.raises(KeyFileError, match=r"client\.key_secret is missing"):
+        AsyncEngineClient.connect(TCP, curve_dir=tmp_path)
+
+    folder = make_key_folders(tmp_path).client("alice")
+    with pytest.raises(ConfigError, match="is for tcp://"):
+        AsyncEngineClient.connect("ipc:///x/engine.sock", curve_dir=folder)
+
+
+@pytest.fixture
+def runtime_dir(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    return short_path
+
+
+def test_the_default_endpoints_directory_is_the_users_before_anybody_listens(
+    runtime_dir: Path,
+) -> None:
+    client = AsyncEngineClient.connect()
+    directory = runtime_dir / "nanocore" / "default"
+    assert client.endpoint == f"ipc://{directory}/engine.sock"
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert directory.stat().st_uid == os.getuid()
+
+
+def test_another_users_engine_at_the_default_endpoint_is_not_joined(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root we can be robbed for real; as another user we must pretend to be a third."""
+    directory = runtime_dir / "nanocore" / "default"
+    directory.mkdir(mode=0o700, parents=True)
+    owner, thief = os.getuid(), os.getuid() + 1
+    if owner == 0:
+        os.chown(directory, thief, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: thief)
+    with pytest.raises(ConfigError, match="belongs to"):
+        AsyncEngineClient.connect()

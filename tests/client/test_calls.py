@@ -49,23 +49,18 @@ async def test_pause_and_resume_wait_for_their_replies(endpoint: str) -> None:
             await waiting
 
 
-async def test_health_has_the_engines_step_counter(endpoint: str) -> None:
+@pytest.mark.parametrize(("age_ms", "age_s"), [(None, None), (61_500, 61.5)])
+async def test_health_has_the_engines_step_counter_and_the_age_of_a_step(
+    endpoint: str, age_ms: int | None, age_s: float | None
+) -> None:
+    """Engines before 1.4 do not report the age."""
     async with connected(endpoint) as (engine, client):
         call = asyncio.create_task(client.health())
         ping = await engine.receive(Ping)
-        engine.send(Pong(nonce=ping.nonce, num_steps=42))
+        engine.send(Pong(nonce=ping.nonce, num_steps=42, step_age_ms=age_ms))
         health = await call
-        assert health.num_steps == 42
+        assert (health.num_steps, health.step_age_s) == (42, age_s)
         assert health.latency_s >= 0
-        assert health.step_age_s is None, "engines before 1.4 do not say"
-
-
-async def test_health_shows_a_step_that_hangs(endpoint: str) -> None:
-    async with connected(endpoint) as (engine, client):
-        call = asyncio.create_task(client.health())
-        ping = await engine.receive(Ping)
-        engine.send(Pong(nonce=ping.nonce, num_steps=42, step_age_ms=61_500))
-        assert (await call).step_age_s == 61.5
 
 
 async def test_an_engine_that_answers_no_ping_is_dead(

@@ -35,20 +35,6 @@ def test_a_conversation_is_rendered_with_every_turn_in_order(tokenizer: Tokenize
     assert rendered == "system: Be brief.\nuser: Hi, {{ 7 * 7 }}!\nassistant: "
 
 
-def test_the_generation_prompt_can_be_left_out(tokenizer: Tokenizer) -> None:
-    rendered = tokenizer.render_chat(CONVERSATION, add_generation_prompt=False)
-    assert rendered == "system: Be brief.\nuser: Hi, {{ 7 * 7 }}!\n"
-
-
-def test_a_conversation_is_encoded_as_it_is_rendered(tokenizer: Tokenizer) -> None:
-    expected = ids_of(tokenizer, tokenizer.render_chat(CONVERSATION))
-    assert tokenizer.encode_chat(CONVERSATION) == expected
-
-
-def test_a_template_file_is_preferred_to_the_config(folder: Path) -> None:
-    assert _render(folder, "{{ messages|length }} turns") == "2 turns"
-
-
 def _both(folder: Path, messages: Any = CONVERSATION) -> str:
     rendered = Tokenizer.from_folder(folder).render_chat(messages)
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -116,7 +102,7 @@ def test_a_template_file_that_is_no_utf8_is_refused_by_name(folder: Path) -> Non
         Tokenizer.from_folder(folder)
 
 
-def test_json_is_written_for_models_and_not_for_html(folder: Path) -> None:
+def test_json_is_written_for_models_and_is_plain_text_to_filters(folder: Path) -> None:
     """jinja2's own filter sorts the keys, escapes <, >, & and ', and every letter but ASCII's."""
     value = '{"b": "<a> & \'é\'", "a": [1, null, true, "中"]}'
     _write_config(folder, chat_template=f"{{{{ {value.replace('null', 'none')} | tojson }}}}")
@@ -125,28 +111,18 @@ def test_json_is_written_for_models_and_not_for_html(folder: Path) -> None:
     _write_config(folder, chat_template=f"{{{{ {{'b': ['é'], 'a': 1}} | tojson({options}) }}}}")
     assert _both(folder) == '{\n\t"a":1,\n\t"b":[\n\t\t"\\u00e9"\n\t]\n}'
 
-
-def test_json_is_plain_text_to_other_filters(folder: Path) -> None:
     assert _render(folder, "{{ ['<'] | tojson + '<' }}{{ ('\"' | tojson)[:2] }}") == '["<"]<"\\'
 
 
-def test_templates_read_the_date_from_a_clock() -> None:
+def test_templates_read_the_date_from_a_clock_by_default_this_machines(folder: Path) -> None:
     template = ChatTemplate(
         "{{ strftime_now('%d %b %Y, %H:%M') }}", {}, "here", now=lambda: datetime(2026, 2, 1, 3, 4)
     )
     assert template.render(CONVERSATION) == ["01 Feb 2026, 03:04"]
 
-
-def test_the_clock_is_this_machines(folder: Path) -> None:
     before = datetime.now()
     shown = datetime.fromisoformat(_render(folder, "{{ strftime_now('%Y-%m-%dT%H:%M:%S.%f') }}"))
     assert before <= shown <= datetime.now()
-
-
-def test_what_is_marked_as_generated_is_text_in_its_place(folder: Path) -> None:
-    template = "{% set x = 1 %}a{% generation %}{% set x = 2 %}b{{ x }}{% endgeneration %}{{ x }}"
-    (folder / "chat_template.jinja").write_text(template)
-    assert _both(folder) == "ab21"
 
 
 def test_tools_and_documents_are_known_and_not_given(folder: Path) -> None:
@@ -154,20 +130,6 @@ def test_tools_and_documents_are_known_and_not_given(folder: Path) -> None:
     template = "".join(f"{{{{ {n} is defined }}}}{{{{ {n} is none }}}} " for n in names)
     (folder / "chat_template.jinja").write_text(template)
     assert _both(folder) == "TrueTrue TrueTrue TrueFalse FalseFalse FalseFalse FalseFalse "
-
-
-def test_keys_without_a_value_are_left_out_of_messages(folder: Path) -> None:
-    messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": None}], "name": None}]
-    (folder / "chat_template.jinja").write_text("{{ messages[0] | tojson }}")
-    rendered = _both(folder, messages)
-    assert rendered == '{"role": "assistant", "tool_calls": [{"id": null}]}'
-
-
-@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
-def test_reasoning_has_every_name_that_templates_know_it_by(folder: Path, key: str) -> None:
-    template = "{{ messages[0].reasoning_content }} {{ messages[0].thinking }}"
-    (folder / "chat_template.jinja").write_text(template)
-    assert _both(folder, [{"role": "assistant", "content": "x", key: "why"}]) == "why why"
 
 
 class _Role(str):
@@ -207,17 +169,15 @@ def test_messages_that_hold_themselves_are_refused(folder: Path) -> None:
         _render(folder, "x", [ChatMessage(role="user", content=content)])
 
 
-def test_a_long_complaint_of_a_template_is_shortened(folder: Path) -> None:
+def test_a_template_may_reject_the_messages_in_words_that_are_shortened(folder: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"\(100015 characters\)") as caught:
         _render(folder, "{{ raise_exception('no' * 50000) }}")
     assert len(str(caught.value)) < 1000
 
-
-def test_blocks_leave_no_blank_lines_as_in_transformers(folder: Path) -> None:
-    template = (
-        "{% for m in messages %}\n    {% if true %}\n{{ m.role }}\n    {% endif %}\n{% endfor %}"
-    )
-    assert _render(folder, template) == "system\nuser\n"
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system!') }}{% endif %}"
+    with pytest.raises(InvalidRequestError, match="no system!"):
+        _render(folder, template)
+    assert _render(folder, template, CONVERSATION[1:]) == ""
 
 
 @pytest.mark.parametrize("token", ["<s>", {"content": "<s>", "special": True}])
@@ -237,13 +197,6 @@ def test_a_model_without_a_template_says_so(folder: Path, template: object) -> N
     with pytest.raises(InvalidRequestError, match="no chat template") as caught:
         Tokenizer.from_folder(folder).render_chat(CONVERSATION)
     assert str(folder) in str(caught.value)
-
-
-def test_a_template_may_reject_the_messages_in_its_own_words(folder: Path) -> None:
-    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system!') }}{% endif %}"
-    with pytest.raises(InvalidRequestError, match="no system!"):
-        _render(folder, template)
-    assert _render(folder, template, CONVERSATION[1:]) == ""
 
 
 @pytest.mark.parametrize(
@@ -319,3 +272,96 @@ def test_a_model_without_a_template_has_a_remedy_in_python_and_over_http(folder:
     _write_config(folder)
     with pytest.raises(InvalidRequestError, match=r"by generate\(\) or to /v1/completions"):
         Tokenizer.from_folder(folder).render_chat(CONVERSATION)
+
+
+TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
+TRIMMED = TURNS.replace("m.content", "m.content | trim")
+PROMPTED = TURNS + "{% if add_generation_prompt %}[assistant]{% endif %}"
+BY_PARTS = "{% for m in messages %}{% for p in m.content %}{{ p.text }}|{% endfor %}{% endfor %}"
+THOUGHTS = "{% for m in messages %}({{ m.thinking }}){{ m.content }}{% endfor %}"
+QUESTION = {"role": "user", "content": "Q"}
+
+
+def _answer(content: Any, **more: Any) -> list[Any]:
+    return [QUESTION, {"role": "assistant", "content": content, **more}]
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "key"),
+    [
+        (TURNS, _answer("so far"), True),
+        (TURNS, _answer("so far "), True),
+        (TURNS, _answer("so far \n"), "content"),
+        (TRIMMED, _answer(" so far \n"), True),
+        (PROMPTED, _answer("so"), True),
+        (TURNS, _answer(""), True),
+        (TURNS, _answer("CONTINUE_FINAL_MESSAGE_TAG a"), True),
+        (TURNS, [QUESTION], True),
+        (
+            BY_PARTS,
+            [{"role": "user", "content": [{"text": "a"}, {"text": "b "}, {"x": 1}]}],
+            True,
+        ),
+        (THOUGHTS, _answer("x", reasoning_content="hm, "), "reasoning_content"),
+        (THOUGHTS, _answer("x", thinking="hm"), "thinking"),
+        (THOUGHTS, _answer("x", reasoning="hm"), "reasoning_content"),
+    ],
+)
+def test_the_prompt_ends_where_that_of_transformers_does(
+    folder: Path, template: str, messages: Any, key: bool | str
+) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    expected = reference.apply_chat_template(messages, tokenize=False, continue_final_message=key)
+    tokenizer = Tokenizer.from_folder(folder)
+    before = json.dumps(messages)
+    assert tokenizer.render_chat(messages, continue_final_message=key) == expected
+    ids = reference.apply_chat_template(messages, continue_final_message=key, return_dict=False)
+    assert tokenizer.encode_chat(messages, continue_final_message=key) == ids
+    assert json.dumps(messages) == before
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "key", "reason"),
+    [
+        (TURNS, _answer(None), True, "has no 'content'"),
+        (TURNS, _answer("x"), "reasoning_content", "has no 'reasoning_content'"),
+        (TURNS, _answer("x", note="y"), "note", "the chat template has no 'note'"),
+        (TURNS, _answer({"a": 1}), True, "is no text"),
+        (BY_PARTS, _answer([{"x": 1}]), True, "has no text"),
+        ("{{ messages[0].content }}", _answer("x"), True, "leaves out the last message"),
+        ("{{ messages[-1].content[1:] }}", _answer("xyz"), True, "leaves out the last message"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused_by_both(
+    folder: Path, template: str, messages: Any, key: bool | str, reason: str
+) -> None:
+    (folder / "chat_template.jinja").write_text(template)
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    with pytest.raises((ValueError, TypeError)):
+        reference.apply_chat_template(messages, tokenize=False, continue_final_message=key)
+    with pytest.raises(InvalidRequestError, match=reason):
+        Tokenizer.from_folder(folder).render_chat(messages, continue_final_message=key)
+
+
+def test_a_prompt_cannot_begin_an_answer_and_continue_one(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    with pytest.raises(InvalidRequestError, match="leave out either"):
+        tokenizer.render_chat([QUESTION], True, continue_final_message=True)
+    rendered = tokenizer.render_chat([QUESTION], False, continue_final_message=True)
+    assert rendered == tokenizer.render_chat([QUESTION], continue_final_message=True) == "user: Q"
+
+
+def test_of_several_templates_the_one_for_tools_is_used_with_tools(folder: Path) -> None:
+    templates = [
+        {"name": "default", "template": "usual"},
+        {"name": "tool_use", "template": "{{ tools | tojson }}"},
+    ]
+    config = {"chat_template": templates}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer.from_folder(folder)
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    for tools in (None, [], [{"type": "function", "function": {"name": "f"}}]):
+        expected = reference.apply_chat_template([QUESTION], tools=tools, tokenize=False)
+        assert tokenizer.render_chat([QUESTION], tools=tools) == expected
+    assert tokenizer.chat_template_text == "{{ tools | tojson }}"

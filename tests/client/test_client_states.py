@@ -105,8 +105,7 @@ class FakeSocketOnce(FakeSocket):
 async def test_a_stream_that_is_read_on_in_another_loop_says_so(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
         stream = client.generate([1], NO_TEXT)
-        first = asyncio.create_task(_next(stream))
-        await engine.accept(1)
+        first = await engine.begin(_next(stream))
         engine.output({1: [10]})
         await first
         with pytest.raises(ClientStateError, match="another one"):
@@ -150,8 +149,7 @@ async def test_a_client_that_is_being_entered_says_so(endpoint: str, call: str) 
 
 async def test_requests_that_are_open_when_the_client_is_closed_say_so(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
-        request = asyncio.create_task(client.complete([1], NO_TEXT))
-        await engine.accept(1)
+        request = await engine.begin(client.complete([1], NO_TEXT))
         await client.close()
         with pytest.raises(ClientStateError, match="closed"):
             await request

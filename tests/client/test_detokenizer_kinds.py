@@ -18,6 +18,7 @@ from tests.campaign import examples
 from tests.client.byte_tokens import ids_of
 from tests.client.driven_stream import DrivenStream
 from tests.client.tokenizer_kinds import FALLBACK, KINDS, WORDS, expected_text, has_decoder, make
+from tests.client.trained_tokenizers import CORPUS, SPECIAL, TRAINED, trained
 
 PROPERTY = settings(max_examples=examples(30), deadline=None, derandomize=True)
 REPLACEMENT = "\ufffd"
@@ -161,10 +162,13 @@ def _pieces(tokenizer: Tokenizer, output: list[int], prompt: list[int]) -> list[
     return [detokenizer.append([token_id]) for token_id in output]
 
 
-def test_the_first_piece_keeps_the_space_between_it_and_the_prompt(fallback: Tokenizer) -> None:
+def test_spaces_before_words_and_characters_of_bytes_come_out_whole(fallback: Tokenizer) -> None:
     prompt = _named(fallback, "b")
     for context in (prompt, [*prompt, *_named(fallback, *["<s>"] * 20)]):
         assert _pieces(fallback, _named(fallback, "▁a", "b"), context) == [" a", "b"]
+
+    output = _named(fallback, "b", "中".encode(), "▁a")
+    assert _pieces(fallback, output, _named(fallback, "b")) == ["b", "", "", "中", " a"]
 
 
 @pytest.mark.parametrize("prompt", [[], ["<s>"]])
@@ -173,11 +177,6 @@ def test_after_a_prompt_without_text_the_first_piece_begins_as_the_decoder_begin
 ) -> None:
     output = _named(fallback, "<s>", "▁a", "▁a")
     assert "".join(_pieces(fallback, output, _named(fallback, *prompt))) == fallback.decode(output)
-
-
-def test_byte_tokens_between_words_make_whole_characters(fallback: Tokenizer) -> None:
-    output = _named(fallback, "b", "中".encode(), "▁a")
-    assert _pieces(fallback, output, _named(fallback, "b")) == ["b", "", "", "中", " a"]
 
 
 def test_an_invalid_byte_spoils_no_character_before_it_and_no_space_after_it(
@@ -231,3 +230,66 @@ def test_a_context_that_begins_inside_a_character_spoils_none() -> None:
     output = [257, *text[1:].encode()]
     assert tokenizer.decode(output) == text
     assert "".join(_pieces(tokenizer, output, [257])) == text
+
+
+TEXT_PROPERTY = settings(max_examples=25, deadline=None, derandomize=True)
+PARTS = [
+    *CORPUS,
+    "a", " ", "  ", "\n", "don't", "!", ".", " ,", "<s>", " added ", "文字",
+    "中", "é", "e\u0301", "\u0301", "한", "\u1100\u1161", "שלום", "\u202e",
+    "👍", "👍🏿", "👩‍💻", "👨‍👩‍👧‍👦", "\u200d", "🇩🇪", "🇩", "❤️", "\ufe0f", "🏴󠁧󠁢󠁳󠁣󠁴󠁿",
+    REPLACEMENT, "\U0010ffff", "\x00", "▁", "##", "|",
+]  # fmt: skip
+TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=8).map("".join)
+
+
+def _cut(data: st.DataObject, ids: list[int]) -> list[list[int]]:
+    """The same tokens in calls of any lengths, some of them empty."""
+    edges = data.draw(st.lists(st.integers(0, len(ids)), max_size=6).map(sorted))
+    starts, ends = [0, *edges], [*edges, len(ids)]
+    return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _spoiled(data: st.DataObject, tokenizer: Tokenizer, ids: list[int]) -> list[int]:
+    """With tokens missing, twice, or put in between: special ones, and some that do not exist."""
+    others = [tokenizer.backend.token_to_id(token) for token in SPECIAL]
+    others += [tokenizer.backend.get_vocab_size() + 7]
+    spoiled: list[int] = []
+    for token_id in ids:
+        change = data.draw(st.sampled_from(["", "", "", "", "missing", "twice", "another"]))
+        spoiled += [] if change == "missing" else [token_id]
+        spoiled += [token_id] if change == "twice" else []
+        spoiled += [data.draw(st.sampled_from(others))] if change == "another" else []
+    return spoiled
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+@TEXT_PROPERTY
+@given(data=st.data(), prompt_text=TEXTS, text=TEXTS, skip=st.booleans(), spoil=st.booleans())
+def test_however_a_text_is_cut_its_pieces_make_what_decoding_at_once_makes(
+    kind: str, data: st.DataObject, prompt_text: str, text: str, skip: bool, spoil: bool
+) -> None:
+    tokenizer = trained(kind)
+    ids = tokenizer.encode(text)
+    prompt = tokenizer.encode(prompt_text) if data.draw(st.booleans()) else []
+    if spoil:
+        ids = _spoiled(data, tokenizer, ids)
+    detokenizer = IncrementalDetokenizer(tokenizer, prompt, skip)
+    shown = "".join(map(detokenizer.append, _cut(data, ids))) + detokenizer.flush()
+    whole = expected_text(kind, tokenizer, prompt, ids, skip)
+    assert shown in (whole, whole.removesuffix(REPLACEMENT))
+    if kind.startswith("byte-level") and not spoil and not skip:
+        assert whole == text
+
+
+@pytest.mark.parametrize("kind", TRAINED)
+def test_every_character_comes_out_by_the_token_that_completes_it(kind: str) -> None:
+    tokenizer = trained(kind)
+    for text in CORPUS:
+        ids = tokenizer.encode(text)
+        detokenizer = IncrementalDetokenizer(tokenizer, [], False)
+        shown = ""
+        for end, token_id in enumerate(ids, start=1):
+            shown += detokenizer.append([token_id])
+            whole = expected_text(kind, tokenizer, [], ids[:end], False)
+            assert shown in (whole, whole.rstrip(REPLACEMENT))

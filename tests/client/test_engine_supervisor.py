@@ -6,8 +6,10 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,152 +61,118 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> Iterat
     assert set(child_pids(os.getpid())) <= set(children)  # no zombie, either
 
 
+Engines = Callable[..., AbstractAsyncContextManager[tuple[EngineSupervisor, Watched]]]
+
+
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
-    return Engines(monkeypatch)
+    """A supervisor that has started an engine, which runs this script, and is stopped at the end.
 
+    options: of EngineSupervisor.
+    """
 
-class Engines:
-    """What the keepers of a test launch."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._monkeypatch = monkeypatch
-
-    def run(self, script: str) -> None:
+    @asynccontextmanager
+    async def started(
+        script: str, **options: Any
+    ) -> AsyncIterator[tuple[EngineSupervisor, Watched]]:
         command = (sys.executable, "-S", "-c", SETUP + script)
-        self._monkeypatch.setattr("nanocore.client.connection.engine_process.COMMAND", command)
+        monkeypatch.setattr("nanocore.client.connection.engine_process.COMMAND", command)
+        supervisor = EngineSupervisor([], **options)
+        watched = Watched(supervisor)
+        await supervisor.start(60)
+        yield supervisor, watched
+        await supervisor.stop()
+
+    return started
 
 
 async def test_an_engine_that_is_killed_is_replaced_at_the_same_endpoint(engines: Engines) -> None:
-    engines.run(LIVES)
-
-    supervisor = EngineSupervisor([])
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    endpoint, pids = supervisor.endpoint, {supervisor.pid}
-    for number in range(1, 4):
-        os.kill(supervisor.pid, signal.SIGKILL)
-        assert await watched.news.get() == -signal.SIGKILL
-        assert supervisor.is_restarting
-        assert await watched.news.get() is None
-        assert (supervisor.is_restarting, supervisor.ended) == (False, None)
-        assert supervisor.num_restarts == number
-        assert supervisor.last_ready_s > supervisor.last_death_s > 0
-        pids.add(supervisor.pid)
-    assert supervisor.endpoint == endpoint
-    assert len(pids) == 4
-    await supervisor.stop()
-    await supervisor.stop()
+    async with engines(LIVES) as (supervisor, watched):
+        endpoint, pids = supervisor.endpoint, {supervisor.pid}
+        for number in range(1, 4):
+            os.kill(supervisor.pid, signal.SIGKILL)
+            assert await watched.news.get() == -signal.SIGKILL
+            assert supervisor.is_restarting
+            assert await watched.news.get() is None
+            assert (supervisor.is_restarting, supervisor.ended) == (False, None)
+            assert supervisor.num_restarts == number
+            assert supervisor.last_ready_s > supervisor.last_death_s > 0
+            pids.add(supervisor.pid)
+        assert supervisor.endpoint == endpoint
+        assert len(pids) == 4
+        await supervisor.stop()
 
 
 async def test_an_engine_that_stands_still_is_replaced(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nanocore.client.connection.engine_supervisor._STOPPED_POLL_S", 0.0)
-    engines.run(LIVES)
-
-    supervisor = EngineSupervisor([])
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    os.kill(supervisor.pid, signal.SIGSTOP)
-    assert [await watched.news.get(), await watched.news.get()] == [-9, None]
-    await supervisor.stop()
+    async with engines(LIVES) as (supervisor, watched):
+        os.kill(supervisor.pid, signal.SIGSTOP)
+        assert [await watched.news.get(), await watched.news.get()] == [-9, None]
 
 
 async def test_an_engine_that_dies_again_and_again_is_given_up(engines: Engines) -> None:
-    engines.run(DIES)
-
-    supervisor = EngineSupervisor([], max_restarts=3)
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    *heard, error = await watched.until_end()
-    assert heard == [-9, None] * 3
-    assert isinstance(error, EngineDeadError)
-    assert str(error) == "the engine process exited with code -9, after 3 restarts in a row"
-    assert supervisor.ended is error
-    await supervisor.stop()
+    async with engines(DIES, max_restarts=3) as (supervisor, watched):
+        *heard, error = await watched.until_end()
+        assert heard == [-9, None] * 3
+        assert isinstance(error, EngineDeadError)
+        assert str(error) == "the engine process exited with code -9, after 3 restarts in a row"
+        assert supervisor.ended is error
 
 
 async def test_progress_begins_a_new_row_of_restarts(engines: Engines) -> None:
-    engines.run(LIVES)
-
-    supervisor = EngineSupervisor([], max_restarts=1)
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    for _ in range(3):
+    async with engines(LIVES, max_restarts=1) as (supervisor, watched):
+        for _ in range(3):
+            os.kill(supervisor.pid, signal.SIGKILL)
+            assert [await watched.news.get(), await watched.news.get()] == [-9, None]
+            supervisor.progress()
         os.kill(supervisor.pid, signal.SIGKILL)
         assert [await watched.news.get(), await watched.news.get()] == [-9, None]
-        supervisor.progress()
-    os.kill(supervisor.pid, signal.SIGKILL)
-    assert [await watched.news.get(), await watched.news.get()] == [-9, None]
-    os.kill(supervisor.pid, signal.SIGKILL)
-    assert "after 1 restarts in a row" in str(await watched.news.get())
-    await supervisor.stop()
+        os.kill(supervisor.pid, signal.SIGKILL)
+        assert "after 1 restarts in a row" in str(await watched.news.get())
 
 
 async def test_an_engine_that_has_served_for_long_begins_a_new_row_of_restarts(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engines.run(LIVES)
     monkeypatch.setattr("nanocore.client.connection.engine_supervisor._SETTLED_S", 0.0)
-
-    supervisor = EngineSupervisor([], max_restarts=1)
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    for _ in range(3):
-        os.kill(supervisor.pid, signal.SIGKILL)
-        assert [await watched.news.get(), await watched.news.get()] == [-9, None]
-    await supervisor.stop()
+    async with engines(LIVES, max_restarts=1) as (supervisor, watched):
+        for _ in range(3):
+            os.kill(supervisor.pid, signal.SIGKILL)
+            assert [await watched.news.get(), await watched.news.get()] == [-9, None]
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 5, 7, 130])
 async def test_an_engine_that_was_told_to_end_has_ended(engines: Engines, code: int) -> None:
-    engines.run(f"ready(); sys.exit({code})")
-
-    supervisor = EngineSupervisor([])
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    (error,) = await watched.until_end()
-    assert str(error) == f"the engine process exited with code {code}"
-    await supervisor.stop()
+    async with engines(f"ready(); sys.exit({code})") as (_, watched):
+        (error,) = await watched.until_end()
+        assert str(error) == f"the engine process exited with code {code}"
 
 
 async def test_without_restarts_the_first_death_is_the_end(engines: Engines) -> None:
-    engines.run(DIES)
-
-    supervisor = EngineSupervisor([], max_restarts=0)
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    (error,) = await watched.until_end()
-    assert str(error) == "the engine process exited with code -9"
-    await supervisor.stop()
+    async with engines(DIES, max_restarts=0) as (_, watched):
+        (error,) = await watched.until_end()
+        assert str(error) == "the engine process exited with code -9"
 
 
 @pytest.mark.parametrize("code", [70, 4])
 async def test_errors_of_an_engines_own_are_deaths(engines: Engines, code: int) -> None:
-    engines.run(f"ready(); sys.exit({code}) if number == 0 else time.sleep(1000)")
-
-    supervisor = EngineSupervisor([])
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    assert [await watched.news.get(), await watched.news.get()] == [code, None]
-    await supervisor.stop()
+    script = f"ready(); sys.exit({code}) if number == 0 else time.sleep(1000)"
+    async with engines(script) as (_, watched):
+        assert [await watched.news.get(), await watched.news.get()] == [code, None]
 
 
 @pytest.mark.parametrize("code", [2, 3])
 async def test_a_restart_that_cannot_be_is_the_end_with_its_cause(
     engines: Engines, code: int
 ) -> None:
-    engines.run(f"refuse({code}) if number else ready(); os.kill(os.getpid(), 9)")
-
-    supervisor = EngineSupervisor([])
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    death, error = await watched.until_end()
-    assert death == -9
-    assert isinstance(error, EngineStartError)
-    assert (str(error), error.exit_code) == ("it cannot", code)
-    await supervisor.stop()
+    script = f"refuse({code}) if number else ready(); os.kill(os.getpid(), 9)"
+    async with engines(script) as (_, watched):
+        death, error = await watched.until_end()
+        assert death == -9
+        assert isinstance(error, EngineStartError)
+        assert (str(error), error.exit_code) == ("it cannot", code)
 
 
 @pytest.mark.parametrize("failure", ["refuse(5)", "refuse(4)", "os.kill(os.getpid(), 9)"])
@@ -212,46 +180,34 @@ async def test_what_the_last_engines_remains_may_cause_is_tried_again(
     engines: Engines, failure: str
 ) -> None:
     last = "ready(); time.sleep(1000) if number else os.kill(os.getpid(), 9)"
-    engines.run(f"{failure} if number in (1, 2) else None; {last}")
-
-    supervisor = EngineSupervisor([], max_restarts=3)
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    assert [await watched.news.get(), await watched.news.get()] == [-9, None]
-    await supervisor.stop()
+    script = f"{failure} if number in (1, 2) else None; {last}"
+    async with engines(script, max_restarts=3) as (_, watched):
+        assert [await watched.news.get(), await watched.news.get()] == [-9, None]
 
 
 async def test_restarts_that_fail_count_as_restarts(engines: Engines) -> None:
-    engines.run("refuse(5) if number else ready(); os.kill(os.getpid(), 9)")
-
-    supervisor = EngineSupervisor([], max_restarts=2)
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    death, error = await watched.until_end()
-    assert (death, str(error)) == (-9, "it cannot, after 2 restarts in a row")
-    await supervisor.stop()
+    script = "refuse(5) if number else ready(); os.kill(os.getpid(), 9)"
+    async with engines(script, max_restarts=2) as (_, watched):
+        death, error = await watched.until_end()
+        assert (death, str(error)) == (-9, "it cannot, after 2 restarts in a row")
 
 
 async def test_what_an_engine_that_was_killed_has_started_is_killed(engines: Engines) -> None:
-    engines.run(
+    async with engines(
         "import subprocess;"
         "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(1000)']);"
-        "open(os.path.join(folder, 'child'), 'w').write(str(child.pid));" + LIVES
-    )
-
-    supervisor = EngineSupervisor([], max_restarts=0)
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    folder = Path(supervisor.endpoint.removeprefix("ipc://")).parent
-    child = os.pidfd_open(int((folder / "child").read_text()))
-    ended = asyncio.Event()
-    asyncio.get_running_loop().add_reader(child, ended.set)
-    os.kill(supervisor.pid, signal.SIGKILL)
-    await watched.until_end()
-    await ended.wait()
-    asyncio.get_running_loop().remove_reader(child)
-    os.close(child)
-    await supervisor.stop()
+        "open(os.path.join(folder, 'child'), 'w').write(str(child.pid));" + LIVES,
+        max_restarts=0,
+    ) as (supervisor, watched):
+        folder = Path(supervisor.endpoint.removeprefix("ipc://")).parent
+        child = os.pidfd_open(int((folder / "child").read_text()))
+        ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(child, ended.set)
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await watched.until_end()
+        await ended.wait()
+        asyncio.get_running_loop().remove_reader(child)
+        os.close(child)
 
 
 STANDS_BY = """
@@ -264,45 +220,36 @@ if "--standby" in sys.argv:
 
 
 async def test_a_standby_takes_over_and_the_next_one_is_started(engines: Engines) -> None:
-    engines.run(STANDS_BY + LIVES)
-
-    supervisor = EngineSupervisor([], standby=True)
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    folder = Path(supervisor.endpoint.removeprefix("ipc://")).parent
-    for _ in range(2):
-        while (next_pid := supervisor.standby_pid) is None:
-            await asyncio.sleep(0)
-        os.kill(supervisor.pid, signal.SIGKILL)
-        assert await watched.news.get() == -9
-        assert supervisor.standby_pid == next_pid
-        for waiting in folder.glob("stands by *"):
-            (folder / f"go {waiting.name.rpartition(' ')[2]}").touch()
-        assert await watched.news.get() is None
-        assert supervisor.pid == next_pid
-    await supervisor.stop()
+    async with engines(STANDS_BY + LIVES, standby=True) as (supervisor, watched):
+        folder = Path(supervisor.endpoint.removeprefix("ipc://")).parent
+        for _ in range(2):
+            while (next_pid := supervisor.standby_pid) is None:
+                await asyncio.sleep(0)
+            os.kill(supervisor.pid, signal.SIGKILL)
+            assert await watched.news.get() == -9
+            assert supervisor.standby_pid == next_pid
+            for waiting in folder.glob("stands by *"):
+                (folder / f"go {waiting.name.rpartition(' ')[2]}").touch()
+            assert await watched.news.get() is None
+            assert supervisor.pid == next_pid
 
 
 async def test_a_standby_that_dies_is_replaced_and_one_that_cannot_be_is_done_without(
     engines: Engines,
 ) -> None:
-    engines.run(
-        "refuse(3) if number == 2 else None\n" + STANDS_BY.replace("go {number}", "none") + LIVES
-    )
-
-    supervisor = EngineSupervisor([], standby=True)
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    folder = Path(supervisor.endpoint.removeprefix("ipc://")).parent
-    while (pid := supervisor.standby_pid) is None:
-        await asyncio.sleep(0)
-    os.kill(pid, signal.SIGKILL)
-    while not (folder / "2").exists() or supervisor._processes[1:]:
-        await asyncio.sleep(0)
-    assert (supervisor.ended, supervisor.is_restarting) == (None, False)
-    os.kill(supervisor.pid, signal.SIGKILL)
-    assert [await watched.news.get(), await watched.news.get()] == [-9, None]
-    await supervisor.stop()
+    async with engines(
+        "refuse(3) if number == 2 else None\n" + STANDS_BY.replace("go {number}", "none") + LIVES,
+        standby=True,
+    ) as (supervisor, watched):
+        folder = Path(supervisor.endpoint.removeprefix("ipc://")).parent
+        while (pid := supervisor.standby_pid) is None:
+            await asyncio.sleep(0)
+        os.kill(pid, signal.SIGKILL)
+        while not (folder / "2").exists() or supervisor._processes[1:]:
+            await asyncio.sleep(0)
+        assert (supervisor.ended, supervisor.is_restarting) == (None, False)
+        os.kill(supervisor.pid, signal.SIGKILL)
+        assert [await watched.news.get(), await watched.news.get()] == [-9, None]
 
 
 @pytest.mark.parametrize("num_cancels", [1, 2, 3])
@@ -310,16 +257,13 @@ async def test_a_standby_that_dies_is_replaced_and_one_that_cannot_be_is_done_wi
 async def test_stopping_while_an_engine_is_restarted_leaves_nothing(
     engines: Engines, standby: bool, num_cancels: int
 ) -> None:
-    engines.run(STANDS_BY + "ready() if number == 0 else None; time.sleep(1000)")
-
-    supervisor = EngineSupervisor([], standby=standby)
-    watched = Watched(supervisor)
-    await supervisor.start(60)
-    os.kill(supervisor.pid, signal.SIGKILL)
-    await watched.news.get()
-    stopping = asyncio.create_task(supervisor.stop())
-    for _ in range(num_cancels - 1):
-        await asyncio.sleep(0)
-        stopping.cancel()
-    await asyncio.wait({stopping})
-    assert watched.news.empty()
+    script = STANDS_BY + "ready() if number == 0 else None; time.sleep(1000)"
+    async with engines(script, standby=standby) as (supervisor, watched):
+        os.kill(supervisor.pid, signal.SIGKILL)
+        await watched.news.get()
+        stopping = asyncio.create_task(supervisor.stop())
+        for _ in range(num_cancels - 1):
+            await asyncio.sleep(0)
+            stopping.cancel()
+        await asyncio.wait({stopping})
+        assert watched.news.empty()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,34 +23,32 @@ async def _expect_silence(engine: FakeEngine, client: AsyncEngineClient) -> None
     await marker
 
 
-async def test_leaving_the_iterator_sends_one_abort(endpoint: str) -> None:
-    async with connected(endpoint) as (engine, client):
+async def _break(client: AsyncEngineClient) -> None:
+    async for _ in client.generate([1], NO_TEXT, request_id="r"):
+        break
 
-        async def read_one() -> None:
-            async for _ in client.generate([1], NO_TEXT, request_id="r"):
-                break
 
-        reading = asyncio.create_task(read_one())
-        await engine.accept(1)
+async def _break_chat(client: AsyncEngineClient) -> None:
+    async for _ in client.chat([{"role": "user", "content": "hi"}], request_id="r"):
+        break
+
+
+async def _fail(client: AsyncEngineClient) -> None:
+    with suppress(KeyError):
+        async for _ in client.generate([1], NO_TEXT, request_id="r"):
+            raise KeyError("the reader's own")
+
+
+@pytest.mark.parametrize("leave", [_break, _break_chat, _fail])
+async def test_leaving_in_any_way_sends_one_abort(
+    endpoint: str, tokenizer_folder: Path, leave: Callable[[AsyncEngineClient], Awaitable[None]]
+) -> None:
+    async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
+        reading = await engine.begin(leave(client))
         engine.output({1: [10]})
         await reading
         assert (await engine.receive(Abort)).request_ids == ["r"]
         engine.output({1: [11]}, Event(handle=1, finish_reason="abort"))
-        await _expect_silence(engine, client)
-
-
-async def test_leaving_a_chat_sends_one_abort(endpoint: str, tokenizer_folder: Path) -> None:
-    async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
-
-        async def read_one() -> None:
-            async for _ in client.chat([{"role": "user", "content": "hi"}], request_id="r"):
-                break
-
-        reading = asyncio.create_task(read_one())
-        await engine.accept(1)
-        engine.output({1: [10]})
-        await reading
-        assert (await engine.receive(Abort)).request_ids == ["r"]
         await _expect_silence(engine, client)
 
 
@@ -96,26 +96,9 @@ async def test_cancelling_aborts_however_soon_after_the_submit_it_comes(
         assert socket.messages[2:] == [Abort(request_ids=["r"])]
 
 
-async def test_an_exception_in_the_readers_loop_sends_one_abort(endpoint: str) -> None:
-    async with connected(endpoint) as (engine, client):
-
-        async def read() -> None:
-            async for _ in client.generate([1], NO_TEXT, request_id="r"):
-                raise KeyError("the reader's own")
-
-        reading = asyncio.create_task(read())
-        await engine.accept(1)
-        engine.output({1: [10]})
-        with pytest.raises(KeyError):
-            await reading
-        assert (await engine.receive(Abort)).request_ids == ["r"]
-        await _expect_silence(engine, client)
-
-
 async def test_a_request_that_has_ended_is_not_aborted(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
-        request = asyncio.create_task(client.complete([1], NO_TEXT))
-        await engine.accept(1)
+        request = await engine.begin(client.complete([1], NO_TEXT))
         engine.finish(1)
         await request
         await _expect_silence(engine, client)
@@ -127,8 +110,7 @@ async def test_a_stop_string_sends_one_abort_and_late_tokens_are_ignored(
     async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
         tokenizer = await client.get_tokenizer()
         params = SamplingParams(stop=["END"])
-        request = asyncio.create_task(client.complete("x", params, request_id="r"))
-        await engine.accept(1)
+        request = await engine.begin(client.complete("x", params, request_id="r"))
         for piece in ("abE", "ND", "cd"):
             engine.output({1: tokenizer.encode(piece)})
         output = await request
@@ -141,8 +123,7 @@ async def test_a_stop_string_sends_one_abort_and_late_tokens_are_ignored(
 
 async def test_abort_by_name_ends_the_iterator_with_that_reason(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
-        request = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-        await engine.accept(1)
+        request = await engine.begin(client.complete([1], NO_TEXT, request_id="r"))
         engine.output({1: [10]})
         await client.abort("r")
         assert (await engine.receive(Abort)).request_ids == ["r"]
@@ -155,10 +136,8 @@ async def test_abort_by_name_ends_the_iterator_with_that_reason(endpoint: str) -
 
 async def test_requests_are_left_one_by_one(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
-        kept = asyncio.create_task(client.complete([1], NO_TEXT, request_id="kept"))
-        await engine.accept(1)
-        left = asyncio.create_task(client.complete([1], NO_TEXT, request_id="left"))
-        await engine.accept(2)
+        kept = await engine.begin(client.complete([1], NO_TEXT, request_id="kept"))
+        left = await engine.begin(client.complete([1], NO_TEXT, request_id="left"), 2)
         left.cancel()
         assert (await engine.receive(Abort)).request_ids == ["left"]
         engine.output({1: [10], 2: [20]}, Event(handle=1, finish_reason="length"))

@@ -32,8 +32,7 @@ def _plain(entries: Any) -> list[list[tuple[int, float, int]] | None]:
 async def test_each_token_has_itself_first_and_then_the_most_likely_ones(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
         outputs = client.generate([1], TWO)
-        reading = asyncio.ensure_future(anext(outputs))
-        await engine.accept(1)
+        reading = await engine.begin(anext(outputs))
         likely = (1, 1, [(10, -0.5), (10, -0.5), (11, -1.0)])
         engine.output({1: [10]}, logprobs=logprobs_of(likely))
         first = (await reading).outputs[0]
@@ -78,8 +77,7 @@ async def test_prompt_logprobs_begin_with_none_and_come_in_pieces(endpoint: str)
     params = SamplingParams(prompt_logprobs=1, n=2, detokenize=False)
 
     async with connected(endpoint) as (engine, client):
-        request = asyncio.create_task(client.complete([5, 6, 7], params))
-        await engine.accept(1)
+        request = await engine.begin(client.complete([5, 6, 7], params))
         engine.output({}, prompt_logprobs=logprobs_of((1, 3, [(6, -2.0), (9, -0.5)])))
         ends = [Event(handle=handle, finish_reason="length") for handle in (1, 2)]
         last = logprobs_of((1, 1, [(7, -0.25), (7, -0.25)]))
@@ -109,8 +107,7 @@ async def test_a_stop_string_cuts_logprobs_as_it_cuts_tokens(
 async def test_logprobs_of_nobody_and_of_those_who_did_not_ask_are_ignored(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
         asks = asyncio.create_task(client.complete([1], TWO))
-        other = asyncio.create_task(client.complete([1], SamplingParams(detokenize=False)))
-        await engine.accept(1)
+        other = await engine.begin(client.complete([1], SamplingParams(detokenize=False)))
         await engine.accept(2)
         ends = [Event(handle=handle, finish_reason="length") for handle in (1, 2)]
         told = logprobs_of(*[(handle, 1, [(10 * handle, -1.0)]) for handle in (9, 2, 1)])
@@ -133,8 +130,7 @@ async def test_logprobs_that_are_not_the_tokens_end_the_session(
     endpoint: str, told: TokenLogprobs | None
 ) -> None:
     async with connected(endpoint) as (engine, client):
-        request = asyncio.create_task(client.complete([1], TWO))
-        await engine.accept(1)
+        request = await engine.begin(client.complete([1], TWO))
         engine.output({1: [10, 11]}, logprobs=told)
         with pytest.raises(ProtocolError, match="logprobs of"):
             await request
@@ -147,8 +143,7 @@ async def test_prompt_logprobs_that_are_not_the_prompts_end_the_session(
     params = SamplingParams(prompt_logprobs=0, detokenize=False)
 
     async with connected(endpoint) as (engine, client):
-        request = asyncio.create_task(client.complete([5, 6, 7], params))
-        await engine.accept(1)
+        request = await engine.begin(client.complete([5, 6, 7], params))
         told = logprobs_of(*[(1, 1, [(6, -1.0)])] * num)
         engine.output({1: [10]}, prompt_logprobs=told)
         with pytest.raises(ProtocolError, match=f"{num} prompt_logprobs of a prompt of 3"):

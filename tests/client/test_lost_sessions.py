@@ -33,7 +33,14 @@ from nanocore.protocol.messages import (
     Refused,
     Welcome,
 )
-from tests.client.fake_engine import MAX_NUM_SEQS, NO_TEXT, FakeEngine, connected, welcome_message
+from tests.client.fake_engine import (
+    MAX_NUM_SEQS,
+    NO_TEXT,
+    FakeEngine,
+    connected,
+    until_lost,
+    welcome_message,
+)
 from tests.client.running import PATIENCE_S, run
 from tests.protocol.keys import free_port, make_key_folders
 
@@ -55,23 +62,15 @@ def _welcome(instance: str, model: str = "/no/such/folder") -> Welcome:
 
 async def _serves(engine: FakeEngine, client: AsyncEngineClient) -> None:
     """Assert that a request runs, and that its SUBMIT is the next message."""
-    request = asyncio.create_task(client.complete([1], NO_TEXT))
-    await engine.accept(1)
+    request = await engine.begin(client.complete([1], NO_TEXT))
     engine.finish(1)
     assert (await request).finished
-
-
-async def _until_lost(client: AsyncEngineClient) -> None:
-    assert client._manager is not None
-    while client._manager.session_is_open:
-        await asyncio.sleep(0)
 
 
 async def test_the_end_of_the_engines_process_is_told_at_once(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
         request = asyncio.create_task(client.complete([1], NO_TEXT))
-        call = asyncio.create_task(client.stats())
-        await engine.accept(1)
+        call = await engine.begin(client.stats())
         engine.close()
         for waiting in (request, call):
             with pytest.raises(EngineDeadError, match=GONE):
@@ -90,8 +89,7 @@ def test_a_tcp_connection_that_ends_is_told_at_once(tmp_path: Path) -> None:
         welcoming = asyncio.create_task(engine.welcome())
         async with AsyncEngineClient.connect(endpoint, curve_dir=folder, resume=False) as client:
             await welcoming
-            request = asyncio.create_task(client.complete([1], NO_TEXT))
-            await engine.accept(1)
+            request = await engine.begin(client.complete([1], NO_TEXT))
             engine.close()
             with pytest.raises(EngineDeadError, match=GONE):
                 await request
@@ -101,10 +99,8 @@ def test_a_tcp_connection_that_ends_is_told_at_once(tmp_path: Path) -> None:
 
 async def test_what_the_engine_said_before_it_went_is_heard(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
-        done = asyncio.create_task(client.complete([1], NO_TEXT))
-        await engine.accept(1)
-        open_still = asyncio.create_task(client.complete([1], NO_TEXT))
-        await engine.accept(2)
+        done = await engine.begin(client.complete([1], NO_TEXT))
+        open_still = await engine.begin(client.complete([1], NO_TEXT), 2)
         engine.finish(1)
         engine.send(Bye(reason="SIGTERM"))
         engine.close()
@@ -140,7 +136,7 @@ async def test_an_engine_that_was_replaced_while_nothing_was_open_is_nobodys_err
         with pytest.raises(InvalidRequestError, match="/no/such/folder"):
             await client.get_tokenizer()
         old.close()
-        await _until_lost(client)
+        await until_lost(client)
         new = FakeEngine(endpoint)
         welcoming = asyncio.create_task(new.welcome(_welcome("new", "/other")))
         with pytest.raises(InvalidRequestError, match="/other"):
@@ -188,8 +184,7 @@ async def test_a_connection_that_broke_is_not_taken_for_the_engines_death(
         welcoming = asyncio.create_task(engine.welcome())
         async with AsyncEngineClient.connect(relay, resume=False) as client:
             await welcoming
-            request = asyncio.create_task(client.complete([1], NO_TEXT))
-            await engine.accept(1)
+            request = await engine.begin(client.complete([1], NO_TEXT))
             cut()
             await engine.welcome()
             with pytest.raises(ProtocolError, match="or the connection broke") as caught:
@@ -219,7 +214,7 @@ async def test_a_lost_session_that_nobody_needs_is_left_lost(endpoint: str) -> N
     async with connected(endpoint) as (engine, client):
         engine.send(Error(code="no_session", message="PONG before HELLO"))
         engine.send(Ping())  # would be answered in a session
-        await _until_lost(client)
+        await until_lost(client)
         call = asyncio.create_task(client.health())
         await engine.welcome()
         engine.send(Pong(nonce=(await engine.receive(Ping)).nonce))
@@ -233,8 +228,7 @@ async def test_an_engine_that_does_not_say_hello_does_not_hold_up_the_bad_news(
     monkeypatch.setattr("nanocore.client.connection.session_manager.DIAGNOSIS_TIMEOUT_S", 0.01)
 
     async with connected(endpoint) as (old, client):
-        request = asyncio.create_task(client.complete([1], NO_TEXT))
-        await old.accept(1)
+        request = await old.begin(client.complete([1], NO_TEXT))
         old.close()
         new = FakeEngine(endpoint)
         with pytest.raises(EngineDeadError, match=r"was closed; ipc:.* has not answered since"):
@@ -251,8 +245,7 @@ async def test_a_new_engine_with_too_many_clients_says_when_to_come_again(endpoi
     full = Refused(message="too many clients", supported=[PROTOCOL_VERSION], retry_after_s=7.0)
 
     async with connected(endpoint) as (old, client):
-        request = asyncio.create_task(client.complete([1], NO_TEXT))
-        await old.accept(1)
+        request = await old.begin(client.complete([1], NO_TEXT))
         old.close()
         new = FakeEngine(endpoint)
         await new.welcome(full)
@@ -271,7 +264,7 @@ async def test_whoever_stops_waiting_for_the_next_session_leaves_it_to_the_other
 ) -> None:
     async with connected(endpoint) as (engine, client):
         engine.send(Bye(reason="?"))
-        await _until_lost(client)
+        await until_lost(client)
         leaving, staying = (asyncio.create_task(client.health()) for _ in range(2))
         await engine.receive(Hello)
         leaving.cancel()
@@ -285,7 +278,7 @@ async def test_whoever_stops_waiting_for_the_next_session_leaves_it_to_the_other
 async def test_closing_ends_the_wait_for_the_next_session(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
         engine.send(Bye(reason="?"))
-        await _until_lost(client)
+        await until_lost(client)
         waiting = asyncio.create_task(client.health())
         await engine.receive(Hello)
         await client.close()

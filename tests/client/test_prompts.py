@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from array import array
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,6 @@ from nanocore.client.async_client import Prompt
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Event
 from tests.client.fake_engine import NO_TEXT, connected
-from tests.client.running import run
 
 
 @pytest.mark.parametrize("prompt", [[5, 6], array("i", [5, 6]), {"prompt_token_ids": [5, 6]}])
@@ -64,53 +62,3 @@ async def test_text_without_the_models_files_is_refused_with_the_remedy(endpoint
             await client.complete("text")
         with pytest.raises(InvalidRequestError, match="pass token ids instead of text"):
             await client.complete([1])
-
-
-@pytest.mark.parametrize("detokenize", [True, False])
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        None,
-        7,
-        b"bytes",
-        (1, 2),
-        {},
-        {"prompt": "text"},
-        {"prompt_token_ids": None},
-        {"prompt_token_ids": "12"},
-        ["1"],
-        [1.5],
-        [2**31],
-    ],
-    ids=str,
-)
-def test_what_is_no_prompt_is_an_invalid_request(
-    endpoint: str, tokenizer_folder: Path, prompt: Any, detokenize: bool
-) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint, tokenizer=tokenizer_folder) as (_, client):
-            await client.complete(prompt, SamplingParams(detokenize=detokenize))
-
-    with pytest.raises(InvalidRequestError):
-        run(scenario(), patience_s=1.0)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"request_id": "\ud800"},
-        {"priority": 2**64},
-        {"cache_salt": "\ud800"},
-        {"sampling_params": SamplingParams(stop_token_ids=[2**64], detokenize=False)},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_what_cannot_be_encoded_is_an_invalid_request(
-    endpoint: str, options: dict[str, Any]
-) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (_, client):
-            await client.complete([1], **{"sampling_params": NO_TEXT} | options)
-
-    with pytest.raises(InvalidRequestError):
-        run(scenario())

@@ -17,9 +17,8 @@ from nanocore.client import (
 )
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.errors import ErrorCode
-from nanocore.protocol.messages import Abort, Accepted, Error, Event, Output, Submit
+from nanocore.protocol.messages import Abort, Error, Event, Output, Submit
 from tests.client.fake_engine import NO_TEXT, connected
-from tests.client.running import run
 
 
 async def test_a_submit_holds_what_the_engine_needs_and_no_text_options(endpoint: str) -> None:
@@ -54,8 +53,7 @@ async def test_requests_without_a_name_get_different_ones(endpoint: str) -> None
 async def test_a_stream_gives_each_steps_token_as_it_comes(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
         stream = client.generate([1], NO_TEXT)
-        first = asyncio.ensure_future(anext(stream))
-        await engine.accept(7)
+        first = await engine.begin(anext(stream), 7)
         engine.output({7: [10]}, Event(handle=7, num_cached_tokens=16))
         assert (await first).outputs[0].token_ids == [10]
         engine.output({7: [11]}, Event(handle=7, finish_reason="length"))
@@ -82,29 +80,6 @@ async def test_counts_say_which_tokens_are_whose(endpoint: str) -> None:
         ]
 
 
-async def test_interleaved_requests_keep_their_tokens_apart(endpoint: str) -> None:
-    async with connected(endpoint) as (engine, client):
-        requests = [asyncio.create_task(client.complete([1], NO_TEXT)) for _ in range(2)]
-        await engine.accept(1)
-        await engine.accept(2)
-        engine.output({1: [10], 2: [20]})
-        engine.output({2: [21], 1: [11]}, Event(handle=2, finish_reason="length"))
-        engine.output({1: [12]}, Event(handle=1, finish_reason="length"))
-        outputs = await asyncio.gather(*requests)
-        assert [o.outputs[0].token_ids for o in outputs] == [[10, 11, 12], [20, 21]]
-
-
-async def test_news_of_unknown_requests_is_ignored(endpoint: str) -> None:
-    async with connected(endpoint) as (engine, client):
-        request = asyncio.create_task(client.complete([1], NO_TEXT))
-        await engine.accept(1)
-        engine.send(Accepted(request_id="other", handle=5, seed=0))
-        engine.output({5: [1, 2], 1: [10], 6: [3]}, Event(handle=6, finish_reason="stop"))
-        engine.send(Error(code="invalid_request", message="?", request_id="other"))
-        engine.finish()
-        assert (await request).outputs[0].token_ids == [10]
-
-
 REFUSALS: dict[ErrorCode, type[NanocoreError]] = {
     "invalid_request": InvalidRequestError,
     "context_length_exceeded": ContextLengthError,
@@ -120,8 +95,7 @@ async def test_an_error_for_one_request_is_its_typed_exception_and_no_one_elses(
     endpoint: str, code: ErrorCode
 ) -> None:
     async with connected(endpoint) as (engine, client):
-        bystander = asyncio.create_task(client.complete([1], NO_TEXT))
-        await engine.accept(1)
+        bystander = await engine.begin(client.complete([1], NO_TEXT))
         refused = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
         await engine.receive(Submit)
         engine.send(Error(code=code, message="because", request_id="r", retry_after_s=2.5))
@@ -136,8 +110,7 @@ async def test_an_error_for_one_request_is_its_typed_exception_and_no_one_elses(
 
 async def test_an_id_that_is_in_use_is_refused_without_harm_to_the_first(endpoint: str) -> None:
     async with connected(endpoint) as (engine, client):
-        first = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-        await engine.accept(1)
+        first = await engine.begin(client.complete([1], NO_TEXT, request_id="r"))
         with pytest.raises(InvalidRequestError, match="'r' is in use"):
             await client.complete([1], NO_TEXT, request_id="r")
         engine.output({1: [10]}, Event(handle=1, finish_reason="length"))
@@ -147,15 +120,13 @@ async def test_an_id_that_is_in_use_is_refused_without_harm_to_the_first(endpoin
 @pytest.mark.parametrize("how", ["finished", "refused"])
 async def test_an_id_is_free_again_after_its_request(endpoint: str, how: str) -> None:
     async with connected(endpoint) as (engine, client):
-        first = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-        await engine.accept(1)
+        first = await engine.begin(client.complete([1], NO_TEXT, request_id="r"))
         if how == "finished":
             engine.finish(1)
         else:
             engine.send(Error(code="overloaded", message="full", request_id="r"))
         await asyncio.gather(first, return_exceptions=True)
-        second = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-        await engine.accept(2)
+        second = await engine.begin(client.complete([1], NO_TEXT, request_id="r"), 2)
         engine.finish(2)
         assert (await second).finished
 
@@ -166,13 +137,11 @@ async def test_an_id_is_free_again_once_a_stop_string_has_ended_its_request(
     async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
         tokenizer = await client.get_tokenizer()
         params = SamplingParams(stop="b")
-        first = asyncio.create_task(client.complete("a", params, request_id="r"))
-        await engine.accept(1)
+        first = await engine.begin(client.complete("a", params, request_id="r"))
         engine.output({1: tokenizer.encode("abc")})
         assert (await first).outputs[0].text == "a"
         await engine.receive(Abort)
-        second = asyncio.create_task(client.complete("a", params, request_id="r"))
-        await engine.accept(2)
+        second = await engine.begin(client.complete("a", params, request_id="r"), 2)
         engine.output({}, Event(handle=1, finish_reason="abort"))
         engine.output({2: tokenizer.encode("xb")})
         assert (await second).outputs[0].text == "x"
@@ -189,13 +158,11 @@ async def test_an_id_is_free_again_once_a_stop_string_has_ended_its_request(
         Output(handles=b"\1\0\0\0", tokens=b"\5\0\0\0", counts=b"\2\0\0\0"),
     ],
 )
-def test_columns_that_do_not_fit_together_end_the_session(endpoint: str, output: Output) -> None:
-    async def scenario() -> None:
-        async with connected(endpoint) as (engine, client):
-            request = asyncio.create_task(client.complete([1], NO_TEXT))
-            await engine.accept(1)
-            engine.send(output)
-            with pytest.raises(ProtocolError):
-                await request
-
-    run(scenario(), patience_s=1.0)
+async def test_columns_that_do_not_fit_together_end_the_session(
+    endpoint: str, output: Output
+) -> None:
+    async with connected(endpoint) as (engine, client):
+        request = await engine.begin(client.complete([1], NO_TEXT))
+        engine.send(output)
+        with pytest.raises(ProtocolError):
+            await request

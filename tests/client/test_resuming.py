@@ -31,7 +31,7 @@ from nanocore.protocol.messages import (
     Submit,
     Welcome,
 )
-from tests.client.fake_engine import NO_TEXT, FakeEngine, welcome_message
+from tests.client.fake_engine import NO_TEXT, FakeEngine, until_lost, welcome_message
 from tests.client.running import PATIENCE_S
 
 FINGERPRINT = "f" * 32
@@ -84,18 +84,21 @@ def _begin(
     )
 
 
-async def _until_lost(client: AsyncEngineClient) -> None:
-    assert client._manager is not None
-    while client._manager.session_is_open:
-        await asyncio.sleep(0)
-
-
 async def _until_heard(engine: FakeEngine, client: AsyncEngineClient) -> None:
     """All that this engine has said has been taken in."""
     call = asyncio.create_task(client.health())
     ping = await engine.receive(Ping)
     engine.send(Pong(nonce=ping.nonce))
     await call
+
+
+async def _lose(
+    engine: FakeEngine, client: AsyncEngineClient, tokens: dict[int, list[int]], *events: Event
+) -> None:
+    """Let an engine die once the client has heard of these tokens."""
+    engine.output(tokens, *events)
+    await _until_heard(engine, client)
+    engine.close()
 
 
 def _tokens(submit: Submit) -> list[int]:
@@ -109,9 +112,7 @@ async def test_the_next_engine_gets_the_prompt_the_seed_and_the_tokens_so_far(
         request = _begin(client, max_tokens=3, presence_penalty=1.0)
         first = await old.receive(Submit)
         old.send(Accepted(request_id="r", handle=7, seed=77))
-        old.output({7: [10, 11]}, Event(handle=7, num_cached_tokens=0))
-        await _until_heard(old, client)
-        old.close()
+        await _lose(old, client, {7: [10, 11]}, Event(handle=7, num_cached_tokens=0))
         async with _next(endpoint, _welcome(1)) as new:
             again = await new.accept(3)
             assert first.sampling is not None
@@ -149,7 +150,7 @@ async def test_a_new_request_waits_for_the_next_engine(endpoint: str, is_noticed
     async with _connected(endpoint) as (old, client):
         old.close()
         if is_noticed:
-            await _until_lost(client)
+            await until_lost(client)
         request = _begin(client)
         with pytest.raises(EngineDeadError):
             await client.stats()  # which is about an engine, and not to be had
@@ -164,7 +165,7 @@ async def test_what_needs_the_tokenizer_waits_for_the_next_engine(
 ) -> None:
     async with _connected(endpoint, tokenizer=tokenizer_folder) as (old, client):
         old.close()
-        await _until_lost(client)
+        await until_lost(client)
         calls = asyncio.gather(
             client.get_tokenizer(), client.encode("a"), client.with_tokenizer(id)
         )
@@ -177,7 +178,7 @@ async def test_what_needs_the_tokenizer_waits_for_the_next_engine(
 async def test_a_new_request_waits_no_longer_than_its_own_time(endpoint: str) -> None:
     async with _connected(endpoint) as (old, client):
         old.close()
-        await _until_lost(client)
+        await until_lost(client)
         with pytest.raises(EngineDeadError, match="within the request's timeout_s"):
             await _begin(client, timeout_s=1e-3)
 
@@ -205,9 +206,7 @@ async def test_each_sample_that_runs_becomes_a_request_with_its_own_seed(endpoin
         request = _begin(client, n=3, max_tokens=9)
         await old.receive(Submit)
         old.send(Accepted(request_id="r", handle=7, seed=2**53 - 2))
-        old.output({7: [10], 8: [20, 21]}, Event(handle=8, finish_reason="length"))
-        await _until_heard(old, client)
-        old.close()
+        await _lose(old, client, {7: [10], 8: [20, 21]}, Event(handle=8, finish_reason="length"))
         async with _next(endpoint, _welcome(1)) as new:
             submits = [await new.accept(1), await new.accept(2)]
             assert [one.request_id for one in submits] == ["r#0", "r#2"]
@@ -247,11 +246,8 @@ async def test_an_engine_that_promises_no_equal_bits_goes_on_and_says_so(
     endpoint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with _connected(endpoint) as (old, client):
-        request = _begin(client)
-        await old.accept(1)
-        old.output({1: [10]})
-        await _until_heard(old, client)
-        old.close()
+        request = await old.begin(_begin(client))
+        await _lose(old, client, {1: [10]})
         async with _next(endpoint, _welcome(1, fingerprint="0" * 32)) as new:
             await new.accept(1)
             new.finish(1)
@@ -262,8 +258,7 @@ async def test_an_engine_that_promises_no_equal_bits_goes_on_and_says_so(
 
 async def test_an_engine_of_another_model_does_not_go_on(endpoint: str) -> None:
     async with _connected(endpoint) as (old, client):
-        request = _begin(client)
-        await old.accept(1)
+        request = await old.begin(_begin(client))
         old.close()
         async with _next(endpoint, _welcome(1, vocab_size=17)):
             with pytest.raises(EngineDeadError, match=r"another engine.*vocab_size is 17"):
@@ -272,12 +267,9 @@ async def test_an_engine_of_another_model_does_not_go_on(endpoint: str) -> None:
 
 async def test_an_engine_before_1_9_goes_on_only_with_what_has_no_tokens(endpoint: str) -> None:
     async with _connected(endpoint) as (old, client):
-        has_token, has_none = _begin(client, "a"), _begin(client, "b")
-        await old.accept(1)
-        await old.accept(2)
-        old.output({1: [10]})
-        await _until_heard(old, client)
-        old.close()
+        has_token = await old.begin(_begin(client, "a"))
+        has_none = await old.begin(_begin(client, "b"), 2)
+        await _lose(old, client, {1: [10]})
         async with _next(endpoint, replace(_welcome(1), protocol=(1, 8))) as new:
             with pytest.raises(EngineDeadError, match=r"speaks protocol \(1, 8\)"):
                 await has_token
@@ -288,8 +280,7 @@ async def test_an_engine_before_1_9_goes_on_only_with_what_has_no_tokens(endpoin
 
 async def test_a_session_that_the_engine_has_forgotten_is_replaced(endpoint: str) -> None:
     async with _connected(endpoint) as (engine, client):
-        request = _begin(client)
-        await engine.accept(1)
+        request = await engine.begin(_begin(client))
         engine.output({1: [10]})
         engine.send(Error(code="no_session", message="PONG before HELLO"))
         await engine.welcome(_welcome(0))
@@ -300,12 +291,9 @@ async def test_a_session_that_the_engine_has_forgotten_is_replaced(endpoint: str
 
 async def test_a_request_that_waits_for_an_engine_can_be_aborted(endpoint: str) -> None:
     async with _connected(endpoint) as (old, client):
-        request = _begin(client)
-        await old.accept(1)
-        old.output({1: [10]})
-        await _until_heard(old, client)
-        old.close()
-        await _until_lost(client)
+        request = await old.begin(_begin(client))
+        await _lose(old, client, {1: [10]})
+        await until_lost(client)
         await client.abort("r")
         output = await request
         assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [10])
@@ -313,11 +301,10 @@ async def test_a_request_that_waits_for_an_engine_can_be_aborted(endpoint: str) 
 
 async def test_a_request_that_is_left_while_it_waits_is_not_sent_again(endpoint: str) -> None:
     async with _connected(endpoint) as (old, client):
-        left, kept = _begin(client, "left"), _begin(client, "kept")
-        await old.accept(1)
-        await old.accept(2)
+        left = await old.begin(_begin(client, "left"))
+        kept = await old.begin(_begin(client, "kept"), 2)
         old.close()
-        await _until_lost(client)
+        await until_lost(client)
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
         async with _next(endpoint, _welcome(1)) as new:
@@ -340,8 +327,7 @@ async def test_the_time_of_a_request_runs_while_it_waits(endpoint: str) -> None:
 
 async def test_the_next_engine_is_told_of_the_time_that_is_left(endpoint: str) -> None:
     async with _connected(endpoint) as (old, client):
-        request = _begin(client, timeout_s=1000.0)
-        await old.accept(1)
+        request = await old.begin(_begin(client, timeout_s=1000.0))
         old.close()
         async with _next(endpoint, _welcome(1)) as new:
             again = await new.accept(1)
@@ -356,8 +342,7 @@ async def test_new_requests_go_to_another_engine_while_one_drains(
 ) -> None:
     second = f"ipc://{short_path}/second.sock"
     async with _connected(endpoint, second) as (old, client):
-        running = _begin(client, "running")
-        await old.accept(1)
+        running = await old.begin(_begin(client, "running"))
         old.send(Draining(deadline_ms=1000))
         await _until_heard(old, client)
         new_one = _begin(client, "new")
@@ -397,8 +382,7 @@ async def test_a_refusal_of_the_only_engine_is_told(endpoint: str) -> None:
 
 async def test_what_an_engine_cuts_as_it_stops_goes_on_with_the_next(endpoint: str) -> None:
     async with _connected(endpoint) as (old, client):
-        request = _begin(client, n=2)
-        await old.accept(1)
+        request = await old.begin(_begin(client, n=2))
         cut = [Event(handle=i, finish_reason="abort", message="SIGTERM") for i in (1, 2)]
         old.output({1: [10], 2: [20]}, *cut)
         old.send(Bye(reason="SIGTERM"))
@@ -417,8 +401,7 @@ async def test_what_an_engine_has_cut_ends_as_it_said_if_none_comes(
     endpoint: str, says_bye: bool
 ) -> None:
     async with _connected(endpoint, resume_timeout_s=0.01) as (old, client):
-        request = _begin(client)
-        await old.accept(1)
+        request = await old.begin(_begin(client))
         cut = Event(handle=1, finish_reason="abort", message="SIGTERM")
         old.output({1: [10]}, cut)
         if says_bye:  # else it is there for a moment more, and is not sent the request again
@@ -431,8 +414,7 @@ async def test_what_an_engine_has_cut_ends_as_it_said_if_none_comes(
 
 async def test_who_waited_in_vain_is_told_what_was_lost_and_why(endpoint: str) -> None:
     async with _connected(endpoint, resume_timeout_s=0.01) as (old, client):
-        request = _begin(client)
-        await old.accept(1)
+        request = await old.begin(_begin(client))
         old.close()
         with pytest.raises(EngineDeadError, match="was closed; nothing listens"):
             await request
@@ -444,8 +426,7 @@ async def test_nobody_waits_longer_than_that_for_somebody_who_says_nothing(
     monkeypatch.setattr("nanocore.client.connection.session_manager.REOPEN_TIMEOUT_S", 1000.0)
 
     async with _connected(endpoint, resume_timeout_s=0.01) as (old, client):
-        request = _begin(client)
-        await old.accept(1)
+        request = await old.begin(_begin(client))
         old.close()
         silent = FakeEngine(endpoint)
         with pytest.raises(EngineDeadError, match="was closed"):
@@ -455,10 +436,9 @@ async def test_nobody_waits_longer_than_that_for_somebody_who_says_nothing(
 
 async def test_a_client_that_is_closed_fails_what_waits(endpoint: str) -> None:
     async with _connected(endpoint) as (old, client):
-        request = _begin(client)
-        await old.accept(1)
+        request = await old.begin(_begin(client))
         old.close()
-        await _until_lost(client)
+        await until_lost(client)
     with pytest.raises(ClientStateError, match="was closed"):
         await request
 
@@ -467,11 +447,8 @@ async def test_an_engine_that_is_too_busy_for_what_it_gets_back_is_asked_again(
     endpoint: str,
 ) -> None:
     async with _connected(endpoint) as (old, client):
-        request = _begin(client)
-        await old.accept(1)
-        old.output({1: [10]})
-        await _until_heard(old, client)
-        old.close()
+        request = await old.begin(_begin(client))
+        await _lose(old, client, {1: [10]})
         async with _next(endpoint, _welcome(1)) as new:
             for _ in range(2):
                 assert (await new.receive(Submit)).request_id == "r"
@@ -486,9 +463,8 @@ async def test_a_request_that_engines_die_of_fails_alone(endpoint: str) -> None:
     """The bystander was open in each death but those of which the other one is guilty."""
 
     async with _connected(endpoint) as (old, client):
-        killer, bystander = _begin(client, "killer"), _begin(client, "bystander")
-        await old.accept(1)
-        await old.accept(2)
+        killer = await old.begin(_begin(client, "killer"))
+        bystander = await old.begin(_begin(client, "bystander"), 2)
         old.close()
         async with _next(endpoint, _welcome(1)) as second:
             sent = {(await second.accept(i)).request_id for i in (1, 2)}

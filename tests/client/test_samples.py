@@ -71,14 +71,6 @@ def test_a_stop_string_ends_its_sample_alone_and_the_last_one_the_request(
     assert driven.aborts == [1, "r"]
 
 
-def test_leaving_aborts_the_whole_request(tokenizer: Tokenizer) -> None:
-    driven = DrivenStream(tokenizer, n=2)
-    driven.end(index=0)
-    driven.next()
-    driven.stream.close()
-    assert driven.aborts == ["r"]
-
-
 def test_a_failure_fails_all_samples_after_what_came_before(tokenizer: Tokenizer) -> None:
     driven = DrivenStream(tokenizer, n=2)
     driven.push("a", index=1)
@@ -122,8 +114,7 @@ async def test_a_single_samples_end_is_told_by_its_handle(
     async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
         ids = ids_of(await client.get_tokenizer(), "ab.")
         outputs = client.generate([1], SamplingParams(n=2, stop="."), request_id="r")
-        reading = asyncio.ensure_future(anext(outputs))
-        await engine.accept(3)
+        reading = await engine.begin(anext(outputs), 3)
         engine.output({3: ids[:1], 4: ids})
         assert [o.finish_reason for o in (await reading).outputs] == [None, "stop"]
         assert await engine.receive(Abort) == Abort(request_ids=[], handles=pack_uint32([4]))

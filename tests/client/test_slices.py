@@ -74,8 +74,7 @@ async def test_generate_gives_a_backlog_piece_by_piece_with_turns_between(
     async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
         tokenizer = await client.get_tokenizer()
         outputs = client.generate([1], SamplingParams())
-        reading = asyncio.ensure_future(anext(outputs))
-        await engine.accept(1)
+        reading = await engine.begin(anext(outputs))
         ids = ids_of(tokenizer, "a" * NUM_TOKENS)
         engine.output({1: ids}, Event(handle=1, finish_reason="length"))
         with counted_slices(monkeypatch) as turns:

@@ -19,8 +19,7 @@ from nanocore.client import (
 )
 from nanocore.protocol.messages import Abort, Accepted, Error, Event, Submit, Welcome
 from nanocore.protocol.structured_outputs import StructuredOutputs
-from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, welcome_message
-from tests.client.served_llm import served
+from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, served, welcome_message
 
 SCHEMA = {"type": "object", "properties": {"sum": {"type": "integer"}}}
 WANTED = StructuredOutputsParams(json=SCHEMA)
@@ -104,8 +103,7 @@ async def test_what_the_engine_cannot_compile_is_said_in_its_words(
         engine.send(Error(code="invalid_request", message="at $.type: ?", request_id="r"))
         with pytest.raises(InvalidRequestError, match=r"at \$\.type"):
             await refused
-        again = asyncio.create_task(client.complete([1], STRUCTURED, request_id="r"))
-        await engine.accept(1)
+        again = await engine.begin(client.complete([1], STRUCTURED, request_id="r"))
         engine.output({1: [10]}, Event(handle=1, finish_reason="error", message="too complex"))
         answer = (await again).outputs[0]
         assert (answer.finish_reason, answer.message) == ("error", "too complex")
@@ -118,8 +116,7 @@ async def test_later_requests_may_be_accepted_served_and_ended_before(endpoint: 
     async with connected(endpoint, ABLE) as (engine, client):
         waiting = asyncio.create_task(client.complete([1], several, request_id="late"))
         await engine.receive(Submit)
-        reading = asyncio.create_task(last_of(client.generate([2], NO_TEXT, "early")))
-        await engine.accept(3)
+        reading = await engine.begin(last_of(client.generate([2], NO_TEXT, "early")), 3)
         engine.output({3: [30]})
         engine.output({3: [31]}, Event(handle=3, finish_reason="length"))
         assert (await reading).outputs[0].token_ids == [30, 31]
@@ -162,8 +159,7 @@ async def test_a_request_can_be_ended_while_its_schema_is_compiled(
         with pytest.raises(InvalidRequestError, match="'r' is in use"):
             await client.complete([1], NO_TEXT, request_id="r")
         answer(engine)
-        bystander = asyncio.create_task(client.complete([2], NO_TEXT))
-        await engine.accept(2)
+        bystander = await engine.begin(client.complete([2], NO_TEXT), 2)
         engine.output({2: [20]}, Event(handle=2, finish_reason="length"))
         assert (await bystander).outputs[0].token_ids == [20]
         if end is _abort and answer is _refuse:
@@ -171,25 +167,6 @@ async def test_a_request_can_be_ended_while_its_schema_is_compiled(
                 await request
         elif end is _abort:
             assert (await request).outputs[0].finish_reason == "abort"
-        again = asyncio.create_task(client.complete([1], NO_TEXT, request_id="r"))
-        await engine.accept(3)
+        again = await engine.begin(client.complete([1], NO_TEXT, request_id="r"), 3)
         engine.finish(3)
         assert (await again).finished
-
-
-@pytest.mark.parametrize(("keeps_it", "text"), [(False, '{"sum"'), (True, '{"sum":')])
-async def test_a_stop_string_ends_a_structured_text_like_any_other(
-    endpoint: str, tokenizer_folder: Any, keeps_it: bool, text: str
-) -> None:
-    params = SamplingParams(
-        structured_outputs=WANTED, stop=":", include_stop_str_in_output=keeps_it
-    )
-
-    async with connected(endpoint, ABLE, tokenizer=tokenizer_folder) as (engine, client):
-        tokenizer = await client.get_tokenizer()
-        request = asyncio.create_task(client.complete([1], params, request_id="r"))
-        await engine.accept(1)
-        engine.output({1: tokenizer.encode('{"sum":7}')})
-        answer = (await request).outputs[0]
-        assert (answer.text, answer.stop_reason) == (text, ":")
-        assert (await engine.receive(Abort)).request_ids == ["r"]

@@ -25,11 +25,11 @@ def test_what_is_encoded_is_decoded(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_encoding_is_by_the_models_own_vocabulary(tokenizer: Tokenizer) -> None:
+def test_encoding_is_by_the_models_own_vocabulary(
+    tokenizer: Tokenizer,
+) -> None:
     assert tokenizer.encode("aé") == ids_of(tokenizer, "aé")
 
-
-def test_special_tokens_are_left_out_of_the_text_unless_wanted(tokenizer: Tokenizer) -> None:
     ids = [*tokenizer.encode("hi"), END]
     assert tokenizer.decode(ids) == "hi"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "hi<|end|>"

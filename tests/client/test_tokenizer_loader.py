@@ -94,8 +94,7 @@ async def test_a_hundred_requests_at_once_load_it_once_and_keep_their_order(
 
 async def test_token_ids_without_text_need_none(endpoint: str, contents: dict[str, bytes]) -> None:
     async with _serving(endpoint, contents) as (engine, client):
-        request = asyncio.create_task(client.complete([1], NO_TEXT))
-        await engine.accept()
+        request = await engine.begin(client.complete([1], NO_TEXT))
         engine.finish()
         await request
 

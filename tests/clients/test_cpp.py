@@ -124,19 +124,6 @@ def test_a_stream_prints_the_tokens_that_the_python_sdk_got(programs: Path, chat
     assert done.stdout.split("\n")[:-1] == [*map(str, chat.answer_token_ids), "finish_reason: stop"]
 
 
-def test_a_stream_ends_at_max_tokens(programs: Path, chat: Chat) -> None:
-    done = run(programs / "stream", chat.endpoint, ids(chat.prompt_token_ids), 3)
-    assert done.stdout.split() == [*map(str, chat.answer_token_ids[:3]), "finish_reason:", "length"]
-
-
-def test_an_error_names_its_code_and_exits_1(programs: Path, chat: Chat) -> None:
-    done = run(programs / "stream", chat.endpoint, ids([1] * 5000), MAX_TOKENS)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert done.stderr.startswith("context_length_exceeded: ")
-    assert len(done.stderr.splitlines()) == 1
-
-
 @pytest.mark.parametrize("endpoint", ["nonsense://x", "tcp://127.0.0.1:9"])
 def test_an_endpoint_that_cannot_be_used_is_an_error(programs: Path, endpoint: str) -> None:
     done = run(programs / "stream", endpoint, "1")

@@ -119,34 +119,19 @@ def test_it_streams_what_the_python_sdk_was_answered(crate: Crate, chat: Chat) -
     assert last == "finish_reason: stop"
 
 
-def test_an_error_is_printed_with_its_code_and_the_exit_status_is_1(
-    crate: Crate, chat: Chat
+@pytest.mark.parametrize(
+    ("name", "fixture"),
+    [
+        ("several_requests_at_once_get_what_each_gets_alone", "chat"),
+        ("files_are_as_long_as_the_model_card_says", "chat"),
+        ("samples_have_seeds_of_their_own_and_log_probabilities", "told_chat"),
+        ("structured_outputs_end_and_one_that_is_none_is_refused_alone", "told_chat"),
+    ],
+)
+def test_the_crates_tests_with_an_engine_pass(
+    crate: Crate, request: pytest.FixtureRequest, name: str, fixture: str
 ) -> None:
-    run = crate.example("stream", chat.endpoint, "1,2,3", str(2**31 - 1))
-    assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr.startswith("ERROR context_length_exceeded: ")
-    assert run.stderr.count("\n") == 1
-
-
-def test_several_requests_at_once_get_what_each_gets_alone(crate: Crate, chat: Chat) -> None:
-    run = crate.live_test("several_requests_at_once_get_what_each_gets_alone", chat)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "1 passed" in run.stdout
-
-
-def test_samples_have_seeds_of_their_own_and_log_probabilities(
-    crate: Crate, told_chat: Chat
-) -> None:
-    run = crate.live_test("samples_have_seeds_of_their_own_and_log_probabilities", told_chat)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "1 passed" in run.stdout
-
-
-def test_structured_outputs_end_and_one_that_is_none_is_refused_alone(
-    crate: Crate, told_chat: Chat
-) -> None:
-    name = "structured_outputs_end_and_one_that_is_none_is_refused_alone"
-    run = crate.live_test(name, told_chat)
+    run = crate.live_test(name, request.getfixturevalue(fixture))
     assert run.returncode == 0, run.stdout + run.stderr
     assert "1 passed" in run.stdout
 
@@ -177,12 +162,6 @@ def test_leaving_early_aborts(crate: Crate, chat: Chat) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     assert "1 passed" in run.stdout
     assert num_aborts(chat.endpoint) == before + 2
-
-
-def test_it_reads_the_models_files(crate: Crate, chat: Chat) -> None:
-    run = crate.live_test("files_are_as_long_as_the_model_card_says", chat)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "1 passed" in run.stdout
 
 
 def test_it_conforms(crate: Crate) -> None:

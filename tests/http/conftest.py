@@ -7,10 +7,15 @@ from collections.abc import Iterator
 import pytest
 
 from nanocore.demo_model import demo_model_folder
-from tests.client.conftest import endpoint, tokenizer, tokenizer_folder
+from tests.client.conftest import (
+    endpoint,
+    pytest_pyfunc_call,
+    tokenizer,
+    tokenizer_folder,
+)
 from tests.end_to_end.forked import engine
 
-__all__ = ["demo_endpoint", "endpoint", "tokenizer", "tokenizer_folder"]
+__all__ = ["demo_endpoint", "endpoint", "pytest_pyfunc_call", "tokenizer", "tokenizer_folder"]
 DEMO_MODEL = demo_model_folder()
 
 

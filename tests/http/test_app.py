@@ -25,11 +25,10 @@ from nanocore.protocol.errors import (
     ProtocolError,
 )
 from tests.client.fake_engine import connected
-from tests.client.running import in_event_loop, run
+from tests.client.running import run
 from tests.end_to_end import forked
-from tests.http.asgi import Connection, scope
+from tests.http.asgi import Connection, app_of, scope
 from tests.http.conftest import DEMO_MODEL
-from tests.http.in_process import app_of
 
 CHAT = "/v1/chat/completions"
 
@@ -61,7 +60,6 @@ def test_probes_answer_while_the_model_is_being_loaded(app: App) -> None:
         assert (loading.status, loading.headers[b"retry-after"]) == (503, b"5")
 
 
-@in_event_loop
 async def test_probes_tell_a_server_that_drains_from_one_that_serves(endpoint: str) -> None:
     async with connected(endpoint) as (_, client):
         app = App(AppSettings(served_model_names=("one", "two")))
@@ -81,7 +79,6 @@ async def test_probes_tell_a_server_that_drains_from_one_that_serves(endpoint: s
         }  # fmt: skip
 
 
-@in_event_loop
 async def test_models_go_by_all_their_names(endpoint: str) -> None:
     async with connected(endpoint) as (_, client):
         app = App(AppSettings(served_model_names=("one", "org/two")))
@@ -98,10 +95,13 @@ async def test_models_go_by_all_their_names(endpoint: str) -> None:
         assert (missing.status, missing.json["error"]["code"]) == (404, "model_not_found")
 
 
-def test_a_path_that_is_not_there_lists_those_that_are(app: App) -> None:
+def test_a_wrong_path_or_method_names_the_right_ones(app: App) -> None:
     answer = ask(app, "GET", "/v1/audio")
     assert answer.status == 404
     assert "POST /v1/chat/completions" in answer.json["error"]["message"]
+
+    answer = ask(app, "GET", CHAT)
+    assert (answer.status, answer.headers[b"allow"]) == (405, b"POST")
 
 
 def test_anthropics_clients_get_errors_in_their_shape_on_every_path(app: App) -> None:
@@ -109,11 +109,6 @@ def test_anthropics_clients_get_errors_in_their_shape_on_every_path(app: App) ->
         answer = ask(app, "GET", path, anthropic_version="2023-06-01")
         assert answer.status >= 400
         assert (answer.json["type"], answer.json["error"].keys()) == ("error", {"type", "message"})
-
-
-def test_a_method_that_a_path_has_not_names_those_it_has(app: App) -> None:
-    answer = ask(app, "GET", CHAT)
-    assert (answer.status, answer.headers[b"allow"]) == (405, b"POST")
 
 
 @pytest.mark.parametrize(

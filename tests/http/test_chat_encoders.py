@@ -128,14 +128,12 @@ USAGE = {
 }
 
 
-def test_usage_is_a_chunk_of_its_own_if_it_is_asked_for() -> None:
+def test_usage_is_a_chunk_of_its_own_or_goes_with_every_chunk() -> None:
     found = streamed([START], [Text("a")], [END], usage=True)
     assert (found[-2]["choices"], found[-2]["usage"]) == ([], USAGE)
     assert [chunk["usage"] for chunk in found[:-2]] == [None] * 3
     assert all("usage" not in chunk for chunk in streamed([START], [END])[:-1])
 
-
-def test_usage_may_go_with_every_chunk() -> None:
     found = streamed([START], [Text("a")], [END], always=True)
     assert [chunk["usage"]["completion_tokens"] for chunk in found[:-1]] == [1, 2, 3]
 

@@ -14,7 +14,7 @@ from nanocore.client import AsyncEngineClient, SamplingParams
 from tests.client.running import run
 from tests.end_to_end import forked
 from tests.end_to_end.test_compile_process import DEMO_MODEL as DEMO
-from tests.http.in_process import app_of, ask, openai_client
+from tests.http.asgi import app_of, ask, openai_client
 
 PROMPT = "<|im_start|>user\nWhat is 12 + 13?<|im_end|>\n<|im_start|>assistant\n"
 ANSWER = "12 + 13 = 25"

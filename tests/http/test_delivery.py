@@ -18,7 +18,6 @@ from nanocore.http.server_settings import AppSettings
 from nanocore.http.state import ServerState
 from nanocore.protocol.errors import EngineDeadError, EngineOverloadedError, InvalidRequestError
 from tests.client.driven_stream import DrivenStream
-from tests.client.running import in_event_loop
 from tests.http.asgi import Connection, exchange, turns
 
 
@@ -83,7 +82,6 @@ class Delivered:
         await turns()
 
 
-@in_event_loop
 async def test_each_message_of_the_engine_is_one_chunk(tokenizer: Tokenizer) -> None:
     one = Delivered(tokenizer)
     await turns()
@@ -98,7 +96,6 @@ async def test_each_message_of_the_engine_is_one_chunk(tokenizer: Tokenizer) -> 
     assert one.driven[0].aborts == []
 
 
-@in_event_loop
 async def test_tokens_that_come_in_one_turn_are_one_chunk(tokenizer: Tokenizer) -> None:
     one = Delivered(tokenizer)
     await one.push("a")
@@ -110,7 +107,6 @@ async def test_tokens_that_come_in_one_turn_are_one_chunk(tokenizer: Tokenizer) 
     await one.task
 
 
-@in_event_loop
 async def test_a_client_that_leaves_aborts_its_request_once(tokenizer: Tokenizer) -> None:
     one = Delivered(tokenizer)
     await one.push("a")
@@ -122,7 +118,6 @@ async def test_a_client_that_leaves_aborts_its_request_once(tokenizer: Tokenizer
     assert not one.state.deliveries.is_busy
 
 
-@in_event_loop
 async def test_a_client_that_leaves_before_the_first_token_aborts_it(tokenizer: Tokenizer) -> None:
     for is_stream in (True, False):
         one = Delivered(tokenizer, is_stream=is_stream)
@@ -133,7 +128,6 @@ async def test_a_client_that_leaves_before_the_first_token_aborts_it(tokenizer: 
         assert one.connection.start is None
 
 
-@in_event_loop
 async def test_a_slow_reader_gets_what_came_meanwhile_in_one_chunk(
     tokenizer: Tokenizer,
 ) -> None:
@@ -158,7 +152,6 @@ async def test_a_slow_reader_gets_what_came_meanwhile_in_one_chunk(
     assert one.connection.bodies == [b"S0a", b"bcdef", b"g", b"F0."]
 
 
-@in_event_loop
 async def test_a_slow_reader_that_leaves_aborts_its_request(tokenizer: Tokenizer) -> None:
     one = Delivered(tokenizer, is_slow=True)
     await one.push("a")
@@ -167,7 +160,6 @@ async def test_a_slow_reader_that_leaves_aborts_its_request(tokenizer: Tokenizer
     assert one.driven[0].aborts == ["r"]
 
 
-@in_event_loop
 async def test_a_whole_answer_is_sent_at_the_end_with_its_length(tokenizer: Tokenizer) -> None:
     one = Delivered(tokenizer, is_stream=False)
     await one.push("ab")
@@ -179,7 +171,6 @@ async def test_a_whole_answer_is_sent_at_the_end_with_its_length(tokenizer: Toke
     assert one.connection.headers[b"content-length"] == b"7"
 
 
-@in_event_loop
 async def test_a_whole_answer_with_stop_strings_ends_at_them(tokenizer: Tokenizer) -> None:
     one = Delivered(tokenizer, is_stream=False, stop="X")
     await one.push("ab")
@@ -189,7 +180,6 @@ async def test_a_whole_answer_with_stop_strings_ends_at_them(tokenizer: Tokenize
     assert one.driven[0].aborts == ["r"]
 
 
-@in_event_loop
 async def test_several_prompts_go_out_side_by_side(tokenizer: Tokenizer) -> None:
     one = Delivered(tokenizer, num_prompts=2)
     one.driven[0].push("a")
@@ -203,7 +193,6 @@ async def test_several_prompts_go_out_side_by_side(tokenizer: Tokenizer) -> None
     assert one.connection.bodies == [b"S0aS1b", b"c", b"F1", b"F0."]
 
 
-@in_event_loop
 async def test_no_stream_begins_before_all_its_prompts_are_accepted(tokenizer: Tokenizer) -> None:
     one = Delivered(tokenizer, num_prompts=2)
     one.driven[1].stream.seed = None
@@ -224,7 +213,6 @@ async def test_no_stream_begins_before_all_its_prompts_are_accepted(tokenizer: T
         (EngineDeadError("no"), 503),
     ],
 )
-@in_event_loop
 async def test_a_failure_before_the_first_token_has_its_status(
     tokenizer: Tokenizer, error: Any, status: int, is_stream: bool
 ) -> None:
@@ -239,7 +227,6 @@ async def test_a_failure_before_the_first_token_has_its_status(
     assert one.connection.headers.get(b"retry-after") == retry
 
 
-@in_event_loop
 async def test_a_failure_after_the_first_token_ends_the_stream_and_the_other_prompts(
     tokenizer: Tokenizer,
 ) -> None:
@@ -254,7 +241,6 @@ async def test_a_failure_after_the_first_token_ends_the_stream_and_the_other_pro
 
 
 @pytest.mark.parametrize(("reason", "status"), [("error", 500), ("abort", 503)])
-@in_event_loop
 async def test_an_end_that_nobody_asked_for_is_an_error(
     tokenizer: Tokenizer, reason: Any, status: int
 ) -> None:
@@ -270,7 +256,6 @@ async def test_an_end_that_nobody_asked_for_is_an_error(
     assert one.connection.bodies == [b"S0a", b"F0!no memory"]
 
 
-@in_event_loop
 async def test_a_silent_stream_says_that_it_lives(tokenizer: Tokenizer) -> None:
     one, whole = Delivered(tokenizer), Delivered(tokenizer, is_stream=False)
     await turns()
@@ -289,7 +274,6 @@ async def test_a_silent_stream_says_that_it_lives(tokenizer: Tokenizer) -> None:
         await delivered.task
 
 
-@in_event_loop
 async def test_a_stream_that_is_over_says_nothing_more(tokenizer: Tokenizer) -> None:
     """Its request may still be open for a turn."""
     one = Delivered(tokenizer)
@@ -303,7 +287,6 @@ async def test_a_stream_that_is_over_says_nothing_more(tokenizer: Tokenizer) -> 
     await one.task
 
 
-@in_event_loop
 async def test_a_long_backlog_is_sent_in_slices(tokenizer: Tokenizer) -> None:
     one = Delivered(tokenizer)
     await one.push("x" * 5000)
@@ -313,7 +296,6 @@ async def test_a_long_backlog_is_sent_in_slices(tokenizer: Tokenizer) -> None:
     assert one.connection.body == b"S0" + b"x" * 5000 + b"F0."
 
 
-@in_event_loop
 async def test_what_is_left_when_the_server_ends_is_told(tokenizer: Tokenizer) -> None:
     one, whole = Delivered(tokenizer), Delivered(tokenizer, is_stream=False)
     blocked = Delivered(tokenizer, is_slow=True)
@@ -333,7 +315,6 @@ async def test_what_is_left_when_the_server_ends_is_told(tokenizer: Tokenizer) -
     await blocked.task
 
 
-@in_event_loop
 async def test_a_bug_ends_the_request_that_shows_it(tokenizer: Tokenizer) -> None:
     one, other = Delivered(tokenizer), Delivered(tokenizer)
     await turns()

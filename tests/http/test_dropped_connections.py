@@ -153,15 +153,15 @@ async def num_objects(aborts: Aborts) -> int:
 
 def held(server: RawServer) -> dict[str, int]:
     """What a leak would be counted in."""
-    assert server.client._link is not None
-    session = server.client._link._session
+    assert server.client._manager is not None
+    session = server.client._manager._session
     assert session is not None
     gc.collect()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
         "tasks": len(asyncio.all_tasks()),
         "connections": len(server.server.state.connections),
-        "streams": len(session.connection._streams),
+        "streams": len(session.connection._requests),
         "deliveries": len(server.app.state.deliveries._open),
     }
 

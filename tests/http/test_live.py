@@ -17,9 +17,7 @@ from nanocore.http.app import App
 from nanocore.http.endpoints.live import live_request
 from nanocore.http.server_settings import AppSettings
 from tests.client.fake_engine import connected, welcome_message
-from tests.client.running import in_event_loop
-from tests.http.asgi import Connection, scope
-from tests.http.in_process import app_of
+from tests.http.asgi import Connection, app_of, scope
 from tests.http.test_openapi import DOCUMENT
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +42,6 @@ async def live(http: httpx.AsyncClient, **query: Any) -> Any:
     return answer.json()
 
 
-@in_event_loop
 async def test_a_chat_is_seen_step_by_step_and_under_its_answers_id(demo_endpoint: str) -> None:
     async with app_of(demo_endpoint, served_model_names=("demo",)) as (app, http):
         before = await live(http)
@@ -95,7 +92,6 @@ def test_the_answer_in_the_text_is_such_an_answer() -> None:
     assert view["stats"].keys() < {*Stats.__struct_fields__}
 
 
-@in_event_loop
 async def test_requests_of_others_and_those_whose_id_opens_an_answer_have_none(
     demo_endpoint: str,
 ) -> None:
@@ -131,7 +127,6 @@ def test_ids_of_answers_are_told_but_for_stored_ones() -> None:
 
 
 @pytest.mark.parametrize("after", ["-1", "x", "1.5", str(2**53), "9" * 400, "٣"])
-@in_event_loop
 async def test_what_is_no_steps_number_is_refused(demo_endpoint: str, after: str) -> None:
     async with app_of(demo_endpoint) as (_, http):
         refused = await http.get("/live", params={"after": after})
@@ -140,7 +135,6 @@ async def test_what_is_no_steps_number_is_refused(demo_endpoint: str, after: str
         assert not (await live(http, after=2**53 - 1))["steps"]
 
 
-@in_event_loop
 async def test_a_key_is_needed_where_there_are_any() -> None:
     app = App(AppSettings(api_keys=("k",)))
     connection = Connection()
@@ -148,14 +142,12 @@ async def test_a_key_is_needed_where_there_are_any() -> None:
     assert connection.status == 401
 
 
-@in_event_loop
 async def test_a_server_that_drains_tells_so(demo_endpoint: str) -> None:
     async with app_of(demo_endpoint) as (app, http):
         app.state.is_draining = True
         assert (await live(http))["draining"]
 
 
-@in_event_loop
 async def test_an_engine_that_is_too_old_is_named(endpoint: str) -> None:
     welcome = replace(welcome_message(), protocol=(1, 10))
 

@@ -12,7 +12,6 @@ from nanocore.http.app import App
 from nanocore.http.server_settings import AppSettings
 from nanocore.protocol.messages import Event, Submit
 from tests.client.fake_engine import FakeEngine
-from tests.client.running import in_event_loop
 from tests.client.test_resuming import _connected, _next, _until_lost, _welcome
 from tests.http.asgi import Connection, scope
 
@@ -31,7 +30,6 @@ WITHOUT_ENGINE = ("/v1/messages/count_tokens", "/tokenize", "/detokenize")
 
 
 @pytest.mark.parametrize("path", BODIES)
-@in_event_loop
 async def test_a_request_waits_for_the_next_engine(
     endpoint: str, tokenizer_folder: Path, path: str
 ) -> None:

@@ -29,23 +29,23 @@ def chat(*messages: Any, system: Any = None) -> list[Any]:
     return [*chat_messages(request.system, request.messages)]
 
 
-def test_a_message_without_content_has_an_empty_text() -> None:
+def test_texts_are_texts_however_they_are_sent_and_empty_where_there_is_none() -> None:
     for lacking in ({}, {"content": None}):
         turns = [{"role": role, **lacking} for role in ("user", "assistant", "user")]
         assert [turn["content"] for turn in chat(*turns)] == ["", "", ""]
         assert is_prefilled(read(turns[:2]).messages)
+
+    assert chat(HI) == chat({"role": "user", "content": [text("hi")]}) == [HI]
+    assert chat({"role": "user", "content": [text("a"), text("b")]})[0]["content"] == "a\nb"
+    assert chat({"role": "user", "content": []}) == [{"role": "user", "content": ""}]
+
+    assert "content" not in chat(HI, {"role": "assistant", "content": [CALL]}, HI)[1]
 
 
 def test_what_was_said_after_a_call_begins_a_line() -> None:
     said = [text("a"), text("b"), CALL, CALL, text("c"), text("d")]
     (turn,) = chat({"role": "assistant", "content": said})
     assert turn["content"] == "ab\ncd"
-
-
-def test_texts_are_texts_however_they_are_sent() -> None:
-    assert chat(HI) == chat({"role": "user", "content": [text("hi")]}) == [HI]
-    assert chat({"role": "user", "content": [text("a"), text("b")]})[0]["content"] == "a\nb"
-    assert chat({"role": "user", "content": []}) == [{"role": "user", "content": ""}]
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,6 @@ def test_a_turn_of_the_assistant_keeps_what_it_thought_and_called() -> None:
         },
         {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "5"},
     ]
-
-
-def test_a_call_alone_has_no_text() -> None:
-    assert "content" not in chat(HI, {"role": "assistant", "content": [CALL]}, HI)[1]
 
 
 def test_results_come_before_the_text_that_was_sent_with_them() -> None:

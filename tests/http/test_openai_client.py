@@ -110,15 +110,6 @@ def test_a_stream_is_the_same_answer_in_pieces(client: OpenAI) -> None:
     assert all(chunk.usage is None for chunk in chunks)
 
 
-def test_the_stream_helper_puts_it_together(client: OpenAI) -> None:
-    with client.chat.completions.stream(messages=ADD, **GREEDY) as events:
-        kinds = [event.type for event in events]
-        answer = events.get_final_completion()
-    assert kinds.count("content.done") == 1
-    assert "content.delta" in kinds
-    assert text(answer) == ANSWER
-
-
 def test_parse_gives_an_object_of_the_class(client: OpenAI) -> None:
     answer = client.chat.completions.parse(messages=ADD, response_format=Sum, **GREEDY)
     assert answer.choices[0].message.parsed == Sum(sum=579)
@@ -191,26 +182,6 @@ def test_a_call_that_a_stop_string_cuts_is_not_said_to_be_one(client: OpenAI) ->
     assert (call.function.arguments, answer.finish_reason) == ('{"', "stop")
 
 
-@pytest.mark.parametrize("parallel", [True, False])
-def test_required_calls_may_be_several(client: OpenAI, parallel: bool) -> None:
-    """The model does not know when to end them: their number is cut by max_tokens."""
-    params: Any = {"parallel_tool_calls": parallel, "max_tokens": 150}
-    answer = ask(client, tools=[TOOL, OTHER], tool_choice="required", **params)
-    calls = answer.choices[0].message.tool_calls or []
-    assert len(calls) > 1 if parallel else len(calls) == 1
-    assert len({call.id for call in calls}) == len(calls)
-    names = [call.function.name for call in calls if call.type == "function"]
-    assert set(names) <= {"save_sum", "forget"}
-    streamed = [
-        call
-        for chunk in stream(client, tools=[TOOL, OTHER], tool_choice="required", **params)
-        for call in chunk.choices[0].delta.tool_calls or []
-        if call.function and call.function.name
-    ]
-    assert [call.index for call in streamed] == list(range(len(calls)))
-    assert [call.function.name for call in streamed if call.function] == names
-
-
 def test_log_probabilities(client: OpenAI) -> None:
     answer = ask(client, logprobs=True, top_logprobs=3)
     logprobs = answer.choices[0].logprobs
@@ -226,23 +197,6 @@ def test_log_probabilities(client: OpenAI) -> None:
     chunks = stream(client, logprobs=True, top_logprobs=3)
     found = [one.logprobs for chunk in chunks for one in chunk.choices if one.logprobs]
     assert [token for one in found for token in one.content or []] == tokens
-
-
-def test_a_seed_says_the_same_again(client: OpenAI) -> None:
-    answers = [ask(client, **{**HOT, "seed": seed}) for seed in (7, 7, 8)]
-    assert text(answers[0]) == text(answers[1]) != text(answers[2])
-    chosen = ask(client, **{**HOT, "seed": None})
-    again = ask(client, **{**HOT, "seed": chosen.to_dict()["seed"]})
-    assert text(again) == text(chosen)
-    assert again.system_fingerprint == chosen.system_fingerprint
-
-
-def test_json_is_what_was_asked_for(client: OpenAI) -> None:
-    assert json.loads(text(ask(client, response_format=FORMAT))) == {"sum": 579}
-    asked: Any = [{"role": "user", "content": "What is 123 + 456? Answer as JSON."}]
-    found = json.loads(text(ask(client, asked, response_format={"type": "json_object"})))
-    assert found == {"sum": 579}
-    assert text(ask(client, response_format={"type": "text"})) == ANSWER
 
 
 def test_errors_have_their_class_and_their_code(client: OpenAI) -> None:
@@ -275,14 +229,6 @@ def test_unknown_fields_are_named_in_a_header(client: OpenAI) -> None:
         messages=ADD, user="me", metadata={"a": "b"}, store=False, prompt_cache_key="k", **GREEDY
     )
     assert "nanocore-ignored" not in plain.headers
-
-
-@pytest.mark.parametrize("role", ["developer", "system"])
-def test_messages_come_in_all_their_forms(client: OpenAI, role: str) -> None:
-    parts: Any = [{"type": "text", "text": "What is 123"}, {"type": "text", "text": " + 456?"}]
-    plain = ask(client, [{"role": role, "content": "Be brief."}, *ADD], max_tokens=30)
-    pieces = [{"role": role, "content": "Be brief."}, {"role": "user", "content": parts}]
-    assert text(ask(client, pieces, max_tokens=30)) == text(plain)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ from nanocore.http.http_errors import HttpError
 from nanocore.http.server_settings import AppSettings
 from nanocore.protocol.sampling import EngineSamplingParams, SamplingParams
 from tests.client.running import run
-from tests.http.asgi import Connection, exchange
-from tests.http.in_process import app_of
+from tests.http.asgi import Connection, app_of, exchange
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,7 @@ from nanocore.http.request_spans import SpanWriter, otlp_spans
 from nanocore.http.server.service import HttpService
 from nanocore.http.server_settings import AppSettings, ServerSettings
 from tests.client.running import run
-from tests.http.asgi import Connection, scope
-from tests.http.in_process import app_of
+from tests.http.asgi import Connection, app_of, scope
 
 SECRET: Final = "marzipan"
 MESSAGES: Final = [{"role": "user", "content": f"Is {SECRET} 1 + 2?"}]

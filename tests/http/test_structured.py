@@ -10,8 +10,8 @@ import httpx2 as httpx
 import jsonschema
 import pytest
 
-from tests.http import in_process
-from tests.http.in_process import app_of
+from tests.http import asgi
+from tests.http.asgi import app_of
 
 QUESTION = [{"role": "user", "content": "12 + 34 = ?"}]
 HELD: dict[str, Any] = {
@@ -42,7 +42,7 @@ BY_NAME: Any = {"type": "function", "function": {"name": "f"}}
 
 def ask(endpoint: str, path: str = "/v1/chat/completions", **body: Any) -> httpx.Response:
     asked = {"messages": QUESTION, "temperature": 0, "max_tokens": 100, **body}
-    return in_process.ask(endpoint, path, asked, tool_parser="hermes")
+    return asgi.ask(endpoint, path, asked, tool_parser="hermes")
 
 
 def function(name: str, parameters: dict[str, Any], **more: Any) -> dict[str, Any]:

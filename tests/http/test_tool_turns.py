@@ -13,8 +13,8 @@ import pytest
 
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Event
-from tests.client.running import in_event_loop, run
-from tests.http.in_process import app_of
+from tests.client.running import run
+from tests.http.asgi import app_of
 from tests.http.responses.asked import TEMPLATE, Asked, Reply, asked_app
 
 USER = {"role": "user", "content": "hi"}
@@ -76,7 +76,6 @@ def test_a_model_without_a_form_of_tools_is_told_of_them_and_calls(
         (CHATML, "</tools>\n<user>hi\n<assistant>", None, "generic"),
     ],
 )
-@in_event_loop
 async def test_the_prompt_is_no_more_than_the_template_lacks(
     short_path: Path, template: str, shown: str, parser: str | None, header: str | None
 ) -> None:
@@ -92,7 +91,6 @@ async def test_the_prompt_is_no_more_than_the_template_lacks(
         assert "nanocore-tool-prompt" not in reply.headers
 
 
-@in_event_loop
 async def test_a_conversation_with_calls_is_counted_as_it_is_answered(short_path: Path) -> None:
     call = {"type": "function", "id": "c", "function": {"name": "add", "arguments": "{}"}}
     turns = [
@@ -109,7 +107,6 @@ async def test_a_conversation_with_calls_is_counted_as_it_is_answered(short_path
         assert counted.json()["count"] == reply.json()["usage"]["prompt_tokens"]
 
 
-@in_event_loop
 async def test_the_demo_model_is_shown_no_tools_and_its_answers_say_so(demo_endpoint: str) -> None:
     async with app_of(demo_endpoint) as (_, http):
         question = {"messages": [{"role": "user", "content": "What is 123 + 456?"}]}
@@ -122,7 +119,6 @@ async def test_the_demo_model_is_shown_no_tools_and_its_answers_say_so(demo_endp
 
 
 @pytest.mark.parametrize("path", BODIES)
-@in_event_loop
 async def test_agents_have_hundreds_of_tools_with_long_names(demo_endpoint: str, path: str) -> None:
     body = BODIES[path]
     (tool,) = body["tools"]

@@ -28,9 +28,12 @@ def test_the_last_line_of_a_file_that_is_written_may_be_cut(tmp_path: Path, num_
     assert steps_of(tmp_path / "t") == ([(1, 1), (1, 2)], 1)
 
 
-def test_a_whole_last_line_counts_though_its_end_is_missing(tmp_path: Path) -> None:
+def test_blank_lines_are_nothing_and_a_last_line_needs_no_end(tmp_path: Path) -> None:
     (tmp_path / "t").write_text(text([line(1), line(2)])[:-1])
     assert steps_of(tmp_path / "t") == ([(1, 1), (1, 2)], 0)
+
+    (tmp_path / "t").write_text("\n" + text([line(1)]) + "\n")
+    assert steps_of(tmp_path / "t") == ([(1, 1)], 0)
 
 
 @pytest.mark.parametrize("num_chars", [9, 40, 200])
@@ -44,11 +47,6 @@ def test_unknown_keys_are_skipped_and_those_of_newer_engines_have_defaults(tmp_p
     write(tmp_path / "t", without_new_keys(line(1, {"a": 3})) | {"later": [{"x": 1}], "y": None})
     ((_, step),) = TraceReader(str(tmp_path / "t"))
     assert (step.first, step.sent, step.blocked, step.token_budget) == (None, {}, None, 64)
-
-
-def test_blank_lines_are_nothing(tmp_path: Path) -> None:
-    (tmp_path / "t").write_text("\n" + text([line(1)]) + "\n")
-    assert steps_of(tmp_path / "t") == ([(1, 1)], 0)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Lines of a batch: what is asked for, and what is said of a line that asks for nothing."""
+"""Flags and input lines of nanocore batch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from nanocore.cli.batch.flags import parse
 from nanocore.cli.batch.lines import (
     ENVELOPE_BYTES,
     MAX_CUSTOM_ID_CHARS,
@@ -14,6 +15,52 @@ from nanocore.cli.batch.lines import (
     BatchRequest,
     read_lines,
 )
+from nanocore.protocol.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["in", "-", "--model", "m", "--max-num-seqs", "8"],
+        ["-i", "in", "-o", "-", "--model=m", "--max-num-seqs", "8"],
+        ["--max-num-seqs", "8", "--input-file", "in", "--output-file=-", "--model", "m"],
+    ],
+)
+def test_files_come_first_or_have_flags_and_the_rest_is_the_engines(arguments: list[str]) -> None:
+    options = parse(arguments)
+    assert (options.input, options.output) == ("in", "-")
+    assert options.engine.flags == ("--model=m", "--max-num-seqs", "8")
+
+
+def test_answers_are_as_a_server_gives_them() -> None:
+    options = parse(["in", "out", "--served-model-name", "a", "b", "--reasoning-parser", "none"])
+    assert options.app.served_model_names == ("a", "b")
+    assert (options.app.tool_parser, options.app.reasoning_parser) == ("auto", None)
+    assert options.app.stored_responses_bytes == 0
+    assert options.app.api_keys == ()
+    assert options.app.allowed_hosts is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "nanocore batch IN OUT"),
+        (["in"], "nanocore batch IN OUT"),
+        (["--tp", "2", "in", "out"], "an input and an output first"),
+        (["-i", "in"], "an input and an output first"),
+        (["in", "out", "-i", "in"], "either IN OUT, or -i"),
+        (["in", "out", "--max-concurrency", "0"], "not an integer >= 1"),
+        (["in", "out", "--endpoint", "ipc:///e", "--max-concurency", "1"],
+         "did you mean --max-concurrency?"),
+        (["in", "out", "--endpoint", "ipc:///e", "--model", "m"], "leave m out"),
+        (["in", "out", "--listen", "ipc:///e"], "not a flag of nanocore batch"),
+        (["in", "out", "--tool-call-parser", "x"], "choose auto, none"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said(arguments: list[str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(arguments)
+    assert text in str(caught.value)
 
 
 def request_line(**changes: object) -> bytes:
@@ -25,12 +72,10 @@ def read(data: bytes, max_body_bytes: int = 1000) -> list[BatchRequest | BadLine
     return list(read_lines(io.BytesIO(data), max_body_bytes))
 
 
-def test_a_line_is_a_request_whose_body_stays_as_it_is_written() -> None:
+def test_a_line_is_a_request_with_its_body_as_written_and_blank_ones_only_count() -> None:
     line = b'{"body": {"n":  1},"url":"/v1/embeddings","method":"POST","custom_id":"\\u00e9"}\r\n'
     assert read(line) == [BatchRequest(1, "é", "/v1/embeddings", b'{"n":  1}')]
 
-
-def test_blank_lines_count_and_are_nothing_else() -> None:
     lines = read(b"\xef\xbb\xbf" + request_line() + b"\n\n  \n" + request_line(custom_id="b"))
     assert [(line.line, line.custom_id) for line in lines] == [(1, "a"), (4, "b")]
 

@@ -27,12 +27,16 @@ def spoken() -> Conversation:
     return conversation
 
 
-def test_a_question_enters_the_conversation_with_its_answer() -> None:
+def test_a_question_enters_with_its_answer_and_the_system_prompt_stays() -> None:
     conversation = spoken()
     conversation.say("lost")
     conversation.say("found")
     system = {"role": "system", "content": "Be kind."}
     assert conversation.messages == [system, HELLO, HI, {"role": "user", "content": "found"}]
+
+    conversation = spoken()
+    conversation.clear()
+    assert conversation.messages == [{"role": "system", "content": "Be kind."}]
 
 
 def test_taking_back_removes_the_last_question_and_what_followed() -> None:
@@ -44,12 +48,6 @@ def test_taking_back_removes_the_last_question_and_what_followed() -> None:
     assert conversation.turns == []
     with pytest.raises(InvalidRequestError, match="the conversation is empty"):
         conversation.take_back()
-
-
-def test_a_new_conversation_keeps_the_systems_words() -> None:
-    conversation = spoken()
-    conversation.clear()
-    assert conversation.messages == [{"role": "system", "content": "Be kind."}]
 
 
 def test_a_conversation_that_is_saved_is_loaded_again(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a command line asks for, and what it cannot ask for."""
+"""Flags of nanocore chat, and the commands typed in it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from pathlib import Path
 import pytest
 
 from nanocore.cli import command
+from nanocore.cli.chat.commands import COMMANDS, SlashCommand, help_text, parse_command
 from nanocore.cli.chat.flags import ChatSettings, parse
 from nanocore.cli.main import main
 from nanocore.protocol.endpoint import default_endpoint
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, InvalidRequestError
 
 
-def test_without_flags_the_bundled_model_is_launched() -> None:
+def test_the_demo_model_is_launched_unless_a_model_comes_first() -> None:
     options = parse([], {})
     assert (options.engine.flags, options.engine.endpoints) == ((), ())
     assert (options.url, options.quick, options.sampling, options.system) == (None, None, {}, "")
 
-
-def test_a_model_comes_first_and_other_flags_go_to_the_engine() -> None:
     options = parse(
         ["path/to", "--dtype", "float32", "-q", "hi", "--set", "seed=3", "--set", "stop=a=b"], {}
     )
@@ -49,15 +48,13 @@ def test_a_url_without_a_path_gets_v1(url: str, expected: str) -> None:
     assert parse(["--url", url], {}).url == expected
 
 
-def test_a_key_is_the_flags_or_the_environments() -> None:
+def test_a_key_is_the_flags_or_the_environments_without_line_ends() -> None:
     environment = {"OPENAI_API_KEY": "theirs"}
     assert parse(["--url", "http://h"], {}).api_key is None
     assert parse(["--url", "http://h"], environment).api_key == "theirs"
     assert parse(["--url", "http://h", "--api-key", "mine"], environment).api_key == "mine"
     assert parse(["--url", "http://u@h"], environment).api_key is None
 
-
-def test_a_line_end_is_no_part_of_a_key_and_a_wrong_one_matters_to_servers_alone() -> None:
     assert parse(["--url", "http://h"], {"OPENAI_API_KEY": "key\r\n"}).api_key == "key"
     wrong = {"OPENAI_API_KEY": "a\nb"}
     assert parse([], wrong).api_key is None
@@ -111,3 +108,44 @@ def test_missing_packages_are_named(
     assert ended.value.code == 2
     error = capsys.readouterr().err
     assert f"{package}: in the repository, pip install '.[chat]'\n" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("/new", SlashCommand("new", "")),
+        ("/NEW ", SlashCommand("new", "")),
+        ("/set temperature 0.5", SlashCommand("set", "temperature 0.5")),
+        ("/set", SlashCommand("set", "")),
+        ("/system Two\nlines.", SlashCommand("system", "Two\nlines.")),
+        ("/save  a file.json ", SlashCommand("save", "a file.json")),
+        ("hello", None),
+        (" /new", None),
+        ("/usr/bin/env is what?", None),
+        ("1/2", None),
+        ("two\n/new", None),
+    ],
+)
+def test_a_command_begins_with_a_slash_and_a_word(text: str, given: SlashCommand | None) -> None:
+    assert parse_command(text) == given
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("/nwe", "unknown command /nwe; did you mean /new"),
+        ("/xyzzy", "see /help. To send text"),
+        ("/", "unknown command /;"),
+        ("/new all", "/new takes no argument, got 'all'"),
+        ("/save", "/save needs a FILE"),
+    ],
+)
+def test_what_is_wrong_with_a_command_is_said(text: str, error: str) -> None:
+    with pytest.raises(InvalidRequestError, match=error):
+        parse_command(text)
+
+
+def test_help_has_a_line_for_each_command() -> None:
+    assert [line.split()[0] for line in help_text().splitlines()][: len(COMMANDS)] == [
+        f"/{name}" for name in COMMANDS
+    ]

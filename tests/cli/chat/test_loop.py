@@ -1,4 +1,4 @@
-"""The loop: questions, commands and what goes wrong, with a target that a test scripts."""
+"""The loop of nanocore chat: questions, commands, keys, and one question alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import errno
 import io
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +35,8 @@ from nanocore.protocol.errors import (
     EngineOverloadedError,
     NanocoreError,
 )
+from tests.bench.fake_server import chat as chat_chunk
+from tests.bench.fake_server import serving
 from tests.cli.chat.fake_target import FakeTarget, Shown, answer
 
 SYSTEM = {"role": "system", "content": "Be kind."}
@@ -172,13 +176,11 @@ def test_a_defect_of_ours_ends_no_chat_and_loses_nothing_of_it(
     assert all(record.exc_info for record in caplog.records)
 
 
-def test_what_failed_is_left_behind_by_the_next_question() -> None:
+def test_what_failed_is_left_behind_but_for_what_came_before() -> None:
     target = FakeTarget([EngineDeadError("gone")], answer("a"))
     chat(target, "x", "y")
     assert contents(target.asked[1][0]) == ["y"]
 
-
-def test_what_came_before_an_error_is_kept_as_an_answer() -> None:
     gone = EngineDeadError("gone")
     target = FakeTarget([Started("r", (), 0), Text("half"), Failed(gone), gone], answer("b"))
     assert chat(target, "x", "y") == "half\ngone; /retry asks again\nb\n"
@@ -372,3 +374,19 @@ def test_one_question_that_cannot_be_answered_is_an_error_of_usage() -> None:
         once(FakeTarget([EngineDeadError("gone")]))
     with pytest.raises(NanocoreError, match="ended early: abort"):
         once(FakeTarget(answer("half", "abort")))
+
+
+PROGRAM = """\
+import sys
+sys.modules["prompt_toolkit"] = sys.modules["rich"] = None
+from nanocore.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(("flags", "typed"), [(["-q", "hi"], ""), ([], "hi\n")])
+def test_a_question_needs_nothing_to_prompt_with(flags: list[str], typed: str) -> None:
+    with serving(lambda body: (200, chat_chunk(["a", "b"]))) as server:
+        command = [sys.executable, "-c", PROGRAM, "chat", "--url", server.url, *flags]
+        done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "ab\n"), done.stderr

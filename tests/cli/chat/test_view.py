@@ -141,11 +141,9 @@ def test_parts_of_an_answer_begin_lines_and_notes_stand_between() -> None:
     ]
 
 
-def test_harmless_text_stays_as_it_is() -> None:
+def test_what_turns_a_text_around_is_shown_and_harmless_text_is_not_changed() -> None:
     assert harmless("Grüße 👩‍🔬\n\tx\u200f\u200e") == "Grüße 👩‍🔬\n\tx\u200f\u200e"
 
-
-def test_what_turns_a_text_around_is_shown() -> None:
     assert harmless("a\u202eb\u2066\ud83d") == r"a\u202eb\u2066\ud83d"
 
 
@@ -186,12 +184,14 @@ def test_a_narrow_terminal_shows_what_matters_most(num_columns: int, line: str) 
     assert status_line("/models/m/", FIGURES, 2048, num_columns) == line
 
 
-def test_what_nobody_counts_is_not_shown() -> None:
+def test_what_nobody_counts_or_says_is_not_shown() -> None:
     turn = ChatTurn(iter([1.0, 2.0]).__next__)
     turn.add(Started("r", (), 0))
     turn.add(Text("a"))
     turn.add(Finished("stop", Usage(0, 0, 0, 0)))
     assert status_line("m", turn.stats(), 1000, 80) == "m | first 1,000 ms"
+
+    assert status_line("m\x1b", TurnStats(), None, 80) == "m\\x1b"
 
 
 def test_of_an_answer_that_was_stopped_the_prompt_is_known() -> None:
@@ -200,10 +200,6 @@ def test_of_an_answer_that_was_stopped_the_prompt_is_known() -> None:
     turn.add(Text("a"))
     line = "m | context 30/1,000 | first 1,000 ms | prompt 30 (16 cached)"
     assert status_line("m", turn.stats(), 1000, 80) == line
-
-
-def test_what_nobody_says_is_not_shown() -> None:
-    assert status_line("m\x1b", TurnStats(), None, 80) == "m\\x1b"
 
 
 @pytest.mark.parametrize(

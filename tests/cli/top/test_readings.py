@@ -58,7 +58,7 @@ def load() -> Load:
     return load_between(reading(10.0, 1), reading(12.0, 3))
 
 
-def test_rates_are_of_what_happened_in_between(load: Load) -> None:
+def test_rates_quantiles_and_utilisation_are_of_what_happened_in_between(load: Load) -> None:
     assert load.generation_tokens_per_s == 100
     assert load.prompt_tokens_per_s == 50
     assert load.steps_per_s == 10
@@ -67,13 +67,9 @@ def test_rates_are_of_what_happened_in_between(load: Load) -> None:
     assert load.prefix_hit_rate == 0.25
     assert (load.num_running, load.num_deferred, load.kv_cache_usage) == (3, 1, 0.5)
 
-
-def test_utilisation_is_of_the_time_of_such_steps(load: Load) -> None:
     assert load.decode_mbu == pytest.approx(0.3)
     assert load.prefill_mfu is None
 
-
-def test_quantiles_are_of_what_was_observed_in_between(load: Load) -> None:
     assert load.ttft_s.p50 == pytest.approx(1 + 1 / 3)
     assert load.ttft_s.mean == 1.5
     assert load.e2e_s.mean is load.e2e_s.p50 is None
@@ -113,14 +109,12 @@ def shown(load: Load) -> str:
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
-def test_a_view_says_all_of_it(load: Load) -> None:
+def test_a_view_says_all_of_it_and_the_models_name_as_it_is(load: Load) -> None:
     text = shown(load)
     for words in ("a model", "50.0%", "25.0%", "100.0 tokens/s", "30.0%", "4.0 stop", "1,333.3"):
         assert words in text
     assert "▁▅█" in text
 
-
-def test_a_models_name_is_shown_as_it_is(load: Load) -> None:
     console = Console(file=io.StringIO(), width=120)
     console.print(view("[bold]x[/nothing]", load, []))
     assert "[bold]x[/nothing]" in console.file.getvalue()  # type: ignore[attr-defined]

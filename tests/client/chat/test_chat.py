@@ -173,13 +173,6 @@ async def test_reasoning_is_counted_up_to_the_token_that_ends_it(
         assert finished.usage.num_reasoning_tokens == len([begin, *"hm \n\n", end])
 
 
-async def test_a_prompt_that_opens_the_reasoning_is_seen(endpoint: str, thinker: Path) -> None:
-    async with connected(endpoint, tokenizer=thinker) as (engine, client):
-        options: Any = {"chat_template_kwargs": {"enable_thinking": True}}
-        _, events = await asked(engine, client, "hm</think>so", **options)
-        assert joined(events)[1:-1] == [Reasoning("hm"), Text("so")]
-
-
 R1 = """\
 {%- for m in messages %}{{- m.content.split('</think>')[-1] }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<\uff5cAssistant\uff5c>' + tail | default('') }}{% endif %}"""
@@ -333,8 +326,7 @@ async def test_logprobs_come_with_their_tokens(endpoint: str, tokenizer_folder: 
         async def read() -> list[ChatEvent]:
             return [event async for event in chat]
 
-        reading = asyncio.create_task(read())
-        await engine.accept()
+        reading = await engine.begin(read())
         for token, logprob in ((65, -0.5), (66, -1.0)):
             columns = TokenLogprobs(
                 handles=pack_int32([1]), ranks=pack_int32([1]), counts=pack_int32([1]),
@@ -356,8 +348,7 @@ def test_a_failure_is_an_event_and_then_raised(endpoint: str, tokenizer_folder: 
     async def scenario() -> None:
         async with connected(endpoint, tokenizer=tokenizer_folder) as (engine, client):
             events = client.chat([USER])
-            reading = asyncio.create_task(anext(events))
-            await engine.accept()
+            reading = await engine.begin(anext(events))
             engine.output({1: [65]})
             assert isinstance(await reading, Started)
             assert isinstance(await anext(events), Text)

@@ -91,10 +91,13 @@ def test_required_calls_are_an_array(parallel: bool) -> None:
     assert wanted == StructuredOutputsParams(json=schema, lenient=["/$defs/1"])
 
 
-def test_an_answer_that_may_call_is_free() -> None:
+def test_an_answer_that_may_call_is_free_unless_a_format_binds() -> None:
     assert constraint(tools(), AUTO, True, None, "hermes") is None
     assert constraint([], ToolChoice("none"), True, None, "hermes") is None
     assert constraint([], ToolChoice("none"), True, JSON, "hermes") is JSON
+
+    assert constraint(tools(), AUTO, True, JSON, None) == JSON
+    assert constraint([], AUTO, True, JSON, "hermes") == JSON
 
 
 def test_calls_of_strict_tools_match_their_schemas_where_the_form_is_known() -> None:
@@ -134,9 +137,12 @@ def test_an_answer_is_of_a_format_or_begins_as_a_call_does(
     assert wanted == replace(JSON, free_prefixes=prefixes)
 
 
-def test_calls_that_begin_with_no_mark_exclude_a_format() -> None:
+def test_harmonys_channels_exclude_formats_and_grammars() -> None:
     with pytest.raises(InvalidRequestError, match="'harmony' begin with no mark; leave one out"):
         constraint(tools(), AUTO, True, JSON, "harmony")
+
+    with pytest.raises(InvalidRequestError, match="harmony"):
+        with_reasoning(JSON, Formats("harmony", "harmony"), False)
 
 
 def test_as_many_tools_as_are_allowed_may_be_called_beside_a_format() -> None:
@@ -146,11 +152,6 @@ def test_as_many_tools_as_are_allowed_may_be_called_beside_a_format() -> None:
         assert wanted is not None
         assert 0 < len(wanted.free_prefixes) <= MAX_FREE_PREFIXES
         assert all(len(prefix) > 3 for prefix in wanted.free_prefixes)
-
-
-def test_without_a_form_of_calls_or_tools_a_format_binds() -> None:
-    assert constraint(tools(), AUTO, True, JSON, None) == JSON
-    assert constraint([], AUTO, True, JSON, "hermes") == JSON
 
 
 @pytest.mark.parametrize(
@@ -169,8 +170,3 @@ def test_a_model_that_thinks_does_so_before(reasoning: Any, in_reasoning: bool, 
 def test_marks_that_are_asked_for_are_not_changed() -> None:
     marked = StructuredOutputsParams(json=SCHEMA, reasoning=ReasoningMarks(end="so:"))
     assert with_reasoning(marked, Formats(reasoning="qwen3"), True) is marked
-
-
-def test_a_form_of_many_channels_is_held_to_no_grammar() -> None:
-    with pytest.raises(InvalidRequestError, match="harmony"):
-        with_reasoning(JSON, Formats("harmony", "harmony"), False)

@@ -103,10 +103,17 @@ def test_objects_may_be_written_in_a_form_of_the_models_own() -> None:
     assert turn["tool_calls"][0]["function"]["arguments"] == {"a": "é"}
 
 
-def test_arguments_without_text_are_none() -> None:
+def test_arguments_that_are_missing_are_none() -> None:
     call = CALL | {"function": {"name": "f", "arguments": ""}}
     turn = adapted({"role": "assistant", "tool_calls": [call]}, objects=True)
     assert turn["tool_calls"][0]["function"]["arguments"] == {}
+
+    for lacking in ({}, {"arguments": None}):
+        call = {"function": {"name": "f", **lacking}}
+        (turn,) = TemplateDialect(plain_template).adapt(
+            [{"role": "assistant", "tool_calls": [call]}]
+        )
+        assert turn["content"] == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 def test_a_calling_turn_gets_content_only_where_it_must() -> None:
@@ -168,15 +175,6 @@ def test_what_is_no_call_is_refused_by_its_place(calls: Any, place: str, source:
         TemplateDialect(plain_template, source).adapt(turns)
     assert refused.value.param == f"messages[1].tool_calls{place}"
     assert str(refused.value).startswith(f"{refused.value.param} is ")
-
-
-def test_a_call_without_arguments_has_none() -> None:
-    for lacking in ({}, {"arguments": None}):
-        call = {"function": {"name": "f", **lacking}}
-        (turn,) = TemplateDialect(plain_template).adapt(
-            [{"role": "assistant", "tool_calls": [call]}]
-        )
-        assert turn["content"] == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 
 
 def test_a_template_that_leaves_tools_out_is_left_alone() -> None:

@@ -282,7 +282,7 @@ def test_keys_complete_no_token(key: str) -> None:
     assert _special_texts(template, tools=[{key: "x"}]) == []
 
 
-def test_keys_that_the_template_asks_for_stay() -> None:
+def test_keys_stay_whether_the_template_asks_for_them_or_not() -> None:
     template = "{{ tools[0].invoke }}{{ tools[0]['end|>'] }}"
     assert _special_texts(template, tools=[{"invoke": "a", "end|>": "b"}]) == []
     backend = _backend("plain")
@@ -291,8 +291,6 @@ def test_keys_that_the_template_asks_for_stay() -> None:
     conversation = {"messages": [], "tools": [{"invoke": "a", "end|>": "b", "invok": "c"}]}
     assert guard.mark(conversation) == (conversation, None)
 
-
-def test_ordinary_keys_are_tokenized_as_they_are() -> None:
     backend = _backend("plain")
     backend.add_special_tokens(["<|repo_name|>", "<|user|>", "<|file_sep|>", "[TOOL]"])
     guard = SpecialTokenGuard(backend, "")

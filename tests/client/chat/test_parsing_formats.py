@@ -55,12 +55,10 @@ def test_events_carry_the_samples_index() -> None:
     assert {event.index for event in events_of(parser, list(text))} == {3}
 
 
-def test_without_tools_calls_are_text() -> None:
+def test_without_tools_calls_are_text_but_harmony_is_understood() -> None:
     parser = make_parser(Formats("hermes", "qwen3"), [])
     assert joined(events_of(parser, [HERMES])) == [("text", HERMES)]
 
-
-def test_harmony_is_understood_without_tools_too() -> None:
     shape = HARMONY_SHAPES[0]
     assert joined(events_of(make_parser(Formats(None, "harmony"), []), shape.text)) == shape.said
     both = make_parser(Formats("harmony", "harmony"), TOOLS)
@@ -135,7 +133,7 @@ def test_a_prompt_opens_the_reasoning_if_its_last_turn_does(prompt: str, opens: 
     assert prompt_opens_reasoning(prompt) is opens
 
 
-def test_a_named_tools_call_is_all_of_the_text() -> None:
+def test_a_named_tools_call_is_all_of_the_text_if_any() -> None:
     for pieces in ([PARIS], list(PARIS)):
         said = joined(events_of(NamedToolParser("now"), pieces))
         assert said == [("call", "now", PARIS)]
@@ -145,8 +143,6 @@ def test_a_named_tools_call_is_all_of_the_text() -> None:
     assert parser.feed("}") == [ToolArguments(0, "}", 2)]
     assert parser.finish() == []
 
-
-def test_a_named_tool_is_called_even_by_no_text() -> None:
     assert joined(events_of(NamedToolParser("now"), [])) == [("call", "now", "")]
 
 
@@ -198,14 +194,12 @@ def test_forced_calls_follow_the_reasoning() -> None:
     ]
 
 
-def test_special_texts_are_dropped_the_longest_first_and_marks_stay() -> None:
+def test_special_texts_are_dropped_the_longest_first_and_marks_are_still_read() -> None:
     text = "<|a|>x<|a|>|><|b<|python_tag|>{}<|a|"
     for pieces in ([text], list(text)):
         stage = SpecialTextFilter(PlainTextParser(), ["<|a|>", "<|a|>|>"])
         assert joined(events_of(stage, pieces)) == [("text", "x<|b<|python_tag|>{}<|a|")]
 
-
-def test_special_texts_do_not_stand_between_a_parser_and_its_marks() -> None:
     stage = SpecialTextFilter(parser_of("mistral"), ["</s>", "[INST]"])
     said = joined(events_of(stage, "[TOOL_[INST]CALLS]now{}</s>"))
     assert said == [("call", "now", "{}")]

@@ -276,7 +276,7 @@ def test_the_process_ends_with_its_renderer_and_leaves_no_zombie() -> None:
     assert _is_gone(pid)
 
 
-def test_the_process_has_no_descriptor_of_ours(tmp_path: Path) -> None:
+def test_the_process_has_nothing_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "secret").open("w") as file:
         os.set_inheritable(file.fileno(), True)
         rendering = Renderer("fine", "here")
@@ -285,15 +285,11 @@ def test_the_process_has_no_descriptor_of_ours(tmp_path: Path) -> None:
         targets = [os.readlink(link) for link in folder.iterdir()]
     assert len([t for t in targets if t != "/dev/null"]) == 1, targets
 
-
-def test_the_process_sees_nothing_of_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_KEY", "secret")
     rendering = Renderer("fine", "here")
     rendering.render({}, NOW)
     assert b"secret" not in Path(f"/proc/{_pid(rendering)}/environ").read_bytes()
 
-
-def test_the_terminals_interrupt_is_not_for_the_process() -> None:
     rendering = Renderer("fine", "here")
     rendering.render({}, NOW)
     assert os.getsid(_pid(rendering)) == _pid(rendering)

@@ -104,11 +104,9 @@ def test_tools_of_another_shape_are_refused_by_place(tools: Any, said: str) -> N
         read_tools(tools)
 
 
-def test_no_tools_are_an_empty_list() -> None:
+def test_no_tools_are_an_empty_list_and_arguments_an_object() -> None:
     assert read_tools(None) == read_tools([]) == []
 
-
-def test_arguments_are_an_object_even_if_nobody_says_so() -> None:
     assert [arguments_schema(tool)["type"] for tool in TOOLS] == ["object"] * 3
 
 

@@ -1,13 +1,17 @@
-"""POST /v1/responses and what is kept of it, by the app and an engine that answers as told."""
+"""/v1/responses, with our requests and with OpenAI's client."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from pydantic import BaseModel
 
-from tests.client.running import in_event_loop
+from tests.http.asgi import app_of, openai_client
 from tests.http.responses.asked import asked_app
 
 ADD: Any = {
@@ -18,7 +22,6 @@ ADD: Any = {
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
-@in_event_loop
 async def test_a_text_is_answered_whole_or_in_events_alike(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         body = {"input": "hi", "instructions": "Be brief.", "metadata": {"a": "b"}}
@@ -48,7 +51,6 @@ async def test_a_text_is_answered_whole_or_in_events_alike(short_path: Path) -> 
         assert whole["usage"]["total_tokens"] == 6 + whole["usage"]["input_tokens"]
 
 
-@in_event_loop
 async def test_a_conversation_goes_on_where_the_last_response_ended(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         tools = {"tools": [ADD], "reasoning": {"effort": "low"}}
@@ -72,7 +74,6 @@ async def test_a_conversation_goes_on_where_the_last_response_ended(short_path: 
         assert asked.prompts[2] == f"{talk}It is 2.\nuser: sure?\nassistant: "
 
 
-@in_event_loop
 async def test_references_stand_for_stored_items(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         first = (await asked.respond({"input": "hi"}, "hello")).json()
@@ -90,7 +91,6 @@ async def test_references_stand_for_stored_items(short_path: Path) -> None:
         assert (lost.status, lost.json()["error"]["code"]) == (404, "item_not_found")
 
 
-@in_event_loop
 async def test_a_stored_response_is_read_listed_and_deleted(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         texts = ["a", "b", "c"]
@@ -129,7 +129,6 @@ async def test_a_stored_response_is_read_listed_and_deleted(short_path: Path) ->
 
 
 @pytest.mark.parametrize("settings", [{}, {"stored_responses_bytes": 0}])
-@in_event_loop
 async def test_what_is_not_to_be_stored_is_not(short_path: Path, settings: dict[str, Any]) -> None:
     async with asked_app(short_path, **settings) as asked:
         store = {"store": False} if not settings else {}
@@ -144,7 +143,6 @@ async def test_what_is_not_to_be_stored_is_not(short_path: Path, settings: dict[
         )
 
 
-@in_event_loop
 async def test_tools_of_vendors_are_named_and_left_out(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         tools = [{"type": "web_search"}, ADD, {"type": "namespace", "name": "n"}]
@@ -157,7 +155,6 @@ async def test_tools_of_vendors_are_named_and_left_out(short_path: Path) -> None
         assert reply.json()["output"][0]["name"] == "add"
 
 
-@in_event_loop
 async def test_an_answer_is_held_to_its_form_beside_tools_too(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -176,7 +173,6 @@ async def test_an_answer_is_held_to_its_form_beside_tools_too(short_path: Path) 
         assert forced.json()["output"][0]["type"] == "function_call"
 
 
-@in_event_loop
 async def test_log_probabilities_are_asked_for_in_either_way(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         include = {"include": ["message.output_text.logprobs"]}
@@ -206,7 +202,6 @@ async def test_log_probabilities_are_asked_for_in_either_way(short_path: Path) -
         ({"input": []}, None),
     ],
 )
-@in_event_loop
 async def test_what_cannot_be_served_is_refused_by_name(
     short_path: Path, fields: dict[str, Any], param: str | None
 ) -> None:
@@ -215,7 +210,6 @@ async def test_what_cannot_be_served_is_refused_by_name(
         assert (reply.status, reply.json()["error"]["param"]) == (400, param)
 
 
-@in_event_loop
 async def test_what_is_wrong_is_called_by_its_own_name(short_path: Path) -> None:
     async with asked_app(short_path) as asked:
         for body, place in (
@@ -226,3 +220,113 @@ async def test_what_is_wrong_is_called_by_its_own_name(short_path: Path) -> None
             assert reply.status == 400
             assert place in reply.json()["error"]["message"]
             assert "response_format" not in reply.json()["error"]["message"]
+
+
+SUM: Any = {"model": "demo", "input": "What is 123 + 456?", "temperature": 0}
+ANSWER = "123 + 456 = 579"
+
+
+class Sum(BaseModel):
+    """What the demo model can fill in."""
+
+    sum: int
+
+
+ADDING: Any = {
+    "type": "function",
+    "name": "save_sum",
+    "parameters": {**Sum.model_json_schema(), "additionalProperties": False},
+    "strict": True,
+}
+
+
+@asynccontextmanager
+async def client_of(endpoint: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """One that takes no answer that is not as OpenAI's types say."""
+    async with app_of(endpoint, served_model_names=("demo",)) as (_, http):
+        client = openai_client(http)
+        yield client.copy(_extra_kwargs={"_strict_response_validation": True})
+
+
+async def test_an_answer_is_kept_read_continued_and_deleted(demo_endpoint: str) -> None:
+    async with client_of(demo_endpoint) as client:
+        first = await client.responses.create(**SUM, metadata={"a": "b"})
+        assert (first.output_text, first.status) == (ANSWER, "completed")
+        assert await client.responses.retrieve(first.id) == first
+        more = {**SUM, "input": "What is 12 + 45?", "previous_response_id": first.id}
+        second = await client.responses.create(**more)
+        assert second.usage is not None
+        assert first.usage is not None
+        assert second.output_text == "12 + 45 = 57"
+        assert second.usage.input_tokens > 2 * first.usage.input_tokens
+        assert second.usage.input_tokens_details.cached_tokens > 0
+        items = await client.responses.input_items.list(second.id)
+        assert [item.type async for item in items] == ["message"]
+        await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.retrieve(first.id)
+        with pytest.raises(openai.BadRequestError, match="only background responses"):
+            await client.responses.cancel(second.id)
+
+
+async def test_a_stream_tells_the_same_and_all_its_log_probabilities(demo_endpoint: str) -> None:
+    async with client_of(demo_endpoint) as client:
+        include: Any = ["message.output_text.logprobs"]
+        stream = await client.responses.create(**SUM, stream=True, include=include, top_logprobs=2)
+        events = [event async for event in stream]
+        deltas = [one for one in events if one.type == "response.output_text.delta"]
+        assert "".join(one.delta for one in deltas) == ANSWER
+        assert all(entry.top_logprobs for one in deltas for entry in one.logprobs)
+        last = events[-1]
+        assert last.type == "response.completed"
+        assert last.response.output_text == ANSWER
+        whole = await client.responses.create(**SUM, include=include, top_logprobs=2)
+        [streamed], [plain] = last.response.output, whole.output
+        assert streamed.type == plain.type == "message"
+        assert streamed.content == plain.content
+
+
+async def test_a_class_is_parsed_whole_and_streamed(demo_endpoint: str) -> None:
+    async with client_of(demo_endpoint) as client:
+        whole = await client.responses.parse(**SUM, text_format=Sum)
+        async with client.responses.stream(**SUM, text_format=Sum) as stream:
+            streamed = await stream.get_final_response()
+        assert whole.output_parsed == streamed.output_parsed == Sum(sum=579)
+
+
+async def test_a_tool_is_called_and_its_result_given_back(demo_endpoint: str) -> None:
+    async with client_of(demo_endpoint) as client:
+        for choice in ("required", {"type": "function", "name": "save_sum"}):
+            forced: Any = {
+                "tools": [ADDING],
+                "tool_choice": choice,
+                "parallel_tool_calls": False,
+            }
+            whole = await client.responses.create(**SUM, **forced)
+            async with client.responses.stream(**SUM, **forced) as stream:
+                streamed = await stream.get_final_response()
+            [call] = whole.output
+            [same] = streamed.output
+            assert call.type == same.type == "function_call"
+            assert call.arguments == same.arguments
+            found = Sum.model_validate_json(call.arguments).sum
+            assert found == 579 or choice == "required"  # a form that it has not learnt
+            result: Any = {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": "saved",
+            }
+            for earlier in (call.to_dict(), {"type": "item_reference", "id": call.id}):
+                items: Any = [{"role": "user", "content": SUM["input"]}, earlier, result]
+                last = await client.responses.create(**{**SUM, "input": items}, tools=[ADDING])
+                assert last.output[0].type == "message"
+
+
+async def test_what_was_cut_is_incomplete(demo_endpoint: str) -> None:
+    async with client_of(demo_endpoint) as client:
+        response = await client.responses.create(**SUM, max_output_tokens=3)
+        assert response.status == "incomplete"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
+        whole = await client.responses.create(**SUM, max_output_tokens=10**6)
+        assert whole.output_text == ANSWER

@@ -132,3 +132,10 @@ async def serving(app: App, **limits: Any) -> AsyncIterator[Loopback]:
     finally:
         loopback.close_clients()
         await server.close()
+
+
+@asynccontextmanager
+async def connected(app: App, **limits: Any) -> AsyncIterator[tuple[Loopback, Client]]:
+    """A server, and a client that is connected to it."""
+    async with serving(app, **limits) as server:
+        yield server, await server.connect()

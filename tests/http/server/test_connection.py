@@ -13,7 +13,7 @@ import pytest
 from nanocore.http.exchange import CHUNK_WRITER
 from nanocore.http.server.http_connection import MAX_PIPELINED, MAX_URL_BYTES
 from tests.client.running import in_uvloop
-from tests.http.server.loopback import GET, RecordingApp, serving
+from tests.http.server.loopback import GET, RecordingApp, connected, serving
 
 CHUNKED = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 CLOSING_GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -35,8 +35,7 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
 @in_uvloop
 async def test_requests_follow_one_another_on_a_connection() -> None:
     app = RecordingApp()
-    async with serving(app) as server:
-        client = await server.connect()
+    async with connected(app) as (_, client):
         for body in (b"", b"abc", bytes(300_000)):
             status, answer = await client.ask(post("/a%20b?c=d", body))
             assert (status, json.loads(answer)) == (200, {"path": "/a b", "bytes": len(body)})
@@ -120,8 +119,7 @@ def endless(kind: str) -> Iterator[bytes]:
 )
 @in_uvloop
 async def test_headers_that_do_not_end_are_refused_over_many_small_reads(kind: str) -> None:
-    async with serving(RecordingApp(), max_header_bytes=2000) as server:
-        client = await server.connect()
+    async with connected(RecordingApp(), max_header_bytes=2000) as (server, client):
         num_bytes = 0
         for piece in endless(kind):
             client.writer.write(piece)
@@ -139,8 +137,7 @@ async def test_headers_that_do_not_end_are_refused_over_many_small_reads(kind: s
 @in_uvloop
 async def test_trailers_are_not_taken_for_headers() -> None:
     app = RecordingApp()
-    async with serving(app) as server:
-        client = await server.connect()
+    async with connected(app) as (_, client):
         status, _ = await client.ask(
             b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n"
             b"authorization: Bearer x\r\n\r\n"
@@ -164,8 +161,7 @@ async def test_trailers_are_not_taken_for_headers() -> None:
 @in_uvloop
 async def test_what_does_not_come_to_its_end_is_ended(beginning: bytes, status: int | None) -> None:
     app = RecordingApp()
-    async with serving(app, header_timeout_s=0.2, body_timeout_s=0.2) as server:
-        client = await server.connect()
+    async with connected(app, header_timeout_s=0.2, body_timeout_s=0.2) as (server, client):
         client.writer.write(beginning)
         if beginning.startswith(GET):
             assert (await client.answer())[0] == 200
@@ -180,8 +176,7 @@ async def test_what_does_not_come_to_its_end_is_ended(beginning: bytes, status: 
 
 @in_uvloop
 async def test_a_connection_that_asks_nothing_more_is_closed() -> None:
-    async with serving(RecordingApp(), keep_alive_timeout_s=0.1) as server:
-        client = await server.connect()
+    async with connected(RecordingApp(), keep_alive_timeout_s=0.1) as (_, client):
         assert (await client.ask(GET))[0] == 200
         assert await client.rest() == b""
 
@@ -200,8 +195,7 @@ def refusing(*headers: tuple[bytes, bytes]) -> Any:
 @in_uvloop
 async def test_a_body_that_comes_after_its_answer_is_read_and_the_connection_goes_on() -> None:
     """And is closed in the end: uvicorn forgets it."""
-    async with serving(refusing(), keep_alive_timeout_s=0.3) as server:
-        client = await server.connect()
+    async with connected(refusing(), keep_alive_timeout_s=0.3) as (_, client):
         message = post("/", bytes(1_000_000))
         client.writer.write(message[:1000])
         assert (await client.answer())[0] == 413
@@ -223,8 +217,7 @@ async def test_a_body_that_comes_after_its_answer_is_read_and_the_connection_goe
 )
 @in_uvloop
 async def test_a_target_may_name_the_host_and_http_1_0_needs_none(request_bytes: bytes) -> None:
-    async with serving(RecordingApp()) as server:
-        client = await server.connect()
+    async with connected(RecordingApp()) as (_, client):
         status, answer = await client.ask(request_bytes)
         assert (status, json.loads(answer)["path"]) == (200, "/a")
 
@@ -233,8 +226,7 @@ async def test_a_target_may_name_the_host_and_http_1_0_needs_none(request_bytes:
 @in_uvloop
 async def test_a_target_that_is_a_host_alone_asks_for_the_root(target: bytes) -> None:
     app = RecordingApp()
-    async with serving(app) as server:
-        client = await server.connect()
+    async with connected(app) as (_, client):
         status, answer = await client.ask(b"GET %b HTTP/1.1\r\nhost: x\r\n\r\n" % target)
         assert (status, json.loads(answer)["path"]) == (200, "/")
         assert app.scopes[0]["query_string"] == target.partition(b"?")[2]
@@ -246,8 +238,7 @@ async def test_the_last_answer_of_a_connection_reaches_a_client_that_is_still_se
     behind: bytes,
 ) -> None:
     """Of several megabytes, which are more than sockets hold: the client reads when it has sent."""
-    async with serving(refusing((b"connection", b"close"))) as server:
-        client = await server.connect()
+    async with connected(refusing((b"connection", b"close"))) as (_, client):
         client.writer.write(post("/", bytes(20_000_000)) + behind)
         await client.writer.drain()
         assert (await client.answer())[0] == 413
@@ -257,8 +248,7 @@ async def test_the_last_answer_of_a_connection_reaches_a_client_that_is_still_se
 @pytest.mark.parametrize(("headers", "later"), [([(b"connection", b"close")], []), ([], [408])])
 @in_uvloop
 async def test_a_body_that_never_ends_after_its_answer_is_cut(headers: Any, later: Any) -> None:
-    async with serving(refusing(*headers), body_timeout_s=0.2) as server:
-        client = await server.connect()
+    async with connected(refusing(*headers), body_timeout_s=0.2) as (_, client):
         client.writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
         for status in [413, *later]:
             assert (await client.answer())[0] == status
@@ -268,8 +258,7 @@ async def test_a_body_that_never_ends_after_its_answer_is_cut(headers: Any, late
 @in_uvloop
 async def test_nonsense_behind_a_request_does_not_disturb_its_response() -> None:
     app = RecordingApp()
-    async with serving(app) as server:
-        client = await server.connect()
+    async with connected(app) as (server, client):
         client.writer.write(post("/hold", b""))
         await app.began.wait()
         client.writer.write(b"\x00\x01\x02 no request\r\n\r\n")
@@ -286,8 +275,7 @@ async def test_nonsense_behind_a_request_does_not_disturb_its_response() -> None
 @in_uvloop
 async def test_requests_that_wait_for_a_response_are_answered_in_order() -> None:
     app = RecordingApp()
-    async with serving(app) as server:
-        client = await server.connect()
+    async with connected(app) as (_, client):
         client.writer.write(b"".join(post(f"/{number}", b"x") for number in range(MAX_PIPELINED)))
         for number in range(MAX_PIPELINED):
             assert json.loads((await client.answer())[1])["path"] == f"/{number}"
@@ -296,8 +284,7 @@ async def test_requests_that_wait_for_a_response_are_answered_in_order() -> None
 @in_uvloop
 async def test_too_many_requests_that_wait_cost_the_connection_and_not_the_responses() -> None:
     app = RecordingApp()
-    async with serving(app) as server:
-        client = await server.connect()
+    async with connected(app) as (_, client):
         client.writer.write(post("/hold", b"") + GET * 1000)
         await app.began.wait()
         app.release.set()
@@ -314,8 +301,7 @@ async def test_too_many_requests_that_wait_cost_the_connection_and_not_the_respo
 @in_uvloop
 async def test_whole_requests_before_a_bad_one_are_answered(behind: bytes) -> None:
     app = RecordingApp()
-    async with serving(app) as server:
-        client = await server.connect()
+    async with connected(app) as (_, client):
         client.writer.write(post("/hold", b"") + post("/1", b"x") + GET + behind + GET)
         await app.began.wait()
         app.release.set()
@@ -331,8 +317,7 @@ async def test_a_request_hears_that_its_connection_is_lost_whatever_came_behind_
     behind: bytes,
 ) -> None:
     app = RecordingApp()
-    async with serving(app) as server:
-        client = await server.connect()
+    async with connected(app) as (server, client):
         client.writer.write(post("/hold", b"") + behind)
         await app.began.wait()
         client.writer.close()
@@ -346,8 +331,7 @@ async def test_a_request_hears_that_its_connection_is_lost_whatever_came_behind_
 async def test_an_offer_of_http2_is_ignored_and_costs_no_body(body: bytes) -> None:
     app = RecordingApp()
     offer = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABk")
-    async with serving(app) as server:
-        client = await server.connect()
+    async with connected(app) as (_, client):
         for _ in range(2):
             assert (await client.ask(post("/x", body, *offer)))[0] == 200
     assert app.bodies == [body, body]
@@ -378,8 +362,7 @@ async def test_chunks_written_without_send_are_those_of_the_response() -> None:
         await send({"type": "http.response.body", "body": b""})
         refused.append(write(b"too late"))
 
-    async with serving(app) as server:
-        client = await server.connect()
+    async with connected(app) as (_, client):
         client.writer.write(CLOSING_GET)
         assert (await client.rest()).endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
     assert refused == [False] * 2
@@ -414,8 +397,7 @@ async def test_a_client_that_does_not_read_gets_no_chunk_until_it_does() -> None
         is_full.set()
         await send({"type": "http.response.body", "body": b"end"})
 
-    async with serving(app) as server:
-        client = await server.connect()
+    async with connected(app) as (_, client):
         client.writer.write(CLOSING_GET)
         await is_full.wait()
         assert sum(written) < 32 * 2**20
@@ -436,8 +418,7 @@ async def test_a_client_that_takes_nothing_for_too_long_is_cut() -> None:
         assert (await receive())["type"] == "http.disconnect"
         disconnected.set()
 
-    async with serving(app, send_timeout_s=0.05) as server:
-        client = await server.connect()
+    async with connected(app, send_timeout_s=0.05) as (server, client):
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         client.writer.write(GET)
         await disconnected.wait()

@@ -84,14 +84,12 @@ def test_processes_share_connections_out() -> None:
     close(processes)
 
 
-def test_all_addresses_of_a_name_get_the_same_port() -> None:
+def test_all_addresses_of_a_name_get_one_port_but_for_those_the_machine_has_not() -> None:
     both = [*LOOPBACK, (socket.AF_INET, "127.0.0.2")]
     ((first, second),) = processes = listen(both, 0, 1)
     assert first.getsockname()[1] == second.getsockname()[1]
     close(processes)
 
-
-def test_addresses_that_this_machine_has_not_are_left_out_unless_they_are_all() -> None:
     ((sock,),) = processes = listen([(socket.AF_INET, "192.0.2.7"), *LOOPBACK], 0, 1)
     assert sock.getsockname()[0] == "127.0.0.1"
     close(processes)
