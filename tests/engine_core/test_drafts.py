@@ -181,30 +181,6 @@ def test_kv_of_wrong_drafts_is_never_found_and_that_of_right_ones_is() -> None:
     assert engine.deliveries.tokens[2] == tokens[15:18]
 
 
-def test_an_abort_voids_all_tokens_of_the_row_in_the_step_in_flight() -> None:
-    engine = Engine(num_drafts=3)
-    scheduler = engine.scheduler
-    scheduler.add(make_request(1, PROMPT, 20, logprobs=2))
-    scheduler.add(make_request(2, [7] * 5, 20, logprobs=2))
-    engine.step()
-    result = engine.executor.execute(scheduler.schedule())
-    scheduler.abort(1)
-    engine.deliveries.take(scheduler, result)
-    assert engine.deliveries.tokens == {1: TOKENS[:1], 2: expected_tokens([7] * 5, 5)}
-    assert engine.deliveries.logprobs == {1: logprobs_of(PROMPT, 1), 2: logprobs_of([7] * 5, 5)}
-    engine.run()
-
-
-def test_a_request_preempted_with_drafts_goes_on_from_its_accepted_tokens() -> None:
-    engine = Engine(num_drafts=2, num_blocks=8, block_size=4)
-    for handle in (1, 2, 3):
-        engine.scheduler.add(make_request(handle, [handle] * 8, 12))
-    engine.run()
-    assert engine.scheduler.counters.num_preemptions > 0
-    for handle in (1, 2, 3):
-        assert engine.deliveries.tokens[handle] == expected_tokens([handle] * 8, 12)
-
-
 def test_with_drafts_a_step_waits_for_the_result_of_the_one_before() -> None:
     engine = Engine(num_drafts=1)
     engine.scheduler.add(make_request(1, PROMPT, 20))

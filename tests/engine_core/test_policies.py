@@ -60,16 +60,6 @@ def test_removed_requests_are_passed_over_and_do_not_pile_up() -> None:
     assert queue.head() is None
 
 
-def test_the_most_urgent_waiting_request_is_admitted_first() -> None:
-    scheduler, executor = make_scheduler(policy="priority", max_num_seqs=1)
-    deliveries = Deliveries()
-    for handle, priority in ((1, 1), (2, 0), (3, -1)):
-        scheduler.add(make_request(handle, [handle], 2, priority=priority))
-    while scheduler.num_requests:
-        deliveries.step(scheduler, executor)
-    assert list(deliveries.finish_reasons) == [3, 2, 1]
-
-
 def test_the_least_urgent_row_gives_way_even_if_it_was_served_in_this_step() -> None:
     # 8 blocks of 4. Step 1: A and B prefill 8 tokens, 2 blocks each. Step 2: A and B decode into a
     # third block each, C prefills 8 tokens: all 8 blocks are held. Step 3: C needs one.
@@ -190,26 +180,6 @@ def test_one_long_prompt_at_a_time_lets_short_ones_pass() -> None:
     assert list(deliveries.finish_reasons) == [3, 1, 2, 4]  # long ones keep their order
     for handle, length in ((1, 30), (2, 30), (3, 5), (4, 30)):
         assert deliveries.tokens[handle] == expected_tokens([handle] * length, 2)
-
-
-def test_without_a_limit_all_long_prompts_are_in_chunks_at_once() -> None:
-    scheduler, executor = make_scheduler(max_num_batched_tokens=16, long_prefill_token_threshold=8)
-    for handle in (1, 2, 3):
-        scheduler.add(make_request(handle, [handle] * 30, 2))
-    Deliveries().step(scheduler, executor)
-    assert scheduler.num_running == 2  # 8 + 8 tokens fill the budget
-
-
-def test_a_long_prompt_that_stepped_aside_can_be_aborted() -> None:
-    scheduler, executor = make_scheduler(
-        max_num_batched_tokens=16, long_prefill_token_threshold=8, max_num_partial_prefills=1
-    )
-    for handle in (1, 2):
-        scheduler.add(make_request(handle, [handle] * 30, 2))
-    Deliveries().step(scheduler, executor)
-    assert scheduler.abort(2) is not None
-    assert scheduler.num_waiting == 0
-    assert scheduler.counters.dequeued_reqs == 2
 
 
 def test_admission_leaves_the_watermark_free_while_requests_run() -> None:

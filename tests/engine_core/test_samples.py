@@ -138,30 +138,6 @@ def test_when_the_first_ends_before_its_prompt_is_planned_the_next_computes_it()
     assert engine.deliveries.num_cached == {3: 8, 4: 12}
 
 
-def test_a_sample_that_is_held_back_can_be_aborted_alone() -> None:
-    engine = Engine(max_num_batched_tokens=8)
-    engine.add(1, PROMPT, n=4)
-    engine.step()
-    assert engine.scheduler.abort(3) is not None
-    assert engine.scheduler.abort(3) is None
-    engine.run()
-    assert engine.deliveries.tokens.keys() == {1, 2, 4}
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
-@pytest.mark.parametrize("order", [1, -1])
-def test_aborting_all_samples_leaves_nothing(num_steps: int, order: int) -> None:
-    engine = Engine(max_num_batched_tokens=8)
-    engine.add(1, PROMPT, n=5)
-    for _ in range(num_steps):
-        engine.step()
-    for handle in [*range(1, 6)][::order]:
-        assert engine.scheduler.abort(handle) is not None
-    check_rows(engine.scheduler)
-    check_idle(engine.scheduler)
-    assert engine.scheduler.counters.dequeued_reqs == 5
-
-
 def test_a_first_sample_that_is_preempted_in_its_prompt_holds_the_others_back_meanwhile() -> None:
     engine = Engine(long_prefill_token_threshold=1, num_blocks=9, max_num_seqs=4)
     engine.add(1, [5] * 6, max_tokens=24)
@@ -181,14 +157,6 @@ def test_a_first_sample_that_is_preempted_in_its_prompt_holds_the_others_back_me
         **{h: expected_tokens([*range(24)], 2) for h in (2, 3)},
     }
     check_idle(engine.scheduler)
-
-
-def test_samples_that_are_preempted_find_the_prompt_again() -> None:
-    engine = Engine(num_blocks=12)
-    engine.add(1, PROMPT, n=4, max_tokens=16)
-    engine.run()
-    assert engine.scheduler.counters.num_preemptions > 0
-    assert engine.deliveries.tokens == {h: expected_tokens(PROMPT, 16) for h in (1, 2, 3, 4)}
 
 
 def test_a_first_sample_without_a_token_does_not_end_the_others() -> None:
@@ -239,12 +207,3 @@ def test_samples_that_find_no_row_wait_in_line() -> None:
     assert (running(engine.scheduler), engine.queued()) == ([1, 2], [3, 4, 5, 6])
     engine.run()
     assert engine.deliveries.tokens.keys() == {1, 2, 3, 4, 5, 6}
-
-
-def test_with_drafts_samples_share_and_deliver_alike() -> None:
-    engine = Engine(num_speculative_tokens=3)
-    engine.add(1, PROMPT, n=3, max_tokens=12, logprobs=1)
-    engine.run()
-    tokens = expected_tokens(PROMPT, 12)
-    assert engine.deliveries.tokens == dict.fromkeys((1, 2, 3), tokens)
-    assert engine.deliveries.logprobs[3] == expected_logprobs(PROMPT, tokens, 1)

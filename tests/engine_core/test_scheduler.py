@@ -70,37 +70,6 @@ def test_the_head_of_the_queue_is_never_passed_by() -> None:
     assert list(deliveries.finish_reasons) == [1, 2, 3]
 
 
-def test_the_last_admitted_request_is_preempted_and_resumes_where_it_was() -> None:
-    # 8 blocks of 4: two requests of 8 + 12 tokens want 5 blocks each in the end.
-    scheduler, executor = make_scheduler(num_blocks=8, block_size=4)
-    deliveries = Deliveries()
-    first, second = [1] * 8, [2] * 8
-    scheduler.add(make_request(1, first, 12))
-    scheduler.add(make_request(2, second, 12))
-    preempted = []
-    while scheduler.num_requests:
-        deliveries.step(scheduler, executor)
-        preempted += [request.handle for request in scheduler.completed.plan.preempted]
-    assert preempted == [2]
-    assert scheduler.counters.num_preemptions == 1
-    assert deliveries.tokens[1] == expected_tokens(first, 12)
-    assert deliveries.tokens[2] == expected_tokens(second, 12)
-
-
-def test_a_preempted_request_keeps_its_place_before_later_ones() -> None:
-    scheduler, executor = make_scheduler(num_blocks=8, block_size=4)
-    deliveries = Deliveries()
-    for handle in (1, 2, 3):
-        scheduler.add(make_request(handle, [handle] * 8, 12))
-    resumed = []
-    while scheduler.num_requests:
-        deliveries.step(scheduler, executor)
-        resumed += [request.handle for request in scheduler.completed.plan.resumed]
-        waiting = [request.handle for request in scheduler.waiting]
-        assert waiting == sorted(waiting)
-    assert resumed
-
-
 def test_duplicates_admitted_in_one_step_share_blocks() -> None:
     scheduler, executor = make_scheduler(block_size=4)
     deliveries = Deliveries()
@@ -128,19 +97,6 @@ def test_a_second_turn_hits_prompt_and_answer_but_the_tail() -> None:
     scheduler.add(make_request(2, second, 1))
     deliveries.step(scheduler, executor)
     assert deliveries.num_cached[2] == 16  # 17 tokens known, of which 16 computed
-
-
-def test_eos_ends_before_the_length_and_is_delivered() -> None:
-    prompt = [3, 1, 4]
-    tokens = expected_tokens(prompt, 12)
-    eos = tokens[4]
-    scheduler, executor = make_scheduler()
-    deliveries = Deliveries()
-    scheduler.add(make_request(1, prompt, 12, eos=(eos,)))
-    while scheduler.num_requests:
-        deliveries.step(scheduler, executor)
-    assert deliveries.tokens[1] == tokens[: tokens.index(eos) + 1]
-    assert deliveries.finish_reasons[1] == "stop"
 
 
 def test_any_of_several_stop_ids_ends() -> None:
@@ -182,28 +138,6 @@ def test_abort_while_waiting_mid_chunk_and_decoding_frees_everything() -> None:
     plan = deliveries.step(scheduler, executor)
     assert plan.num_tokens == 0
     assert executor.rows == {}
-
-
-def test_an_abort_during_the_step_beats_its_completion() -> None:
-    scheduler, executor = make_scheduler()
-    deliveries = Deliveries()
-    scheduler.add(make_request(1, [1, 2], 1))
-    result = executor.execute(scheduler.schedule())
-    assert scheduler.abort(1) is not None
-    deliveries.take(scheduler, result)
-    assert deliveries.tokens == {}
-    assert deliveries.finish_reasons == {}
-
-
-def test_outputs_are_split_by_client() -> None:
-    scheduler, executor = make_scheduler()
-    for handle, client in ((1, 7), (2, 8), (3, 7)):
-        scheduler.add(make_request(handle, [handle], 4, client=client))
-    outputs = scheduler.update(executor.execute(scheduler.schedule()))
-    assert {output.client: output.tokens.owners.tolist() for output in outputs} == {
-        7: [1, 3],
-        8: [2],
-    }
 
 
 def test_different_salts_share_nothing() -> None:
