@@ -182,10 +182,10 @@ def test_outputs_of_an_earlier_run_are_not_counted_again() -> None:
 def test_a_long_way_keeps_its_beginning_and_its_end() -> None:
     life = RequestTimes()
     for i in range(5 * MAX_MOVES):
-        life.move("preempted" if i else "queued", float(i))
-    assert len(life.way) == MAX_MOVES
-    assert [at_s for _, at_s in life.way[:2]] == [0, 4 * MAX_MOVES + 1]
-    assert life.way[-1] == ("preempted", 5 * MAX_MOVES - 1)
+        life.enter("preempted" if i else "queued", float(i))
+    assert len(life.phases) == MAX_MOVES
+    assert [at_s for _, at_s in life.phases[:2]] == [0, 4 * MAX_MOVES + 1]
+    assert life.phases[-1] == ("preempted", 5 * MAX_MOVES - 1)
 
 
 def test_what_is_kept_is_bounded_whether_or_not_anybody_looks() -> None:
