@@ -61,7 +61,8 @@ def check_slice_bounds(kept: Projection, multiple: int, what: str) -> None:
     fit = [str(n) for n in range(1, min(num_groups, 1024) + 1) if num_groups % n == 0]
     raise ConfigError(
         f"--tensor-parallel-size {size}: the {in_features} inputs of {kept.name} are stored in "
-        f"{what}, which ranks cannot share; sizes that fit this layer: {', '.join(fit[:_MAX_SIZES])}"
+        f"{what}, which ranks cannot share; sizes that fit this layer: "
+        f"{', '.join(fit[:_MAX_SIZES])}"
     )
 
 

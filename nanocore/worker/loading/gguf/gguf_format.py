@@ -137,7 +137,8 @@ def _bytes_of(kept: Projection, kind: TensorType) -> slice:
         sizes = [str(size) for size in range(1, 65) if num_blocks % size == 0]
         raise ConfigError(
             f"--tensor-parallel-size: {kept.name} has {num_blocks} blocks of {kind.block_numel} "
-            f"inputs ({kind.name}), which ranks cannot share evenly; sizes that can: {', '.join(sizes)}"
+            f"inputs ({kind.name}), which ranks cannot share evenly; sizes that can: "
+            f"{', '.join(sizes)}"
         )
     start, stop = (x // kind.block_numel * kind.block_bytes for x in (columns.start, columns.stop))
     return slice(start, stop)
