@@ -16,7 +16,7 @@ from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Event, Output, TokenLogprobs
 from nanocore.worker.plan import ModelRunnerOutput
-from tests.engine_core.scheduler_checks import run
+from tests.engine_core.scheduler_checks import Engine, run
 from tests.fakes import (
     VOCAB_SIZE,
     Deliveries,
@@ -77,17 +77,14 @@ def test_a_request_that_asks_for_its_prompts_reads_no_cached_prefix_and_others_d
 
 def test_after_a_preemption_a_prompt_goes_on_where_its_delivered_entries_end() -> None:
     """Nothing twice, nothing lost: cached blocks are read as far as the entries go."""
-    scheduler, executor = make_scheduler(
-        num_blocks=9, max_num_seqs=4, long_prefill_token_threshold=1
-    )
+    engine = Engine(num_blocks=9, max_num_seqs=4, long_prefill_token_threshold=1)
     prompt = [*range(24)]
-    deliveries = Deliveries()
     known: list[tuple[int, int]] = []
-    scheduler.add(make_request(1, [5] * 6, 24))
-    deliveries.step(scheduler, executor)
-    scheduler.add(make_request(2, prompt, 2, prompt_logprobs=1, logprobs=1))
-    while scheduler.num_requests:
-        added = deliveries.step(scheduler, executor).added
+    engine.add(1, [5] * 6, 24)
+    engine.step()
+    engine.add(2, prompt, 2, prompt_logprobs=1, logprobs=1)
+    while engine.scheduler.num_requests:
+        added = engine.step().added
         known += [(new.num_prompt_logprobs, new.num_computed_tokens)
                   for new in added if new.num_prompt_tokens == 24]  # fmt: skip
     assert len(known) > 1, "it was preempted"
@@ -97,26 +94,27 @@ def test_after_a_preemption_a_prompt_goes_on_where_its_delivered_entries_end() -
         assert num_computed <= num_logprobs
     assert any(num_computed > 0 for _, num_computed in known)
     assert all(earlier[0] <= later[0] for earlier, later in pairwise(known))
-    assert deliveries.prompt_logprobs == {2: of_prompt(prompt, 1)}
-    assert deliveries.logprobs == {2: expected_logprobs(prompt, expected_tokens(prompt, 2), 1)}
+    assert engine.deliveries.prompt_logprobs == {2: of_prompt(prompt, 1)}
+    assert engine.deliveries.logprobs == {
+        2: expected_logprobs(prompt, expected_tokens(prompt, 2), 1)
+    }
 
 
 def test_a_request_preempted_after_its_prompt_reads_the_cache_again() -> None:
-    scheduler, executor = make_scheduler(num_blocks=9, max_num_seqs=4)
+    engine = Engine(num_blocks=9, max_num_seqs=4)
     for handle in (1, 2):
-        scheduler.add(make_request(handle, [handle] * 9, 16, prompt_logprobs=0, logprobs=0))
+        engine.add(handle, [handle] * 9, 16, prompt_logprobs=0, logprobs=0)
     resumed = []
-    deliveries = Deliveries()
-    while scheduler.num_requests:
-        plan = deliveries.step(scheduler, executor)
+    while engine.scheduler.num_requests:
+        plan = engine.step()
         resumed += [(new.num_prompt_logprobs, new.num_computed_tokens) for new in plan.added]
     assert len(resumed) > 2
     assert resumed[-1][0] == 8
     assert resumed[-1][1] >= 8
     for handle in (1, 2):
         prompt = [handle] * 9
-        assert deliveries.prompt_logprobs[handle] == of_prompt(prompt, 0)
-        assert len(deliveries.logprobs[handle]) == 16
+        assert engine.deliveries.prompt_logprobs[handle] == of_prompt(prompt, 0)
+        assert len(engine.deliveries.logprobs[handle]) == 16
 
 
 def in_flight(**sampling: Any) -> tuple[Scheduler, ModelRunnerOutput]:
@@ -177,16 +175,15 @@ def test_a_result_without_a_chunks_entries_or_with_others_is_refused(
 
 
 def test_rows_entries_may_come_in_any_order() -> None:
-    scheduler, executor = make_scheduler()
+    engine = Engine()
     for handle in (1, 2):
-        scheduler.add(make_request(handle, [handle] * 3, 5, logprobs=1))
-    result = executor.execute(scheduler.schedule())
+        engine.add(handle, [handle] * 3, 5, logprobs=1)
+    result = engine.executor.execute(engine.scheduler.schedule())
     assert result.logprobs is not None
     entries = entries_of(LogprobColumns.of_rows(result.logprobs))
-    deliveries = Deliveries()
     turned = msgspec.structs.replace(result, logprobs=row_logprobs(entries[::-1]))
-    deliveries.take(scheduler, turned)
-    assert deliveries.logprobs == {1: [entries[0][1]], 2: [entries[1][1]]}
+    engine.deliveries.take(engine.scheduler, turned)
+    assert engine.deliveries.logprobs == {1: [entries[0][1]], 2: [entries[1][1]]}
 
 
 # What travels.

@@ -14,7 +14,7 @@ from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Event, Output
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput
-from tests.engine_core.scheduler_checks import run
+from tests.engine_core.scheduler_checks import Engine, run
 from tests.fakes import (
     Deliveries,
     expected_embedding,
@@ -68,22 +68,19 @@ def test_a_mean_reads_no_cached_prefix_and_the_last_token_does() -> None:
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_after_a_preemption_in_the_prompt_a_mean_is_begun_again(pooling: str) -> None:
-    scheduler, executor = make_scheduler(
-        num_blocks=9, max_num_seqs=4, long_prefill_token_threshold=1
-    )
+    engine = Engine(num_blocks=9, max_num_seqs=4, long_prefill_token_threshold=1)
     prompt = [*range(24)]
-    deliveries = Deliveries()
     computed: list[int] = []
-    scheduler.add(make_request(1, [5] * 6, 24))
-    deliveries.step(scheduler, executor)
-    scheduler.add(make_request(2, prompt, 1, pooling=pooling))
-    while scheduler.num_requests:
-        added = deliveries.step(scheduler, executor).added
+    engine.add(1, [5] * 6, 24)
+    engine.step()
+    engine.add(2, prompt, 1, pooling=pooling)
+    while engine.scheduler.num_requests:
+        added = engine.step().added
         computed += [new.num_computed_tokens for new in added if new.num_prompt_tokens == 24]
     assert len(computed) > 1, "it was preempted"
     assert any(computed) == (pooling == "last")
-    assert deliveries.embeddings == {2: expected_embedding(prompt)}
-    assert deliveries.tokens == {1: expected_tokens([5] * 6, 24)}
+    assert engine.deliveries.embeddings == {2: expected_embedding(prompt)}
+    assert engine.tokens == {1: expected_tokens([5] * 6, 24)}
 
 
 def in_flight() -> tuple[Scheduler, ModelRunnerOutput]:
