@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.engine_core.scheduling.step_plan import StepPlan
 from nanocore.worker.plan import SchedulerOutput
-from tests.fakes import Deliveries, FakeExecutor, PipelinedExecutor, TalliedScheduler
+from tests.fakes import (
+    Deliveries,
+    FakeExecutor,
+    PipelinedExecutor,
+    TalliedScheduler,
+    make_request,
+    make_scheduler,
+)
 
 
 def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
@@ -220,6 +230,44 @@ def check_idle(scheduler: Scheduler) -> None:
 
 def _ints(column: bytes) -> list[int]:
     return np.frombuffer(column, "<i4").tolist()
+
+
+class Engine:
+    """A scheduler with its fake worker, and what clients got; each step is checked."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.scheduler, self.executor = make_scheduler(**limits)
+        self.deliveries = Deliveries()
+        self.tokens = self.deliveries.tokens
+        self.finish_reasons = self.deliveries.finish_reasons
+        self.num_cached = self.deliveries.num_cached
+
+    @property
+    def completed(self) -> StepPlan:
+        """Plan of the last step."""
+        return self.scheduler.completed.plan
+
+    def add(self, handle: int, prompt: list[int], max_tokens: int = 4, **more: Any) -> None:
+        self.scheduler.add(make_request(handle, prompt, max_tokens, **more))
+
+    def step(self) -> SchedulerOutput:
+        plan = self.scheduler.schedule(self.scheduler.next_group() or 0)
+        check_plan(self.scheduler, plan)
+        assert not self.scheduler.is_stuck
+        self.deliveries.take(self.scheduler, self.executor.execute(plan))
+        check_rows(self.scheduler)
+        check_blocks(self.scheduler)
+        return plan
+
+    def run(self) -> None:
+        """Until all requests have ended; what is cached stays."""
+        while self.scheduler.num_requests:
+            self.step()
+
+    def finish(self) -> None:
+        """Until all requests have ended, and nothing is left of them."""
+        self.run()
+        check_idle(self.scheduler)
 
 
 def run(scheduler: Scheduler, executor: FakeExecutor, depth: int = 1) -> Deliveries:

@@ -134,26 +134,6 @@ def test_a_full_queue_refuses_with_the_numbers_and_when_to_try_again() -> None:
     limited.build(submit(4, 4), handle=4, client=1)
 
 
-def test_queued_tokens_are_limited_but_one_request_may_always_wait() -> None:
-    counters = SchedulerCounters()
-    limited = admission(queue_limit=QueueLimit(100, 10, counters))
-    limited.build(submit(30, 4), handle=1, client=1)
-    with pytest.raises(EngineOverloadedError, match="30 prompt tokens wait"):
-        limited.build(submit(1, 4), handle=2, client=1)
-    counters.dequeued_reqs, counters.dequeued_tokens = 1, 30
-    limited.build(submit(6, 4), handle=3, client=1)
-    limited.build(submit(4, 4), handle=4, client=1)
-    with pytest.raises(EngineOverloadedError):
-        limited.build(submit(1, 4), handle=5, client=1)
-
-
-def test_a_refused_request_is_not_counted_into_the_queue() -> None:
-    limited = admission(queue_limit=QueueLimit(1, 1000, SchedulerCounters()))
-    with pytest.raises(ContextLengthError):
-        limited.build(submit(64, 64), handle=1, client=1)
-    limited.build(submit(4, 4), handle=2, client=1)
-
-
 def test_sessions_share_prefixes_unless_the_engine_salts_by_session() -> None:
     def keys(config: EngineConfig, client: int, salt: str | None = None) -> object:
         request = (
@@ -183,20 +163,6 @@ def test_token_ids_outside_the_vocabulary_are_refused_wherever_they_are(token_id
     stops = submit(4, 4, stop_token_ids=[0, 49, token_id])
     with pytest.raises(InvalidRequestError, match=rf"stop_token_ids\[2\]={token_id}.*0 to 49"):
         admission().build(stops, handle=1, client=1)
-
-
-@pytest.mark.parametrize("num_bytes", [0, 3, 5])
-def test_a_prompt_column_holds_whole_tokens_and_at_least_one(num_bytes: int) -> None:
-    broken = msgspec.structs.replace(submit(4, 4), prompt_token_ids=bytes(num_bytes))
-    with pytest.raises(InvalidRequestError, match=f"has {num_bytes} bytes"):
-        admission().build(broken, handle=1, client=1)
-
-
-@pytest.mark.parametrize("priority", [-(2**31), 2**31 - 1])
-def test_the_extreme_priorities_are_allowed(priority: int) -> None:
-    by_priority = admission(config=EngineConfig(scheduling_policy="priority"))
-    extreme = msgspec.structs.replace(submit(4, 4), priority=priority)
-    assert by_priority.build(extreme, handle=1, client=1).priority == priority
 
 
 @pytest.mark.parametrize(("column", "hint"), [(b"\1\0\0\0\2\0\0", "7 bytes"), (b"", "0 bytes")])

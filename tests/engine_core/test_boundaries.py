@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine_core.scheduler_checks import check_idle, check_plan
+from tests.engine_core.scheduler_checks import Engine, check_idle, check_plan
 from tests.fakes import Deliveries, expected_tokens, make_request, make_scheduler
 
 
@@ -26,30 +26,28 @@ def test_a_request_takes_the_blocks_of_all_its_tokens_but_the_last(
     num_prompt: int, max_tokens: int, num_blocks: int
 ) -> None:
     # With exactly so many blocks of 4 it runs, and at its end it holds all of them.
-    scheduler, executor = make_scheduler(num_blocks=num_blocks, block_size=4)
-    deliveries = Deliveries()
-    scheduler.add(make_request(1, [1] * num_prompt, max_tokens))
+    engine = Engine(num_blocks=num_blocks, block_size=4)
+    engine.add(1, [1] * num_prompt, max_tokens)
     most = 0
-    while scheduler.num_requests:
-        plan = scheduler.schedule()
-        check_plan(scheduler, plan)
-        most = max(most, num_blocks - scheduler.kv_cache.num_free_blocks)
-        deliveries.take(scheduler, executor.execute(plan))
+    while engine.scheduler.num_requests:
+        plan = engine.scheduler.schedule()
+        check_plan(engine.scheduler, plan)
+        most = max(most, num_blocks - engine.scheduler.kv_cache.num_free_blocks)
+        engine.deliveries.take(engine.scheduler, engine.executor.execute(plan))
     assert most == num_blocks
-    assert scheduler.counters.num_preemptions == 0
-    assert deliveries.tokens[1] == expected_tokens([1] * num_prompt, max_tokens)
-    check_idle(scheduler)
+    assert engine.scheduler.counters.num_preemptions == 0
+    assert engine.tokens[1] == expected_tokens([1] * num_prompt, max_tokens)
+    check_idle(engine.scheduler)
 
 
 @pytest.mark.parametrize(
     ("num_prompt", "steps"), [(9, [9, 1]), (10, [10, 1]), (11, [10, 1, 1]), (20, [10, 10, 1])]
 )
 def test_a_prompt_at_the_edge_of_the_budget(num_prompt: int, steps: list[int]) -> None:
-    scheduler, executor = make_scheduler(max_num_batched_tokens=10)
-    deliveries = Deliveries()
-    scheduler.add(make_request(1, [1] * num_prompt, 2))
-    assert [deliveries.step(scheduler, executor).num_tokens for _ in steps] == steps
-    assert scheduler.num_requests == 0
+    engine = Engine(max_num_batched_tokens=10)
+    engine.add(1, [1] * num_prompt, 2)
+    assert [engine.step().num_tokens for _ in steps] == steps
+    assert engine.scheduler.num_requests == 0
 
 
 @pytest.mark.parametrize(("second", "third"), [(5, 1), (6, 0), (7, 0)])
@@ -66,13 +64,13 @@ def test_what_the_first_prompts_leave_of_the_budget_goes_to_the_next(
 
 
 def test_as_many_rows_as_the_budget_has_tokens_all_decode() -> None:
-    scheduler, executor = make_scheduler(max_num_seqs=4, max_num_batched_tokens=4)
-    deliveries = Deliveries()
+    engine = Engine(max_num_seqs=4, max_num_batched_tokens=4)
     for handle in range(1, 6):
-        scheduler.add(make_request(handle, [handle], 5))
-    assert deliveries.step(scheduler, executor).num_tokens == 4
-    assert deliveries.step(scheduler, executor).num_tokens == 4
-    assert (scheduler.num_running, scheduler.num_waiting) == (4, 1)  # the fifth lacks a row
+        engine.add(handle, [handle], 5)
+    assert engine.step().num_tokens == 4
+    assert engine.step().num_tokens == 4
+    # The fifth lacks a row.
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (4, 1)
 
 
 @pytest.mark.parametrize(("num_prompt", "admitted"), [(4, True), (5, False)])
@@ -80,31 +78,28 @@ def test_with_one_block_left_a_prompt_of_one_block_is_admitted(
     num_prompt: int, admitted: bool
 ) -> None:
     # 4 blocks of 4; the first request holds 3 and grows no further for three steps.
-    scheduler, executor = make_scheduler(num_blocks=4, block_size=4)
-    deliveries = Deliveries()
-    scheduler.add(make_request(1, [1] * 9, 3))
-    deliveries.step(scheduler, executor)
-    assert scheduler.kv_cache.num_free_blocks == 1
-    scheduler.add(make_request(2, [2] * num_prompt, 1))
-    deliveries.step(scheduler, executor)
-    assert (2 in deliveries.tokens) is admitted
+    engine = Engine(num_blocks=4, block_size=4)
+    engine.add(1, [1] * 9, 3)
+    engine.step()
+    assert engine.scheduler.kv_cache.num_free_blocks == 1
+    engine.add(2, [2] * num_prompt, 1)
+    engine.step()
+    assert (2 in engine.tokens) is admitted
 
 
 def test_one_block_left_and_two_rows_that_need_it() -> None:
     # 5 blocks of 4: two requests of 8 tokens hold 2 each, and both cross in the same step. The
     # first takes the last block; for the second nothing is left, and as the later one it goes.
-    scheduler, executor = make_scheduler(num_blocks=5, block_size=4)
-    deliveries = Deliveries()
+    engine = Engine(num_blocks=5, block_size=4)
     for handle in (1, 2):
-        scheduler.add(make_request(handle, [handle] * 8, 4))
-    deliveries.step(scheduler, executor)
-    assert scheduler.kv_cache.num_free_blocks == 1
-    deliveries.step(scheduler, executor)
-    assert [request.handle for request in scheduler.completed.plan.preempted] == [2]
-    assert scheduler.kv_cache.block_ids(1) == [0, 1, 4]
-    while scheduler.num_requests:
-        deliveries.step(scheduler, executor)
-    assert deliveries.tokens[2] == expected_tokens([2] * 8, 4)
+        engine.add(handle, [handle] * 8, 4)
+    engine.step()
+    assert engine.scheduler.kv_cache.num_free_blocks == 1
+    engine.step()
+    assert [request.handle for request in engine.completed.preempted] == [2]
+    assert engine.scheduler.kv_cache.block_ids(1) == [0, 1, 4]
+    engine.run()
+    assert engine.tokens[2] == expected_tokens([2] * 8, 4)
 
 
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(15, 1), (16, 1), (1, 15), (8, 8), (12, 4)])
@@ -112,25 +107,22 @@ def test_prompt_and_output_at_the_models_length_fill_the_smallest_pool(
     num_prompt: int, max_tokens: int
 ) -> None:
     # max_model_len 16 needs KV of 15 tokens, or of 16 that one token follows: 4 blocks of 4.
-    scheduler, executor = make_scheduler(num_blocks=4, block_size=4, max_model_len=16)
-    deliveries = Deliveries()
+    engine = Engine(num_blocks=4, block_size=4, max_model_len=16)
     for handle in (1, 2):  # the second one waits for the first, and needs every block, too
         request = make_request(handle, [handle] * num_prompt, max_tokens, max_model_len=16)
-        scheduler.add(request)
-    while scheduler.num_requests:
-        deliveries.step(scheduler, executor)
+        engine.scheduler.add(request)
+    engine.run()
     for handle in (1, 2):
-        assert deliveries.tokens[handle] == expected_tokens([handle] * num_prompt, max_tokens)
-        assert deliveries.finish_reasons[handle] == "length"
+        assert engine.tokens[handle] == expected_tokens([handle] * num_prompt, max_tokens)
+        assert engine.finish_reasons[handle] == "length"
 
 
 @pytest.mark.parametrize(("num_prompt", "num_cached"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8)])
 def test_a_repeated_prompt_hits_its_full_blocks_but_never_its_last_token(
     num_prompt: int, num_cached: int
 ) -> None:
-    scheduler, executor = make_scheduler(block_size=4)
-    deliveries = Deliveries()
+    engine = Engine(block_size=4)
     for handle in (1, 2):
-        scheduler.add(make_request(handle, list(range(num_prompt)), 1))
-        deliveries.step(scheduler, executor)
-    assert deliveries.num_cached == {1: 0, 2: num_cached}
+        engine.add(handle, list(range(num_prompt)), 1)
+        engine.step()
+    assert engine.num_cached == {1: 0, 2: num_cached}

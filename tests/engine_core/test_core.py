@@ -95,12 +95,6 @@ def ends(outputs: list) -> list[Event]:
     ]
 
 
-def test_a_request_goes_in_and_its_tokens_come_out(core: CoreUnderTest) -> None:
-    outputs = core.finish(AddRequest(make_request(1, [1, 2], 5)))
-    assert tokens(outputs) == expected_tokens([1, 2], 5)
-    assert [(event.handle, event.finish_reason) for event in ends(outputs)] == [(1, "length")]
-
-
 def test_an_abort_that_arrives_while_the_model_runs_wins(core: CoreUnderTest) -> None:
     core.during_step = [AbortRequests([1])]
     outputs = core.finish(AddRequest(make_request(1, [1, 2], 1)))

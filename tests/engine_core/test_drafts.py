@@ -5,6 +5,8 @@ The worker computes drafts after a row's last token and accepts some of them, in
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -18,9 +20,9 @@ from nanocore.protocol.codec import client_decoder, unpack_output
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Event, Output
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
-from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
+from tests.engine_core import scheduler_checks
+from tests.engine_core.scheduler_checks import check_blocks
 from tests.fakes import (
-    Deliveries,
     FakeExecutor,
     LogprobEntry,
     entries_of,
@@ -46,41 +48,24 @@ def logprobs_of(prompt: list[int], num_tokens: int, num: int = 2) -> list[Logpro
     return expected_logprobs(prompt, expected_tokens(prompt, num_tokens), num)
 
 
-class Engine:
+class Engine(scheduler_checks.Engine):
     """A scheduler, and a worker all of whose drafts are right."""
 
-    def __init__(self, num_drafts: int = 3, **limits: object) -> None:
-        self.scheduler, self.executor = make_scheduler(
-            num_speculative_tokens=num_drafts,
-            **limits,  # type: ignore[arg-type]
-        )
+    def __init__(self, num_drafts: int = 3, **limits: Any) -> None:
+        super().__init__(num_speculative_tokens=num_drafts, **limits)
         self.executor.draft = next_token
-        self.deliveries = Deliveries()
-
-    def step(self) -> SchedulerOutput:
-        plan = self.scheduler.schedule()
-        check_plan(self.scheduler, plan)
-        self.deliveries.take(self.scheduler, self.executor.execute(plan))
-        check_rows(self.scheduler)
-        check_blocks(self.scheduler)
-        return plan
-
-    def run(self) -> None:
-        while self.scheduler.num_requests:
-            self.step()
-        check_idle(self.scheduler)
 
 
 def test_a_step_computes_a_rows_token_and_its_drafts_and_delivers_what_was_right() -> None:
     engine = Engine(num_drafts=3)
-    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.add(1, PROMPT, 20)
     assert engine.step().num_tokens == 5
     plan = engine.step()
     assert (plan.chunk_rows, plan.chunk_counts) == (column([0]), column([4]))
-    assert engine.deliveries.tokens[1] == TOKENS[: 1 + 4]
+    assert engine.tokens[1] == TOKENS[: 1 + 4]
     assert engine.scheduler.counters.generation_tokens == 5
-    engine.run()
-    assert engine.deliveries.tokens[1] == TOKENS
+    engine.finish()
+    assert engine.tokens[1] == TOKENS
     assert engine.scheduler.counters.generation_tokens == 20
 
 
@@ -93,28 +78,28 @@ def test_wrong_drafts_are_taken_back_and_their_blocks_stay_held() -> None:
     assert engine.step().num_tokens == 4
     assert scheduler.running.table.num_computed[0] == 6  # of 7 known; 5 + 4 were computed
     assert len(scheduler.kv_cache.block_ids(1)) == 3
-    engine.run()
-    assert engine.deliveries.tokens[1] == TOKENS
+    engine.finish()
+    assert engine.tokens[1] == TOKENS
 
 
 def test_a_row_of_which_nothing_was_accepted_computes_its_token_again() -> None:
     engine = Engine(num_drafts=2)
     engine.executor.withhold = lambda context, step: 99 if step == 2 else 0
-    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.add(1, PROMPT, 20)
     engine.step()
     assert engine.step().num_tokens == 3
-    assert engine.deliveries.tokens[1] == TOKENS[:1]
+    assert engine.tokens[1] == TOKENS[:1]
     assert engine.step().num_tokens == 3
-    assert engine.deliveries.tokens[1] == TOKENS[:4]
+    assert engine.tokens[1] == TOKENS[:4]
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))
 def test_drafts_never_pass_the_requests_length(max_tokens: int) -> None:
     engine = Engine(num_drafts=3)
-    engine.scheduler.add(make_request(1, PROMPT, max_tokens))
-    engine.run()
-    assert engine.deliveries.tokens[1] == TOKENS[:max_tokens]
-    assert engine.deliveries.finish_reasons == {1: "length"}
+    engine.add(1, PROMPT, max_tokens)
+    engine.finish()
+    assert engine.tokens[1] == TOKENS[:max_tokens]
+    assert engine.finish_reasons == {1: "length"}
     assert engine.executor.num_tokens == len(PROMPT) + max_tokens - 1
 
 
@@ -156,11 +141,11 @@ def test_tokens_before_one_that_is_not_there_are_delivered_and_the_request_ends(
     engine.executor.sample = lambda context: (
         NO_TOKEN if context[0] == 3 and len(context) == 7 else next_token(context)
     )
-    engine.scheduler.add(make_request(1, PROMPT, 20, logprobs=2))
-    engine.scheduler.add(make_request(2, [7] * 5, 20))
-    engine.run()
-    assert engine.deliveries.tokens == {1: TOKENS[:2], 2: expected_tokens([7] * 5, 20)}
-    assert engine.deliveries.finish_reasons == {1: "error", 2: "length"}
+    engine.add(1, PROMPT, 20, logprobs=2)
+    engine.add(2, [7] * 5, 20)
+    engine.finish()
+    assert engine.tokens == {1: TOKENS[:2], 2: expected_tokens([7] * 5, 20)}
+    assert engine.finish_reasons == {1: "error", 2: "length"}
     assert "output token 3 " in engine.deliveries.messages[1]
     assert engine.deliveries.logprobs == {1: logprobs_of(PROMPT, 2)}
 
@@ -170,44 +155,19 @@ def test_kv_of_wrong_drafts_is_never_found_and_that_of_right_ones_is() -> None:
     engine.executor.draft = lambda context: next_token(context) + (len(context) % 3 == 0)
     prompt = [*PROMPT, 9]
     tokens = expected_tokens(prompt, 20)
-    engine.scheduler.add(make_request(1, prompt, 20, stop_token_ids=(tokens[9],)))
-    while engine.scheduler.num_requests:
-        engine.step()
-    assert engine.deliveries.tokens[1] == tokens[:10]
+    engine.add(1, prompt, 20, stop_token_ids=(tokens[9],))
+    engine.run()
+    assert engine.tokens[1] == tokens[:10]
     # 16 tokens are known, and the last one's KV is not computed: 3 blocks of 4 are whole.
-    engine.scheduler.add(make_request(2, [*prompt, *tokens[:15]], 3))
-    engine.run()  # whose worker refuses wrong KV
+    engine.add(2, [*prompt, *tokens[:15]], 3)
+    engine.finish()  # whose worker refuses wrong KV
     assert engine.deliveries.num_cached[2] == 12
-    assert engine.deliveries.tokens[2] == tokens[15:18]
-
-
-def test_an_abort_voids_all_tokens_of_the_row_in_the_step_in_flight() -> None:
-    engine = Engine(num_drafts=3)
-    scheduler = engine.scheduler
-    scheduler.add(make_request(1, PROMPT, 20, logprobs=2))
-    scheduler.add(make_request(2, [7] * 5, 20, logprobs=2))
-    engine.step()
-    result = engine.executor.execute(scheduler.schedule())
-    scheduler.abort(1)
-    engine.deliveries.take(scheduler, result)
-    assert engine.deliveries.tokens == {1: TOKENS[:1], 2: expected_tokens([7] * 5, 5)}
-    assert engine.deliveries.logprobs == {1: logprobs_of(PROMPT, 1), 2: logprobs_of([7] * 5, 5)}
-    engine.run()
-
-
-def test_a_request_preempted_with_drafts_goes_on_from_its_accepted_tokens() -> None:
-    engine = Engine(num_drafts=2, num_blocks=8, block_size=4)
-    for handle in (1, 2, 3):
-        engine.scheduler.add(make_request(handle, [handle] * 8, 12))
-    engine.run()
-    assert engine.scheduler.counters.num_preemptions > 0
-    for handle in (1, 2, 3):
-        assert engine.deliveries.tokens[handle] == expected_tokens([handle] * 8, 12)
+    assert engine.tokens[2] == tokens[15:18]
 
 
 def test_with_drafts_a_step_waits_for_the_result_of_the_one_before() -> None:
     engine = Engine(num_drafts=1)
-    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.add(1, PROMPT, 20)
     assert engine.scheduler.next_group() == 0
     engine.scheduler.schedule()
     assert engine.scheduler.next_group() is None
@@ -228,7 +188,7 @@ def test_earlier_stages_are_told_every_token_with_its_row() -> None:
 
 def test_a_steps_cost_is_known_with_its_drafts_before_and_after_it_is_planned() -> None:
     engine = Engine(num_drafts=2, target_itl_ms=50.0)
-    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.add(1, PROMPT, 20)
     engine.step()
     running = engine.scheduler.running
     assert running.decode_load(0) == (3, 6 + 7 + 8)  # tokens, and what they attend to
@@ -246,7 +206,7 @@ def test_the_budget_covers_every_rows_drafts() -> None:
 def after_a_prompt(num_drafts: int) -> tuple[Scheduler, FakeExecutor, SchedulerOutput]:
     """A scheduler with a plan in flight of one row that decodes."""
     engine = Engine(num_drafts=num_drafts)
-    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.add(1, PROMPT, 20)
     engine.step()
     return engine.scheduler, engine.executor, engine.scheduler.schedule()
 
@@ -287,7 +247,7 @@ def test_a_result_that_does_not_fit_its_step_is_refused(
 
 def test_a_prompt_of_which_a_part_is_computed_has_no_token() -> None:
     engine = Engine(num_drafts=0, max_num_seqs=3, max_num_batched_tokens=3)
-    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.add(1, PROMPT, 20)
     engine.scheduler.schedule()
     with pytest.raises(ValueError, match=r"rows that do not sample: \[0\]"):
         engine.scheduler.update(ModelRunnerOutput(rows=column([0]), token_ids=column([1])))
@@ -296,16 +256,16 @@ def test_a_prompt_of_which_a_part_is_computed_has_no_token() -> None:
 def test_rows_may_come_in_any_order() -> None:
     engine = Engine(num_drafts=0)
     for handle in (1, 2, 3):
-        engine.scheduler.add(make_request(handle, PROMPT, 20))
+        engine.add(handle, PROMPT, 20)
     engine.scheduler.schedule()
     result = ModelRunnerOutput(rows=column([2, 0, 1]), token_ids=column([9, 7, 8]))
     engine.deliveries.take(engine.scheduler, result)
-    assert engine.deliveries.tokens == {1: [7], 2: [8], 3: [9]}
+    assert engine.tokens == {1: [7], 2: [8], 3: [9]}
 
 
 def test_a_prompt_that_is_complete_has_a_token() -> None:
     engine = Engine(num_drafts=2)
-    engine.scheduler.add(make_request(1, PROMPT, 20))
+    engine.add(1, PROMPT, 20)
     engine.scheduler.schedule()
     with pytest.raises(ValueError, match=r"no token for rows that sample: \[0\]"):
         engine.scheduler.update(ModelRunnerOutput(rows=b"", token_ids=b""))

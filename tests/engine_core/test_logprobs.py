@@ -16,7 +16,7 @@ from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Event, Output, TokenLogprobs
 from nanocore.worker.plan import ModelRunnerOutput
-from tests.engine_core.scheduler_checks import run
+from tests.engine_core.scheduler_checks import Engine, run
 from tests.fakes import (
     VOCAB_SIZE,
     Deliveries,
@@ -60,54 +60,6 @@ def test_each_token_comes_with_its_own_and_who_asked_for_none_gets_none(depth: i
     assert len(deliveries.logprobs[4][0][1]) == 1 + VOCAB_SIZE
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_the_entry_of_a_token_that_ends_a_request_is_its_last(depth: int) -> None:
-    tokens = expected_tokens(PROMPT, 9)
-    scheduler, executor = make_scheduler()
-    scheduler.add(make_request(1, PROMPT, 9, eos=(tokens[3],), logprobs=1))
-    scheduler.add(make_request(2, [7] * 5, 9, logprobs=1))
-    deliveries = run(scheduler, executor, depth)
-    assert deliveries.tokens[1] == tokens[:4]
-    assert deliveries.logprobs[1] == expected_logprobs(PROMPT, tokens[:4], 1)
-    assert len(deliveries.logprobs[2]) == 9
-
-
-def test_the_entries_of_a_row_whose_request_was_aborted_are_void() -> None:
-    scheduler, executor = make_scheduler(max_num_seqs=2)
-    worker, deliveries = PipelinedExecutor(executor), Deliveries()
-    scheduler.add(make_request(1, PROMPT, 9, logprobs=1, prompt_logprobs=0))
-    scheduler.add(make_request(2, [7] * 5, 9, logprobs=1))
-    worker.submit(scheduler.schedule())
-    worker.submit(scheduler.schedule())
-    scheduler.abort(1)
-    scheduler.add(make_request(3, [8] * 5, 2, logprobs=3, prompt_logprobs=1))  # gets its row
-    while scheduler.num_requests or len(worker):
-        if len(worker) < 3 and scheduler.next_group() is not None:
-            worker.submit(scheduler.schedule())
-        deliveries.take(scheduler, worker.collect())
-    assert deliveries.logprobs == {
-        2: expected_logprobs([7] * 5, expected_tokens([7] * 5, 9), 1),
-        3: expected_logprobs([8] * 5, expected_tokens([8] * 5, 2), 3),
-    }
-    assert deliveries.prompt_logprobs == {3: of_prompt([8] * 5, 1)}
-
-
-@pytest.mark.parametrize("budget", [2, 3, 4, 5, 64])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_prompts_come_in_pieces_with_its_chunks(budget: int, depth: int) -> None:
-    scheduler, executor = make_scheduler(max_num_batched_tokens=budget, max_num_seqs=2)
-    scheduler.add(make_request(1, PROMPT, 3, prompt_logprobs=2))
-    assert run(scheduler, executor, depth).prompt_logprobs == {1: of_prompt(PROMPT, 2)}
-
-
-def test_a_prompt_of_one_token_has_none() -> None:
-    scheduler, executor = make_scheduler()
-    scheduler.add(make_request(1, [5], 3, prompt_logprobs=2))
-    deliveries = run(scheduler, executor)
-    assert deliveries.prompt_logprobs == {}
-    assert deliveries.tokens == {1: expected_tokens([5], 3)}
-
-
 def test_a_request_that_asks_for_its_prompts_reads_no_cached_prefix_and_others_do() -> None:
     scheduler, executor = make_scheduler()
     scheduler.add(make_request(1, PROMPT, 2))
@@ -125,17 +77,14 @@ def test_a_request_that_asks_for_its_prompts_reads_no_cached_prefix_and_others_d
 
 def test_after_a_preemption_a_prompt_goes_on_where_its_delivered_entries_end() -> None:
     """Nothing twice, nothing lost: cached blocks are read as far as the entries go."""
-    scheduler, executor = make_scheduler(
-        num_blocks=9, max_num_seqs=4, long_prefill_token_threshold=1
-    )
+    engine = Engine(num_blocks=9, max_num_seqs=4, long_prefill_token_threshold=1)
     prompt = [*range(24)]
-    deliveries = Deliveries()
     known: list[tuple[int, int]] = []
-    scheduler.add(make_request(1, [5] * 6, 24))
-    deliveries.step(scheduler, executor)
-    scheduler.add(make_request(2, prompt, 2, prompt_logprobs=1, logprobs=1))
-    while scheduler.num_requests:
-        added = deliveries.step(scheduler, executor).added
+    engine.add(1, [5] * 6, 24)
+    engine.step()
+    engine.add(2, prompt, 2, prompt_logprobs=1, logprobs=1)
+    while engine.scheduler.num_requests:
+        added = engine.step().added
         known += [(new.num_prompt_logprobs, new.num_computed_tokens)
                   for new in added if new.num_prompt_tokens == 24]  # fmt: skip
     assert len(known) > 1, "it was preempted"
@@ -145,41 +94,27 @@ def test_after_a_preemption_a_prompt_goes_on_where_its_delivered_entries_end() -
         assert num_computed <= num_logprobs
     assert any(num_computed > 0 for _, num_computed in known)
     assert all(earlier[0] <= later[0] for earlier, later in pairwise(known))
-    assert deliveries.prompt_logprobs == {2: of_prompt(prompt, 1)}
-    assert deliveries.logprobs == {2: expected_logprobs(prompt, expected_tokens(prompt, 2), 1)}
+    assert engine.deliveries.prompt_logprobs == {2: of_prompt(prompt, 1)}
+    assert engine.deliveries.logprobs == {
+        2: expected_logprobs(prompt, expected_tokens(prompt, 2), 1)
+    }
 
 
 def test_a_request_preempted_after_its_prompt_reads_the_cache_again() -> None:
-    scheduler, executor = make_scheduler(num_blocks=9, max_num_seqs=4)
+    engine = Engine(num_blocks=9, max_num_seqs=4)
     for handle in (1, 2):
-        scheduler.add(make_request(handle, [handle] * 9, 16, prompt_logprobs=0, logprobs=0))
+        engine.add(handle, [handle] * 9, 16, prompt_logprobs=0, logprobs=0)
     resumed = []
-    deliveries = Deliveries()
-    while scheduler.num_requests:
-        plan = deliveries.step(scheduler, executor)
+    while engine.scheduler.num_requests:
+        plan = engine.step()
         resumed += [(new.num_prompt_logprobs, new.num_computed_tokens) for new in plan.added]
     assert len(resumed) > 2
     assert resumed[-1][0] == 8
     assert resumed[-1][1] >= 8
     for handle in (1, 2):
         prompt = [handle] * 9
-        assert deliveries.prompt_logprobs[handle] == of_prompt(prompt, 0)
-        assert len(deliveries.logprobs[handle]) == 16
-
-
-@pytest.mark.parametrize("num_groups", [2, 3])
-def test_chunks_of_a_prompt_in_any_groups_steps_bring_theirs(num_groups: int) -> None:
-    scheduler, executor = make_scheduler(
-        num_groups=num_groups, max_num_batched_tokens=6, max_num_seqs=6
-    )
-    for handle in (1, 2, 3, 4):
-        scheduler.add(make_request(handle, [handle, *PROMPT], 5, prompt_logprobs=1, logprobs=0))
-    deliveries = run(scheduler, executor, num_groups)
-    for handle in (1, 2, 3, 4):
-        prompt = [handle, *PROMPT]
-        assert deliveries.prompt_logprobs[handle] == of_prompt(prompt, 1)
-        tokens = expected_tokens(prompt, 5)
-        assert deliveries.logprobs[handle] == expected_logprobs(prompt, tokens, 0)
+        assert engine.deliveries.prompt_logprobs[handle] == of_prompt(prompt, 0)
+        assert len(engine.deliveries.logprobs[handle]) == 16
 
 
 def in_flight(**sampling: Any) -> tuple[Scheduler, ModelRunnerOutput]:
@@ -240,16 +175,15 @@ def test_a_result_without_a_chunks_entries_or_with_others_is_refused(
 
 
 def test_rows_entries_may_come_in_any_order() -> None:
-    scheduler, executor = make_scheduler()
+    engine = Engine()
     for handle in (1, 2):
-        scheduler.add(make_request(handle, [handle] * 3, 5, logprobs=1))
-    result = executor.execute(scheduler.schedule())
+        engine.add(handle, [handle] * 3, 5, logprobs=1)
+    result = engine.executor.execute(engine.scheduler.schedule())
     assert result.logprobs is not None
     entries = entries_of(LogprobColumns.of_rows(result.logprobs))
-    deliveries = Deliveries()
     turned = msgspec.structs.replace(result, logprobs=row_logprobs(entries[::-1]))
-    deliveries.take(scheduler, turned)
-    assert deliveries.logprobs == {1: [entries[0][1]], 2: [entries[1][1]]}
+    engine.deliveries.take(engine.scheduler, turned)
+    assert engine.deliveries.logprobs == {1: [entries[0][1]], 2: [entries[1][1]]}
 
 
 # What travels.

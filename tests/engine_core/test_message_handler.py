@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import msgspec
 import pytest
 
 from nanocore.engine_core.io.control_handler import ServedFiles
-from nanocore.engine_core.io.handshake_handler import SESSION_TIMEOUT_S
 from nanocore.engine_core.io.message_handler import BACKLOG_TIMEOUT_S
 from nanocore.engine_core.mailbox import (
     AbortRequests,
     AddRequest,
     ControlCall,
-    ControlReply,
     Farewell,
 )
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.messages import (
-    MAX_FILE_CHUNK_BYTES,
     PROTOCOL_VERSION,
     Accepted,
     Bye,
     Control,
-    ControlOperation,
     Error,
     Event,
     Hello,
-    Ping,
     Reply,
     Submit,
     Welcome,
@@ -38,15 +32,7 @@ from nanocore.protocol.metrics import RecentSteps
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
 from nanocore.worker.plan import ModelRunnerOutput
-from tests.engine_core.scripted_io import MAX_NUM_QUEUED_REQS, TOKENIZER, Io, columns
-
-
-def test_a_step_is_one_message_of_columns(io: Io) -> None:
-    first, second = io.submit("x"), io.submit("y")
-    assert [type(message) for message in io.take_sent()] == [Accepted, Accepted]
-    io.step((first, 10), (second, 20), finish=(second,))
-    (output,) = io.take_sent()
-    assert columns(output) == ([first, second], [10, 20], None)
+from tests.engine_core.scripted_io import MAX_NUM_QUEUED_REQS, Io, columns
 
 
 def test_a_slow_client_gets_its_tokens_merged_and_in_order(io: Io) -> None:
@@ -84,33 +70,6 @@ def test_a_client_that_takes_nothing_for_long_is_cut_off(io: Io) -> None:
     assert io.inbox.get_nowait() == AbortRequests([handle])
 
 
-def test_a_vanished_client_is_noticed_by_the_next_send(io: Io) -> None:
-    handles = [io.submit("x"), io.submit("y")]
-    io.peers.state[b"a"] = SendResult.GONE
-    io.step((handles[0], 1))
-    assert io.inbox.get_nowait() == AbortRequests(handles)
-    io.step((handles[0], 2))  # the step in flight still delivers: to nobody
-
-
-def test_a_silent_client_is_pinged_and_then_closed(io: Io) -> None:
-    handle = io.submit("x")
-    io.take_sent()
-    io.now_s += SESSION_TIMEOUT_S
-    io.check_sessions()
-    assert io.take_sent() == [Ping()]
-    io.now_s += 0.1
-    io.check_sessions()
-    assert io.inbox.get_nowait() == AbortRequests([handle])
-
-
-def test_bye_aborts_what_is_open(io: Io) -> None:
-    open_handle, ended = io.submit("x"), io.submit("y")
-    io.step(finish=(ended,))
-    io.receive(Bye())
-    assert io.inbox.get_nowait() == AbortRequests([open_handle])
-    assert not io.handler.sessions.request_ids
-
-
 def test_a_bad_submit_of_an_id_in_use_is_a_duplicate_whatever_else_is_wrong(io: Io) -> None:
     """Its ERROR names the id, and any other code would end the request that runs."""
     io.submit("x")
@@ -120,19 +79,6 @@ def test_a_bad_submit_of_an_id_in_use_is_a_duplicate_whatever_else_is_wrong(io: 
     (refused,) = io.take_sent()
     assert isinstance(refused, Error)
     assert (refused.code, refused.request_id) == ("duplicate_request_id", "x")
-
-
-def test_an_ended_requests_id_can_be_used_again(io: Io) -> None:
-    first = io.submit("x")
-    io.receive(Submit(request_id="x", prompt_token_ids=b"\1\0\0\0"))
-    io.step(finish=(first,))
-    second = io.submit("x")
-    assert second > first
-    accepted, refused, _, again = io.take_sent()
-    assert isinstance(refused, Error)
-    assert refused.code == "duplicate_request_id"
-    assert isinstance(accepted, Accepted)
-    assert isinstance(again, Accepted)
 
 
 def test_a_failing_engine_says_so_to_everyone(io: Io) -> None:
@@ -169,19 +115,6 @@ def test_the_seed_in_use_is_told_and_drawn_from_the_engines(io: Io, tmp_path: Pa
     assert other.take_sent()[0] == drawn
 
 
-def test_a_full_queue_is_answered_with_when_to_try_again(io: Io) -> None:
-    for i in range(8):
-        io.submit(f"r{i}")
-    io.take_sent()
-    io.receive(Submit(request_id="one too many", prompt_token_ids=b"\1\0\0\0"))
-    (error,) = io.take_sent()
-    assert isinstance(error, Error)
-    assert (error.code, error.request_id) == ("overloaded", "one too many")
-    assert error.retry_after_s is not None
-    assert io.inbox.empty()
-    assert "one too many" not in io.session.requests
-
-
 def test_who_comes_to_a_queue_that_another_one_has_filled_has_one_request_in_it(io: Io) -> None:
     for i in range(MAX_NUM_QUEUED_REQS):
         io.submit(f"{i}")
@@ -197,14 +130,6 @@ def test_who_comes_to_a_queue_that_another_one_has_filled_has_one_request_in_it(
     assert isinstance(refused, Error)
     assert (refused.code, refused.request_id) == ("overloaded", "second")
     assert refused.retry_after_s
-
-
-@pytest.mark.parametrize(
-    "operation", sorted({*get_args(ControlOperation)} - {"read_file", "drain", "metrics", "steps"})
-)
-def test_an_operation_of_the_allow_list_reaches_the_step_loop(io: Io, operation: str) -> None:
-    io.receive(Control(call_id=7, operation=operation))
-    assert io.inbox.get_nowait() == ControlCall(1, 7, operation)  # type: ignore[arg-type]
 
 
 def test_metrics_are_answered_without_the_step_loop(io: Io) -> None:
@@ -290,16 +215,6 @@ def test_only_administrators_go_before_everybody(io: Io) -> None:
     assert "which is for administrators" in said[b"b"]
 
 
-@pytest.mark.parametrize("operation", ["shutdown", "__class__", "", "STATS"])
-def test_any_other_operation_is_answered_and_goes_nowhere(io: Io, operation: str) -> None:
-    io.receive(Control(call_id=7, operation=operation))
-    (reply,) = io.take_sent()
-    assert isinstance(reply, Reply)
-    assert (reply.call_id, reply.ok) == (7, False)
-    assert repr(operation) in (reply.message or "")
-    assert io.inbox.empty()
-
-
 def read_file(io: Io, name: str | None, offset: int = 0) -> Reply:
     io.receive(Control(call_id=9, operation="read_file", file=name, offset=offset))
     (reply,) = io.take_sent()
@@ -308,31 +223,9 @@ def read_file(io: Io, name: str | None, offset: int = 0) -> Reply:
     return reply
 
 
-def test_a_models_file_is_read_in_chunks_up_to_an_empty_one(io: Io) -> None:
-    content = b""
-    while data := read_file(io, "tokenizer.json", len(content)).data:
-        assert len(data) <= MAX_FILE_CHUNK_BYTES < len(TOKENIZER)
-        content += data
-    assert content == TOKENIZER
-    assert read_file(io, "tokenizer.json", 2**53 - 1).data == b""
-
-
 @pytest.mark.parametrize("name", ["config.json", "../tokenizer.json", "/etc/passwd", "", None])
 def test_no_file_outside_the_model_card_is_served(io: Io, name: str | None) -> None:
     reply = read_file(io, name)
     assert not reply.ok
     assert reply.data is None
     assert "this model has tokenizer.json" in (reply.message or "")
-
-
-def test_a_pause_ends_with_its_session(io: Io) -> None:
-    io.receive(Control(call_id=7, operation="pause"))
-    io.receive(Bye())
-    pause, resume = io.inbox.get_nowait(), io.inbox.get_nowait()
-    assert isinstance(pause, ControlCall)
-    assert isinstance(resume, ControlCall)
-    assert [pause.operation, resume.operation] == ["pause", "resume"]
-    assert pause.client == resume.client == io.session.client
-    io.take_sent()
-    io.handler.deliver(ControlReply(resume.client, Reply(call_id=resume.call_id)), io.now_s)
-    assert io.take_sent() == []

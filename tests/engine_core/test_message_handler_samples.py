@@ -14,7 +14,7 @@ from nanocore.engine_core.mailbox import AbortRequests, AddRequest
 from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import pack_int32
-from nanocore.protocol.messages import Abort, Accepted, Error, Event, Hello, Output, Submit, Welcome
+from nanocore.protocol.messages import Event, Output, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
 from tests.engine_core.scripted_io import Io
@@ -45,92 +45,6 @@ def aborted(io: Io) -> list[int]:
     event = io.inbox.get_nowait()
     assert isinstance(event, AbortRequests)
     return event.handles
-
-
-def test_welcome_says_how_many_log_probabilities_there_are(io: Io) -> None:
-    io.receive(Hello(protocol=(1, 5)), b"b")
-    (welcome,) = io.take_sent()
-    assert isinstance(welcome, Welcome)
-    assert welcome.limits.max_logprobs == 20
-
-
-def test_handles_of_samples_are_consecutive_and_the_first_is_accepted(io: Io) -> None:
-    assert submit(io, "x", 3, seed=7) == [1, 2, 3]
-    assert submit(io, "y", 1) == [4]
-    first, second = io.take_sent()
-    assert isinstance(first, Accepted)
-    assert isinstance(second, Accepted)
-    assert (first.handle, first.seed, second.handle) == (1, 7, 4)
-
-
-def test_an_id_is_free_again_when_all_its_samples_have_ended(io: Io) -> None:
-    submit(io, "x", 3)
-    for ended in (2, 1):
-        io.step(finish=(ended,))
-        io.take_sent()
-        io.receive(Submit(request_id="x", prompt_token_ids=pack_int32([1])))
-        (refused,) = io.take_sent()
-        assert isinstance(refused, Error)
-        assert refused.code == "duplicate_request_id"
-    io.step(finish=(3,))
-    io.check_tables()
-    assert io.session.requests == {}
-    assert submit(io, "x", 1) == [4]
-
-
-def test_an_abort_by_id_ends_the_samples_that_are_left_and_by_handle_a_single_one(io: Io) -> None:
-    submit(io, "x", 4)
-    submit(io, "y", 2)
-    io.step(finish=(2,))
-    io.receive(Abort(request_ids=[], handles=handles(3)))
-    assert aborted(io) == [3]
-    io.receive(Abort(request_ids=["x"], handles=handles(6, 3, 6)))
-    assert aborted(io) == [1, 3, 4, 6]
-
-
-def test_handles_that_are_unknown_ended_or_anothers_are_ignored(io: Io) -> None:
-    submit(io, "x", 2)
-    io.receive(Hello(protocol=(1, 5)), b"b")
-    assert submit(io, "x", 2, b"b") == [3, 4]
-    io.step(finish=(1,))
-    io.receive(Abort(request_ids=[], handles=handles(0, 1, 3, 4, 5, 2**32 - 1)))
-    assert io.inbox.empty()
-    io.receive(Abort(request_ids=[], handles=handles(3, 2)), b"b")
-    assert aborted(io) == [3]
-
-
-def test_handles_that_are_cut_short_are_no_message_and_abort_nothing(io: Io) -> None:
-    submit(io, "x", 2)
-    io.take_sent()
-    io.receive(Abort(request_ids=["x"], handles=handles(1, 2)[:-1]))
-    (error,) = io.take_sent()
-    assert isinstance(error, Error)
-    assert (error.code, error.request_id) == ("protocol_error", None)
-    assert "ABORT: handles is cut short" in error.message
-    assert io.inbox.empty()
-    assert io.session.requests == {"x": [1, 2]}
-
-
-def test_a_session_that_closes_takes_all_samples_with_it(io: Io) -> None:
-    submit(io, "x", 3)
-    submit(io, "y", 2)
-    io.step(finish=(2, 4))
-    io.handler.peer_gone(b"a")
-    assert aborted(io) == [1, 3, 5]
-    assert not io.handler.sessions.request_ids
-
-
-def test_an_overloaded_engine_takes_all_samples_or_none(io: Io) -> None:
-    assert submit(io, "x", 6) == [1, 2, 3, 4, 5, 6]
-    io.take_sent()
-    params = EngineSamplingParams(n=3)
-    message = Submit(request_id="y", prompt_token_ids=pack_int32([1]), sampling=params)
-    io.receive(message)
-    (refused,) = io.take_sent()
-    assert isinstance(refused, Error)
-    assert refused.code == "overloaded"
-    assert io.inbox.empty()
-    assert submit(io, "y", 2) == [7, 8], "nothing of it was counted"
 
 
 def output(num_candidates: int, *owners: int, of_prompt: int = 0) -> ClientOutput:

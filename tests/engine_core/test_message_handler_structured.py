@@ -9,7 +9,7 @@ import pytest
 
 from nanocore.engine_core.grammars.matcher import NoGrammars
 from nanocore.engine_core.io.control_handler import ServedFiles
-from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply, Farewell
+from nanocore.engine_core.mailbox import AddRequest, ControlReply, Farewell
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import (
     Abort,
@@ -140,18 +140,6 @@ def test_a_known_error_that_is_raised_again_and_again_does_not_grow() -> None:
         assert len(traceback.extract_tb(caught.value.__traceback__)) == 3
 
 
-def test_those_that_come_later_need_not_wait(io: Io) -> None:
-    io.submit_structured("x", "a")
-    assert io.submit("y") == 2
-    io.take_sent()
-    io.compile()
-    (accepted,) = io.take_sent()
-    assert isinstance(accepted, Accepted)
-    assert accepted.handle == 1
-    assert added(io).request.handle == 1
-    assert io.submit("z") == 3
-
-
 def test_an_id_that_waits_is_in_use(io: Io) -> None:
     io.submit_structured("x", "a")
     io.submit_structured("x", "b")
@@ -162,53 +150,12 @@ def test_an_id_that_waits_is_in_use(io: Io) -> None:
     assert isinstance(io.take_sent()[0], Accepted)
 
 
-def test_an_abort_while_it_waits_ends_it_with_all_its_samples(io: Io) -> None:
-    io.submit_structured("x", "a", n=2)
-    io.receive(Abort(request_ids=["x"]))
-    accepted, output = io.take_sent()
-    assert isinstance(accepted, Accepted)
-    assert isinstance(output, Output)
-    assert accepted.handle == 1
-    assert output.events == aborts(1, 2)
-    assert io.grammars.withdrawn == [StructuredOutputs(regex="a")]
-    check_is_forgotten(io)
-    assert io.take_sent() == []
-    fill_the_queue(io, MAX_NUM_QUEUED_REQS)
-
-
-def test_an_abort_names_others_beside_one_that_waits(io: Io) -> None:
-    handle = io.submit("y")
-    io.submit_structured("x", "a")
-    io.receive(Abort(request_ids=["x", "y"]))
-    assert io.inbox.get_nowait() == AbortRequests([handle])
-
-
 def test_handles_that_nobody_was_told_name_nothing(io: Io) -> None:
     io.submit_structured("x", "a", n=2)
     io.receive(Abort(request_ids=[], handles=np.array([1, 2], "<u4").tobytes()))
     assert io.take_sent() == []
     io.compile()
     assert len(added(io).request.samples) == 2
-
-
-@pytest.mark.parametrize("end", ["bye", "gone"])
-def test_a_session_that_ends_forgets_what_waits(io: Io, end: str) -> None:
-    io.submit_structured("x", "a")
-    if end == "bye":
-        io.receive(Bye())
-    else:
-        io.handler.peer_gone(b"a")
-    assert io.grammars.withdrawn == [StructuredOutputs(regex="a")]
-    check_is_forgotten(io)
-    assert io.take_sent() == []
-
-
-def test_a_client_that_is_gone_when_it_is_accepted_is_aborted(io: Io) -> None:
-    io.submit_structured("x", "a")
-    io.peers.state[b"a"] = SendResult.GONE
-    io.compile()
-    assert isinstance(io.inbox.get_nowait(), AddRequest)
-    assert io.inbox.get_nowait() == AbortRequests([1])
 
 
 def test_a_client_that_is_gone_when_what_waits_is_aborted_takes_the_rest_with_it(io: Io) -> None:
@@ -262,16 +209,6 @@ def test_an_engine_that_fails_says_so_once_for_all(io: Io) -> None:
     io.handler.say_bye(Farewell("it broke", failure=True), io.now_s)
     kinds: list[type[Message]] = [type(message) for message in io.take_sent()]
     assert kinds == [Error, Bye]
-
-
-def test_a_slow_clients_answer_waits_with_the_others(io: Io) -> None:
-    io.submit_structured("x", "a")
-    io.peers.state[b"a"] = SendResult.FULL
-    io.compile()
-    io.step((1, 5))
-    io.peers.state.clear()
-    io.flush()
-    assert [type(message) for message in io.take_sent()] == [Accepted, Output]
 
 
 def test_an_engine_without_a_vocabulary_says_why(files: ServedFiles) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan
@@ -66,19 +65,6 @@ def test_a_token_is_planned_before_it_is_known() -> None:
     assert pipeline.deliveries.tokens[1] == expected_tokens([1] * 5, 4)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 5])
-def test_exactly_prompt_and_output_but_the_last_token_are_computed(depth: int) -> None:
-    pipeline = Pipeline(depth, max_num_batched_tokens=16, enable_prefix_caching=False)
-    lengths = {1: (5, 4), 2: (30, 1), 3: (1, 9), 4: (17, 2)}
-    for handle, (num_prompt, max_tokens) in lengths.items():
-        pipeline.scheduler.add(make_request(handle, [handle] * num_prompt, max_tokens))
-    pipeline.finish()
-    assert pipeline.worker.num_tokens == sum(p + n - 1 for p, n in lengths.values())
-    for handle, (num_prompt, max_tokens) in lengths.items():
-        expected = expected_tokens([handle] * num_prompt, max_tokens)
-        assert pipeline.deliveries.tokens[handle] == expected
-
-
 def test_a_row_that_waits_for_its_last_token_computes_nothing() -> None:
     pipeline = Pipeline()
     pipeline.scheduler.add(make_request(1, [1] * 5, 2))
@@ -107,45 +93,6 @@ def test_what_was_computed_past_a_stop_is_dropped_and_its_block_is_held_until_th
     pipeline.collect()
     assert scheduler.kv_cache.num_free_blocks == 64
     assert pipeline.deliveries.tokens[1] == tokens[:num_outputs]
-
-
-def test_a_late_result_is_not_mistaken_for_the_rows_next_tenant() -> None:
-    prompt = [3, 1, 4]
-    eos = expected_tokens(prompt, 1)[0]
-    pipeline = Pipeline(max_num_seqs=1)
-    pipeline.scheduler.add(make_request(1, prompt, 30, eos=(eos,)))
-    pipeline.scheduler.add(make_request(2, [2, 2], 3))
-    pipeline.plan()
-    pipeline.plan()  # a second token of request 1, past its EOS
-    pipeline.collect()
-    assert pipeline.plan() == 2  # request 2, in the same row
-    pipeline.finish()
-    assert pipeline.deliveries.tokens == {1: [eos], 2: expected_tokens([2, 2], 3)}
-
-
-def test_an_abort_voids_both_steps_in_flight() -> None:
-    pipeline = Pipeline()
-    pipeline.scheduler.add(make_request(1, [1] * 5, 9))
-    pipeline.plan()
-    pipeline.plan()
-    assert pipeline.scheduler.abort(1) is not None
-    assert pipeline.scheduler.kv_cache.num_free_blocks < 64
-    pipeline.collect()
-    pipeline.collect()
-    assert pipeline.deliveries.tokens == {}
-    pipeline.plan()  # tells the workers
-    pipeline.collect()
-    check_idle(pipeline.scheduler)
-
-
-def test_preemption_with_steps_in_flight_delivers_each_token_once() -> None:
-    pipeline = Pipeline(num_blocks=8, block_size=4)
-    for handle in (1, 2, 3):
-        pipeline.scheduler.add(make_request(handle, [handle] * 8, 12))
-    pipeline.finish()
-    assert pipeline.scheduler.counters.num_preemptions > 0
-    for handle in (1, 2, 3):
-        assert pipeline.deliveries.tokens[handle] == expected_tokens([handle] * 8, 12)
 
 
 def test_a_row_waits_for_blocks_that_a_step_in_flight_is_about_to_release() -> None:

@@ -14,10 +14,9 @@ from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Event, Output
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput
-from tests.engine_core.scheduler_checks import check_idle, run
+from tests.engine_core.scheduler_checks import Engine, run
 from tests.fakes import (
     Deliveries,
-    PipelinedExecutor,
     expected_embedding,
     expected_tokens,
     make_request,
@@ -55,20 +54,6 @@ def test_each_has_its_embedding_and_no_token_beside_others_that_have(
     assert scheduler.counters.prompt_tokens == 2 * 11 + 12 + 1 - num_cached
 
 
-@pytest.mark.parametrize("num_groups", [2, 3])
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_with_stages_chunks_may_be_in_any_groups_steps(num_groups: int, pooling: str) -> None:
-    scheduler, executor = make_scheduler(
-        num_groups=num_groups, max_num_batched_tokens=6, max_num_seqs=6
-    )
-    prompts = {handle: [handle, *PROMPT] for handle in (1, 2, 3, 4)}
-    for handle, prompt in prompts.items():
-        scheduler.add(make_request(handle, prompt, 1, pooling=pooling))
-    deliveries = run(scheduler, executor, num_groups)
-    assert deliveries.tokens == {}
-    assert deliveries.embeddings == {h: expected_embedding(one) for h, one in prompts.items()}
-
-
 def test_a_mean_reads_no_cached_prefix_and_the_last_token_does() -> None:
     scheduler, executor = make_scheduler()
     scheduler.add(make_request(1, PROMPT, 2))
@@ -83,37 +68,19 @@ def test_a_mean_reads_no_cached_prefix_and_the_last_token_does() -> None:
 
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_after_a_preemption_in_the_prompt_a_mean_is_begun_again(pooling: str) -> None:
-    scheduler, executor = make_scheduler(
-        num_blocks=9, max_num_seqs=4, long_prefill_token_threshold=1
-    )
+    engine = Engine(num_blocks=9, max_num_seqs=4, long_prefill_token_threshold=1)
     prompt = [*range(24)]
-    deliveries = Deliveries()
     computed: list[int] = []
-    scheduler.add(make_request(1, [5] * 6, 24))
-    deliveries.step(scheduler, executor)
-    scheduler.add(make_request(2, prompt, 1, pooling=pooling))
-    while scheduler.num_requests:
-        added = deliveries.step(scheduler, executor).added
+    engine.add(1, [5] * 6, 24)
+    engine.step()
+    engine.add(2, prompt, 1, pooling=pooling)
+    while engine.scheduler.num_requests:
+        added = engine.step().added
         computed += [new.num_computed_tokens for new in added if new.num_prompt_tokens == 24]
     assert len(computed) > 1, "it was preempted"
     assert any(computed) == (pooling == "last")
-    assert deliveries.embeddings == {2: expected_embedding(prompt)}
-    assert deliveries.tokens == {1: expected_tokens([5] * 6, 24)}
-
-
-def test_an_abort_wins_over_the_embedding_of_its_step_and_the_rows_next_owner_has_its_own() -> None:
-    scheduler, executor = make_scheduler(max_num_seqs=1)
-    worker, deliveries = PipelinedExecutor(executor), Deliveries()
-    scheduler.add(make_request(1, PROMPT, 1, pooling="mean"))
-    worker.submit(scheduler.schedule())
-    scheduler.abort(1)
-    scheduler.add(make_request(2, [8] * 5, 1, pooling="mean"))  # gets its row
-    worker.submit(scheduler.schedule())
-    while len(worker):
-        deliveries.take(scheduler, worker.collect())
-    assert deliveries.embeddings == {2: expected_embedding([8] * 5)}
-    assert deliveries.finish_reasons == {2: "stop"}
-    check_idle(scheduler)
+    assert engine.deliveries.embeddings == {2: expected_embedding(prompt)}
+    assert engine.tokens == {1: expected_tokens([5] * 6, 24)}
 
 
 def in_flight() -> tuple[Scheduler, ModelRunnerOutput]:

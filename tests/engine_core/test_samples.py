@@ -8,7 +8,11 @@ import pytest
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.fields import MAX_EXACT_INT
 from nanocore.worker.plan import NO_TOKEN, NewRow, SchedulerOutput
-from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
+from tests.engine_core.scheduler_checks import (
+    Engine,
+    check_idle,
+    check_plan,
+)
 from tests.fakes import (
     Deliveries,
     PipelinedExecutor,
@@ -22,33 +26,8 @@ from tests.fakes import (
 PROMPT = [*range(10, 24)]  # 3 full blocks of 4, and 2 tokens
 
 
-class Engine:
-    """A scheduler, its worker, and what clients got."""
-
-    def __init__(self, **limits: object) -> None:
-        self.scheduler, self.executor = make_scheduler(**limits)  # type: ignore[arg-type]
-        self.deliveries = Deliveries()
-
-    def add(self, handle: int, prompt: list[int], max_tokens: int = 4, **more: object) -> None:
-        request = make_request(handle, prompt, max_tokens, **more)  # type: ignore[arg-type]
-        self.scheduler.add(request)
-
-    def step(self) -> SchedulerOutput:
-        plan = self.scheduler.schedule(self.scheduler.next_group() or 0)
-        check_plan(self.scheduler, plan)
-        assert not self.scheduler.is_stuck
-        self.deliveries.take(self.scheduler, self.executor.execute(plan))
-        check_rows(self.scheduler)
-        check_blocks(self.scheduler)
-        return plan
-
-    def run(self) -> None:
-        while self.scheduler.num_requests:
-            self.step()
-        check_idle(self.scheduler)
-
-    def queued(self) -> list[int]:
-        return [request.handle for request in self.scheduler.waiting]
+def in_line(engine: Engine) -> list[int]:
+    return [request.handle for request in engine.scheduler.waiting]
 
 
 def running(scheduler: Scheduler) -> list[int]:
@@ -63,12 +42,12 @@ def computed(plan: SchedulerOutput) -> list[tuple[int, int]]:
 def test_all_samples_are_admitted_in_one_step_and_compute_what_they_do_not_share() -> None:
     engine = Engine()
     engine.add(1, PROMPT, n=4)
-    assert engine.queued() == [1]
+    assert in_line(engine) == [1]
     assert (engine.scheduler.num_waiting, len(engine.scheduler.waiting)) == (4, 1)
     plan = engine.step()
     assert computed(plan) == [(14, 0), (14, 12), (14, 12), (14, 12)]
     assert plan.num_tokens == 14 + 3 * 2
-    engine.run()
+    engine.finish()
     assert engine.deliveries.tokens == {h: expected_tokens(PROMPT, 4) for h in (1, 2, 3, 4)}
     assert engine.deliveries.num_cached == {1: 0, 2: 12, 3: 12, 4: 12}
     assert engine.scheduler.counters.prompt_tokens == 14 + 3 * 2
@@ -78,10 +57,10 @@ def test_samples_wait_until_the_last_chunk_of_the_prompt_is_planned() -> None:
     engine = Engine(max_num_batched_tokens=8)
     engine.add(1, PROMPT, n=3)
     engine.step()
-    assert (engine.queued(), running(engine.scheduler)) == ([], [1])
+    assert (in_line(engine), running(engine.scheduler)) == ([], [1])
     assert computed(engine.step()) == [(14, 12)]  # 6 tokens of the budget, then 2
-    assert (engine.queued(), running(engine.scheduler)) == ([3], [1, 2])
-    engine.run()
+    assert (in_line(engine), running(engine.scheduler)) == ([3], [1, 2])
+    engine.finish()
     assert engine.deliveries.num_cached == {1: 0, 2: 12, 3: 12}
 
 
@@ -94,10 +73,10 @@ def test_samples_go_before_all_that_came_after_their_request(
     engine.add(4, [7] * 3)
     engine.step()
     engine.add(5, [8] * 3, priority=-1)
-    assert engine.queued() == [handle for handle in queued if handle > 3]
+    assert in_line(engine) == [handle for handle in queued if handle > 3]
     engine.step()
-    assert engine.queued() == queued
-    engine.run()
+    assert in_line(engine) == queued
+    engine.finish()
 
 
 def test_without_a_prefix_cache_each_sample_computes_the_prompt() -> None:
@@ -106,7 +85,7 @@ def test_without_a_prefix_cache_each_sample_computes_the_prompt() -> None:
         engine = Engine(**limits)
         engine.add(1, PROMPT, n=3, **more)
         assert engine.step().num_tokens == 3 * 14
-        engine.run()
+        engine.finish()
         assert engine.deliveries.num_cached == {1: 0, 2: 0, 3: 0}
 
 
@@ -127,39 +106,15 @@ def test_when_the_first_ends_before_its_prompt_is_planned_the_next_computes_it()
     engine = Engine(max_num_batched_tokens=8)
     engine.add(1, PROMPT, n=4)
     assert engine.scheduler.abort(1) is not None  # while it waits
-    assert engine.queued() == [2]
+    assert in_line(engine) == [2]
     engine.step()
     assert engine.scheduler.abort(2) is not None  # while it computes
-    assert engine.queued() == [3]
+    assert in_line(engine) == [3]
     engine.step()
-    assert (running(engine.scheduler), engine.queued()) == ([3, 4], [])
-    engine.run()
+    assert (running(engine.scheduler), in_line(engine)) == ([3, 4], [])
+    engine.finish()
     assert engine.deliveries.tokens == {h: expected_tokens(PROMPT, 4) for h in (3, 4)}
     assert engine.deliveries.num_cached == {3: 8, 4: 12}
-
-
-def test_a_sample_that_is_held_back_can_be_aborted_alone() -> None:
-    engine = Engine(max_num_batched_tokens=8)
-    engine.add(1, PROMPT, n=4)
-    engine.step()
-    assert engine.scheduler.abort(3) is not None
-    assert engine.scheduler.abort(3) is None
-    engine.run()
-    assert engine.deliveries.tokens.keys() == {1, 2, 4}
-
-
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
-@pytest.mark.parametrize("order", [1, -1])
-def test_aborting_all_samples_leaves_nothing(num_steps: int, order: int) -> None:
-    engine = Engine(max_num_batched_tokens=8)
-    engine.add(1, PROMPT, n=5)
-    for _ in range(num_steps):
-        engine.step()
-    for handle in [*range(1, 6)][::order]:
-        assert engine.scheduler.abort(handle) is not None
-    check_rows(engine.scheduler)
-    check_idle(engine.scheduler)
-    assert engine.scheduler.counters.dequeued_reqs == 5
 
 
 def test_a_first_sample_that_is_preempted_in_its_prompt_holds_the_others_back_meanwhile() -> None:
@@ -183,20 +138,12 @@ def test_a_first_sample_that_is_preempted_in_its_prompt_holds_the_others_back_me
     check_idle(engine.scheduler)
 
 
-def test_samples_that_are_preempted_find_the_prompt_again() -> None:
-    engine = Engine(num_blocks=12)
-    engine.add(1, PROMPT, n=4, max_tokens=16)
-    engine.run()
-    assert engine.scheduler.counters.num_preemptions > 0
-    assert engine.deliveries.tokens == {h: expected_tokens(PROMPT, 16) for h in (1, 2, 3, 4)}
-
-
 def test_a_first_sample_without_a_token_does_not_end_the_others() -> None:
     engine = Engine()
     calls = iter([NO_TOKEN])
     engine.executor.sample = lambda context: next(calls, next_token(context))
     engine.add(1, PROMPT, n=3)
-    engine.run()
+    engine.finish()
     assert engine.deliveries.finish_reasons == {1: "error", 2: "length", 3: "length"}
 
 
@@ -226,7 +173,7 @@ def test_only_the_first_sample_asks_for_the_prompts_log_probabilities() -> None:
     added: list[NewRow] = engine.step().added
     assert [new.sampling.prompt_logprobs for new in added] == [2, None, None]
     assert [new.sampling.logprobs for new in added] == [1, 1, 1]
-    engine.run()
+    engine.finish()
     assert engine.deliveries.prompt_logprobs == {1: expected_logprobs(PROMPT[:1], PROMPT[1:], 2)}
     assert engine.deliveries.num_cached == {1: 0, 2: 12, 3: 12}
 
@@ -236,15 +183,6 @@ def test_samples_that_find_no_row_wait_in_line() -> None:
     engine.add(1, PROMPT, n=5)
     engine.add(6, [9] * 5)
     engine.step()
-    assert (running(engine.scheduler), engine.queued()) == ([1, 2], [3, 4, 5, 6])
-    engine.run()
+    assert (running(engine.scheduler), in_line(engine)) == ([1, 2], [3, 4, 5, 6])
+    engine.finish()
     assert engine.deliveries.tokens.keys() == {1, 2, 3, 4, 5, 6}
-
-
-def test_with_drafts_samples_share_and_deliver_alike() -> None:
-    engine = Engine(num_speculative_tokens=3)
-    engine.add(1, PROMPT, n=3, max_tokens=12, logprobs=1)
-    engine.run()
-    tokens = expected_tokens(PROMPT, 12)
-    assert engine.deliveries.tokens == dict.fromkeys((1, 2, 3), tokens)
-    assert engine.deliveries.logprobs[3] == expected_logprobs(PROMPT, tokens, 1)

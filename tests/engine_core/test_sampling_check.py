@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 
 from nanocore.engine_core.config import EngineConfig
@@ -17,7 +16,6 @@ from nanocore.protocol.errors import (
 )
 from tests.engine_core.test_admission import admission, submit
 
-VOCAB_SIZE = 50
 EOS = [3, 4]
 
 
@@ -130,15 +128,6 @@ def test_samples_count_as_requests_and_their_prompt_once() -> None:
     limited.build(submit(4, 4, n=2), handle=4, client=1)  # nothing of the one before was counted
     counters.dequeued_reqs, counters.dequeued_tokens = 5, 10
     limited.build(submit(30, 4, n=128), handle=6, client=1)  # one may always wait
-
-
-def test_samples_have_the_seeds_and_the_parameters_of_their_request() -> None:
-    first, second, third = build(n=3, seed=2**53 - 2, prompt_logprobs=1, logprobs=2).samples
-    assert [one.seed for one in (first, second, third)] == [2**53 - 2, 2**53 - 1, 0]
-    assert first.sampling.prompt_logprobs == 1
-    assert second.sampling is third.sampling
-    assert second.sampling == msgspec.structs.replace(first.sampling, prompt_logprobs=None)
-    assert second.key_chain.keys == first.key_chain.keys
 
 
 def test_handles_do_not_go_beyond_what_the_wire_has_for_them() -> None:

@@ -275,17 +275,6 @@ def test_a_pause_lets_the_step_that_awaits_masks_finish() -> None:
     assert engine.tokens[1] == expected_structured_tokens([1] * 5, 2)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-def test_a_resumed_request_goes_on_in_its_grammar(depth: int) -> None:
-    engine = Engine(depth, num_blocks=6, max_model_len=24)
-    requests = [structured(handle, [handle] * 7, 12) for handle in (1, 2)]
-    engine.run(*requests)
-    assert engine.scheduler.counters.num_preemptions > 0
-    for request in requests:
-        expected = expected_structured_tokens([request.handle] * 7, 12)
-        assert matcher_of(request).output == engine.tokens[request.handle] == expected
-
-
 def test_a_structured_row_computes_no_drafts() -> None:
     """Its mask is for one token; others draft beside it."""
     engine = Engine(num_speculative_tokens=3)
@@ -293,16 +282,6 @@ def test_a_structured_row_computes_no_drafts() -> None:
     assert engine.tokens[1] == expected_structured_tokens([1] * 5, 9)
     assert engine.tokens[2] == expected_tokens([2] * 5, 30)
     assert engine.scheduler.counters.num_steps < 30
-
-
-def test_a_structured_request_ends_at_its_eos() -> None:
-    tokens = expected_structured_tokens([1] * 5, 9)
-    engine = Engine()
-    request = structured(1, [1] * 5, 9, eos=(tokens[4],))
-    engine.run(request)
-    expected = expected_structured_tokens([1] * 5, 9, (tokens[4],))
-    assert engine.tokens[1] == matcher_of(request).output == expected
-    assert engine.ends[1].finish_reason == "stop"
 
 
 def test_workers_are_not_told_what_a_grammar_says() -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.client.conftest import pytest_pyfunc_call as pytest_pyfunc_call  # coroutines are run
+
 
 @pytest.fixture
 def endpoint(short_path: Path) -> str:

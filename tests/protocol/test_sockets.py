@@ -48,44 +48,26 @@ async def _hear(client: ClientSocket) -> list[bytes]:
     return await asyncio.wait_for(client.receive(), PATIENCE_MS / 1000)
 
 
-def test_messages_go_both_ways(engine: EngineSocket, endpoint: str) -> None:
-    async def scenario() -> None:
-        with closing(ClientSocket(endpoint)) as client:
-            await _say(client, b"op", b"body")
-            routing_id, frames = _receive(engine)
-            assert frames == [b"op", b"body"]
-            assert engine.send(routing_id, [b"answer", b""]) is SendResult.SENT
-            assert await _hear(client) == [b"answer", b""]
-
-    asyncio.run(scenario())
-
-
-def test_a_message_keeps_its_place_and_its_number_of_frames(
+async def test_a_message_keeps_its_place_and_its_number_of_frames(
     engine: EngineSocket, endpoint: str
 ) -> None:
-    async def scenario() -> None:
-        with closing(ClientSocket(endpoint)) as client:
-            await _say(client, b"first")
-            client.post([b"second"] * 3)
-            client.post([b""])
-            assert [_receive(engine)[1] for _ in range(3)] == [[b"first"], [b"second"] * 3, [b""]]
-
-    asyncio.run(scenario())
+    with closing(ClientSocket(endpoint)) as client:
+        await _say(client, b"first")
+        client.post([b"second"] * 3)
+        client.post([b""])
+        assert [_receive(engine)[1] for _ in range(3)] == [[b"first"], [b"second"] * 3, [b""]]
 
 
-def test_each_client_gets_its_own_answers(engine: EngineSocket, endpoint: str) -> None:
-    async def scenario() -> None:
-        with closing(ClientSocket(endpoint)) as one, closing(ClientSocket(endpoint)) as other:
-            await _say(one, b"one")
-            await _say(other, b"other")
-            names = {frames[0]: peer for peer, frames in (_receive(engine), _receive(engine))}
-            assert names[b"one"] != names[b"other"]
-            for name, peer in names.items():
-                assert engine.send(peer, [name]) is SendResult.SENT
-            assert await _hear(one) == [b"one"]
-            assert await _hear(other) == [b"other"]
-
-    asyncio.run(scenario())
+async def test_each_client_gets_its_own_answers(engine: EngineSocket, endpoint: str) -> None:
+    with closing(ClientSocket(endpoint)) as one, closing(ClientSocket(endpoint)) as other:
+        await _say(one, b"one")
+        await _say(other, b"other")
+        names = {frames[0]: peer for peer, frames in (_receive(engine), _receive(engine))}
+        assert names[b"one"] != names[b"other"]
+        for name, peer in names.items():
+            assert engine.send(peer, [name]) is SendResult.SENT
+        assert await _hear(one) == [b"one"]
+        assert await _hear(other) == [b"other"]
 
 
 def test_the_socket_file_is_private_whatever_the_umask(endpoint: str, short_path: Path) -> None:
@@ -97,15 +79,6 @@ def test_the_socket_file_is_private_whatever_the_umask(endpoint: str, short_path
         engine.close()
     finally:
         os.umask(old_umask)
-
-
-def test_nothing_to_receive_is_none(engine: EngineSocket) -> None:
-    assert engine.receive() is None
-    assert engine.wait(0) == set()
-
-
-def test_a_message_to_nobody_is_gone(engine: EngineSocket) -> None:
-    assert engine.send(b"nobody", [b"x"]) is SendResult.GONE
 
 
 def test_a_message_to_a_client_that_left_is_gone(engine: EngineSocket, endpoint: str) -> None:
@@ -127,70 +100,58 @@ def _await_gone(engine: EngineSocket, routing_id: bytes) -> None:
         assert engine.receive() is None
 
 
-def test_a_client_that_does_not_read_is_full_and_blocks_nobody(
+async def test_a_client_that_does_not_read_is_full_and_blocks_nobody(
     engine: EngineSocket, endpoint: str
 ) -> None:
-    async def scenario() -> None:
-        with closing(ClientSocket(endpoint)) as sleeper, closing(ClientSocket(endpoint)) as reader:
-            await _say(sleeper, b"x")
-            sleeper_id, _ = _receive(engine)
-            await _say(reader, b"x")
-            reader_id, _ = _receive(engine)
-            frame = bytes(4096)
-            results = {engine.send(sleeper_id, [frame]) for _ in range(10_000)}
-            assert results == {SendResult.SENT, SendResult.FULL}
-            assert engine.send(reader_id, [b"hello"]) is SendResult.SENT
-            assert await _hear(reader) == [b"hello"]
-
-    asyncio.run(scenario())
+    with closing(ClientSocket(endpoint)) as sleeper, closing(ClientSocket(endpoint)) as reader:
+        await _say(sleeper, b"x")
+        sleeper_id, _ = _receive(engine)
+        await _say(reader, b"x")
+        reader_id, _ = _receive(engine)
+        frame = bytes(4096)
+        results = {engine.send(sleeper_id, [frame]) for _ in range(10_000)}
+        assert results == {SendResult.SENT, SendResult.FULL}
+        assert engine.send(reader_id, [b"hello"]) is SendResult.SENT
+        assert await _hear(reader) == [b"hello"]
 
 
-def test_a_full_client_gets_everything_that_was_sent_once_it_reads(
+async def test_a_full_client_gets_everything_that_was_sent_once_it_reads(
     engine: EngineSocket, endpoint: str
 ) -> None:
-    async def scenario() -> None:
-        with closing(ClientSocket(endpoint)) as client:
-            await _say(client, b"x")
-            routing_id, _ = _receive(engine)
-            results = [engine.send(routing_id, [b"%d" % i, bytes(4096)]) for i in range(10_000)]
-            assert SendResult.FULL in results
-            sent = [b"%d" % i for i, result in enumerate(results) if result is SendResult.SENT]
-            for word in sent:
-                engine.wait(0)  # it goes on sending
-                assert (await _hear(client))[0] == word
-
-    asyncio.run(scenario())
+    with closing(ClientSocket(endpoint)) as client:
+        await _say(client, b"x")
+        routing_id, _ = _receive(engine)
+        results = [engine.send(routing_id, [b"%d" % i, bytes(4096)]) for i in range(10_000)]
+        assert SendResult.FULL in results
+        sent = [b"%d" % i for i, result in enumerate(results) if result is SendResult.SENT]
+        for word in sent:
+            engine.wait(0)  # it goes on sending
+            assert (await _hear(client))[0] == word
 
 
-def test_a_frame_over_the_limit_disconnects_only_its_sender(
+async def test_a_frame_over_the_limit_disconnects_only_its_sender(
     engine: EngineSocket, endpoint: str
 ) -> None:
-    async def scenario() -> None:
-        with (
-            closing(ClientSocket(endpoint)) as sender,
-            closing(ClientSocket(endpoint)) as bystander,
-        ):
-            await _say(sender, b"sender")
-            sender_id, _ = _receive(engine)
-            await _say(bystander, b"bystander")
-            bystander_id, _ = _receive(engine)
-            await _say(sender, bytes(MAX_FRAME_BYTES + 1))
-            _await_gone(engine, sender_id)
-            assert engine.send(bystander_id, [b"still"]) is SendResult.SENT
-            assert await _hear(bystander) == [b"still"]
-            await _say(bystander, b"here")
-            assert _receive(engine) == (bystander_id, [b"here"])
-
-    asyncio.run(scenario())
+    with (
+        closing(ClientSocket(endpoint)) as sender,
+        closing(ClientSocket(endpoint)) as bystander,
+    ):
+        await _say(sender, b"sender")
+        sender_id, _ = _receive(engine)
+        await _say(bystander, b"bystander")
+        bystander_id, _ = _receive(engine)
+        await _say(sender, bytes(MAX_FRAME_BYTES + 1))
+        _await_gone(engine, sender_id)
+        assert engine.send(bystander_id, [b"still"]) is SendResult.SENT
+        assert await _hear(bystander) == [b"still"]
+        await _say(bystander, b"here")
+        assert _receive(engine) == (bystander_id, [b"here"])
 
 
-def test_a_frame_at_the_limit_arrives(engine: EngineSocket, endpoint: str) -> None:
-    async def scenario() -> None:
-        with closing(ClientSocket(endpoint)) as client:
-            await _say(client, bytes(MAX_FRAME_BYTES))
-            assert [len(frame) for frame in _receive(engine)[1]] == [MAX_FRAME_BYTES]
-
-    asyncio.run(scenario())
+async def test_a_frame_at_the_limit_arrives(engine: EngineSocket, endpoint: str) -> None:
+    with closing(ClientSocket(endpoint)) as client:
+        await _say(client, bytes(MAX_FRAME_BYTES))
+        assert [len(frame) for frame in _receive(engine)[1]] == [MAX_FRAME_BYTES]
 
 
 def test_a_watched_descriptor_wakes_the_wait(engine: EngineSocket) -> None:
@@ -204,80 +165,60 @@ def test_a_watched_descriptor_wakes_the_wait(engine: EngineSocket) -> None:
     os.close(event)
 
 
-def test_a_message_that_arrives_while_others_are_sent_wakes_the_receiver(
+async def test_a_message_that_arrives_while_others_are_sent_wakes_the_receiver(
     engine: EngineSocket, endpoint: str
 ) -> None:
     """Sending uses up libzmq's only hint that something has arrived."""
 
-    async def scenario() -> None:
-        with closing(ClientSocket(endpoint)) as client:
-            await _say(client, b"x")
-            routing_id, _ = _receive(engine)
-            for i in range(200):
-                hearing = asyncio.ensure_future(_hear(client))
-                await asyncio.sleep(0)  # it waits
-                assert engine.send(routing_id, [b"%d" % i]) is SendResult.SENT
-                client.post([b"y"])
-                assert await hearing == [b"%d" % i]
-                assert _receive(engine)[1] == [b"y"]
-
-    asyncio.run(scenario())
+    with closing(ClientSocket(endpoint)) as client:
+        await _say(client, b"x")
+        routing_id, _ = _receive(engine)
+        for i in range(200):
+            hearing = asyncio.ensure_future(_hear(client))
+            await asyncio.sleep(0)  # it waits
+            assert engine.send(routing_id, [b"%d" % i]) is SendResult.SENT
+            client.post([b"y"])
+            assert await hearing == [b"%d" % i]
+            assert _receive(engine)[1] == [b"y"]
 
 
-def test_nothing_to_receive_on_a_client_is_none(engine: EngineSocket, endpoint: str) -> None:
-    async def scenario() -> None:
-        with closing(ClientSocket(endpoint)) as client:
-            assert client.receive_nowait() is None
-            await _say(client, b"x")
-            assert engine.send(_receive(engine)[0], [b"a", b"b"]) is SendResult.SENT
-            assert await _hear(client) == [b"a", b"b"]
-            assert client.receive_nowait() is None
-
-    asyncio.run(scenario())
+async def test_nothing_to_receive_on_a_client_is_none(engine: EngineSocket, endpoint: str) -> None:
+    with closing(ClientSocket(endpoint)) as client:
+        assert client.receive_nowait() is None
+        await _say(client, b"x")
+        assert engine.send(_receive(engine)[0], [b"a", b"b"]) is SendResult.SENT
+        assert await _hear(client) == [b"a", b"b"]
+        assert client.receive_nowait() is None
 
 
-def test_what_finds_no_room_is_sent_in_order_once_there_is_some(endpoint: str) -> None:
-    async def scenario() -> None:
-        with closing(ClientSocket(endpoint)) as client:  # nobody listens yet
-            num_sent = 0
-            while client.send_nowait([b"%d" % num_sent]):
-                num_sent += 1
-            client.post([b"posted"])
-            taken_back = asyncio.ensure_future(client.send([b"taken back"]))
-            waiting = asyncio.ensure_future(client.send([b"sent"]))
-            await asyncio.sleep(0)
-            assert not client.send_nowait([b"out of turn"])
-            taken_back.cancel()
-            engine = bind_engine_socket(endpoint)
-            received = []
-            while not received or received[-1] != b"sent":
-                received.append((await asyncio.to_thread(_receive, engine))[1][0])
-            expected = [b"%d" % i for i in range(num_sent)]
-            assert received == [*expected, b"posted", b"sent"]
-            await asyncio.wait_for(waiting, PATIENCE_MS / 1000)
-            engine.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_closed_client_leaves_nothing_behind_for_the_next_engine(endpoint: str) -> None:
-    async def scenario() -> None:
-        with closing(ClientSocket(endpoint)) as client:
-            client.post([b"stale"])
+async def test_what_finds_no_room_is_sent_in_order_once_there_is_some(endpoint: str) -> None:
+    with closing(ClientSocket(endpoint)) as client:  # nobody listens yet
+        num_sent = 0
+        while client.send_nowait([b"%d" % num_sent]):
+            num_sent += 1
+        client.post([b"posted"])
+        taken_back = asyncio.ensure_future(client.send([b"taken back"]))
+        waiting = asyncio.ensure_future(client.send([b"sent"]))
+        await asyncio.sleep(0)
+        assert not client.send_nowait([b"out of turn"])
+        taken_back.cancel()
         engine = bind_engine_socket(endpoint)
-        assert engine.wait(0) == set()
-        assert engine.receive() is None
+        received = []
+        while not received or received[-1] != b"sent":
+            received.append((await asyncio.to_thread(_receive, engine))[1][0])
+        expected = [b"%d" % i for i in range(num_sent)]
+        assert received == [*expected, b"posted", b"sent"]
+        await asyncio.wait_for(waiting, PATIENCE_MS / 1000)
         engine.close()
 
-    asyncio.run(scenario())
 
-
-def test_closing_a_client_twice_is_fine(endpoint: str) -> None:
-    async def scenario() -> None:
-        with closing(ClientSocket(endpoint)) as client:
-            client.close()
-
-    asyncio.run(scenario())
+async def test_a_closed_client_leaves_nothing_behind_for_the_next_engine(endpoint: str) -> None:
+    with closing(ClientSocket(endpoint)) as client:
+        client.post([b"stale"])
+    engine = bind_engine_socket(endpoint)
+    assert engine.wait(0) == set()
+    assert engine.receive() is None
+    engine.close()
 
 
 @pytest.mark.parametrize("num_frames", [7, 8, 9, 5000])

@@ -13,8 +13,8 @@ from typing import Any
 
 from jsonschema import Draft202012Validator, ValidationError
 
+from tests.structured.corpus import Schema
 from tests.structured.formats import FORMATS
-from tests.structured.schemas.notation import Schema
 
 
 def parse(text: str) -> Any:

@@ -22,7 +22,7 @@ from nanocore.worker.loading.formats.checkpoint_format import (
     quantization_settings,
     read_weight_format,
 )
-from nanocore.worker.loading.weights import CheckpointProjection, WeightFormat
+from nanocore.worker.loading.weights import CheckpointProjection, Projection, WeightFormat
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}
@@ -70,7 +70,7 @@ def projection(
     columns: slice | None = None,
 ) -> CheckpointProjection | None:
     rows, columns = rows or slice(0, shape[0]), columns or slice(0, shape[1])
-    return weight_format.projection(name, shape, rows, columns)
+    return weight_format.projection(Projection(name, shape, rows, columns))
 
 
 def random_tensors(stored: CheckpointProjection, seed: int = 0) -> dict[str, Tensor]:

@@ -18,7 +18,8 @@ from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.linear import RowParallelLinear
 from nanocore.worker.layers.norm import LayerNorm, RMSNorm
-from nanocore.worker.layers.packing import Projection, Weight, WeightPacker
+from nanocore.worker.layers.packing import Weight, WeightPacker
+from nanocore.worker.loading.weights import Projection
 from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.models.gemma import Gemma2Model
 from nanocore.worker.placement import Placement

@@ -1,8 +1,9 @@
-"""Rows sample what their masks allow, the same whatever else runs, wherever they run.
+"""Rows with edited logits or with masks sample the same whatever else runs, wherever they run.
 
-Which tokens a row may sample follows from the tokens that it has sampled, as a grammar has it; so a
-mask that is told too early, or to another row, shows. Each row's tokens alone are compared, step by
-step, with what the reference makes of the model's own logits, and others with these.
+Which tokens a row with a mask may sample follows from the tokens that it has sampled, as a grammar
+has it; so a mask that is told too early, or to another row, shows. Plans are those of the real
+scheduler, with chunks, common prefixes and preemptions. Each row's tokens alone are compared, step
+by step, with what the reference makes of the model's own logits, and others with these.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.candidates import NO_TOKEN
+from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
@@ -47,7 +49,25 @@ from tests.worker.running import (
 MAX_TOKENS = 14
 CHUNK_TOKENS = 40
 PLACEMENT = Placement(torch.float32, torch.device("cpu"))
-ASKED: list[dict[str, Any]] = [
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.4, "frequency_penalty": 1.1, "presence_penalty": 0.6,
+}  # fmt: skip
+EDITED: list[dict[str, Any]] = [
+    {"temperature": 0.0, **PENALTIES},
+    {"temperature": 0.0},
+    {"temperature": 0.9, "min_tokens": 8, "logit_bias": [(7, 28.0), (8, 58.0)]},
+    {"temperature": 1.2, "top_k": 30, "top_p": 0.9},
+    {
+        "temperature": 0.7, "top_p": 0.95, "min_p": 0.01, "min_tokens": 3, **PENALTIES,
+        "logit_bias": [(i, 6.0) for i in range(20)],
+        "bad_words_token_ids": [[3], [4, 5], [5, 4], [6, 7, 8], [1, 1], [2, 2]],
+    },
+    {"temperature": 0.9},
+    {"temperature": 0.8, "allowed_token_ids": [3, 5, 8, 250], "bad_words_token_ids": [[3, 3]]},
+    {"temperature": 0.0, "logit_bias": [(9, 70.0), (10, 69.0)],
+     "bad_words_token_ids": [[9, 9, 10, 9], [9, 9, 9], [9, 10, 10]]},
+]  # fmt: skip
+MASKED: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9},
     {"temperature": 1.1, "top_p": 0.8, "top_k": 20},
@@ -58,19 +78,40 @@ ASKED: list[dict[str, Any]] = [
     {"temperature": 0.8},
     {"temperature": 0.7},
 ]  # fmt: skip
-FREE = (4,)
-"""Rows without a mask."""
-rng = np.random.default_rng(7)
-COMMON = rng.integers(0, 256, 40).tolist()
-PROMPTS = [(COMMON if i % 2 else []) + rng.integers(0, 256, 45 + 3 * i).tolist() for i in range(8)]
-EVERY = list(range(len(ASKED)))
+STOPS = tuple(range(0, 256, 2))
+"""Of edited rows. Many, so that the tokens that min_tokens forbid would be sampled."""
+
+
+def make_rows_of(asked: list[dict[str, Any]], seed: int, stops: tuple[int, ...]) -> list[EditedRow]:
+    """Rows of which each other one begins with a common prefix."""
+    rng = np.random.default_rng(seed)
+    common = rng.integers(0, 256, 40).tolist()
+    prompts = [
+        (common if i % 2 else []) + rng.integers(0, 256, 45 + 3 * i).tolist()
+        for i in range(len(asked))
+    ]
+    return [
+        EditedRow(prompt, [], EngineSamplingParams(**requested), stops)
+        for prompt, requested in zip(prompts, asked, strict=True)
+    ]
+
+
+ROWS = make_rows_of(MASKED, 7, ()) + make_rows_of(EDITED, 4, STOPS)
+EVERY = list(range(len(MASKED)))
+"""Those with masks, but for FREE ones."""
+FREE = 4
+EVERY_EDITED = list(range(len(MASKED), len(ROWS)))
 VOCAB_SIZE = 384
 TOKENS = np.arange(VOCAB_SIZE)
 
 
+def has_masks(row: int) -> bool:
+    return row in EVERY and row != FREE
+
+
 def allowed_after(row: int, output: Sequence[int]) -> NDArray[np.bool_] | None:
     last = output[-1] if output else row
-    if row in FREE or (row == 7 and len(output) % 2):
+    if not has_masks(row) or (row == 7 and len(output) % 2):
         return None
     if row == 6:  # one token alone
         return (37 * last + len(output)) % VOCAB_SIZE == TOKENS
@@ -88,7 +129,11 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def make_plan(
-    counts: Sequence[int], new: Sequence[NewRow] = (), removed: Sequence[int] = (), step: int = 5
+    counts: Sequence[int],
+    new: Sequence[NewRow] = (),
+    removed: Sequence[int] = (),
+    step: int = 5,
+    awaits_masks: bool = True,
 ) -> SchedulerOutput:
     chunks = [(row, count) for row, count in enumerate(counts) if count != 1]
     rows, chunk_counts = np.array(chunks, "<i4").reshape(-1, 2).T
@@ -101,26 +146,31 @@ def make_plan(
         chunk_rows=rows.tobytes(),
         chunk_counts=chunk_counts.tobytes(),
         num_tokens=sum(counts),
-        awaits_masks=True,
+        awaits_masks=awaits_masks,
     )
 
 
 def new_rows(chosen: Sequence[int], **more: Any) -> list[NewRow]:
     rows, num_blocks = [], 0
     for k, i in enumerate(chosen):
-        sampling = EngineSamplingParams(**ASKED[i], **more)
-        new = EditedRow(PROMPTS[i], [], sampling).new_row(k, seed=i)
-        start, num_blocks = num_blocks, num_blocks - (-len(PROMPTS[i]) - MAX_TOKENS) // BLOCK_SIZE
+        sampling = msgspec.structs.replace(ROWS[i].sampling, **more)
+        num_tokens = len(ROWS[i].prompt) + MAX_TOKENS
+        start, num_blocks = num_blocks, num_blocks - -num_tokens // BLOCK_SIZE
         blocks = np.arange(start, num_blocks, dtype="<i4").tobytes()
+        new = replace(ROWS[i], sampling=sampling).new_row(k, seed=i)
         rows.append(msgspec.structs.replace(new, block_ids=blocks))
     assert num_blocks <= NUM_BLOCKS
     return rows
 
 
 def alone(runner: ModelRunner, row: int, **more: Any) -> Said:
-    said, last = Said(), len(PROMPTS[row]) - CHUNK_TOKENS
-    plans = [make_plan([CHUNK_TOKENS], new_rows([row], **more), range(8)), make_plan([last])]
-    plans += [make_plan([1])] * (MAX_TOKENS - 1)
+    said, last = Said(), len(ROWS[row].prompt) - CHUNK_TOKENS
+    awaits = has_masks(row)
+    plans = [
+        make_plan([CHUNK_TOKENS], new_rows([row], **more), range(8), awaits_masks=awaits),
+        make_plan([last], awaits_masks=awaits),
+        *[make_plan([1], awaits_masks=awaits)] * (MAX_TOKENS - 1),
+    ]
 
     def allowed(_: int, rows: list[int]) -> Allowed:
         mask = allowed_after(row, said.tokens.get(0, []))
@@ -138,7 +188,7 @@ def tokens(folder: Path, backend: str) -> list[list[int]]:
     assert runner.sampler is not None
     record_logits(runner.sampler, logits)
     outputs = []
-    for row in EVERY:
+    for row in range(len(ROWS)):
         logits.clear()
         outputs.append(alone(runner, row).tokens[0])
         for k, logits_RV in enumerate(logits):
@@ -147,7 +197,7 @@ def tokens(folder: Path, backend: str) -> list[list[int]]:
 
 
 def by_reference(row: int, output: list[int], logits_RV: Tensor) -> int:
-    edited = EditedRow(PROMPTS[row], output, EngineSamplingParams(**ASKED[row]))
+    edited = replace(ROWS[row], output=output)
     edited_V = edited.edited(logits_RV[0].numpy())
     mask = allowed_after(row, output)
     if mask is not None:
@@ -169,20 +219,41 @@ def test_every_mask_shows_in_the_tokens(tokens: list[list[int]], folder: Path) -
     assert tokens[4] != tokens[1]
 
 
+def test_every_edit_shows_in_the_tokens(tokens: list[list[int]]) -> None:
+    edited = tokens[len(MASKED) :]
+    assert len(set(edited[0])) > 10
+    assert edited[2] == [7] * 8 + [8] * 6  # which is a stop
+    assert set(edited[6]) <= {3, 5, 8, 250}
+    assert edited[7].count(9) + edited[7].count(10) >= 8  # or both end a bad sequence
+    for row, output in zip(ROWS[len(MASKED) :], edited, strict=True):
+        for bad in row.sampling.bad_words_token_ids:
+            ends = [output[k : k + len(bad)] for k in range(MAX_TOKENS)]
+            assert bad not in ends
+    assert all(NO_TOKEN not in row for row in tokens)
+
+
 def script_of(tokens: list[list[int]], chosen: Sequence[int], num_groups: int = 1) -> Script:
     """Plans of these rows together, of which those await masks that have some."""
-    samplings = [EngineSamplingParams(**ASKED[i]) for i in chosen]
+    rows = [ROWS[i] for i in chosen]
     script = write_script(
-        [PROMPTS[i] for i in chosen], [tokens[i] for i in chosen], num_groups, samplings
+        [row.prompt for row in rows],
+        [tokens[i] for i in chosen],
+        num_groups,
+        [row.sampling for row in rows],
     )
     plans = [
         msgspec.structs.replace(
-            plan, awaits_masks=any(chosen[request] not in FREE for request, _ in samples.values())
+            plan, awaits_masks=any(has_masks(chosen[request]) for request, _ in samples.values())
         )
         for plan, samples in zip(script.plans, script.samples, strict=True)
     ]
     for plan in plans:
-        plan.added[:] = [msgspec.structs.replace(n, seed=chosen[n.seed]) for n in plan.added]
+        plan.added[:] = [
+            msgspec.structs.replace(
+                new, seed=chosen[new.seed], stop_token_ids=list(rows[new.seed].stop_token_ids)
+            )
+            for new in plan.added
+        ]
     return replace(script, plans=plans)
 
 
@@ -218,7 +289,12 @@ def run_script(
 
 
 @pytest.mark.parametrize(
-    "chosen", [EVERY, *in_campaign(EVERY[::-1], [4, 6, 1], [3, 4, 0])], ids=str
+    "chosen",
+    [
+        *(EVERY, EVERY_EDITED, EVERY_EDITED[::-1], [12, 8], [14, 11, 10]),
+        *in_campaign(EVERY[::-1], [4, 6, 1], [3, 4, 0], [12, 3, 9, 4]),
+    ],
+    ids=str,
 )
 def test_neighbours_their_order_and_preemptions_change_no_token(
     folder: Path, tokens: list[list[int]], backend: str, chosen: list[int]
@@ -227,42 +303,53 @@ def test_neighbours_their_order_and_preemptions_change_no_token(
     if len(chosen) == len(EVERY):
         assert script.num_preemptions > 0
         assert script.num_cached_tokens > 0
-    assert any(plan.awaits_masks for plan in script.plans)
+    assert any(plan.awaits_masks for plan in script.plans) == any(map(has_masks, chosen))
     runner = make_runner(folder, PLACEMENT, backend=backend)
     assert run_script(runner, script, tokens, chosen) == {i: tokens[i] for i in chosen}
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), *in_campaign((1, 2))])
+@pytest.mark.parametrize(
+    ("chosen", "tp_size", "pp_size"),
+    [(EVERY, 2, 1), (EVERY_EDITED, 2, 1), (EVERY_EDITED, 1, 2), *in_campaign((EVERY, 1, 2))],
+    ids=str,
+)
 def test_ranks_and_stages_change_no_token(
-    folder: Path, tokens: list[list[int]], backend: str, tp_size: int, pp_size: int
+    folder: Path,
+    tokens: list[list[int]],
+    backend: str,
+    chosen: list[int],
+    tp_size: int,
+    pp_size: int,
 ) -> None:
-    script = script_of(tokens, EVERY, num_groups=pp_size)
+    script = script_of(tokens, chosen, num_groups=pp_size)
     world = World(tp_size, pp_size)
 
     def run(rank: Communicator) -> dict[int, list[int]]:
         placement, links = world.join(rank.rank, torch.float32)
         runner = make_runner(folder, placement, links, backend=backend)
-        return run_script(runner, script, tokens, EVERY)
+        return run_script(runner, script, tokens, chosen)
 
     *others, last = run_ranks(tp_size * pp_size, run)
-    assert last == dict(enumerate(tokens))
+    assert last == {i: tokens[i] for i in chosen}
     assert others == ([last] if tp_size > 1 else [{}])
 
 
 @pytest.mark.parametrize("backend", ["cpu"], scope="module", indirect=True)
 @pytest.mark.parametrize(
-    ("has_graphs", "tp_size", "depth"),
+    ("rows", "has_graphs", "tp_size", "depth"),
     [
-        (True, 1, 2),
-        *in_campaign((False, 1, 1), (True, 1, 1), (False, 1, 2), (True, 1, 3), (True, 2, 2)),
+        ("masked", True, 1, 2),
+        *(("edited", False, 1, 1), ("edited", True, 1, 1), ("edited", True, 2, 1)),
+        *in_campaign(("masked", False, 1, 1), ("masked", True, 1, 1), ("masked", False, 1, 2)),
+        *in_campaign(("masked", True, 1, 3), ("masked", True, 2, 2)),
     ],
 )
 def test_a_device_its_graphs_and_steps_ahead_change_no_token(
-    folder: Path, tokens: list[list[int]], has_graphs: bool, tp_size: int, depth: int
+    folder: Path, tokens: list[list[int]], rows: str, has_graphs: bool, tp_size: int, depth: int
 ) -> None:
-    order = [*FREE, *(i for i in EVERY if i not in FREE)]
+    order = EVERY_EDITED if rows == "edited" else [FREE, *(i for i in EVERY if i != FREE)]
     script = script_of(tokens, order)
-    assert len({plan.awaits_masks for plan in script.plans}) == 2
+    assert len({plan.awaits_masks for plan in script.plans}) == (1 if rows == "edited" else 2)
 
     def run(rank: Communicator) -> dict[int, list[int]]:
         stream = FakeStream(depth)
@@ -273,7 +360,7 @@ def test_a_device_its_graphs_and_steps_ahead_change_no_token(
         assert stream.longest == min(depth, 2)  # masks need the result before
         return outputs
 
-    assert run_ranks(tp_size, run) == [dict(enumerate(tokens))] * tp_size
+    assert run_ranks(tp_size, run) == [{i: tokens[i] for i in order}] * tp_size
 
 
 def device_runner(folder: Path, depth: int = 1, placement: Placement = PLACEMENT) -> ModelRunner:
@@ -298,7 +385,7 @@ def test_log_probabilities_are_of_logits_without_masks(folder: Path) -> None:
             likely = expected_V.topk(2).indices.tolist()
             assert ids == [token_id, *likely]
             torch.testing.assert_close(torch.tensor(values), expected_V[ids])
-        assert len(said.prompt_logprobs[0]) == len(PROMPTS[row]) - 1
+        assert len(said.prompt_logprobs[0]) == len(ROWS[row].prompt) - 1
         on_device = alone(device_runner(folder), row, logprobs=2, prompt_logprobs=3)
         assert on_device.tokens == said.tokens
         for name in ("logprobs", "prompt_logprobs"):
@@ -424,3 +511,31 @@ def test_a_stage_that_does_not_sample_awaits_nothing(folder: Path) -> None:
     pending = make_runner(folder, placement, links).begin(first_plan([0]))
     assert pending.is_done()
     assert not pending.awaits_masks
+
+
+def test_steps_stage_and_launch_nothing_for_rows_that_ask_for_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edited: list[int] = []
+
+    class CountingKernels(DeviceKernels):
+        def edit_logits(self, logits_RV: Tensor, edits: LogitEdits) -> None:
+            edited.append(len(logits_RV))
+            super().edit_logits(logits_RV, edits)
+
+    stream = FakeStream(1)
+    staged: list[int] = []
+    stage = stream.stage
+    monkeypatch.setattr(stream, "stage", lambda size: (staged.append(size), stage(size))[1])
+    runner = make_runner(folder, PLACEMENT, kernels=CountingKernels(), queue=DeviceQueue(stream))
+    row_bytes = []
+    for requested in ({}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"logit_bias": [(3, 1.0)]}):
+        row = EditedRow([5, 6, 7], [], EngineSamplingParams(temperature=0.5, **requested))
+        new = msgspec.structs.replace(row.new_row(0), block_ids=np.zeros(1, "<i4").tobytes())
+        runner.execute(make_plan([3], [new], awaits_masks=False))
+        runner.execute(make_plan([1], awaits_masks=False))
+        row_bytes.append(staged[-1])
+        runner.execute(make_plan([], removed=[0], awaits_masks=False))
+    # Starts of four lists of one row, and those of no bad words; then a bias.
+    assert [size - row_bytes[0] for size in row_bytes] == [0, 0, 36, 44]
+    assert edited == [1] * 4

@@ -13,10 +13,9 @@ from transformers.models.auto import modeling_auto
 
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker import models
-from nanocore.worker.config.generation_config import GenerationDefaults, read_generation_defaults
+from nanocore.worker.config.generation_config import read_generation_defaults
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.rope_config import RopeConfig
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.models import (
     ARCHITECTURES,
@@ -112,15 +111,6 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     assert config.query_scale == getattr(reference, "attention_multiplier", scalar**-0.5)
 
 
-def test_the_defaults_of_qwen3(tmp_path: Path) -> None:
-    config = load_model_config(write(tmp_path))
-    assert config.head_dim == 128
-    assert config.dtype == ""  # the weights know
-    assert config.generation == GenerationDefaults()
-    assert config.moe is None
-    assert config.embedding_scale == 1.0
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "qkv", "o_proj", "mlp"),
     [
@@ -207,13 +197,6 @@ def test_gemma2_caps_scales_and_ties() -> None:
     assert parse("Gemma3", final_logit_softcapping=5).final_logit_softcapping == 5.0
 
 
-def test_granites_multipliers() -> None:
-    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
-    config = parse("Granite", **dict(zip(names, (12, 0.1, 0.25), strict=True)), logits_scaling=8)
-    assert (config.embedding_scale, config.query_scale, config.logits_divisor) == (48.0, 0.1, 8.0)
-    assert config.rms_norm_eps == 16 * parse("Llama").rms_norm_eps
-
-
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [
@@ -232,13 +215,6 @@ def test_which_layers_have_experts(changes: dict, layers: set[int]) -> None:
     assert moe.shared_intermediate_size == 0
 
 
-def test_both_spellings_of_the_number_of_experts_are_read() -> None:
-    moe = parse("Qwen3Moe", without="num_experts", num_local_experts=16, norm_topk_prob=True).moe
-    assert moe is not None
-    assert moe.num_experts == 16
-    assert moe.norm_topk_prob
-
-
 def test_mixtral_has_experts_in_every_layer_and_normalizes_their_weights() -> None:
     moe = parse("Mixtral", num_local_experts=4, num_experts_per_tok=3, norm_topk_prob=False).moe
     assert moe is not None
@@ -248,28 +224,6 @@ def test_mixtral_has_experts_in_every_layer_and_normalizes_their_weights() -> No
     left_out = parse("Mixtral", without="num_experts_per_tok").moe
     assert left_out is not None
     assert (left_out.num_experts, left_out.num_experts_per_tok) == (8, 2)
-
-
-def test_qwen2_moe_has_a_shared_expert() -> None:
-    moe = parse("Qwen2Moe").moe
-    assert moe is not None
-    assert moe.shared_intermediate_size == 48
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_theta": 1e6},
-        {"rope_theta": 1e6, "rope_scaling": None},
-        {"rope_theta": 1e6, "rope_scaling": {"type": "default"}},
-        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}},
-        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 1e6},
-    ],
-)
-def test_both_spellings_of_rope_are_read(tmp_path: Path, rope: dict) -> None:
-    config = load_model_config(write(tmp_path, **rope))
-    expected = RopeConfig(rotary_dim=128, theta=1e6, original_max_position_embeddings=512)
-    assert config.rope == {FULL: expected, SLIDING: expected}
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 256}
@@ -324,42 +278,11 @@ def test_ministral3_serves_what_its_queries_do_not_grow_in(beta: float, length: 
     assert (config.max_model_len, config.longest_model_len) == (length, length)
 
 
-def test_mistral_small_3_has_heads_of_another_size_than_its_hidden_state_has_parts() -> None:
-    config = parse(
-        "Mistral", hidden_size=5120, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
-        rope_theta=1e8, max_position_embeddings=32_768, sliding_window=None, rms_norm_eps=1e-5,
-    )  # fmt: skip
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
-    assert config.max_model_len == 32_768
-    assert config.sliding_window == 0
-
-
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
 def test_the_gelu_of_gemma_is_the_tanh_approximation(activation: str) -> None:
     assert parse("Gemma", hidden_act=activation).hidden_act == "gelu"
     both = {"hidden_act": activation, "hidden_activation": "gelu_pytorch_tanh"}
     assert parse("Gemma", **both) == parse("Gemma", hidden_activation=None) == parse("Gemma")
-
-
-def test_a_head_dim_of_null_follows_from_the_other_sizes() -> None:
-    assert (parse("SeedOss").head_dim, parse("SeedOss", head_dim=None).head_dim) == (128, 16)
-
-
-def test_gemma3_has_a_rotation_per_layer_type_in_both_schemas() -> None:
-    linear = {"rope_type": "linear", "factor": 8.0}
-    old = parse("Gemma3", rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling=linear)
-    nested = {FULL: linear | {"rope_theta": 5e5}, SLIDING: {"rope_theta": 2e4}}
-    assert parse("Gemma3", rope_parameters=nested) == old
-    assert (old.rope[FULL].kind, old.rope[FULL].theta, old.rope[FULL].factor) == ("linear", 5e5, 8)
-    assert (old.rope[SLIDING].kind, old.rope[SLIDING].theta) == ("default", 2e4)
-    assert old.max_model_len == 512  # it stands stretched in the file
-    plain = parse("Gemma3")
-    assert (plain.rope[FULL].theta, plain.rope[SLIDING].theta) == (1e6, 1e4)
-
-
-def test_phi3_rotates_a_part_of_the_head() -> None:
-    config = parse("Phi3", partial_rotary_factor=0.75)
-    assert (config.head_dim, config.rope[FULL].rotary_dim) == (16, 12)
 
 
 @pytest.mark.parametrize(
@@ -371,14 +294,12 @@ def test_phi3_rotates_a_part_of_the_head() -> None:
         ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention = true"),
         ("Gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping = 30"),
         ("Llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30"),
-        ("Gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping = 0.0 must be at"),
         ("Mistral", {"attention_bias": True}, "attention_bias = true"),
         ("Phi3", {"attention_bias": True}, "attention_bias = true"),
         ("Qwen2", {"attention_bias": False}, "attention_bias = false"),
         ("Qwen3", {"mlp_bias": True}, "mlp_bias = true"),
         ("Llama", {"sliding_window": 32}, "sliding_window = 32"),
         ("Llama", {"layer_types": [SLIDING] * 8}, "layer_types"),
-        ("Mistral", {"sliding_window": 0}, "sliding_window = 0 must be at least 1"),
         ("Gemma2", {"sliding_window": None}, "need a sliding_window"),
         ("Qwen2", {"layer_types": [SLIDING] * 8}, "need a sliding_window"),
         ("Gemma3", {"layer_types": [FULL] * 7}, "must have 8 entries"),
@@ -401,31 +322,22 @@ def test_phi3_rotates_a_part_of_the_head() -> None:
             {"rope_parameters": {"llama_4_scaling_beta": -1}},
             "rs.llama_4_scaling_beta = -1 must be",
         ),
-        ("Gemma", {"hidden_activation": "gelu"}, 'hidden_activation = "gelu" is not implemented'),
         ("Gemma", {"hidden_act": "gelu_new_"}, 'hidden_act = "gelu_new_" is not implemented'),
         ("SeedOss", {"sliding_window": 9}, "sliding_window = 9 is not implemented for this arch"),
         ("Phi3", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type = linear"),
         ("Llama", {"rope_scaling": {"type": "linear"}}, "factor = null is needed by rope_type lin"),
-        ("Llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor = 0.5 must be at"),
         ("Llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, "high_freq_factor"),
         ("Llama", {"rope_parameters": {"mrope_section": [1]}}, "mrope_section = .1. is an unknown"),
-        ("Llama", {"rope_theta": 1}, "rope_theta = 1 must exceed 1"),
         ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ("Phi3", {"partial_rotary_factor": 0.7}, "makes 11 of head_dim = 16 rotate"),
         ("Gemma3", {"rope_parameters": {"rope_type": "default"}}, "Gemma 3's layer types"),
-        ("Qwen3Moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 exceeds num_experts = 8"),
         (
             "Llama",
             {"num_key_value_heads": 3},
             r"cannot share 3 KV heads \(num_key",
         ),
-        ("Llama", {"num_key_value_heads": 0}, "num_key_value_heads = 0 must be at least 1"),
         ("Llama", {"hidden_size": 66}, "hidden_size = 66 is not divisible by 4 heads"),
-        ("Llama", {"num_hidden_layers": 0}, "num_hidden_layers = 0 must be at least 1"),
-        ("Llama", {"vocab_size": "many"}, 'vocab_size = "many" cannot be read'),
-        ("Llama", {"tie_word_embeddings": 1}, "tie_word_embeddings = 1 cannot be read"),
         ("Llama", {"rope_scaling": 4}, "rope_scaling = 4 cannot be read"),
-        ("Llama", {"eos_token_id": "</s>"}, "eos_token_id"),
         ("Llama", {"without": "hidden_size"}, "hidden_size is missing"),
         ("Qwen3Moe", {"without": "num_experts"}, "num_experts is missing"),
         (
@@ -645,13 +557,6 @@ def test_code_that_a_config_points_to_is_not_looked_at(tmp_path: Path) -> None:
     foreign = {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}
     (tmp_path / "evil.py").write_text("raise SystemExit('this ran')")
     assert load_model_config(write(tmp_path, **foreign)).architecture == "Qwen3ForCausalLM"
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '"x"', "", "\udcff"])
-def test_a_config_that_is_no_json_object_names_the_file(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ModelFileError, match=r"config\.json"):
-        load_model_config(tmp_path)
 
 
 def test_a_folder_without_config_names_the_file(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight
 from nanocore.protocol.errors import ConfigError
+from nanocore.worker.loading.weights import Projection
 from nanocore.worker.rank_messages import Quantization
 from tests.campaign import in_campaign
 from tests.worker.dequantized import dequantized
@@ -119,7 +120,7 @@ def test_weights_are_what_the_format_defines(name: str) -> None:
             continue
         for rows in SLICES:
             columns = slice(0, exact.shape[1])
-            stored = weight_format.projection(module, tuple(exact.shape), rows, columns)
+            stored = weight_format.projection(Projection(module, tuple(exact.shape), rows, columns))
             assert (stored is None) == (
                 f"{module}.weight" in tensors and exact.dtype != torch.float32
             )

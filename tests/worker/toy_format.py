@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight
 from nanocore.kernels.linear_weight import FP8
-from nanocore.worker.loading.weights import CheckpointProjection, Slot
+from nanocore.worker.loading.weights import CheckpointProjection, Projection, Slot
 
 GROUP = 16
 
@@ -26,12 +26,11 @@ class ToyFormat:
     def __init__(self, **kinds: str) -> None:
         self.kinds = kinds
 
-    def projection(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> CheckpointProjection | None:
-        kind = self.kinds.get(name.rpartition(".")[2])
+    def projection(self, kept: Projection) -> CheckpointProjection | None:
+        kind = self.kinds.get(kept.name.rpartition(".")[2])
         if kind is None:
             return None
+        shape, rows, columns = kept.shape, kept.rows, kept.columns
         num_rows, num_columns = shape
         groups = slice(columns.start // GROUP, columns.stop // GROUP)
         of_groups = (num_rows, num_columns // GROUP)

@@ -28,12 +28,8 @@ from nanocore.kernels.grouped_weight import CheckpointWeight, Float8Weight, Grou
 from nanocore.kernels.interface import (
     AttentionMetadata,
     AttentionSpec,
-    Filters,
     GraphSupport,
     KVCache,
-    Noise,
-    QKNorm,
-    Rotary,
     Routing,
     SharedExpert,
 )
@@ -46,8 +42,7 @@ from nanocore.kernels.linear_weight import (
     can_multiply_float8,
     pack_rows,
 )
-from nanocore.kernels.logit_edits import TokenMask
-from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.step_rows import StepRows
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import (
     filtered_sampling,
@@ -81,6 +76,13 @@ class TritonKernels(TorchKernels):
     name = "triton"
     graph_support: GraphSupport = "always"
     kept_forms = frozenset({"grouped", "float8"})
+
+    rms_norm = staticmethod(norm.rms_norm)
+    add_rms_norm = staticmethod(norm.add_rms_norm)
+    select_add_rms_norm = staticmethod(norm.select_add_rms_norm)
+    rope_and_store_kv = staticmethod(rope.rope_and_store_kv)
+    best_token = staticmethod(sampling.best_token)
+    best_filtered_token = staticmethod(filtered_sampling.best_filtered_token)
 
     def __init__(
         self,
@@ -188,19 +190,6 @@ class TritonKernels(TorchKernels):
             return grouped_rows.embed(token_ids_T, embedding)
         return super().embedding(token_ids_T, embedding)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return norm.rms_norm(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return norm.add_rms_norm(x, residual, weight, eps)
-
-    def select_add_rms_norm(
-        self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, weight: Tensor, eps: float
-    ) -> Tensor:
-        return norm.select_add_rms_norm(x_TE, residual_TE, index_R, weight, eps)
-
     def moe(
         self,
         x_TE: Tensor,
@@ -219,17 +208,6 @@ class TritonKernels(TorchKernels):
             batch_invariant=self.batch_invariant,
         )
 
-    def rope_and_store_kv(
-        self,
-        qkv: Tensor,
-        num_heads: int,
-        qk_norm: QKNorm | None,
-        rotary: Rotary,
-        cache: KVCache,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        return rope.rope_and_store_kv(qkv, num_heads, qk_norm, rotary, cache, metadata)
-
     def paged_attention(
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
@@ -241,21 +219,6 @@ class TritonKernels(TorchKernels):
             num_sms=self.num_sms,
             batch_invariant=self.batch_invariant,
         )
-
-    def best_token(
-        self,
-        logits_RV: Tensor,
-        first_token: int,
-        noise: Noise | None = None,
-        places: TokenPlaces | None = None,
-        mask: TokenMask | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return sampling.best_token(logits_RV, first_token, noise, places, mask)
-
-    def best_filtered_token(
-        self, logits_RV: Tensor, noise: Noise, filters: Filters, mask: TokenMask | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return filtered_sampling.best_filtered_token(logits_RV, noise, filters, mask)
 
     def _has_fp8(self, values_OI: Tensor) -> bool:
         """Whether torch's product of E4M3 takes such a weight."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from nanocore.kernels.interface import AttentionMetadata, Kernels, Rotary
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step_rows import StepRows
-from nanocore.worker.layers.packing import Projection, Weight, WeightPacker
-from nanocore.worker.loading.weights import Entries, LoadedSlice, TensorEntry, whole
+from nanocore.worker.layers.packing import Weight, WeightPacker
+from nanocore.worker.loading.weights import Entries, LoadedSlice, Projection, TensorEntry, whole
 from nanocore.worker.placement import Placement
 
 

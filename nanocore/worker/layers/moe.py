@@ -20,8 +20,8 @@ from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.decoder import MLP, DecoderLayer
 from nanocore.worker.layers.linear import RowShard, StepContext
-from nanocore.worker.layers.packing import MetaWeight, Projection, Weight, WeightPacker
-from nanocore.worker.loading.weights import Entries
+from nanocore.worker.layers.packing import MetaWeight, Weight, WeightPacker
+from nanocore.worker.loading.weights import Entries, Projection
 from nanocore.worker.placement import Placement
 
 

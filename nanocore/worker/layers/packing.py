@@ -24,6 +24,7 @@ from nanocore.worker.loading.weights import (
     CheckpointProjection,
     Entries,
     LoadedSlice,
+    Projection,
     Slot,
     TensorEntry,
 )
@@ -43,28 +44,6 @@ class MetaWeight:
 
 Pack = Callable[[list[CheckpointWeight | MetaWeight]], LinearWeight]
 """One of `WeightPacker`'s methods."""
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """Slice that a rank keeps of a projection of the checkpoint.
-
-    shape: of the whole weight, [O, I]. rows, columns: which are kept.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    rows: slice
-    columns: slice
-
-    @classmethod
-    def whole(cls, name: str, *shape: int) -> Projection:
-        num_rows, num_columns = shape
-        return cls(name, (num_rows, num_columns), slice(0, num_rows), slice(0, num_columns))
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows.stop - self.rows.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +129,7 @@ class Weight:
 
     def _stored(self, projection: Projection) -> CheckpointProjection | None:
         weight_format = self._placement.weight_format
-        if weight_format is None:
-            return None
-        return weight_format.projection(
-            projection.name, projection.shape, projection.rows, projection.columns
-        )
+        return None if weight_format is None else weight_format.projection(projection)
 
     def _floats(self, projections: list[Projection]) -> Iterator[tuple[str, TensorEntry]]:
         # In one buffer, so that they need not be joined.

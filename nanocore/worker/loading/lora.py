@@ -27,6 +27,7 @@ from nanocore.worker.loading.formats.patterns import MAX_REGEXES, Pattern
 from nanocore.worker.loading.weights import (
     CheckpointProjection,
     Entries,
+    Projection,
     Slot,
     TensorNames,
     WeightFormat,
@@ -341,17 +342,13 @@ class MergedFormat:
         self.adapter = adapter
         self._dtype = dtype
 
-    def projection(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> CheckpointProjection | None:
+    def projection(self, kept: Projection) -> CheckpointProjection | None:
         """See `WeightFormat`.
 
         Raises ModelFileError: the adapter's module has another shape, or the weight is quantized.
         """
-        stored = None
-        if self.base is not None:
-            stored = self.base.projection(name, shape, rows, columns)
-        module = self.adapter.modules.get(name)
+        stored = None if self.base is None else self.base.projection(kept)
+        module = self.adapter.modules.get(kept.name)
         if module is None:
             return stored
         if stored is not None:
@@ -360,13 +357,13 @@ class MergedFormat:
                 "have to be rounded again: merge into the model's unquantized checkpoint, and "
                 "quantize at load with --quantization"
             )
-        if module.shape != shape:
+        if module.shape != kept.shape:
             raise ModelFileError(
                 f"{module.where} is for a weight of shape {list(module.shape)}, and the model's is "
-                f"{list(shape)}: the adapter is of another model"
+                f"{list(kept.shape)}: the adapter is of another model"
             )
-        slot = Slot(shape, torch.float32, (rows, columns), is_exact=False)
-        unpack = partial(_merged, module, rows, columns, self._dtype)
+        slot = Slot(kept.shape, torch.float32, (kept.rows, kept.columns), is_exact=False)
+        unpack = partial(_merged, module, kept.rows, kept.columns, self._dtype)
         return CheckpointProjection({"weight": slot}, unpack, is_float=True)
 
     def check_used(self, entries: Entries) -> None:

@@ -183,6 +183,33 @@ class PendingOwners:
 
 
 @dataclass(frozen=True, slots=True)
+class Projection:
+    """Slice that a rank keeps of a projection of the checkpoint.
+
+    name: "model.layers.0.self_attn.q_proj"; floats are in `{name}.weight`. shape: of the whole
+    weight, [O, I]. rows, columns: which are kept.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    rows: slice
+    columns: slice
+
+    @classmethod
+    def whole(cls, name: str, *shape: int) -> Projection:
+        num_rows, num_columns = shape
+        return cls(name, (num_rows, num_columns), slice(0, num_rows), slice(0, num_columns))
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows.stop - self.rows.start
+
+    @property
+    def num_columns(self) -> int:
+        return self.columns.stop - self.columns.start
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
     """A tensor of the checkpoint, of which a rank keeps a slice as it is stored.
 
@@ -220,13 +247,8 @@ class WeightFormat(Protocol):
         """Name in logs and errors: "awq", "gptq", "compressed-tensors", "fp8", "gguf"."""
         ...
 
-    def projection(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> CheckpointProjection | None:
+    def projection(self, kept: Projection) -> CheckpointProjection | None:
         """Find the slots of these rows and columns of a projection; None for floats.
-
-        name: "model.layers.0.self_attn.q_proj"; floats are in `{name}.weight`. shape: of the whole
-        weight, [O, I].
 
         Raises:
             ModelFileError: it is stored in a way that is not served.

@@ -14,8 +14,8 @@ from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.moe import SparseDecoderLayer, SparseMLP
-from nanocore.worker.layers.packing import Projection, Weight, WeightPacker
-from nanocore.worker.loading.weights import Entries
+from nanocore.worker.layers.packing import Weight, WeightPacker
+from nanocore.worker.loading.weights import Entries, Projection
 from nanocore.worker.placement import Placement
 
 

@@ -17,7 +17,7 @@ from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.campaign import examples
 from tests.engine_core.grammars.test_grammar_compiler import WAIT_S, Gate, pool
-from tests.engine_core.grammars.walks import allowed, compiled, demo_vocabulary
+from tests.engine_core.grammars.walks import allowed, compiled
 
 SCHEMA = {
     "type": "object",
@@ -34,11 +34,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "choice": {"choice": ["yes", "no", "perhaps", "perhaps not"]},
     "grammar": {"grammar": 'start: "(" item ("," item)* ")"\nitem: /[0-9]{1,3}/ | start'},
 }
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> TokenTable:
-    return demo_vocabulary()
 
 
 def matcher_of(result: Compiled) -> Any:

@@ -50,12 +50,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     return make_tokens(tmp_path_factory.mktemp("plain"), "text")
 
 
-def is_allowed(tokens: Tokens, text: str, **wanted: Any) -> bool:
-    """Whether masks let the text through, and then the end."""
+def is_allowed(tokens: Tokens, *texts: str, **wanted: Any) -> bool:
+    """Whether masks let these texts through, tokenized apart, and then the end."""
     vocabulary, tokenizer = tokens
     matcher = compiled(vocabulary, **wanted).matcher()
     words_W = np.empty(vocabulary.num_words, np.int32)
-    for token in [*tokenizer.encode(text).ids, EOS]:
+    for token in [i for text in texts for i in tokenizer.encode(text).ids] + [EOS]:
         matcher.fill(words_W)
         assert matcher.failure is None
         if not int(words_W[token // 32]) >> token % 32 & 1:

@@ -24,14 +24,8 @@ from nanocore.engine_core.grammars.matcher import Compiled
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
-from tests.engine_core.grammars.walks import demo_vocabulary
 
 WAIT_S = 60
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> TokenTable:
-    return demo_vocabulary()
 
 
 def want(name: str) -> StructuredOutputs:

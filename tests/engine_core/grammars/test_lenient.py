@@ -11,14 +11,9 @@ import pytest
 
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError
-from tests.engine_core.grammars.walks import compiled, demo_vocabulary, walk
+from tests.engine_core.grammars.walks import compiled, walk
 
 PATTERN = {"type": "string", "pattern": "^(?!a)b$"}
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> TokenTable:
-    return demo_vocabulary()
 
 
 @pytest.mark.parametrize(

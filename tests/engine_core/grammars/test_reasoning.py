@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
@@ -13,6 +12,7 @@ from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.fields import MAX_STRUCTURED_OUTPUTS_BYTES
 from nanocore.protocol.structured_outputs import ReasoningMarks
+from tests.engine_core.grammars.test_free_prefixes import is_allowed
 from tests.engine_core.grammars.walks import DEMO_MODEL, compiled
 
 EOS = 2
@@ -48,30 +48,16 @@ def tokens(
     return TokenTable.load(folder, 1100, [EOS]), tokenizer
 
 
-def _is_allowed(tokens: tuple[TokenTable, Tokenizer], *texts: str, **wanted: Any) -> bool:
-    """Whether masks let these texts through, tokenized apart, and then the end."""
-    vocabulary, tokenizer = tokens
-    matcher = compiled(vocabulary, **wanted).matcher()
-    words_W = np.empty(vocabulary.num_words, np.int32)
-    for token in [i for text in texts for i in tokenizer.encode(text).ids] + [EOS]:
-        matcher.fill(words_W)
-        assert matcher.failure is None
-        if not int(words_W[token // 32]) >> token % 32 & 1:
-            return False
-        matcher.append([token])
-    return True
-
-
 @pytest.mark.parametrize("kind", FORMS)
 def test_the_form_follows_the_reasoning(tokens: tuple[TokenTable, Tokenizer], kind: str) -> None:
     wanted, form = FORMS[kind]
     for thought in ("hm {} \n<think </\n</think>", "</think>"):
         for lines in ("", "\n", "\n\n"):
             text = f"{thought}{lines}{form}"
-            assert _is_allowed(tokens, text, **wanted, reasoning=OPEN), text
-            assert _is_allowed(tokens, f"<think>{text}", **wanted, reasoning=OPTIONAL), text
+            assert is_allowed(tokens, text, **wanted, reasoning=OPEN), text
+            assert is_allowed(tokens, f"<think>{text}", **wanted, reasoning=OPTIONAL), text
     for text in (f"hm\n\n\n{form}", f"hm</think>{form}{form}]", "hm</think>", "hm", ""):
-        assert not _is_allowed(tokens, text, **wanted, reasoning=OPEN), text
+        assert not is_allowed(tokens, text, **wanted, reasoning=OPEN), text
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -79,19 +65,19 @@ def test_reasoning_is_a_must_only_where_the_prompt_has_begun_it(
     tokens: tuple[TokenTable, Tokenizer], kind: str
 ) -> None:
     wanted, form = FORMS[kind]
-    assert not _is_allowed(tokens, form, **wanted, reasoning=OPEN)
-    assert _is_allowed(tokens, form, **wanted, reasoning=OPTIONAL)
-    assert not _is_allowed(tokens, f"hm</think>{form}", **wanted, reasoning=OPTIONAL)
+    assert not is_allowed(tokens, form, **wanted, reasoning=OPEN)
+    assert is_allowed(tokens, form, **wanted, reasoning=OPTIONAL)
+    assert not is_allowed(tokens, f"hm</think>{form}", **wanted, reasoning=OPTIONAL)
 
 
 def test_marks_may_come_as_letters(tokens: tuple[TokenTable, Tokenizer]) -> None:
     texts = ("hm", "</", "think>", '{"a":1}')
-    assert _is_allowed(tokens, *texts, json=SCHEMA, reasoning=OPEN)
-    assert _is_allowed(tokens, "<", "think>", *texts, json=SCHEMA, reasoning=OPTIONAL)
+    assert is_allowed(tokens, *texts, json=SCHEMA, reasoning=OPEN)
+    assert is_allowed(tokens, "<", "think>", *texts, json=SCHEMA, reasoning=OPTIONAL)
 
 
 def test_the_first_end_counts(tokens: tuple[TokenTable, Tokenizer]) -> None:
-    assert not _is_allowed(tokens, "a</think>b</think>yz", choice=["yz"], reasoning=OPEN)
+    assert not is_allowed(tokens, "a</think>b</think>yz", choice=["yz"], reasoning=OPEN)
 
 
 def test_marks_count_among_the_texts(tokens: tuple[TokenTable, Tokenizer]) -> None:

@@ -11,12 +11,7 @@ from nanocore.engine_core.grammars.schema import MAX_SCHEMA_DEPTH
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuralTag, Structure
-from tests.engine_core.grammars.walks import compiled, demo_vocabulary
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> TokenTable:
-    return demo_vocabulary()
+from tests.engine_core.grammars.walks import compiled
 
 
 def refusal(vocabulary: TokenTable, **wanted: Any) -> str:

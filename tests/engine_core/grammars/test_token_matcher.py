@@ -22,11 +22,6 @@ from tests.engine_core.grammars.walks import (
 EOS = 2
 
 
-@pytest.fixture(scope="module")
-def vocabulary() -> TokenTable:
-    return demo_vocabulary()
-
-
 def tokens_of(vocabulary: TokenTable, text: str) -> list[int]:
     return list(vocabulary.tokenizer.tokenize_str(text))
 

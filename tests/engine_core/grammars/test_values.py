@@ -11,12 +11,7 @@ from nanocore.engine_core.grammars.schema import safe_pattern
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuralTag, Structure
-from tests.engine_core.grammars.walks import allowed, compiled, demo_vocabulary, follow
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> TokenTable:
-    return demo_vocabulary()
+from tests.engine_core.grammars.walks import allowed, compiled, follow
 
 
 def possible(vocabulary: TokenTable, schema: Any, texts: list[str]) -> list[str]:

@@ -179,25 +179,6 @@ def test_outputs_of_an_earlier_run_are_not_counted_again() -> None:
     assert ways(engine)[1].num_output_tokens == 1, "its tokens are with it, while it waits"
 
 
-def test_only_its_client_gets_a_requests_name() -> None:
-    engine = Engine()
-    engine.add(make_request(1, [1], 1, client=1))
-    engine.add(make_request(2, [1], 9, client=2))
-    engine.step()
-    for client, expected in ((1, ["r1", ""]), (2, ["", "r2"]), (3, ["", ""])):
-        assert [way.request_id for way in recent(engine, client=client).requests] == expected
-
-
-def test_steps_above_a_number_are_told() -> None:
-    engine = Engine()
-    engine.add(make_request(1, [1], 5))
-    for _ in range(5):
-        engine.step()
-    assert recent(engine, after=3).steps.number == [4, 5]
-    assert recent(engine, after=5).steps.number == recent(engine, after=2**53 - 1).steps.ended_s
-    assert recent(engine, after=9).requests, "whoever asks"
-
-
 def test_many_phases_keep_their_beginning_and_their_end() -> None:
     times = RequestTimes()
     for i in range(5 * MAX_MOVES):

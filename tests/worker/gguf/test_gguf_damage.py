@@ -23,6 +23,7 @@ from nanocore.worker.loading.gguf.gguf_format import GgufFormat
 from nanocore.worker.loading.gguf.header import read_header, read_vocabulary
 from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files
 from nanocore.worker.loading.model_folder import resolve_model
+from nanocore.worker.loading.weights import Projection
 from nanocore.worker.models import load_model_config
 from nanocore.worker.worker import Worker
 from tests.worker.configs import make_worker_config
@@ -197,11 +198,9 @@ def test_a_type_that_is_not_served_is_refused_with_the_file_s_name_of_the_tensor
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    rows, columns = slice(0, 32), slice(0, 256)
+    kept = Projection.whole("model.layers.0.self_attn.q_proj", 32, 256)
     with pytest.raises(ModelFileError, match=r"blk\.0\.attn_q\.weight is stored as Q2_K"):
-        GgufFormat(path, 32, torch.float32).projection(
-            "model.layers.0.self_attn.q_proj", (32, 256), rows, columns
-        )
+        GgufFormat(path, 32, torch.float32).projection(kept)
 
 
 def test_a_setting_that_nobody_knows_is_refused(tmp_path: Path) -> None:

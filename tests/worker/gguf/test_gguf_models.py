@@ -21,10 +21,10 @@ from nanocore.kernels.cpu.library import find_library
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.dry_run import dry_run
-from nanocore.worker.layers.packing import Projection
 from nanocore.worker.loading.checkpoint import stored_tensors
 from nanocore.worker.loading.gguf.gguf_format import GgufFormat
 from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files
+from nanocore.worker.loading.weights import Projection
 from nanocore.worker.models import load_model_config
 from nanocore.worker.worker import Worker
 from tests.fixtures.checkpoints.make_gguf import CASES, TEMPLATE, TEXTS, original_model
@@ -55,7 +55,7 @@ def weights(name: str, config: ModelConfig) -> dict[str, Tensor]:
             kinds = stored_format._tensors[module].type
             columns = tensor.shape[1] // kinds.block_bytes * kinds.block_numel
             whole = Projection.whole(module, tensor.shape[0], columns)
-            stored = stored_format.projection(module, whole.shape, whole.rows, whole.columns)
+            stored = stored_format.projection(whole)
             assert stored is not None
             weight = stored.unpack({"blocks": values})
             assert not isinstance(weight, Tensor)
@@ -223,10 +223,11 @@ def test_a_llama_with_biases_says_what_it_says_in_transformers(
 def test_ranks_cut_between_blocks_or_are_told_what_fits(columns: slice) -> None:
     name = "model.layers.0.mlp.down_proj"
     q8 = GgufFormat(CHECKPOINTS / "qwen3-q8_0.gguf", 64, torch.float32)
-    stored = q8.projection(name, (256, 256), slice(0, 256), columns)
+    kept = Projection(name, (256, 256), slice(0, 256), columns)
+    stored = q8.projection(kept)
     assert stored is not None
     start = columns.start // 32 * 34
     assert stored.slots["blocks"].index == (slice(0, 256), slice(start, start + 4 * 34))
     k = GgufFormat(CHECKPOINTS / "llama-q4_k_m.gguf", 64, torch.float32)
     with pytest.raises(ConfigError, match=r"1 blocks of 256 inputs \(Q.*sizes that can: 1$"):
-        k.projection(name, (256, 256), slice(0, 256), columns)
+        k.projection(kept)

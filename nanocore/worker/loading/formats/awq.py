@@ -29,7 +29,7 @@ from nanocore.worker.loading.formats.quantization_config import (
     groups_in_words,
     refuse_unless,
 )
-from nanocore.worker.loading.weights import CheckpointProjection, Slot
+from nanocore.worker.loading.weights import CheckpointProjection, Projection, Slot
 
 _BITS: Final = 4
 _PER_WORD: Final = 8
@@ -70,20 +70,19 @@ class AwqFormat:
     def __str__(self) -> str:
         return f"AWQ: four bits, {groups_in_words(self.group_size)}"
 
-    def projection(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> CheckpointProjection | None:
+    def projection(self, kept: Projection) -> CheckpointProjection | None:
+        name, rows = kept.name, kept.rows
         if not self.stored.has(f"{name}.qweight"):
             return None
-        out_features, in_features = shape
+        out_features, in_features = kept.shape
         if out_features % _PER_WORD:
             raise ModelFileError(f"{name} has {out_features} outputs: AWQ packs eight to a word")
-        groups = groups_of_slice(name, in_features, self.group_size, columns)
+        groups = groups_of_slice(kept, self.group_size)
         kept_words, in_words = words(rows, _PER_WORD)
         num_words = out_features // _PER_WORD
         scale_dtype = self.stored.float_dtype(f"{name}.scales", torch.float16)
         slots = {
-            "qweight": Slot((in_features, num_words), torch.int32, (columns, kept_words)),
+            "qweight": Slot((in_features, num_words), torch.int32, (kept.columns, kept_words)),
             "scales": Slot((groups.count, out_features), scale_dtype, (groups.kept, rows)),
         }
         if self.has_zeros or self.stored.has(f"{name}.qzeros"):

@@ -24,7 +24,6 @@ from nanocore.worker.loading.formats.packed_groups import (
     Grouping,
     check_slice_bounds,
     groups_of_slice,
-    is_whole,
     per_word,
     unpack_words,
     words,
@@ -40,7 +39,7 @@ from nanocore.worker.loading.formats.quantization_config import (
     refuse_if_set,
     refuse_unless,
 )
-from nanocore.worker.loading.weights import EMBEDDING, CheckpointProjection, Slot
+from nanocore.worker.loading.weights import EMBEDDING, CheckpointProjection, Projection, Slot
 
 _LINEAR: Final = "Linear"
 _MAX_GROUPS: Final = 64
@@ -86,9 +85,8 @@ class CompressedTensorsFormat:
     def __str__(self) -> str:
         return f"compressed-tensors: {'; '.join(str(group.scheme) for group in self.groups)}"
 
-    def projection(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> CheckpointProjection | None:
+    def projection(self, kept: Projection) -> CheckpointProjection | None:
+        name = kept.name
         scheme = self._scheme_of(name)
         if scheme is None:
             if any(self.stored.has(f"{name}.{end}") for end in ("weight_packed", "weight_scale")):
@@ -97,7 +95,7 @@ class CompressedTensorsFormat:
                     "config_groups has it"
                 )
             return None
-        return scheme.projection(name, shape, rows, columns, self.stored)
+        return scheme.projection(kept, self.stored)
 
     def _scheme_of(self, name: str) -> Scheme | None:
         # A group that names the module goes before one of all linear layers, as in vLLM.
@@ -133,14 +131,7 @@ class Scheme(Protocol):
         """A tensor that only a module stored so has."""
         ...
 
-    def projection(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        rows: slice,
-        columns: slice,
-        stored: CheckpointTensors,
-    ) -> CheckpointProjection:
+    def projection(self, kept: Projection, stored: CheckpointTensors) -> CheckpointProjection:
         """See `WeightFormat`; of a module that has this scheme."""
         ...
 
@@ -179,7 +170,7 @@ def read_scheme(group: Settings) -> Scheme:
     )
 
 
-def _read_float8(weights: Settings, *, has_input_scale: bool) -> _Float8:
+def _read_float8(weights: Settings, *, has_input_scale: bool) -> Float8Layout:
     strategy = refuse_unless(weights, "strategy", str, _FLOAT_STRATEGIES)
     if not weights.get("symmetric", bool, True):
         raise weights.error("symmetric", "is not served for floats: true is")
@@ -187,28 +178,7 @@ def _read_float8(weights: Settings, *, has_input_scale: bool) -> _Float8:
     if strategy == "block" and block != [BLOCK, BLOCK]:
         raise weights.error("block_structure", f"is not served: [{BLOCK}, {BLOCK}] is")
     scales = next(known for known in _FLOAT_STRATEGIES if known == strategy)
-    return _Float8(Float8Layout(scales, "weight_scale", has_input_scale))
-
-
-@dataclass(frozen=True, slots=True)
-class _Float8:
-    """float-quantized; see `Scheme`."""
-
-    layout: Float8Layout
-    marker: str = "weight_scale"
-
-    def __str__(self) -> str:
-        return str(self.layout)
-
-    def projection(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        rows: slice,
-        columns: slice,
-        stored: CheckpointTensors,
-    ) -> CheckpointProjection:
-        return self.layout.projection(name, shape, rows, columns, stored)
+    return Float8Layout(scales, "weight_scale", has_input_scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,66 +210,52 @@ class _Integers:
         static = "; its input_scale is not used" if self.has_input_scale else ""
         return f"{self.bits} bits, {of}{static}"
 
-    def projection(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        rows: slice,
-        columns: slice,
-        stored: CheckpointTensors,
-    ) -> CheckpointProjection:
-        groups = groups_of_slice(name, shape[1], self.group_size, columns)
+    def projection(self, kept: Projection, stored: CheckpointTensors) -> CheckpointProjection:
+        name, in_features = kept.name, kept.shape[1]
+        groups = groups_of_slice(kept, self.group_size)
         # Files of modules whose inputs were left in their order have none.
         has_g_idx = self.sorts_inputs and "weight_g_idx" in stored.ends
-        if has_g_idx and not is_whole(columns, shape[1]):
-            check_slice_bounds(name, shape[1], shape[1], columns, "groups of any order (actorder)")
-        slots = self._value_slots(name, shape, rows, columns)
-        slots |= self._scale_slots(name, shape, groups, rows, stored)
         if has_g_idx:
-            slots["weight_g_idx"] = Slot((shape[1],), torch.int32, (columns,))
+            check_slice_bounds(kept, in_features, "groups of any order (actorder)")
+        slots = self._value_slots(kept) | self._scale_slots(kept, groups, stored)
+        if has_g_idx:
+            slots["weight_g_idx"] = Slot((in_features,), torch.int32, (kept.columns,))
         if self.has_input_scale:
             slots["input_scale"] = input_scale_slot(name, stored)
         if self.has_input_zero and stored.has(f"{name}.input_zero_point"):
             zero_shape = stored.shape(f"{name}.input_zero_point", (1,), ())
             slots["input_zero_point"] = Slot(zero_shape, torch.int8, ())
-        unpack = partial(self._unpack, name, shape, groups, rows, columns)
-        return CheckpointProjection(slots, unpack)
+        return CheckpointProjection(slots, partial(self._unpack, kept, groups))
 
-    def _value_slots(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> dict[str, Slot]:
-        out_features, in_features = shape
+    def _value_slots(self, kept: Projection) -> dict[str, Slot]:
+        out_features, in_features = kept.shape
         if self.packing == "bytes":
-            return {"weight": Slot(shape, torch.int8, (rows, columns))}
+            return {"weight": Slot(kept.shape, torch.int8, (kept.rows, kept.columns))}
         packed = per_word(self.bits)
-        check_slice_bounds(name, in_features, packed, columns, f"words of {packed} inputs")
+        check_slice_bounds(kept, packed, f"words of {packed} inputs")
         num_words = -(-in_features // packed)
         return {
             "weight_packed": Slot(
-                (out_features, num_words), torch.int32, (rows, words(columns, packed)[0])
+                (out_features, num_words), torch.int32, (kept.rows, words(kept.columns, packed)[0])
             ),
             "weight_shape": Slot((2,), torch.int64, (slice(0, 2),)),
         }
 
     def _scale_slots(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        groups: Grouping,
-        rows: slice,
-        stored: CheckpointTensors,
+        self, kept: Projection, groups: Grouping, stored: CheckpointTensors
     ) -> dict[str, Slot]:
+        name, out_features = kept.name, kept.shape[0]
         dtype = stored.float_dtype(f"{name}.weight_scale", torch.bfloat16)
         if self.strategy == "tensor":
             of_scale = Slot(stored.shape(f"{name}.weight_scale", (1,), ()), dtype, ())
             of_zero = Slot(stored.shape(f"{name}.weight_zero_point", (1,), ()), torch.int8, ())
         else:
-            of_scale = Slot((shape[0], groups.count), dtype, (rows, groups.kept))
-            of_zero = Slot((shape[0], groups.count), torch.int8, (rows, groups.kept))
+            of_scale = Slot((out_features, groups.count), dtype, (kept.rows, groups.kept))
+            of_zero = Slot((out_features, groups.count), torch.int8, (kept.rows, groups.kept))
         if self.packing == "words":
             packed = per_word(self.bits)
-            num_words = -(-shape[0] // packed)
-            index = (words(rows, packed)[0], groups.kept)
+            num_words = -(-out_features // packed)
+            index = (words(kept.rows, packed)[0], groups.kept)
             if not (self.is_symmetric and stored.dtype(f"{name}.weight_zero_point") == "I8"):
                 of_zero = Slot((num_words, groups.count), torch.int32, index)
         slots = {"weight_scale": of_scale}
@@ -309,22 +265,16 @@ class _Integers:
         return slots
 
     def _unpack(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        groups: Grouping,
-        rows: slice,
-        columns: slice,
-        tensors: Mapping[str, Tensor],
+        self, kept: Projection, groups: Grouping, tensors: Mapping[str, Tensor]
     ) -> GroupedWeight:
-        num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
+        name, shape = kept.name, kept.shape
         if self.packing == "words":
             said = tuple(tensors["weight_shape"].tolist())
             if said != shape:
                 raise ModelFileError(
                     f"{name}.weight_shape says {list(said)}, and config.json implies {list(shape)}"
                 )
-            values_OI = unpack_words(tensors["weight_packed"], self.bits)[:, :num_columns]
+            values_OI = unpack_words(tensors["weight_packed"], self.bits)[:, : kept.num_columns]
         else:
             values_OI = self._unsigned(name, tensors["weight"])
         scale_OG = tensors["weight_scale"].reshape(
@@ -334,25 +284,25 @@ class _Integers:
             values_OI.contiguous(),
             self.bits,
             groups.size,
-            scale_OG.expand(num_rows, -1).contiguous(),
-            self._zeros(name, rows, tensors),
+            scale_OG.expand(kept.num_rows, -1).contiguous(),
+            self._zeros(kept, tensors),
         )
         g_idx = tensors.get("weight_g_idx")
         if g_idx is None or bool((g_idx == -1).all()):  # which stands for inputs in their order
             return weight
-        return sort_inputs(name, weight, g_idx, columns)
+        return sort_inputs(name, weight, g_idx, kept.columns)
 
-    def _zeros(self, name: str, rows: slice, tensors: Mapping[str, Tensor]) -> Tensor | None:
+    def _zeros(self, kept: Projection, tensors: Mapping[str, Tensor]) -> Tensor | None:
         if "weight_zero_point" not in tensors:
             return None
-        zeros = tensors["weight_zero_point"]
+        name, zeros = kept.name, tensors["weight_zero_point"]
         if zeros.dtype == torch.int32:
-            in_words = words(rows, per_word(self.bits))[1]
+            in_words = words(kept.rows, per_word(self.bits))[1]
             zero_OG = unpack_words(zeros.t(), self.bits).t()[in_words]
         else:
             zero_OG = self._unsigned(f"{name}.weight_zero_point", zeros)
             if self.strategy == "tensor":
-                zero_OG = zero_OG.reshape(1, 1).expand(rows.stop - rows.start, 1)
+                zero_OG = zero_OG.reshape(1, 1).expand(kept.num_rows, 1)
         found = zeros_or_none(zero_OG, self.bits)
         if self.is_symmetric and found is not None:
             raise ModelFileError(

@@ -23,7 +23,7 @@ from nanocore.worker.loading.formats.quantization_config import (
     refuse_if_set,
     refuse_unless,
 )
-from nanocore.worker.loading.weights import CheckpointProjection, Index, Slot
+from nanocore.worker.loading.weights import CheckpointProjection, Index, Projection, Slot
 
 BLOCK: Final = 128
 Scales = Literal["tensor", "channel", "block"]
@@ -47,14 +47,12 @@ class Float8Layout:
         static = "; its input_scale is not used" if self.has_input_scale else ""
         return f"E4M3, a scale for {of[self.scales]} (on a CPU int8, one for each output){static}"
 
-    def projection(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        rows: slice,
-        columns: slice,
-        stored: CheckpointTensors,
-    ) -> CheckpointProjection:
+    @property
+    def marker(self) -> str:
+        return self.scale_name
+
+    def projection(self, kept: Projection, stored: CheckpointTensors) -> CheckpointProjection:
+        name, shape, rows, columns = kept.name, kept.shape, kept.rows, kept.columns
         dtype = stored.float_dtype(f"{name}.{self.scale_name}", torch.float32)
         slots = {"weight": Slot(shape, torch.float8_e4m3fn, (rows, columns))}
         block = BLOCK
@@ -130,9 +128,7 @@ class Fp8Format:
     def __str__(self) -> str:
         return f"FP8: {self.layout}"
 
-    def projection(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> CheckpointProjection | None:
-        if not self.stored.has(f"{name}.{self.layout.scale_name}"):
+    def projection(self, kept: Projection) -> CheckpointProjection | None:
+        if not self.stored.has(f"{kept.name}.{self.layout.scale_name}"):
             return None
-        return self.layout.projection(name, shape, rows, columns, self.stored)
+        return self.layout.projection(kept, self.stored)

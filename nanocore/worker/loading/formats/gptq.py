@@ -20,10 +20,8 @@ from nanocore.kernels.grouped_weight import GroupedWeight
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.loading.formats.packed_groups import (
-    Grouping,
     check_slice_bounds,
     groups_of_slice,
-    is_whole,
     per_word,
     unpack_words,
     words,
@@ -38,7 +36,7 @@ from nanocore.worker.loading.formats.quantization_config import (
     refuse_if_set,
     refuse_unless,
 )
-from nanocore.worker.loading.weights import CheckpointProjection, Slot
+from nanocore.worker.loading.weights import CheckpointProjection, Projection, Slot
 
 _BITS: Final = (4, 8)
 _FORMATS: Final = ("gptq", "gptq_v2")
@@ -89,60 +87,43 @@ class GptqFormat:
         version = 1 if self.stores_zero_less_one else 2
         return f"GPTQ version {version}: {self.scheme.bits} bits, {groups}{order}"
 
-    def projection(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> CheckpointProjection | None:
+    def projection(self, kept: Projection) -> CheckpointProjection | None:
+        name, (out_features, in_features) = kept.name, kept.shape
         scheme = self._scheme_of(name)
         if scheme is None:
             return None
-        out_features, in_features = shape
         packed = per_word(scheme.bits)
         for what, size in (("outputs", out_features), ("inputs", in_features)):
             if size % packed:
                 raise ModelFileError(f"{name} has {size} {what}: GPTQ packs {packed} to a word")
-        if scheme.sorts_inputs and not is_whole(columns, in_features):
+        if scheme.sorts_inputs and kept.num_columns < in_features:
             raise ConfigError(
-                f"--tensor-parallel-size {in_features // (columns.stop - columns.start)}: the "
+                f"--tensor-parallel-size {in_features // kept.num_columns}: the "
                 f"inputs of {name} are in groups of any order (GPTQ with desc_act), which ranks "
                 "cannot share: use 1, or a checkpoint without desc_act"
             )
-        check_slice_bounds(name, in_features, packed, columns, f"words of {packed} inputs")
-        groups = groups_of_slice(name, in_features, scheme.group_size, columns)
-        kept_words, in_words = words(rows, packed)
-        slots = self._slots(name, shape, scheme, groups, rows, columns, kept_words)
-        unpack = partial(
-            _unpack, name, scheme, groups.size, columns, in_words, self.stores_zero_less_one
-        )
-        return CheckpointProjection(slots, unpack)
-
-    def _slots(
-        self,
-        name: str,
-        shape: tuple[int, int],
-        scheme: _Scheme,
-        groups: Grouping,
-        rows: slice,
-        columns: slice,
-        kept_words: slice,
-    ) -> dict[str, Slot]:
-        out_features, in_features = shape
-        packed = per_word(scheme.bits)
+        check_slice_bounds(kept, packed, f"words of {packed} inputs")
+        groups = groups_of_slice(kept, scheme.group_size)
+        kept_words, in_words = words(kept.rows, packed)
         scale_dtype = self.stored.float_dtype(f"{name}.scales", torch.float16)
         slots = {
             "qweight": Slot(
                 (in_features // packed, out_features),
                 torch.int32,
-                (words(columns, packed)[0], rows),
+                (words(kept.columns, packed)[0], kept.rows),
             ),
             "qzeros": Slot(
                 (groups.count, out_features // packed), torch.int32, (groups.kept, kept_words)
             ),
-            "scales": Slot((groups.count, out_features), scale_dtype, (groups.kept, rows)),
+            "scales": Slot((groups.count, out_features), scale_dtype, (groups.kept, kept.rows)),
         }
         # Some tools leave it out where inputs are in order.
         if scheme.sorts_inputs or self.stored.has(f"{name}.g_idx"):
-            slots["g_idx"] = Slot((in_features,), torch.int32, (columns,))
-        return slots
+            slots["g_idx"] = Slot((in_features,), torch.int32, (kept.columns,))
+        unpack = partial(
+            _unpack, name, scheme, groups.size, kept.columns, in_words, self.stores_zero_less_one
+        )
+        return CheckpointProjection(slots, unpack)
 
     def _scheme_of(self, name: str) -> _Scheme | None:
         if not self.stored.has(f"{name}.qweight"):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanocore.protocol.errors import ConfigError, ModelFileError
+from nanocore.worker.loading.weights import Projection
 
 MIN_GROUP: Final = 16
 """Smaller groups are in no checkpoint that we know, and kernels do not take them."""
@@ -32,41 +33,37 @@ class Grouping:
     kept: slice
 
 
-def groups_of_slice(name: str, in_features: int, group_size: int, columns: slice) -> Grouping:
+def groups_of_slice(kept: Projection, group_size: int) -> Grouping:
     """The groups of a slice. group_size: as formats have it, -1 for all inputs in one.
 
     Raises ConfigError: the slice cuts through a group. ModelFileError: no weight has such groups.
     """
+    in_features = kept.shape[1]
     if group_size == -1 or group_size >= in_features:
-        return Grouping(columns.stop - columns.start, 1, slice(0, 1))
+        return Grouping(kept.num_columns, 1, slice(0, 1))
     if in_features % group_size:
         raise ModelFileError(
-            f"{name} has {in_features} inputs, which are no whole groups of {group_size} "
+            f"{kept.name} has {in_features} inputs, which are no whole groups of {group_size} "
             "(group_size)"
         )
-    check_slice_bounds(name, in_features, group_size, columns, f"groups of {group_size} inputs")
-    kept = slice(columns.start // group_size, columns.stop // group_size)
-    return Grouping(group_size, in_features // group_size, kept)
+    check_slice_bounds(kept, group_size, f"groups of {group_size} inputs")
+    groups = slice(kept.columns.start // group_size, kept.columns.stop // group_size)
+    return Grouping(group_size, in_features // group_size, groups)
 
 
-def check_slice_bounds(
-    name: str, in_features: int, multiple: int, columns: slice, what: str
-) -> None:
+def check_slice_bounds(kept: Projection, multiple: int, what: str) -> None:
     """Raises ConfigError: the slice does not begin and end at multiples, or at the end."""
-    ends = (columns.start, columns.stop)
+    in_features, ends = kept.shape[1], (kept.columns.start, kept.columns.stop)
     if all(end % multiple == 0 or end == in_features for end in ends):
         return
-    size = in_features // (columns.stop - columns.start)
+    size = in_features // kept.num_columns
     num_groups = in_features // multiple
     fit = [str(n) for n in range(1, min(num_groups, 1024) + 1) if num_groups % n == 0]
     raise ConfigError(
-        f"--tensor-parallel-size {size}: the {in_features} inputs of {name} are stored in {what}, "
-        f"which ranks cannot share; sizes that fit this layer: {', '.join(fit[:_MAX_SIZES])}"
+        f"--tensor-parallel-size {size}: the {in_features} inputs of {kept.name} are stored in "
+        f"{what}, which ranks cannot share; sizes that fit this layer: "
+        f"{', '.join(fit[:_MAX_SIZES])}"
     )
-
-
-def is_whole(part: slice, total: int) -> bool:
-    return part.start == 0 and part.stop == total
 
 
 def words(part: slice, per_word: int) -> tuple[slice, slice]:

@@ -28,7 +28,13 @@ from nanocore.worker.loading.gguf.architectures import (
 from nanocore.worker.loading.gguf.gguf_config import config_settings
 from nanocore.worker.loading.gguf.gguf_files import read_headers
 from nanocore.worker.loading.gguf.header import TensorType
-from nanocore.worker.loading.weights import CheckpointProjection, Entries, Slot, is_finite
+from nanocore.worker.loading.weights import (
+    CheckpointProjection,
+    Entries,
+    Projection,
+    Slot,
+    is_finite,
+)
 
 _FLOAT_DTYPES: Final = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -57,9 +63,8 @@ class GgufFormat:
             if not tensor.name.endswith(".bias")
         }
 
-    def projection(
-        self, name: str, shape: tuple[int, int], rows: slice, columns: slice
-    ) -> CheckpointProjection | None:
+    def projection(self, kept: Projection) -> CheckpointProjection | None:
+        name, shape = kept.name, kept.shape
         tensor = self._tensors.get(name)
         is_in_pairs = self._has_pairs and _IN_PAIRS.fullmatch(name) is not None
         if tensor is None or (tensor.type.name in FLOATS and not is_in_pairs):
@@ -67,7 +72,7 @@ class GgufFormat:
         kind, where = tensor.type, f"{tensor.path}: {tensor.source}"
         in_halves = partial(_in_halves, head_dim=self._head_dim)
         if kind.name in FLOATS:
-            slot = Slot(shape, self._dtype, (rows, columns), is_exact=False)
+            slot = Slot(shape, self._dtype, (kept.rows, kept.columns), is_exact=False)
             return CheckpointProjection(
                 {"weight": slot}, lambda slots: in_halves(slots["weight"]), is_float=True
             )
@@ -82,7 +87,7 @@ class GgufFormat:
                 f"{where} is {kind.name} and has {shape[1]} inputs by the file's "
                 f"settings, which are no blocks of {kind.block_numel}: they are not of one model"
             )
-        index = (rows, _bytes_of(name, kind, shape[1], columns))
+        index = (kept.rows, _bytes_of(kept, kind))
         row_bytes = shape[1] // kind.block_numel * kind.block_bytes
 
         def unpack(slots: Mapping[str, Tensor]) -> CheckpointWeight:
@@ -99,8 +104,8 @@ class GgufFormat:
         one_row = unpack_blocks(
             kind, torch.zeros(1, index[1].stop - index[1].start, dtype=torch.uint8)
         )
-        num_rows = rows.stop - rows.start
-        return CheckpointProjection({BLOCKS: slot}, unpack, kept_bytes=num_rows * one_row.nbytes)
+        kept_bytes = kept.num_rows * one_row.nbytes
+        return CheckpointProjection({BLOCKS: slot}, unpack, kept_bytes=kept_bytes)
 
 
 def _in_halves(rows: Tensor, head_dim: int) -> Tensor:
@@ -125,13 +130,15 @@ def _is_bias_in_pairs(name: str) -> bool:
     return name.endswith(".bias") and _IN_PAIRS.fullmatch(name) is not None
 
 
-def _bytes_of(name: str, kind: TensorType, in_features: int, columns: slice) -> slice:
+def _bytes_of(kept: Projection, kind: TensorType) -> slice:
+    columns = kept.columns
     if columns.start % kind.block_numel or columns.stop % kind.block_numel:
-        num_blocks = in_features // kind.block_numel
+        num_blocks = kept.shape[1] // kind.block_numel
         sizes = [str(size) for size in range(1, 65) if num_blocks % size == 0]
         raise ConfigError(
-            f"--tensor-parallel-size: {name} has {num_blocks} blocks of {kind.block_numel} inputs "
-            f"({kind.name}), which ranks cannot share evenly; sizes that can: {', '.join(sizes)}"
+            f"--tensor-parallel-size: {kept.name} has {num_blocks} blocks of {kind.block_numel} "
+            f"inputs ({kind.name}), which ranks cannot share evenly; sizes that can: "
+            f"{', '.join(sizes)}"
         )
     start, stop = (x // kind.block_numel * kind.block_bytes for x in (columns.start, columns.stop))
     return slice(start, stop)
