@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.worker import machine_speed
+from nanocore.worker.cost import machine_speed
 from nanocore.worker.cost.machine_speed import measure_speed
 
 CPU = torch.device("cpu")
