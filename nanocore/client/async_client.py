@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
-from typing import TypeVar, Unpack
+from typing import Unpack
 
 from nanocore.client.arguments import (
     check_after,
@@ -33,7 +33,7 @@ from nanocore.client.requests.request_outputs import (
 )
 from nanocore.client.requests.request_stream import RequestStream
 from nanocore.client.requests.scoring import ScoreOutput, score_request
-from nanocore.client.requests.submission import Prompt, SubmitTicket, submit
+from nanocore.client.requests.submission import Prompt, RequestOptions, SubmitTicket, submit
 from nanocore.client.tokenizer import ChatMessage
 from nanocore.protocol.errors import InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import ADMIN_OPERATIONS, ControlOperation, Reply
@@ -43,7 +43,6 @@ from nanocore.protocol.sampling import Pooling, SamplingParams
 HEALTH_TIMEOUT_S = 5.0
 STEPS_SINCE = 11
 """Minor version of the protocol that brought CONTROL `steps`."""
-Result = TypeVar("Result")
 
 
 class AsyncEngineClient(BaseClient):
@@ -86,9 +85,8 @@ class AsyncEngineClient(BaseClient):
             InvalidRequestError, ContextLengthError: the request cannot be served as it is.
             EngineDeadError: the engine is gone.
         """
-        stream = await self._submit(
-            prompt, sampling_params, request_id, priority, cache_salt, timeout_s
-        )
+        options = RequestOptions(request_id, priority, cache_salt, timeout_s)
+        stream = await self._submit(prompt, sampling_params, options)
         try:
             while not stream.finished:  # `async for` would cost a coroutine for each token
                 output = stream.read()
@@ -153,17 +151,8 @@ class AsyncEngineClient(BaseClient):
         with ticket or self._queue.ticket() as taken:
             session = await self._session(_wait_s(timeout_s))
             tokenizer = await session.tokenizer.get()
-            stream = await submit(
-                session,
-                prompt,
-                sampling_params,
-                request_id,
-                priority,
-                cache_salt,
-                taken,
-                fit_max_tokens,
-                timeout_s,
-            )
+            options = RequestOptions(request_id, priority, cache_salt, timeout_s, fit_max_tokens)
+            stream = await submit(session, prompt, sampling_params, options, taken)
         return AnswerStream(stream, PlainTextParser, tokenizer)
 
     async def submit_chat(
@@ -192,17 +181,8 @@ class AsyncEngineClient(BaseClient):
                 lambda tokenizer: prepare_chat(messages, options, tokenizer, params, max_model_len),
                 has_much_text,
             )
-            stream = await submit(
-                session,
-                chat.prompt_token_ids,
-                chat.params,
-                request_id,
-                priority,
-                cache_salt,
-                ticket,
-                fit_max_tokens,
-                timeout_s,
-            )
+            request = RequestOptions(request_id, priority, cache_salt, timeout_s, fit_max_tokens)
+            stream = await submit(session, chat.prompt_token_ids, chat.params, request, ticket)
             tokenizer = await session.tokenizer.get()
         return AnswerStream(
             stream,
@@ -224,9 +204,8 @@ class AsyncEngineClient(BaseClient):
         ticket: SubmitTicket | None = None,
     ) -> RequestOutput:
         """Return the last output of a completion. Arguments as `generate` and `submit`."""
-        stream = await self._submit(
-            prompt, sampling_params, request_id, priority, cache_salt, timeout_s, ticket
-        )
+        options = RequestOptions(request_id, priority, cache_salt, timeout_s)
+        stream = await self._submit(prompt, sampling_params, options, ticket)
         return await _final(stream)
 
     async def embed(
@@ -343,9 +322,8 @@ class AsyncEngineClient(BaseClient):
             session = await self._session(math.inf)
             vocab_size = session.connection.welcome.model.vocab_size
             request = await score_request(session.tokenizer, context, continuation, vocab_size)
-            stream = await self._submit(
-                request.prompt, request.params, request_id, priority, cache_salt, None, ticket
-            )
+            options = RequestOptions(request_id, priority, cache_salt)
+            stream = await self._submit(request.prompt, request.params, options, ticket)
         return request.score(await _final(stream))
 
     async def pause(self) -> None:
@@ -372,16 +350,12 @@ class AsyncEngineClient(BaseClient):
         self,
         prompt: Prompt,
         params: SamplingParams | None,
-        request_id: str | None,
-        priority: int,
-        cache_salt: str | None,
-        timeout_s: float | None,
+        options: RequestOptions,
         ticket: SubmitTicket | None = None,
     ) -> RequestStream:
         with ticket or self._queue.ticket() as taken:
-            session = await self._session(_wait_s(timeout_s))
-            request = prompt, params, request_id, priority, cache_salt
-            return await submit(session, *request, taken, timeout_s=timeout_s)
+            session = await self._session(_wait_s(options.timeout_s))
+            return await submit(session, prompt, params, options, taken)
 
 
 async def _final(stream: RequestStream) -> RequestOutput:

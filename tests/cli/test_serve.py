@@ -77,7 +77,7 @@ def test_responses_that_take_too_long_end_with_an_error(engine: forked.Engine) -
             running = server.ask()
             held.wait_for(1)
             server.signal(signal.SIGTERM)
-            server.line("are cut")
+            server.line("were cut")
             assert server.exit() == 0
             status, body = answered(running)
             assert (status, body["error"]["code"]) == (503, "unavailable")

@@ -11,7 +11,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Sequence
-from typing import Final, Self, TypeAlias, TypedDict
+from typing import Final, NamedTuple, Self, TypeAlias, TypedDict
 
 from msgspec.structs import replace
 
@@ -102,6 +102,19 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: list[int] | array[int]
 
 
+class RequestOptions(NamedTuple):
+    """Options of one request, as in `AsyncEngineClient.generate`.
+
+    request_id: None makes one. fit_max_tokens: limit max_tokens to the remaining context.
+    """
+
+    request_id: str | None
+    priority: int
+    cache_salt: str | None
+    timeout_s: float | None = None
+    fit_max_tokens: bool = False
+
+
 _DEFAULTS: Final = EngineSamplingParams()
 LENIENT_SINCE: Final = 12
 """Minor version of the protocol that brought lenient schemas."""
@@ -113,16 +126,10 @@ async def submit(
     session: ClientSession,
     prompt: Prompt,
     params: SamplingParams | None,
-    request_id: str | None,
-    priority: int,
-    cache_salt: str | None,
+    options: RequestOptions,
     ticket: SubmitTicket,
-    fit_max_tokens: bool = False,
-    timeout_s: float | None = None,
 ) -> RequestStream:
     """Send a request; its output, or its error, goes to the stream.
-
-    fit_max_tokens: limit max_tokens to the remaining context. timeout_s: of the whole request.
 
     Raises:
         InvalidRequestError: it cannot be sent. ContextLengthError: its text is far too long.
@@ -132,13 +139,13 @@ async def submit(
     welcome = connection.welcome
     if params is None:
         params = SamplingParams.from_engine(welcome.model.default_sampling)
-    if request_id is None:
-        request_id = uuid.uuid4().hex
+    request_id = uuid.uuid4().hex if options.request_id is None else options.request_id
+    timeout_s = options.timeout_s
     check_sampling_params(params)
     check_request_timeout(timeout_s)
     check_request_id(request_id, welcome.limits.max_request_id_chars)
     text, token_ids = await _tokenize(session, prompt, ticket)
-    if fit_max_tokens:
+    if options.fit_max_tokens:
         params = _fitted(params, welcome.model.max_model_len - len(token_ids))
     words: list[list[int]] = []
     if params.bad_words:
@@ -158,8 +165,8 @@ async def submit(
         request_id=request_id,
         prompt_token_ids=pack_int32(token_ids),
         sampling=sampling,
-        priority=priority,
-        cache_salt=cache_salt,
+        priority=options.priority,
+        cache_salt=options.cache_salt,
         timeout_s=timeout_s,
     )
     if timeout_s is not None:
