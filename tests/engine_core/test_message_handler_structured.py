@@ -22,30 +22,13 @@ from nanocore.protocol.messages import (
     Reply,
     Submit,
 )
-from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.engine_core.scripted_io import MAX_NUM_QUEUED_REQS, Io
 from tests.engine_core.test_admission import admission, submit
 from tests.fakes import FakeGrammars, FakeMatcher
-
-STATS = Stats(
-    num_requests_running=1,
-    num_requests_waiting=2,
-    kv_cache_usage_perc=0.0,
-    num_blocks=4,
-    num_free_blocks=4,
-    prefix_cache_queries=0,
-    prefix_cache_hits=0,
-    prefix_cache_hit_rate=0.0,
-    num_preemptions=0,
-    num_aborts=5,
-    prompt_tokens=0,
-    generation_tokens=0,
-    num_steps=0,
-    paused=False,
-)
+from tests.protocol.samples import STATS
 
 
 def added(io: Io) -> AddRequest:
@@ -191,7 +174,7 @@ def test_stats_count_what_the_step_loop_does_not_know(io: Io) -> None:
     (reply,) = io.take_sent()
     assert isinstance(reply, Reply)
     assert reply.stats is not None
-    assert (reply.stats.num_requests_waiting, reply.stats.num_aborts) == (4, 8)
+    assert (reply.stats.num_requests_waiting, reply.stats.num_aborts) == (2 + 2, 6 + 3)
 
 
 def test_an_engine_that_stops_ends_what_waits(io: Io) -> None:
