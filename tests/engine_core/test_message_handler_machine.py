@@ -351,15 +351,19 @@ class MessageHandlerMachine(RuleBasedStateMachine):
         io = self.io
         self.work()
         waiting = {handle for handle in self.deadlines_s if handle in io.compiling}
-        known = waiting | self.running.keys()
+        known = waiting | (self.running.keys() - self.aborting)
         left = {handle: s for handle, s in self.deadlines_s.items() if handle in known}
         assert io.handler.next_deadline_s <= min(left.values(), default=math.inf)
         overdue = {handle for handle, s in left.items() if s <= io.now_s}
         io.handler.end_overdue(io.now_s)
         aborting = set(self.aborting)
         self.work()
-        assert self.aborting == aborting | (overdue & self.running.keys())
-        assert waiting - overdue == {handle for handle in waiting if handle in io.compiling}
+        of_gone = self.aborting - aborting - overdue  # who could not be told
+        assert not of_gone or self.num_gone > 0
+        assert self.aborting - of_gone == aborting | (overdue & self.running.keys())
+        dropped = {handle for handle in waiting - overdue if handle not in io.compiling}
+        assert not dropped or self.num_gone > 0
+        assert not any(handle in io.compiling for handle in overdue)
         for handle in overdue:  # they are told once
             del self.deadlines_s[handle]
 
