@@ -16,6 +16,7 @@ from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.plan import NewRow
 from nanocore.worker.sampling.columns import RowColumns, SampledRows, SamplingMetadata
+from tests.step_plans import make_row
 
 F = np.float32
 
@@ -30,16 +31,8 @@ class EditedRow:
     stop_token_ids: tuple[int, ...] = ()
 
     def new_row(self, row: int, seed: int = 0) -> NewRow:
-        return NewRow(
-            row=row,
-            token_ids=np.array(self.prompt + self.output, "<i4").tobytes(),
-            num_prompt_tokens=len(self.prompt),
-            num_computed_tokens=0,
-            block_ids=b"",
-            sampling=self.sampling,
-            seed=seed,
-            stop_token_ids=list(self.stop_token_ids),
-        )
+        more = {"output": self.output, "stop_token_ids": list(self.stop_token_ids)}
+        return make_row(row, self.prompt, self.sampling, seed=seed, **more)
 
     @np.errstate(invalid="ignore")
     def edited(self, logits_V: NDArray[np.float32]) -> NDArray[np.float32]:

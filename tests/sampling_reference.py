@@ -9,8 +9,8 @@ from torch import Tensor
 from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.plan import NewRow
 from nanocore.worker.sampling.columns import RowColumns, SampledRows, SamplingMetadata
+from tests.step_plans import make_row
 
 Settings = tuple[float, int, float, float]
 """temperature (0 is greedy), top_k (0 is off), top_p, min_p"""
@@ -24,12 +24,7 @@ def make_rows(rows: list[Settings], vocab_size: int, seeds: list[int] | None = N
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
         )
         seed = row if seeds is None else seeds[row]
-        columns.set_row(
-            NewRow(
-                row=row, token_ids=b"", num_prompt_tokens=0, num_computed_tokens=0, block_ids=b"",
-                sampling=sampling, seed=seed,
-            )
-        )  # fmt: skip
+        columns.set_row(make_row(row, [], sampling, seed=seed))
     return columns.of_rows(np.arange(len(rows)))
 
 

@@ -84,7 +84,7 @@ def check_quantization_name(
 
 
 def pack_rows(
-    weight: CheckpointWeight, quantization: str | None, dtype: torch.dtype | None
+    weight: CheckpointWeight, quantization: str | None = None, dtype: torch.dtype | None = None
 ) -> LinearWeight:
     """The weight row by row, quantized if so asked.
 

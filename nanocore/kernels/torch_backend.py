@@ -12,11 +12,10 @@ from torch import Tensor
 
 from nanocore.kernels import Activation
 from nanocore.kernels.candidates import NO_TOKEN
-from nanocore.kernels.grouped_weight import CheckpointWeight, QuantizedForm
+from nanocore.kernels.grouped_weight import QuantizedForm
 from nanocore.kernels.gumbel_noise import best_with_noise, cached_rows
 from nanocore.kernels.interface import (
     AttentionMetadata,
-    AttentionSpec,
     Filters,
     GraphSupport,
     KVCache,
@@ -39,7 +38,7 @@ from nanocore.kernels.linear_weight import (
     quantize_rows,
     stack,
 )
-from nanocore.kernels.logit_edits import LogitEdits, TokenMask
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.rank_group import RankGroup
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.kernels.torch_attention import paged_attention, store_kv
@@ -60,13 +59,9 @@ class TorchKernels:
     kept_forms: frozenset[QuantizedForm] = frozenset()
     stacks_experts = True
 
-    def pack_linear(
-        self,
-        weight: CheckpointWeight,
-        quantization: str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> LinearWeight:
-        return pack_rows(weight, quantization, dtype)
+    pack_linear = staticmethod(pack_rows)
+    paged_attention = staticmethod(paged_attention)
+    edit_logits = staticmethod(edit_logits)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
         if weight.segments:
@@ -176,11 +171,6 @@ class TorchKernels:
         store_kv(rope(k_TKD, cos_TR, sin_TR), v_TKD, cache, metadata.slot_mapping_T)
         return rope(q_THD, cos_TR, sin_TR)
 
-    def paged_attention(
-        self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
-    ) -> Tensor:
-        return paged_attention(q_THD, cache, metadata, spec)
-
     def best_token(
         self,
         logits_RV: Tensor,
@@ -198,9 +188,6 @@ class TorchKernels:
         if places is not None:
             places.write(column_R)
         return value_R, column_R
-
-    def edit_logits(self, logits_RV: Tensor, edits: LogitEdits) -> None:
-        edit_logits(logits_RV, edits)
 
     def best_filtered_token(
         self, logits_RV: Tensor, noise: Noise, filters: Filters, mask: TokenMask | None = None

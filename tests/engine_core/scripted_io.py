@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from queue import SimpleQueue
+from typing import TypeVar
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.fakes import FakeGrammars, FakePeers, make_scheduler
 
+T = TypeVar("T")
 TOKENIZER = bytes(range(256)) * 300  # more than a chunk
 MAX_NUM_CLIENTS = 3
 MAX_NUM_QUEUED_REQS = 8
@@ -106,9 +108,7 @@ class Io:
     def submit(self, request_id: str) -> int:
         """Submit a request; returns its handle."""
         self.receive(Submit(request_id=request_id, prompt_token_ids=b"\1\0\0\0"))
-        event = self.inbox.get_nowait()
-        assert isinstance(event, AddRequest)
-        return event.request.handle
+        return self.next_event(AddRequest).request.handle
 
     def step(self, *tokens: tuple[int, int], finish: tuple[int, ...] = (), client: int = 1) -> None:
         """Deliver a step's output of (handle, token) pairs."""
@@ -140,6 +140,17 @@ class Io:
         messages = [message for _, message in self.peers.sent]
         self.peers.sent.clear()
         return messages
+
+    def take_one(self, kind: type[T]) -> T:
+        """The one message that was sent."""
+        (message,) = self.take_sent()
+        assert isinstance(message, kind)
+        return message
+
+    def next_event(self, kind: type[T]) -> T:
+        event = self.inbox.get_nowait()
+        assert isinstance(event, kind)
+        return event
 
     def in_session(self) -> set[bytes]:
         """The peers that have a session."""

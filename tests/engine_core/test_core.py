@@ -4,95 +4,35 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
 from pathlib import Path
-from queue import SimpleQueue
 
 import pytest
 
-from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.mailbox import (
     AbortRequests,
     AddRequest,
     ControlCall,
     ControlReply,
-    Inbox,
-    Outbox,
     Shutdown,
 )
-from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.kv_cache.events import AllBlocksCleared, BlockStored, KVEventBatch
 from nanocore.protocol.errors import ConfigError
-from nanocore.protocol.messages import Event
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from tests.fakes import expected_tokens, make_request, make_scheduler, tokens_by_handle
-
-
-class CoreUnderTest:
-    """A core, and what it has sent."""
-
-    def __init__(
-        self, trace: StepTrace | None = None, inbox: Inbox | None = None, **limits: int
-    ) -> None:
-        self.scheduler, self.executor = make_scheduler(**limits)
-        self.inbox: Inbox = inbox or SimpleQueue()
-        self.outbox = Outbox()
-        self.core = EngineCore(self.scheduler, self, self.inbox, self.outbox, trace)
-        self.during_step: list = []
-        self.max_concurrent_steps = limits.get("num_groups", 1)
-        self.results: deque[ModelRunnerOutput] = deque()
-        self.most_in_flight = 0
-
-    def submit(self, plan: SchedulerOutput) -> None:
-        """The fake worker; what is in during_step arrives while it runs."""
-        while self.during_step:
-            self.inbox.put(self.during_step.pop(0))
-        self.results.append(self.executor.execute(plan))
-        self.most_in_flight = max(self.most_in_flight, len(self.results))
-
-    def sample(self, masks: TokenMasks) -> None:
-        raise AssertionError("no step awaits masks")
-
-    def collect(self) -> ModelRunnerOutput:
-        return self.results.popleft()
-
-    def run(self, *events: object) -> list:
-        """Put events and a Shutdown, run to the end, and return the outbox."""
-        for event in events:
-            self.inbox.put(event)  # type: ignore[arg-type]
-        self.inbox.put(Shutdown("test"))
-        self.core.run()
-        return self.outbox.drain()
-
-    def finish(self, *events: object) -> list:
-        """Put events and step until nothing is left."""
-        for event in events:
-            self.inbox.put(event)  # type: ignore[arg-type]
-        self.core.drain_inbox(wait=False)
-        while self.scheduler.num_requests:
-            self.core.step()
-        return self.outbox.drain()
+from tests.engine_core.core_under_test import (
+    CoreUnderTest,
+    ScriptedInbox,
+    ends,
+    replies,
+    tokens,
+    tokens_of,
+)
+from tests.fakes import expected_tokens, make_request
 
 
 @pytest.fixture
 def core() -> CoreUnderTest:
     return CoreUnderTest()
-
-
-def tokens(outputs: list) -> list[int]:
-    return [t for o in outputs if isinstance(o, ClientOutput) for t in o.tokens.token_ids.tolist()]
-
-
-def ends(outputs: list) -> list[Event]:
-    return [
-        event
-        for output in outputs
-        if isinstance(output, ClientOutput)
-        for event in output.events
-        if event.finish_reason
-    ]
 
 
 def test_an_abort_that_arrives_while_the_model_runs_wins(core: CoreUnderTest) -> None:
@@ -127,7 +67,7 @@ def test_a_control_operation_that_arrives_while_the_model_runs_waits_for_the_ste
     # The aborted request's blocks are free only when the step that may write them is over.
     core.during_step = [AbortRequests([1]), ControlCall(1, 1, "reset_prefix_cache")]
     outputs = core.finish(AddRequest(make_request(1, [1] * 9, 5)))
-    (reply,) = [output.reply for output in outputs if isinstance(output, ControlReply)]
+    (reply,) = replies(outputs)
     assert reply.ok
     assert core.scheduler.kv_cache.num_cached_blocks == 0
 
@@ -169,10 +109,10 @@ def test_a_paused_core_takes_requests_and_steps_none(core: CoreUnderTest) -> Non
         AddRequest(make_request(1, [1], 5)),
         ControlCall(1, 2, "stats"),
     )
-    replies = {o.reply.call_id: o.reply for o in outputs if isinstance(o, ControlReply)}
-    assert replies[2].stats is not None
-    assert replies[2].stats.paused
-    assert replies[2].stats.num_requests_waiting == 1
+    answers = {reply.call_id: reply for reply in replies(outputs)}
+    assert answers[2].stats is not None
+    assert answers[2].stats.paused
+    assert answers[2].stats.num_requests_waiting == 1
     assert tokens(outputs) == []
 
 
@@ -268,18 +208,6 @@ def test_a_trace_that_cannot_be_opened_is_a_flag_that_cannot_work(
         StepTrace(str(path))
 
 
-class ScriptedInbox(SimpleQueue):  # type: ignore[type-arg]
-    """An inbox that has the next event of a script whenever the core sleeps on it."""
-
-    def __init__(self, script: list) -> None:
-        self.script = script
-
-    def get(self, block: bool = True, timeout: float | None = None) -> object:
-        if self.empty() and block:
-            return self.script.pop(0)
-        return super().get(block, timeout)
-
-
 def test_a_paused_core_sleeps_on_its_inbox_and_runs_when_resumed() -> None:
     script = [
         ControlCall(1, 1, "pause"),
@@ -287,9 +215,7 @@ def test_a_paused_core_sleeps_on_its_inbox_and_runs_when_resumed() -> None:
         ControlCall(1, 2, "resume"),  # the core sleeps although a request waits
         Shutdown("test"),  # and again when it has ended
     ]
-    core = CoreUnderTest(inbox=ScriptedInbox(script))
-    core.core.run()
-    outputs = core.outbox.drain()
+    outputs = CoreUnderTest(inbox=ScriptedInbox(script)).run()
     assert not script
     assert tokens(outputs) == expected_tokens([1, 2], 5)
     assert [event.finish_reason for event in ends(outputs)] == ["length"]
@@ -335,15 +261,13 @@ def test_a_session_resumes_its_own_pause_and_nobody_elses() -> None:
         ControlCall(1, 8, "resume"),
         Shutdown("test"),  # asked for when the request has ended
     ]
-    core = CoreUnderTest(inbox=ScriptedInbox(script))
-    core.core.run()
-    outputs = core.outbox.drain()
+    outputs = CoreUnderTest(inbox=ScriptedInbox(script)).run()
     assert len(ends(outputs)) == 1
-    replies = {o.reply.call_id: o.reply for o in outputs if isinstance(o, ControlReply)}
-    assert all(reply.ok for reply in replies.values())
-    assert replies[6].stats is not None
-    assert replies[6].stats.paused
-    messages = {call_id: reply.message for call_id, reply in replies.items() if reply.message}
+    answers = {reply.call_id: reply for reply in replies(outputs)}
+    assert all(reply.ok for reply in answers.values())
+    assert answers[6].stats is not None
+    assert answers[6].stats.paused
+    messages = {call_id: reply.message for call_id, reply in answers.items() if reply.message}
     assert messages == dict.fromkeys((4, 5), "still paused by other sessions (1)")
 
 
@@ -360,11 +284,8 @@ def test_samples_wait_with_their_request_while_it_is_paused_and_end_with_it() ->
         ControlCall(1, 5, "resume"),
         Shutdown("test"),
     ]
-    core = CoreUnderTest(inbox=ScriptedInbox(script))
-    core.core.run()
-    outputs = core.outbox.drain()
-    waiting = [o.reply.stats.num_requests_waiting for o in outputs
-               if isinstance(o, ControlReply) and o.reply.stats]  # fmt: skip
+    outputs = CoreUnderTest(inbox=ScriptedInbox(script)).run()
+    waiting = [reply.stats.num_requests_waiting for reply in replies(outputs) if reply.stats]
     assert waiting == [3, 2, 1]
     reasons = [(event.handle, event.finish_reason) for event in ends(outputs)]
     assert reasons == [(2, "abort"), (1, "abort"), (3, "length")]
@@ -373,8 +294,7 @@ def test_samples_wait_with_their_request_while_it_is_paused_and_end_with_it() ->
 def test_a_control_operation_that_waited_for_a_step_is_answered_once(core: CoreUnderTest) -> None:
     core.during_step = [ControlCall(1, 1, "stats")]
     outputs = core.finish(AddRequest(make_request(1, [1] * 9, 5)))
-    replies = [output for output in outputs if isinstance(output, ControlReply)]
-    assert [reply.reply.call_id for reply in replies] == [1]
+    assert [reply.call_id for reply in replies(outputs)] == [1]
 
 
 def test_kv_events_are_published_with_their_step_and_with_a_reset(core: CoreUnderTest) -> None:
@@ -442,12 +362,3 @@ def test_a_pause_lets_the_steps_in_flight_end_and_begins_no_more() -> None:
     core.inbox.put(ControlCall(1, 2, "resume"))
     outputs = core.finish()
     assert len(ends(outputs)) == 2
-
-
-def tokens_of(outputs: list, handle: int) -> list[int]:
-    return [
-        token
-        for output in outputs
-        if isinstance(output, ClientOutput)
-        for token in tokens_by_handle(output.tokens).get(handle, [])
-    ]

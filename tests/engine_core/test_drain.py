@@ -79,15 +79,13 @@ def test_new_requests_are_refused_and_told_what_to_do(io: Io) -> None:
     io.take_sent()
     io.now_s += 10.5
     io.receive(Submit(request_id="y", prompt_token_ids=b"\1\0\0\0"))
-    (refused,) = io.take_sent()
-    assert isinstance(refused, Error)
+    refused = io.take_one(Error)
     assert (refused.code, refused.request_id, refused.retry_after_s) == ("draining", "y", 20)
     assert "SIGTERM" in refused.message
     assert "another engine" in refused.message
     assert io.inbox.empty()
     io.receive(Submit(request_id="x", prompt_token_ids=b"\1\0\0\0"))
-    (duplicate,) = io.take_sent()
-    assert isinstance(duplicate, Error)
+    duplicate = io.take_one(Error)
     assert duplicate.code == "duplicate_request_id", "any other would end the one that runs"
     assert list(io.session.requests) == ["x"]
 
@@ -96,8 +94,7 @@ def test_they_are_still_refused_when_the_engine_is_about_to_end(io: Io) -> None:
     begin(io)
     io.inbox.get_nowait()
     io.receive(Submit(request_id="y", prompt_token_ids=b"\1\0\0\0"))
-    (refused,) = io.take_sent()
-    assert isinstance(refused, Error)
+    refused = io.take_one(Error)
     assert refused.code == "draining"
     assert io.inbox.empty()
 
@@ -124,8 +121,7 @@ def test_everything_else_goes_on(io: Io) -> None:
     io.take_sent()
     begin(io)
     io.receive(Ping(nonce=4))
-    (pong,) = io.take_sent()
-    assert isinstance(pong, Pong)
+    pong = io.take_one(Pong)
     assert pong.nonce == 4
     io.receive(Control(call_id=1, operation="stats"))
     assert not io.inbox.empty()
@@ -141,8 +137,7 @@ def test_a_request_that_awaits_its_grammar_runs_to_its_end(io: Io) -> None:
     begin(io)
     assert not is_over(io)
     io.compile()
-    added = io.inbox.get_nowait()
-    assert isinstance(added, AddRequest)
+    added = io.next_event(AddRequest)
     assert not is_over(io)
     io.step((added.request.handle, 1), finish=(added.request.handle,))
     assert is_over(io)
@@ -201,8 +196,7 @@ def test_what_is_paused_is_not_waited_for(io: Io) -> None:
     io.receive(Control(call_id=1, operation="pause"))
     io.inbox.get_nowait()
     begin(io)
-    shutdown = io.inbox.get_nowait()
-    assert isinstance(shutdown, Shutdown)
+    shutdown = io.next_event(Shutdown)
     assert shutdown.reason.startswith("SIGTERM: the engine is paused")
 
 
@@ -214,8 +208,7 @@ def test_a_pause_that_is_over_is_none_and_no_other_may_begin(io: Io) -> None:
     begin(io)
     io.take_sent()
     io.receive(Control(call_id=2, operation="pause"))
-    (reply,) = io.take_sent()
-    assert isinstance(reply, Reply)
+    reply = io.take_one(Reply)
     assert (reply.call_id, reply.ok) == (2, False)
     assert "drains" in (reply.message or "")
     assert not is_over(io)
@@ -234,8 +227,7 @@ def test_a_client_can_ask_for_it_and_a_second_time_changes_nothing(io: Io) -> No
     io.now_s += 10
     io.receive(Control(call_id=6, operation="drain"))
     begin(io)
-    (reply,) = io.take_sent()
-    assert isinstance(reply, Reply)
+    reply = io.take_one(Reply)
     assert reply.ok
     assert "20 s" in (reply.message or "")
     io.step(finish=(handle,))
@@ -276,8 +268,7 @@ def test_the_io_thread_begins_it_and_looks_at_its_deadline_in_time(files: Served
     io.thread.run()
     assert waits_ms[0] > 900, "as long as no drain is on, it waits for the next check"
     assert waits_ms[1] <= 301
-    shutdown = io.inbox.get_nowait()
-    assert isinstance(shutdown, Shutdown)
+    shutdown = io.next_event(Shutdown)
     assert shutdown.reason.startswith("SIGINT: not done within 0.3 s")
     welcome, draining, *_ = io.take_sent()
     assert isinstance(welcome, Welcome)

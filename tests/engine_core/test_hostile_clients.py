@@ -142,8 +142,7 @@ def test_merged_tokens_that_are_not_taken_are_not_merged_again(
 def test_a_request_of_a_client_found_gone_at_its_accepted_is_aborted(io: Io) -> None:
     io.peers.state[b"a"] = SendResult.GONE
     io.receive(Submit(request_id="x", prompt_token_ids=b"\1\0\0\0"))
-    added = io.inbox.get_nowait()
-    assert isinstance(added, AddRequest)
+    added = io.next_event(AddRequest)
     assert io.inbox.get_nowait() == AbortRequests([added.request.handle])
 
 
@@ -164,8 +163,7 @@ def test_calls_beyond_the_limit_are_refused_until_one_is_answered(io: Io) -> Non
         io.receive(Control(call_id=call_id, operation="stats"))
     assert io.take_sent() == []
     io.receive(Control(call_id=99, operation="stats"))
-    (reply,) = io.take_sent()
-    assert isinstance(reply, Reply)
+    reply = io.take_one(Reply)
     assert (reply.call_id, reply.ok) == (99, False)
     assert io.inbox.qsize() == MAX_CALLS
     io.handler.deliver(ControlReply(1, Reply(call_id=0)), io.now_s)
@@ -222,8 +220,7 @@ def test_a_bad_request_id_is_returned_up_to_one_length_wherever_it_is_refused(
     request_id = "\u00e9" * num_chars
     body = {"request_id": request_id, "prompt_token_ids": b"\1\0\0\0", "sampling": sampling}
     io.receive_frames([b"\x10", msgspec.msgpack.encode(body)])
-    (error,) = io.take_sent()
-    assert isinstance(error, Error)
+    error = io.take_one(Error)
     assert error.code == "invalid_request"
     assert error.request_id == (request_id if num_chars <= 1024 else None)
 

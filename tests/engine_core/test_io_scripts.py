@@ -136,8 +136,7 @@ def test_a_clients_ids_and_handles_do_nothing_to_anothers_requests(io: Io) -> No
     assert io.session.requests == {"mine": [handle]}
     io.receive_frames([bytes([Op.HELLO]), HELLOS[0][3]], b"b")
     io.receive(Submit(request_id="mine", prompt_token_ids=b"\1\0\0\0"), b"b")
-    added = io.inbox.get_nowait()
-    assert isinstance(added, AddRequest)
+    added = io.next_event(AddRequest)
     assert added.request.handle != handle
 
 

@@ -117,8 +117,7 @@ def test_a_deaf_io_thread_ends_the_engine(io: Threaded) -> None:
 
     io.socket.on_wait = broken
     io.thread.run()
-    shutdown = io.inbox.get_nowait()
-    assert isinstance(shutdown, Shutdown)
+    shutdown = io.next_event(Shutdown)
     assert shutdown.failure
     assert "poll failed" in shutdown.reason
 

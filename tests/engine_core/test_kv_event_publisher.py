@@ -12,7 +12,7 @@ import pytest
 import xxhash
 import zmq
 
-from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher, ReplayRing
+from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.kv_cache.events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -146,27 +146,6 @@ def test_a_replay_repeats_the_payloads_byte_for_byte(
     client = routers.replay_client(replay_endpoint)
     client.ask(b"", number.to_bytes(8, "big"))
     assert client.answers() == [(number, payload)]
-
-
-def test_what_the_ring_no_longer_holds_is_not_replayed(
-    make: MakePublisher, routers: Peers, replay_endpoint: str
-) -> None:
-    publisher = make(ring=ReplayRing(max_batches=3))
-    for sequence in range(5):
-        publisher.publish(numbered(sequence))
-    publisher.start()
-    assert replayed(routers, replay_endpoint) == [2, 3, 4]
-
-
-def test_malformed_replay_requests_are_counted_and_harm_nobody(
-    publisher: KVEventPublisher, routers: Peers, replay_endpoint: str
-) -> None:
-    publisher.publish(numbered(0))
-    client = routers.replay_client(replay_endpoint)
-    for frames in ([b"\xc1"], [b"", b""], [b"", bytes(9)], [b"x", bytes(8)], [b""] * 50):
-        client.ask(*frames)
-    assert client.replay(0) == [0], "the first answer is to the first request that is one"
-    assert publisher.num_malformed_requests == 5
 
 
 def test_a_full_queue_drops_and_the_numbers_show_it(

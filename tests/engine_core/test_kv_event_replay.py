@@ -91,10 +91,6 @@ def test_the_ring_finds_a_range_across_dropped_batches() -> None:
     assert ring.between(7, 9, 10) == []
 
 
-def test_an_idle_server_needs_no_turn(server: ReplayServer) -> None:
-    assert server.turn(0.0) is None
-
-
 def test_a_replay_brings_everything_from_its_start_and_ends(
     server: ReplayServer, router: FakeRouter
 ) -> None:

@@ -76,8 +76,7 @@ def test_a_bad_submit_of_an_id_in_use_is_a_duplicate_whatever_else_is_wrong(io: 
     io.take_sent()
     body = {"request_id": "x", "prompt_token_ids": b"\1\0\0\0", "sampling": {"top_k": "x"}}
     io.receive_frames([b"\x10", msgspec.msgpack.encode(body)])
-    (refused,) = io.take_sent()
-    assert isinstance(refused, Error)
+    refused = io.take_one(Error)
     assert (refused.code, refused.request_id) == ("duplicate_request_id", "x")
 
 
@@ -136,8 +135,7 @@ def test_metrics_are_answered_without_the_step_loop(io: Io) -> None:
     io.receive_frames([b"\x7f", b""])  # breaks the protocol
     io.take_sent()
     io.receive(Control(call_id=7, operation="metrics"))
-    (reply,) = io.take_sent()
-    assert isinstance(reply, Reply)
+    reply = io.take_one(Reply)
     values = {one.name: one.samples[0].value for one in reply.metrics or [] if one.samples}
     assert values["num_clients"] == 1
     assert values["num_protocol_errors"] == 1
@@ -146,8 +144,7 @@ def test_metrics_are_answered_without_the_step_loop(io: Io) -> None:
 
 def steps_of(io: Io, peer: bytes, after: int = 0) -> RecentSteps:
     io.receive(Control(call_id=7, operation="steps", after=after), peer)
-    (reply,) = io.take_sent()
-    assert isinstance(reply, Reply)
+    reply = io.take_one(Reply)
     assert reply.call_id == 7
     assert reply.steps is not None
     return reply.steps
@@ -159,8 +156,7 @@ def test_steps_are_answered_without_the_step_loop_and_foreign_requests_have_no_n
     io.receive(Hello(protocol=(1, 11)), b"b")
     for peer in (b"a", b"b"):
         io.receive(Submit(request_id="same", prompt_token_ids=b"\1\0\0\0"), peer)
-        event = io.inbox.get_nowait()
-        assert isinstance(event, AddRequest)
+        event = io.next_event(AddRequest)
         io.scheduler.add(event.request)
     io.scheduler.schedule()
     io.scheduler.update(ModelRunnerOutput(rows=pack_int32([0, 1]), token_ids=pack_int32([5, 6])))
@@ -188,8 +184,7 @@ def test_what_concerns_all_clients_is_an_administrators(io: Io, operation: str) 
     assert isinstance(welcome, Welcome)
     assert welcome.role == "user"
     io.receive(Control(call_id=7, operation=operation), b"b")
-    (reply,) = io.take_sent()
-    assert isinstance(reply, Reply)
+    reply = io.take_one(Reply)
     assert (reply.call_id, reply.ok) == (7, False)
     assert reply.message is not None
     assert reply.message.startswith(f"{operation} concerns all clients")
@@ -208,8 +203,7 @@ def test_only_administrators_go_before_everybody(io: Io) -> None:
     said = {}
     for peer in (b"a", b"b"):
         io.receive(Submit(request_id="x", prompt_token_ids=b"\1\0\0\0", priority=-1), peer)
-        (error,) = io.take_sent()
-        assert isinstance(error, Error)
+        error = io.take_one(Error)
         said[peer] = error.message
     assert "first come, first served" in said[b"a"]  # by its admission
     assert "which is for administrators" in said[b"b"]
@@ -217,8 +211,7 @@ def test_only_administrators_go_before_everybody(io: Io) -> None:
 
 def read_file(io: Io, name: str | None, offset: int = 0) -> Reply:
     io.receive(Control(call_id=9, operation="read_file", file=name, offset=offset))
-    (reply,) = io.take_sent()
-    assert isinstance(reply, Reply)
+    reply = io.take_one(Reply)
     assert reply.call_id == 9
     return reply
 

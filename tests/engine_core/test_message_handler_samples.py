@@ -32,8 +32,7 @@ def submit(io: Io, request_id: str, n: int, peer: bytes = b"a", **sampling: int)
     params = EngineSamplingParams(n=n, **sampling)
     message = Submit(request_id=request_id, prompt_token_ids=pack_int32([1]), sampling=params)
     io.receive(message, peer)
-    event = io.inbox.get_nowait()
-    assert isinstance(event, AddRequest)
+    event = io.next_event(AddRequest)
     return [one.handle for one in event.request.samples]
 
 
@@ -42,8 +41,7 @@ def handles(*values: int) -> bytes:
 
 
 def aborted(io: Io) -> list[int]:
-    event = io.inbox.get_nowait()
-    assert isinstance(event, AbortRequests)
+    event = io.next_event(AbortRequests)
     return event.handles
 
 
@@ -77,8 +75,7 @@ def test_a_slow_clients_log_probabilities_are_merged_with_its_tokens(io: Io) -> 
     assert io.session.backlog.num_bytes == 5 * 12 + (4 + 2 + 3) * 8
     del io.peers.state[b"a"]
     io.flush()
-    (message,) = io.take_sent()
-    assert isinstance(message, Output)
+    message = io.take_one(Output)
     assert np.frombuffer(message.tokens, "<i4").tolist() == [1, 2, 2]
     assert message.logprobs is not None
     assert message.prompt_logprobs is not None

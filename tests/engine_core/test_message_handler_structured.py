@@ -22,36 +22,18 @@ from nanocore.protocol.messages import (
     Reply,
     Submit,
 )
-from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.sockets import SendResult
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.engine_core.scripted_io import MAX_NUM_QUEUED_REQS, Io
 from tests.engine_core.test_admission import admission, submit
 from tests.fakes import FakeGrammars, FakeMatcher
-
-STATS = Stats(
-    num_requests_running=1,
-    num_requests_waiting=2,
-    kv_cache_usage_perc=0.0,
-    num_blocks=4,
-    num_free_blocks=4,
-    prefix_cache_queries=0,
-    prefix_cache_hits=0,
-    prefix_cache_hit_rate=0.0,
-    num_preemptions=0,
-    num_aborts=5,
-    prompt_tokens=0,
-    generation_tokens=0,
-    num_steps=0,
-    paused=False,
-)
+from tests.protocol.samples import STATS
 
 
 def added(io: Io) -> AddRequest:
     """The one request that the step loop was given."""
-    event = io.inbox.get_nowait()
-    assert isinstance(event, AddRequest)
+    event = io.next_event(AddRequest)
     assert io.inbox.empty()
     return event
 
@@ -81,8 +63,7 @@ def test_a_request_that_is_not_known_is_answered_when_it_is_compiled(io: Io) -> 
     assert io.inbox.empty()
     io.num_steps = 9
     io.compile()
-    (accepted,) = io.take_sent()
-    assert isinstance(accepted, Accepted)
+    accepted = io.take_one(Accepted)
     assert (accepted.request_id, accepted.handle) == ("x", 1)
     event = added(io)
     assert [sample.handle for sample in event.request.samples] == [1, 2, 3]
@@ -98,8 +79,7 @@ def test_one_that_is_known_is_accepted_at_once(io: Io) -> None:
     io.take_sent()
     first = added(io).request
     io.submit_structured("y", "a")
-    (accepted,) = io.take_sent()
-    assert isinstance(accepted, Accepted)
+    io.take_one(Accepted)
     event = added(io)
     assert event.arrival is None
     assert isinstance(event.request.matcher, FakeMatcher)
@@ -122,8 +102,7 @@ def test_what_cannot_be_compiled_is_an_error_at_once_when_it_is_known(io: Io) ->
 def test_an_overloaded_compiler_says_when_to_try_again(io: Io) -> None:
     io.submit_structured("x", "busy")
     io.compile()
-    (error,) = io.take_sent()
-    assert isinstance(error, Error)
+    error = io.take_one(Error)
     assert (error.code, error.request_id, error.retry_after_s) == ("overloaded", "x", 3.0)
     check_is_forgotten(io)
 
@@ -143,8 +122,7 @@ def test_a_known_error_that_is_raised_again_and_again_does_not_grow() -> None:
 def test_an_id_that_waits_is_in_use(io: Io) -> None:
     io.submit_structured("x", "a")
     io.submit_structured("x", "b")
-    (error,) = io.take_sent()
-    assert isinstance(error, Error)
+    error = io.take_one(Error)
     assert error.code == "duplicate_request_id"
     io.compile()
     assert isinstance(io.take_sent()[0], Accepted)
@@ -172,8 +150,7 @@ def test_what_waits_to_be_compiled_counts_as_waiting(io: Io) -> None:
         io.submit_structured(f"x{i}", "a", n=2)
     assert io.take_sent() == []
     io.submit_structured("one more", "a")
-    (error,) = io.take_sent()
-    assert isinstance(error, Error)
+    error = io.take_one(Error)
     assert (error.code, error.request_id) == ("overloaded", "one more")
     io.compile(len(io.grammars.waiting))
     io.take_sent()
@@ -188,10 +165,9 @@ def test_stats_count_what_the_step_loop_does_not_know(io: Io) -> None:
     io.receive(Abort(request_ids=["y"]))
     io.take_sent()
     io.handler.deliver(ControlReply(1, Reply(call_id=1, stats=STATS)), io.now_s)
-    (reply,) = io.take_sent()
-    assert isinstance(reply, Reply)
+    reply = io.take_one(Reply)
     assert reply.stats is not None
-    assert (reply.stats.num_requests_waiting, reply.stats.num_aborts) == (4, 8)
+    assert (reply.stats.num_requests_waiting, reply.stats.num_aborts) == (2 + 2, 6 + 3)
 
 
 def test_an_engine_that_stops_ends_what_waits(io: Io) -> None:
@@ -224,7 +200,6 @@ def test_the_request_is_checked_before_anything_is_compiled(io: Io) -> None:
         structured_outputs=StructuredOutputs(regex="a"), stop_token_ids=[10**6]
     )
     io.receive(Submit(request_id="x", prompt_token_ids=b"\1\0\0\0", sampling=sampling))
-    (error,) = io.take_sent()
-    assert isinstance(error, Error)
+    error = io.take_one(Error)
     assert "stop_token_ids[0]" in error.message
     assert not io.grammars.waiting

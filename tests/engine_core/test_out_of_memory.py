@@ -14,7 +14,7 @@ from nanocore.engine_core.mailbox import AddRequest
 from nanocore.engine_core.process.process import phase, run_core
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
 from nanocore.worker.plan import SchedulerOutput
-from tests.engine_core.test_core import CoreUnderTest
+from tests.engine_core.core_under_test import CoreUnderTest
 from tests.fakes import make_request
 
 NO_MEMORY = [

@@ -187,8 +187,7 @@ def test_a_structured_request_waits_until_its_matcher_knows_its_outputs(io: Io) 
     assert ask(io, [ALLOWED], structured_outputs=WANTED, max_tokens=9) == [], "although it is known"
     io.compile()
     assert isinstance(io.take_sent()[0], Accepted)
-    event = io.inbox.get_nowait()
-    assert isinstance(event, AddRequest)
+    event = io.next_event(AddRequest)
     assert isinstance(event.request.matcher, FakeMatcher)
     assert event.request.matcher.output == [ALLOWED]
 
@@ -196,8 +195,7 @@ def test_a_structured_request_waits_until_its_matcher_knows_its_outputs(io: Io) 
 def test_outputs_that_the_grammar_forbids_are_refused(io: Io) -> None:
     ask(io, [FORBIDDEN], structured_outputs=WANTED, max_tokens=9)
     io.compile()
-    (error,) = io.take_sent()
-    assert isinstance(error, Error)
+    error = io.take_one(Error)
     assert (error.code, error.request_id) == ("invalid_request", "x")
     assert "output_token_ids[0]" in error.message
     assert io.inbox.empty()

@@ -10,21 +10,15 @@ from msgspec.structs import replace
 
 from nanocore.engine_core.io.io_thread import StatsLog, stats_line
 from nanocore.protocol.metrics import Stats
+from tests.protocol.samples import STATS
 
-REST = Stats(
+REST = replace(
+    STATS,
     num_requests_running=0,
     num_requests_waiting=0,
     kv_cache_usage_perc=0.0,
-    num_blocks=16,
-    num_free_blocks=16,
-    prefix_cache_queries=0,
-    prefix_cache_hits=0,
-    num_preemptions=0,
-    num_aborts=0,
     prompt_tokens=100,
     generation_tokens=50,
-    num_steps=7,
-    paused=False,
 )
 BUSY = replace(
     REST,

@@ -4,45 +4,29 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
-from nanocore.engine_core.core import EngineCore
-from nanocore.engine_core.mailbox import AbortRequests, AddRequest, Outbox
+from nanocore.engine_core.mailbox import AbortRequests, AddRequest
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.step_trace import StepTrace
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from tests.fakes import expected_tokens, make_request, make_scheduler
+from tests.engine_core.core_under_test import CoreUnderTest
+from tests.fakes import expected_tokens, make_request
 
 
-class TracedCore:
-    """A core with the fake worker, and a trace; whatever it sends is said to be sent at once."""
-
-    max_concurrent_steps = 1
+class TracedCore(CoreUnderTest):
+    """A core with a trace; whatever it sends is said to be sent at once."""
 
     def __init__(self, path: Path | None, **settings: Any) -> None:
-        self.scheduler, self._worker = make_scheduler(**settings)
         self._path = path
         self.trace = None if path is None else StepTrace(str(path))
-        self.outbox = Outbox()
-        self.core = EngineCore(self.scheduler, self, SimpleQueue(), self.outbox, self.trace)
-        self._result: ModelRunnerOutput
-
-    def submit(self, plan: SchedulerOutput) -> None:
-        self._result = self._worker.execute(plan)
-
-    def sample(self, masks: TokenMasks) -> None:
-        raise AssertionError("no step awaits masks")
-
-    def collect(self) -> ModelRunnerOutput:
-        return self._result
+        super().__init__(self.trace, **settings)
 
     def step(self, *events: Any) -> dict[str, Any]:
         """Let these events arrive and run one step; its line."""
         for event in events:
-            self.core._inbox.put(event)
+            self.inbox.put(event)
         self.core.drain_inbox(wait=False)
         self.core.step()
         for event in self.outbox.drain():

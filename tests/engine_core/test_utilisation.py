@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterator
-from queue import SimpleQueue
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from nanocore.engine_core.core import EngineCore
-from nanocore.engine_core.mailbox import AddRequest, Outbox
+from nanocore.engine_core.mailbox import AddRequest
 from nanocore.engine_core.scheduling.step_plan import StepPlan
 from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.utilisation import Utilisation
 from nanocore.worker.cost.model_cost import AttentionCost, MachineSpeed, ModelCost
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
-from tests.fakes import make_request, make_scheduler
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from tests.engine_core.core_under_test import CoreUnderTest
+from tests.fakes import make_request
 
 COST = ModelCost(
     num_params=10_000,
@@ -36,43 +34,32 @@ COST = ModelCost(
 SPEED = MachineSpeed(bytes_per_s=1e6, flops_per_s=1e7)
 
 
-class Worker:
+class Worker(CoreUnderTest):
     """A fake worker of several steps in flight, and a clock that each step moves on."""
 
-    def __init__(self, num_groups: int = 1, **limits: int) -> None:
-        self.scheduler, self.executor = make_scheduler(num_groups=num_groups, **limits)
-        self.max_concurrent_steps = num_groups
+    def __init__(self, **limits: int) -> None:
+        super().__init__(**limits)
         self.now_s = 100.0
-        self.results: deque[ModelRunnerOutput] = deque()
         self.plans: list[StepPlan] = []
 
     def submit(self, plan: SchedulerOutput) -> None:
         self.plans.append(self.scheduler.planned)
-        self.results.append(self.executor.execute(plan))
-
-    def sample(self, masks: TokenMasks) -> None:
-        raise AssertionError("no step awaits masks")
+        super().submit(plan)
 
     def collect(self) -> ModelRunnerOutput:
         self.now_s += 0.25
-        return self.results.popleft()
+        return super().collect()
 
-    def blame(self) -> str:
-        return ""
-
-    def on_failure(self, report: Callable[[str], None]) -> None:
-        """Nothing fails."""
-
-    def run(self, used: Utilisation | None, seed: int, num_requests: int = 30) -> None:
+    def use(self, used: Utilisation | None, seed: int, num_requests: int = 30) -> None:
         """Requests of random lengths that come and go, to their end."""
-        rng, inbox = random.Random(seed), SimpleQueue()  # type: Inbox
-        core = EngineCore(self.scheduler, self, inbox, Outbox(), clock=Clock(self, used))
+        rng, core = random.Random(seed), self.core
+        core.clock = Clock(self, used)
         waiting = list(range(num_requests))
         while waiting or self.scheduler.num_requests:
             while waiting and rng.random() < 0.3:
                 prompt = [rng.randrange(9) for _ in range(rng.randrange(1, 40))]
                 request = make_request(waiting.pop(), prompt, rng.randrange(1, 30))
-                inbox.put(AddRequest(request, 0))
+                self.inbox.put(AddRequest(request, 0))
             core.drain_inbox(wait=False)
             if not core.is_idle:
                 core.step()
@@ -142,7 +129,7 @@ def test_totals_are_those_of_every_token(limits: dict[str, int], num_notes: int)
 
     worker = Worker(**limits)
     used = Folded(COST, SPEED)
-    worker.run(used, seed=num_notes)
+    worker.use(used, seed=num_notes)
     totals = used.totals()
     for kind, is_prefill in (("decode", False), ("prefill", True)):
         found = [totals[f"{kind}_{name}"] for name in ("steps", "tokens", "bytes", "flops")]
@@ -155,7 +142,7 @@ def test_totals_are_those_of_every_token(limits: dict[str, int], num_notes: int)
 def test_a_step_lasts_while_the_loop_is_busy_with_it() -> None:
     worker = Worker()
     used = Utilisation(COST, SPEED)
-    worker.run(used, seed=1)
+    worker.use(used, seed=1)
     totals = used.totals()
     assert totals["decode_seconds"] == 0.25 * totals["decode_steps"]  # pauses are not counted
     assert totals["prefill_seconds"] == 0.25 * totals["prefill_steps"]
@@ -165,7 +152,7 @@ def test_shares_are_of_what_the_machine_gives() -> None:
     worker = Worker()
     used = Utilisation(COST, SPEED)
     assert used.totals()["decode_mbu"] == used.totals()["prefill_mfu"] == 0
-    worker.run(used, seed=1)
+    worker.use(used, seed=1)
     totals = used.totals()
     for kind in ("decode", "prefill"):
         seconds = totals[f"{kind}_seconds"]
@@ -177,7 +164,7 @@ def test_shares_are_of_what_the_machine_gives() -> None:
 
 def test_no_share_is_above_one_where_the_machine_was_measured_too_slow() -> None:
     used = Utilisation(COST, MachineSpeed(bytes_per_s=1, flops_per_s=1))
-    Worker().run(used, seed=1)
+    Worker().use(used, seed=1)
     totals = used.totals()
     for kind in ("decode", "prefill"):
         assert totals[f"{kind}_mbu"] == totals[f"{kind}_mfu"] == 1
@@ -208,5 +195,5 @@ def test_a_step_without_tokens_is_none() -> None:
 
 def test_the_step_loop_does_without() -> None:
     worker = Worker()
-    worker.run(None, seed=2)
+    worker.use(None, seed=2)
     assert worker.plans

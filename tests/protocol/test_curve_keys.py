@@ -96,48 +96,31 @@ def test_a_key_file_that_is_none_is_named(
 
 
 @pytest.mark.parametrize(
-    ("file", "load"),
-    [("engine/engine.key_secret", load_engine), ("alice/client.key_secret", load_client)],
+    ("place", "load", "right", "wrong", "remedy"),
+    [
+        ("engine/engine.key_secret", load_engine, 0o600, (0o640, 0o604, 0o620, 0o610, 0o777), 600),
+        ("alice/client.key_secret", load_client, 0o600, (0o640, 0o604, 0o620, 0o610, 0o777), 600),
+        ("engine", load_engine, 0o755, (0o770, 0o702, 0o777), 700),
+        ("engine/clients", load_engine, 0o755, (0o770, 0o702, 0o777), 700),
+        ("alice", load_client, 0o755, (0o770, 0o702, 0o777), 700),
+        ("engine/engine.key", load_engine, 0o644, (0o664,), 600),
+        ("alice/engine.key", load_client, 0o644, (0o664,), 600),
+    ],
 )
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o610, 0o777])
-def test_a_secret_open_to_others_is_refused_with_the_remedy(
-    keys: KeyFolders, file: str, load: Callable[[KeyFolders], object], mode: int
+def test_what_others_can_read_or_change_is_refused_with_the_remedy(
+    keys: KeyFolders,
+    place: str,
+    load: Callable[[KeyFolders], object],
+    right: int,
+    wrong: tuple[int, ...],
+    remedy: int,
 ) -> None:
-    path = keys.root / file
-    path.chmod(mode)
-    with pytest.raises(KeyFileError, match=f"mode {mode:04o}.*chmod 600 {path}"):
-        load(keys)
-    path.chmod(0o600)
-    load(keys)
-
-
-@pytest.mark.parametrize(
-    ("folder", "load"),
-    [("engine", load_engine), ("engine/clients", load_engine), ("alice", load_client)],
-)
-@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
-def test_a_folder_that_others_can_add_to_is_refused_with_the_remedy(
-    keys: KeyFolders, folder: str, load: Callable[[KeyFolders], object], mode: int
-) -> None:
-    path = keys.root / folder
-    path.chmod(mode)
-    with pytest.raises(KeyFileError, match=f"mode {mode:04o}.*chmod 700 {path}$"):
-        load(keys)
-    path.chmod(0o755)
-    load(keys)
-
-
-@pytest.mark.parametrize(
-    ("file", "load"), [("engine/engine.key", load_engine), ("alice/engine.key", load_client)]
-)
-def test_a_public_key_that_others_can_change_is_refused(
-    keys: KeyFolders, file: str, load: Callable[[KeyFolders], object]
-) -> None:
-    path = keys.root / file
-    path.chmod(0o664)
-    with pytest.raises(KeyFileError, match=f"mode 0664.*chmod 600 {path}$"):
-        load(keys)
-    path.chmod(0o644)
+    path = keys.root / place
+    for mode in wrong:
+        path.chmod(mode)
+        with pytest.raises(KeyFileError, match=f"mode {mode:04o}.*chmod {remedy} {path}$"):
+            load(keys)
+    path.chmod(right)
     load(keys)
 
 

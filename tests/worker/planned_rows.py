@@ -10,14 +10,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+import torch
 
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.model_runner import ModelRunner
+from nanocore.worker.communication.communicator import Communicator
+from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, RowLogprobs, SchedulerOutput
-from tests.worker.running import BLOCK_SIZE, MAX_NUM_SEQS
+from tests.fake_device import FakeStream
+from tests.step_plans import int32, make_plan, make_row
+from tests.worker.device_engine import DeviceKernels
+from tests.worker.ranks import run_ranks
+from tests.worker.running import BLOCK_SIZE, MAX_NUM_SEQS, World, make_runner
 
 Entry = tuple[int, list[int], list[float]]
 """Of a token: its rank, then its candidates and their log probabilities."""
@@ -85,13 +92,13 @@ def new_row(
     num_blocks = -(-(len(asking.prompt) + asking.num_tokens) // BLOCK_SIZE)
     first_block = 1 + 4 * row
     assert num_blocks <= 4
-    return NewRow(
-        row=row,
-        token_ids=np.array([*asking.prompt, *output], "<i4").tobytes(),
-        num_prompt_tokens=len(asking.prompt),
-        num_computed_tokens=num_computed,
-        block_ids=np.arange(first_block, first_block + num_blocks, dtype="<i4").tobytes(),
-        sampling=asking.sampling,
+    return make_row(
+        row,
+        asking.prompt,
+        asking.sampling,
+        output=output,
+        num_computed=num_computed,
+        blocks=range(first_block, first_block + num_blocks),
         seed=row,
         num_prompt_logprobs=num_prompt_logprobs,
     )
@@ -125,17 +132,14 @@ def write_plans(
         }
         chunks = {r: count for r, count in counts.items() if count != 1}
         plans.append(
-            SchedulerOutput(
+            make_plan(
+                added,
+                chunks,
+                removed=removed,
                 step=len(plans) + 1,
                 group=group,
-                sampled_rows=_column([r for r, _ in sampled]),
-                sampled_token_ids=_column([token for _, token in sampled]),
-                removed_rows=_column(removed),
-                added=added,
-                block_rows=b"",
-                block_ids=b"",
-                chunk_rows=_column([*chunks]),
-                chunk_counts=_column([*chunks.values()]),
+                sampled_rows=int32(r for r, _ in sampled),
+                sampled_token_ids=int32(token for _, token in sampled),
                 num_tokens=sum(counts.values()),
             )
         )
@@ -161,5 +165,26 @@ def run(runner: ModelRunner, plans: Sequence[SchedulerOutput], depth: int = 1) -
     return said
 
 
-def _column(numbers: Sequence[int]) -> bytes:
-    return np.array(numbers, "<i4").tobytes()
+def run_ranks_of(
+    folder: Path,
+    plans: Sequence[SchedulerOutput],
+    tp_size: int,
+    pp_size: int,
+    backend: str = "cpu",
+    *,
+    on_devices: bool = False,
+) -> list[Said]:
+    """What each rank of an engine says."""
+    world = World(tp_size, pp_size)
+
+    def of_rank(rank: Communicator) -> Said:
+        placement, links = world.join(rank.rank, torch.float32)
+        kernels, queue = None, None
+        if on_devices:
+            kernels, queue = DeviceKernels(), DeviceQueue(FakeStream(1))
+        runner = make_runner(
+            folder, placement, links, backend=backend, kernels=kernels, queue=queue
+        )
+        return run(runner, plans)
+
+    return run_ranks(tp_size * pp_size, of_rank)

@@ -23,11 +23,12 @@ from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.communication.shared_memory import progress
 from nanocore.worker.executors.executor import Executor
 from nanocore.worker.executors.process_executor import ProcessExecutor, RankProcess
-from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
+from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.rank_messages import WorkerConfig
 from nanocore.worker.worker import LocalExecutor
 from tests.campaign import in_campaign
 from tests.model_families import BUILDERS
+from tests.step_plans import make_plan, make_row
 from tests.worker.configs import make_worker_config
 from tests.worker.masked_steps import pack_masks
 from tests.worker.ranks import run_ranks
@@ -162,30 +163,11 @@ def plan_of(step: int, group: int = 0) -> SchedulerOutput:
     rows = [group, group + 2]
     samplings = [EngineSamplingParams(temperature=0.9), EngineSamplingParams(top_p=0.8)]
     added = [
-        NewRow(
-            row=row,
-            token_ids=np.array(prompt, "<i4").tobytes(),
-            num_prompt_tokens=len(prompt),
-            num_computed_tokens=0,
-            block_ids=np.array([row], "<i4").tobytes(),
-            sampling=sampling,
-            seed=step,
-        )
+        make_row(row, prompt, sampling, blocks=[row], seed=step)
         for row, prompt, sampling in zip(rows, PROMPTS, samplings, strict=True)
     ]
-    counts = [len(prompt) for prompt in PROMPTS]
-    return SchedulerOutput(
-        step=step,
-        group=group,
-        removed_rows=np.array(rows, "<i4").tobytes(),
-        added=added,
-        block_rows=b"",
-        block_ids=b"",
-        chunk_rows=np.array(rows, "<i4").tobytes(),
-        chunk_counts=np.array(counts, "<i4").tobytes(),
-        num_tokens=sum(counts),
-        awaits_masks=True,
-    )
+    chunks = dict(zip(rows, map(len, PROMPTS), strict=True))
+    return make_plan(added, chunks, removed=rows, step=step, group=group, awaits_masks=True)
 
 
 def sample(executor: Executor, step: int, group: int = 0) -> None:

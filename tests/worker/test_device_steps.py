@@ -8,7 +8,6 @@ model on the host, one request at a time.
 
 from __future__ import annotations
 
-import os
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -20,14 +19,12 @@ from hypothesis import strategies as st
 
 from nanocore.kernels.interface import Kernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
-from nanocore.worker.communication.shared_memory import ShmChannel, create_channel
+from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.device import step_graphs
 from nanocore.worker.device.step_graphs import graph_shapes
 from nanocore.worker.device.step_memory import StepFields, StepShape, num_bytes
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.model_runner import DeviceQueue
-from nanocore.worker.placement import Placement
 from tests.campaign import examples, in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.model_families import BUILDERS
@@ -44,7 +41,7 @@ from tests.worker.device_engine import (
     load_model,
 )
 from tests.worker.ranks import run_ranks
-from tests.worker.running import make_runner, write_script
+from tests.worker.running import World, make_runner, write_script
 
 
 @pytest.fixture(scope="module")
@@ -203,14 +200,10 @@ def test_two_ranks_on_devices_say_what_one_does(
     wishes = [Wish(prompt, 6) for prompt in prompts(9, 40, 3, 21)]
     outputs = list(expected(model, wishes).values())
     script = write_script([wish.prompt for wish in wishes], outputs, num_groups=num_stages)
-    channel = create_channel(1 << 16, 2)
+    world = World(2 // num_stages, num_stages)
 
     def run(rank: Communicator) -> list[tuple[int, int, int]]:
-        placement, links = Placement(torch.float32, torch.device("cpu"), rank), StageLinks()
-        if num_stages == 2:
-            end, stage = ShmChannel(channel, 1 << 16, 2), rank.rank
-            links = StageLinks(receive=end) if stage else StageLinks(send=end)
-            placement = Placement(torch.float32, torch.device("cpu"), SingleRank(), stage, 2)
+        placement, links = world.join(rank.rank, torch.float32)
         queue = DeviceQueue(FakeStream(1))
         runner = make_runner(folder, placement, links, kernels=kernels, queue=queue)
         said = []
@@ -222,7 +215,6 @@ def test_two_ranks_on_devices_say_what_one_does(
         return said
 
     first, second = run_ranks(2, run)
-    os.close(channel)
     assert first == ([] if num_stages == 2 else second)
     assert {(r, i): token for r, i, token in second} == {
         (r, i): token for r, output in enumerate(outputs) for i, token in enumerate(output)

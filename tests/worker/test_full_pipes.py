@@ -20,6 +20,7 @@ from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.rank_messages import Done, FromRank, RankStart, ToRank
+from tests.step_plans import make_plan
 from tests.worker.configs import make_worker_config
 
 LARGE = 4 << 20
@@ -119,10 +120,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessExecutor]:
 
 
 def large_plan(step: int) -> SchedulerOutput:
-    return SchedulerOutput(
-        step=step, removed_rows=b"", added=[], block_rows=bytes(LARGE), block_ids=b"",
-        chunk_rows=b"", chunk_counts=b"", num_tokens=1,
-    )  # fmt: skip
+    return make_plan(step=step, block_rows=bytes(LARGE), num_tokens=1)
 
 
 def test_large_plans_pass_large_results_by(executor: ProcessExecutor) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,6 +17,7 @@ from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
 from tests.campaign import examples
 from tests.fakes import Deliveries, FakeExecutor, make_request, make_scheduler
+from tests.step_plans import make_plan, make_row
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 40
@@ -101,41 +100,12 @@ def ints(column: bytes) -> list[int]:
 
 
 def new_row(row: int, sampling: EngineSamplingParams, seed: int, block_id: int = 0) -> NewRow:
-    return NewRow(
-        row=row,
-        token_ids=np.ones(1, "<i4").tobytes(),
-        num_prompt_tokens=1,
-        num_computed_tokens=0,
-        block_ids=np.array([block_id], "<i4").tobytes(),
-        sampling=sampling,
-        seed=seed,
-    )
+    return make_row(row, [1], sampling, blocks=[block_id], seed=seed)
 
 
 def plan_adding(*rows: tuple[int, EngineSamplingParams]) -> SchedulerOutput:
     added = [new_row(row, sampling, 100 + row) for row, sampling in rows]
-    return make_plan(len(rows), added=added)
-
-
-def make_plan(
-    num_tokens: int,
-    group: int = 0,
-    added: Sequence[NewRow] = (),
-    removed: Sequence[int] = (),
-    chunks: Mapping[int, int] | None = None,
-) -> SchedulerOutput:
-    chunks = chunks or {}
-    return SchedulerOutput(
-        step=1,
-        group=group,
-        removed_rows=np.array(removed, "<i4").tobytes(),
-        added=list(added),
-        block_rows=b"",
-        block_ids=b"",
-        chunk_rows=np.array(list(chunks), "<i4").tobytes(),
-        chunk_counts=np.array(list(chunks.values()), "<i4").tobytes(),
-        num_tokens=num_tokens,
-    )
+    return make_plan(added, num_tokens=len(rows))
 
 
 def sampling_of(batch: InputBatch, plan: SchedulerOutput) -> SampledRows:
@@ -213,25 +183,35 @@ def test_what_follows_from_the_rows_is_made_once_until_one_comes_or_goes() -> No
         return inputs, sampled
 
     def kept(before: tuple[StepInputs, SampledRows], group: int, count: int) -> bool:
-        inputs, sampled = run(make_plan(count, group))
+        inputs, sampled = run(make_plan(num_tokens=count, group=group))
         same_table = inputs.attention.block_table_BM is before[0].attention.block_table_BM
         assert same_table == (sampled is before[1])
         return same_table
 
-    run(make_plan(2, added=[new_row(row, sampling, row + 10, row + 10) for row in (0, 4)]))
-    odd = run(make_plan(2, 1, added=[new_row(row, sampling, row + 20, row + 20) for row in (1, 5)]))
-    even = run(make_plan(2))
+    run(
+        make_plan(
+            num_tokens=2, added=[new_row(row, sampling, row + 10, row + 10) for row in (0, 4)]
+        )
+    )
+    odd = run(
+        make_plan(
+            num_tokens=2,
+            group=1,
+            added=[new_row(row, sampling, row + 20, row + 20) for row in (1, 5)],
+        )
+    )
+    even = run(make_plan(num_tokens=2))
     assert kept(even, 0, 2)
     assert kept(odd, 1, 2)
     # A row that sits a step out changes nothing for the steps after it.
-    run(make_plan(1, chunks={4: 0}))
+    run(make_plan(num_tokens=1, chunks={4: 0}))
     assert kept(even, 0, 2)
     # Another request in the same row: the rows are the same numbers.
-    run(make_plan(2, removed=[4], added=[new_row(4, sampling, 31, 31)]))
-    run(make_plan(2))
-    run(make_plan(2, 1))
-    run(make_plan(1, removed=[0]))
-    run(make_plan(2, added=[new_row(2, sampling, 32, 32)]))
+    run(make_plan([new_row(4, sampling, 31, 31)], num_tokens=2, removed=[4]))
+    run(make_plan(num_tokens=2))
+    run(make_plan(num_tokens=2, group=1))
+    run(make_plan(num_tokens=1, removed=[0]))
+    run(make_plan([new_row(2, sampling, 32, 32)], num_tokens=2))
 
 
 def test_a_temperature_above_every_float32_stays_finite() -> None:

@@ -6,7 +6,6 @@ any chunks and beside any neighbours, and asking changes no token.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,25 @@ from torch import Tensor
 
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
-from nanocore.worker.communication.shared_memory import ShmChannel, create_channel
 from nanocore.worker.device import step_graphs
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.placement import Placement
-from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.sampling import requested_outputs
 from tests.fake_device import FakeGraphRecorder, FakeStream
+from tests.step_plans import make_plan
 from tests.tiny_models import VOCAB_SIZE, make_tiny_qwen3
 from tests.worker.device_engine import DeviceKernels
-from tests.worker.planned_rows import Asking, Entry, Said, entries, new_row, run, write_plans
-from tests.worker.ranks import run_ranks
-from tests.worker.running import BLOCK_SIZE, BUFFER_BYTES, World, make_runner
+from tests.worker.planned_rows import (
+    Asking,
+    Entry,
+    Said,
+    entries,
+    new_row,
+    run,
+    run_ranks_of,
+    write_plans,
+)
+from tests.worker.running import BLOCK_SIZE, make_runner
 
 
 def asks(logprobs: int | None, prompt_logprobs: int | None, **more: Any) -> EngineSamplingParams:
@@ -171,7 +176,7 @@ def test_nothing_is_made_where_no_row_asks(
         raise AssertionError("nobody requested")
 
     run(native, write_plans(REQUESTS, 64))
-    native.execute(plan_of(removed=range(len(REQUESTS))))
+    native.execute(make_plan(removed=range(len(REQUESTS))))
     monkeypatch.setattr(requested_outputs, "LogprobRequests", refuse)
     monkeypatch.setattr(requested_outputs.LogprobRows, "sampled", refuse)
     assert len(run(native, write_plans(SILENT, 7)).tokens) == len(SILENT)
@@ -202,13 +207,7 @@ def test_ranks_say_what_one_does(
 ) -> None:
     """The first rank of the last stage, that is; the others say tokens at most."""
     plans = write_plans(REQUESTS, chunk, said.tokens, num_groups=pp_size)
-    world = World(tp_size, pp_size)
-
-    def of_rank(rank: Communicator) -> Said:
-        placement, links = world.join(rank.rank, torch.float32)
-        return run(make_runner(folder, placement, links, backend=backend), plans)
-
-    results = run_ranks(tp_size * pp_size, of_rank)
+    results = run_ranks_of(folder, plans, tp_size, pp_size, backend)
     assert_same(results[-tp_size], said)
     for result in (*results[:-tp_size], *results[len(results) - tp_size + 1 :]):
         assert result.logprobs == result.prompt_logprobs == {}
@@ -236,35 +235,10 @@ def test_steps_in_flight_on_a_device_say_the_same(
 
 
 def test_stages_on_devices_say_the_same(folder: Path, said: Said) -> None:
-    channel = create_channel(BUFFER_BYTES, 2)
     plans = write_plans(REQUESTS, 7, said.tokens, num_groups=2)
-
-    def of_stage(rank: Communicator) -> Said:
-        stage = rank.rank
-        end = ShmChannel(channel, BUFFER_BYTES, 2)
-        links = StageLinks(receive=end) if stage else StageLinks(send=end)
-        placement = Placement(torch.float32, torch.device("cpu"), SingleRank(), stage, 2)
-        queue = DeviceQueue(FakeStream(1))
-        return run(
-            make_runner(folder, placement, links, kernels=DeviceKernels(), queue=queue), plans
-        )
-
-    first, last = run_ranks(2, of_stage)
-    os.close(channel)
+    first, last = run_ranks_of(folder, plans, 1, 2, on_devices=True)
     assert first == Said()
     assert_same(last, said)
-
-
-def plan_of(
-    *added: object, chunks: dict[int, int] | None = None, removed: Any = ()
-) -> SchedulerOutput:
-    chunks = chunks or {}
-    columns = [removed, [*chunks], [*chunks.values()]]
-    removed_rows, rows, counts = (np.array([*column], "<i4").tobytes() for column in columns)
-    return SchedulerOutput(
-        step=1, removed_rows=removed_rows, added=list(added), block_rows=b"", block_ids=b"",
-        chunk_rows=rows, chunk_counts=counts, num_tokens=sum(chunks.values()),
-    )  # fmt: skip
 
 
 def test_what_is_known_of_a_prompt_is_not_told_again(native: ModelRunner, said: Said) -> None:
@@ -272,15 +246,15 @@ def test_what_is_known_of_a_prompt_is_not_told_again(native: ModelRunner, said: 
     right = said.prompt_logprobs[0]
     prompt_len = len(request.prompt)
     free = range(len(REQUESTS))
-    native.execute(plan_of(removed=free))
-    native.execute(plan_of(new_row(0, request), chunks={0: 20}))
+    native.execute(make_plan(removed=free))
+    native.execute(make_plan([new_row(0, request)], {0: 20}))
     resumed = new_row(0, request, num_computed=BLOCK_SIZE, num_prompt_logprobs=20)
-    output = native.execute(plan_of(resumed, removed=[0], chunks={0: prompt_len - BLOCK_SIZE}))
+    output = native.execute(make_plan([resumed], {0: prompt_len - BLOCK_SIZE}, removed=[0]))
     assert [entry for _, entry in entries(output.prompt_logprobs)] == right[20:]
     assert [entry for _, entry in entries(output.logprobs)] == said.logprobs[0][:1]
     # In the middle of its output there is nothing left of the prompt to tell.
     resumed = new_row(0, request, said.tokens[0][:2], 0, prompt_len - 1)
-    output = native.execute(plan_of(resumed, removed=[0], chunks={0: prompt_len + 2}))
+    output = native.execute(make_plan([resumed], {0: prompt_len + 2}, removed=[0]))
     assert output.prompt_logprobs is None
     assert [entry for _, entry in entries(output.logprobs)] == said.logprobs[0][2:3]
 
@@ -288,18 +262,18 @@ def test_what_is_known_of_a_prompt_is_not_told_again(native: ModelRunner, said: 
 def test_a_chunk_before_the_end_of_a_prompt_tells_its_part_and_samples_nothing(
     native: ModelRunner, said: Said
 ) -> None:
-    native.execute(plan_of(removed=range(len(REQUESTS))))
-    output = native.execute(plan_of(new_row(0, REQUESTS[0]), chunks={0: 10}))
+    native.execute(make_plan(removed=range(len(REQUESTS))))
+    output = native.execute(make_plan([new_row(0, REQUESTS[0])], {0: 10}))
     assert (output.rows, output.token_ids, output.logprobs) == (b"", b"", None)
     assert [entry for _, entry in entries(output.prompt_logprobs)] == said.prompt_logprobs[0][:10]
 
 
 def test_computed_tokens_whose_logprobs_are_not_known_are_refused(native: ModelRunner) -> None:
-    native.execute(plan_of(removed=range(len(REQUESTS))))
+    native.execute(make_plan(removed=range(len(REQUESTS))))
     new = new_row(0, REQUESTS[0], num_computed=16, num_prompt_logprobs=15)
     with pytest.raises(AssertionError, match="16 tokens are computed, of which 15 have prompt"):
-        native.execute(plan_of(new, chunks={0: 14}))
-    native.execute(plan_of(removed=[0]))
+        native.execute(make_plan([new], {0: 14}))
+    native.execute(make_plan(removed=[0]))
 
 
 @pytest.mark.parametrize("is_device", [False, True])
@@ -324,7 +298,7 @@ def test_a_row_without_a_token_has_no_entry_and_its_neighbours_have_theirs(
     monkeypatch.setattr(runner.model, "compute_logits", spoil)
     rows = [new_row(row, request) for row, request in enumerate(three)]
     chunks = {row: len(request.prompt) for row, request in enumerate(three)}
-    output = runner.execute(plan_of(*rows, chunks=chunks))
+    output = runner.execute(make_plan(rows, chunks))
     token_ids = np.frombuffer(output.token_ids, "<i4").tolist()
     assert token_ids[1] == -1
     found = dict(entries(output.logprobs))
@@ -339,16 +313,16 @@ def test_a_row_that_joins_others_which_decode_has_its_entries(
     native: ModelRunner, said: Said
 ) -> None:
     first, second = REQUESTS[0], REQUESTS[3]
-    native.execute(plan_of(removed=range(len(REQUESTS))))
-    native.execute(plan_of(new_row(0, first), chunks={0: len(first.prompt)}))
-    alone = msgspec.structs.replace(plan_of(), num_tokens=1)
+    native.execute(make_plan(removed=range(len(REQUESTS))))
+    native.execute(make_plan([new_row(0, first)], {0: len(first.prompt)}))
+    alone = make_plan(num_tokens=1)
     assert [row for row, _ in entries(native.execute(alone).logprobs)] == [0]
-    begin = plan_of(new_row(3, second), chunks={0: 0, 3: len(second.prompt)})
+    begin = make_plan([new_row(3, second)], {0: 0, 3: len(second.prompt)})
     assert entries(native.execute(begin).logprobs) == [(3, said.logprobs[3][0])]
-    both = msgspec.structs.replace(plan_of(), num_tokens=2)
+    both = make_plan(num_tokens=2)
     assert entries(native.execute(both).logprobs) == [
         (0, said.logprobs[0][2]),
         (3, said.logprobs[3][1]),
     ]
-    left = msgspec.structs.replace(plan_of(removed=[0]), num_tokens=1)
+    left = make_plan(removed=[0], num_tokens=1)
     assert entries(native.execute(left).logprobs) == [(3, said.logprobs[3][2])]

@@ -31,6 +31,7 @@ from tests.campaign import in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.logit_edits_reference import EditedRow, places_of
 from tests.sampling_reference import make_rows, sample_whole
+from tests.step_plans import int32, make_plan
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.device_engine import DeviceKernels
 from tests.worker.masked_steps import Allowed, pack_masks, run_masked
@@ -128,25 +129,10 @@ def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def make_plan(
-    counts: Sequence[int],
-    new: Sequence[NewRow] = (),
-    removed: Sequence[int] = (),
-    step: int = 5,
-    awaits_masks: bool = True,
-) -> SchedulerOutput:
-    chunks = [(row, count) for row, count in enumerate(counts) if count != 1]
-    rows, chunk_counts = np.array(chunks, "<i4").reshape(-1, 2).T
-    return SchedulerOutput(
-        step=step,
-        removed_rows=np.array(removed, "<i4").tobytes(),
-        added=list(new),
-        block_rows=b"",
-        block_ids=b"",
-        chunk_rows=rows.tobytes(),
-        chunk_counts=chunk_counts.tobytes(),
-        num_tokens=sum(counts),
-        awaits_masks=awaits_masks,
+def plan_of(counts: Sequence[int], new: Sequence[NewRow] = (), **more: Any) -> SchedulerOutput:
+    chunks = {row: count for row, count in enumerate(counts) if count != 1}
+    return make_plan(
+        new, chunks, num_tokens=sum(counts), **{"step": 5, "awaits_masks": True} | more
     )
 
 
@@ -156,9 +142,8 @@ def new_rows(chosen: Sequence[int], **more: Any) -> list[NewRow]:
         sampling = msgspec.structs.replace(ROWS[i].sampling, **more)
         num_tokens = len(ROWS[i].prompt) + MAX_TOKENS
         start, num_blocks = num_blocks, num_blocks - -num_tokens // BLOCK_SIZE
-        blocks = np.arange(start, num_blocks, dtype="<i4").tobytes()
         new = replace(ROWS[i], sampling=sampling).new_row(k, seed=i)
-        rows.append(msgspec.structs.replace(new, block_ids=blocks))
+        rows.append(msgspec.structs.replace(new, block_ids=int32(range(start, num_blocks))))
     assert num_blocks <= NUM_BLOCKS
     return rows
 
@@ -167,9 +152,9 @@ def alone(runner: ModelRunner, row: int, **more: Any) -> Said:
     said, last = Said(), len(ROWS[row].prompt) - CHUNK_TOKENS
     awaits = has_masks(row)
     plans = [
-        make_plan([CHUNK_TOKENS], new_rows([row], **more), range(8), awaits_masks=awaits),
-        make_plan([last], awaits_masks=awaits),
-        *[make_plan([1], awaits_masks=awaits)] * (MAX_TOKENS - 1),
+        plan_of([CHUNK_TOKENS], new_rows([row], **more), removed=range(8), awaits_masks=awaits),
+        plan_of([last], awaits_masks=awaits),
+        *[plan_of([1], awaits_masks=awaits)] * (MAX_TOKENS - 1),
     ]
 
     def allowed(_: int, rows: list[int]) -> Allowed:
@@ -399,7 +384,9 @@ def test_log_probabilities_are_of_logits_without_masks(folder: Path) -> None:
 def first_plan(chosen: Sequence[int], removed: Sequence[int] = range(8)) -> SchedulerOutput:
     """The ends of these rows' prompts; each samples a token."""
     new = new_rows(chosen)
-    return make_plan([9] * len(new), [computed(n, n.num_prompt_tokens - 9) for n in new], removed)
+    return plan_of(
+        [9] * len(new), [computed(n, n.num_prompt_tokens - 9) for n in new], removed=removed
+    )
 
 
 def computed(new: NewRow, num_tokens: int) -> NewRow:
@@ -480,7 +467,7 @@ def test_what_an_engine_may_not_do_is_told(folder: Path, where: str) -> None:
     runner, pending = begun()
     with pytest.raises(AssertionError, match="step 5 awaits masks"):
         pending.wait()
-    nothing = msgspec.structs.replace(make_plan([], step=6), awaits_masks=False)
+    nothing = plan_of([], step=6, awaits_masks=False)
     with pytest.raises(AssertionError, match="step 6: the one before it awaits masks"):
         runner.begin(nothing)
     with pytest.raises(AssertionError, match="masks of step 7, and 5 awaits some"):
@@ -496,9 +483,7 @@ def test_what_an_engine_may_not_do_is_told(folder: Path, where: str) -> None:
     bad: dict[str, TokenMasks] = {
         r"masks of rows \[3\], which it does not sample": pack_masks(5, {0: mask, 3: mask}),
         "11 words of masks of 1 rows, which have 12 each": pack_masks(5, {1: mask[:352]}),
-        "a row has two masks": TokenMasks(
-            step=5, rows=np.array([1, 1], "<i4").tobytes(), words=good.words * 2
-        ),
+        "a row has two masks": TokenMasks(step=5, rows=int32([1, 1]), words=good.words * 2),
     }
     for words, masks in bad.items():
         with pytest.raises(AssertionError, match=words):
@@ -531,11 +516,11 @@ def test_steps_stage_and_launch_nothing_for_rows_that_ask_for_nothing(
     row_bytes = []
     for requested in ({}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"logit_bias": [(3, 1.0)]}):
         row = EditedRow([5, 6, 7], [], EngineSamplingParams(temperature=0.5, **requested))
-        new = msgspec.structs.replace(row.new_row(0), block_ids=np.zeros(1, "<i4").tobytes())
-        runner.execute(make_plan([3], [new], awaits_masks=False))
-        runner.execute(make_plan([1], awaits_masks=False))
+        new = msgspec.structs.replace(row.new_row(0), block_ids=int32([0]))
+        runner.execute(plan_of([3], [new], awaits_masks=False))
+        runner.execute(plan_of([1], awaits_masks=False))
         row_bytes.append(staged[-1])
-        runner.execute(make_plan([], removed=[0], awaits_masks=False))
+        runner.execute(plan_of([], removed=[0], awaits_masks=False))
     # Starts of four lists of one row, and those of no bad words; then a bias.
     assert [size - row_bytes[0] for size in row_bytes] == [0, 0, 36, 44]
     assert edited == [1] * 4

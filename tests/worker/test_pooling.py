@@ -6,7 +6,6 @@ On native kernels they are the same bits in any chunks and beside any neighbours
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,20 +14,17 @@ import pytest
 import torch
 
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
-from nanocore.worker.communication.shared_memory import ShmChannel, create_channel
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.placement import Placement
-from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.sampling import pooling
 from nanocore.worker.sampling.pooling import PooledRow, pooled_sums
 from tests.fake_device import FakeStream
 from tests.model_families import BUILDERS, exact_model
+from tests.step_plans import make_plan
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.device_engine import DeviceKernels
-from tests.worker.planned_rows import Asking, Said, new_row, run, write_plans
-from tests.worker.ranks import run_ranks
-from tests.worker.running import BUFFER_BYTES, World, make_runner
+from tests.worker.planned_rows import Asking, Said, new_row, run, run_ranks_of, write_plans
+from tests.worker.running import make_runner
 
 LAST, MEAN = (EngineSamplingParams(pooling=kind) for kind in ("last", "mean"))
 GREEDY = EngineSamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=0)
@@ -166,13 +162,7 @@ def test_the_first_rank_of_the_last_stage_says_what_one_does(
     folder: Path, said: Said, tp_size: int, pp_size: int, chunk: int
 ) -> None:
     plans = write_plans(REQUESTS, chunk, said.tokens, num_groups=pp_size)
-    world = World(tp_size, pp_size)
-
-    def of_rank(rank: Communicator) -> Said:
-        placement, links = world.join(rank.rank, torch.float32)
-        return run(make_runner(folder, placement, links), plans)
-
-    results = run_ranks(tp_size * pp_size, of_rank)
+    results = run_ranks_of(folder, plans, tp_size, pp_size)
     assert_close(vectors(results[-tp_size]), vectors(said))
     assert all(result.embeddings == {} for result in results[:-tp_size])
 
@@ -190,36 +180,18 @@ def test_steps_in_flight_on_a_device_say_the_same(
 
 
 def test_stages_on_devices_say_the_same(folder: Path, said: Said) -> None:
-    channel = create_channel(BUFFER_BYTES, 2)
     plans = write_plans(REQUESTS, 7, said.tokens, num_groups=2)
-
-    def of_stage(rank: Communicator) -> Said:
-        end = ShmChannel(channel, BUFFER_BYTES, 2)
-        links = StageLinks(receive=end) if rank.rank else StageLinks(send=end)
-        placement = Placement(torch.float32, torch.device("cpu"), SingleRank(), rank.rank, 2)
-        queue = DeviceQueue(FakeStream(1))
-        runner = make_runner(folder, placement, links, kernels=DeviceKernels(), queue=queue)
-        return run(runner, plans)
-
-    first, last = run_ranks(2, of_stage)
-    os.close(channel)
+    first, last = run_ranks_of(folder, plans, 1, 2, on_devices=True)
     assert first == Said()
     assert_close(vectors(last), vectors(said))
 
 
 def test_tokens_that_a_mean_needs_cannot_be_computed_already(native: ModelRunner) -> None:
-    native.execute(plan_of(removed=range(8)))
+    native.execute(make_plan(removed=range(8)))
     asking = Asking([1] * 20, MEAN, 1)
     with pytest.raises(AssertionError, match="16 tokens are computed, and it needs those from 0"):
-        native.begin(plan_of(added=[new_row(0, asking, num_computed=16)], num_tokens=4))
-    native.execute(plan_of(removed=[0]))
-
-
-def plan_of(**more: object) -> SchedulerOutput:
-    removed = np.array(list(more.pop("removed", [])), "<i4").tobytes()  # type: ignore[call-overload]
-    empty = {"block_rows": b"", "block_ids": b"", "chunk_rows": b"", "chunk_counts": b""}
-    fields = {"added": [], "num_tokens": 0} | empty | more
-    return SchedulerOutput(step=1, removed_rows=removed, **fields)  # type: ignore[arg-type]
+        native.begin(make_plan([new_row(0, asking, num_computed=16)], num_tokens=4))
+    native.execute(make_plan(removed=[0]))
 
 
 # -- sums -----------------------------------------------------------------------------------------

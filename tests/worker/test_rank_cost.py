@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanocore.demo_model import demo_model_folder
@@ -27,6 +28,7 @@ from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_messages import WorkerConfig
+from tests.engine_core.test_utilisation import COST
 from tests.model_families import BUILDERS, reference_model
 from tests.worker.configs import make_worker_config
 from tests.worker.running import make_runner, run_runner, write_script
@@ -210,17 +212,7 @@ def test_a_prompts_head_is_computed_once_at_its_end() -> None:
 
 
 def test_of_experts_a_step_reads_as_many_as_its_tokens_choose() -> None:
-    cost = ModelCost(
-        num_params=10_000,
-        token_params=1000,
-        head_params=200,
-        expert_params=8000,
-        num_experts=8,
-        num_experts_per_tok=2,
-        weight_bytes=2400,
-        expert_bytes=16_000,
-        attention=[],
-    )
+    cost = replace(COST, attention=[])
     assert cost.active_params == 10_000 - 8000 * 6 // 8
     assert cost.read_weight_bytes(1) == 2400 + 16_000 * 2 / 8
     assert cost.read_weight_bytes(2) == 2400 + 16_000 * (1 - (6 / 8) ** 2)

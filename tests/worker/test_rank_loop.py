@@ -29,6 +29,7 @@ from nanocore.worker.rank_messages import (
     ToRank,
     WorkerInfo,
 )
+from tests.step_plans import make_plan
 
 
 @dataclass
@@ -86,10 +87,7 @@ class Rank:
     engine: Pipe[FromRank]
 
     def begin(self, step: int, awaits_masks: bool) -> None:
-        plan = SchedulerOutput(
-            step=step, removed_rows=b"", added=[], block_rows=b"", block_ids=b"", chunk_rows=b"",
-            chunk_counts=b"", num_tokens=1, awaits_masks=awaits_masks,
-        )  # fmt: skip
+        plan = make_plan(step=step, num_tokens=1, awaits_masks=awaits_masks)
         self.engine.send(RunStep(plan))
 
     def sample(self, step: int) -> None:
@@ -159,17 +157,8 @@ def pipes() -> Iterator[Pipes]:
         yield Pipe(engine_end, FromRank), Pipe(rank_end, ToRank)
 
 
-def make_plan(num_bytes: int = 8) -> SchedulerOutput:
-    return SchedulerOutput(
-        step=3,
-        removed_rows=b"",
-        added=[],
-        block_rows=bytes(num_bytes),
-        block_ids=b"",
-        chunk_rows=b"",
-        chunk_counts=b"",
-        num_tokens=0,
-    )
+def large_plan(num_bytes: int = 8) -> SchedulerOutput:
+    return make_plan(step=3, block_rows=bytes(num_bytes))
 
 
 def test_messages_arrive_as_they_were_sent_and_in_order(pipes: Pipes) -> None:
@@ -178,7 +167,7 @@ def test_messages_arrive_as_they_were_sent_and_in_order(pipes: Pipes) -> None:
         Profile(),
         AllocateCache(num_blocks=5, max_model_len=9),
         Capture(),
-        RunStep(make_plan()),
+        RunStep(large_plan()),
     )
     for message in orders:
         engine.send(message)
@@ -199,14 +188,14 @@ def test_messages_arrive_as_they_were_sent_and_in_order(pipes: Pipes) -> None:
 
 def test_a_message_larger_than_the_sockets_buffer_arrives_whole(pipes: Pipes) -> None:
     engine, rank = pipes
-    sender = threading.Thread(target=engine.send, args=(RunStep(make_plan(5_000_000)),))
+    sender = threading.Thread(target=engine.send, args=(RunStep(large_plan(5_000_000)),))
     sender.start()
     message = rank.recv()
     sender.join()
-    assert message == RunStep(make_plan(5_000_000))
+    assert message == RunStep(large_plan(5_000_000))
 
 
-@pytest.mark.parametrize("sent", [b"", encode_frame(RunStep(make_plan()))[:-1]])
+@pytest.mark.parametrize("sent", [b"", encode_frame(RunStep(large_plan()))[:-1]])
 def test_a_closed_end_is_the_end_of_file_even_within_a_message(pipes: Pipes, sent: bytes) -> None:
     engine, rank = pipes
     engine.send_some(memoryview(sent))
@@ -219,4 +208,4 @@ def test_sending_to_a_closed_end_is_an_error(pipes: Pipes) -> None:
     engine, rank = pipes
     rank.close()
     with pytest.raises(OSError, match="Broken pipe"):
-        engine.send(RunStep(make_plan()))
+        engine.send(RunStep(large_plan()))

@@ -37,6 +37,5 @@ def _case(
         signature=signature,
         constexprs={"SIZE": size, "BLOCK_SIZE": 16, "BLOCK": BLOCK, **absent},
         num_warps=NUM_WARPS,
-        num_stages=3,
         aligned=tuple(name for name in tables if name in signature),
     )

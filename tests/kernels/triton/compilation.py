@@ -56,14 +56,27 @@ class Case:
     kernel: Any
     signature: dict[str, str]
     constexprs: dict[str, Any]
-    num_warps: int
-    num_stages: int
+    num_warps: int = 4
+    num_stages: int = 3
     aligned: tuple[str, ...] | None = None
     instructions: Mapping[int, str] = field(default_factory=dict)
     max_spill_bytes: int = 16
     capabilities: tuple[int, ...] = CAPABILITIES
     max_shared_bytes: int | None = None
     num_early_loads: int = 0
+
+
+def give_if(
+    is_given: bool,
+    operands: Mapping[str, str],
+    signature: dict[str, str],
+    constexprs: dict[str, Any],
+) -> None:
+    """Add operands to the signature, or as None."""
+    if is_given:
+        signature |= operands
+    else:
+        constexprs |= dict.fromkeys(operands)
 
 
 @dataclass(frozen=True)

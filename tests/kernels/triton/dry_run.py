@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 from unittest import mock
 
-import numpy as np
 import torch
 from torch import Tensor
 from triton import knobs
@@ -54,9 +53,10 @@ from nanocore.worker.memory.largest_step import run_largest_steps
 from nanocore.worker.model_runner import DeviceQueue, ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
-from nanocore.worker.plan import NewRow, SchedulerOutput
+from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.rank_messages import Quantization, WorkerConfig
 from tests.kernels.triton.model_shapes import SHAPES as PUBLISHED
+from tests.step_plans import make_plan, make_row
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 META: Final = torch.device("meta")
@@ -193,28 +193,18 @@ def _plan(
 ) -> SchedulerOutput:
     """Return a step of these rows alone; num_rows: those of the step before."""
     added = [
-        NewRow(
-            row=row,
-            token_ids=np.zeros(length, "<i4").tobytes(),
-            num_prompt_tokens=length,
-            num_computed_tokens=length - count,
-            block_ids=np.zeros(-(-length // block_size), "<i4").tobytes(),
-            sampling=EngineSamplingParams(temperature=float(row % 2), max_tokens=2),
+        make_row(
+            row,
+            [0] * length,
+            EngineSamplingParams(temperature=float(row % 2), max_tokens=2),
+            num_computed=length - count,
+            blocks=[0] * -(-length // block_size),
             seed=row,
         )
         for row, (length, count) in enumerate(rows)
     ]
-    counts = [count for _, count in rows]
-    return SchedulerOutput(
-        step=step,
-        removed_rows=np.arange(num_rows, dtype="<i4").tobytes(),
-        added=added,
-        block_rows=b"",
-        block_ids=b"",
-        chunk_rows=np.arange(len(rows), dtype="<i4").tobytes(),
-        chunk_counts=np.array(counts, "<i4").tobytes(),
-        num_tokens=sum(counts),
-    )
+    counts = {row: count for row, (_, count) in enumerate(rows)}
+    return make_plan(added, counts, removed=range(num_rows), step=step)
 
 
 @contextmanager

@@ -45,6 +45,5 @@ def _case(name: str, kernel: Any, num_warps: int, has_mask: bool) -> Case:
         signature=signature,
         constexprs=constexprs,
         num_warps=num_warps,
-        num_stages=3,
         aligned=aligned,
     )

@@ -24,7 +24,6 @@ def _case(name: str, size: int, x: str = "*bf16") -> Case:
         signature={"x": x, "values": "*fp8e4nv", "scales": "*fp32", "x_stride": "i32"},
         constexprs={"SIZE": size, "BLOCK": block},
         num_warps=num_warps,
-        num_stages=3,
         aligned=("x", "values", "scales", "x_stride"),
         instructions=dict.fromkeys((90, 100), "cvt.rn.satfinite.e4m3x2.f32"),
         capabilities=(89, 90, 100),

@@ -16,7 +16,5 @@ def _case(name: str, is_gelu: bool) -> Case:
         kernel=gated_kernel,
         signature={"x": "*bf16", "out": "*bf16", "size": "i32", "x_stride": "i32"},
         constexprs={"BLOCK": 1024, "IS_GELU": is_gelu},
-        num_warps=4,
-        num_stages=3,
         aligned=("x", "out", "size", "x_stride"),
     )

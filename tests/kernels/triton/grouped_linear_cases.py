@@ -103,7 +103,6 @@ def _rows_case(name: str) -> Case:
         signature=signature,
         constexprs={"BLOCK_R": BLOCK_R, **constants(layout), **absent},
         num_warps=NUM_WARPS,
-        num_stages=3,
         capabilities=(80, 90),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nanocore.kernels.triton.matmul import Tile
 from nanocore.kernels.triton.moe import choose_tile, grouped_kernel, weighted_sum_kernel
-from tests.kernels.triton.compilation import SHARED_BYTES, Case
+from tests.kernels.triton.compilation import SHARED_BYTES, Case, give_if
 from tests.kernels.triton.model_shapes import Product, experts
 
 ROWS = (1, 16, 17, 64, 65, 1000)
@@ -54,17 +54,12 @@ def _sum_case(name: str, has_shared: bool) -> Case:
     }  # fmt: skip
     constexprs: dict[str, int | None] = {"NUM_CHOSEN": 8, "BLOCK": 1024}
     shared = {"gate": "*bf16", "shared": "*bf16"}
-    if has_shared:
-        signature |= shared
-    else:
-        constexprs |= dict.fromkeys(shared)
+    give_if(has_shared, shared, signature, constexprs)
     return Case(
         name=name,
         kernel=weighted_sum_kernel,
         signature=signature,
         constexprs=constexprs,
-        num_warps=4,
-        num_stages=3,
         aligned=tuple(name for name in signature if name != "gate_stride"),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanocore.kernels.triton.norm import launch_options, rms_norm_kernel
-from tests.kernels.triton.compilation import Case
+from tests.kernels.triton.compilation import Case, give_if
 
 
 def cases() -> list[Case]:
@@ -27,16 +27,12 @@ def _case(name: str, size: int, is_sum: bool, weight: str = "*bf16", selects: bo
     constexprs = {
         "SIZE": size, "BLOCK": block, "IS_SUM": is_sum, "KEEPS_SUM": is_sum and not selects
     }  # fmt: skip
-    if selects:
-        signature["index"] = "*i64"
-    else:
-        constexprs["index"] = None
+    give_if(selects, {"index": "*i64"}, signature, constexprs)
     return Case(
         name=name,
         kernel=rms_norm_kernel,
         signature=signature,
         constexprs=constexprs,
         num_warps=num_warps,
-        num_stages=3,
         aligned=("x", "residual", "weight", "out", "x_stride", "residual_stride"),
     )

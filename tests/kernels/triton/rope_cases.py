@@ -65,7 +65,6 @@ def _case(
             **{name: None for name, kind in optional.items() if kind is None},
         },
         num_warps=NUM_WARPS,
-        num_stages=3,
         **options,
         aligned=tuple(
             name

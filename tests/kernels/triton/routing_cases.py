@@ -10,7 +10,7 @@ from nanocore.kernels.triton.routing import (
     route_kernel,
     route_warps,
 )
-from tests.kernels.triton.compilation import Case
+from tests.kernels.triton.compilation import Case, give_if
 
 
 def cases() -> list[Case]:
@@ -41,7 +41,6 @@ def _route_case(name: str, experts: int, chosen: int, logits: str, is_normalized
             "CHOSEN_BLOCK": 1 << (chosen - 1).bit_length(),
         },
         num_warps=route_warps(block),
-        num_stages=3,
     )
 
 
@@ -52,7 +51,6 @@ def _count_case() -> Case:
         signature={"expert_ids": "*i32", "counts": "*i32", "num_pairs": "i32", "span": "i32"},
         constexprs={"NUM_EXPERTS": 128, "NUM_BINS": 128, "STEP": plan_step(128)},
         num_warps=PLAN_WARPS,
-        num_stages=3,
         aligned=("expert_ids", "counts"),
     )
 
@@ -65,16 +63,12 @@ def _plan_case(name: str, block_t: int, has_counts: bool, experts: int = 128) ->
     constexprs: dict[str, int | None] = {
         "NUM_EXPERTS": experts, "NUM_BINS": experts, "BLOCK_T": block_t, "STEP": plan_step(experts),
     }  # fmt: skip
-    if has_counts:
-        signature["counts"] = "*i32"
-    else:
-        constexprs["counts"] = None
+    give_if(has_counts, {"counts": "*i32"}, signature, constexprs)
     return Case(
         name=name,
         kernel=plan_kernel,
         signature=signature,
         constexprs=constexprs,
         num_warps=PLAN_WARPS,
-        num_stages=3,
         aligned=tuple(name for name, kind in signature.items() if kind.startswith("*")),
     )

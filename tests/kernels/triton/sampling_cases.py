@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanocore.kernels.triton.sampling import best_of_part_kernel, best_of_parts_kernel
-from tests.kernels.triton.compilation import Case
+from tests.kernels.triton.compilation import Case, give_if
 
 MASK = {"mask_words": "*i32", "mask_index": "*i32"}
 """Of a `TokenMask`; None where rows have none."""
@@ -28,17 +28,13 @@ def _parts_case(name: str, has_table: bool) -> Case:
     }  # fmt: skip
     constexprs: dict[str, int | None] = {"BLOCK": 128}
     table = {"token_table": "*i32", "rows": "*i64", "positions": "*i64"}
-    if has_table:
-        signature |= table
-    else:
-        constexprs |= dict.fromkeys(table)
+    give_if(has_table, table, signature, constexprs)
     return Case(
         name=name,
         kernel=best_of_parts_kernel,
         signature=signature,
         constexprs=constexprs,
         num_warps=1,
-        num_stages=3,
         aligned=("part_value", "part_column", "value", "column"),
     )
 
@@ -50,21 +46,13 @@ def _case(name: str, logits: str, has_noise: bool, has_mask: bool = False) -> Ca
     }  # fmt: skip
     constexprs: dict[str, int | None] = {"HAS_NOISE": has_noise, "BLOCK": 2048}
     rows = {"temperature": "*fp32", "seed": "*i64", "position": "*i64"}
-    if has_noise:
-        signature |= rows
-    else:
-        constexprs |= dict.fromkeys(rows)
+    give_if(has_noise, rows, signature, constexprs)
     aligned = signature.keys() - {"first_token", "num_columns", "num_words"}
-    if has_mask:
-        signature |= MASK
-    else:
-        constexprs |= dict.fromkeys(MASK)
+    give_if(has_mask, MASK, signature, constexprs)
     return Case(
         name=name,
         kernel=best_of_part_kernel,
         signature=signature,
         constexprs=constexprs,
-        num_warps=4,
-        num_stages=3,
         aligned=tuple(aligned),
     )
