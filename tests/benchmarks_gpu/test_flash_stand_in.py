@@ -29,7 +29,7 @@ from nanocore.kernels.interface import (
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import flash_backend
 from nanocore.kernels.triton.flash_backend import FlashKernels
-from nanocore.worker.model_runner import DeviceQueue
+from nanocore.worker.device.device_steps import DeviceQueue
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.kernels.paged_case import HEAD_DIM, PLAIN, PagedCase
 from tests.tiny_models import make_tiny_qwen3

@@ -13,10 +13,10 @@ import torch
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.communication.communicator import Communicator
+from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.device.device_stream import CudaGraphCapture, CudaStream
 from nanocore.worker.device.step_graphs import GraphCapture
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.model_runner import DeviceQueue
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.worker.device_engine import DeviceKernels, Engine, load_model
 

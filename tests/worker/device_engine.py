@@ -33,9 +33,10 @@ from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank
+from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner
+from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement

@@ -17,7 +17,8 @@ import torch
 
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner
+from nanocore.worker.device.device_steps import DeviceQueue
+from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, RowLogprobs, SchedulerOutput
 from tests.fake_device import FakeStream

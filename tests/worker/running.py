@@ -36,13 +36,14 @@ from nanocore.worker.communication.shared_memory import (
     create_channel,
     create_group_region,
 )
+from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
 from nanocore.worker.loading.formats.checkpoint_format import folder_format
 from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.gguf.gguf_format import GgufFormat
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.weights import WeightFormat
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner
+from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput

@@ -24,10 +24,11 @@ from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, StageLinks
+from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading import loader
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner
+from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement

@@ -21,10 +21,10 @@ from nanocore.kernels.interface import Kernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.device import step_graphs
+from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.device.step_graphs import graph_shapes
 from nanocore.worker.device.step_memory import StepFields, StepShape, num_bytes
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.model_runner import DeviceQueue
 from tests.campaign import examples, in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.model_families import BUILDERS

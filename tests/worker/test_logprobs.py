@@ -19,7 +19,8 @@ from torch import Tensor
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.device import step_graphs
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner
+from nanocore.worker.device.device_steps import DeviceQueue
+from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.placement import Placement
 from nanocore.worker.sampling import requested_outputs
 from tests.fake_device import FakeGraphRecorder, FakeStream

@@ -24,7 +24,8 @@ from nanocore.kernels.candidates import NO_TOKEN
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner
+from nanocore.worker.device.device_steps import DeviceQueue
+from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput, TokenMasks
 from tests.campaign import in_campaign

@@ -16,11 +16,12 @@ from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.select import select_kernels
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, WorkerError
+from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.memory import kv_cache_bytes as memory
 from nanocore.worker.memory.host_memory import host_bytes
 from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner
+from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner
+from nanocore.worker.device.device_steps import DeviceQueue
+from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.placement import Placement
 from nanocore.worker.sampling import pooling
 from nanocore.worker.sampling.pooling import PooledRow, pooled_sums

@@ -46,11 +46,12 @@ from nanocore.kernels.triton import grouped_linear
 from nanocore.kernels.triton.grouped_packing import GroupedLinear
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.device.device_stream import Pending, Stream, Tensors, Work
 from nanocore.worker.layers.moe import SparseMLP
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.memory.largest_step import run_largest_steps
-from nanocore.worker.model_runner import DeviceQueue, ModelRunner
+from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
