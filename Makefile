@@ -18,6 +18,9 @@ TRITONS := 3.6.0 3.9.0
 # Cases that differ in types and sizes alone are compiled once; all 249: make CASES= compile-kernels
 CASES := --distinct
 
+# Tests start hundreds of processes: each would compile all that it imports once more.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test test-all compile-kernels lint docs bench wheel clean
 
 help:
