@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,14 +38,17 @@ def sources() -> Iterator[Path]:
     yield from sorted(PACKAGE.rglob("*.py"))
 
 
-def imported_modules(path: Path) -> Iterator[str]:
+@cache
+def imported_modules(path: Path) -> list[str]:
+    modules: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            modules += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide which room they enter"
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            modules.append(node.module or "")
+            modules += (f"{node.module}.{alias.name}" for alias in node.names)
+    return modules
 
 
 def import_graph(package: Path) -> dict[str, set[str]]:
