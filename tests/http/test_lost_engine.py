@@ -11,8 +11,8 @@ import pytest
 from nanocore.http.app import App
 from nanocore.http.server_settings import AppSettings
 from nanocore.protocol.messages import Event, Submit
-from tests.client.fake_engine import FakeEngine
-from tests.client.test_resuming import _connected, _next, _until_lost, _welcome
+from tests.client.fake_engine import FakeEngine, until_lost
+from tests.client.test_resuming import _connected, _next, _welcome
 from tests.http.asgi import Connection, scope
 
 TURNS = [{"role": "user", "content": "hi"}]
@@ -42,7 +42,7 @@ async def test_a_request_waits_for_the_next_engine(
 
     async with _connected(endpoint, tokenizer=tokenizer_folder) as (old, client):
         old.close()
-        await _until_lost(client)
+        await until_lost(client)
         app = App(AppSettings())
         app.state.client = client
         http = Connection(json.dumps(BODIES[path]).encode())

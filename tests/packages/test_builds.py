@@ -13,7 +13,7 @@ from tests.packages.conftest import Packages
 from tests.packages.environments import UNREACHABLE, find_python
 from tests.packages.test_contents import LIBRARIES, contents
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 
 
 def wheel_of(packages: Packages, out: Path, python: str, **variables: str) -> Path:

@@ -19,7 +19,7 @@ import nanocore
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 from tests.packages.conftest import Packages
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 LIBRARIES = {f"nanocore/kernels/cpu/{library_name(name)}" for name in INSTRUCTION_SETS}
 TORCHS_GLIBC = (2, 28)

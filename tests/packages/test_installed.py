@@ -19,7 +19,7 @@ from tests.end_to_end.forked import engine
 from tests.packages.conftest import Packages
 from tests.packages.environments import Environment, make_environment
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 VERSIONS = ("3.11", "3.12", "3.13")
 MAX_CLIENT_BYTES = 100_000_000  # with all it needs; nanocore is a tenth of it
 QUESTION = [{"role": "user", "content": "What is 123 + 456?"}]

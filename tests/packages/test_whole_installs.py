@@ -13,7 +13,7 @@ from tests.packages.conftest import Packages
 from tests.packages.environments import Environment, make_environment
 from tests.packages.test_installed import ANSWER, ASKS_LLM, FINDS_LIBRARY
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 LIBRARIES = sorted(library_name(name) for name in INSTRUCTION_SETS)
 
