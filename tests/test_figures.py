@@ -250,8 +250,8 @@ def test_the_table_of_structured_outputs_is_that_of_the_report() -> None:
         [f"{row[name]:.0f}" for name in ("p50", "p90", "p99")] for row in rows
     ]
     said, longer = " ".join(SPEED.split()), read("structured-outputs-qwen3-0.6b")
-    assert f"{spread(report['step']['times_plain'], 2)} times what 16 plain ones take" in said
-    assert f"{spread(longer['step']['times_plain'], 2)} times as much" in said
+    assert f"{spread(report['step']['times_plain'], 2)} times as long as 16 plain ones" in said
+    assert f"it is {spread(longer['step']['times_plain'], 2)} times" in said
 
 
 @pytest.mark.parametrize("column", range(len(CONDITIONS)))
