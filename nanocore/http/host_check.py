@@ -41,8 +41,8 @@ def check_host(
     if hosts and not is_local and "*" not in allowed_hosts and name not in allowed_hosts:
         raise HttpError(
             403,
-            f"this server is not called {name[:200]!r}: without an API key it answers only to "
-            "localhost and addresses; allow other names with --allowed-hosts, or set keys",
+            f"the host {name[:200]!r} is not accepted: without an API key this server answers only "
+            "to localhost and IP addresses; allow other names with --allowed-hosts, or set keys",
         )
     if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host_header:
         raise HttpError(

@@ -36,7 +36,7 @@ def select_kernels(
     if name == "auto":
         name = _best(device)
     if name not in _BACKENDS:
-        raise ValueError(f"no kernel backend {name!r}; there is: auto, {', '.join(_BACKENDS)}")
+        raise ValueError(f"unknown kernel backend {name!r}; known: auto, {', '.join(_BACKENDS)}")
     if batch_invariant and name not in ("cpu", "triton"):
         raise ValueError("its results depend on the batch; --batch-invariant needs cpu or triton")
     return _BACKENDS[name](device, batch_invariant, keeps_activations)

@@ -74,7 +74,7 @@ def test_a_wanted_instruction_set_is_missed_where_there_is_none(
 
 
 def test_a_name_nobody_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="no kernel backend 'gpu'"):
+    with pytest.raises(ValueError, match="unknown kernel backend 'gpu'"):
         select_kernels("gpu", CPU)
 
 

@@ -41,8 +41,7 @@ def groups_of_slice(name: str, in_features: int, group_size: int, columns: slice
         return Grouping(columns.stop - columns.start, 1, slice(0, 1))
     if in_features % group_size:
         raise ModelFileError(
-            f"{name} has {in_features} inputs, which are no whole groups of {group_size} "
-            "(group_size)"
+            f"{name} has {in_features} inputs, which is not a multiple of group_size = {group_size}"
         )
     check_slice_bounds(name, in_features, group_size, columns, f"groups of {group_size} inputs")
     kept = slice(columns.start // group_size, columns.stop // group_size)
