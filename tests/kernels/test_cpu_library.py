@@ -128,7 +128,7 @@ def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPat
     version = library.ABI_VERSION
     monkeypatch.setattr(library, "ABI_VERSION", version + 1)
     path = str(Path(library.__file__).with_name(library_name(name)))
-    with pytest.raises(RuntimeError, match=f"interface {version} and not {version + 1}.*again"):
+    with pytest.raises(RuntimeError, match=f"interface {version} and not {version + 1}.*reinstall"):
         Library(path, name)
     assert loaded.instruction_set == name
 
