@@ -190,7 +190,7 @@ class EngineConfig(EngineParameters):
                 value is None or events is not None,
                 flag,
                 value,
-                "there are no events without --kv-events-endpoint; give both, or neither",
+                "it needs --kv-events-endpoint: give both, or neither",
             )
         require(
             events is None or self.enable_prefix_caching,

@@ -34,7 +34,7 @@ def check_host(
     parts = _HOST.fullmatch(host_header)
     if parts is None:
         raise bad_request(
-            f"Host: {host_header[:200]!r} is no name or address, with or without a port"
+            f"Host: {host_header[:200]!r} is not a name or address with an optional port"
         )
     name = parts[1].strip("[]")
     is_local = name == "localhost" or name.endswith(".localhost") or is_address(name)

@@ -98,8 +98,7 @@ def _flash(device: torch.device, batch_invariant: bool, keeps_activations: bool)
 
 _MIN_CAPABILITY: Final = (8, 0)
 _REMEDY: Final = (
-    "there are no compiled kernels beside this package: install g++, unless there is "
-    "one, and nanocore again"
+    "this package has no compiled kernels: install g++ if it is missing, and reinstall nanocore"
 )
 _BACKENDS: Final[dict[str, Callable[[torch.device, bool, bool], Kernels]]] = {
     "cpu": _cpu,

@@ -119,8 +119,8 @@ class StructuredOutputs(
         for pointer in self.lenient:
             if pointer and pointer[0] != "/":
                 raise InvalidRequestError(
-                    f"structured_outputs.lenient: {shorten(pointer)!r} is no JSON pointer: begin "
-                    'with a slash, or name all of json by ""'
+                    f"structured_outputs.lenient: {shorten(pointer)!r} is not a JSON pointer: "
+                    'begin with a slash, or name all of json by ""'
                 )
         if not all(self.free_prefixes):
             raise InvalidRequestError(

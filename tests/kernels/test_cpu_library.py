@@ -43,7 +43,7 @@ def test_without_a_library_torch_computes_and_the_log_says_what_to_do(
     assert isinstance(select_kernels("auto", CPU), TorchKernels)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "install g++, unless there is one, and nanocore again" in record.getMessage()
+    assert "install g++ if it is missing, and reinstall nanocore" in record.getMessage()
 
 
 @pytest.mark.usefixtures("_no_libraries")

@@ -84,8 +84,8 @@ def build_parser() -> FlagParser:
     parser = engine_command_parser(
         "nanocore chat",
         "[MODEL]",
-        "Chat with a model, by default the demo model. If standard input or output is no terminal, "
-        "the input is one question, and only its response is written.",
+        "Chat with a model, by default the demo model. If standard input or output is not a "
+        "terminal, the input is one question, and only its response is written.",
         _EXIT_CODES,
     )
     add = parser.add_argument_group("chat").add_argument

@@ -161,8 +161,8 @@ def _too_close(field: str, place: str, value: Decimal) -> SchemaError:
     return _refusal(
         field,
         place,
-        f"{value:f} would be let in, for it is a whole number and another bound is less than 1 "
-        "away: exclude one with a fraction, such as 0.001 in place of 0",
+        f"{value:f} would be accepted, because it is a whole number and another bound is less than "
+        "1 away: exclude one with a fraction, such as 0.001 in place of 0",
     )
 
 
@@ -253,8 +253,8 @@ def check_triggers(tag: StructuralTag) -> None:
         if within is not None and not one.startswith(within):
             raise InvalidRequestError(
                 f"structured_outputs.structural_tag.triggers[{tag.triggers.index(one)}]: "
-                f"{shorten(one)!r} holds the trigger {shorten(within)!r} within it, so that it "
-                "could appear in free text: take triggers of which none is within another"
+                f"{shorten(one)!r} contains the trigger {shorten(within)!r}, so it could appear in "
+                "free text: use triggers that do not contain each other"
             )
 
 

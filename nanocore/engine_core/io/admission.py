@@ -62,7 +62,7 @@ class SamplingCheck:
     def no_token_id(self, place: str, token_id: int, hint: str = "") -> InvalidRequestError:
         """Error for an invalid token id. place: field and index."""
         return InvalidRequestError(
-            f"{place}={token_id} is no token id of this model: valid ids are "
+            f"{place}={token_id} is not a token id of this model: valid ids are "
             f"0 to {self._vocab_size - 1}{hint}"
         )
 

@@ -135,7 +135,7 @@ def test_an_answer_is_of_a_format_or_begins_as_a_call_does(
 
 
 def test_calls_that_begin_with_no_mark_exclude_a_format() -> None:
-    with pytest.raises(InvalidRequestError, match="'harmony' begin with no mark; leave one out"):
+    with pytest.raises(InvalidRequestError, match="'harmony' have no opening mark; leave one out"):
         constraint(tools(), AUTO, True, JSON, "harmony")
 
 
