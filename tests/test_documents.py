@@ -231,7 +231,7 @@ def test_the_limits_of_the_operations_page_are_those_in_the_code() -> None:
     assert MAX_UNANSWERED_S + PING_INTERVAL_S < 3
     assert "over TCP both sides, within 3 s" in text
     assert f"the engine after {SESSION_TIMEOUT_S:.0f} s of silence, or" in text
-    assert f"from {MIN_SILENT_CHECKS * PING_INTERVAL_S:.0f} s on" in text
+    assert f"at least {MIN_SILENT_CHECKS * PING_INTERVAL_S:.0f} s" in text
     assert f"`--shutdown-timeout` ({EngineConfig().shutdown_timeout:g} s)" in text
 
 
@@ -285,15 +285,15 @@ def test_the_timings_and_limits_in_the_text_are_those_in_the_code() -> None:
     text = in_one_line(PROTOCOL)
     assert f"nothing for {SESSION_TIMEOUT_S:.0f} s (`session_timeout_ms`)" in text
     assert f"takes nothing for {BACKLOG_TIMEOUT_S:.0f} s is closed" in text
-    assert f"silent for {ENGINE_TIMEOUT_S:.0f} s for dead" in text
+    assert f"silent for {ENGINE_TIMEOUT_S:.0f} s as dead" in text
     assert f"| SNDHWM, RCVHWM | {PEER_HIGH_WATER_MARK} |" in text
     assert f"| MAXMSGSIZE | {MAX_FRAME_BYTES // 2**20} MiB |" in text
     assert f"at most {MAX_FRAME_BYTES // 2**20} MiB" in text
     assert f"{MAX_FILE_BYTES // 2**20} MiB per file" in text
     assert f"more than {MAX_BACKLOG_BYTES // 2**20} MiB unread" in text
     assert f"may have {MAX_BODY_BYTES // 2**20} MiB, and a SUBMIT" in text
-    assert f"a SUBMIT {MAX_SUBMIT_BYTES // 2**10} KiB beside its tokens" in text
-    assert f"may have {MAX_CALLS} CONTROLs under way" in text
+    assert f"a SUBMIT {MAX_SUBMIT_BYTES // 2**10} KiB in addition to its tokens" in text
+    assert f"may have {MAX_CALLS} CONTROLs in progress" in text
     assert f"nil above {MAX_RETURNED_ID_CHARS} characters" in text
     assert PING_INTERVAL_S == 1.0
     assert "PING to every session every second" in text

@@ -157,11 +157,13 @@ def test_the_readmes_figures_of_four_bits_are_those_of_the_comparison() -> None:
     ours, file, theirs = "nanocore int4", "nanocore q4_k_m", "llama.cpp q4_k_m"
     ms = [f"{waits[name]['tpot_ms']['median']:.1f}" for name in (ours, file, theirs)]
     assert (
-        f"one stream takes {ms[0]} ms a token, {ms[1]} from a Q4_K_M file, "
-        f"where llama.cpp takes {ms[2]}"
+        f"one stream takes {ms[0]} ms per token ({ms[1]} from a Q4_K_M file; "
+        f"llama.cpp on that file: {ms[2]})"
     ) in said
     made = [f"{rates[name]['output_tokens_per_s']['median']:,.0f}" for name in (ours, file, theirs)]
-    assert f"16 streams make {made[0]} and {made[1]} tokens a second, and {made[2]} there" in said
+    assert (
+        f"16 streams reach {made[0]} tokens/s ({made[1]} from the file; llama.cpp: {made[2]})"
+    ) in said
 
 
 def test_the_table_of_filters_is_that_of_its_report() -> None:
@@ -248,8 +250,8 @@ def test_the_table_of_structured_outputs_is_that_of_the_report() -> None:
         [f"{row[name]:.0f}" for name in ("p50", "p90", "p99")] for row in rows
     ]
     said, longer = " ".join(SPEED.split()), read("structured-outputs-qwen3-0.6b")
-    assert f"{spread(report['step']['times_plain'], 2)} times what 16 plain ones take" in said
-    assert f"{spread(longer['step']['times_plain'], 2)} times as much" in said
+    assert f"{spread(report['step']['times_plain'], 2)} times as long as 16 plain ones" in said
+    assert f"it is {spread(longer['step']['times_plain'], 2)} times" in said
 
 
 @pytest.mark.parametrize("column", range(len(CONDITIONS)))

@@ -54,34 +54,40 @@ def build_parser() -> argparse.ArgumentParser:
     peer = parser.add_mutually_exclusive_group(required=True)
     peer.add_argument("--engine", metavar="ENDPOINT", help="check the engine that listens here")
     peer.add_argument("--client", action="store_true", help="check the client that CMD starts")
-    parser.add_argument("command", metavar="CMD", nargs="*", help="with --client, after --")
+    parser.add_argument("command", metavar="CMD", nargs="*", help="command of the client, after --")
     parser.add_argument(
         "--listen",
         metavar="ENDPOINT",
-        help="with --client: where to play the engine; "
-        "by default an ipc endpoint in a temporary folder",
+        help="with --client: endpoint of the test engine "
+        "(default: an ipc endpoint in a temporary folder)",
     )
     parser.add_argument(
-        "--curve-dir", metavar="FOLDER", help="with --engine tcp://HOST:PORT: a client's keys"
+        "--curve-dir",
+        metavar="FOLDER",
+        help="with --engine tcp://HOST:PORT: folder of a client's keys",
     )
-    parser.add_argument("--rule", action="append", metavar="NAME", help="only this one; repeatable")
-    parser.add_argument("--list", action="store_true", help="name all rules, and do nothing else")
-    parser.add_argument("--json", action="store_true", help="report as JSON")
+    parser.add_argument(
+        "--rule", action="append", metavar="NAME", help="only this rule; repeatable"
+    )
+    parser.add_argument("--list", action="store_true", help="list all rules and exit")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument(
         "--slow",
         action="store_true",
-        help="also what waits out a time limit of the protocol; "
-        "with --client every malformed vector instead of a sample",
+        help="also check rules with long timeouts; "
+        "with --client, send every malformed vector instead of a sample",
     )
     parser.add_argument(
-        "--drain", action="store_true", help="with --engine: also what ends the engine, at last"
+        "--drain",
+        action="store_true",
+        help="with --engine: finally check rules that end the engine",
     )
     parser.add_argument(
         "--patience-s",
         type=float,
         default=PATIENCE_S,
         metavar="SECONDS",
-        help="how long an answer may take (default: %(default)g)",
+        help="seconds to wait for an answer (default: %(default)g)",
     )
     return parser
 
@@ -142,7 +148,7 @@ def _chosen(checks: list[Check[Bench]], args: argparse.Namespace) -> list[Check[
     names = [check.name for check in checks]
     for name in args.rule or ():
         if name not in names:
-            raise ConfigError(f"--rule {name}: there is none of that name; --list names all")
+            raise ConfigError(f"--rule {name}: unknown rule; --list lists all")
     if args.rule:
         return [check for check in checks if check.name in args.rule]
     if args.list:

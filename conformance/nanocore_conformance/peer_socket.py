@@ -26,7 +26,7 @@ class PeerSocket:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"endpoint {endpoint!r} is none: {error}") from None
+            raise ConfigError(f"endpoint {endpoint!r} is invalid: {error}") from None
 
     def send(self, frames: Sequence[bytes]) -> None:
         """Send one message of one or more frames, whatever they hold; waits for room."""

@@ -64,14 +64,14 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     flag("--dataset-name", choices=DATASETS, default=RANDOM,
          help="mooncake: a timed_trace in milliseconds with 512 tokens per hash id "
          f"(default: {RANDOM})")  # fmt: skip
-    flag("--dataset-path", metavar="FILE", help="for all but random and prefix_repetition")
+    flag("--dataset-path", metavar="FILE", help="file, for all but random and prefix_repetition")
     add("num-prompts", 1, "number of requests")
     add("seed", 0, "seed of prompts, lengths and arrivals")
     flag("--input-len", type=at_least(1), metavar="N", help="the same as --random-input-len")
-    flag("--output-len", type=at_least(1), metavar="N", help="for any dataset but traces")
+    flag("--output-len", type=at_least(1), metavar="N", help="for all but traces: output tokens")
     flag("--disable-shuffle", action="store_true", help="keep the order of the file")
     flag("--no-oversample", action="store_true",
-         help="do not repeat rows of a file that has too few")  # fmt: skip
+         help="do not repeat rows if the file has too few")  # fmt: skip
 
     group = parser.add_argument_group("random and prefix_repetition")
     flag = group.add_argument

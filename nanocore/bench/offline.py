@@ -124,10 +124,10 @@ def throughput_parser() -> FlagParser:
     _add_counts(
         parser,
         ("--n", 1, 1, "samples per request"),
-        ("--num-warmups", 0, 0, "warm-up requests, which do not count"),
+        ("--num-warmups", 0, 0, "warm-up requests, not measured"),
     )
     add("--disable-detokenize", action="store_true", help="do not decode tokens")
-    add("--disable-tqdm", action="store_true", help="no progress bar")
+    add("--disable-tqdm", action="store_true", help="do not show a progress bar")
     add_dataset_flags(parser)
     return parser
 
@@ -213,7 +213,7 @@ def latency_parser() -> FlagParser:
         ("--output-len", 1, 128, "output tokens"),
         ("--batch-size", 1, 8, "concurrent requests"),
         ("--n", 1, 1, "samples per request"),
-        ("--num-iters-warmup", 0, 10, "warm-up batches, which do not count"),
+        ("--num-iters-warmup", 0, 10, "warm-up batches, not measured"),
         ("--num-iters", 1, 30, "measured batches"),
     )
     parser.add_argument("--disable-detokenize", action="store_true", help="do not decode tokens")
@@ -260,7 +260,7 @@ def startup_parser() -> FlagParser:
     _add_counts(
         parser,
         ("--num-iters-cold", 0, 3, "starts with cold caches"),
-        ("--num-iters-warmup", 0, 1, "starts in between, which do not count"),
+        ("--num-iters-warmup", 0, 1, "starts in between, not measured"),
         ("--num-iters-warm", 0, 3, "starts with warm caches"),
     )
     return parser

@@ -131,13 +131,13 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
         "completions; openai-chat: chat completions (default: nanocore with --engine-endpoint, "
         "else openai)")  # fmt: skip
     add("--engine-endpoint", metavar="ENDPOINT",
-        help="of the engine, such as ipc://PATH (default: this user's default endpoint); other "
+        help="the engine's, such as ipc://PATH (default: this user's default endpoint); other "
         "backends use its tokenizer")  # fmt: skip
     add("--curve-dir", metavar="DIR", help="with tcp://: keys of nanocore-keygen")
-    add("--base-url", metavar="URL", help="of the server, instead of --host and --port")
-    add("--host", help="of the server (default: 127.0.0.1)")
-    add("--port", type=at_least(1), help="of the server (default: 8000)")
-    add("--endpoint", metavar="PATH", help="of the API (default: the backend's)")
+    add("--base-url", metavar="URL", help="URL of the server, instead of --host and --port")
+    add("--host", help="host of the server (default: 127.0.0.1)")
+    add("--port", type=at_least(1), help="port of the server (default: 8000)")
+    add("--endpoint", metavar="PATH", help="path of the API (default: the backend's)")
     add("--header", nargs="*", default=[], metavar="KEY=VALUE", help="headers of every request; "
         "OPENAI_API_KEY in the environment is sent as a bearer token")  # fmt: skip
     add("--insecure", action="store_true", help="do not verify the server's certificate")
@@ -164,7 +164,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--max-concurrency", type=at_least(1), metavar="N",
         help="requests in flight at once (default: no limit)")  # fmt: skip
     add("--num-warmups", type=at_least(0), default=0, metavar="N",
-        help="warm-up requests, which do not count (default: 0)")  # fmt: skip
+        help="warm-up requests, not measured (default: 0)")  # fmt: skip
     add("--ready-check-timeout-sec", type=at_least(0), default=0, metavar="S",
         help="seconds to wait for a first successful request (default: 0, none is sent)",
     )  # fmt: skip
@@ -200,12 +200,12 @@ def _add_result(parser: argparse.ArgumentParser) -> None:
     add("--append-result", action="store_true",
         help="with --save-result: append a line to the file")  # fmt: skip
     add("--result-dir", metavar="DIR", help="folder of the file (default: the working directory)")
-    add("--result-filename", metavar="FILE", help="(default: made of the configuration)")
-    add("--html", metavar="FILE", help="write a report with plots, one page without other files")
+    add("--result-filename", metavar="FILE", help="its name (default: from the configuration)")
+    add("--html", metavar="FILE", help="write a self-contained HTML report with plots")
     add("--label", help="prefix of the default file name (default: the backend)")
     add("--metadata", nargs="*", default=[], metavar="KEY=VALUE",
         help="extra keys for the result JSON")  # fmt: skip
-    add("--disable-tqdm", action="store_true", help="no progress bar")
+    add("--disable-tqdm", action="store_true", help="do not show a progress bar")
 
 
 def _destination(given: argparse.Namespace) -> Destination:

@@ -77,7 +77,7 @@ def add_engine_flags(
     add("--endpoint", action="append", default=[],
         nargs=None if bare_endpoint is None else "?", const=bare_endpoint,
         help="join the engine at this endpoint (ipc:// or tcp://) instead of launching one; repeat "
-        "it for engines of the same model, one of which is used while it serves"
+        "it for several engines with the same model, of which one is used while it serves"
         + ("" if bare_endpoint is None else "; without a value: this user's default"))  # fmt: skip
     add("--curve-dir", metavar="DIR", help="with --endpoint tcp://: keys of nanocore-keygen")
     add("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the engine's)")
@@ -125,7 +125,7 @@ def choose_engine(
             f"{model} out"
         )
     if joined and given.max_restarts is not None:
-        raise ConfigError("--max-restarts is for an engine that is launched, not with --endpoint")
+        raise ConfigError("--max-restarts is for a launched engine, not for --endpoint")
     if not joined and given.curve_dir is not None:
         raise ConfigError(f"--curve-dir {given.curve_dir}: keys are for --endpoint tcp://HOST:PORT")
     return EngineChoice(
@@ -201,7 +201,7 @@ def reader_parser(prog: str, description: str) -> FlagParser:
     """Return the parser of a command that only observes a running engine."""
     parser = FlagParser(prog, description, epilog=_READER_EXIT_CODES)
     parser.add_argument("--endpoint", metavar="ENDPOINT",
-        help="of the engine, ipc:// or tcp:// (default: this user's default endpoint)")  # fmt: skip
+        help="the engine's, ipc:// or tcp:// (default: this user's default endpoint)")  # fmt: skip
     parser.add_argument("--curve-dir", metavar="DIR", help="keys of nanocore-keygen, for tcp://")
     parser.add_argument("--timeout", type=seconds, default=JOIN_TIMEOUT_S, metavar="S",
         help="seconds to connect (default: %(default)g)")  # fmt: skip

@@ -56,7 +56,7 @@ def trace_parser() -> FlagParser:
         "Summarize a step trace, as nanocore-engine --step-trace writes it.",
         epilog=_EXIT_CODES,
     )
-    parser.add_argument("file", metavar="FILE", help="the trace; it may still be written")
+    parser.add_argument("file", metavar="FILE", help="the trace, even while it is being written")
     parser.add_argument(
         "--perfetto", metavar="OUT", help="write Chrome trace events, for ui.perfetto.dev"
     )
@@ -71,9 +71,9 @@ def explain_parser() -> FlagParser:
         "and what its time to first token consists of.",
         epilog=_EXIT_CODES,
     )
-    parser.add_argument("request", metavar="REQUEST", help="its id, as the client set it")
+    parser.add_argument("request", metavar="REQUEST", help="id that the client gave it")
     parser.add_argument("file", metavar="FILE", nargs="?", default="steps.jsonl",
-        help="of nanocore-engine --step-trace (default: %(default)s)")  # fmt: skip
+        help="trace of nanocore-engine --step-trace (default: %(default)s)")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 

@@ -227,7 +227,7 @@ class SampleText:
 
     @property
     def tokens_per_slice(self) -> int:
-        """So many tokens may be read at once without holding up the event loop."""
+        """Limit for tokens that one read decodes, so that the event loop is not blocked."""
         return self._opened().tokens_per_slice
 
     @property

@@ -146,7 +146,7 @@ class Tokenizer:
                 raise _far_too_long(num_tokens, max_tokens)
         ids = self._encoding(text, add_special_tokens).ids
         if add_special_tokens and ids[:2] == self._doubled_bos:
-            logger.warning("a prompt begins with BOS, which the tokenizer adds: it has two of them")
+            logger.warning("a prompt begins with BOS, and the tokenizer adds another one")
             self._doubled_bos = None  # said once
         return ids
 
@@ -179,7 +179,7 @@ class Tokenizer:
             return encoding
         except TypeError as error:
             raise InvalidRequestError(
-                f"this text cannot be tokenized ({error}): is half a surrogate pair in it?"
+                f"this text cannot be tokenized ({error}): does it contain half a surrogate pair?"
             ) from None
 
     @cached_property
@@ -362,7 +362,7 @@ def _parse_object(files: Mapping[str, bytes], name: str, source: str) -> dict[st
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{name} of {source}: {error}") from None
     if not isinstance(content, dict):
-        raise InvalidRequestError(f"{name} of {source} holds no JSON object")
+        raise InvalidRequestError(f"{name} of {source} is not a JSON object")
     return content
 
 

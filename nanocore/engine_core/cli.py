@@ -65,10 +65,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--check",
         action="store_true",
         default=False,
-        help="check flags, model files and memory, say what the machine can give, and exit",
+        help="check flags, model files and memory, print the hardware limits, and exit",
     )
     parser.add_argument(
-        "--json", action="store_true", default=False, help="with --check: as JSON, on stdout"
+        "--json", action="store_true", default=False, help="with --check: print JSON on stdout"
     )
     parser.add_argument("--parent-fd", help=argparse.SUPPRESS)
     add_flags(parser, EngineConfig)
@@ -96,7 +96,7 @@ def _parse(arguments: list[str]) -> tuple[EngineConfig, CheckFormat | None]:
     known = {field.name for field in fields(EngineConfig)}
     config = EngineConfig(**{name: value for name, value in values.items() if name in known})
     if parsed.json and not parsed.check:
-        raise ConfigError("--json: it is what --check prints; give both, or neither")
+        raise ConfigError("--json needs --check: give both, or neither")
     return config, ("json" if parsed.json else "table") if parsed.check else None
 
 
@@ -151,7 +151,7 @@ def _require_room() -> None:
         if have_bytes is not None and have_bytes < need_bytes:
             raise CacheMemoryError(
                 f"out of memory: {have_bytes / 1e6:.0f} MB of {what} are left, and an engine needs "
-                f"{need_bytes / 1e6:.0f} MB beside its model: raise it"
+                f"{need_bytes / 1e6:.0f} MB in addition to its model: raise it"
             )
 
 
@@ -162,7 +162,7 @@ def _missing_packages_told() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{error.name} is not installed: an engine needs what `pip install '.[engine]'` brings"
+            f"{error.name} is not installed: to run an engine, `pip install '.[engine]'` first"
         ) from None
 
 

@@ -160,11 +160,10 @@ class EngineConfig(EngineParameters):
             raise ConfigError(f"--listen: {error}") from None
         if is_tcp and self.curve_dir is None:
             raise ConfigError(
-                f"--listen {self.listen}: whoever reaches a TCP endpoint could use it; "
-                "keys are needed, with --curve-dir DIR\n"
-                "make them with `nanocore-keygen DIR` and, for each client, "
-                "`nanocore-keygen DIR --client NAME --out FOLDER`\n"
-                "clients on this machine need neither: --listen ipc:///path/engine.sock"
+                f"--listen {self.listen}: anybody who reaches a TCP endpoint could use it; keys "
+                "are needed, with --curve-dir DIR\nmake them with `nanocore-keygen DIR` and, for "
+                "each client, `nanocore-keygen DIR --client NAME --out FOLDER`\nclients on this "
+                "machine need neither: --listen ipc:///path/engine.sock"
             )
         require(
             is_tcp or self.curve_dir is None,
@@ -191,7 +190,7 @@ class EngineConfig(EngineParameters):
                 value is None or events is not None,
                 flag,
                 value,
-                "there are no events without --kv-events-endpoint; give both, or neither",
+                "it needs --kv-events-endpoint: give both, or neither",
             )
         require(
             events is None or self.enable_prefix_caching,

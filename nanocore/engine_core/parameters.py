@@ -112,59 +112,61 @@ class EngineParameters:
     dtype: Dtype = parameter(
         "auto",
         _MODEL,
-        "of weights and activations; auto: the checkpoint's, or bfloat16 in place of a float16 "
-        "that cannot be had; float16 is for CUDA",
+        "dtype of weights and activations; auto: the checkpoint's, or bfloat16 if its float16 "
+        "cannot be used; float16 is for CUDA",
     )
 
     max_model_len: _Length | Literal["auto"] | None = parameter(
         None,
         _MODEL,
-        "tokens of prompt and output together (default: the model's own); auto: at most what fits "
-        "the memory",
+        "context length, prompt and output together (default: the model's own); auto: limited to "
+        "what fits in memory",
     )
 
     max_logprobs: _Logprobs = parameter(
         20,
         _MODEL,
-        "log probabilities that a request may have of each token; -1: of the whole vocabulary",
+        "limit of log probabilities per token that a request may ask for; -1: no limit",
     )
 
-    seed: _Seed = parameter(0, _MODEL, "for requests that bring no seed, and of dummy weights")
+    seed: _Seed = parameter(0, _MODEL, "seed for requests without one, and for dummy weights")
 
-    device: Device = parameter("auto", _DEVICE, "default: cuda where it is")
+    device: Device = parameter("auto", _DEVICE, "default: cuda if available")
 
     attention_backend: AttentionBackend = parameter(
         "auto",
         _DEVICE,
-        "of all kernels; auto: the fastest that is here",
+        "backend of all kernels; auto: the fastest available",
         reader=_attention_backend,
     )
 
     quantization: Quantization | None = parameter(
         None,
         _DEVICE,
-        "of weights that are stored as floats, as they are loaded; fp8, of activations too, is for "
-        "CUDA (8.9 and above)",
+        "quantize float weights as they are loaded; fp8 also quantizes activations and needs CUDA "
+        "(compute capability 8.9 or above)",
     )
 
     activation_quantization: ActivationQuantization = parameter(
         "auto",
         _DEVICE,
-        "none: what quantized weights are multiplied with stays as it is; auto: rounded to eight "
-        "bits where that is faster",
+        "inputs of layers with quantized weights; auto: round them to eight bits where that is "
+        "faster; none: keep them as they are",
     )
 
     batch_invariant: bool = parameter(
         False,
         _DEVICE,
-        "the same logits, bit for bit, whatever else runs and however a request's tokens are "
-        "computed",
+        "make a request's logits independent of other requests and of how its prompt is chunked, "
+        "bit for bit",
     )
 
-    enforce_eager: bool = parameter(False, _DEVICE, "call kernels one by one, capture no graphs")
+    enforce_eager: bool = parameter(
+        False, _DEVICE, "do not capture graphs; launch kernels one by one"
+    )
 
     async_scheduling: bool | None = parameter(
-        None, _DEVICE, "begin a step before the last one is done (default: on CUDA)"
+        None, _DEVICE, "start a step before the last one is done (default: on CUDA)"
     )
 
     tensor_parallel_size: _Ranks = parameter(
@@ -175,7 +177,7 @@ class EngineParameters:
         1, _DEVICE, "stages that share the layers", "-pp", "--pp"
     )
 
-    step_timeout_s: _Seconds = parameter(300.0, _DEVICE, "a step that takes longer ends the engine")
+    step_timeout_s: _Seconds = parameter(300.0, _DEVICE, "stop the engine if a step takes longer")
 
     block_size: _BlockSize | None = parameter(
         None,
@@ -183,20 +185,22 @@ class EngineParameters:
         f"tokens per KV block ({CPU_SIZES.block_size}; {CUDA_SIZES.block_size} on CUDA)",
     )
 
-    kv_cache_dtype: KVCacheDtype = parameter("auto", _CACHE, "auto: as --dtype")
+    kv_cache_dtype: KVCacheDtype = parameter(
+        "auto", _CACHE, "dtype of the KV cache; auto: as --dtype"
+    )
 
     gpu_memory_utilization: _Share = parameter(0.9, _CACHE, "share of each GPU's memory to use")
 
     kv_cache_memory_bytes: _Bytes | None = parameter(
-        None, _CACHE, "of each rank, instead of a share"
+        None, _CACHE, "KV cache of each rank, instead of a share"
     )
 
     num_gpu_blocks_override: _Blocks | None = parameter(
-        None, _CACHE, "KV blocks, on any device, instead of sizing by memory"
+        None, _CACHE, "number of KV blocks, on any device, instead of sizing by memory"
     )
 
     enable_prefix_caching: bool = parameter(
-        True, _CACHE, "compute a prefix that requests share once (default: yes)"
+        True, _CACHE, "compute shared prefixes only once (default: yes)"
     )
 
     salt_prefix_cache_by_session: bool = parameter(
@@ -204,50 +208,52 @@ class EngineParameters:
     )
 
     max_num_seqs: _Rows | None = parameter(
-        None, _SCHEDULER, f"requests running at once ({CPU_SIZES.max_num_seqs})"
+        None, _SCHEDULER, f"limit of running requests ({CPU_SIZES.max_num_seqs})"
     )
 
     max_num_batched_tokens: _StepTokens | None = parameter(
         None,
         _SCHEDULER,
-        f"budget of a step ({CPU_SIZES.max_num_batched_tokens}; "
+        f"token budget of a step ({CPU_SIZES.max_num_batched_tokens}; "
         f"{CUDA_SIZES.max_num_batched_tokens} on CUDA)",
     )
 
     max_num_queued_reqs: _Queued = parameter(
-        4096, _SCHEDULER, "requests that may wait; more are refused"
+        4096, _SCHEDULER, "limit of waiting requests; more are refused"
     )
 
     max_num_queued_tokens: _Queued = parameter(
-        4 * 2**20, _SCHEDULER, "tokens of their prompts; more are refused"
+        4 * 2**20, _SCHEDULER, "limit of their prompt tokens; more are refused"
     )
 
     max_num_queued_bytes: _Queued = parameter(
-        2**28, _SCHEDULER, "memory that they hold; more are refused"
+        2**28, _SCHEDULER, "limit of their memory; more are refused"
     )
 
     scheduling_policy: SchedulingPolicy = parameter(
-        "fcfs", _SCHEDULER, "who goes first: fcfs, who came first; priority, the lowest number"
+        "fcfs", _SCHEDULER, "fcfs: first come, first served; priority: lowest number first"
     )
 
     priority_aging_s: _SecondsOrNone = parameter(
-        60.0, _SCHEDULER, "with priority: seconds of waiting worth a level of it; 0: none"
+        60.0,
+        _SCHEDULER,
+        "with priority: seconds of waiting that raise a request one level; 0: never",
     )
 
     long_prefill_token_threshold: _Limit = parameter(
-        0, _SCHEDULER, "tokens that one prompt may compute in a step; 0: no limit"
+        0, _SCHEDULER, "limit of tokens of one prompt in a step; 0: no limit"
     )
 
     max_num_partial_prefills: _Limit = parameter(
-        0, _SCHEDULER, "prompts in chunks at once; 0: no limit"
+        0, _SCHEDULER, "limit of partly computed prompts; 0: no limit"
     )
 
     watermark: _ShareLeft = parameter(
-        0.0, _SCHEDULER, "share of KV blocks that admission leaves free while requests run"
+        0.0, _SCHEDULER, "share of KV blocks that admission keeps free while requests run"
     )
 
     target_itl_ms: _Milliseconds = parameter(
-        math.inf, _SCHEDULER, "shrink prompt chunks so that steps with decodes stay under this"
+        math.inf, _SCHEDULER, "shrink prompt chunks so that steps with decodes take less than this"
     )
 
     listen: _Text = parameter(
@@ -259,35 +265,33 @@ class EngineParameters:
     )
 
     standby: bool = parameter(
-        False, _ENGINE, "load, and serve when the engine that serves at the same --listen is gone"
+        False, _ENGINE, "load the model, and take over when the engine at the same --listen is gone"
     )
 
     max_num_clients: _Clients | None = parameter(
-        None, _ENGINE, "sessions at once; more are refused (1024, or what descriptors allow)"
+        None, _ENGINE, "limit of sessions; more are refused (1024, or what descriptors allow)"
     )
 
     shutdown_timeout: _SecondsOrNone = parameter(
         30.0,
         _ENGINE,
-        "seconds for requests to come to their end after SIGTERM, SIGINT or CONTROL drain; 0: none",
+        "seconds for open requests to finish after SIGTERM, SIGINT or CONTROL drain; 0: none",
     )
 
     step_trace: _Name | None = parameter(
-        None, _ENGINE, "append each step as a line of JSON", metavar="FILE"
+        None, _ENGINE, "append a JSON Lines record for each step", metavar="FILE"
     )
 
-    disable_log_stats: bool = parameter(
-        False, _ENGINE, "no line of throughput and load every 10 s of work"
-    )
+    disable_log_stats: bool = parameter(False, _ENGINE, "do not log throughput and load every 10 s")
 
-    log_format: LogFormat = parameter("text", _ENGINE, "json: each line of the log an object")
+    log_format: LogFormat = parameter("text", _ENGINE, "json: one object per log line")
 
     kv_events_endpoint: _Text | None = parameter(
-        None, _EVENTS, "ipc:// endpoint to publish them at"
+        None, _EVENTS, "ipc:// endpoint where events are published"
     )
 
     kv_events_replay_endpoint: _Text | None = parameter(
-        None, _EVENTS, "ipc:// endpoint for missed ones"
+        None, _EVENTS, "ipc:// endpoint for replay of missed events"
     )
 
     kv_events_topic: _Text = parameter("", _EVENTS, "first frame of each batch (default: empty)")

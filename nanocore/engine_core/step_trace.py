@@ -203,7 +203,7 @@ class StepTrace:
                 data = data[os.write(self._fd, data) :]
         except OSError as error:
             logger.error(
-                "--step-trace %s: %s; the engine goes on without it", self._path, error.strerror
+                "--step-trace %s: %s; the engine continues without it", self._path, error.strerror
             )
             self.close()
 

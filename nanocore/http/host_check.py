@@ -34,15 +34,15 @@ def check_host(
     parts = _HOST.fullmatch(host_header)
     if parts is None:
         raise bad_request(
-            f"Host: {host_header[:200]!r} is no name or address, with or without a port"
+            f"Host: {host_header[:200]!r} is not a name or address with an optional port"
         )
     name = parts[1].strip("[]")
     is_local = name == "localhost" or name.endswith(".localhost") or is_address(name)
     if hosts and not is_local and "*" not in allowed_hosts and name not in allowed_hosts:
         raise HttpError(
             403,
-            f"this server is not called {name[:200]!r}: without an API key it answers only to "
-            "localhost and addresses; allow other names with --allowed-hosts, or set keys",
+            f"the host {name[:200]!r} is not accepted: without an API key this server answers only "
+            "to localhost and IP addresses; allow other names with --allowed-hosts, or set keys",
         )
     if origin is not None and origin.decode("latin-1").lower().partition("://")[2] != host_header:
         raise HttpError(

@@ -124,7 +124,7 @@ def find_route(method: str, path: str) -> tuple[Route, str]:
     route = methods.get("GET" if method == "HEAD" else method)
     if route is None:
         allowed = ", ".join(sorted(methods))
-        text = f"{path[:200]} has no {method}: it has {allowed}"
+        text = f"{path[:200]} does not support {method}: it supports {allowed}"
         raise HttpError(405, text, headers={b"allow": allowed.encode()})
     return route, path_id
 

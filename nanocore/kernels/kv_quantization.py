@@ -53,7 +53,7 @@ def kv_cache_format(name: str, model_dtype: torch.dtype, device_type: str = "cpu
         return KVCacheFormat(model_dtype)
     if name not in QUANTIZED_KV_CACHES:
         names = ", ".join(("auto", *QUANTIZED_KV_CACHES))
-        raise ValueError(f"no KV cache dtype {name!r}; there is: {names}")
+        raise ValueError(f"unknown KV cache dtype {name!r}; known: {names}")
     return KVCacheFormat(QUANTIZED_KV_CACHES[name], scale_dtype(device_type))
 
 

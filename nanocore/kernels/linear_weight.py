@@ -80,7 +80,7 @@ def check_quantization_name(
     name: str | None, known: tuple[str, ...] = ("int4", "int8", "fp8")
 ) -> None:
     if name is not None and name not in known:
-        raise ValueError(f"no quantization {name!r} here; there is: {', '.join(known)}")
+        raise ValueError(f"unknown quantization {name!r}; known: {', '.join(known)}")
 
 
 def pack_rows(

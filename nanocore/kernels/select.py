@@ -36,7 +36,7 @@ def select_kernels(
     if name == "auto":
         name = _best(device)
     if name not in _BACKENDS:
-        raise ValueError(f"no kernel backend {name!r}; there is: auto, {', '.join(_BACKENDS)}")
+        raise ValueError(f"unknown kernel backend {name!r}; known: auto, {', '.join(_BACKENDS)}")
     if batch_invariant and name not in ("cpu", "triton"):
         raise ValueError("its results depend on the batch; --batch-invariant needs cpu or triton")
     return _BACKENDS[name](device, batch_invariant, keeps_activations)
@@ -98,8 +98,7 @@ def _flash(device: torch.device, batch_invariant: bool, keeps_activations: bool)
 
 _MIN_CAPABILITY: Final = (8, 0)
 _REMEDY: Final = (
-    "there are no compiled kernels beside this package: install g++, unless there is "
-    "one, and nanocore again"
+    "this package has no compiled kernels: install g++ if it is missing, and reinstall nanocore"
 )
 _BACKENDS: Final[dict[str, Callable[[torch.device, bool, bool], Kernels]]] = {
     "cpu": _cpu,

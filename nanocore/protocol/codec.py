@@ -377,8 +377,8 @@ def unpack_logprobs(columns: TokenLogprobs) -> UnpackedLogprobs:
     ):
         raise ProtocolError(
             "OUTPUT: logprobs of {} handles, {} ranks, {} counts, {} token ids and {} numbers do "
-            "not fit together: of each token there must be as many candidates as its count says, "
-            "itself among them".format(*lengths)
+            "not fit together: each token must have as many candidates as its count, including "
+            "itself".format(*lengths)
         )
     return unpacked
 

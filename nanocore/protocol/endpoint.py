@@ -64,7 +64,7 @@ def listen_address(endpoint: str) -> IpcAddress | TcpAddress:
         return _tcp_address(endpoint)
     if not endpoint.startswith(IPC):
         raise ConfigError(
-            f"endpoint {endpoint!r} is of no known kind: use {IPC}/path/engine.sock, or "
+            f"endpoint {endpoint!r} has an unknown scheme: use {IPC}/path/engine.sock, or "
             f"{TCP}ADDRESS:PORT with keys"
         )
     return ipc_address(endpoint)
@@ -91,8 +91,8 @@ def ipc_address(endpoint: str) -> IpcAddress:
     path = Path(name)
     if not name.isprintable() or path.name in ("", "..") or path.suffix == _LOCK_SUFFIX:
         raise ConfigError(
-            f"endpoint {endpoint!r} must end in a file's name, of characters that can be printed "
-            f"and with another suffix than {_LOCK_SUFFIX}; use {IPC}/path/engine.sock"
+            f"endpoint {endpoint!r} must end in a printable file name with a suffix other than "
+            f"{_LOCK_SUFFIX}; use {IPC}/path/engine.sock"
         )
     return IpcAddress(path)
 

@@ -60,7 +60,7 @@ def quoted(value: object) -> str:
 
 
 class NanocoreError(Exception):
-    """Base of every error nanocore raises on purpose.
+    """Base of every error that nanocore raises on purpose.
 
     request_id: which request it is about, where one call serves several (`LLM.step`).
     """
@@ -84,7 +84,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class EngineOverloadedError(NanocoreError):
-    """The engine takes no more work now; `retry_after_s` is its own estimate."""
+    """The engine accepts no more requests now; `retry_after_s` is its estimate."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -92,7 +92,7 @@ class EngineOverloadedError(NanocoreError):
 
 
 class EngineDrainingError(EngineOverloadedError):
-    """The engine finishes what it has, takes nothing new, and then ends."""
+    """The engine finishes its requests, accepts no new ones, and then stops."""
 
 
 class EngineDeadError(NanocoreError):
@@ -104,7 +104,7 @@ class ClientStateError(NanocoreError, RuntimeError):
 
 
 class ProtocolError(NanocoreError):
-    """Bytes that break the protocol, or a peer that speaks another version of it."""
+    """The peer violates the protocol, or speaks another version of it."""
 
     def __init__(self, message: str, code: str = "protocol_error") -> None:
         super().__init__(message)
@@ -112,29 +112,29 @@ class ProtocolError(NanocoreError):
 
 
 class StartError(NanocoreError):
-    """Base of what can stop an engine from starting; `exit_code` is the process's."""
+    """Base of errors that stop an engine from starting; `exit_code` is the process's."""
 
     exit_code: ClassVar[int] = 70
 
 
 class ConfigError(StartError, ValueError):
-    """A flag or a combination of flags that cannot work."""
+    """A flag or a combination of flags is invalid."""
 
     exit_code = 2
 
 
 class KeyFileError(ConfigError):
-    """A CURVE key file that is missing, malformed, or open to other users."""
+    """A CURVE key file is missing, malformed, or open to other users."""
 
 
 class ModelFileError(StartError):
-    """A model folder that is missing, incomplete, damaged or of an unknown architecture."""
+    """A model folder is missing, incomplete, damaged or of an unknown architecture."""
 
     exit_code = 3
 
 
 class CacheMemoryError(StartError):
-    """There is not enough memory: for the KV cache, for the model's length in it, or at all."""
+    """Memory is too small for the KV cache, for one request of the model's length, or at all."""
 
     exit_code = 4
 

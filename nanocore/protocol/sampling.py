@@ -63,25 +63,24 @@ class CommonSamplingParams(
     top_k: keep the k most likely tokens; 0 or -1 keeps all.
     top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
     min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
-    seed: the request's noise is a function of (seed, position) only; None lets the engine draw.
-    max_tokens: output tokens at most; None means until EOS or the model's length.
+    seed: the request's noise is a function of (seed, position) only; None lets the engine draw one.
+    max_tokens: limit of output tokens; None means until EOS or the context length.
     stop_token_ids: end, with finish_reason "stop", after any of these.
     ignore_eos: do not end at the model's EOS tokens.
-    skip_reading_prefix_cache: compute the whole prompt, although a prefix of it may be cached; the
-    request's own blocks are cached for others all the same.
-    n: samples of the same prompt, side by side; the i-th one's seed is (seed + i) modulo 2**53.
-    min_tokens: so many output tokens before EOS, unless that is ignored, or one of stop_token_ids
-    can be sampled.
-    presence_penalty, frequency_penalty: taken from the logits of tokens that the output holds;
-    once, or once for each time (OpenAI's).
-    repetition_penalty: logits of tokens that prompt or output hold are divided by it if positive,
-    else multiplied (CTRL: Keskar et al. 2019).
-    allowed_token_ids: sample no others.
-    logprobs: with each token its log probability, its rank, and those of the so many most likely
-    tokens; -1 for all. Of the logits as the model has them, before anything above.
-    prompt_logprobs: the same of each prompt token but the first. The prompt is computed whole.
-    pooling: give no token but an embedding: the hidden state after the last norm, of the prompt's
-    last token or the mean of all. max_tokens may be 1; what else says how to sample is refused.
+    skip_reading_prefix_cache: compute the whole prompt even if a prefix of it is cached; the
+    request's own blocks are still cached for others.
+    n: parallel samples of the same prompt; the i-th one's seed is (seed + i) modulo 2**53.
+    min_tokens: output tokens before EOS (unless ignored) or one of stop_token_ids can be sampled.
+    presence_penalty: subtracted from the logits of tokens in the output (OpenAI's).
+    frequency_penalty: the same, once per occurrence (OpenAI's).
+    repetition_penalty: positive logits of tokens in prompt or output are divided by it, others are
+    multiplied (CTRL: Keskar et al. 2019).
+    allowed_token_ids: sample no other tokens.
+    logprobs: return each token's log probability and rank, and those of the k most likely tokens;
+    -1 for all. They are those of the model's own logits, before any other parameter.
+    prompt_logprobs: the same for each prompt token except the first. The prompt is computed whole.
+    pooling: return an embedding and no token: the hidden state after the last norm, of the prompt's
+    last token or the mean of all. max_tokens may be 1; other sampling parameters are refused.
     """
 
     temperature: Annotated[float, limited("0 is greedy", minimum=0)] = 1.0
@@ -167,13 +166,13 @@ class DefaultSampling(EngineSamplingParams, frozen=True, kw_only=True, forbid_un
 class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
     """Parameters that users write: the engine's, and those that need text.
 
-    logit_bias: what is added to logits, by token id; in [-100, 100].
-    bad_words: texts that the output never holds; whole ones, as the tokenizer writes them.
-    structured_outputs: what the output must be, a value of a JSON Schema for one.
+    logit_bias: biases added to logits, by token id; in [-100, 100].
+    bad_words: texts that the output never contains, as the tokenizer writes them.
+    structured_outputs: constrains the output, for example to a JSON Schema.
     stop: end before any of these strings appears in the text.
     include_stop_str_in_output: keep the stop string at the end of the text.
     skip_special_tokens: leave tokens such as <|im_end|> out of the text.
-    detokenize: produce text at all; False saves the work when only token_ids are wanted.
+    detokenize: produce text; False saves the work when only token_ids are needed.
     """
 
     logit_bias: dict[int, float] | None = None

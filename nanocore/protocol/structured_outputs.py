@@ -61,8 +61,8 @@ class StructuralTag(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         for i, structure in enumerate(self.structures):
             if not structure.begin.startswith(tuple(self.triggers)):
                 raise InvalidRequestError(
-                    f"structural_tag.structures[{i}].begin={structure.begin!r} begins with none "
-                    f"of the triggers {self.triggers}: let it begin with one"
+                    f"structural_tag.structures[{i}].begin={structure.begin!r} does not begin with "
+                    f"one of the triggers {self.triggers}: change it or add one"
                 )
 
 
@@ -114,35 +114,36 @@ class StructuredOutputs(
         kind = self.kind
         if self.lenient and self.json is None:
             raise InvalidRequestError(
-                f"structured_outputs.lenient names parts of json, and there is {kind}: leave it out"
+                f"structured_outputs.lenient is for json, and this is {kind}: leave it out"
             )
         for pointer in self.lenient:
             if pointer and pointer[0] != "/":
                 raise InvalidRequestError(
-                    f"structured_outputs.lenient: {shorten(pointer)!r} is no JSON pointer: begin "
-                    'with a slash, or name all of json by ""'
+                    f"structured_outputs.lenient: {shorten(pointer)!r} is not a JSON pointer: "
+                    'begin with a slash, or name all of json by ""'
                 )
         if not all(self.free_prefixes):
             raise InvalidRequestError(
                 "structured_outputs.free_prefixes has an empty text: leave it out, or leave out "
-                f"{kind}, for any output begins with it"
+                f"{kind}, because any output begins with it"
             )
         if self.choice is not None and "" in self.choice:
             raise InvalidRequestError(
-                "structured_outputs.choice has an empty text: leave it out, for an output has text"
+                "structured_outputs.choice has an empty text: leave it out, because an output "
+                "cannot be empty"
             )
         try:
             num_bytes = sum(len(text.encode()) for text in self._texts())
         except UnicodeEncodeError as error:
             raise InvalidRequestError(
-                f"structured_outputs.{kind} is no Unicode: {error}; leave surrogates out"
+                f"structured_outputs.{kind} is not valid Unicode: {error}; leave surrogates out"
             ) from None
         if num_bytes > MAX_STRUCTURED_OUTPUTS_BYTES:
             both = "" if self.reasoning is None else " with its reasoning's marks"
             both += " and free_prefixes" if both and self.free_prefixes else ""
             raise FormTooLargeError(
                 f"structured_outputs.{kind}{both} has {num_bytes} bytes of UTF-8: at most "
-                f"{MAX_STRUCTURED_OUTPUTS_BYTES} are allowed; say less, or split the request"
+                f"{MAX_STRUCTURED_OUTPUTS_BYTES} are allowed; shorten it, or split the request"
             )
 
     @property

@@ -322,8 +322,8 @@ def test_an_empty_text_is_the_models_bos_or_else_its_eos(
         ("a ", "", "the continuation has no tokens"),
         (7, [5], "a prompt is a str.*not int"),
         ([5], None, "a prompt is a str.*not NoneType"),
-        ([5], [VOCAB_SIZE], f"last token, {VOCAB_SIZE}, is no token id.*0 to {VOCAB_SIZE - 1}"),
-        ([5], [-1], "last token, -1, is no token id"),
+        ([5], [VOCAB_SIZE], f"last token, {VOCAB_SIZE}, is not a token id.*0 to {VOCAB_SIZE - 1}"),
+        ([5], [-1], "last token, -1, is not a token id"),
         ([5], [5, "x"], "the token ids of the continuation: 'str'"),
     ],
 )
@@ -337,7 +337,7 @@ def test_what_cannot_be_scored_is_refused(
 def test_text_that_is_no_token_of_its_own_is_refused(merging: Path) -> None:
     tokenizer = Tokenizer.from_folder(merging)
     assert len(tokenizer.encode("sa")) > len(tokenizer.encode("sai")), "else this shows nothing"
-    with pytest.raises(InvalidRequestError, match="becomes one token with the context's end"):
+    with pytest.raises(InvalidRequestError, match="merges with the context's last token"):
         joined(merging, "sa", "i")
 
 

@@ -139,7 +139,7 @@ ENDS: dict[str, tuple[list[bytes], type[NanocoreError], str]] = {
     "no session": (
         encode(Error(code="no_session", message="PONG before HELLO, or after BYE")),
         ProtocolError,
-        "closed this session.*nothing for 10 s.*repeat the requests",
+        "closed this session.*silent for 10 s.*repeat the requests",
     ),
     "no message": ([b"\x12", b"\xc1"], ProtocolError, "OUTPUT"),
     "unknown op": ([b"\xee", b"\x80"], ProtocolError, "0xee"),

@@ -95,7 +95,7 @@ def test_a_second_bos_is_said_once(folder: Path, caplog: pytest.LogCaptureFixtur
     assert caplog.text == ""
     for _ in range(2):
         assert tokenizer.encode("<|end|>a")[:2] == [END, END]
-    assert caplog.text.count("it has two of them") == 1
+    assert caplog.text.count("the tokenizer adds another one") == 1
 
 
 def test_prompts_are_neither_cut_nor_filled_as_the_training_texts_were(folder: Path) -> None:

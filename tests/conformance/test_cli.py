@@ -123,7 +123,7 @@ def test_all_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--engine", "ipc:///none", "--rule", "no-such-rule"), "--list names all"),
+        (("--engine", "ipc:///none", "--rule", "no-such-rule"), "--list lists all"),
         (("--engine", "what:ever", "--rule", "stats-are-told"), "what:ever"),
         (("--engine", "ipc:///none", "--listen", "ipc:///x"), "--engine needs neither"),
         (("--client",), "needs a command"),

@@ -44,7 +44,7 @@ def test_check_says_what_an_engine_would_have_and_starts_none(
         (["--max-model-len", "5000"], 2, "--max-model-len 5000"),
         (["--kv-cache-dtype", "fp8"], 2, "--kv-cache-dtype fp8 needs CUDA"),
         (["--quantization", "awq"], 2, "how a checkpoint is quantized is found without this flag"),
-        (["--quantization", "fp8"], 2, "--quantization fp8 needs CUDA; on a CPU int8 takes as"),
+        (["--quantization", "fp8"], 2, "--quantization fp8 needs CUDA; on a CPU int8 needs as"),
         (["--quantization", "fp8", "--batch-invariant"], 2, "leave --batch-invariant out, or use"),
         (
             ["--quantization", "fp8", "--activation-quantization", "none"],

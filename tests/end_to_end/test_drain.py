@@ -115,7 +115,7 @@ def test_a_stream_that_runs_ends_whole_and_new_requests_are_refused(
         run(main, running.endpoint, running.process.pid)
         assert running.process.wait(EXIT_TIMEOUT_S) == code
         log = running.stderr.read_text()
-    assert f"{number.name}: {1 + NUM_SAMPLES} requests that run or wait" in log
+    assert f"{number.name}: {1 + NUM_SAMPLES} open requests" in log
     assert f"{number.name}: no requests in flight, exiting" in log
 
 

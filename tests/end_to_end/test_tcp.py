@@ -79,7 +79,7 @@ def test_clients_with_keys_chat_over_tcp_at_once(running: Engine, keys: KeyFolde
 
     run(main())
     log = running.stderr.read_text()
-    assert "client 'one' is let in" in log
+    assert "client 'one' is authenticated" in log
 
 
 @pytest.mark.parametrize("wrong", ["the engine's key", "the client's key"])
@@ -126,7 +126,7 @@ def test_only_administrators_pause_drain_and_go_before_others(keys: KeyFolders) 
                 with pytest.raises(InvalidRequestError, match="has the role user"):
                     await ask()
             await user.resume()
-            with pytest.raises(InvalidRequestError, match="below 0 it would go before everybody"):
+            with pytest.raises(InvalidRequestError, match="values below 0 are for administrators"):
                 await user.complete([1, 2, 3], NO_TEXT, priority=-1)
             await user.complete([1, 2, 3], NO_TEXT, priority=1)
             await admin.complete([1, 2, 3], NO_TEXT, priority=-1)
@@ -187,7 +187,7 @@ def test_a_second_engine_at_the_same_port_exits_with_5(running: Engine, keys: Ke
     everywhere = running.endpoint.replace("127.0.0.1", "0.0.0.0")
     result = run_to_exit("--listen", everywhere, "--curve-dir", str(keys.engine))
     assert result.returncode == 5
-    assert f"{everywhere} is every network that this machine is in" in result.stderr
+    assert f"{everywhere} is reachable from every network of this machine" in result.stderr
     assert f"{everywhere} is in use" in result.stderr
     assert "kv cache" not in result.stderr, "it was noticed before the model was loaded"
     run(_served(running, keys))

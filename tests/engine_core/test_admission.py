@@ -176,7 +176,7 @@ def test_a_prompt_that_is_no_column_is_told_what_one_is(column: bytes, hint: str
 )
 def test_a_big_endian_prompt_is_recognized(prompt: list[int], hinted: bool) -> None:
     big_endian = Submit(request_id="r", prompt_token_ids=np.array(prompt, ">i4").tobytes())
-    with pytest.raises(InvalidRequestError, match="no token id of this model") as caught:
+    with pytest.raises(InvalidRequestError, match="not a token id of this model") as caught:
         admission().build(big_endian, handle=1, client=1)
     assert ("big-endian" in str(caught.value)) is hinted
 

@@ -55,8 +55,8 @@ def test_an_override_that_holds_no_longest_request_bounds_its_length_with_a_line
     assert size_cache(EngineConfig(num_gpu_blocks_override=5), [rank(1)], 1024) == (5, 80)
     (message,) = caplog.messages
     assert message == (
-        "--num-gpu-blocks-override 5: blocks of 16 hold 80 tokens: max_model_len is that, and not "
-        "1024"
+        "--num-gpu-blocks-override 5: blocks of 16 hold 80 tokens: max_model_len is that instead "
+        "of 1024"
     )
 
 

@@ -193,7 +193,7 @@ def test_a_trace_that_cannot_be_written_is_given_up_and_said_so_once(
     assert tokens(outputs) == expected_tokens([1, 2], 5)
     (record,) = caplog.records
     assert f"--step-trace {path}: " in record.getMessage()
-    assert "the engine goes on without it" in record.getMessage()
+    assert "the engine continues without it" in record.getMessage()
 
 
 @pytest.mark.parametrize("kind", ["folder", "in no folder", "pipe without a reader", "no name"])

@@ -206,7 +206,7 @@ def test_only_administrators_go_before_everybody(io: Io) -> None:
         error = io.take_one(Error)
         said[peer] = error.message
     assert "first come, first served" in said[b"a"]  # by its admission
-    assert "which is for administrators" in said[b"b"]
+    assert "values below 0 are for administrators" in said[b"b"]
 
 
 def read_file(io: Io, name: str | None, offset: int = 0) -> Reply:

@@ -67,8 +67,8 @@ def test_no_outputs_are_a_new_request() -> None:
 @pytest.mark.parametrize(
     ("submit", "words"),
     [
-        (resumed([7, 50, 7]), r"output_token_ids\[1\]=50 is no token id"),
-        (resumed([7, -1]), r"output_token_ids\[1\]=-1 is no token id"),
+        (resumed([7, 50, 7]), r"output_token_ids\[1\]=50 is not a token id"),
+        (resumed([7, -1]), r"output_token_ids\[1\]=-1 is not a token id"),
         (resumed([7], n=2), r"output_token_ids with n=2: .* seed \+ i"),
         (resumed([7], max_tokens=1, pooling="last"), "output_token_ids with pooling='last'"),
         (resumed([7] * 9), "output_token_ids has 9 tokens, more than max_tokens=8"),

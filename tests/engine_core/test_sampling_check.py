@@ -43,7 +43,7 @@ def test_an_id_outside_the_vocabulary_is_refused_where_it_is(
         return [[0], [49, 0], [0, last]] if name == "bad_words_token_ids" else [0, last]
 
     build(**{name: value(49)})
-    with pytest.raises(InvalidRequestError, match=f"{place}={token_id} is no token.*0 to 49"):
+    with pytest.raises(InvalidRequestError, match=f"{place}={token_id} is not a token.*0 to 49"):
         build(**{name: value(token_id)})
 
 

@@ -200,7 +200,7 @@ def test_what_coding_agents_send_is_served_and_what_of_it_has_no_effect_is_named
         ({"temperature": -1}, "temperature"),
         ({"n": 2}, "n is not supported"),
         ({"tool_choice": {"type": "any"}}, "no client tools"),
-        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "none of the tools"),
+        ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "not one of the tools"),
         ({"tools": [{"name": "bad name"}]}, "name"),
         ({"output_format": {"type": "json_object"}}, "an output format is"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text only"),

@@ -64,7 +64,7 @@ def test_a_model_without_a_form_of_tools_is_told_of_them_and_calls(
 
     with caplog.at_level(logging.INFO):
         run(scenario())
-    assert caplog.text.count("the chat template knows no tools") == 1
+    assert caplog.text.count("the chat template does not support tools") == 1
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_without_a_library_torch_computes_and_the_log_says_what_to_do(
     assert isinstance(select_kernels("auto", CPU), TorchKernels)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "install g++, unless there is one, and nanocore again" in record.getMessage()
+    assert "install g++ if it is missing, and reinstall nanocore" in record.getMessage()
 
 
 @pytest.mark.usefixtures("_no_libraries")
@@ -74,7 +74,7 @@ def test_a_wanted_instruction_set_is_missed_where_there_is_none(
 
 
 def test_a_name_nobody_has_is_refused() -> None:
-    with pytest.raises(ValueError, match="no kernel backend 'gpu'"):
+    with pytest.raises(ValueError, match="unknown kernel backend 'gpu'"):
         select_kernels("gpu", CPU)
 
 
@@ -128,7 +128,7 @@ def test_a_library_of_another_interface_is_refused(monkeypatch: pytest.MonkeyPat
     version = library.ABI_VERSION
     monkeypatch.setattr(library, "ABI_VERSION", version + 1)
     path = str(Path(library.__file__).with_name(library_name(name)))
-    with pytest.raises(RuntimeError, match=f"interface {version} and not {version + 1}.*again"):
+    with pytest.raises(RuntimeError, match=f"interface {version} and not {version + 1}.*reinstall"):
         Library(path, name)
     assert loaded.instruction_set == name
 

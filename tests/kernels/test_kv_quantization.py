@@ -62,7 +62,7 @@ def test_a_cache_is_of_the_models_dtype_unless_another_is_named() -> None:
     assert kv_cache_format("auto", torch.float16) == KVCacheFormat(torch.float16)
     assert kv_cache_format("auto", torch.bfloat16).bytes_per_head(64) == 128
     assert kv_cache_format("int8", torch.bfloat16) == INT8
-    with pytest.raises(ValueError, match="no KV cache dtype 'int4'; there is: auto, int8, fp8"):
+    with pytest.raises(ValueError, match="unknown KV cache dtype 'int4'; known: auto, int8, fp8"):
         kv_cache_format("int4", torch.bfloat16)
 
 

@@ -155,8 +155,8 @@ def test_a_users_schema_is_measured_as_the_text_that_is_sent() -> None:
         ({"structural_tag": TAG | {"triggers": ["<f", ""]}}, "an empty trigger: leave it out"),
         (
             {"structural_tag": TAG | {"triggers": ["<g", "<h"]}},
-            "structural_tag.structures[0].begin='<f>' begins with none of the triggers "
-            "['<g', '<h']: let it begin with one",
+            "structural_tag.structures[0].begin='<f>' does not begin with one of the triggers "
+            "['<g', '<h']: change it or add one",
         ),
     ],
 )  # fmt: skip
@@ -196,13 +196,15 @@ SURROGATE = "a\ud800"
 )
 def test_a_text_that_is_no_unicode_is_refused_before_it_is_sent(wanted: dict[str, Any]) -> None:
     kind = next(iter(wanted))
-    with pytest.raises(InvalidRequestError, match=f"{kind} is no Unicode: .*surrogates"):
+    with pytest.raises(InvalidRequestError, match=f"{kind} is not valid Unicode: .*surrogates"):
         on_the_wire(wanted)
 
 
 def test_a_users_schema_with_a_surrogate_is_refused_before_it_is_sent() -> None:
     for schema in ({"const": SURROGATE}, {SURROGATE: {}}):
-        with pytest.raises(InvalidRequestError, match=r"structured_outputs.json is no Unicode"):
+        with pytest.raises(
+            InvalidRequestError, match=r"structured_outputs.json is not valid Unicode"
+        ):
             StructuredOutputsParams(json=schema)
 
 

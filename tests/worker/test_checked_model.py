@@ -88,7 +88,7 @@ def test_a_head_that_is_not_the_embedding_it_is_said_to_be_is_used(
     other = torch.randn(tensors[EMBEDDING].shape, generator=torch.Generator().manual_seed(1))
     save_file(tensors | {HEAD: other}, folder / "model.safetensors")
     assert not read(folder)[0].tie_word_embeddings
-    assert "lm_head that is not the embedding" in caplog.text
+    assert "lm_head that differs from the embedding" in caplog.text
     assert says_what_transformers_says(folder)
 
 
@@ -168,7 +168,7 @@ def test_float16_is_for_cuda_and_for_models_that_it_holds() -> None:
     assert select_dtype("auto", llama, CPU) == torch.bfloat16
     with pytest.raises(ConfigError, match="--dtype float16: not on cpu; use bfloat16 or float32"):
         select_dtype("float16", llama, CPU)
-    with pytest.raises(ConfigError, match="Gemma2ForCausalLM leave its range"):
+    with pytest.raises(ConfigError, match="Gemma2ForCausalLM exceed its range"):
         select_dtype("float16", gemma, cuda)
     with pytest.raises(ModelFileError, match="'float64' is not implemented"):
         select_dtype("auto", parse("Llama", torch_dtype="float64"), cuda)

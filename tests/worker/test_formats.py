@@ -229,7 +229,7 @@ def test_zero_points_that_contradict_a_symmetric_weight_are_refused() -> None:
     tensors["weight_zero_point"].fill_(-0x77777778)  # 8 in each four bits, which stands for 0
     unpack(stored, tensors)
     tensors["weight_zero_point"][0, 0] += 1
-    with pytest.raises(ModelFileError, match="weight_zero_point has other zero points than 0"):
+    with pytest.raises(ModelFileError, match="weight_zero_point has zero points other than 0"):
         unpack(stored, tensors)
 
 
@@ -350,7 +350,7 @@ def test_what_is_not_served_is_refused_with_a_remedy(config: dict[str, Any], wor
     ("config", "shape", "words"),
     [
         (AWQ, (60, 128), "60 outputs"),
-        (AWQ, (64, 120), "no whole groups of 32"),
+        (AWQ, (64, 120), "not a multiple of group_size = 32"),
         (GPTQ, (64, 132), "132 inputs: GPTQ packs 8"),
     ],
 )

@@ -124,7 +124,7 @@ def test_it_is_refused_where_it_cannot_be_had(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_worker_config(folder=str(folder), quantization="fp8", device="cpu")
-    with pytest.raises(ConfigError, match=r"--quantization fp8 needs CUDA; on a CPU int8 takes"):
+    with pytest.raises(ConfigError, match=r"--quantization fp8 needs CUDA; on a CPU int8 needs"):
         Worker(config)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     cuda = torch.device("cuda", 0)
@@ -134,7 +134,7 @@ def test_it_is_refused_where_it_cannot_be_had(
     with pytest.raises(ConfigError, match=r"--quantization fp8: .*leave --batch-invariant out"):
         EngineConfig(quantization="fp8", batch_invariant=True)
     native = select_kernels("cpu", CPU)
-    with pytest.raises(ValueError, match="no quantization 'fp8' here; there is: int8"):
+    with pytest.raises(ValueError, match="unknown quantization 'fp8'; known: int8"):
         native.pack_linear(torch.zeros(16, 16), "fp8")
 
 
@@ -158,7 +158,7 @@ def test_a_product_is_tried_before_weights_are_read(monkeypatch: pytest.MonkeyPa
         ConfigError, match=r"no such product of float16 \(CUDA error: CUBLAS"
     ) as told:
         check_quantized_linear("fp8", kernels, torch.float16, CPU)
-    assert "int8 takes as little, or try --dtype bfloat16" in str(told.value)
+    assert "int8 needs as little memory, or try --dtype bfloat16" in str(told.value)
     assert "\n" not in str(told.value)
     with pytest.raises(RuntimeError, match="out of memory"):
         check_quantized_linear("fp8", WithoutProduct("CUDA out of memory."), torch.float16, CPU)

@@ -145,9 +145,7 @@ def test_a_wrong_value_is_refused_as_the_files_and_the_flag_is_named(tmp_path: P
 def test_a_name_that_nothing_reads_is_refused(tmp_path: Path, name: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_model_config(write(tmp_path), {name: YARN})
-    assert str(caught.value) == (
-        f"--hf-overrides: {name} is no setting that this model reads{remedy}"
-    )
+    assert str(caught.value) == (f"--hf-overrides: {name} is not a setting of this model{remedy}")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +156,7 @@ def test_a_name_that_nothing_reads_is_refused(tmp_path: Path, name: str, remedy:
             "text_config.rope_scalling .*text_config.rope_sc",
         ),
         ({"rope_scaling": NTK}, "rope_scaling .*, the nearest is text_config.rope_scaling"),
-        ({"vision_config": {}}, "vision_config is no setting that this model reads"),
+        ({"vision_config": {}}, "vision_config is not a setting of this model"),
         ({"quantization_config": {}}, "quantization_config .* is read from config.json alone"),
         ({"text_config": {"tie_word_embeddings": True}}, "nearest is tie_word_embeddings"),
     ],

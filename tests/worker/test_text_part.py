@@ -166,5 +166,5 @@ def test_a_tensor_in_both_spellings_is_refused(tmp_path: Path) -> None:
     names = ("model.language_model.norm.weight", "language_model.model.norm.weight")
     save_file({name: torch.ones(4) for name in names}, tmp_path / "model.safetensors")
     common_name = model_class("Gemma3ForConditionalGeneration").common_name
-    with pytest.raises(ModelFileError, match="are two of what the model has one of"):
+    with pytest.raises(ModelFileError, match="are both the same tensor of the model"):
         check_weights(tmp_path, {"model.norm.weight": TensorEntry((4,))}, common_name)

@@ -14,13 +14,10 @@ from tools.reference.parsers import commands
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 FEATURES = FOLDER.parent / "features.md"
-_ABOUT = (
-    "All of it is made from the code. What things are for, and how they go together, is in the "
-    "[other documents](../README.md)."
-)
+_ABOUT = "All of this is generated from the code. The [other documents](../README.md) explain it."
 _OTHERS = (
     ("Metrics", "metrics.md", "names, labels and buckets"),
-    ("HTTP endpoints", "http.md", "bodies, answers and statuses"),
+    ("HTTP endpoints", "http.md", "bodies, responses and statuses"),
     ("Errors and exit codes", "errors.md", "on the wire, in Python, over HTTP, of commands"),
     ("Sampling parameters", "../client.md#sampling-parameters", "defaults and ranges"),
     ("Messages of the wire", "../../PROTOCOL.md", "fields and their types"),

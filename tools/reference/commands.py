@@ -12,19 +12,19 @@ from tools.reference.parsers import actions_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 MORE = {
-    "nanocore serve": "[Serving over HTTP](../http.md) says how to use it.",
-    "nanocore batch": "[Batches](../batch.md) says how to use it.",
-    "nanocore top": "[Observability](../observability.md#live) says what it shows.",
-    "nanocore metrics": "[Observability](../observability.md#metrics) says what they are, "
+    "nanocore serve": "[Serving over HTTP](../http.md) is the guide.",
+    "nanocore batch": "[Batch inference](../batch.md) is the guide.",
+    "nanocore top": "[Observability](../observability.md#live) explains the view.",
+    "nanocore metrics": "[Observability](../observability.md#metrics) explains them, "
     "and [metrics](metrics.md) lists them.",
-    "nanocore trace": "[Observability](../observability.md#traces) says how to read it.",
+    "nanocore trace": "[Observability](../observability.md#traces) explains the output.",
     "nanocore explain": "[Observability](../observability.md#traces) has an example.",
-    "nanocore bench": "[Benchmarks](../bench.md) says what is measured.",
-    "nanocore-engine": "[Starting an engine](../engine.md#flags) says when to use which. In "
-    "`AsyncEngineClient.launch` and `LLM` they are arguments: `--max-num-seqs 8` is "
+    "nanocore bench": "[Benchmarks](../bench.md) explains the measurements.",
+    "nanocore-engine": "[Starting an engine](../engine.md#flags) explains which flags to use. "
+    "`AsyncEngineClient.launch` and `LLM` take them as arguments: `--max-num-seqs 8` is "
     "`max_num_seqs=8`.",
-    "nanocore-keygen": "[Endpoints and keys](../operations.md#endpoints-and-keys) shows it in use.",
-    "nanocore-conformance": "[PROTOCOL.md](../../PROTOCOL.md) is what it checks against.",
+    "nanocore-keygen": "[Endpoints and keys](../operations.md#endpoints-and-keys) has an example.",
+    "nanocore-conformance": "[PROTOCOL.md](../../PROTOCOL.md) has the rules.",
 }
 """Where more is said, by what a command's name begins with; of others by a page of its name."""
 _USERS_ENDPOINT = re.compile(r"ipc://\S*/nanocore\S*/default/engine\.sock")
@@ -52,9 +52,9 @@ def _description(name: str, parser: argparse.ArgumentParser) -> str:
     own = f"{name.split()[-1]}.md"
     more = [words for start, words in MORE.items() if name.startswith(start)]
     if not more and (DOCS / own).exists():
-        more.append(f"[Its page](../{own}) says how to use it.")
+        more.append(f"[Its page](../{own}) is the guide.")
     if "the engine's" in text or "nanocore-engine" in (parser.usage or ""):
-        more.append("Flags of an engine are listed with [nanocore-engine](nanocore-engine.md).")
+        more.append("[nanocore-engine](nanocore-engine.md) lists the engine's flags.")
     return wrapped(" ".join([text, *more]))
 
 

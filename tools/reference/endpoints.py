@@ -11,9 +11,9 @@ from tools.reference.markdown import item, page, wrapped
 
 _SAMPLING = frozenset(SamplingFields.__struct_fields__)
 _ABOUT = (
-    "The endpoints of [nanocore serve](nanocore-serve.md), as `GET /openapi.json` describes them; "
-    "it has the schemas in full; errors have the body `OpenAIError`, or `AnthropicError` below "
-    "`/v1/messages`. [Serving over HTTP](../http.md) says what clients may rely on."
+    "The endpoints of [nanocore serve](nanocore-serve.md), as `GET /openapi.json` describes them, "
+    "with all schemas. Errors have the body `OpenAIError`, or `AnthropicError` below "
+    "`/v1/messages`. [Serving over HTTP](../http.md) explains what clients may rely on."
 )
 
 

@@ -14,7 +14,7 @@ from tools.reference.commands import exit_codes, file_name
 from tools.reference.markdown import item, page, table, wrapped
 
 _ABOUT = (
-    "Codes on the wire ([PROTOCOL.md](../../PROTOCOL.md#12-errors) says what a client does with "
+    "Codes on the wire ([PROTOCOL.md](../../PROTOCOL.md#12-errors) says how a client handles "
     "them), the Python client's exceptions, and statuses and codes of [nanocore serve]"
     "(nanocore-serve.md)."
 )

@@ -14,10 +14,10 @@ from tools.reference.markdown import item, page, wrapped
 
 SOURCE = Path(__file__).parent / "features.toml"
 _ABOUT = (
-    "Which two features are known to work together: `+` where a test shows it, `x` where they are "
-    "refused together and a test shows that, `.` where nobody has tried. Columns have the letters "
-    "of the rows. Each feature's section names the tests with features further down the list. "
-    "Fakes stand for devices; what ran on GPUs is in [gpu.md](gpu.md)."
+    "Which pairs of features work together: `+` if a test shows that they do, `x` if a test shows "
+    "that they are refused together, `.` if the pair is untested. Columns have the letters of the "
+    "rows. A feature's section names its tests with the features below it in the list. Tests use "
+    "fake devices; [gpu.md](gpu.md) lists what ran on GPUs."
 )
 
 
@@ -73,7 +73,7 @@ def _square(known: dict[Pair, Evidence], names: dict[str, tuple[str, str]]) -> s
             letter if other == key else _mark(known.get(frozenset((key, other)))) for other in names
         ]
         lines.append(" ".join([f"{letter} {name.ljust(width)}", *marks]))
-    return "\n".join(["<!-- not run: made from the evidence -->", "```text", *lines, "```"])
+    return "\n".join(["<!-- not run: generated from the evidence -->", "```text", *lines, "```"])
 
 
 def _source() -> dict[str, Any]:

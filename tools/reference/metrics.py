@@ -29,11 +29,11 @@ _COST = ModelCost(num_params=1, token_params=1, head_params=0, weight_bytes=1, a
 _SPEED = MachineSpeed(bytes_per_s=1, flops_per_s=1, near_bytes=1, near_bytes_per_s=1)
 _EXCEPTIONS = "; ".join(f"`{name}` has no `{no}`" for name, (no,) in NOT_NAMING.items())
 _ABOUT = (
-    "Metrics of `GET /metrics` of [nanocore serve](nanocore-serve.md), of [nanocore metrics]"
+    "The metrics of `GET /metrics` of [nanocore serve](nanocore-serve.md), of [nanocore metrics]"
     "(nanocore-metrics.md) and of `await client.metrics()` ([observability]"
     "(../observability.md#metrics)). Names begin with `nanocore:` for Prometheus, or with "
     "`--metrics-namespace`; counters end in `_total`; labels `model_name` and `engine` are "
-    f"added ({_EXCEPTIONS}). Times are in seconds, a request's from when its SUBMIT was read. "
+    f"added ({_EXCEPTIONS}). Times are in seconds; a request's start when its SUBMIT is read. "
     "`nanocore metrics` also has a gauge `engine_up`, which is 0 while no engine answers."
 )
 
@@ -47,7 +47,7 @@ def metrics_page() -> str:
         lines = [_line(one, first_with[tuple(one.bounds)]) for one in metrics if one.type == kind]
         parts += [f"## {kind.capitalize()}s", "\n".join(lines)]
     buckets = (
-        "Buckets of tokens go on as 1, 2, 5, 10, … up to `--max-model-len`, which is "
+        "Buckets of tokens continue as 1, 2, 5, 10, … up to `--max-model-len`, which is "
         f"{MAX_MODEL_LEN:,} here."
     )
     return page("Metrics", wrapped(_ABOUT), *parts, wrapped(buckets))

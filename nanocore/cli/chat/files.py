@@ -36,7 +36,7 @@ def open_regular(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno != errno.ENXIO:  # a pipe without a reader
             raise
-    raise OSError(errno.EINVAL, "it is no regular file")
+    raise OSError(errno.EINVAL, "not a regular file")
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -92,7 +92,7 @@ class EngineLog:
         try:
             self.fd = os.open(os.devnull, os.O_RDWR) if path is None else open_regular(path, how)
         except OSError as error:
-            raise ConfigError(f"{path}: {error.strerror}: an engine's log goes there") from None
+            raise ConfigError(f"{path}: {error.strerror}: cannot write the log") from None
 
     def last_line(self) -> str:
         """Return the engine's last line, or '' if there is none."""

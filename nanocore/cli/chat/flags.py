@@ -84,8 +84,8 @@ def build_parser() -> FlagParser:
     parser = engine_command_parser(
         "nanocore chat",
         "[MODEL]",
-        "Chat with a model, by default the demo model. If standard input or output is no terminal, "
-        "the input is one question, and only its response is written.",
+        "Chat with a model, by default the demo model. If standard input or output is not a "
+        "terminal, the input is one question, and only its response is written.",
         _EXIT_CODES,
     )
     add = parser.add_argument_group("chat").add_argument
@@ -94,15 +94,15 @@ def build_parser() -> FlagParser:
         help="ask this, print the response, and exit")  # fmt: skip
     add("--set", type=_utf8, action="append", default=[], metavar="NAME=VALUE",
         help="a sampling parameter, e.g. temperature=0; may be repeated")  # fmt: skip
-    add("--plain", action="store_true", help="no styles for Markdown")
+    add("--plain", action="store_true", help="show Markdown without styles")
     after_restarts = "then, and with 0, the next question starts it again"
     add_engine_flags(parser.add_argument_group("engine"), "", after_restarts)
     add = parser.add_argument_group("any server of OpenAI's API").add_argument
-    add("--url", type=api_url, help="of its API, e.g. http://127.0.0.1:8000/v1")
+    add("--url", type=api_url, help="URL of its API, e.g. http://127.0.0.1:8000/v1")
     add("--model-name", type=_utf8, metavar="NAME",
         help="one of the server's models (default: the first it lists)")  # fmt: skip
     add("--api-key", metavar="KEY",
-        help="for the server; visible to other users in the process list, unlike OPENAI_API_KEY "
+        help="the server's; visible to other users in the process list, unlike OPENAI_API_KEY "
         "in the environment (the default)")  # fmt: skip
     return parser
 

@@ -94,7 +94,7 @@ class ChatLoop:
     def _report(self, error: Exception) -> None:
         self._view.end_answer()
         what = f"{type(error).__name__}: {shorten(' '.join(str(error).split()))}"
-        logger.error("internal error, the chat goes on: %s", what, exc_info=error)
+        logger.error("internal error, the chat continues: %s", what, exc_info=error)
 
     def status(self, num_columns: int) -> str:
         target = self._target

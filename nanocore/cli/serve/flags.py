@@ -83,7 +83,7 @@ def parse(arguments: list[str], environment: MutableMapping[str, str]) -> ServeO
     parser = build_parser()
     given, model, others = parse_with_model(parser, arguments)
     if given.endpoint and given.standby is not None:
-        raise ConfigError("--standby is for an engine that is launched, not with --endpoint")
+        raise ConfigError("--standby is for a launched engine, not for --endpoint")
     if given.log_format != DEFAULT_LOG_FORMAT and not given.endpoint:
         others.append(f"--log-format={given.log_format}")
     engine = choose_engine(parser, given, model, others)

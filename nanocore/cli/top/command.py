@@ -41,7 +41,7 @@ def top_parser() -> FlagParser:
     parser = reader_parser("nanocore top", "Show an engine's live load.")
     parser.add_argument("--interval", type=seconds, default=1.0, metavar="S",
         help="seconds between samples (default: %(default)g)")  # fmt: skip
-    parser.add_argument("--once", action="store_true", help="print one view and end")
+    parser.add_argument("--once", action="store_true", help="print one view and exit")
     parser.add_argument("--json", action="store_true",
         help="print one JSON object per sample")  # fmt: skip
     return parser

@@ -199,7 +199,7 @@ def _check(options: ChatOptions, params: SamplingParams) -> None:
         if name == "parallel_tool_calls" and not isinstance(value, bool | None):
             raise InvalidRequestError(f"{name}={quoted(value)}: True or False")
     if not params.detokenize:
-        raise InvalidRequestError("a chat is made of text: leave out detokenize=False")
+        raise InvalidRequestError("a chat needs text: leave out detokenize=False")
 
 
 def _encode(

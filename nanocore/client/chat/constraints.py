@@ -136,7 +136,7 @@ def _of_object(schema: dict[str, Any] | bool) -> dict[str, Any] | bool:
     types = schema.get("type", "object")
     if types != "object" and not (isinstance(types, list) and "object" in types):
         raise InvalidRequestError(
-            f"response_format.schema has the type {quoted(types)}, and json_object is an object: "
+            f"response_format.schema has the type {quoted(types)}, but json_object is an object: "
             'use the type "json_schema" for other values',
             "response_format.schema",
         )
@@ -186,9 +186,10 @@ def _or_calls(
     prefixes = beginnings_of(tool_format, tools)
     if not prefixes:
         raise InvalidRequestError(
-            f"response_format and tools that may be called: calls of the form {tool_format!r} "
-            'begin with no mark; leave one out, or say by tool_choice "none", "required" or a '
-            "tool's name which of them it is"
+            "response_format cannot be combined with optional tools: calls in the format "
+            f"{tool_format!r} "
+            'have no opening mark; leave one out, or decide with tool_choice "none", "required" '
+            "or a tool's name"
         )
     return replace(response_format, free_prefixes=_shortened(prefixes))
 
@@ -215,8 +216,8 @@ def with_reasoning(
     marks = REASONING_PARSERS[formats.reasoning].marks
     if len(marks) != 2:
         raise InvalidRequestError(
-            f"the model's form of answers ({formats.reasoning}) cannot be held to a grammar: leave "
-            "out response_format, structured_outputs and a forced tool_choice"
+            f"the model's response format ({formats.reasoning}) cannot be constrained: leave out "
+            "response_format, structured_outputs and a forced tool_choice"
         )
     begin, end = marks
     reasoning = ReasoningMarks(begin="" if in_reasoning else begin, end=end)

@@ -167,8 +167,8 @@ class Renderer:
             ours.close()
             theirs.close()
             raise RenderProcessError(
-                f"no process to render chat templates in: {sys.executable!r} is to run {program}, "
-                "and both must be files"
+                f"cannot start the chat template process: {sys.executable!r} runs {program}, and "
+                "both must be files"
             )
         try:
             with theirs:
@@ -183,7 +183,7 @@ class Renderer:
                 )
         except (OSError, ValueError) as error:
             ours.close()
-            raise RenderProcessError(f"no process to render chat templates in: {error}") from None
+            raise RenderProcessError(f"cannot start the chat template process: {error}") from None
         self._process, self._socket = process, ours
         self._finalizer = weakref.finalize(self, _end, process, ours)
         deadline = time.monotonic() + MAX_WALL_S

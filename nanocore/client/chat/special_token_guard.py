@@ -229,8 +229,8 @@ class SpecialTokenGuard:
         sentinel = next(free, "")
         if not sentinel:
             raise InvalidRequestError(
-                "the conversation holds special tokens as text, and every noncharacter from U+FDD0 "
-                "to U+FDEF: leave out either"
+                "the conversation contains special tokens as text and every noncharacter from "
+                "U+FDD0 to U+FDEF: remove either"
             )
         return marked if sentinel == first else self._marked(conversation, sentinel), sentinel
 

@@ -85,7 +85,7 @@ class TemplateDialect:
         if re.search(r"\btools\b", self._source):
             logger.info("the chat template leaves tools out: the model does not see them")
             return "none"
-        logger.info("the chat template knows no tools: the system's text describes them")
+        logger.info("the chat template does not support tools: the system message describes them")
         return "generic"
 
     def _adapted(self, i: int, message: object) -> dict[str, Any]:
@@ -270,5 +270,5 @@ def _text_of(i: int, k: int, part: object) -> str:
             return text
     raise InvalidRequestError(
         f'messages[{i}].content[{k}] must be {{"type": "text", "text": str}}, not '
-        f"{quoted(part)}: models here read text alone"
+        f"{quoted(part)}: models here read only text"
     )

@@ -74,7 +74,7 @@ def _read(i: int, tool: object) -> Tool:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise InvalidRequestError(
-            f"tools[{i}].function.parameters is no JSON Schema: it must be a dict, not "
+            f"tools[{i}].function.parameters is not a JSON Schema: it must be a dict, not "
             f"{type(parameters).__name__}"
         )
     return Tool(name, parameters, function.get("strict") is True, tool)
@@ -120,7 +120,7 @@ def read_tool_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
                 return ToolChoice("named", tool)
         if isinstance(name, str):
             raise InvalidRequestError(
-                f"tool_choice names {quoted(name)}, which is none of the tools: {names}"
+                f"tool_choice names {quoted(name)}, which is not one of the tools: {names}"
             )
     raise InvalidRequestError(
         'tool_choice is "none", "auto", "required" or {"type": "function", "function": {"name": '

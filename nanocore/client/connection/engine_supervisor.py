@@ -290,7 +290,7 @@ async def _strike_if_stopped(engine: EngineProcess) -> None:
     while num_stopped < _MAX_STOPPED_POLLS:
         await asyncio.sleep(_STOPPED_POLL_S)
         num_stopped = num_stopped + 1 if engine.is_stopped else 0
-    logger.warning("the engine process was stopped by a signal, and is killed")
+    logger.warning("the engine process is suspended by a signal: killing it")
     engine.strike()
 
 

@@ -341,14 +341,14 @@ class SessionManager:
             again = "requests continue, repeat other calls"
         if new.engine_instance != old.engine_instance:
             return EngineDeadError(
-                f"the engine is gone, and a new engine serves at {self.endpoint}, which knows "
-                f"nothing of the old one's requests: {again}"
+                f"the engine is gone, and a new engine serves at {self.endpoint}, without the old "
+                f"one's requests: {again}"
             )
         return ProtocolError(
             "the engine closed this session, or the connection broke: it closes the session of a "
-            f"client of which it has heard nothing for {old.limits.session_timeout_ms / 1e3:.0f} s "
-            "(did the event loop stand still?) or that does not read what it is sent; its log says "
-            f"why. A new session is open: {again}",
+            f"client that is silent for {old.limits.session_timeout_ms / 1e3:.0f} s (was the event "
+            "loop blocked?) or does not read its output; the engine's log has the reason. A new "
+            f"session is open: {again}",
             NO_SESSION,
         )
 

@@ -94,7 +94,7 @@ class CompletionOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of the tokens' own log probabilities, if logprobs were asked for."""
+        """Sum of the sampled tokens' log probabilities, if logprobs were requested."""
         return None if self.logprobs is None else self.logprobs.sum
 
     def __repr__(self) -> str:

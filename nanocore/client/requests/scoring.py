@@ -121,19 +121,19 @@ async def score_request(
         context_ids = [] if prefix_token_id is None else [prefix_token_id]
     if not context_ids:
         raise InvalidRequestError(
-            "the context is empty, and a first token has no probability: give at least one, the "
-            "model's BOS or EOS for text of its own"
+            "the context is empty, and a first token has no probability: give at least one; for "
+            "independent text, the model's BOS or EOS"
         )
     if not continuation_ids:
         raise InvalidRequestError(
-            "the continuation has no tokens of its own: give at least one; where it is text that "
-            "becomes one token with the context's end, give both as token ids"
+            "the continuation has no tokens of its own: give at least one; if its text merges with "
+            "the context's last token, give both as token ids"
         )
     last = continuation_ids[-1]
     if not 0 <= last < vocab_size:
         raise InvalidRequestError(
-            f"the continuation's last token, {last!r}, is no token id of this model: valid ids are "
-            f"0 to {vocab_size - 1}"
+            f"the continuation's last token, {last!r}, is not a token id of this model: valid "
+            f"ids are 0 to {vocab_size - 1}"
         )
     return ScoreRequest(context_ids, continuation_ids)
 

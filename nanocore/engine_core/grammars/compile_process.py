@@ -134,8 +134,8 @@ class CompileProcess:
         if result is not None and result.signal in LIMIT_SIGNALS:
             raise InvalidRequestError(too_complex(wanted, result.signal))
         raise EngineOverloadedError(
-            f"structured_outputs.{wanted.kind} could not be compiled: the process for that is "
-            "gone or stuck, and is started again; try again later",
+            f"structured_outputs.{wanted.kind} could not be compiled: the compile process is gone "
+            "or hangs, and is restarted; try again later",
             _RETRY_AFTER_S,
         )
 
@@ -158,7 +158,7 @@ class CompileProcess:
         try:
             self._running = _Running(*self._arguments)
         except OSError as error:
-            logger.error("the process that tries structured outputs cannot be started: %s", error)
+            logger.error("the compile process cannot be started: %s", error)
 
     def _restart(self, gone: _Running | None) -> None:
         """Start another process, unless another thread did."""
@@ -166,7 +166,7 @@ class CompileProcess:
             if self._is_closed or self._running is not gone:
                 return
             code = self._end()
-            logger.error("the process that tries structured outputs is gone (exit code %s)", code)
+            logger.error("the compile process is gone (exit code %s)", code)
             self._start()
 
     def _end(self) -> int | None:

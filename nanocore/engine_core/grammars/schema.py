@@ -68,7 +68,7 @@ def _check_depth(name: str, text: str) -> None:
 
 
 def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON: leave it out")
+    raise ValueError(f"{text} is not a JSON number: leave it out")
 
 
 def _int(text: str) -> int:
@@ -211,7 +211,7 @@ def check_references(field: str, schema: Any) -> None:
             if isinstance(reference, str) and not _leads_to_a_part(reference):
                 raise SchemaError(
                     f"structured_outputs.{field} at '{place}/{keyword}': {shorten(reference)} "
-                    "leads to a value, or to schemas by their names: put the schema into $defs",
+                    "points to a value, or to a map of schemas: put the schema into $defs",
                     f"{place}/{keyword}",
                 )
 

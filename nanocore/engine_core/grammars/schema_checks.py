@@ -161,8 +161,8 @@ def _too_close(field: str, place: str, value: Decimal) -> SchemaError:
     return _refusal(
         field,
         place,
-        f"{value:f} would be let in, for it is a whole number and another bound is less than 1 "
-        "away: exclude one with a fraction, such as 0.001 in place of 0",
+        f"{value:f} would be accepted, because it is a whole number and another bound is less than "
+        "1 away: exclude one with a fraction, such as 0.001 in place of 0",
     )
 
 
@@ -186,7 +186,7 @@ def check_regex(field: str, regex: str) -> None:
     """
     name = f"structured_outputs.{field}"
     if not regex:
-        raise InvalidRequestError(f"{name} is empty: an output has text")
+        raise InvalidRequestError(f"{name} is empty: an output cannot be empty")
     unescaped = re.sub(r"\\.", "", regex, flags=re.DOTALL)
     if unescaped.endswith("\\"):
         raise InvalidRequestError(
@@ -195,8 +195,8 @@ def check_regex(field: str, regex: str) -> None:
     count = len(re.findall(r"[?*+{]", unescaped))
     if count > MAX_REPETITIONS:
         raise InvalidRequestError(
-            f"{name} has {count} repetitions: at most {MAX_REPETITIONS} are allowed, for it would "
-            "take too long; write some as one, such as a{1,100}"
+            f"{name} has {count} repetitions: at most {MAX_REPETITIONS} are allowed, because more "
+            "would take too long; combine some, as in a{1,100}"
         )
 
 
@@ -211,7 +211,7 @@ def check_lark(grammar: str) -> None:
         if count > limit:
             raise InvalidRequestError(
                 f"structured_outputs.grammar has {count} of the characters {operators}: at most "
-                f"{limit} are allowed, for it would take too long; make it smaller"
+                f"{limit} are allowed, because more would take too long; make it smaller"
             )
 
 
@@ -253,8 +253,8 @@ def check_triggers(tag: StructuralTag) -> None:
         if within is not None and not one.startswith(within):
             raise InvalidRequestError(
                 f"structured_outputs.structural_tag.triggers[{tag.triggers.index(one)}]: "
-                f"{shorten(one)!r} holds the trigger {shorten(within)!r} within it, so that it "
-                "could appear in free text: take triggers of which none is within another"
+                f"{shorten(one)!r} contains the trigger {shorten(within)!r}, so it could appear in "
+                "free text: use triggers that do not contain each other"
             )
 
 
@@ -290,8 +290,8 @@ def _check_min_properties(field: str, place: str, part: dict[str, Any]) -> None:
         return
     if part.get("additionalProperties", True) is not False or "patternProperties" in part:
         raise SchemaError(
-            f"structured_outputs.{field} at '{place}/minProperties': {least} cannot be held where "
-            "names are free, for one may come twice: list what is required, or set "
+            f"structured_outputs.{field} at '{place}/minProperties': {least} cannot be enforced "
+            "where names are free, because one may occur twice: list required names, or set "
             "additionalProperties to false",
             f"{place}/minProperties",
         )
@@ -311,9 +311,9 @@ def _check_multiples(field: str, multiples: list[tuple[str, Decimal]], is_merged
             own = MAX_MULTIPLE + 1
         if max(own, common) > MAX_MULTIPLE:
             raise SchemaError(
-                f"structured_outputs.{field} at {place!r}: multipleOf={value} is too much, alone "
-                f"or with the others: without their decimal points, it and what is a multiple of "
-                f"all may be {MAX_MULTIPLE} at most; leave it out",
+                f"structured_outputs.{field} at {place!r}: multipleOf={value} is too large, alone "
+                "or with the others: without their decimal points, it and the common multiple of "
+                f"all may be at most {MAX_MULTIPLE}; leave it out",
                 place,
             )
 

@@ -65,13 +65,13 @@ class TokenTable:
         eos = sorted(token for token in eos_token_ids if token < vocab_size)
         if not eos:
             raise InvalidRequestError(
-                f"{_WHY}it has no EOS token, so that an output could not end; give its "
+                f"{_WHY}it has no EOS token, so an output could not end; give its "
                 "generation_config.json an eos_token_id"
             )
         if not is_gguf(folder) and not path.is_file():
             raise InvalidRequestError(
-                f"{_WHY}its folder {str(folder)!r} has no tokenizer.json, which says what text its "
-                "tokens stand for; put it there"
+                f"{_WHY}its folder {str(folder)!r} has no tokenizer.json, which defines the text "
+                "of its tokens; add it"
             )
         try:
             content = tokenizer_json(folder) if is_gguf(folder) else path.read_bytes()
@@ -86,7 +86,7 @@ class TokenTable:
                 note_oddity(f"{source} begins with a byte order mark, which is skipped")
             text = content.decode("utf-8-sig").lstrip()
             if not text.startswith("{"):  # llguidance would take it for a path
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             return cls(_tokenizer(text, eos), vocab_size)
         except (KeyboardInterrupt, SystemExit):
             raise

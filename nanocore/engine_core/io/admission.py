@@ -62,7 +62,7 @@ class SamplingCheck:
     def no_token_id(self, place: str, token_id: int, hint: str = "") -> InvalidRequestError:
         """Error for an invalid token id. place: field and index."""
         return InvalidRequestError(
-            f"{place}={token_id} is no token id of this model: valid ids are "
+            f"{place}={token_id} is not a token id of this model: valid ids are "
             f"0 to {self._vocab_size - 1}{hint}"
         )
 
@@ -143,8 +143,8 @@ def check_outputs(
         )
     if sampling.n != 1:
         raise InvalidRequestError(
-            f"output_token_ids with n={sampling.n}: it is of one sample; resume each as a request "
-            "of its own, with n=1 and, of sample i, seed + i"
+            f"output_token_ids with n={sampling.n}: it belongs to one sample; resume each sample "
+            "as a separate request, with n=1 and, for sample i, seed + i"
         )
     if sampling.max_tokens is not None and num_outputs > sampling.max_tokens:
         raise InvalidRequestError(
@@ -232,7 +232,7 @@ class Admission:
         if handle + sampling.n - 1 > MAX_HANDLE:
             raise EngineOverloadedError(
                 f"this engine has numbered {handle - 1} requests, and its handles end at "
-                f"{MAX_HANDLE}: start it anew"
+                f"{MAX_HANDLE}: restart it"
             )
         grammar = self._find_grammar(sampling, client)
         num_bytes = held_bytes(submit, sampling, self._model.block_size)

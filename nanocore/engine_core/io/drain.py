@@ -68,8 +68,8 @@ class Drain:
         if self._is_over:
             return
         logger.info(
-            "%s: %d requests that run or wait may come to their end, for at most %g s "
-            "(--shutdown-timeout); new ones are refused",
+            "%s: %d open requests may finish, for at most %g s (--shutdown-timeout); new ones are "
+            "refused",
             cause,
             len(self._sessions.request_ids),
             self._timeout_s,
@@ -93,7 +93,7 @@ class Drain:
             reason += ": the engine is paused, so this request could not come to its end"
         self._is_over = True
         if num:
-            logger.info("the drain ends, and %d requests with it: %s", num, reason)
+            logger.info("the drain ends and aborts %d requests: %s", num, reason)
         else:
             logger.info("%s: no requests in flight, exiting", self._cause)
         self._inbox.put(Shutdown(reason))

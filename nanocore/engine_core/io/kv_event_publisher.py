@@ -119,7 +119,7 @@ class ReplayServer:
                 del self._replays[routing_id]
                 if result is SendResult.FULL:
                     self.num_given_up += 1
-                    logger.warning("a KV event replay was given up: its client does not read")
+                    logger.warning("a KV event replay was abandoned: its client does not read")
         return min(waits_s, default=None)
 
     def _take_requests(self, now_s: float) -> bool:
@@ -224,7 +224,7 @@ class KVEventPublisher(threading.Thread):
             self.num_dropped += 1
             return
         if self._num_dropped_now:
-            logger.warning("KV events go on after %d dropped batches", self._num_dropped_now)
+            logger.warning("KV events resume after %d dropped batches", self._num_dropped_now)
             self._num_dropped_now = 0
         self._queue.append((self._clock(), batch))
         os.eventfd_write(self._wake_up, 1)
@@ -240,7 +240,7 @@ class KVEventPublisher(threading.Thread):
             os.eventfd_write(self._wake_up, 1)
             self.join(_JOIN_TIMEOUT_S)
             if self.is_alive():
-                logger.error("the KV event thread does not end: leaving it behind")
+                logger.error("the KV event thread does not end: abandoning it")
                 return
         os.close(self._wake_up)
         self._wake_up = -1

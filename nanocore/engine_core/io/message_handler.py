@@ -270,7 +270,7 @@ class MessageHandler:
             case Bye():
                 self._close(session, "the client said BYE")
             case Hello():
-                raise ProtocolError("HELLO in an open session; the session goes on")
+                raise ProtocolError("HELLO in an open session; the session continues")
 
     def _send_output(self, session: Session, output: ClientOutput, now_s: float) -> None:
         for event in output.events:

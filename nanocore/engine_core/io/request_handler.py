@@ -181,8 +181,8 @@ class RequestHandler:
         try:
             if submit.priority < 0 and not session.is_admin:
                 raise InvalidRequestError(
-                    f"priority={submit.priority}: below 0 it would go before everybody's, which is "
-                    "for administrators; take 0 or more"
+                    f"priority={submit.priority}: values below 0 are for administrators; use 0 or "
+                    "more"
                 )
             handle, is_only = self._num_handles + 1, not session.requests
             request = self._admission.build(submit, handle, session.client, is_only)

@@ -25,51 +25,54 @@ NUM_SAMPLES_BOUNDS: Final = (1, 2, 5, 10, 20)
 PREEMPTIONS_BOUNDS: Final = (1, 2, 3, 4, 5, 10, 20)
 
 GAUGES: Final = {
-    "num_requests_running": "Requests that run.",
-    "num_requests_waiting": "Requests that wait to run.",
-    "kv_cache_usage_perc": "Share of the KV cache's blocks that are in use; 1 is all of them.",
+    "num_requests_running": "Running requests.",
+    "num_requests_waiting": "Waiting requests.",
+    "kv_cache_usage_perc": "Share of KV cache blocks in use, from 0 to 1.",
     "num_blocks": "Blocks of the KV cache.",
-    "num_free_blocks": "Blocks of the KV cache that are free.",
-    "num_clients": "Sessions with the engine.",
-    "client_backlog_bytes": "Bytes that wait for clients that do not read them.",
-    "engine_draining": "1 while the engine takes no new requests because it is to end, else 0.",
+    "num_free_blocks": "Free blocks of the KV cache.",
+    "num_clients": "Open sessions.",
+    "client_backlog_bytes": "Bytes of output that clients have not read.",
+    "engine_draining": "1 while the engine drains and refuses new requests, else 0.",
 }
 COUNTERS: Final = {
-    "prefix_cache_queries": "Tokens that were looked up in the prefix cache.",
-    "prefix_cache_hits": "Tokens that were found in the prefix cache.",
-    "num_preemptions": "Times that a running request lost its row and blocks.",
-    "prompt_tokens": "Prompt tokens, as they are computed, or found in the prefix cache.",
-    "prompt_tokens_cached": "Prompt tokens found in the prefix cache by requests that have begun.",
-    "generation_tokens": "Tokens that were generated.",
+    "prefix_cache_queries": "Tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Tokens found in the prefix cache.",
+    "num_preemptions": "Preemptions: a running request lost its row and blocks.",
+    "prompt_tokens": "Prompt tokens computed or found in the prefix cache.",
+    "prompt_tokens_cached": "Prompt tokens found in the prefix cache by started requests.",
+    "generation_tokens": "Generated tokens.",
     "num_steps": "Steps.",
-    "num_aborts": "Requests that were ended by their clients, or by their time.",
-    "num_protocol_errors": "Messages that broke the protocol.",
+    "num_aborts": "Requests ended by their client or by their timeout.",
+    "num_protocol_errors": "Messages that violated the protocol.",
 }
 BY_LABEL: Final[dict[str, tuple[MetricType, str]]] = {
     "num_requests_waiting_by_reason": (
         "gauge",
-        "Requests that wait: 'capacity' to be scheduled, 'deferred' for their structured output.",
+        "Waiting requests: 'capacity' for the scheduler, 'deferred' for their grammar.",
     ),
-    "prompt_tokens_by_source": ("counter", "Prompt tokens by where their KV came from."),
-    "prompt_tokens_cached_by_source": ("counter", "Prompt tokens found in a cache, by its place."),
-    "request_success": ("counter", "Requests that have ended, by how."),
-    "admission_rejections": ("counter", "Requests that the waiting queue had no room for, by why."),
-    "sessions_closed": ("counter", "Sessions that have ended, by how."),
-    "cache_config_info": ("gauge", "The KV cache, in labels."),
+    "prompt_tokens_by_source": ("counter", "Prompt tokens by the source of their KV."),
+    "prompt_tokens_cached_by_source": (
+        "counter",
+        "Cached prompt tokens by the location of the cache.",
+    ),
+    "request_success": ("counter", "Finished requests by reason."),
+    "admission_rejections": ("counter", "Requests refused because the queue was full, by limit."),
+    "sessions_closed": ("counter", "Closed sessions by reason."),
+    "cache_config_info": ("gauge", "Configuration of the KV cache, in labels."),
 }
 
 
 STEPS: Final[dict[str, tuple[MetricType, str, str]]] = {
-    "steps": ("counter", "steps", "Steps, by whether all rows decode or a prompt is computed."),
-    "step_tokens": ("counter", "tokens", "Tokens that steps computed."),
-    "step_seconds": ("counter", "seconds", "Seconds that the step loop was busy with steps."),
-    "step_read_bytes": ("counter", "bytes", "Bytes of weights and KV cache that steps read."),
-    "step_flops": ("counter", "flops", "Floating point operations of steps' matrices."),
+    "steps": ("counter", "steps", "Steps; prefill if a prompt is computed, else decode."),
+    "step_tokens": ("counter", "tokens", "Tokens computed by steps."),
+    "step_seconds": ("counter", "seconds", "Seconds spent in steps."),
+    "step_read_bytes": ("counter", "bytes", "Bytes of weights and KV cache read by steps."),
+    "step_flops": ("counter", "flops", "Floating point operations of matrix products in steps."),
     "machine_bytes_per_second": (
-        "gauge", "peak_bytes_per_second", "What memory and caches give to steps of this size.",
+        "gauge", "peak_bytes_per_second", "Measured bandwidth for steps of this size.",
     ),
     "machine_flops_per_second": (
-        "gauge", "peak_flops_per_second", "What the machine multiplies, as measured.",
+        "gauge", "peak_flops_per_second", "Measured arithmetic throughput of the machine.",
     ),
 }  # fmt: skip
 """Metrics by kind of step, "decode" or "prefill", with their names in `Utilisation.totals`."""
@@ -79,26 +82,29 @@ def histograms(max_model_len: int) -> dict[str, tuple[str, tuple[float, ...]]]:
     """(help, bounds) by name; times are in seconds, a request's since its SUBMIT."""
     tokens = tuple(_one_two_five(max_model_len))
     return {
-        "time_to_first_token_seconds": ("Until a request's first token.", FIRST_TOKEN_BOUNDS),
-        "inter_token_latency_seconds": ("Between two results of a request.", TOKEN_BOUNDS),
+        "time_to_first_token_seconds": ("Time to a request's first token.", FIRST_TOKEN_BOUNDS),
+        "inter_token_latency_seconds": ("Time between two outputs of a request.", TOKEN_BOUNDS),
         "request_time_per_output_token_seconds": (
-            "A request's time after its first token, by the tokens that came then.",
+            "A request's time after its first token, divided by its further tokens.",
             TOKEN_BOUNDS,
         ),
-        "e2e_request_latency_seconds": ("Until a request's end.", LATENCY_BOUNDS),
-        "request_queue_time_seconds": ("In the queue, until first admitted.", LATENCY_BOUNDS),
-        "request_inference_time_seconds": ("From admission to the last token.", LATENCY_BOUNDS),
-        "request_prefill_time_seconds": ("From admission to the first token.", LATENCY_BOUNDS),
-        "request_decode_time_seconds": ("From the first token to the last.", LATENCY_BOUNDS),
-        "iteration_tokens_total": ("Tokens that a step computed.", STEP_TOKENS_BOUNDS),
+        "e2e_request_latency_seconds": ("Time to a request's end.", LATENCY_BOUNDS),
+        "request_queue_time_seconds": ("Time in the queue until first admitted.", LATENCY_BOUNDS),
+        "request_inference_time_seconds": (
+            "Time from admission to the last token.",
+            LATENCY_BOUNDS,
+        ),
+        "request_prefill_time_seconds": ("Time from admission to the first token.", LATENCY_BOUNDS),
+        "request_decode_time_seconds": ("Time from the first token to the last.", LATENCY_BOUNDS),
+        "iteration_tokens_total": ("Tokens computed by a step.", STEP_TOKENS_BOUNDS),
         "request_prompt_tokens": ("Prompt tokens of a request.", tokens),
         "request_generation_tokens": ("Tokens generated for a request.", tokens),
         "request_max_num_generation_tokens": ("Tokens of a request's longest sample.", tokens),
-        "request_params_max_tokens": ("Tokens that a request might have had.", tokens),
-        "request_params_n": ("Samples that a request was to have.", NUM_SAMPLES_BOUNDS),
+        "request_params_max_tokens": ("Limit of output tokens of a request (max_tokens).", tokens),
+        "request_params_n": ("Samples of a request (n).", NUM_SAMPLES_BOUNDS),
         "request_num_preemptions": ("Preemptions of a request.", PREEMPTIONS_BOUNDS),
         "request_prefill_kv_computed_tokens": (
-            "Prompt tokens of a request that were not cached.",
+            "Uncached prompt tokens of a request.",
             tokens,
         ),
     }

@@ -74,7 +74,7 @@ def _length_in_blocks(config: EngineConfig, max_model_len: int) -> int:
             "or lower the latter (or auto)"
         )
     logger.warning(
-        "%s %d tokens: max_model_len is that, and not %d", blocks, num_tokens, max_model_len
+        "%s %d tokens: max_model_len is that instead of %d", blocks, num_tokens, max_model_len
     )
     return num_tokens
 
@@ -89,15 +89,15 @@ def _check_flags(config: EngineConfig, ranks: list[WorkerInfo]) -> None:
             need_bytes = config.num_gpu_blocks_override * rank.kv_block_bytes
             if need_bytes > have_bytes:
                 raise CacheMemoryError(
-                    f"--num-gpu-blocks-override {config.num_gpu_blocks_override}: a KV cache of so "
-                    f"many blocks needs {need_bytes / 1e6:.1f} MB, and {there_is}: use at most "
+                    f"--num-gpu-blocks-override {config.num_gpu_blocks_override}: that many blocks "
+                    f"need {need_bytes / 1e6:.1f} MB, and {there_is}: use at most "
                     f"{have_bytes // rank.kv_block_bytes}, or leave it out"
                 )
         elif (config.kv_cache_memory_bytes or 0) > have_bytes:
             raise CacheMemoryError(
-                f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}: {there_is} (of the "
-                "machine, its cgroups and resource limits the least): use at most "
-                f"{have_bytes}, or leave it out"
+                f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}: {there_is} (the least of "
+                f"the machine, its cgroups and resource limits): use at most {have_bytes}, or "
+                "leave it out"
             )
 
 

@@ -61,8 +61,8 @@ def _engine_socket(config: EngineConfig, lock: EndpointLock | None) -> Iterator[
             keys = EngineKeys.load(Path(config.curve_dir))
             if address.is_every_interface:
                 logger.warning(
-                    "%s is every network that this machine is in; only clients with a key in %s "
-                    "are served",
+                    "%s is reachable from every network of this machine; only clients with a key "
+                    "in %s are served",
                     config.endpoint,
                     keys.clients,
                 )

@@ -228,18 +228,22 @@ def _memory_rows(forecast: Forecast) -> Iterator[str]:
         (
             "KV cache",
             max(rank.kv_cache_bytes for rank in ranks),
-            f"{forecast.kv_token_bytes:,.0f} bytes a token, {blocks}",
+            f"{forecast.kv_token_bytes:,.0f} bytes per token, {blocks}",
         ),
-        ("activations", max(rank.activation_bytes for rank in ranks), "in the largest step, about"),
+        (
+            "activations",
+            max(rank.activation_bytes for rank in ranks),
+            "in the largest step, estimate",
+        ),
         ("tables", max(rank.table_bytes for rank in ranks), "token ids, block ids, rotations"),
-        ("left", min(rank.left_bytes for rank in ranks), "of what there is"),
+        ("left", min(rank.left_bytes for rank in ranks), "of available memory"),
     ):
         yield f"  {name:<11}{num_bytes / 1e6:>12,.1f} MB  {note}"
 
 
 def _machine_rows(forecast: Forecast) -> Iterator[str]:
     speed = forecast.speed
-    yield f"machine, as measured now: {forecast.device}"
+    yield f"machine, measured now: {forecast.device}"
     yield f"  reads      {speed.bytes_per_s / 1e9:>12,.1f} GB/s from memory"
     if speed.near_bytes:
         near = f"from caches, {speed.near_bytes / 1e6:,.1f} MB at most"

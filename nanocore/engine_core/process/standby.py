@@ -52,7 +52,7 @@ def stand_by(
         gc.collect()
         gc.freeze()
         Thread(target=wait_for_lock, name="standby", daemon=True).start()
-        logger.info("standing by: all is loaded, and %s has an engine while that lives", endpoint)
+        logger.info("standing by: loaded, and waiting for the engine at %s to end", endpoint)
         if parent is not None:
             parent.report_standing_by()
         while True:

@@ -119,7 +119,8 @@ async def detokenize(exchange: Exchange) -> None:
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         wrong = next(each for each in token_ids if not 0 <= each < vocab_size)
         raise bad_request(
-            f"{wrong} is no token id of this model: valid ids are 0 to {vocab_size - 1}", "tokens"
+            f"{wrong} is not a token id of this model: valid ids are 0 to {vocab_size - 1}",
+            "tokens",
         )
 
     def decode(tokenizer: Tokenizer) -> str:

@@ -94,7 +94,7 @@ class HttpServer:
         if self.state.tasks:
             _, pending = await asyncio.wait(self.state.tasks, timeout=DISCONNECT_TIMEOUT_S)
             if pending:  # a bug; uvicorn would log the cancellation of each as another
-                logger.error("%d requests did not end after their connections", len(pending))
+                logger.error("%d requests outlived their connections", len(pending))
                 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     def _close_idle(self) -> None:

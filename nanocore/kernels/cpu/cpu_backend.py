@@ -317,7 +317,7 @@ class CpuKernels(TorchKernels):
         try:
             program, result, rows = capture_program(self.workspace, max_tokens, max_samples, run)
         except NotCapturable as reason:
-            logger.info("kernels are called one by one, because a step has %s", reason)
+            logger.info("no graphs are captured, because a step has %s", reason)
             return None
         finally:
             self._capturing = None

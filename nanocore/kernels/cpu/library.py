@@ -208,8 +208,8 @@ class Library:
         version = loaded.nanocore_abi_version()
         if version != ABI_VERSION:
             raise RuntimeError(
-                f"{path} has interface {version} and not {ABI_VERSION}: it was compiled from "
-                "other sources; install nanocore again"
+                f"{path} has interface {version} and not {ABI_VERSION}: it was compiled from other "
+                "sources; reinstall nanocore"
             )
         self.functions: dict[str, Callable[..., Any]] = {}
         for name, (result, arguments) in _SIGNATURES.items():

@@ -136,9 +136,7 @@ def _find(device: torch.device) -> tuple[_Build, ModuleType]:
             logger.info("attention by FlashAttention %d (%s)", build.version, build.module)
             return build, module
     told = "; ".join(reasons) or "pip install '.[flash-attn]' does it, see docs/gpu.md"
-    raise ValueError(
-        f"no flash-attn that can be used is installed; use auto, or install it; {told}"
-    )
+    raise ValueError(f"no usable flash-attn is installed; use auto, or install it; {told}")
 
 
 def _is_absent(module: str, error: ImportError) -> bool:

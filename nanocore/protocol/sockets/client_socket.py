@@ -79,7 +79,7 @@ class ClientSocket:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(f"endpoint {endpoint!r} is none: {error}") from None
+            raise ConfigError(f"endpoint {endpoint!r} is invalid: {error}") from None
 
     @property
     def is_accepted(self) -> bool:

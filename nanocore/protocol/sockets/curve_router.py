@@ -49,7 +49,7 @@ class ClientAllowList:
             logger.exception("the allow-list %s cannot be read: refusing a client", self._folder)
             return False
         if name is not None:
-            logger.info("client %r is let in", name)
+            logger.info("client %r is authenticated", name)
         elif key != self._last_refused:  # it tries again and again: say it once
             self._last_refused = key
             logger.warning(

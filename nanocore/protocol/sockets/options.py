@@ -69,8 +69,8 @@ def socket_options(endpoint: str, keys: EngineKeys | ClientKeys | None) -> dict[
     if endpoint.startswith(TCP):
         if keys is None:
             raise ConfigError(
-                f"endpoint {endpoint!r} needs CURVE keys, because whoever reaches it could use it: "
-                "give a curve_dir that `nanocore-keygen` made, or use an ipc:// endpoint"
+                f"endpoint {endpoint!r} needs CURVE keys, because anybody who reaches it could use "
+                "it: give a curve_dir that `nanocore-keygen` made, or use an ipc:// endpoint"
             )
         options |= _TCP_OPTIONS
         options[zmq.IPV6] = int("[" in endpoint)  # else host names would mean IPv6 first

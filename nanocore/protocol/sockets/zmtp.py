@@ -225,7 +225,7 @@ class ZmtpReader:
                 raise ProtocolError("a ZMTP handshake without READY")
             socket_type = _properties(command[len(_READY) :]).get(b"socket-type", b"")
             if socket_type not in self._role.peer_types:
-                raise ProtocolError(f"a peer that is none of {self._role.peer_types}")
+                raise ProtocolError(f"a peer that is not one of {self._role.peer_types}")
             # An Identity is not heeded: nobody can choose the name of a connection.
             self.is_ready = True
             self.answers.append(self._role.ready)

@@ -153,7 +153,7 @@ def with_one_shot(group: ProcessGroupCommunicator) -> Communicator:
     assert buffer is not None, "or there would be a reason"
     communicator = OneShotCommunicator(group, buffer)
     if not _is_right(communicator, group):
-        logger.warning("all-reduce by NCCL alone: sums in one kernel came out wrong")
+        logger.warning("all-reduce by NCCL only: sums in one kernel came out wrong")
         return group
     logger.info("all-reduce of up to %d KiB in one kernel", MAX_BYTES // 1024)
     return communicator

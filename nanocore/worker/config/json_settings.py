@@ -42,7 +42,7 @@ def read_json(path: Path, kind: type[T], max_bytes: int) -> T:
         if path.exists() and not path.is_file():
             raise ModelFileError(f"{path} is not a file")
         if (num_bytes := path.stat().st_size) > max_bytes:
-            raise ModelFileError(f"{path}: {num_bytes} bytes, and no model needs {max_bytes}")
+            raise ModelFileError(f"{path}: {num_bytes} bytes: at most {max_bytes} are read")
         content = path.read_bytes()
         if content.startswith(codecs.BOM_UTF8):
             note_oddity(f"{path} begins with a byte order mark, which is skipped")
@@ -216,7 +216,7 @@ def check_all_read(settings: Settings, overrides: Mapping[str, Any]) -> None:
         if name not in settings.read_names:
             near = _elsewhere(name, settings) or get_close_matches(name, settings.read_names, n=1)
             raise ConfigError(
-                f"{FLAG}: {shorten(name)} is no setting that this model reads"
+                f"{FLAG}: {shorten(name)} is not a setting of this model"
                 + (f", the nearest is {near[0]}" if near else "; remove it")
             )
 

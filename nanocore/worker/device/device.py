@@ -54,7 +54,7 @@ def select_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
         raise ConfigError(f"--dtype float16: not on {device}; use bfloat16 or float32")
     if name == "float16" and not model.fits_float16:
         raise ConfigError(
-            f"--dtype float16: the activations of {model.architecture} leave its range; use "
+            f"--dtype float16: the activations of {model.architecture} exceed its range; use "
             "bfloat16 or float32"
         )
     if name == "auto":
@@ -102,17 +102,17 @@ def check_quantized_linear(
         reason = shorten(str(error).partition("\n")[0])
         raise ConfigError(
             f"--quantization fp8: {device} and torch {torch.__version__} have no such product of "
-            f"{dtype_name(dtype)} ({reason}); int8 takes as little, or try --dtype bfloat16"
+            f"{dtype_name(dtype)} ({reason}); int8 needs as little memory, or try --dtype bfloat16"
         ) from None
 
 
 def require_fp8(flag: str, device: torch.device) -> None:
     """Raises ConfigError, naming the flag, if this device has no fp8."""
     if device.type != "cuda":
-        raise ConfigError(f"{flag} fp8 needs CUDA; on a CPU int8 takes as little")
+        raise ConfigError(f"{flag} fp8 needs CUDA; on a CPU int8 needs as little memory")
     if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
         raise ConfigError(
-            f"{flag} fp8: {device} has no fp8 (compute capability 8.9); int8 takes as little"
+            f"{flag} fp8: {device} has no fp8 (compute capability 8.9); int8 needs as little memory"
         )
 
 

@@ -54,8 +54,8 @@ def read_model(
     dtype = select_dtype(config.dtype, model, device)
     if log and model.tie_word_embeddings != named.tie_word_embeddings:
         logger.warning(
-            "%s: the embedding is the head by tie_word_embeddings, and the files have an lm_head "
-            "that is not the embedding: it is used",
+            "%s: tie_word_embeddings is set, but the files have an lm_head that differs from the "
+            "embedding: it is used",
             folder / "config.json",
         )
     if log and config.dtype == "auto" and model.dtype == "float16" != dtype_name(dtype):

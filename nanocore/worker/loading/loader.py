@@ -234,7 +234,7 @@ def _expected_tensors(
             raise ModelFileError(_wrong_dtype(where, stored.dtype, entry.dtype))
         if name in found:
             raise ModelFileError(
-                f"{where} and {quoted(found[name].name)} are two of what the model has one of: "
+                f"{where} and {quoted(found[name].name)} are both the same tensor of the model: "
                 "download the model again"
             )
         found[name] = stored

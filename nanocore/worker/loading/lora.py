@@ -386,7 +386,7 @@ def _merged(
     merged = weight.to(dtype)
     if not is_finite(merged):
         raise ModelFileError(
-            f"{module.where} makes infinity of its weight, by numbers that are too large or their "
-            f"scale, {module.scale:g}: download the adapter again, or take another"
+            f"{module.where} makes its weight infinite; its numbers or their scale, "
+            f"{module.scale:g}, are too large: download the adapter again, or take another"
         )
     return merged

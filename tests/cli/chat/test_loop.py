@@ -171,7 +171,7 @@ def test_a_defect_of_ours_ends_no_chat_and_loses_nothing_of_it(
     shown = chat(target, "w", "x", "y", "/model", "/retry")
     assert shown == "a\nhalf\nb\n"
     assert contents(target.asked[3][0]) == ["w", "a", "x", "half", "y"]
-    expected = "internal error, the chat goes on: RuntimeError: a bug"
+    expected = "internal error, the chat continues: RuntimeError: a bug"
     assert [record.getMessage() for record in caplog.records] == [expected] * 4
     assert all(record.exc_info for record in caplog.records)
 

@@ -138,7 +138,7 @@ def test_an_answer_is_of_a_format_or_begins_as_a_call_does(
 
 
 def test_harmonys_channels_exclude_formats_and_grammars() -> None:
-    with pytest.raises(InvalidRequestError, match="'harmony' begin with no mark; leave one out"):
+    with pytest.raises(InvalidRequestError, match="'harmony' have no opening mark; leave one out"):
         constraint(tools(), AUTO, True, JSON, "harmony")
 
     with pytest.raises(InvalidRequestError, match="harmony"):

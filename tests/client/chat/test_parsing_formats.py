@@ -67,7 +67,7 @@ def test_without_tools_calls_are_text_but_harmony_is_understood() -> None:
 
 @pytest.mark.parametrize("formats", [Formats("nope"), Formats(None, "nope")])
 def test_unknown_formats_are_refused_with_those_that_are_known(formats: Formats) -> None:
-    with pytest.raises(InvalidRequestError, match=r"'nope'; there are: deepseek_.*qwen3"):
+    with pytest.raises(InvalidRequestError, match=r"'nope'; known: deepseek_.*qwen3"):
         make_parser(formats, [])
     with pytest.raises(InvalidRequestError, match="'nope'"):
         marks_of(formats)

@@ -237,7 +237,7 @@ def test_why_a_process_does_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(RenderProcessError, match="No module named 'jinja2'"):
         Renderer("fine", "here").render({}, NOW)
     monkeypatch.setattr(sys, "executable", None)
-    with pytest.raises(RenderProcessError, match="None is to run"):
+    with pytest.raises(RenderProcessError, match="None runs"):
         Renderer("fine", "here").render({}, NOW)
 
 

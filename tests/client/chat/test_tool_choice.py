@@ -66,7 +66,10 @@ def test_a_tool_is_chosen_by_its_name(choice: Any) -> None:
     ("choice", "said"),
     [
         ("required", "needs tools"),
-        ({"type": "function", "function": {"name": "x"}}, "'x', which is none of the tools: there"),
+        (
+            {"type": "function", "function": {"name": "x"}},
+            "'x', which is not one of the tools: there",
+        ),
         ("any", "not 'any'"),
         (5, "not 5"),
         ({"type": "tool", "name": "data"}, "not {'type': 'tool'"),

@@ -165,7 +165,7 @@ def test_a_trial_that_is_lost_on_its_way_is_told_of(process: CompileProcess) -> 
         for pid in child_pids(running.process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineOverloadedError, match="gone or stuck"):
+    with pytest.raises(EngineOverloadedError, match="gone or hangs"):
         process.run(0, want("a"))
     assert process.run(0, want("a"))
 
@@ -305,7 +305,7 @@ def test_processes_that_are_stopped_are_told_of_and_started_again(
     assert pid is not None
     for one in [*child_pids(pid), *([pid] if whom == "all" else [])]:
         os.kill(one, signal.SIGSTOP)
-    with pytest.raises(EngineOverloadedError, match="gone or stuck"):
+    with pytest.raises(EngineOverloadedError, match="gone or hangs"):
         process.run(0, want("b"))
     assert process.pid != pid
     assert process.run(0, want("b"))

@@ -99,7 +99,7 @@ def test_what_is_said_wrongly_is_refused_although_it_is_lenient(
 
 
 def test_lenient_parts_are_of_a_schema(vocabulary: TokenTable) -> None:
-    with pytest.raises(InvalidRequestError, match="of json, and there is regex"):
+    with pytest.raises(InvalidRequestError, match="is for json, and this is regex"):
         compiled(vocabulary, regex="a", lenient=[""])
-    with pytest.raises(InvalidRequestError, match="'properties' is no JSON pointer"):
+    with pytest.raises(InvalidRequestError, match="'properties' is not a JSON pointer"):
         compiled(vocabulary, json="{}", lenient=["", "/properties", "properties"])

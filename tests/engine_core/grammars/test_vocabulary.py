@@ -119,5 +119,5 @@ def test_a_tokenizer_that_is_the_path_of_another_is_not_followed(tmp_path: Path)
     byte_level_vocabulary(tmp_path)
     other = (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
     (tmp_path / "tokenizer.json").write_text(str(other))
-    with pytest.raises(InvalidRequestError, match="it is no JSON object"):
+    with pytest.raises(InvalidRequestError, match="it is not a JSON object"):
         TokenTable.load(tmp_path, BYTE_LEVEL_TOKENS, [BYTE_LEVEL_EOS])

@@ -92,7 +92,7 @@ def header(*parts: tuple[str, Any]) -> bytes:
     ("content", "message"),
     [
         (b"", "empty"),
-        (b"GGML" + bytes(40), "no GGUF file"),
+        (b"GGML" + bytes(40), "not a GGUF file"),
         (b"version https://git-lfs.github.com/spec/v1", "git-lfs"),
         (header(("I", 1)), "version 1"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(16), "big-endian"),
@@ -103,9 +103,9 @@ def header(*parts: tuple[str, Any]) -> bytes:
         (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 97), ("I", 9), ("I", 9), ("Q", 1)),
          "array of type 9"),
         (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 97), ("I", 9), ("I", 8),
-                ("Q", 2**60)), "the file ends before"),
+                ("Q", 2**60)), "but the file ends at"),
         (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 97), ("I", 9), ("I", 10),
-                ("Q", 2**61)), "the file ends before"),
+                ("Q", 2**61)), "but the file ends at"),
         (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 0xFF)), "UTF-8"),
     ],
 )  # fmt: skip
@@ -152,7 +152,7 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
         tmp_path / "twice.gguf", tokenizer__ggml__model="gpt2", tokenizer__ggml__pre="qwen2",
         tokenizer__ggml__tokens=["a", "a"], tokenizer__ggml__merges=["a b"],
     )  # fmt: skip
-    with pytest.raises(ModelFileError, match="'a' is twice"):
+    with pytest.raises(ModelFileError, match="'a' occurs twice"):
         gguf_model_files(path)
 
 

@@ -180,7 +180,7 @@ def _known(parsers: Mapping[str, T], name: str, what: str) -> T:
     parser = parsers.get(name)
     if parser is None:
         raise InvalidRequestError(
-            f"no parser of {what} is called {name!r}; there are: {', '.join(sorted(parsers))}"
+            f"unknown parser of {what}: {name!r}; known: {', '.join(sorted(parsers))}"
         )
     return parser
 

@@ -91,8 +91,8 @@ class CompressedTensorsFormat:
         if scheme is None:
             if any(self.stored.has(f"{name}.{end}") for end in ("weight_packed", "weight_scale")):
                 raise ModelFileError(
-                    f"{name} is quantized in the files, and no group in quantization_config's "
-                    "config_groups has it"
+                    f"{name} is quantized in the files, but in no group of quantization_config's "
+                    "config_groups"
                 )
             return None
         return scheme.projection(kept, self.stored)
@@ -306,7 +306,7 @@ class _Integers:
         found = zeros_or_none(zero_OG, self.bits)
         if self.is_symmetric and found is not None:
             raise ModelFileError(
-                f"{name}.weight_zero_point has other zero points than 0, and quantization_config "
+                f"{name}.weight_zero_point has zero points other than 0, and quantization_config "
                 "says symmetric = true: it is not of this model"
             )
         return found

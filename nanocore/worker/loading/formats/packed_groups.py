@@ -43,8 +43,8 @@ def groups_of_slice(kept: Projection, group_size: int) -> Grouping:
         return Grouping(kept.num_columns, 1, slice(0, 1))
     if in_features % group_size:
         raise ModelFileError(
-            f"{kept.name} has {in_features} inputs, which are no whole groups of {group_size} "
-            "(group_size)"
+            f"{kept.name} has {in_features} inputs, which is not a multiple of group_size = "
+            f"{group_size}"
         )
     check_slice_bounds(kept, group_size, f"groups of {group_size} inputs")
     groups = slice(kept.columns.start // group_size, kept.columns.stop // group_size)

@@ -131,7 +131,7 @@ def rope_settings(metadata: Metadata, headers: list[Header]) -> dict[str, Any]:
     elif shared:
         if scaling:
             raise ModelFileError(
-                f"{metadata.path}: rope_freqs beside rope.scaling.type is not served"
+                f"{metadata.path}: rope_freqs together with rope.scaling.type is not served"
             )
         # Llama 3's: whatever stretched a pair, its factor is there for every length.
         scaling = {"rope_type": "longrope", "long_factor": shared, "short_factor": shared}

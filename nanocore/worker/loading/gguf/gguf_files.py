@@ -64,8 +64,8 @@ def read_headers(first: Path) -> list[Header]:
         return [header]
     if split is None or int(split["count"]) != count or not count <= _MAX_FILES:
         raise ModelFileError(
-            f"{first} is the first of {count} files by its split.count, and its name is not that "
-            f"of one (NAME-00001-of-{count:05}.gguf): give it the name it was downloaded by"
+            f"{first} has split.count = {count}, but its name does not match "
+            f"(NAME-00001-of-{count:05}.gguf): restore its original name"
         )
     headers = [
         read_header(first.with_name(f"{split['stem']}-{i:05}-of-{count:05}{SUFFIX}"))
@@ -102,5 +102,5 @@ def _check_split(first: Path, headers: list[Header], count: int) -> None:
 def _setting(header: Header, key: str, default: int) -> int:
     value: Any = header.metadata.get(key, default)
     if not isinstance(value, int):
-        raise ModelFileError(f"{header.path}: {key} = {shorten(repr(value))} is no number")
+        raise ModelFileError(f"{header.path}: {key} = {shorten(repr(value))} is not a number")
     return value

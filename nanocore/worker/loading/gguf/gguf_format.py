@@ -84,8 +84,8 @@ class GgufFormat:
             )
         if shape[1] % kind.block_numel:
             raise ModelFileError(
-                f"{where} is {kind.name} and has {shape[1]} inputs by the file's "
-                f"settings, which are no blocks of {kind.block_numel}: they are not of one model"
+                f"{where} is {kind.name} and has {shape[1]} inputs by the file's settings, which "
+                f"is not a multiple of {kind.block_numel}: they are not of one model"
             )
         index = (kept.rows, _bytes_of(kept, kind))
         row_bytes = shape[1] // kind.block_numel * kind.block_bytes

@@ -113,7 +113,7 @@ def end_token_ids(vocabulary: GgufVocabulary) -> list[int]:
 
 def _check_tokens(path: Path, tokens: list[Any]) -> None:
     if not all(isinstance(token, str) for token in tokens):
-        raise ModelFileError(f"{path}: tokenizer.ggml.tokens are no texts")
+        raise ModelFileError(f"{path}: tokenizer.ggml.tokens are not strings")
     longest = max(tokens, key=len, default="")
     num_chars = sum(map(len, tokens))
     if len(longest) > _MAX_TOKEN_CHARS or num_chars > _MAX_CHARS:
@@ -126,7 +126,7 @@ def _check_tokens(path: Path, tokens: list[Any]) -> None:
         seen: set[str] = set()
         twice = next(token for token in texts if token in seen or seen.add(token))  # type: ignore[func-returns-value]
         raise ModelFileError(
-            f"{path}: the token {shorten(repr(twice))} is twice in tokenizer.ggml.tokens"
+            f"{path}: the token {shorten(repr(twice))} occurs twice in tokenizer.ggml.tokens"
         )
 
 
@@ -140,5 +140,7 @@ def _templates(values: dict[str, Any]) -> dict[str, str]:
 def _take(path: Path, values: dict[str, Any], key: str, kind: type, default: Any) -> Any:
     value = values.get(key, default)
     if value is not default and not isinstance(value, kind):
-        raise ModelFileError(f"{path}: {key} = {shorten(repr(value))} is no {kind.__name__}")
+        raise ModelFileError(
+            f"{path}: {key} = {shorten(repr(value))} is not of type {kind.__name__}"
+        )
     return value

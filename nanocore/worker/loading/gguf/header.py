@@ -124,9 +124,8 @@ class HeaderBytes:
     def require(self, count: int, item_bytes: int, what: str) -> None:
         if count * item_bytes > self.num_bytes - self.offset:
             raise self.error(
-                f"there are to be {count} of {what}, and the file ends before, with "
-                f"{self.num_bytes} bytes: its download was not completed, or it is damaged; "
-                "download it again"
+                f"{count} of {what} should follow, but the file ends at {self.num_bytes} bytes: "
+                "its download is incomplete, or it is damaged; download it again"
             )
 
     def _have(self, count: int, what: str) -> int:
@@ -225,7 +224,7 @@ def _check_magic(path: Path, head: bytes, num_bytes: int) -> None:
             "repository"
         )
     if head[:4] != MAGIC:
-        raise ModelFileError(f"{path}: no GGUF file, whatever its name says; download it again")
+        raise ModelFileError(f"{path}: not a GGUF file, despite its name; download it again")
 
 
 def _parse(path: Path, data: HeaderBytes, keep: Callable[[str], bool]) -> Header:
@@ -240,8 +239,8 @@ def _parse(path: Path, data: HeaderBytes, keep: Callable[[str], bool]) -> Header
     num_keys = data.number(_U64, "the number of settings")
     if num_tensors > _MAX_TENSORS or num_keys > _MAX_KEYS:
         raise data.error(
-            f"there are to be {num_tensors} tensors and {num_keys} settings: at most "
-            f"{_MAX_TENSORS} and {_MAX_KEYS} are read"
+            f"it announces {num_tensors} tensors and {num_keys} settings: at most {_MAX_TENSORS} "
+            f"and {_MAX_KEYS} are read"
         )
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
@@ -322,7 +321,7 @@ def _check_places(
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
         where = f"{path}: tensor {shorten(repr(tensor.name))}"
         if tensor.name in seen:
-            raise ModelFileError(f"{where} is there twice: download the file again")
+            raise ModelFileError(f"{where} occurs twice: download the file again")
         seen.add(tensor.name)
         if tensor.offset < end or (tensor.offset - start) % alignment:
             raise ModelFileError(

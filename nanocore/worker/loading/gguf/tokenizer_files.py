@@ -113,7 +113,7 @@ def make_tokenizer_json(vocabulary: GgufVocabulary) -> bytes:
         raise
     except BaseException as error:  # the library's are bare Exceptions, or a panic of Rust
         raise ModelFileError(
-            f"{vocabulary.path}: its vocabulary makes no tokenizer ({shorten(str(error))}): "
+            f"{vocabulary.path}: its vocabulary does not form a tokenizer ({shorten(str(error))}): "
             f"{_REMEDY}"
         ) from None
     return data
@@ -148,8 +148,8 @@ def _pre_tokenizer(vocabulary: GgufVocabulary) -> PreTokenizer:
     pre = PRE_TOKENIZERS.get(vocabulary.pre)
     if pre is None:
         raise ModelFileError(
-            f"{vocabulary.path}: tokenizer.ggml.pre = {shorten(repr(vocabulary.pre))} is a way to "
-            f"split text that is not served; known: {', '.join(PRE_TOKENIZERS)}: {_REMEDY}"
+            f"{vocabulary.path}: tokenizer.ggml.pre = {shorten(repr(vocabulary.pre))} is an "
+            f"unsupported pre-tokenizer; known: {', '.join(PRE_TOKENIZERS)}: {_REMEDY}"
         )
     return pre
 
@@ -158,7 +158,8 @@ def _pair(vocabulary: GgufVocabulary, merge: str) -> tuple[str, str]:
     end = merge.find(" ", 1) if isinstance(merge, str) else -1
     if end < 0:
         raise ModelFileError(
-            f"{vocabulary.path}: tokenizer.ggml.merges has {shorten(repr(merge))}, which is no pair"
+            f"{vocabulary.path}: tokenizer.ggml.merges has {shorten(repr(merge))}, which is not a "
+            "pair"
         )
     return merge[:end], merge[end + 1 :]
 
