@@ -82,7 +82,7 @@ def size_bytes(environment: Environment) -> int:
 
 def requirements(environment: Environment, extra: str) -> set[str]:
     """The distributions that an extra of the installed nanocore brings."""
-    (path,) = environment.site_packages.glob("nanocore-*.dist-info/METADATA")
+    (path,) = environment.site_packages.glob("nanocore_engine-*.dist-info/METADATA")
     told = email.message_from_string(path.read_text("utf-8"))
     wanted = [Requirement(text) for text in told.get_all("Requires-Dist", [])]
     return {
