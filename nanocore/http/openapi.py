@@ -67,7 +67,8 @@ class Route(msgspec.Struct, frozen=True):
     """One endpoint.
 
     path: may hold one {id}, which matches any text, slashes included. body, response: types of the
-    request's and the response's JSON; a response of None is any JSON object. is_stream: sends
+    request's and the response's JSON; a response may also be the types of its fields by name, and
+    None is any JSON object. is_stream: sends
     server-sent events on request. is_open: needs no key. is_work: refused while the server shuts
     down. is_local: does not ask the engine. is_refused: never succeeds. is_anthropic: errors have
     Anthropic's shape. operation: name of the request's span; None: no span. errors: statuses that
@@ -79,7 +80,7 @@ class Route(msgspec.Struct, frozen=True):
     endpoint: Endpoint
     summary: str
     body: type[msgspec.Struct] | None = None
-    response: type[msgspec.Struct] | None = None
+    response: type[msgspec.Struct] | Mapping[str, Any] | None = None
     content_type: str = JSON
     is_stream: bool = False
     is_open: bool = False
@@ -159,8 +160,11 @@ def _errors(route: Route) -> set[int]:
 
 def _success(route: Route, schema_of: SchemaOf) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "object" if route.content_type == JSON else "string"}
-    if route.response is not None:
+    if isinstance(route.response, type):
         schema = schema_of(route.response)
+    elif route.response is not None:
+        fields = {name: msgspec.json.schema(kind) for name, kind in route.response.items()}
+        schema |= {"properties": fields, "required": list(fields)}
     content = {route.content_type: {"schema": schema}}
     description = "Success."
     if route.is_stream:
@@ -190,11 +194,17 @@ def _header_refs(*names: str) -> dict[str, Any]:
 def _schemas(routes: Sequence[Route]) -> tuple[dict[str, Any], SchemaOf]:
     """Return all named schemas, and a function from a type to its reference."""
     bodies = [route.body for route in routes if route.body is not None]
-    responses = [route.response for route in routes if route.response is not None]
+    responses = [route.response for route in routes if isinstance(route.response, type)]
     errors = {AnthropicError if route.is_anthropic else OpenAIError for route in routes}
     types = list(dict.fromkeys([*bodies, *responses, *sorted(errors, key=str)]))
     refs, schemas = msgspec.json.schema_components(types, ref_template=_REF)
     ref_of = dict(zip(types, refs, strict=True))
+    from_clients = msgspec.json.schema_components(bodies)[1]
+    for name, schema in schemas.items():
+        if name not in from_clients:  # responses hold fields with defaults, too
+            fields = schema["properties"]
+            always = {*schema["required"], *(key for key in fields if "default" in fields[key])}
+            schema["required"] = [key for key in fields if key in always]
     limits = msgspec.json.schema(SamplingParams)["$defs"]["SamplingParams"]["properties"]
     for body in bodies:
         properties = schemas[ref_of[body]["$ref"].rpartition("/")[2]]["properties"]

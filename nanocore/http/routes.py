@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -27,20 +27,31 @@ async def openapi(exchange: Exchange) -> None:
     await exchange.reply(200, _document())
 
 
+_STATUS: Final = {"status": str}
+_RESPONSE: Final = {
+    "id": str,
+    "object": Literal["response"],
+    "status": str,
+    "model": str,
+    "output": list[dict[str, Any]],
+    "usage": dict[str, Any] | None,
+}
 ROUTES: Final[tuple[Route, ...]] = (
     Route("GET", "/", page.root,
         "Name and version; for browsers, which accept text/html, the web page.", is_open=True,
-        is_local=True),
+        is_local=True, response={"name": Literal["nanocore"], "version": str}),
     Route("GET", "/page/{id}", page.file, "A file of the web page.", content_type="*/*",
         is_open=True, is_local=True),
     Route("GET", "/livez", status.livez,
-        "Liveness: the process runs, also while it loads or drains.", is_open=True, is_local=True),
+        "Liveness: the process runs, also while it loads or drains.", is_open=True, is_local=True,
+        response=_STATUS),
     Route("GET", "/readyz", status.readyz,
         "Readiness: new requests would be accepted. The engine is not asked.", is_open=True,
-        is_local=True, errors=(503,)),
-    Route("GET", "/health", status.health, "The engine responds.", is_open=True),
-    Route("GET", "/ping", status.health, "Same as /health.", is_open=True),
-    Route("GET", "/version", status.version, "The server's version.", is_open=True, is_local=True),
+        is_local=True, errors=(503,), response=_STATUS),
+    Route("GET", "/health", status.health, "The engine responds.", is_open=True, response=_STATUS),
+    Route("GET", "/ping", status.health, "Same as /health.", is_open=True, response=_STATUS),
+    Route("GET", "/version", status.version, "The server's version.", is_open=True, is_local=True,
+        response={"version": str}),
     Route("GET", "/metrics", status.metrics, "Metrics for Prometheus.", content_type="text/plain",
         is_open=True),
     Route("GET", "/openapi.json", openapi, "This document.", is_open=True, is_local=True),
@@ -62,7 +73,8 @@ ROUTES: Final[tuple[Route, ...]] = (
         is_stream=True, is_work=True, is_anthropic=True, operation="chat"),
     Route("POST", "/v1/messages/count_tokens", anthropic_messages.count_tokens,
         "Number of tokens of a request's prompt, as input_tokens.",
-        body=anthropic_messages.CountTokensRequest, is_work=True, is_anthropic=True),
+        body=anthropic_messages.CountTokensRequest, response={"input_tokens": int}, is_work=True,
+        is_anthropic=True),
     Route("POST", "/v1/completions", completions.serve,
         "OpenAI's completions, with vLLM's additional fields.", body=completions.CompletionRequest,
         response=completion_encoders.TextCompletion, is_stream=True, is_work=True,
@@ -73,16 +85,17 @@ ROUTES: Final[tuple[Route, ...]] = (
     Route("POST", "/tokenize", tokenize.tokenize, "Token ids of a text or a conversation.",
         body=tokenize.TokenizeRequest, response=tokenize.TokenList, is_work=True),
     Route("POST", "/detokenize", tokenize.detokenize, "Text of token ids, as prompt.",
-        body=tokenize.DetokenizeRequest, is_work=True),
+        body=tokenize.DetokenizeRequest, response={"prompt": str}, is_work=True),
     Route("GET", "/tokenizer_info", tokenize.tokenizer_info, "The model's tokenizer_config.json.",
         errors=(404,)),
     Route("POST", "/v1/responses", response_request.serve,
         "OpenAI's responses, with vLLM's additional sampling fields.",
-        body=response_request.ResponsesRequest, is_stream=True, is_work=True, operation="chat"),
+        body=response_request.ResponsesRequest, response=_RESPONSE, is_stream=True, is_work=True,
+        operation="chat"),
     Route("GET", "/v1/responses/{id}", stored_responses.get, "A stored response.", is_local=True,
-        errors=(400,)),
+        response=_RESPONSE, errors=(400,)),
     Route("DELETE", "/v1/responses/{id}", stored_responses.delete, "Delete a stored response.",
-        is_local=True),
+        response={"id": str, "object": Literal["response"], "deleted": bool}, is_local=True),
     Route("GET", "/v1/responses/{id}/input_items", stored_responses.list_input_items,
         "Input items of a stored response.", response=stored_responses.ItemList, is_local=True,
         errors=(400,),

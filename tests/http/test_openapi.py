@@ -104,3 +104,12 @@ def test_a_body_as_documented_is_one() -> None:
     wrong: list[list[Any]] = [[], [{}], ["hi"], [{"role": "user", "content": 1}]]
     assert not any(validator.is_valid({"messages": messages}) for messages in wrong)
     assert not validator.is_valid({"messages": turns, "temperature": -1})
+
+
+def test_fields_that_responses_always_have_are_required() -> None:
+    for name in ("Model", "TextChoice", "AnthropicMessage", "AssistantMessage", "ItemList"):
+        schema = DOCUMENT["components"]["schemas"][name]
+        assert {key for key, field in schema["properties"].items() if "default" in field}
+        assert set(schema["required"]) == schema["properties"].keys(), name
+    version = operation("GET", "/version")["responses"]["200"]["content"]["application/json"]
+    assert version["schema"]["required"] == ["version"]

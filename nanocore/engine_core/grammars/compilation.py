@@ -199,6 +199,10 @@ def _made(
     return text, grammar
 
 
+_PLACE: Final = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
+"""How llguidance names a line and a column."""
+
+
 def _error(
     wanted: StructuredOutputs,
     reason: str,
@@ -214,7 +218,12 @@ def _error(
             at = f" at {pointer!r}" if pointer else ""
             return InvalidRequestError(f"structured_outputs.{field}{at}: {_first_line(own)}")
     if wanted.regex is not None:  # the place is one in the grammar around it
-        reason = re.sub(r"^(?:at )?\d+\(\d+\): ", "", reason)
+        reason = _PLACE.sub("", reason)
+        # A regex that needs escapes in a grammar is quoted with them: its carets are elsewhere.
+        quoted = re.search(r"regex parse error:\n    ([^\n]*)\n    ( *)\^", reason)
+        if quoted and quoted[1] == wanted.regex:
+            reason = f"at character {len(quoted[2])}: {reason}"
+    reason = _PLACE.sub(r"at line \1, column \2: ", reason)
     return InvalidRequestError(f"structured_outputs.{wanted.kind}: {_first_line(reason)}")
 
 

@@ -143,7 +143,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatCompletion(msgspec.Struct, kw_only=True):
-    """OpenAI's chat.completion. prompt_logprobs: see `openai_logprobs.prompt_logprobs`."""
+    """OpenAI's chat.completion. prompt_logprobs: vLLM's, one mapping per prompt token."""
 
     id: str
     object: Literal["chat.completion"]

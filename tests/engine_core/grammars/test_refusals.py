@@ -107,7 +107,7 @@ def test_a_schema_is_refused_that_is_deeper_than_allowed(vocabulary: TokenTable)
 @pytest.mark.parametrize(
     ("regex", "words"),
     [
-        ("ab(c", "invalid regex: unclosed group"),
+        ("ab(c", "at character 2: invalid regex: unclosed group"),
         ("é/\n[z-a]", "invalid regex: invalid character class range"),
         ("(a)\\1", "invalid regex: backreferences are not supported"),
         ("a\\bc", "lookarounds not supported"),
@@ -126,9 +126,9 @@ def test_a_regex_is_refused_with_a_reason(vocabulary: TokenTable, regex: str, wo
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [
-        ('start: foo\n\nfoo: "a" "', "3(11): lexer error"),
-        ("start: foo", '1(8): unknown name: "foo"'),
-        ("start: A\nA: /[z-a]/", "2(4): invalid regex: invalid character class"),
+        ('start: foo\n\nfoo: "a" "', "at line 3, column 11: lexer error"),
+        ("start: foo", 'at line 1, column 8: unknown name: "foo"'),
+        ("start: A\nA: /[z-a]/", "at line 2, column 4: invalid regex: invalid character class"),
         ('stat: "x"', "no start rule found"),
         ("start: <|none|>", "unknown special token"),
         ("start: <[5000]>", "Token range end too large"),
