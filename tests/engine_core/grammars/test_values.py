@@ -141,5 +141,6 @@ def test_a_trigger_within_another_is_refused(
     if refused is None:
         compiled(vocabulary, structural_tag=tag)
         return
-    with pytest.raises(InvalidRequestError, match=rf"triggers\[{refused}\]: .* contains the trigger"):
+    contained = rf"triggers\[{refused}\]: .* contains the trigger"
+    with pytest.raises(InvalidRequestError, match=contained):
         compiled(vocabulary, structural_tag=tag)
