@@ -164,7 +164,7 @@ def test_two_tensors_for_one_place_are_refused(tmp_path: Path) -> None:
     save_file({"inner.a": torch.ones(2), "a": torch.ones(2)}, tmp_path / "model.safetensors")
     message = refusal(tmp_path, one(), lambda name: name.removeprefix("inner."))
     assert "'inner.a'" in message
-    assert "'a' are two of" in message or "'a' and" in message
+    assert "'a' are both" in message or "'a' and" in message
 
 
 def test_a_dtype_that_is_not_read_is_named(tmp_path: Path) -> None:
