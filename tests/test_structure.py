@@ -33,7 +33,7 @@ CONTRACTS = {"kernels/cpu/build.py"}
 """Short modules with one importer: setup.py runs this one, too."""
 SAME_IDEA: set[str] = {"AllBlocksCleared", "BlockRemoved", "BlockStored", "KVEventBatch"}
 """Public classes in two packages, which are one idea: the cache's events, and the wire's."""
-ODD_OPENERS = re.compile(r"(Of|As|Those|It|That|Likewise)\b")
+ODD_OPENERS = re.compile(r"(Of|As|Those|It|That|Likewise|Which|Whose|Who)\b")
 
 
 def name_of(path: Path) -> str:

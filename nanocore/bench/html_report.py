@@ -16,7 +16,7 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
 from nanocore.bench.load import Outcome
-from nanocore.bench.result import METRIC_NAMES, distribution, latencies_s, per_second
+from nanocore.bench.result import METRIC_NAMES, distribution, latencies_s, per_second, succeeded
 
 _MAX_CURVE_POINTS: Final = 500
 _MAX_TIMELINE_REQUESTS: Final = 400
@@ -39,7 +39,7 @@ def html_report(
         if metric in ("ttft", "tpot", "itl", "e2el")
     }
     tables = {name: distribution(values, percentiles) for name, values in values_ms.items()}
-    good = [each for each in outcomes if not each.error]
+    good = succeeded(outcomes)
     parts = [
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',

@@ -65,9 +65,13 @@ def distribution(values: Sequence[float], percentiles: Sequence[float]) -> dict[
     return {name: float(value) for name, value in found.items()}
 
 
+def succeeded(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [each for each in outcomes if not each.error]
+
+
 def latencies_s(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
     """Return all values of each metric, from requests that succeeded."""
-    good = [each for each in outcomes if not each.error]
+    good = succeeded(outcomes)
     return {
         "ttft": [each.ttft_s for each in good],
         "tpot": [tpot_s for each in good if (tpot_s := each.tpot_s) is not None],
@@ -86,7 +90,7 @@ def per_second(outcomes: Sequence[Outcome]) -> tuple[Counts, Counts]:
 
     Seconds count from the first request that succeeded; there is at least one.
     """
-    good = [each for each in outcomes if not each.error]
+    good = succeeded(outcomes)
     start_s = min([each.start_s for each in good], default=0.0)
     length = 1 + int(max([each.end_s for each in good], default=0.0) - start_s)
     num_tokens = np.zeros(length, dtype=np.int64)
@@ -103,7 +107,7 @@ def totals(
     outcomes: Sequence[Outcome], duration_s: float, goodput_ms: Mapping[str, float]
 ) -> dict[str, float | None]:
     """Return counts, and rates over the duration. goodput_ms: limits of ttft, tpot or e2el."""
-    good = [each for each in outcomes if not each.error]
+    good = succeeded(outcomes)
     num_input = sum(each.num_prompt_tokens for each in good)
     num_output = sum(each.num_output_tokens for each in good)
     num_within = sum(is_within(each, goodput_ms) for each in good)

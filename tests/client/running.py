@@ -38,16 +38,6 @@ def run(
         return runner.run(bounded())
 
 
-def in_event_loop(test: Callable[Params, Coroutine[Any, Any, None]]) -> Callable[Params, None]:
-    """Make a test of a coroutine function, which `run` runs."""
-
-    @functools.wraps(test)
-    def wrapper(*args: Params.args, **kwargs: Params.kwargs) -> None:
-        run(test(*args, **kwargs))
-
-    return wrapper
-
-
 def in_uvloop(test: Callable[Params, Coroutine[Any, Any, None]]) -> Callable[Params, None]:
     """Make a test of a coroutine function in a uvloop, which servers have."""
 

@@ -1,1 +1,1 @@
-"""Who is served: order of requests, fair scheduling of sessions, and each step's token budget."""
+"""Policies: order of requests, fair scheduling of sessions, and each step's token budget."""

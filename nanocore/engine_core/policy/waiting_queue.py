@@ -89,7 +89,7 @@ class _Account:
 
 
 class DeficitRoundRobin:
-    """Whose turn it is among sessions (Shreedhar & Varghese 1996), charged after the fact.
+    """Turns of sessions by deficit round robin (Shreedhar & Varghese 1996), charged afterwards.
 
     One request of the session whose turn it is gets admitted, whatever it costs. Then the session
     is charged the uncached prompt tokens of that request, at least one quantum, and its next turn

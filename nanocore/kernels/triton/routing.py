@@ -1,4 +1,4 @@
-"""Which experts each token takes, and where products over experts find their tokens.
+"""Routing: the experts of each token, and the tokens of each product over experts.
 
 Routing is one kernel, a program for each token: the softmax in float32, and the most likely experts
 one after the other. Of equally likely ones the smaller number comes first; a token whose logits are

@@ -81,7 +81,7 @@ def column_or_none(best, column) -> tl.tensor:
 
 @triton.jit
 def mask_of_row(index, row) -> tl.tensor:
-    """Which mask a row has, -1 for none. index: what `mask_operands` made.
+    """Index of a row's mask, -1 for none. index: what `mask_operands` made.
 
     The caller builds the tuple for `allowed`. Triton 3.6 cannot return a tuple that holds None,
     which `mask_operands` makes of no masks; later versions can.
@@ -91,7 +91,7 @@ def mask_of_row(index, row) -> tl.tensor:
 
 @triton.jit
 def allowed(mask, token_ids, is_token) -> tl.tensor:
-    """Which of these tokens (int32) a row's mask allows, if it has one.
+    """Whether a row's mask, if it has one, allows each of these tokens (int32).
 
     mask: (mask_words, mask_of_row(...), num_words).
     """

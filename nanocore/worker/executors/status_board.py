@@ -1,4 +1,4 @@
-"""Which step each rank is at, in memory that the engine shares with its ranks.
+"""The step that each rank is at, in memory that the engine shares with its ranks.
 
 A rank writes its own line without telling anybody, so it costs a step nothing; the engine reads the
 board when a step takes too long, to name the rank that keeps the others waiting.

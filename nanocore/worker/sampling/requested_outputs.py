@@ -97,7 +97,7 @@ class RequestedOutputRows:
 
 
 MAX_ROWS: Final = 64
-"""Whose logits are looked at together, beside those that are sampled from: it bounds memory."""
+"""Rows whose logits are computed together, besides those that sample: it bounds memory."""
 
 _NOT_REQUESTED: Final = -1
 _FEW: Final = 63

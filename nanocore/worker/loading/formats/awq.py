@@ -36,7 +36,7 @@ _PER_WORD: Final = 8
 _WORDS_AT_ONCE: Final = 8
 """Words of all inputs that are unpacked at once: what caches hold."""
 _ORDER: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which four bits of a word, counted from the lowest, output j of its eight has."""
+"""Place of output j of eight in a word: its four bits, counted from the lowest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Which GGUF files a model is in: one, or those that llama.cpp's splitting has made of it.
+"""GGUF files of a model: one, or the parts into which llama.cpp has split it.
 
 Everywhere a model in this format goes by the path of its first file.
 """
