@@ -154,6 +154,10 @@ GOALS: Final = (
          "large/qwen3-8b/prefill/1024", _tokens_per_s),
     Goal("time of nano-vllm over ours, FA3 under it", None, "x", (">= 1.3x", "1.5x"),
          "nano-vllm/qwen3-0.6b", _ratio, _ratio_note),
+    Goal("0.6B: time of vLLM over ours, FA3 under it", None, "x", (">= 1x", "1.2x"),
+         "vllm/qwen3-0.6b", _ratio, _ratio_note),
+    Goal("8B: time of vLLM over ours, FA3 under it", None, "x", (">= 1x", "1.05x"),
+         "vllm/qwen3-8b", _ratio, _ratio_note),
     Goal("time of transformers, sdpa, over ours", None, "x", ("12x", ""),
          "transformers/qwen3-0.6b", _ratio, _ratio_note),
 )  # fmt: skip

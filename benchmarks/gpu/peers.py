@@ -52,7 +52,9 @@ DRIVERS: Final = {
 
 
 def measure(results: Results, part: str) -> None:
-    """`bench`: ours, the smaller model; `bench-large`: the larger. Others: a peer beside ours."""
+    """`bench`: ours, the smaller model; `bench-large`: the larger. `vllm`: beside ours, both
+    models. Others: a peer beside ours, the smaller model.
+    """
     needs_s = 40.0 if results.session.on_gpu else 1.0
     results.run(measurements(results, part), needs_s=needs_s, hangs_s=400)
 
@@ -60,8 +62,8 @@ def measure(results: Results, part: str) -> None:
 def measurements(results: Results, part: str) -> Measurements:
     """By name."""
     small, large = models(results.session)
-    model = large if part == "bench-large" else small
-    return {f"{part}/{model.name}": partial(_measure, results, part, model)}
+    chosen = {"bench-large": [large], VLLM: [small, large]}.get(part, [small])
+    return {f"{part}/{model.name}": partial(_measure, results, part, model) for model in chosen}
 
 
 def _measure(results: Results, part: str, model: Model) -> dict[str, Any]:
