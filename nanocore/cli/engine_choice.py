@@ -73,7 +73,7 @@ def add_engine_flags(
     bare_endpoint: meaning of --endpoint without a value; None: it needs one.
     """
     add = group.add_argument
-    add("--model", help="the same as MODEL")
+    add("--model", "-m", "-hf", "--hf-repo", help="the same as MODEL")
     add("--endpoint", action="append", default=[],
         nargs=None if bare_endpoint is None else "?", const=bare_endpoint,
         help="join the engine at this endpoint (ipc:// or tcp://) instead of launching one; repeat "

@@ -91,7 +91,11 @@ class EngineParameters:
     model: _Name | None = parameter(
         None,
         _MODEL,
-        "folder in Hugging Face format, GGUF file, or id on the hub (default: the demo model)",
+        "folder in Hugging Face format, GGUF file, or id on the hub, of GGUF models also ID:Q4_K_M "
+        "(default: the demo model)",
+        "-m",
+        "-hf",
+        "--hf-repo",
     )
 
     revision: _Name | None = parameter(None, _MODEL, "branch, tag or commit of the hub's model")

@@ -138,9 +138,6 @@ OTHER_NAMES: Final = {
     "--json-model-override-args": "--hf-overrides",
     "--log-requests": "--enable-access-log",
     # llama-server
-    "-m": "--model",
-    "-hf": "--model",
-    "--hf-repo": "--model",
     "-c": "--max-model-len",
     "--ctx-size": "--max-model-len",
     "-np": "--max-num-seqs",

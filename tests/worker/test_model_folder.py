@@ -20,7 +20,8 @@ from threading import Thread
 import pytest
 
 from nanocore.protocol.errors import ConfigError, ModelFileError
-from nanocore.worker.loading.model_folder import display_name, resolve_model
+from nanocore.worker.loading.hub import choose_gguf, quantization_of
+from nanocore.worker.loading.model_folder import display_name, model_name, resolve_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens
@@ -104,7 +105,20 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["", "gpt2", "a/b/c", "org/", "org/na me", "org/na..me", "org/a--b", "org/name\n", "-o/n"],
+    [
+        "",
+        "gpt2",
+        "a/b/c",
+        "org/",
+        "org/na me",
+        "org/na..me",
+        "org/a--b",
+        "org/name\n",
+        "-o/n",
+        "org/name:",
+        "org/name:a:b",
+        "org/name:../x",
+    ],
 )
 def test_what_is_neither_path_nor_id_is_refused(name: str) -> None:
     with pytest.raises(ModelFileError, match=r"not a Hugging Face id \(org/name\)"):
@@ -120,8 +134,15 @@ def test_without_the_hubs_library_the_error_says_how_to_install_it(
 
 
 def test_a_folder_in_the_hubs_cache_is_called_by_its_id(tmp_path: Path) -> None:
-    assert display_name(cached_snapshot(tmp_path, {})) == "org/name"
+    snapshot = cached_snapshot(tmp_path, {})
+    assert display_name(snapshot) == display_name(snapshot / "BF16" / "a.gguf") == "org/name"
     assert display_name(tmp_path) == tmp_path.name
+
+
+def test_clients_call_a_model_by_its_id_or_its_path(tmp_path: Path) -> None:
+    snapshot = cached_snapshot(tmp_path, {})
+    assert model_name("org/name:Q8_0", snapshot / "a.gguf") == "org/name:Q8_0"
+    assert model_name(str(snapshot), snapshot) == model_name(None, snapshot) == str(snapshot)
 
 
 @pytest.mark.parametrize("variables", [{"HF_HUB_OFFLINE": "1"}, {}], ids=["offline", "unreachable"])
@@ -148,7 +169,8 @@ class FakeHub:
 
     files: contents by path. cut_after: bytes of a file's first answer before the connection ends.
     broken: a file whose content cannot be had. refusal: HTTP status and error code that the hub
-    answers instead. requests: all GETs of files, with their Range.
+    answers instead. requests: all GETs of files, with their Range. tokens: what was sent to
+    authorize requests.
     """
 
     files: dict[str, bytes]
@@ -156,6 +178,7 @@ class FakeHub:
     broken: str | None = None
     refusal: tuple[int, str] | None = None
     requests: list[tuple[str, str | None]] = field(default_factory=list)
+    tokens: set[str | None] = field(default_factory=set)
     endpoint: str = ""
 
 
@@ -194,6 +217,7 @@ def handler_for(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             if name == hub.broken:
                 return self.answer(403, b"", {})
             hub.requests.append((name, asked))
+            hub.tokens.add(self.headers.get("Authorization"))
             if asked is None:
                 return self.answer(200, content, headers, hub.cut_after.pop(name, None))
             start = int(asked.removeprefix("bytes=").rstrip("-"))
@@ -307,3 +331,103 @@ def test_refusals_of_the_hub_say_the_remedy(
     message = resolve_apart(tmp_path, "org/name", *revision, hub=hub.endpoint)
     assert message.startswith("ModelFileError ")
     assert expected in message
+
+
+GGUF = {
+    "README.md": b"text",
+    "tokenizer.json": b"{}",
+    "mmproj-model-Q8_0.gguf": b"vision",
+    "model-Q8_0.gguf": b"eight",
+    "model-Q4_K_M.gguf": b"four",
+    "BF16/model-BF16-00001-of-00002.gguf": b"first",
+    "BF16/model-BF16-00002-of-00002.gguf": b"second",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("org/name", ["model-Q4_K_M.gguf"]),
+        ("org/name:q8_0", ["model-Q8_0.gguf"]),
+        ("org/name:model-Q8_0.gguf", ["model-Q8_0.gguf"]),
+        ("org/name:BF16", [f"BF16/model-BF16-0000{i}-of-00002.gguf" for i in (1, 2)]),
+    ],
+)
+def test_of_a_gguf_repository_only_the_chosen_model_is_downloaded(
+    tmp_path: Path, hub: FakeHub, name: str, files: list[str]
+) -> None:
+    hub.files = GGUF
+    path = Path(resolve_apart(tmp_path, name, hub=hub.endpoint, HF_TOKEN="hf_secret"))
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / COMMIT
+    assert path == snapshot / files[0]
+    assert sorted(hub.requests) == [(file, None) for file in files]
+    assert hub.tokens == {"Bearer hf_secret"}
+    assert [(snapshot / file).read_bytes() for file in files] == [GGUF[file] for file in files]
+
+
+def test_a_gguf_model_that_is_cached_needs_no_hub(tmp_path: Path, hub: FakeHub) -> None:
+    hub.files = GGUF
+    path = resolve_apart(tmp_path, "org/name:BF16", hub=hub.endpoint)
+    for name in ("org/name:bf16", "org/name"):  # without a quantization: of what there is
+        assert resolve_apart(tmp_path, name, HF_HUB_OFFLINE="1") == path
+    message = resolve_apart(tmp_path, "org/name:Q4_K_M")
+    assert message.startswith(
+        f"ModelFileError --model org/name:Q4_K_M: there is no such file in the cache at {tmp_path}"
+    )
+    assert message.endswith("and the hub was not reached; choose from BF16")
+
+
+def test_a_gguf_model_beside_safetensors_is_taken_where_it_is_named() -> None:
+    names = ["model.safetensors", "model-Q8_0.gguf", "config.json"]
+    assert choose_gguf("org/name", names, "Q8_0") == ["model-Q8_0.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted", "why"),
+    [
+        (["config.json"], "Q8_0", "leave it out: the model has no GGUF files"),
+        (["config.json"], None, "it has neither safetensors nor GGUF files"),
+        (["a-Q8_0.gguf", "a-f16.gguf"], "Q4_0", "org/name:Q4_0: .* choose from Q8_0, F16"),
+        (["a-Q8_0.gguf", "b-Q8_0.gguf"], None, r"\(a-Q8_0.gguf, b-Q8_0.gguf\): name the file"),
+        (["a.gguf", "b.gguf"], None, "name the file, as in org/name:a.gguf"),
+    ],
+)
+def test_a_gguf_model_that_is_not_found_or_not_unique_is_refused(
+    names: list[str], wanted: str | None, why: str
+) -> None:
+    with pytest.raises(ModelFileError, match=why):
+        choose_gguf("org/name", names, wanted)
+
+
+@pytest.mark.parametrize(
+    ("quantizations", "taken"),
+    [
+        (["Q2_K", "Q8_0", "Q6_K"], "Q6_K"),
+        (["BF16", "Q4_K_M", "Q4_0"], "Q4_K_M"),
+        (["Q2_K"], "Q2_K"),  # its types are refused when it is read
+    ],
+)
+def test_without_a_quantization_the_one_nearest_to_four_bits_is_taken(
+    quantizations: list[str], taken: str
+) -> None:
+    names = [f"model.{each}.gguf" for each in quantizations]
+    assert choose_gguf("org/name", names, None) == [f"model.{taken}.gguf"]
+    assert choose_gguf("org/name", names, "latest") == [f"model.{taken}.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        ("SmolLM2-135M-Instruct-Q4_K_M.gguf", "Q4_K_M"),
+        ("smollm2-135m-instruct-q8_0.gguf", "Q8_0"),
+        ("gemma-3-270m.Q5_0.gguf", "Q5_0"),
+        ("Qwen3-0.6B-UD-Q4_K_XL.gguf", "UD-Q4_K_XL"),
+        ("Qwen3-0.6B-IQ4_XS.gguf", "IQ4_XS"),
+        ("model-fp16.gguf", "F16"),
+        ("gpt-oss-20b-MXFP4.gguf", "MXFP4"),
+        ("q/Qwen3-8B-BF16-00001-of-00002.gguf", "BF16"),
+        ("Qwen3-8B.gguf", ""),
+    ],
+)
+def test_a_files_name_says_its_quantization(name: str, quantization: str) -> None:
+    assert quantization_of(name) == quantization

@@ -204,7 +204,7 @@ def build_parser() -> FlagParser:
         "nanocore serve",
         "[MODEL]",
         "Serve a model over HTTP, in the dialects of OpenAI's and Anthropic's APIs. MODEL, a "
-        "folder or an id on the hub, comes first; the default is the demo model.",
+        "folder, a GGUF file or an id on the hub, comes first; the default is the demo model.",
         _EXIT_CODES,
     )
     _add_engine(parser.add_argument_group("engine"))

@@ -65,7 +65,7 @@ from nanocore.worker.cost.model_cost import MachineSpeed
 from nanocore.worker.device.device import select_device
 from nanocore.worker.executors.executor import Executor, StepExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
-from nanocore.worker.loading.model_folder import resolve_model
+from nanocore.worker.loading.model_folder import model_name, resolve_model
 from nanocore.worker.models import load_model_config
 from nanocore.worker.numerics import numerics_fingerprint
 from nanocore.worker.rank_messages import WorkerInfo
@@ -285,7 +285,7 @@ def _model_card(
     files: ServedFiles,
 ) -> ModelCard:
     return ModelCard(
-        model=str(folder),
+        model=model_name(config.model, folder),
         architecture=model.architecture,
         dtype=ranks[0].dtype,
         vocab_size=model.vocab_size,

@@ -6,8 +6,8 @@ Everywhere a model in this format goes by the path of its first file.
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from typing import Any, Final
+from pathlib import Path, PurePath
+from typing import Any, Final, TypeVar
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.loading.gguf.header import Header, read_header
@@ -17,6 +17,7 @@ _SPLIT: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\
 _MAX_FILES: Final = 1000
 _VISION: Final = "mmproj"
 """How files of what turns images into embeddings begin: not the model, and not served."""
+_Path = TypeVar("_Path", bound=PurePath)
 
 
 def is_gguf(path: Path) -> bool:
@@ -34,7 +35,7 @@ def gguf_in_folder(folder: Path) -> Path | None:
         or (folder / "model.safetensors.index.json").exists()
     ):
         return None
-    files = [path for path in folder.glob("*.gguf") if not path.name.startswith(_VISION)]
+    files = [path for path in folder.glob("*.gguf") if not is_projector(path)]
     firsts = sorted({first_file(path) for path in files})
     if len(firsts) > 1:
         names = ", ".join(path.name for path in firsts[:4])
@@ -44,7 +45,12 @@ def gguf_in_folder(folder: Path) -> Path | None:
     return firsts[0] if firsts else None
 
 
-def first_file(path: Path) -> Path:
+def is_projector(path: PurePath) -> bool:
+    """Whether a GGUF file is that of a vision projector, by its name."""
+    return path.name.startswith(_VISION)
+
+
+def first_file(path: _Path) -> _Path:
     """The first of the files that this one belongs to."""
     split = _SPLIT.fullmatch(path.name)
     if split is None:

@@ -1,0 +1,194 @@
+"""Downloads from the Hugging Face hub: the folder of a model, or the files of one GGUF model.
+
+Downloads go through huggingface_hub and its cache: resumable, shared with other programs, and
+controlled by the hub's own variables (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN). Of a folder
+only configuration, tokenizer and safetensors files are fetched: nothing that could run.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Final, get_args
+
+from nanocore.protocol.errors import ModelFileError
+from nanocore.protocol.messages import ModelFileName
+from nanocore.worker.loading.gguf.gguf_files import SUFFIX, first_file, is_projector
+
+_ALLOWED: Final = [
+    "config.json",
+    "quantize_config.json",
+    "*.safetensors",
+    "model.safetensors.index.json",
+    *get_args(ModelFileName),
+]
+_IGNORED: Final = ["*/*.safetensors", "consolidated*"]
+"""Weights in subfolders, and Mistral's second copy of the weights."""
+_QUANTIZATION: Final = re.compile(
+    r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|MXFP4\w*|BF16|F16|FP16|F32|FP32))(?=$|[-.])", re.IGNORECASE
+)
+"""The part of a GGUF file's name that says how it is quantized."""
+_PREFERRED: Final = (
+    "Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "IQ4_XS", "IQ4_NL", "MXFP4", "MXFP4_MOE", "Q5_K_M",
+    "Q5_K_S", "Q5_0", "Q5_1", "Q6_K", "Q8_0", "BF16", "F16", "F32",
+)  # fmt: skip
+"""In the order in which one is chosen where none is named; the first is llama.cpp's choice, too."""
+
+logger = logging.getLogger(__name__)
+
+
+def download(repository: str, quantization: str | None, revision: str | None) -> Path:
+    """Return the snapshot's folder in the hub's cache, or the first file of its GGUF model.
+
+    The snapshot is brought up to date if the hub can be reached.
+
+    Args:
+        repository: `org/name`.
+        quantization: which GGUF model is meant, e.g. `Q4_K_M`, or the name of its file. None: the
+            safetensors if there are any, else the first of `_PREFERRED`.
+        revision: branch, tag or commit; None is the main branch.
+
+    Raises:
+        ModelFileError: it is not there, not accessible or not reachable, or has no such model.
+    """
+    try:
+        import huggingface_hub as hub
+        from huggingface_hub import errors
+    except ModuleNotFoundError:
+        raise ModelFileError(
+            f"--model {repository}: there is no such folder, and downloading it needs "
+            "huggingface_hub: in the repository, pip install '.[engine]'"
+        ) from None
+    for client in ("httpx", "httpx2"):  # the hub's; each of its requests would be in our log
+        logging.getLogger(client).setLevel(logging.WARNING)
+    refusals = errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError
+    with _explained(repository, revision):
+        where = ""
+        try:
+            names = hub.list_repo_files(repository, revision=revision)
+        except refusals:
+            raise
+        except Exception:  # not reachable, or offline: then the cache has to do
+            folder = hub.snapshot_download(repository, revision=revision, allow_patterns=[])
+            names = _files_under(Path(folder))
+            where = f" in the cache at {hub.constants.HF_HUB_CACHE}, and the hub was not reached"
+        if quantization is None and _has_safetensors(names):
+            folder = hub.snapshot_download(
+                repository, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED
+            )
+            return Path(folder)
+        chosen = choose_gguf(repository, names, quantization, where)
+        folder = hub.snapshot_download(
+            repository, revision=revision, allow_patterns=[glob.escape(name) for name in chosen]
+        )
+        return Path(folder, chosen[0])
+
+
+def choose_gguf(
+    repository: str, names: Sequence[str], quantization: str | None, where: str = ""
+) -> list[str]:
+    """Return the files of one GGUF model among these names, in their order.
+
+    where: words for errors.
+
+    Raises ModelFileError: there is none, or the choice is not unique.
+    """
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        path = PurePosixPath(name)
+        if path.suffix.lower() == SUFFIX and not is_projector(path):
+            models.setdefault(str(first_file(path)), []).append(name)
+    what = f"--model {repository}"
+    if not models:
+        remedy = "leave it out: the model has no GGUF files" if quantization else (
+            "it has neither safetensors nor GGUF files"
+        )  # fmt: skip
+        raise ModelFileError(f"{what}{f':{quantization}' if quantization else ''}: {remedy}")
+    kinds = {first: quantization_of(first) for first in models}
+    wanted = (quantization or "").upper()
+    if wanted in ("", "LATEST"):  # Ollama's name for its default
+        order = [kind for kind in _PREFERRED if kind in kinds.values()]
+        found = [first for first, kind in kinds.items() if order and kind == order[0]]
+        found = found or list(models)
+    else:
+        found = [
+            first for first, kind in kinds.items()
+            if wanted in (kind, first.upper(), PurePosixPath(first).name.upper())
+        ]  # fmt: skip
+    there = ", ".join(kinds[first] or PurePosixPath(first).name for first in models)
+    if not found:
+        raise ModelFileError(
+            f"{what}:{quantization}: there is no such file{where}; choose from {there}"
+        )
+    if len(found) > 1:
+        files = ", ".join(PurePosixPath(first).name for first in found[:4])
+        raise ModelFileError(
+            f"{what}: {len(found)} models could be meant ({files}): name the file, as in "
+            f"{repository}:{PurePosixPath(found[0]).name}"
+        )
+    logger.info("%s: taking %s, of %s", repository, found[0], there)
+    return models[found[0]]
+
+
+def quantization_of(name: str) -> str:
+    """Return the quantization that a GGUF file's name ends with, in capitals, or ''."""
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", PurePosixPath(name).name[: -len(SUFFIX)])
+    found = _QUANTIZATION.findall(stem)
+    return found[-1].upper().replace("FP16", "F16").replace("FP32", "F32") if found else ""
+
+
+def _has_safetensors(names: Sequence[str]) -> bool:
+    return any(name.endswith(".safetensors") and "/" not in name for name in names) or not any(
+        name.lower().endswith(SUFFIX) for name in names
+    )
+
+
+def _files_under(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+
+
+@contextmanager
+def _explained(repository: str, revision: str | None) -> Iterator[None]:
+    """Raise the errors of huggingface_hub as a ModelFileError that says what to do."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    what = f"{repository} at revision {revision}" if revision else repository
+    try:
+        yield
+        return
+    except ModelFileError:
+        raise
+    except errors.GatedRepoError:
+        remedy = (
+            f"is gated: accept its terms at {hub.constants.ENDPOINT}/{repository}, then "
+            "run `hf auth login` or set HF_TOKEN"
+        )
+    except errors.RepositoryNotFoundError:
+        remedy = (
+            "does not exist on the hub, or is private: check the spelling; for a private one "
+            "run `hf auth login` or set HF_TOKEN"
+        )
+    except errors.RevisionNotFoundError:
+        remedy = "does not exist: see the branches and tags of the model's page"
+    except errors.LocalEntryNotFoundError as error:
+        remedy = f"is not, or not completely, in the cache at {hub.constants.HF_HUB_CACHE}, and "
+        if hub.constants.HF_HUB_OFFLINE:
+            remedy += "HF_HUB_OFFLINE forbids downloading: unset it"
+        else:
+            remedy += (
+                f"{hub.constants.ENDPOINT} cannot be reached ({_root(error)}): check the network"
+            )
+    except Exception as error:  # the hub's HTTP library, and so its errors, change by version
+        remedy = f"could not be downloaded ({type(error).__name__}: {error}); start again to resume"
+    raise ModelFileError(f"--model {what} {remedy}")
+
+
+def _root(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
