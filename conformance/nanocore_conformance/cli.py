@@ -11,12 +11,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
 
 from nanocore.protocol.errors import ConfigError, StartError
 from nanocore.protocol.sockets import bind_engine_socket, client_keys
 from nanocore.system.endpoint_lock import EndpointLock
+from nanocore_conformance import __version__
 from nanocore_conformance.client_scenarios import CLIENT_SCENARIOS
 from nanocore_conformance.client_under_test import ClientUnderTest
 from nanocore_conformance.engine_rules import ENGINE_RULES
@@ -50,6 +52,12 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"nanocore-conformance {__version__}",
+        help="print the version and exit",
     )
     peer = parser.add_mutually_exclusive_group(required=True)
     peer.add_argument("--engine", metavar="ENDPOINT", help="check the engine that listens here")
@@ -148,7 +156,9 @@ def _chosen(checks: list[Check[Bench]], args: argparse.Namespace) -> list[Check[
     names = [check.name for check in checks]
     for name in args.rule or ():
         if name not in names:
-            raise ConfigError(f"--rule {name}: unknown rule; --list lists all")
+            near = get_close_matches(name, names, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"--rule {name}: unknown rule; {meant}--list lists all")
     if args.rule:
         return [check for check in checks if check.name in args.rule]
     if args.list:

@@ -27,7 +27,7 @@ from nanocore.bench.datasets import PromptSource, check_file, load_requests
 from nanocore.bench.load import BenchRequest
 from nanocore.client import LLM, InvalidRequestError, RequestOutput, SamplingParams
 from nanocore.demo_model import demo_model_folder
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, EngineStartError
 from nanocore.system.flags import FlagParser, at_least
 
 PERCENTILES: Final = (10, 25, 50, 75, 90, 99)
@@ -38,16 +38,26 @@ CACHE_VARIABLES: Final = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_C
 
 @dataclass(frozen=True, slots=True)
 class OwnEngine:
-    """model: None is the demo model. arguments: of `LLM`."""
+    """model: None is the demo model. arguments: of `LLM`. hint: see `launch`, or ''."""
 
     model: str | None
     tokenizer: str | None
     arguments: Mapping[str, str | bool]
+    hint: str
 
     def launch(self) -> LLM:
-        """Start an engine; raises EngineStartError with the engine's own reason."""
+        """Start an engine.
+
+        Raises:
+            EngineStartError: the engine's own reason, and the hint if it refused its flags.
+        """
         arguments: dict[str, Any] = dict(self.arguments)
-        return LLM(self.model, tokenizer=self.tokenizer, **arguments)
+        try:
+            return LLM(self.model, tokenizer=self.tokenizer, **arguments)
+        except EngineStartError as error:
+            if error.exit_code == ConfigError.exit_code and self.hint:
+                raise EngineStartError(f"{error}; {self.hint}", error.exit_code) from None
+            raise
 
     @property
     def model_id(self) -> str:
@@ -80,8 +90,12 @@ def parse(parser: FlagParser, arguments: Sequence[str]) -> tuple[argparse.Namesp
     given, others = parser.parse_known_args(arguments)
     if given.output_json is not None and not Path(given.output_json).parent.is_dir():
         raise ConfigError(f"--output-json {given.output_json}: no such folder")
-    engine = OwnEngine(given.model, getattr(given, "tokenizer", None), engine_arguments(others))
-    return given, engine
+    return given, OwnEngine(
+        given.model,
+        getattr(given, "tokenizer", None),
+        engine_arguments(others),
+        parser.launch_hint(others),
+    )
 
 
 def engine_arguments(flags: Sequence[str]) -> dict[str, str | bool]:

@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from nanocore.cli.command import run_command
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, counted
 from nanocore.system.flags import FlagParser
 from nanocore.system.standard_streams import harmless
 from nanocore.tracing.explanation import explain
@@ -123,7 +123,7 @@ def _trace(arguments: list[str]) -> None:
     for one in summary.runs:
         print(harmless(summary_text(one)))
     if summary.num_cut_lines:
-        print(f"ignored {summary.num_cut_lines} unfinished lines")
+        print(f"ignored {counted(summary.num_cut_lines, 'unfinished line')}")
     if given.perfetto:
         print(f"wrote {given.perfetto}: open it at https://ui.perfetto.dev")
 

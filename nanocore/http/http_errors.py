@@ -37,7 +37,7 @@ _ANTHROPIC_TYPES: Final = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_LENGTHS: Final = re.compile(r"the prompt has (\d+) tokens.* max_model_len=(\d+)")
+_LENGTHS: Final = re.compile(r"the prompt has (\d+) tokens?\b.* max_model_len=(\d+)")
 RETRY_S: Final = 1.0
 RETRY_LATER_S: Final = 5.0
 """Retry-After while the server starts, drains or shuts down."""

@@ -25,7 +25,7 @@ from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
 from nanocore.cli.chat.target import ChatTarget, ChatTurn, TurnStats, incompleteness, status_line
 from nanocore.cli.chat.view import View
 from nanocore.cli.interrupts import Interrupts
-from nanocore.protocol.errors import InvalidRequestError, NanocoreError, shorten
+from nanocore.protocol.errors import InvalidRequestError, NanocoreError, counted, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +188,7 @@ class ChatLoop:
             raise InvalidRequestError("the conversation is empty")
         chat = SavedChat(model=self._target.model, sampling=self._sampling, messages=messages)
         save(path, chat)
-        self._view.note(f"wrote {len(messages)} messages to {path}")
+        self._view.note(f"wrote {counted(len(messages), 'message')} to {path}")
 
     def _load(self, path: Path) -> None:
         chat = load(path)
@@ -197,4 +197,4 @@ class ChatLoop:
         self._stats = TurnStats()
         is_pending = self._conversation.pending is not None
         hint = "; /retry asks the last one" if is_pending else ""
-        self._view.note(f"loaded {len(chat.messages)} messages{hint}")
+        self._view.note(f"loaded {counted(len(chat.messages), 'message')}{hint}")

@@ -19,6 +19,7 @@ from rich.text import Text as StyledText
 
 from nanocore.cli.chat.target import Resumed, TargetEvent
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
+from nanocore.protocol.errors import counted
 from nanocore.system.standard_streams import harmless
 
 PLAIN: Final = ""
@@ -114,7 +115,8 @@ class View:
             self._write([(harmless(f"calls {event.name} "), _NOTE)])
         elif isinstance(event, Resumed):
             how = "" if event.is_exact else ", perhaps with other words"
-            self.note(f"another engine continues after {event.num_output_tokens} tokens{how}")
+            tokens = counted(event.num_output_tokens, "token")
+            self.note(f"another engine continues after {tokens}{how}")
 
     @asynccontextmanager
     async def waiting(self, news: Callable[[], str]) -> AsyncIterator[None]:

@@ -22,6 +22,7 @@ from nanocore.protocol.errors import (
     EngineStartError,
     NanocoreError,
     StartError,
+    counted,
 )
 
 logger = logging.getLogger(__name__)
@@ -263,7 +264,9 @@ class EngineSupervisor:
     def _count(self, error: NanocoreError) -> None:
         """Count a restart in a row; raises EngineDeadError after the last one."""
         if self._num_in_a_row == self._max_restarts:
-            raise EngineDeadError(f"{error}, after {self._max_restarts} restarts in a row")
+            raise EngineDeadError(
+                f"{error}, after {counted(self._max_restarts, 'restart')} in a row"
+            )
         self._num_in_a_row += 1
         logger.warning(
             "%s: restarting it (restart %d of at most %d in a row)",

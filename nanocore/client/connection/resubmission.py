@@ -32,6 +32,7 @@ from nanocore.protocol.errors import (
     EngineDrainingError,
     EngineOverloadedError,
     NanocoreError,
+    counted,
 )
 from nanocore.protocol.fields import MAX_EXACT_INT
 from nanocore.protocol.messages import Event, ModelCard, Submit, Welcome
@@ -400,10 +401,10 @@ def _make_resume(lost: _LostRequest, new: Welcome, reached_s: float) -> Resume:
     is_exact = not num_tokens or (now is not None and now == before)
     if not is_exact:
         logger.warning(
-            "request %r continues after %d tokens with an engine that may compute other bits "
+            "request %r continues after %s with an engine that may compute other bits "
             "(numerics_fingerprint %s, and was %s)",
             lost.stream.request_id,
-            num_tokens,
+            counted(num_tokens, "token"),
             now,
             before,
         )
