@@ -40,7 +40,7 @@ MAX_IGNORED: Final = 32
 MAX_ITEMS: Final = 1 << 16
 """Limit for strings, and for lists and objects, in a body."""
 MAX_COMMAS: Final = 1 << 20
-"""Limit for values in a body; so many are token ids."""
+"""Limit for values in a body, found by its commas: a prompt of token ids may have that many."""
 
 
 class Disconnected(Exception):

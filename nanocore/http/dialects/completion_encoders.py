@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from nanocore.client.chat.events import ChatEvent, Finished, Logprobs, Started, Text
 from nanocore.http.dialects.encoding import (
     ChunkEncoder,
+    OpenAIUsage,
     UsageSum,
     WholeEncoder,
     around,
@@ -54,7 +55,7 @@ class TextCompletion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str | None
     choices: list[TextChoice]
-    usage: dict[str, Any]
+    usage: OpenAIUsage
 
 
 class CompletionStyle(msgspec.Struct, frozen=True, kw_only=True):
