@@ -1,7 +1,7 @@
-"""nanocore-conformance: does an engine, or a client, keep to PROTOCOL.md?
+"""nanocore-conformance: checks an engine or a client against PROTOCOL.md.
 
-Exit codes: 0 it conforms, 1 it does not, 2 the command line or the endpoint cannot work. One line
-per check on stdout as it ends, or with --json one report at the end.
+Exit codes: 0 it conforms, 1 it does not, 2 usage, or the endpoint does not work. It prints a line
+per check as it ends, or with --json one report at the end.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from nanocore_conformance.report import Check, Result, as_json, summary
 Bench = TypeVar("Bench")
 PATIENCE_S = 10.0
 EPILOG = """\
-The engine should have nothing else to do, and a model of at least 256 tokens: rules pause it, empty
-its prefix cache and read its statistics.
+The engine should serve no other clients: rules pause it, empty its prefix cache and read its
+statistics. Its model needs a context of at least 256 tokens.
 
-The client's command is started anew for each scenario, with {endpoint}, {prompt} (token ids in
-decimal, with commas and no spaces: 1,2,3) and {max_tokens} replaced. It must submit one greedy
-request, print each token id on a line of its own as it arrives, and flush it, then
-"finish_reason: REASON", say BYE and exit with 0. When there is no end, it must print a line that
-says why on stderr and exit with 1; so it must not be told to go on with another engine. An example:
+The client's command runs once per scenario, with {endpoint}, {prompt} (decimal token ids, separated
+by commas: 1,2,3) and {max_tokens} replaced. It must submit one greedy request, print each token id
+on its own line as it arrives, flushed, then print "finish_reason: REASON", send BYE and exit with
+0. If the request has no end, it must print the reason on stderr and exit with 1, so it must not
+continue with another engine. An example:
 
   nanocore-conformance --client -- node stream.js {endpoint} {prompt} {max_tokens}
 
-exit codes: 0 it conforms, 1 it does not, 2 the command line or the endpoint cannot work
+exit codes: 0 it conforms, 1 it does not, 2 usage, or the endpoint does not work
 """
 
 
@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         default=PATIENCE_S,
         metavar="SECONDS",
-        help="seconds to wait for an answer (default: %(default)g)",
+        help="seconds to wait for a reply (default: %(default)g)",
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""`nanocore bench throughput`, `latency` and `startup`, which launch an engine of their own.
+"""`nanocore bench throughput`, `latency` and `startup`, which launch their own engine.
 
 Latency repeats one batch of the same prompts, so prefix caching is off unless a flag enables it.
 Startup is measured cold (empty caches of compiled kernels, model files dropped from memory) and
@@ -81,7 +81,7 @@ def _add_counts(parser: FlagParser, *flags: tuple[str, int, int, str]) -> None:
 
 
 def parse(parser: FlagParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, OwnEngine]:
-    """Return the benchmark's flags, and the engine with all others.
+    """Return the benchmark's flags, and the engine with all other flags.
 
     Raises:
         ConfigError: an invalid flag or value, or --output-json in a missing folder.
@@ -99,10 +99,10 @@ def parse(parser: FlagParser, arguments: Sequence[str]) -> tuple[argparse.Namesp
 
 
 def engine_arguments(flags: Sequence[str]) -> dict[str, str | bool]:
-    """Return max_num_seqs="8" of --max-num-seqs 8. The engine itself refuses unknown flags.
+    """Return max_num_seqs="8" for --max-num-seqs 8. The engine refuses unknown flags.
 
     Raises:
-        ConfigError: an argument is no flag with two dashes.
+        ConfigError: an argument is not a flag with two dashes.
     """
     arguments: dict[str, str | bool] = {}
     ahead = list(flags)

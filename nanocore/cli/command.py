@@ -1,4 +1,4 @@
-"""The frame of every command: exit codes, errors in one line, and checks for optional packages.
+"""Common parts of all commands: exit codes, errors in one line, and checks for packages.
 
 Nothing heavy is imported before the flags are known to be valid.
 """
@@ -28,7 +28,7 @@ Options = TypeVar("Options")
 def run_command(name: str, work: Callable[[], int], timeout_flag: str = "--timeout") -> int:
     """Return the exit code of `work`, or that of an error, which becomes one line on stderr.
 
-    name: of the command, as typed. timeout_flag: what errors of the client call `timeout_s`.
+    name: of the command, as typed. timeout_flag: replaces `timeout_s` in errors of the client.
     """
     standard_streams.open_missing()
     try:

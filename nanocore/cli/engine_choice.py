@@ -35,8 +35,8 @@ error, 130 interrupted"""
 
 
 class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """flags, max_restarts: of a launched engine, see `EngineSupervisor`. hint: for its refusal of
-    flags, or ''. endpoints, curve_dir: of engines to join; no endpoint: one is launched.
+    """flags, max_restarts: of a launched engine, see `EngineSupervisor`. hint: added to its refusal
+    of flags, or ''. endpoints, curve_dir: of engines to join; without endpoints one is launched.
     tokenizer: a folder; None: the engine's.
     """
 
@@ -109,7 +109,7 @@ def choose_engine(
     others: list[str],
     model_is_first: bool = True,
 ) -> EngineChoice:
-    """others: flags that are not the command's. model_is_first: a MODEL stands before the flags.
+    """others: flags that are not the command's. model_is_first: MODEL precedes the flags.
 
     Raises:
         ConfigError: the flags contradict each other.
@@ -162,7 +162,7 @@ def engine_client(
 ) -> AsyncEngineClient:
     """Return a client that is not connected yet. Requests survive the death of their engine.
 
-    new_supervisor: makes the keeper of a launched engine; None: one of the choice's flags.
+    new_supervisor: makes the supervisor of a launched engine; None: one with the choice's flags.
     """
     from nanocore.client import AsyncEngineClient
     from nanocore.client.connection.engine_supervisor import EngineSupervisor

@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         exit_code = _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         exit_code = 130
-    except BrokenPipeError:  # the reader has gone: `| head`
+    except BrokenPipeError:  # the reader has closed the pipe: `| head`
         exit_code = standard_streams.BROKEN_PIPE
         standard_streams.flush_or_drop()
     except OSError as error:  # e.g. a full disk behind standard output

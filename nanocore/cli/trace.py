@@ -1,4 +1,4 @@
-"""`nanocore trace FILE` and `nanocore explain REQUEST [FILE]`: what a step trace says."""
+"""`nanocore trace FILE` and `nanocore explain REQUEST [FILE]`: readers of step traces."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def explain_parser() -> FlagParser:
 
 
 def read_trace(path: str, perfetto: str | None = None) -> TraceSummary:
-    """Read a trace once, and draw it into the file `perfetto`, if given.
+    """Read a trace once, and write its events to the file `perfetto`, if given.
 
     Raises:
-        TraceError: it is no trace, holds no step, or the picture cannot be written.
+        TraceError: it is not a trace, has no steps, or `perfetto` cannot be written.
     """
     reader = TraceReader(path)
     runs: list[RunSummary] = []

@@ -50,7 +50,7 @@ class HttpError(Exception):
     """An error response.
 
     Args:
-        message: what is wrong, the value, the limit and a remedy.
+        message: the problem, the value, the limit and a remedy.
         code: machine-readable, one of OpenAI's where there is one.
         param: the request field at fault.
         headers: added to the response.
@@ -121,7 +121,7 @@ def http_error(error: NanocoreError) -> HttpError:
         headers = _retry_after(error.retry_after_s)
         return HttpError(429, str(error), "rate_limit_exceeded", headers=headers)
     if isinstance(error, EngineDeadError):
-        # Its text names the engine's endpoint, which is not for clients: log it only.
+        # Its text has the engine's endpoint, which clients must not see: log it only.
         logger.warning("request failed: %s", error)
         return unavailable(ENGINE_GONE)
     return HttpError(500, str(error), "internal_error")

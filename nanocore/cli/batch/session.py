@@ -36,7 +36,7 @@ def answer_batch(options: BatchOptions) -> int:
     """Process all lines without results; return the exit code.
 
     Raises:
-        NanocoreError: unusable files, or the engine did not start, or ended.
+        NanocoreError: files cannot be used, or the engine did not start or has ended.
     """
     with (
         _opened(options.input) as source,

@@ -1,7 +1,7 @@
 """ChatLoop: reads the user's input, streams responses and runs commands, until the end.
 
-Every error becomes one line and the loop goes on; `/retry` asks again. Internal errors, too, are
-only logged: no conversation is lost to a defect of ours.
+Every error becomes one line and the loop continues; `/retry` asks again. Internal errors are also
+only logged, so that no conversation is lost to a bug.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ChatLoop:
             try:
                 await self._interrupts.stoppable(self._find_models())
             except NanocoreError:
-                pass  # the list only serves completion, and servers may have none
+                pass  # the list is only for completion, and servers may have none
             except Exception as error:
                 self._report(error)
             while True:
@@ -80,7 +80,7 @@ class ChatLoop:
                     self._report(error)
 
     async def _handle(self, text: str) -> bool:
-        """Return whether to go on."""
+        """Handle an input; return whether to continue."""
         if not text.strip():
             return True
         command = parse_command(text)
@@ -108,7 +108,7 @@ class ChatLoop:
         except NanocoreError as error:
             self._view.error(f"{error}; /retry asks again")
             return
-        finally:  # what has arrived stays in the conversation
+        finally:  # text that has arrived stays in the conversation
             self._stats = turn.stats()
             message = turn.message()
             if message is not None:

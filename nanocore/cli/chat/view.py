@@ -1,8 +1,8 @@
 """View: streams responses to the terminal, with notes and errors as lines of their own.
 
-Nothing is written twice, so the terminal's scrollback is the conversation, however the window is
-resized. Markdown keeps its marks, so that copied text is what the model wrote. Control characters
-of models and servers are shown as escapes and have no effect.
+Nothing is written twice, so the terminal's scrollback is the conversation, even if the window is
+resized. Markdown keeps its marks, so that copied text is the model's text. Control characters of
+models and servers are shown as escapes and have no effect.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class View:
     def __init__(self, console: Console, is_plain: bool = False) -> None:
         self.console = console
         self._styles = None if is_plain else MarkdownStyles()
-        self._kind: type | None = None  # of the part that the response is in
+        self._kind: type | None = None  # style of the current part of the response
         self._is_line_start = True
         self._timer: asyncio.TimerHandle | None = None
         self._spinner: Status | None = None

@@ -133,7 +133,7 @@ class ToolCallObject(TypedDict):
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    """The assistant's turn. Reasoning is given under both names that clients read."""
+    """The assistant's turn. Reasoning has both names that clients use."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -210,7 +210,7 @@ class ChatStreamEncoder(ChunkEncoder):
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
         self._num_tokens = num_output_tokens
-        # Nearly every token comes this way: a text alone, encoded between two fixed pieces.
+        # Fast path of nearly every token: a text alone, encoded between two fixed pieces.
         if len(events) == 1 and not self._always_usage:
             only = events[0]
             if type(only) is Text and only.index not in self._split:

@@ -143,7 +143,7 @@ class CompletionStreamEncoder(ChunkEncoder):
         self._num_tokens: dict[int, int] = {}
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
-        # Nearly every token comes this way: a text alone, encoded between two fixed pieces.
+        # Fast path of nearly every token: a text alone, encoded between two fixed pieces.
         if len(events) == 1 and self._is_plain:
             only = events[0]
             if type(only) is Text:
@@ -267,7 +267,7 @@ class CompletionEncoder(WholeEncoder):
 
 
 def by_sample(events: Sequence[ChatEvent]) -> Iterator[list[SampleEvent]]:
-    """Group consecutive events of one sample; a completion's events are text and its like."""
+    """Group consecutive events of one sample; a completion has only text and logprobs."""
     of_samples = [event for event in events if isinstance(event, SampleEvent)]
     for _, of_one in groupby(of_samples, key=lambda event: event.index):
         yield list(of_one)

@@ -1,7 +1,7 @@
 """HttpServer: serves one ASGI app at listening sockets, in this event loop.
 
-It uses uvicorn's connections but not its Server, which would handle signals and end the process;
-here the process does. While it drains, new connections still get responses: the app refuses them.
+It uses uvicorn's connections but not its Server, which would handle signals and end the process.
+While it drains, new connections still get responses: the app refuses them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class HttpServer:
             connection.transport.abort()
         if self.state.tasks:
             _, pending = await asyncio.wait(self.state.tasks, timeout=DISCONNECT_TIMEOUT_S)
-            if pending:  # a bug; uvicorn would log the cancellation of each as another
+            if pending:  # a bug; uvicorn would also log each cancellation as an error
                 logger.error("%s outlived the connection", counted(len(pending), "request"))
                 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
