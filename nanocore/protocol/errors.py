@@ -49,7 +49,7 @@ def shorten(text: str) -> str:
     return f"{text[:_MAX_QUOTED_CHARS]}... ({len(text)} characters)"
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: float, noun: str) -> str:
     """Return a number and its noun: "1 token", "2 tokens"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
