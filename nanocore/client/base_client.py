@@ -80,7 +80,7 @@ class BaseClient:
             start_timeout_s: how long the engine may take to load.
             resume: False lets requests fail when their engine dies.
             max_restarts: consecutive restarts before giving up. The count starts again when a
-            request progresses, or after 30 s of serving.
+                request progresses, or after 30 s of serving.
             standby: keep a second engine process, with its model loaded, that takes over when the
                 first one dies. The weights take twice the memory.
             engine_args: flags of `nanocore-engine`, e.g. max_num_seqs=8; False is --no-flag, and

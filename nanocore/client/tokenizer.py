@@ -63,7 +63,8 @@ class Tokenizer:
 
     Args:
         files: contents of the model's `needed_files` by name. The chat template is
-        chat_template.jinja, perhaps with another one for tools, or a part of tokenizer_config.json.
+            chat_template.jinja, perhaps with another one for tools, or a part of
+            tokenizer_config.json.
         source: of the files, for error messages.
 
     config: content of tokenizer_config.json. named_tokens: texts of special tokens by name
@@ -291,11 +292,13 @@ class Tokenizer:
 
         Args:
             add_generation_prompt: open the assistant's turn; None means yes, unless the last
-            message is continued. options: see `TemplateOptions`.
+                message is continued.
+            options: see `TemplateOptions`.
 
         Raises:
             InvalidRequestError: there is no template, or it rejects the conversation or exceeds a
-            limit. RenderProcessError: the template's process does not start.
+                limit.
+            RenderProcessError: the template's process does not start.
         """
         parts = self._render_parts(messages, add_generation_prompt, options)
         return "".join(parts)

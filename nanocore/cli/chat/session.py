@@ -55,7 +55,8 @@ async def ask_once(
     """Stream the response to standard output; to a terminal without control characters.
 
     Raises:
-        ConfigError: the question is invalid. NanocoreError: no response, or an incomplete one.
+        ConfigError: the question is invalid.
+        NanocoreError: no response, or an incomplete one.
     """
     turn = ChatTurn()
     is_terminal = sys.stdout.isatty()

@@ -95,7 +95,7 @@ class AnswerStream:
 
         Raises:
             NanocoreError: the request was refused or has failed, or the engine is gone. Raised once
-            everything that came before was read.
+                everything that came before was read.
         """
         stream = self._stream
         events: list[ChatEvent] = []

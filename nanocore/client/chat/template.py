@@ -150,7 +150,7 @@ class ChatTemplate:
 
         Raises:
             InvalidRequestError: there are no messages, they are invalid, or the template rejects
-            them or exceeds a limit of the renderer.
+                them or exceeds a limit of the renderer.
             RenderProcessError: the template's process does not start.
         """
         if not messages:

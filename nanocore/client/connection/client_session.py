@@ -37,8 +37,8 @@ class TokenizerLoader:
     """Loads the tokenizer on first use. Belongs to one asyncio event loop.
 
     Args:
-        folder: of the tokenizer's files; None reads them from the engine. files: the engine's.
-        model: name of the engine's model, for error messages.
+        folder: of the tokenizer's files; None reads them from the engine.
+        files: the engine's. model: name of the engine's model, for error messages.
     """
 
     def __init__(self, folder: Path | None, files: RemoteFiles, model: str) -> None:

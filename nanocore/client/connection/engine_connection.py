@@ -62,8 +62,9 @@ class EngineConnection:
 
     Args:
         diagnose: returns the cause of a lost connection as an error, with which waiting requests
-        and calls fail; not called if nothing waits. take_over: offered the requests that were open
-        when the session ended; those that it takes do not fail.
+            and calls fail; not called if nothing waits.
+        take_over: offered the requests that were open when the session ended; those that it takes
+            do not fail.
 
     is_draining: the engine takes no new requests, and stops when it has finished the others.
     """

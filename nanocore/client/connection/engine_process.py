@@ -84,7 +84,7 @@ class EngineProcess:
 
     Args:
         flags: of `engine_flags`. directory: for its endpoint. output_fd: for its stdout and stderr;
-        None inherits ours.
+            None inherits ours.
 
     Raises:
         EngineStartError: no process can be started, or the directory's path is too long.

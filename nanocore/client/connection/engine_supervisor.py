@@ -46,14 +46,14 @@ class EngineSupervisor:
 
     Args:
         flags: of `engine_flags`. max_restarts: consecutive restarts before giving up; `progress`
-        and 30 s of serving reset the count. standby: keep a second engine loaded while the first
-        one serves. output_fd: for engines' stdout and stderr; None inherits ours.
+            and 30 s of serving reset the count. standby: keep a second engine loaded while the
+            first one serves. output_fd: for engines' stdout and stderr; None inherits ours.
 
     Attributes:
         ended: why there will be no engine any more; None until then. is_restarting: between an
-        engine's death and the next one's readiness, or the end. num_restarts: in total.
-        last_death_s, last_ready_s: when the last death was noticed and an engine last became ready,
-        by time.monotonic(); 0 before.
+            engine's death and the next one's readiness, or the end. num_restarts: in total.
+            last_death_s, last_ready_s: when the last death was noticed and an engine last became
+            ready, by time.monotonic(); 0 before.
     """
 
     def __init__(

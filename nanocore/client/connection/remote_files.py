@@ -129,7 +129,7 @@ class RemoteFiles:
         Raises:
             InvalidRequestError: the engine does not offer this file.
             ProtocolError: the engine's offer or data is invalid. EngineDeadError: it does not
-            reply.
+                reply.
         """
         file = self._files.get(name)
         if file is None:

@@ -20,7 +20,7 @@ class OpenRequest:
 
     Args:
         samples: running ones; None is all of the stream's. After a resubmission each sample may be
-        a separate request.
+            a separate request.
         request_id: id on the wire; None is the stream's.
         abort: event by which a stopping engine ended the sample.
     """

@@ -26,8 +26,9 @@ class RequestStream:
 
     Args:
         request_id, prompt, prompt_token_ids, params: the request.
-        tokenizer: None without detokenization. leave: aborts one sample, or with None the whole
-        request; called at most once for each, and not after its end.
+        tokenizer: None without detokenization.
+        leave: aborts one sample, or with None the whole request; called at most once for each, and
+            not after its end.
 
     finished: everything was read. num_output_tokens: tokens read, of all samples. seed: the first
     sample's, once the request is accepted. not_held: see ACCEPTED. message: the SUBMIT that was

@@ -27,7 +27,8 @@ class Sample:
 
     Args:
         prompt_token_ids, params: of the request.
-        tokenizer: None without detokenization. progress: of the request.
+        tokenizer: None without detokenization.
+        progress: of the request.
 
     request_id: the wire's. handle: once accepted. logprobs, prompt_logprobs: None if not requested;
     only the first sample has prompt_logprobs. embedding: set at the end, if requested. delta: new

@@ -75,7 +75,8 @@ class TextOffsets:
     character share an offset, and tokens outside the text have no width.
 
     Args:
-        before: tokens before these. start: offset of the first one.
+        before: tokens before these.
+        start: offset of the first one.
     """
 
     def __init__(

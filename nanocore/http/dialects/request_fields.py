@@ -108,7 +108,8 @@ class ResponseId:
     ids are unique, because another client may choose the same.
 
     Args:
-        prefix: of the kind of response. given: the client's id, or None.
+        prefix: of the kind of response.
+        given: the client's id, or None.
     """
 
     def __init__(self, prefix: str, given: str | None) -> None:
