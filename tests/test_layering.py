@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     "http": {"client", "protocol"},
     "bench": {"client", "protocol", "system"},
     "tracing": set(),
-    "cli": {"bench", "client", "http", "protocol", "system", "tracing"},
+    "cli": {"bench", "client", "engine_core", "http", "protocol", "system", "tracing"},
     "worker": {"kernels", "protocol", "system"},
     "engine_core": {"protocol", "kv_cache", "worker", "system"},
 }
@@ -105,6 +105,16 @@ def test_a_room_imports_only_rooms_it_may(room: str) -> None:
                 other = module.split(".")[1]
                 if other in ALLOWED:
                     assert other == room or other in ALLOWED[room], f"{path} imports {module}"
+
+
+def test_commands_import_nothing_of_the_engine_but_its_flags() -> None:
+    imported = {
+        module
+        for path in (PACKAGE / "cli").rglob("*.py")
+        for module in imported_modules(path)
+        if module.startswith("nanocore.engine_core")
+    }
+    assert imported == {"nanocore.engine_core.cli", "nanocore.engine_core.cli.parse_config"}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -58,7 +58,7 @@ def test_the_example_has_the_demo_models_memory(name: str, printed: list[str]) -
 
 def test_the_log_has_lines_like_those_of_the_example() -> None:
     used = Utilisation(COST, SPEED)
-    for chunks in ([], [Chunk(0, 5, 0)]):
+    for chunks in 2 * ([], [Chunk(0, 5, 0)]):
         plan = StepPlan(1, 64)
         plan.decoding, plan.decode_ends, plan.chunks = np.array([1]), np.array([9]), chunks
         used.add(0.01, plan)

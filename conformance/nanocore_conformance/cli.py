@@ -1,7 +1,7 @@
-"""nanocore-conformance: does an engine, or a client, keep to PROTOCOL.md?
+"""nanocore-conformance: checks an engine or a client against PROTOCOL.md.
 
-Exit codes: 0 it conforms, 1 it does not, 2 the command line or the endpoint cannot work. One line
-per check on stdout as it ends, or with --json one report at the end.
+Exit codes: 0 it conforms, 1 it does not, 2 usage, or the endpoint does not work. It prints a line
+per check as it ends, or with --json one report at the end.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
 
 from nanocore.protocol.errors import ConfigError, StartError
 from nanocore.protocol.sockets import bind_engine_socket, client_keys
 from nanocore.system.endpoint_lock import EndpointLock
+from nanocore_conformance import __version__
 from nanocore_conformance.client_scenarios import CLIENT_SCENARIOS
 from nanocore_conformance.client_under_test import ClientUnderTest
 from nanocore_conformance.engine_rules import ENGINE_RULES
@@ -27,18 +29,18 @@ from nanocore_conformance.report import Check, Result, as_json, summary
 Bench = TypeVar("Bench")
 PATIENCE_S = 10.0
 EPILOG = """\
-The engine should have nothing else to do, and a model of at least 256 tokens: rules pause it, empty
-its prefix cache and read its statistics.
+The engine should serve no other clients: rules pause it, empty its prefix cache and read its
+statistics. Its model needs a context of at least 256 tokens.
 
-The client's command is started anew for each scenario, with {endpoint}, {prompt} (token ids in
-decimal, with commas and no spaces: 1,2,3) and {max_tokens} replaced. It must submit one greedy
-request, print each token id on a line of its own as it arrives, and flush it, then
-"finish_reason: REASON", say BYE and exit with 0. When there is no end, it must print a line that
-says why on stderr and exit with 1; so it must not be told to go on with another engine. An example:
+The client's command runs once per scenario, with {endpoint}, {prompt} (decimal token ids, separated
+by commas: 1,2,3) and {max_tokens} replaced. It must submit one greedy request, print each token id
+on its own line as it arrives, flushed, then print "finish_reason: REASON", send BYE and exit with
+0. If the request has no end, it must print the reason on stderr and exit with 1, so it must not
+continue with another engine. An example:
 
   nanocore-conformance --client -- node stream.js {endpoint} {prompt} {max_tokens}
 
-exit codes: 0 it conforms, 1 it does not, 2 the command line or the endpoint cannot work
+exit codes: 0 it conforms, 1 it does not, 2 usage, or the endpoint does not work
 """
 
 
@@ -50,6 +52,12 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"nanocore-conformance {__version__}",
+        help="print the version and exit",
     )
     peer = parser.add_mutually_exclusive_group(required=True)
     peer.add_argument("--engine", metavar="ENDPOINT", help="check the engine that listens here")
@@ -87,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=float,
         default=PATIENCE_S,
         metavar="SECONDS",
-        help="seconds to wait for an answer (default: %(default)g)",
+        help="seconds to wait for a reply (default: %(default)g)",
     )
     return parser
 
@@ -148,7 +156,9 @@ def _chosen(checks: list[Check[Bench]], args: argparse.Namespace) -> list[Check[
     names = [check.name for check in checks]
     for name in args.rule or ():
         if name not in names:
-            raise ConfigError(f"--rule {name}: unknown rule; --list lists all")
+            near = get_close_matches(name, names, n=1)
+            meant = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"--rule {name}: unknown rule; {meant}--list lists all")
     if args.rule:
         return [check for check in checks if check.name in args.rule]
     if args.list:

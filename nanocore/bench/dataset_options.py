@@ -1,4 +1,4 @@
-"""DatasetOptions, their flags, spelled as `vllm bench` spells them, and the file they name."""
+"""DatasetOptions, their flags (spelled as in `vllm bench`), and the dataset file."""
 
 from __future__ import annotations
 

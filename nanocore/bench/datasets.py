@@ -1,8 +1,8 @@
-"""Datasets by name, for any target; those of texts are read here.
+"""Datasets by name, for any target; text datasets are read here.
 
-Of `sharegpt` (a JSON file of conversations) and `custom` (JSON lines) the first turn of a
+In `sharegpt` (a JSON file of conversations) and `custom` (JSON lines) the first turn of a
 conversation is the prompt, and the second one gives the output length. As in `vllm bench`, very
-short and very long conversations are left out, the others are shuffled by the seed, and repeated if
+short and very long conversations are left out; the others are shuffled by the seed, and repeated if
 there are fewer than requested.
 """
 
@@ -66,7 +66,7 @@ class PromptSource:
 
 
 def check_file(options: DatasetOptions) -> None:
-    """Raise ConfigError if a dataset lacks its file, or has one that it does not need."""
+    """Raise ConfigError if a dataset needs a file and has none, or the other way around."""
     name = options.dataset_name
     if (options.dataset_path is None) != (name in SYNTHETIC):
         need = "takes no file" if name in SYNTHETIC else "needs its file, as --dataset-path FILE"

@@ -31,7 +31,7 @@ svg{max-width:100%;height:auto}pre{white-space:pre-wrap}"""
 def html_report(
     result: Mapping[str, Any], outcomes: Sequence[Outcome], percentiles: Sequence[float]
 ) -> str:
-    """Return the page. result: what the JSON of the run holds."""
+    """Return the page. result: content of the run's JSON."""
     title = escape(f"{result['model_id']}, {result['backend']}, {result['date']}")
     values_ms = {
         METRIC_NAMES[metric][0]: [value * 1e3 for value in values] or [0.0]
@@ -121,10 +121,10 @@ def _timeline(good: Sequence[Outcome]) -> Figure:
 
 
 def _svg(figure: Figure) -> str:
-    """Format as an element: without the XML head, which names a document type on another host."""
+    """Format as an element, without the XML head: its document type refers to another host."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "nanocore"}):
-        # No value of metadata: no element, whose namespaces are addresses of other hosts.
+        # Without metadata there is no element whose namespaces are URLs of other hosts.
         none = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         figure.savefig(file, format="svg", metadata=none)
     svg = file.getvalue()

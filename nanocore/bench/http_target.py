@@ -1,7 +1,7 @@
 """HttpTarget: a server of OpenAI's API, measured when the bytes of its events arrive.
 
-A chunk is one arrival with an unknown number of tokens. Their total is taken from the server's
-`usage`, else from the tokenizer, else it is the number of chunks, and is spread evenly over the
+A chunk is one arrival with an unknown number of tokens. Their total comes from the server's
+`usage`, else from the tokenizer, else it is the number of chunks. It is spread evenly over the
 chunks.
 """
 
@@ -154,7 +154,7 @@ async def open_server(
         raise ConfigError(f"--endpoint {path} does not fit --backend {destination.backend}")
     verified: ssl.SSLContext | bool = not destination.insecure
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=verified),  # concurrency is measured, not set
+        connector=aiohttp.TCPConnector(limit=0, ssl=verified),  # the load limits concurrency
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         headers=destination.headers,
         trace_configs=[within_origin()],

@@ -110,7 +110,7 @@ class Outcome:
 
     @property
     def ttft_s(self) -> float:
-        """0 if no token came."""
+        """Time to first token; 0 if no token arrived."""
         return self.chunk_times_s[0] - self.start_s if self.chunk_times_s else 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""`nanocore bench throughput`, `latency` and `startup`, which launch an engine of their own.
+"""`nanocore bench throughput`, `latency` and `startup`, which launch their own engine.
 
 Latency repeats one batch of the same prompts, so prefix caching is off unless a flag enables it.
 Startup is measured cold (empty caches of compiled kernels, model files dropped from memory) and
@@ -27,7 +27,7 @@ from nanocore.bench.datasets import PromptSource, check_file, load_requests
 from nanocore.bench.load import BenchRequest
 from nanocore.client import LLM, InvalidRequestError, RequestOutput, SamplingParams
 from nanocore.demo_model import demo_model_folder
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, EngineStartError
 from nanocore.system.flags import FlagParser, at_least
 
 PERCENTILES: Final = (10, 25, 50, 75, 90, 99)
@@ -38,16 +38,26 @@ CACHE_VARIABLES: Final = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_C
 
 @dataclass(frozen=True, slots=True)
 class OwnEngine:
-    """model: None is the demo model. arguments: of `LLM`."""
+    """model: None is the demo model. arguments: of `LLM`. hint: see `launch`, or ''."""
 
     model: str | None
     tokenizer: str | None
     arguments: Mapping[str, str | bool]
+    hint: str
 
     def launch(self) -> LLM:
-        """Start an engine; raises EngineStartError with the engine's own reason."""
+        """Start an engine.
+
+        Raises:
+            EngineStartError: the engine's own reason, and the hint if it refused its flags.
+        """
         arguments: dict[str, Any] = dict(self.arguments)
-        return LLM(self.model, tokenizer=self.tokenizer, **arguments)
+        try:
+            return LLM(self.model, tokenizer=self.tokenizer, **arguments)
+        except EngineStartError as error:
+            if error.exit_code == ConfigError.exit_code and self.hint:
+                raise EngineStartError(f"{error}; {self.hint}", error.exit_code) from None
+            raise
 
     @property
     def model_id(self) -> str:
@@ -71,7 +81,7 @@ def _add_counts(parser: FlagParser, *flags: tuple[str, int, int, str]) -> None:
 
 
 def parse(parser: FlagParser, arguments: Sequence[str]) -> tuple[argparse.Namespace, OwnEngine]:
-    """Return the benchmark's flags, and the engine with all others.
+    """Return the benchmark's flags, and the engine with all other flags.
 
     Raises:
         ConfigError: an invalid flag or value, or --output-json in a missing folder.
@@ -80,15 +90,19 @@ def parse(parser: FlagParser, arguments: Sequence[str]) -> tuple[argparse.Namesp
     given, others = parser.parse_known_args(arguments)
     if given.output_json is not None and not Path(given.output_json).parent.is_dir():
         raise ConfigError(f"--output-json {given.output_json}: no such folder")
-    engine = OwnEngine(given.model, getattr(given, "tokenizer", None), engine_arguments(others))
-    return given, engine
+    return given, OwnEngine(
+        given.model,
+        getattr(given, "tokenizer", None),
+        engine_arguments(others),
+        parser.launch_hint(others),
+    )
 
 
 def engine_arguments(flags: Sequence[str]) -> dict[str, str | bool]:
-    """Return max_num_seqs="8" of --max-num-seqs 8. The engine itself refuses unknown flags.
+    """Return max_num_seqs="8" for --max-num-seqs 8. The engine refuses unknown flags.
 
     Raises:
-        ConfigError: an argument is no flag with two dashes.
+        ConfigError: an argument is not a flag with two dashes.
     """
     arguments: dict[str, str | bool] = {}
     ahead = list(flags)

@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
 
 async def _measure(options: LoadOptions) -> tuple[LoadRun, dict[str, object]]:
     async with _opened(options) as opened:
-        # In a thread, since the session with the engine must be kept alive meanwhile.
+        # In a thread, because the event loop must keep the session with the engine alive.
         requests = await asyncio.to_thread(load_requests, options.dataset, opened.source)
         if options.self_timed:
             times_s = [request.arrival_s or 0.0 for request in requests]
@@ -63,7 +63,7 @@ async def _measure(options: LoadOptions) -> tuple[LoadRun, dict[str, object]]:
             times_s = arrival_times(len(requests), options.traffic, options.dataset.seed)
         await _prepare(options, opened, requests[0])
         gc.collect()
-        gc.freeze()  # a collection in the middle of the run would scan all requests
+        gc.freeze()  # a garbage collection during the run would scan all requests
         try:
             now = datetime.now()
             run = await _run(options, opened, requests, times_s, "requests", "")
@@ -86,7 +86,7 @@ def _opened(options: LoadOptions) -> AbstractAsyncContextManager[OpenTarget]:
 
 
 async def _prepare(options: LoadOptions, opened: OpenTarget, request: BenchRequest) -> None:
-    """Wait until a request succeeds, if asked for, and send the warm-up requests."""
+    """Wait until a request succeeds, if requested, and send the warm-up requests."""
 
     async def attempt() -> str:
         tried = await _run(options, opened, [request], [0.0], None, "ready-")

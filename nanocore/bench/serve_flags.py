@@ -1,6 +1,6 @@
 """The flags of `nanocore bench serve`: those of `vllm bench serve`.
 
-Ours are --engine-endpoint and --curve-dir, for an engine's own wire.
+In addition there are --engine-endpoint and --curve-dir, for an engine's own wire.
 """
 
 from __future__ import annotations

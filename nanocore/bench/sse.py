@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 DONE: Final = b"[DONE]"
 MAX_EVENT_BYTES: Final = 2**22
-"""Limit of an event; no chunk of a completion comes near it."""
+"""Limit of an event, far above any chunk of a completion."""
 
 MAX_BODY_BYTES: Final = 2**20
-"""Limit of a body that is read at once: a list of models, or an error."""
+"""Limit of a body that is read as a whole: a list of models, or an error."""
 
 
 async def read_body(response: aiohttp.ClientResponse) -> bytes:
@@ -122,7 +122,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def has_tokens(self) -> bool:
-        """Whether tokens arrived, maybe without text; a role or an end alone has none."""
+        """Whether the chunk has tokens, maybe without text; a role or an end alone has none."""
         if self.added_text or (self.delta is not None and self.delta.tool_calls):
             return True
         has_role = self.delta is not None and self.delta.role is not None

@@ -31,7 +31,7 @@ TokenIds = npt.NDArray[np.int32]
 MOONCAKE_BLOCK_TOKENS: Final = 512
 _MAX_ATTEMPTS: Final = 10
 _AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_BLOCK, _OWN = 1, 2  # part of the seed: tokens of blocks, and of single requests
+_BLOCK, _OWN = 1, 2  # parts of seeds: for blocks and for single requests
 
 
 class PromptVocabulary:
@@ -52,7 +52,7 @@ class PromptVocabulary:
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Tokenizer, as_text: bool, below: int | None = None) -> Self:
-        """Take all tokens but added ones, among which are the special ones.
+        """Take all tokens except added ones, which include the special ones.
 
         below: size of the model's vocabulary, if known.
         """
@@ -68,7 +68,7 @@ class PromptVocabulary:
 
     @classmethod
     def of_size(cls, size: int, without: Collection[int]) -> Self:
-        """Take all token ids below `size` but these, for a model without a tokenizer."""
+        """Take all token ids below `size` except these, for a model without a tokenizer."""
         ids = np.setdiff1d(np.arange(size, dtype=np.int32), np.array([*without], dtype=np.int32))
         return cls(ids, None, as_text=False)
 

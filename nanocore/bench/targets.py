@@ -34,10 +34,10 @@ RETRY_S: Final = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """Where requests go.
+    """Destination of requests.
 
-    engine_endpoint: of our wire; None is the user's default. base_url, path: of HTTP. model: in
-    HTTP requests; None takes the server's first. model_id: in results. tokenizer: a folder, or a
+    engine_endpoint: of an engine; None is the user's default. base_url, path: of a server. model:
+    in HTTP requests; None uses the server's first. model_id: in results. tokenizer: a folder, or a
     tokenizer.json.
     """
 

@@ -1,4 +1,4 @@
-"""The frame of every command: exit codes, errors in one line, and checks for optional packages.
+"""Common parts of all commands: exit codes, errors in one line, and checks for packages.
 
 Nothing heavy is imported before the flags are known to be valid.
 """
@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 from nanocore.cli.engine_choice import EngineChoice
 from nanocore.protocol.errors import ConfigError, EngineStartError, NanocoreError, StartError
@@ -22,18 +22,13 @@ INTERRUPTED: Final = 130
 _ENGINE_PACKAGES: Final = ("torch", "numpy", "safetensors", "huggingface_hub", "xxhash")
 
 
-class _Options(Protocol):
-    @property
-    def engine(self) -> EngineChoice: ...
-
-
-Options = TypeVar("Options", bound=_Options)
+Options = TypeVar("Options")
 
 
 def run_command(name: str, work: Callable[[], int], timeout_flag: str = "--timeout") -> int:
     """Return the exit code of `work`, or that of an error, which becomes one line on stderr.
 
-    name: of the command, as typed. timeout_flag: what errors of the client call `timeout_s`.
+    name: of the command, as typed. timeout_flag: replaces `timeout_s` in errors of the client.
     """
     standard_streams.open_missing()
     try:
@@ -71,18 +66,8 @@ def _exit_code(error: NanocoreError) -> int:
 def run_engine_command(
     name: str, parse: Callable[[], Options], work: Callable[[Options], int]
 ) -> int:
-    """Run `work` with the options of `parse`; an engine that refuses its flags adds the hint."""
-
-    def both() -> int:
-        options = parse()
-        try:
-            return work(options)
-        except EngineStartError as error:
-            if error.exit_code == ConfigError.exit_code and options.engine.hint:
-                error.args = (f"{error}; {options.engine.hint}",)
-            raise
-
-    return run_command(name, lambda: contained(both), "--start-timeout")
+    """Return the exit code of `work` with the options of `parse`; see `run_command`."""
+    return run_command(name, lambda: contained(lambda: work(parse())), "--start-timeout")
 
 
 def require(packages: Sequence[str], need: str, remedy: str) -> None:
@@ -100,10 +85,20 @@ def _is_installed(name: str) -> bool:
 
 
 def require_engine(engine: EngineChoice) -> None:
-    """Raise ConfigError if an engine is to be launched, and its packages are missing."""
-    if not engine.endpoints:
-        require(
-            _ENGINE_PACKAGES,
-            "an engine needs",
-            "pip install '.[engine,server]', or join an engine with --endpoint",
-        )
+    """Raise ConfigError if an engine is to be launched that lacks packages, or refuses its flags.
+
+    The engine would refuse them itself, but only after this command has said that it starts.
+    """
+    if engine.endpoints:
+        return
+    require(
+        _ENGINE_PACKAGES,
+        "an engine needs",
+        "pip install '.[engine,server]', or join an engine with --endpoint",
+    )
+    from nanocore.engine_core.cli import parse_config
+
+    try:
+        parse_config(list(engine.flags))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {engine.hint}" if engine.hint else str(error)) from None

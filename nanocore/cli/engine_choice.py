@@ -1,7 +1,7 @@
 """EngineChoice: the engine of a command, launched from a model, or joined.
 
-Flags that are not the command's own go to the launched engine, which refuses unknown ones itself;
-then a hint names the command's flag that may have been meant.
+Flags that are not the command's own go to the launched engine. If the engine does not know one, a
+hint names the command's flag that may have been meant.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from nanocore import __version__
 from nanocore.protocol.errors import ConfigError
-from nanocore.system.flags import FlagParser, at_least, near_flag, seconds
+from nanocore.system.flags import FlagParser, at_least, seconds
 
 if TYPE_CHECKING:
     from nanocore.client import AsyncEngineClient
@@ -36,8 +35,8 @@ error, 130 interrupted"""
 
 
 class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """flags, max_restarts: of a launched engine, see `EngineSupervisor`. hint: for its refusal of
-    flags, or ''. endpoints, curve_dir: of engines to join; no endpoint: one is launched.
+    """flags, max_restarts: of a launched engine, see `EngineSupervisor`. hint: added to its refusal
+    of flags, or ''. endpoints, curve_dir: of engines to join; without endpoints one is launched.
     tokenizer: a folder; None: the engine's.
     """
 
@@ -51,16 +50,14 @@ class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def engine_command_parser(prog: str, usage: str, description: str, epilog: str) -> FlagParser:
-    """Return the parser of a command that launches an engine, with --version."""
-    parser = FlagParser(
+    """Return the parser of a command that launches an engine."""
+    return FlagParser(
         prog,
         f"{description} An engine is launched, and ends with the command; flags that are not "
         "listed here are passed to it, see `nanocore-engine --help`.",
         usage=f"{prog} {usage} [flags] [flags of nanocore-engine]",
         epilog=epilog,
     )
-    parser.add_argument("--version", action="version", version=f"nanocore {__version__}")
-    return parser
 
 
 def add_engine_flags(
@@ -112,7 +109,7 @@ def choose_engine(
     others: list[str],
     model_is_first: bool = True,
 ) -> EngineChoice:
-    """others: flags that are not the command's. model_is_first: a MODEL stands before the flags.
+    """others: flags that are not the command's. model_is_first: MODEL precedes the flags.
 
     Raises:
         ConfigError: the flags contradict each other.
@@ -146,16 +143,12 @@ def _check_others(parser: FlagParser, others: list[str], joined: bool, lacks_mod
             raise ConfigError(f"{other} is not a flag of {parser.prog}: {reason}")
     if lacks_model and others and not others[0].startswith("-") and not joined:
         raise ConfigError(f"{others[0]}: MODEL comes first: {parser.prog} {others[0]} [flags]")
-    hints = [
-        f"`{parser.prog}` has {near}, and {other} went to the engine"
-        for other in others
-        if (near := near_match(parser, other))
-    ]
+    hints = [hint] if (hint := parser.launch_hint(others)) else []
     values = [not other.startswith("-") for other in others]
     if lacks_model and any(map(all, pairwise(values))):  # no flag takes two values
         hints.append(f"MODEL comes first: {parser.prog} MODEL [flags]")
     if others and joined:
-        near = near_match(parser, others[0])
+        near = parser.near_match(others[0])
         raise ConfigError(
             f"unknown: {' '.join(others)}"
             + (f"; did you mean {near}?" if near else "")
@@ -164,18 +157,12 @@ def _check_others(parser: FlagParser, others: list[str], joined: bool, lacks_mod
     return "; ".join(hints)
 
 
-def near_match(parser: FlagParser, argument: str) -> str | None:
-    """Return the parser's flag that an argument may mean, if any."""
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    return near_flag(argument, known, 0.8)
-
-
 def engine_client(
     choice: EngineChoice, new_supervisor: Callable[[], EngineSupervisor] | None = None
 ) -> AsyncEngineClient:
     """Return a client that is not connected yet. Requests survive the death of their engine.
 
-    new_supervisor: makes the keeper of a launched engine; None: one of the choice's flags.
+    new_supervisor: makes the supervisor of a launched engine; None: one with the choice's flags.
     """
     from nanocore.client import AsyncEngineClient
     from nanocore.client.connection.engine_supervisor import EngineSupervisor

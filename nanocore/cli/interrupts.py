@@ -1,4 +1,4 @@
-"""Interrupts: SIGINT stops what a command is doing; SIGTERM and SIGHUP end the command."""
+"""Interrupts: SIGINT stops a command's current work; SIGTERM and SIGHUP end the command."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Interrupts:
 
     @contextmanager
     def to(self, stop: Callable[[], object]) -> Iterator[None]:
-        """Let SIGINT call `stop` inside this block, and end nothing."""
+        """Let SIGINT call `stop` inside this block, instead of ending the command."""
         before, self._stop = self._stop, stop
         try:
             yield

@@ -35,6 +35,7 @@ _BENCHMARKS: Final[Subcommands] = {
 }
 _SILENT: Final = ("serve", "batch")
 """Commands that work with a closed standard output."""
+_VERSION_FLAGS: Final = ("--version", "-V")
 
 _USAGE: Final = """\
 usage: nanocore COMMAND [arguments]
@@ -73,7 +74,7 @@ def _run(arguments: list[str]) -> int:
     if name in ("--help", "-h", "help"):
         _help(_USAGE, _SUBCOMMANDS)
         return 0
-    if name in ("--version", "-V"):
+    if name in _VERSION_FLAGS:
         print(f"nanocore {__version__}")
         return 0
     if name not in _SUBCOMMANDS:
@@ -94,20 +95,25 @@ def run_bench(arguments: list[str]) -> int:
     from nanocore.cli.command import contained, require, run_command
     from nanocore.protocol.errors import ConfigError
 
+    name = arguments[0] if arguments else ""
+
     def work() -> int:
-        name = arguments[0] if arguments else ""
         if name in ("--help", "-h", "help"):
             _help(_BENCH_USAGE, _BENCHMARKS)
             return 0
+        if name in _VERSION_FLAGS:
+            print(f"nanocore {__version__}")
+            return 0
         if name not in _BENCHMARKS:
             near = get_close_matches(name, _BENCHMARKS, n=1)
-            problem = f"unknown benchmark {name!r}" if name else "which benchmark?"
-            hint = f"; did you mean {near[0]}?" if near else f" There are {', '.join(_BENCHMARKS)}"
-            raise ConfigError(problem + hint)
+            problem = f"unknown benchmark {name!r};" if name else "which benchmark?"
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_BENCHMARKS)}"
+            raise ConfigError(f"{problem} {hint}")
         require(("numpy",), "measuring needs", "pip install '.[bench]'")
         return _call(_BENCHMARKS[name][0], arguments[1:])
 
-    return run_command("nanocore bench", lambda: contained(work))
+    command = f"nanocore bench {name}" if name in _BENCHMARKS else "nanocore bench"
+    return run_command(command, lambda: contained(work))
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -118,7 +124,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         exit_code = _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
         exit_code = 130
-    except BrokenPipeError:  # the reader has gone: `| head`
+    except BrokenPipeError:  # the reader has closed the pipe: `| head`
         exit_code = standard_streams.BROKEN_PIPE
         standard_streams.flush_or_drop()
     except OSError as error:  # e.g. a full disk behind standard output

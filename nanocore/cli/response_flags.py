@@ -28,7 +28,7 @@ def response_settings(given: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `AppSettings` that `add_response_flags` has flags for.
 
     Raises:
-        ConfigError: a value that would fail each request, or could never be of use.
+        ConfigError: a value with which every request would fail, or that has no effect.
     """
     from nanocore.client.chat.parsing.formats import REASONING_PARSERS, TOOL_PARSERS
     from nanocore.client.chat.template import read_template_kwargs

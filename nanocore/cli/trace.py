@@ -1,4 +1,4 @@
-"""`nanocore trace FILE` and `nanocore explain REQUEST [FILE]`: what a step trace says."""
+"""`nanocore trace FILE` and `nanocore explain REQUEST [FILE]`: readers of step traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from nanocore.cli.command import run_command
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, counted
 from nanocore.system.flags import FlagParser
 from nanocore.system.standard_streams import harmless
 from nanocore.tracing.explanation import explain
@@ -79,10 +79,10 @@ def explain_parser() -> FlagParser:
 
 
 def read_trace(path: str, perfetto: str | None = None) -> TraceSummary:
-    """Read a trace once, and draw it into the file `perfetto`, if given.
+    """Read a trace once, and write its events to the file `perfetto`, if given.
 
     Raises:
-        TraceError: it is no trace, holds no step, or the picture cannot be written.
+        TraceError: it is not a trace, has no steps, or `perfetto` cannot be written.
     """
     reader = TraceReader(path)
     runs: list[RunSummary] = []
@@ -123,7 +123,7 @@ def _trace(arguments: list[str]) -> None:
     for one in summary.runs:
         print(harmless(summary_text(one)))
     if summary.num_cut_lines:
-        print(f"ignored {summary.num_cut_lines} unfinished lines")
+        print(f"ignored {counted(summary.num_cut_lines, 'unfinished line')}")
     if given.perfetto:
         print(f"wrote {given.perfetto}: open it at https://ui.perfetto.dev")
 

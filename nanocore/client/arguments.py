@@ -1,11 +1,12 @@
 """Arguments of SDK calls, checked before anything is sent; and flags of a launched engine.
 
-Refused here is what would cost more than the one call: an ERROR that names no request ends the
-session, and so would a SUBMIT whose id the engine cannot send back. The engine checks the rest.
+Only values that would cost more than the one call are refused here: an ERROR that names no request
+ends the session, and so would a SUBMIT whose id the engine cannot return. The engine checks the
+rest.
 
 Python arguments become flags of `nanocore-engine`: max_num_seqs=8 is --max-num-seqs=8, True is
---flag, False is --no-flag, a dict is its JSON, and None leaves the flag out. Which flags and ranges
-exist, only the engine knows: it refuses the others when it starts.
+--flag, False is --no-flag, a dict is its JSON, and None leaves the flag out. Only the engine knows
+its flags and ranges: it refuses others when it starts.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from nanocore.protocol.sampling import SamplingParams
 
 
 def check_request_id(request_id: object, max_chars: int) -> str:
-    """The id; raises InvalidRequestError unless it is a str of 1 to max_chars characters."""
+    """Return the id; raises InvalidRequestError unless it is a str of 1 to max_chars characters."""
     if not isinstance(request_id, str):
         raise InvalidRequestError(f"a request_id is a str, not {type(request_id).__name__}")
     if not 0 < len(request_id) <= max_chars:
@@ -49,14 +50,14 @@ def check_sampling_params(params: object) -> None:
 
 
 def check_timeout(name: str, seconds: object) -> float:
-    """The time in seconds; raises ConfigError if it is no number above 0."""
+    """Return the seconds; raises ConfigError unless they are a number above 0."""
     if isinstance(seconds, (int, float)) and seconds is not True and seconds > 0:  # nan is not
         return seconds
     raise ConfigError(f"{name}={seconds!r}: seconds above 0")
 
 
 def check_request_timeout(seconds: object) -> None:
-    """Raises InvalidRequestError unless it is None, or a number of seconds that a request has."""
+    """Raises InvalidRequestError unless it is None or a valid timeout of a request."""
     if seconds is None:
         return
     if isinstance(seconds, (int, float)) and seconds is not True and 0 < seconds <= MAX_TIMEOUT_S:
@@ -65,21 +66,22 @@ def check_request_timeout(seconds: object) -> None:
 
 
 def check_after(number: object) -> int:
-    """Raises InvalidRequestError unless a step could have this number, or it is 0."""
+    """Return the number of a step, or 0; raises InvalidRequestError for anything else."""
     if type(number) is int and 0 <= number <= MAX_EXACT_INT:
         return number
     raise InvalidRequestError(f"after={quoted(number)}: the number of a step, 0 to 2**53 - 1")
 
 
 def check_endpoint(endpoint: object) -> str:
-    """The endpoint; raises ConfigError unless it is a str without zeros, which ZeroMQ would cut."""
+    """Return the endpoint; raises ConfigError unless it is a str without NUL, where ZeroMQ
+    stops."""
     if isinstance(endpoint, str) and "\0" not in endpoint:
         return endpoint
     raise ConfigError(f"endpoint={endpoint!r}: a str, as in ipc:///path/engine.sock")
 
 
 def check_endpoints(endpoints: object) -> list[str]:
-    """One endpoint, or a sequence of them, each once; raises ConfigError."""
+    """Return one or several endpoints as a list without duplicates; raises ConfigError."""
     if not isinstance(endpoints, (list, tuple)):
         return [check_endpoint(endpoints)]
     if not endpoints:
@@ -88,14 +90,14 @@ def check_endpoints(endpoints: object) -> list[str]:
 
 
 def check_count(name: str, number: object) -> int:
-    """Raises ConfigError unless it is an int, 0 or more."""
+    """Return the number; raises ConfigError unless it is an int, 0 or more."""
     if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
         return number
     raise ConfigError(f"{name}={number!r}: a whole number, 0 or more")
 
 
 def folder_path(name: str, folder: object) -> Path:
-    """A folder that is named by a str or a path; raises ConfigError if it is neither."""
+    """Return the path of a folder; raises ConfigError unless it is a str or a path."""
     if isinstance(folder, (str, os.PathLike)) and isinstance(path := os.fspath(folder), str):
         return Path(path)
     raise ConfigError(f"{name}={folder!r}: a folder, as a str or a Path")
@@ -117,7 +119,7 @@ _NOT_OURS: Final = {
 
 
 def engine_flags(arguments: Mapping[str, EngineArgument]) -> list[str]:
-    """The flags of an engine that a client launches; raises ConfigError."""
+    """Return the flags for Python arguments of a launched engine; raises ConfigError."""
     flags = []
     for name, value in arguments.items():
         if value is None:

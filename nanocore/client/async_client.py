@@ -70,16 +70,16 @@ class AsyncEngineClient(BaseClient):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Stream a completion; each output holds everything so far and what is new.
 
-        With n above 1, that of all samples: those without news as they were, with an empty delta.
+        With n above 1 an output has all samples; those without news have an empty delta.
 
         Args:
             prompt: text, token ids, or {"prompt_token_ids": [...]}. Ids that are an array("i") are
                 sent as they are, which for long prompts is much cheaper than a list.
-            request_id: a name for it, unique among this client's running requests.
+            request_id: unique among this client's running requests.
             priority: lower values go first, in engines with --scheduling-policy priority; others
                 refuse all but 0.
             cache_salt: share cached prefixes only with requests of the same salt.
-            timeout_s: after so long it ends, with finish_reason "timeout", even if it only waits.
+            timeout_s: time after which it ends with finish_reason "timeout", even while it waits.
 
         Raises:
             InvalidRequestError, ContextLengthError: the request cannot be served as it is.
@@ -125,7 +125,7 @@ class AsyncEngineClient(BaseClient):
             **options,
         )
         events = answer.events()
-        async with aclosing(events):  # who leaves us leaves the request at once
+        async with aclosing(events):  # leaving this generator aborts the request at once
             async for event in events:
                 yield event
 
@@ -140,7 +140,7 @@ class AsyncEngineClient(BaseClient):
         timeout_s: float | None = None,
         ticket: SubmitTicket | None = None,
     ) -> AnswerStream:
-        """Send a completion; its output is read as an AnswerStream, all of it text.
+        """Send a completion; its output is read from an AnswerStream as text events.
 
         `AnswerStream.listen` serves many requests without a task for each.
 
@@ -166,7 +166,7 @@ class AsyncEngineClient(BaseClient):
         timeout_s: float | None = None,
         **options: Unpack[ChatOptions],
     ) -> AnswerStream:
-        """Send a conversation and return its answer. Arguments as `chat` and `submit`."""
+        """Send a conversation and return its AnswerStream. Arguments: see `chat` and `submit`."""
         params = sampling_params
         if params is None:
             params = SamplingParams.from_engine(self.model_card.default_sampling)
@@ -203,7 +203,7 @@ class AsyncEngineClient(BaseClient):
         timeout_s: float | None = None,
         ticket: SubmitTicket | None = None,
     ) -> RequestOutput:
-        """Return the last output of a completion. Arguments as `generate` and `submit`."""
+        """Return the last output of a completion. Arguments: see `generate` and `submit`."""
         options = RequestOptions(request_id, priority, cache_salt, timeout_s)
         stream = await self._submit(prompt, sampling_params, options, ticket)
         return await _final(stream)
@@ -226,7 +226,7 @@ class AsyncEngineClient(BaseClient):
             ticket: as in `submit`.
 
         Raises:
-            NanocoreError: as `generate`; or it was aborted, or ended by the engine.
+            NanocoreError: as in `generate`, or the request was aborted or ended by the engine.
         """
         params = embedding_params(pooling)
         output = await self.complete(
@@ -243,7 +243,7 @@ class AsyncEngineClient(BaseClient):
 
     @contextmanager
     def submit_tickets(self, number: int) -> Iterator[list[SubmitTicket]]:
-        """Reserve places in the order of submission, for requests that are prepared at length.
+        """Reserve places in the order of submission, for requests whose preparation takes long.
 
         Each ticket is passed to one call of `submit`, `complete` or `embed`.
         """
@@ -257,7 +257,7 @@ class AsyncEngineClient(BaseClient):
         return stats
 
     async def metrics(self) -> list[Metric]:
-        """All metrics of the engine; docs/seeing.md has the names.
+        """All metrics of the engine; docs/observability.md has the names.
 
         Raises:
             ProtocolError: the engine is too old.
@@ -268,7 +268,7 @@ class AsyncEngineClient(BaseClient):
         return reply.metrics
 
     async def recent_steps(self, after: int = 0) -> RecentSteps:
-        """Return the engine's last steps, and timelines of requests that are open or ended lately.
+        """Return the engine's last steps, and timelines of open and recently finished requests.
 
         Args:
             after: only steps with larger numbers; requests are always included.
@@ -279,7 +279,7 @@ class AsyncEngineClient(BaseClient):
         after = check_after(after)
         connection = (await self._session()).connection
         major, minor = connection.welcome.protocol
-        if minor < STEPS_SINCE:  # it would refuse the message, and not answer the call
+        if minor < STEPS_SINCE:  # it would refuse the message, and the call would get no reply
             raise ProtocolError(
                 f"steps came with protocol {major}.{STEPS_SINCE}, and this engine speaks "
                 f"{major}.{minor}: use a newer engine"
@@ -307,13 +307,13 @@ class AsyncEngineClient(BaseClient):
     ) -> ScoreOutput:
         """Log probability of a continuation given its context: the sum over its tokens.
 
-        Two texts are tokenized as the one that they make, and spaces that end the context belong to
-        the continuation; an empty context is the model's BOS, or else its EOS. Token ids are taken
-        as they are.
+        Two texts are tokenized as one, and spaces at the end of the context belong to the
+        continuation. An empty context is replaced by the model's BOS, or else its EOS. Token ids
+        are used as they are.
 
         Raises:
             InvalidRequestError: one of them has no tokens.
-            ContextLengthError: all but the last token are more than max_model_len.
+            ContextLengthError: without the last token they exceed max_model_len.
             EngineDeadError: the engine is gone.
         """
         with self._queue.ticket() as ticket:

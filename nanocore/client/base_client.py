@@ -78,9 +78,9 @@ class BaseClient:
             model: model folder, or id on the hub; None is the demo model.
             tokenizer: folder with the tokenizer's files; None reads them from the engine.
             start_timeout_s: how long the engine may take to load.
-            resume: False lets requests fail with the engine, for good.
-            max_restarts: restarts in a row, with no progress of a request in between, and with less
-                than 30 s of serving.
+            resume: False lets requests fail when their engine dies.
+            max_restarts: consecutive restarts before giving up. The count starts again when a
+                request progresses, or after 30 s of serving.
             standby: keep a second engine process, with its model loaded, that takes over when the
                 first one dies. The weights take twice the memory.
             engine_args: flags of `nanocore-engine`, e.g. max_num_seqs=8; False is --no-flag, and
@@ -125,7 +125,7 @@ class BaseClient:
                 the same model, of which one is used as long as it serves.
             curve_dir: folder with this client's keys and the engine's, for tcp alone.
             tokenizer: folder with the tokenizer's files; None reads them from the engine.
-            timeout_s: how long entering waits for an engine to listen there, and to answer.
+            timeout_s: how long entering waits until an engine listens there and replies.
             resume: False lets requests fail with their session.
             resume_timeout_s: how long requests wait for an engine that continues them.
 
@@ -194,7 +194,7 @@ class BaseClient:
 
     @property
     def endpoint(self) -> str:
-        """Endpoint of the engine, ipc:// or tcp://; a private one if the client launched it."""
+        """Endpoint of the engine, ipc:// or tcp://; a private one if this client launched it."""
         if self._manager is None and self._endpoints:
             return self._endpoints[0]
         return self._entered().endpoint
@@ -211,7 +211,7 @@ class BaseClient:
 
     @property
     def engine_instance(self) -> str:
-        """Names the engine's run, and changes with every start."""
+        """Id of the engine's run; it changes with every start."""
         return self._entered().welcome.engine_instance
 
     @property
@@ -221,15 +221,15 @@ class BaseClient:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the engine takes no new requests, and no other is known that would."""
+        """Whether the engine takes no new requests, and no other known engine does."""
         return self._entered().is_draining
 
     # -- the model's files ------------------------------------------------------------------------
 
     async def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer: of the folder that was named, or else as the engine serves it.
+        """The model's tokenizer, from the given folder or from the engine.
 
-        Waits for an engine that is lost, as requests do.
+        Waits for a new engine if the last one was lost, as requests do.
 
         Raises:
             InvalidRequestError: there is none, or its files are damaged.
@@ -240,7 +240,7 @@ class BaseClient:
     async def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: float = math.inf
     ) -> list[int]:
-        """Tokenize a text, as `Tokenizer.encode`; a long text delays no other calls.
+        """Tokenize a text with `Tokenizer.encode`; a long text delays no other calls.
 
         Raises:
             InvalidRequestError, ProtocolError, EngineDeadError: as `get_tokenizer`; or the text is
@@ -254,7 +254,7 @@ class BaseClient:
     ) -> Result:
         """Run work in a thread and return its result; it may take long.
 
-        is_long: the work is about more than LONG_CHARS characters; it only delays other such work.
+        is_long: the work has more than LONG_CHARS characters; it delays only other long work.
 
         Raises:
             InvalidRequestError, ProtocolError, EngineDeadError: as `get_tokenizer`; and what work

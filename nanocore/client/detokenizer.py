@@ -1,13 +1,13 @@
 """Text of output tokens: incremental detokenization and stop strings.
 
-The rule: the pieces of a request make the text that decoding its prompt and output at once would
-add to the prompt's. There are two exceptions, which only later tokens could decide. A character
-that is incomplete when the request ends is left out (decoded at once, it would be U+FFFD). Of byte
-tokens (<0x80>) whole characters count even if their neighbours are no UTF-8 (decoded at once, the
-whole run would be U+FFFD). How the tokens are cut into calls has no influence.
+The joined pieces equal the text that decoding prompt and output at once would add to the prompt's,
+independently of how tokens are split into calls. There are two exceptions. A character that is
+incomplete when the request ends is left out (decoded at once, it would be U+FFFD). Complete
+characters made of byte tokens (<0x80>) are kept even next to invalid UTF-8 (decoded at once, the
+whole run would be U+FFFD).
 
-A stop string ends the text before it appears, also when it is split over tokens. Text that may
-begin one is held back. The engine knows no text, so the client looks, and then aborts the request.
+A stop string ends the text before it, also when it spans tokens. Text that may begin one is held
+back. The engine knows no text, so the client finds stop strings and aborts the request.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from nanocore.protocol.sampling import SamplingParams
 
 MAX_CONTEXT_TOKENS: Final = 8
 MAX_WINDOW_TOKENS: Final = 24
-"""When there are more, all but MAX_CONTEXT_TOKENS are forgotten: seldom, for it costs a decode."""
+"""Above this, all but MAX_CONTEXT_TOKENS are dropped; rarely, because it costs a decode."""
 MAX_CHARACTER_BYTES: Final = 4
 MAX_HELD_TOKENS: Final = 16
-"""A character has four bytes at most: what is held longer than this will never be one."""
+"""Limit of held tokens: a character has at most four bytes, so more will never complete one."""
 
 
 class IncrementalDetokenizer:
@@ -37,10 +37,10 @@ class IncrementalDetokenizer:
 
     Args:
         tokenizer: the model's.
-        prompt_token_ids: what the output follows (a leading space may depend on it).
+        prompt_token_ids: the prompt, on which a leading space may depend.
         skip_special_tokens: leave special tokens out of the text.
 
-    tokens_per_slice: as many at once hold the caller up for one or two milliseconds.
+    tokens_per_slice: number of tokens that take one or two milliseconds.
     """
 
     def __init__(
@@ -53,23 +53,23 @@ class IncrementalDetokenizer:
         else:
             self._source = _Window(tokenizer, prompt_token_ids, skip_special_tokens)
         self.tokens_per_slice = self._source.tokens_per_slice
-        self.push = self._source.push  # one token, and the text that it completes
+        self.push = self._source.push  # fast path for one token
 
     def append(self, token_ids: list[int]) -> str:
-        """The text that these tokens complete."""
+        """Return the text that these tokens complete."""
         if len(token_ids) == 1:
             return self.push(token_ids[0])
         return "".join(map(self.push, token_ids))
 
     def flush(self) -> str:
-        """The text held back, when no more tokens will come."""
+        """Return the text held back, when no more tokens will come."""
         return self._source.flush()
 
 
 class _SingleTokens:
-    """Source for tokens that have texts of their own: only bytes of half a character are kept."""
+    """Source for tokens with context-free texts; only bytes of an incomplete character are kept."""
 
-    tokens_per_slice: Final = 200  # of 0.7 us; of 8 us, if it is the first time for each
+    tokens_per_slice: Final = 200  # 0.7 us each; 8 us when seen for the first time
 
     def __init__(self, texts: TokenTexts, prompt_token_ids: Sequence[int]) -> None:
         self._texts = texts
@@ -94,19 +94,18 @@ class _SingleTokens:
         return characters
 
     def flush(self) -> str:
-        # Incomplete bytes are dropped. Python also holds others back (a surrogate's):
-        # those are shown.
+        # Incomplete bytes are dropped. Python holds back others, too (of surrogates): emit those.
         text = self._bytes.decode("utf-8", "replace")
         return "" if text == REPLACEMENT else text
 
 
 class _Window:
-    """Source for tokens whose text depends on others: decodes the last few tokens together.
+    """Source for tokens with context-dependent texts: decodes the last few tokens together.
 
-    Tokens that no decode shows are left out, or they would push the others out of the window.
+    Tokens without text are left out; they would push others out of the window.
     """
 
-    tokens_per_slice: Final = 100  # of 10 us; of 20 us, if it is all half characters
+    tokens_per_slice: Final = 100  # 10 us each; 20 us if all are incomplete characters
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool
@@ -142,7 +141,7 @@ class _Window:
         return added
 
     def _forget(self) -> None:
-        # Keep some more tokens if the last ones would begin inside a character.
+        # Keep more tokens if the window would begin inside a character.
         for num_tokens in range(MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS + MAX_CHARACTER_BYTES):
             context = self._context[-num_tokens:]
             shown = self._decode(context)
@@ -152,7 +151,7 @@ class _Window:
 
 
 class StopStringMatcher:
-    """Watches one request's text.
+    """Finds stop strings in one request's text.
 
     Args:
         stops: non-empty strings. include: keep the stop string at the end of the text.
@@ -165,11 +164,11 @@ class StopStringMatcher:
         self._min_chars = min(map(len, stops))
 
     def push(self, text: str, is_sought: bool = True) -> tuple[str, str | None]:
-        """(text that may be shown, the stop string found or None).
+        """Return (text that may be emitted, the stop string found or None).
 
-        is_sought: stop strings may end in this text; if not, none that does is found later either.
-        Of several matches the one that ends first wins, and of those the first in the list, so that
-        the result does not depend on how the text was cut into pieces.
+        is_sought: whether stop strings that end in this text count. Of several matches the one that
+        ends first wins, then the first in the list, so that the result does not depend on how the
+        text was cut into pieces.
         """
         num_seen = len(self._held)
         if num_seen:
@@ -188,7 +187,7 @@ class StopStringMatcher:
         return text, None
 
     def flush(self) -> str:
-        """The text held back, when no more will come."""
+        """Return the text held back, when no more will come."""
         text, self._held = self._held, ""
         return text
 
@@ -200,7 +199,7 @@ def _end(text: str, stop: str, num_seen: int) -> int:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`, and is not all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     if not text:
         return 0
     last = text[-1]
@@ -211,7 +210,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class SampleText:
-    """Args: the model's tokenizer, and the request."""
+    """Text of one sample: detokenization and stop strings."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
@@ -232,13 +231,13 @@ class SampleText:
 
     @property
     def push(self) -> Callable[[int], str] | None:
-        """Return the fast path of `read` for one token, or None if stop strings must be watched."""
+        """Fast path of `read` for one token; None if stop strings must be found."""
         return None if self._stops is not None else self._opened().push
 
     def read(
         self, token_ids: list[int], num_read: int, end: Event | None
     ) -> tuple[str, str | None, int]:
-        """(text to show, stop string found or None, how many of the tokens were used).
+        """Return (text to emit, stop string found or None, number of tokens used).
 
         num_read: tokens before these. end: of the sample, after these.
         """
@@ -265,7 +264,7 @@ class SampleText:
         pieces = []
         # As in vLLM V1: a stop string that ends within the first min_tokens is never found.
         num_exempt = self._min_tokens - num_read
-        for i, token_id in enumerate(shown):  # one by one: the result must not depend on merging
+        for i, token_id in enumerate(shown):  # one by one, whatever was merged
             text, stop = self._stops.push(detokenizer.append([token_id]), i >= num_exempt)
             pieces.append(text)
             if stop is not None:
@@ -277,7 +276,7 @@ class SampleText:
         return "".join(pieces), stop, num_tokens
 
     def _opened(self) -> IncrementalDetokenizer:
-        # Made late: only now has the engine checked the prompt's ids.
+        # Created late, because by now the engine has validated the prompt's ids.
         if self._detokenizer is None:
             self._detokenizer = IncrementalDetokenizer(
                 self._tokenizer, self._prompt_token_ids, self._skip_special_tokens

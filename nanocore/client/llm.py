@@ -30,11 +30,11 @@ Result = TypeVar("Result")
 
 
 class LLM:
-    """Synchronous use of a launched engine. Results come in input order, with a progress bar.
+    """Synchronous use of a launched engine. Results are in input order, with a progress bar.
 
     Args:
         model: model folder; None is the demo model.
-        tokenizer, start_timeout_s, engine_args: as for `AsyncEngineClient.launch`.
+        tokenizer, start_timeout_s, engine_args: see `AsyncEngineClient.launch`.
 
     Raises:
         EngineStartError: with the engine's own reason.
@@ -93,14 +93,14 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts; returns their last outputs in the order of the prompts.
+        """Complete prompts; return their last outputs in the order of the prompts.
 
-        All or nothing: the first request that is refused, or fails with its engine, is raised, and
-        the others are aborted. A sample that the engine ended says so: finish_reason is "error".
+        All or nothing: the first error, of a refused request or of the engine, is raised and the
+        other requests are aborted. A sample that the engine ended has finish_reason "error".
 
         Args:
             prompts: one prompt, or several; a list of integers is one prompt of token ids.
-            sampling_params: for all, or one for each; None takes the model's defaults.
+            sampling_params: for all, or one for each; None uses the model's defaults.
             use_tqdm: show a progress bar on stderr.
 
         Raises:
@@ -125,7 +125,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, as `generate` completes prompts.
 
-        Outputs are as the model writes them, its reasoning and tool calls included.
+        Outputs are the model's unparsed text, reasoning and tool calls included.
 
         Args:
             options: see `ChatOptions`: tools, tool_choice, response_format and others.
@@ -165,7 +165,7 @@ class LLM:
         normalize: bool = True,
         use_tqdm: bool = True,
     ) -> list[EmbeddingOutput]:
-        """The embeddings of prompts, in their order; see `AsyncEngineClient.embed`.
+        """Return the embeddings of prompts in order; see `AsyncEngineClient.embed`.
 
         All or nothing, as in `generate`.
         """
@@ -175,25 +175,26 @@ class LLM:
         return self._run(self._all(calls, use_tqdm))
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
-        """Begin a request that `step` reports of; returns its id, which its outputs have.
+        """Begin a request whose outputs `step` returns; return its id.
 
         `generate` and `chat` may be called meanwhile.
         """
         return self._run(self._requests.add(prompt, sampling_params))
 
     def step(self) -> list[RequestOutput]:
-        """Wait until something has changed; the outputs of the requests that have, as added.
+        """Wait for new output; return the outputs of requests that have some, in the order of
+        adding.
 
-        An output has everything so far; `finished` is the last one. [] if nothing is unfinished. A
-        request that fails is raised by a step of its own, and is then forgotten; the others
+        An output has everything so far; the last one has `finished`. [] if all requests have
+        finished. A failed request is raised by a separate step and then forgotten; the others
         continue. After Ctrl-C the next step returns what this one would have.
 
         Raises:
-            NanocoreError: of the request that its `request_id` names.
+            NanocoreError: of the request in its `request_id`.
         """
         try:
             outputs = self._run(self._requests.step())
-        except Exception:  # not Ctrl-C, which may come before what a step returns: see there
+        except Exception:  # not after Ctrl-C, which may come before the step returns: see stepwise
             self._requests.received()
             raise
         self._requests.received()
@@ -204,7 +205,7 @@ class LLM:
         return self._requests.are_unfinished
 
     def abort(self, request_id: str) -> None:
-        """End a request: no step reports of it any more. Ids that have ended are ignored."""
+        """Abort a request: no step returns it any more. Ids that have ended are ignored."""
         self._run(self._requests.abort(request_id))
 
     def metrics(self) -> list[Metric]:
@@ -220,12 +221,12 @@ class LLM:
     def score(
         self, pairs: Sequence[tuple[Prompt, Prompt]], *, use_tqdm: bool = True
     ) -> list[ScoreOutput]:
-        """Log probability of each continuation given its context, in the order of the pairs.
+        """Return the log probability of each continuation given its context, in order.
 
-        All or nothing, as `generate`.
+        All or nothing, as in `generate`.
 
         Args:
-            pairs: (context, continuation), as `AsyncEngineClient.score` takes them.
+            pairs: (context, continuation), see `AsyncEngineClient.score`.
             use_tqdm: show a progress bar on stderr.
 
         Raises:
@@ -260,7 +261,7 @@ class LLM:
         return [task.result() for task in tasks]
 
     def _run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        # On Ctrl-C the coroutine is cancelled, and its end awaited, before this returns.
+        # On Ctrl-C the coroutine is cancelled and awaited before this returns.
         if self._loop.is_closed():
             coroutine.close()
             raise ClientStateError("this LLM is closed: make a new one")
@@ -271,12 +272,12 @@ class LLM:
             raise group.exceptions[0] from None  # the task group's first failure is the cause
         except BaseException:
             if not call.outcome.done():
-                call.cancel()  # what it holds is freed, and requests in flight are aborted
+                call.cancel()  # free its resources; requests in flight are aborted
                 futures.wait([call.outcome])
             raise
 
     def _stop_loop(self) -> None:
-        # Calls of other threads end with the client; they need a turn to say so.
+        # Calls of other threads end with the client; the loop must run once to report that.
         futures.wait([_Call(self._loop, _others_end()).outcome])
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -292,7 +293,7 @@ async def _accepted(call: Callable[[], Awaitable[Result]]) -> Result:
 
 
 async def _others_end() -> None:
-    # Wait until this is the only task of its event loop, and no thread works for it.
+    # Wait until this is the loop's only task, and no thread works for it.
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.gather(*others, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_default_executor()
@@ -301,8 +302,8 @@ async def _others_end() -> None:
 class _Call(Generic[Result]):
     """A coroutine that runs in another thread's event loop.
 
-    outcome: unlike that of asyncio.run_coroutine_threadsafe, done only when the coroutine has
-    ended, however it ends.
+    outcome: done only when the coroutine has really ended, unlike the future of
+    asyncio.run_coroutine_threadsafe.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Requests of `LLM.add_request` and `LLM.step`: each is a task that reads `generate`.
 
-A task hands over one output, and continues once a step has taken it; the stream merges what arrives
-meanwhile. The result of a step is kept until its caller confirms it (`received`): Ctrl-C may come
-first, and then the next step returns it. Lives in the event loop of the LLM's thread.
+A task offers one output and continues once a step has taken it; the stream merges what arrives
+meanwhile. The result of a step is kept until its caller confirms it (`received`): after Ctrl-C the
+next step returns it. Belongs to the event loop of the LLM's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ QUEUE_FACTOR: Final = 4
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One request. news: not taken by a step yet. taken: set by the step that takes it."""
+    """One request. news: output that no step has taken yet. taken: set by the step that takes
+    it."""
 
     task: asyncio.Task[None] | None = None
     news: RequestOutput | Exception | None = None
@@ -50,7 +51,7 @@ class StepwiseRequests:
         return bool(self._requests) or self._unreceived is not None
 
     def received(self) -> None:
-        """The caller has what the last step returned or raised."""
+        """Confirm that the caller got the result of the last step."""
         self._unreceived = None
 
     async def add(self, prompt: Prompt, params: SamplingParams | None) -> str:
@@ -64,9 +65,9 @@ class StepwiseRequests:
         return request_id
 
     async def step(self) -> list[RequestOutput]:
-        """Wait for news; those of each request, in order. See `LLM.step`.
+        """Wait for news; return those of each request, in order. See `LLM.step`.
 
-        The caller is to say that they are `received`.
+        The caller must confirm them by `received`.
         """
         while self._unreceived is None and self._requests:
             self._unreceived = self._take()

@@ -1,8 +1,8 @@
-"""Text of single tokens: what a token adds to a text, whatever came before it.
+"""Texts of single tokens: what a token adds to a text, independently of the tokens before it.
 
 Most decoders allow that. Byte-level ones (GPT-2, Llama 3, Qwen) join the tokens' bytes, and those
-of SentencePiece's kind (Llama 2, Gemma) join their texts; only the first token of all differs. A
-token that is not whole characters has bytes in place of text.
+of SentencePiece (Llama 2, Gemma) join their texts; only the first token differs. A token with
+incomplete characters has bytes in place of text.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import tokenizers
 REPLACEMENT: Final = "\ufffd"
 """Character that invalid UTF-8 decodes to."""
 MAX_TOKEN_IDS: Final = 1 << 32
-"""The library takes no other ids, and no tokenizer has them."""
+"""Limit of token ids in the library; no tokenizer has more."""
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
 _JOINING_STEPS: Final = frozenset({"ByteLevel", "Fuse"})
 _SINGLE_STEPS: Final = frozenset({"Replace", "ByteFallback", "Metaspace", "WordPiece"})
 
 
 class TokenText(NamedTuple):
-    """Text and bytes that one token adds to a text, as logprobs show them.
+    """Text and bytes that one token adds to a text, for logprobs.
 
-    text: half a character in it is shown as U+FFFD. bytes: the token's own, so that those of
-    successive tokens make whole characters; none for ids of no token.
+    text: incomplete characters are U+FFFD. bytes: the token's own, which join to whole characters;
+    empty for unknown ids.
     """
 
     text: str
@@ -42,11 +42,11 @@ class _Anchor(NamedTuple):
 
 
 class TokenTexts(dict[int, str | bytes]):
-    """Texts by token id, filled on first use; "" for ids of no token.
+    """Texts by token id, filled on first use; "" for unknown ids.
 
-    joins_bytes: the decoder only joins the tokens' bytes; the first is as any other.
-    are_exact: a token adds its text whatever came before. Else it is what the token adds to some
-    other one, or if it changes that one, what it is alone.
+    joins_bytes: the decoder only joins the tokens' bytes; the first token is no exception.
+    are_exact: a token adds its text independently of the tokens before it. Otherwise the text is
+    what it adds to some other token, or, if it changes that one, its text alone.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, skip_special_tokens: bool) -> None:
@@ -74,12 +74,12 @@ class TokenTexts(dict[int, str | bytes]):
         return text
 
     def first(self, token_id: int) -> str | bytes:
-        """The text of a token at the very beginning, where many decoders leave out a space."""
+        """Return the text of a token at the beginning, where many decoders omit a space."""
         text = self[token_id]
         return self._decode([token_id]) if text and isinstance(text, str) else text
 
     def _partial(self, token_id: int, text: str) -> str | bytes:
-        """Return the bytes behind a text with a U+FFFD, unless they are U+FFFD."""
+        """Return the bytes of a text with U+FFFD, unless these are U+FFFD itself."""
         token = self._backend.id_to_token(token_id)
         assert token is not None, "it has a text"
         if self._has_byte_symbols:
@@ -98,7 +98,7 @@ class TokenTexts(dict[int, str | bytes]):
 
     @cached_property
     def _anchor(self) -> _Anchor:
-        """Return an ordinary token to put before others, so that they are not the first."""
+        """Return an ordinary token that is put before others, so that they are not the first."""
         ordinary = range(0 if self.joins_bytes else self._backend.get_vocab_size())
         for token_id in ordinary:
             text = self._decode([token_id])
@@ -121,7 +121,7 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Any]]:
 
 
 def _treats_tokens_singly(steps: list[dict[str, Any]]) -> bool:
-    """Whether these steps see one token at a time, but for a space before the first."""
+    """Whether these decoder steps handle each token alone, except for a space before the first."""
     fused = False  # into a single text
     for step in steps:
         if step["type"] == "Fuse":

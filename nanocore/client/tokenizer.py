@@ -1,7 +1,7 @@
 """Text to token ids and back, and chat messages to a prompt, from a model's own files.
 
-Uses the `tokenizers` library, and a process of its own for the chat template: no other code of the
-model runs. Nothing of torch is imported, nor of transformers but for models without tokenizer.json.
+Uses the `tokenizers` library, and a separate process for the chat template: no other code of the
+model runs. torch is not imported; transformers only for models without tokenizer.json.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
 )
-"""Files of a Tokenizer; only the first is needed, or VOCABULARY_FILES in its place."""
+"""Files of a Tokenizer; only the first is required, or VOCABULARY_FILES in its place."""
 
 TEMPLATE_FILES: Final[dict[str, ModelFileName]] = {
     "default": "chat_template.jinja",
@@ -51,7 +51,7 @@ TEMPLATE_FILES: Final[dict[str, ModelFileName]] = {
 
 
 def needed_files(available: Container[str]) -> list[ModelFileName]:
-    """Select the files that a Tokenizer is made of."""
+    """Select the files that a Tokenizer uses."""
     wanted = TOKENIZER_FILES
     if "tokenizer.json" not in available:
         wanted += VOCABULARY_FILES
@@ -62,16 +62,16 @@ class Tokenizer:
     """The tokenizer of one model.
 
     Args:
-        files: contents by name, of the `needed_files` that the model has. The chat template is
-            chat_template.jinja, with another one for tools perhaps, or else a part of
+        files: contents of the model's `needed_files` by name. The chat template is
+            chat_template.jinja, perhaps with another one for tools, or a part of
             tokenizer_config.json.
-        source: where they come from, for error messages.
+        source: of the files, for error messages.
 
-    config: what tokenizer_config.json says. named_tokens: texts of special tokens, such as
-    "eos_token"'s, which may be of other files.
+    config: content of tokenizer_config.json. named_tokens: texts of special tokens by name
+    ("eos_token"), from all files.
 
     Raises:
-        InvalidRequestError: tokenizer.json is missing and cannot be made, or a file is damaged.
+        InvalidRequestError: tokenizer.json is missing and cannot be created, or a file is damaged.
     """
 
     def __init__(self, files: Mapping[str, bytes], source: str) -> None:
@@ -88,7 +88,7 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise InvalidRequestError(f"tokenizer.json of {source}: {error}") from None
-        # How training cut, filled and varied its texts: none of it is for prompts.
+        # Truncation, padding and dropout of training are not for prompts.
         self.backend.no_truncation()
         self.backend.no_padding()
         if getattr(self.backend.model, "dropout", None) is not None:
@@ -113,7 +113,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
-        """The tokenizer whose files are in this folder.
+        """Load the tokenizer of a folder.
 
         Raises:
             InvalidRequestError: as the constructor, or a file cannot be read.
@@ -131,13 +131,13 @@ class Tokenizer:
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: float = math.inf
     ) -> list[int]:
-        """Token ids of a text; the model's own special tokens are added as it specifies.
+        """Return token ids of a text, with the special tokens that the model's files specify.
 
-        max_tokens: a long text of more than twice as many is refused before it takes much time and
-        memory. Others are returned whole, however many tokens they have.
+        max_tokens: a long text of more than twice as many tokens is refused before it takes much
+        time and memory. Other texts are never cut.
 
         Raises:
-            InvalidRequestError: the text is no Unicode (a lone surrogate).
+            InvalidRequestError: the text has a lone surrogate.
             ContextLengthError: it is far too long.
         """
         if max_tokens < math.inf and len(text) > LONG_CHARS:
@@ -147,7 +147,7 @@ class Tokenizer:
         ids = self._encoding(text, add_special_tokens).ids
         if add_special_tokens and ids[:2] == self._doubled_bos:
             logger.warning("a prompt begins with BOS, and the tokenizer adds another one")
-            self._doubled_bos = None  # said once
+            self._doubled_bos = None  # logged once
         return ids
 
     def cut_beginning(self, text: str, num_tokens: int) -> str:
@@ -159,7 +159,7 @@ class Tokenizer:
     def _count_last(self, text: str, max_tokens: float) -> tuple[int, int]:
         """Count tokens from the text's end, at most these; also return where they start.
 
-        Pieces have a few tokens more than the text that they make.
+        Pieces have slightly more tokens than the whole text.
         """
         num_tokens, start = 0, len(text)
         while start > 0 and num_tokens <= max_tokens:
@@ -169,8 +169,7 @@ class Tokenizer:
         return num_tokens, start
 
     def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        # A long text is encoded as a batch of one: for batches the library lets other
-        # threads run.
+        # A long text is encoded as a batch of one, because batches release the interpreter's lock.
         backend = self.backend
         try:
             if len(text) <= MAX_QUICK_CHARS:
@@ -190,7 +189,7 @@ class Tokenizer:
 
     @cached_property
     def num_added_tokens(self) -> tuple[int, int]:
-        """Number of special tokens that `encode` puts before a text, and behind it."""
+        """Number of special tokens that `encode` adds before a text, and after it."""
         whole, own = self.encode("x"), self.encode("x", add_special_tokens=False)
         starts = range(len(whole) - len(own) + 1)
         start = next((i for i in starts if whole[i : i + len(own)] == own), len(starts) - 1)
@@ -201,7 +200,7 @@ class Tokenizer:
         return self.num_added_tokens[1]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids. Ids that no token has add nothing."""
+        """Return the text of token ids; unknown ids add nothing."""
         known = [token_id for token_id in token_ids if 0 <= token_id < MAX_TOKEN_IDS]
         text: str
         if len(known) <= MAX_QUICK_TOKENS:
@@ -211,12 +210,12 @@ class Tokenizer:
         return text
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them; "" for ids of none."""
+        """Return tokens in the vocabulary's spelling; "" for unknown ids."""
         token = self.backend.id_to_token
         return [token(i) or "" if 0 <= i < MAX_TOKEN_IDS else "" for i in token_ids]
 
     def is_decoded(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether `decode` looks at this token at all."""
+        """Whether `decode` uses this token at all."""
         if skip_special_tokens and token_id in self._special_texts:
             return False
         return 0 <= token_id < MAX_TOKEN_IDS and self.backend.id_to_token(token_id) is not None
@@ -224,9 +223,8 @@ class Tokenizer:
     def token_text(self, token_id: int) -> TokenText:
         """Return the text that a token adds after other tokens, for logprobs.
 
-        Special tokens are shown as they are written. Models whose tokens have no text of their own
-        (`token_texts(False).are_exact` is false) give what this one adds to one certain other
-        token, or if it changes that one, what it is alone.
+        Special tokens are included. For models with context-dependent texts
+        (`token_texts(False).are_exact` is false) see `TokenTexts`.
         """
         shown = self._shown_tokens.get(token_id)
         if shown is None:
@@ -253,7 +251,7 @@ class Tokenizer:
         return token_id
 
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts:
-        """Texts of single tokens; see there what they are worth."""
+        """Return the texts of single tokens; see `TokenTexts.are_exact`."""
         if skip_special_tokens not in self._token_texts:
             texts = TokenTexts(self.backend, skip_special_tokens)
             self._token_texts[skip_special_tokens] = texts
@@ -261,7 +259,7 @@ class Tokenizer:
 
     @property
     def chat_template_text(self) -> str | None:
-        """The chat template's source, or None if the model has none; of two, the one for tools."""
+        """The chat template's source, the one for tools if there are two; None if there is none."""
         template = self._templates.get("tool_use") or self._templates.get("default")
         return None if template is None else template.text
 
@@ -290,16 +288,17 @@ class Tokenizer:
         add_generation_prompt: bool | None = None,
         **options: Unpack[TemplateOptions],
     ) -> str:
-        """The prompt of a conversation, by the model's chat template.
+        """Render the prompt of a conversation with the model's chat template.
 
         Args:
-            add_generation_prompt: begin the answer; None means yes, unless the last message is
-                continued.
+            add_generation_prompt: open the assistant's turn; None means yes, unless the last
+                message is continued.
             options: see `TemplateOptions`.
 
         Raises:
-            InvalidRequestError: the model has no template, or it rejects this, or passes a limit.
-            RenderProcessError: there is no process for the template.
+            InvalidRequestError: there is no template, or it rejects the conversation or exceeds a
+                limit.
+            RenderProcessError: the template's process does not start.
         """
         parts = self._render_parts(messages, add_generation_prompt, options)
         return "".join(parts)
@@ -311,10 +310,10 @@ class Tokenizer:
         max_tokens: float = math.inf,
         **options: Unpack[TemplateOptions],
     ) -> list[int]:
-        """Token ids of a conversation, ready for the model's answer.
+        """Return token ids of a conversation, ready for the model's response.
 
-        Special tokens are only those that the template writes, whatever texts the messages hold.
-        Arguments as `render_chat` and `encode`.
+        Only the template produces special tokens, whatever the messages contain. Arguments: see
+        `render_chat` and `encode`.
 
         Raises:
             InvalidRequestError, ContextLengthError, RenderProcessError: as render_chat and
@@ -369,7 +368,7 @@ def _parse_object(files: Mapping[str, bytes], name: str, source: str) -> dict[st
 def _template_texts(
     files: Mapping[str, bytes], config: dict[str, Any], source: str
 ) -> dict[str, str]:
-    """Return the templates by name, of their own files or else of the configuration."""
+    """Return the templates by name, from their own files or from the configuration."""
     template = config.get("chat_template")
     if isinstance(template, list):
         entries = [e for e in template if isinstance(e, dict) and isinstance(e.get("name"), str)]

@@ -1,13 +1,13 @@
-"""Tokenizer files: special tokens of a configuration, and a tokenizer.json for models without one.
+"""Tokenizer files: special tokens, and creation of a missing tokenizer.json.
 
 Special tokens are named by tokenizer_config.json and the older special_tokens_map.json. The older
-file wins, as in transformers, unless the newer one lists all added tokens
-("added_tokens_decoder"). Where it does not, added_tokens.json may list them.
+file wins, as in transformers, unless the newer one lists all added tokens ("added_tokens_decoder").
+If it does not, added_tokens.json may list them.
 
-A missing tokenizer.json is made by transformers, which is optional and imported here alone. It sees
-a private folder with the vocabulary and the settings that say how text is cut. The tokenizer class
-is one of its own, never looked up through "auto" classes: a model's files can name no code and no
-other file. Conversion takes a second: call it in a thread."""
+A missing tokenizer.json is created by transformers, which is optional and only imported here. It
+gets a private folder with the vocabulary and the settings of tokenization. The tokenizer class is
+one of transformers' own, never found through "auto" classes, so a model's files cannot name code or
+other files. Conversion takes a second: call it in a thread."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class SpecialTokens:
         config: tokenizer_config.json. older: special_tokens_map.json.
         added: added_tokens.json, which has ids by text.
 
-    texts: by name ("bos_token"), for chat templates; models may name tokens of their own. What is
-    absent or null has no name.
+    texts: by name ("bos_token"), for chat templates; models may add names. Absent and null tokens
+    have no entry.
     """
 
     def __init__(
@@ -73,8 +73,9 @@ class SpecialTokens:
     def add_to(self, backend: tokenizers.Tokenizer) -> None:
         """Add the tokens that only the configuration marks as special to a tokenizer.
 
-        Without, a template's "<|end|>" would be many tokens. Only where the id is certain: the
-        configuration gives the one that the tokenizer would, or the vocabulary has the token.
+        Otherwise a template's "<|end|>" would become many tokens. A token is only added if its id
+        is certain: the vocabulary has it, or the configuration gives the id that the tokenizer
+        would assign.
 
         Raises:
             TypeError, ValueError, AttributeError: the configuration is damaged.
@@ -89,7 +90,7 @@ class SpecialTokens:
             if repr(token) in exact or not token.content:
                 continue
             if not self._lists_all and token.content in texts:
-                continue  # its older list knows less of it than the tokenizer
+                continue  # the tokenizer knows more about it than the older list
             own_id = backend.token_to_id(token.content)
             if token_id == (next_id if own_id is None else own_id):
                 next_id = max(next_id, token_id + 1)
@@ -106,7 +107,7 @@ class SpecialTokens:
 
 
 def _text(token: object) -> str | None:
-    # A token is given as its text, or as an object around it.
+    # A token is its text, or an object with it.
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
@@ -136,20 +137,20 @@ _SETTINGS: Final = frozenset(
         "trim_offsets",
     }
 )
-"""Settings passed to transformers, besides the names of tokens: above all, no paths."""
+"""Settings passed to transformers in addition to names of tokens; none of them is a path."""
 
 
 def make_tokenizer_json(
     files: Mapping[str, bytes], config: Mapping[str, Any], older: Mapping[str, Any], source: str
 ) -> bytes:
-    """The content of the tokenizer.json that this model would have.
+    """Return the content of a tokenizer.json for this model.
 
     Args:
         files: contents by name. config: tokenizer_config.json's. older: special_tokens_map.json's.
-        source: where they come from, for error messages.
+        source: of the files, for error messages.
 
     Raises:
-        InvalidRequestError: the files are not enough, or damaged, or what reads them is missing.
+        InvalidRequestError: files or packages are missing, or files are damaged.
     """
     given = [name for name in VOCABULARY_FILES if name in files]
     if not given:
@@ -172,7 +173,7 @@ def make_tokenizer_json(
         if "tokenizer.model" in given:
             import sentencepiece
 
-            # It says what is wrong; transformers would take the file for one of tiktoken's.
+            # Its error is useful; transformers would take the file for one of tiktoken's.
             sentencepiece.SentencePieceProcessor(model_proto=contents["tokenizer.model"])
         with tempfile.TemporaryDirectory(prefix="nanocore-tokenizer-") as folder:
             for name, content in contents.items():
@@ -185,7 +186,7 @@ def make_tokenizer_json(
 
 
 def _tokenizer_class(config: Mapping[str, Any]) -> Any:
-    # transformers' own class of this name, never one of the model's code.
+    # transformers' own class of this name, never one from the model's files.
     import transformers
 
     name = config.get("tokenizer_class")

@@ -59,7 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--version", action="version", version=f"nanocore {__version__}")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"nanocore {__version__}",
+        help="print the version and exit",
+    )
 
     parser.add_argument(
         "--check",
@@ -210,10 +215,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         cause = error if isinstance(error, StartError) else StartError(text)
         if parent is not None:
             parent.report_failure(cause)
-        if cause is error:
-            complain(f"nanocore-engine: {cause}")
-        else:
+        if cause is not error:
             logging.exception("the engine failed to start")
+        elif parent is None:  # else the launching client reports it
+            complain(f"nanocore-engine: {cause}")
         exit_code = cause.exit_code
     finally:
         standard_streams.flush_or_drop()

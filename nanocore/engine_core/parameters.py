@@ -186,7 +186,7 @@ class EngineParameters:
     block_size: _BlockSize | None = parameter(
         None,
         _CACHE,
-        f"tokens per KV block ({CPU_SIZES.block_size}; {CUDA_SIZES.block_size} on CUDA)",
+        f"tokens per KV block (default: {CPU_SIZES.block_size}; {CUDA_SIZES.block_size} on CUDA)",
     )
 
     kv_cache_dtype: KVCacheDtype = parameter(
@@ -196,7 +196,7 @@ class EngineParameters:
     gpu_memory_utilization: _Share = parameter(0.9, _CACHE, "share of each GPU's memory to use")
 
     kv_cache_memory_bytes: _Bytes | None = parameter(
-        None, _CACHE, "KV cache of each rank, instead of a share"
+        None, _CACHE, "bytes of KV cache per rank, instead of a share"
     )
 
     num_gpu_blocks_override: _Blocks | None = parameter(
@@ -212,13 +212,13 @@ class EngineParameters:
     )
 
     max_num_seqs: _Rows | None = parameter(
-        None, _SCHEDULER, f"limit of running requests ({CPU_SIZES.max_num_seqs})"
+        None, _SCHEDULER, f"limit of running requests (default: {CPU_SIZES.max_num_seqs})"
     )
 
     max_num_batched_tokens: _StepTokens | None = parameter(
         None,
         _SCHEDULER,
-        f"token budget of a step ({CPU_SIZES.max_num_batched_tokens}; "
+        f"token budget of a step (default: {CPU_SIZES.max_num_batched_tokens}; "
         f"{CUDA_SIZES.max_num_batched_tokens} on CUDA)",
     )
 
@@ -227,11 +227,11 @@ class EngineParameters:
     )
 
     max_num_queued_tokens: _Queued = parameter(
-        4 * 2**20, _SCHEDULER, "limit of their prompt tokens; more are refused"
+        4 * 2**20, _SCHEDULER, "limit of waiting prompt tokens; more are refused"
     )
 
     max_num_queued_bytes: _Queued = parameter(
-        2**28, _SCHEDULER, "limit of their memory; more are refused"
+        2**28, _SCHEDULER, "limit of waiting requests' memory in bytes; more are refused"
     )
 
     scheduling_policy: SchedulingPolicy = parameter(
@@ -273,7 +273,9 @@ class EngineParameters:
     )
 
     max_num_clients: _Clients | None = parameter(
-        None, _ENGINE, "limit of sessions; more are refused (1024, or what descriptors allow)"
+        None,
+        _ENGINE,
+        "limit of sessions; more are refused (default: 1024, or what descriptors allow)",
     )
 
     shutdown_timeout: _SecondsOrNone = parameter(

@@ -16,6 +16,7 @@ import numpy as np
 
 from nanocore.engine_core.scheduling.columns import IntArray
 from nanocore.engine_core.scheduling.step_plan import Chunk, StepPlan
+from nanocore.protocol.errors import counted
 from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
 
 _Note = tuple[float, IntArray, IntArray | None, list[Chunk], int]
@@ -103,7 +104,8 @@ class Utilisation:
         for kind in ("decode", "prefill"):
             if num_steps := numbers[f"{kind}_steps"]:
                 yield (
-                    f"{kind}: {num_steps} steps, {numbers[f'{kind}_tokens']} tokens, "
+                    f"{kind}: {counted(num_steps, 'step')}, "
+                    f"{counted(numbers[f'{kind}_tokens'], 'token')}, "
                     f"{numbers[f'{kind}_seconds']:.2f} s; {numbers[f'{kind}_mbu']:.1%} of the "
                     f"memory's bandwidth (MBU), {numbers[f'{kind}_mfu']:.1%} of the FLOP/s (MFU)"
                 )

@@ -1,4 +1,5 @@
-"""nanocore.http: what clients of OpenAI's and Anthropic's APIs talk to.
+"""nanocore.http: a server for clients of OpenAI's and Anthropic's APIs.
 
-A process of its own, without torch: a client of the engine. Imports client and protocol only.
+It runs in its own process, without torch, as a client of the engine. Imports client and protocol
+only.
 """

@@ -40,7 +40,7 @@ MAX_IGNORED: Final = 32
 MAX_ITEMS: Final = 1 << 16
 """Limit for strings, and for lists and objects, in a body."""
 MAX_COMMAS: Final = 1 << 20
-"""Limit for values in a body; so many are token ids."""
+"""Limit for values in a body, found by its commas: a prompt of token ids may have that many."""
 
 
 class Disconnected(Exception):
@@ -48,12 +48,12 @@ class Disconnected(Exception):
 
 
 class Exchange:
-    """One request, its response, and what is noted of both.
+    """One request, its response, and notes for spans and headers.
 
     state: the server's. path_id: text in place of {id} in the path. reply_headers: sent with any
     response. num_body_bytes: read so far. error_body: encoder of errors for this client.
-    field_names: the dialect's names for fields of a chat request, for error messages. record: what
-    spans report; None: there are none.
+    field_names: the dialect's names for fields of a chat request, for error messages. record: for
+    the request's span; None: no spans.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class Exchange:
     def chunk_writer(self) -> Callable[[bytes], bool] | None:
         """Function that writes a chunk without a coroutine, if the server offers one.
 
-        For chunks that are neither the first nor the last of a response. It returns False, having
-        written nothing, where `send` must be used.
+        For chunks that are neither the first nor the last of a response. It returns False and
+        writes nothing if `send` must be used.
         """
         writer: Callable[[bytes], bool] | None = self.scope.get("extensions", {}).get(CHUNK_WRITER)
         return writer
@@ -185,7 +185,7 @@ class Exchange:
         fields = await self.read_object()
         if len(fields) > MAX_FIELDS:
             raise bad_request(f"the body has {len(fields)} fields: at most {MAX_FIELDS} are read")
-        # Unknown fields are not errors: SDKs of next year send more of them.
+        # Unknown fields are not errors: newer SDKs send more of them.
         self.note_ignored(fields.keys() - set(kind.__struct_encode_fields__))
         try:
             return msgspec.convert(fields, kind)
@@ -305,7 +305,7 @@ def check_body_limits(body: bytes) -> None:
         HttpError: a limit is exceeded.
     """
     if len(body) <= MAX_ITEMS or all(num <= most for num, most, _ in _counts(body)):
-        return  # nearly always, even counting the characters inside strings
+        return  # nearly always sufficient, although it also counts characters inside strings
     # Without escapes each remaining quote begins or ends a string, so every second piece is text.
     body = body.replace(rb"\\", b"").replace(rb"\"", b"")
     if body.count(b'"') <= 2 * MAX_ITEMS:

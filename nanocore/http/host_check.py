@@ -1,7 +1,7 @@
 """The check that protects a server without API keys from web pages of other sites.
 
-A page of any site can make a browser send requests to loopback. Through a name of its own that it
-points there (DNS rebinding) it could even read the responses. Host and Origin reveal both.
+A page of any site can make a browser send requests to loopback. If its own name resolves to
+loopback (DNS rebinding), it can even read the responses. Host and Origin reveal both.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def check_host(
     Raises:
         HttpError: the host is invalid or foreign, or the origin is another site.
     """
-    # Two Host headers join to an invalid name, so that no other reader can pick the other one.
+    # Two Host headers are joined to an invalid name: a proxy could have used either one.
     host_header = b", ".join(hosts).decode("latin-1").lower()
     parts = _HOST.fullmatch(host_header)
     if parts is None:

@@ -37,7 +37,7 @@ _ANTHROPIC_TYPES: Final = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_LENGTHS: Final = re.compile(r"the prompt has (\d+) tokens.* max_model_len=(\d+)")
+_LENGTHS: Final = re.compile(r"the prompt has (\d+) tokens?\b.* max_model_len=(\d+)")
 RETRY_S: Final = 1.0
 RETRY_LATER_S: Final = 5.0
 """Retry-After while the server starts, drains or shuts down."""
@@ -50,7 +50,7 @@ class HttpError(Exception):
     """An error response.
 
     Args:
-        message: what is wrong, the value, the limit and a remedy.
+        message: the problem, the value, the limit and a remedy.
         code: machine-readable, one of OpenAI's where there is one.
         param: the request field at fault.
         headers: added to the response.
@@ -121,7 +121,7 @@ def http_error(error: NanocoreError) -> HttpError:
         headers = _retry_after(error.retry_after_s)
         return HttpError(429, str(error), "rate_limit_exceeded", headers=headers)
     if isinstance(error, EngineDeadError):
-        # Its text names the engine's endpoint, which is not for clients: log it only.
+        # Its text has the engine's endpoint, which clients must not see: log it only.
         logger.warning("request failed: %s", error)
         return unavailable(ENGINE_GONE)
     return HttpError(500, str(error), "internal_error")

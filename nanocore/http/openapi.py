@@ -60,16 +60,16 @@ _CHAT_MESSAGE: Final = {
         "tool_call_id": {"type": ["string", "null"]},
     },
 }
-"""Items of `messages` where the body's type says dict: the client's chat checks those itself."""
+"""Schema for items of `messages`, which are dicts in the body's type and checked by the client."""
 
 
 class Route(msgspec.Struct, frozen=True):
     """One endpoint.
 
-    path: may hold one {id}, which matches any text, slashes included. body, response: types of the
-    request's and the response's JSON; a response may also be the types of its fields by name, and
-    None is any JSON object. is_stream: sends
-    server-sent events on request. is_open: needs no key. is_work: refused while the server shuts
+    path: may have one {id}, which matches any text, slashes included. body, response: types of the
+    request's and the response's JSON; a response may also be a mapping of field names to types, and
+    None is any JSON object. is_stream: sends server-sent events on request. is_open: needs no key.
+    is_work: refused while the server shuts
     down. is_local: does not ask the engine. is_refused: never succeeds. is_anthropic: errors have
     Anthropic's shape. operation: name of the request's span; None: no span. errors: statuses that
     do not follow from the other fields. query: JSON Schemas of URL parameters.

@@ -1,4 +1,4 @@
-"""RequestRecord: what spans report of a finished request: names and numbers, never texts.
+"""RequestRecord: data of a finished request for its span: names and numbers, never texts.
 
 Records are kept only while a span writer is set.
 """

@@ -110,7 +110,7 @@ _BY_PATH: Final = {
     path: {route.method: route for route in ROUTES if route.path == path}
     for path in dict.fromkeys(route.path for route in ROUTES)
 }
-# The longest ending first: "/v1/responses/{id}/cancel" is no id of "/v1/responses/{id}".
+# The longest suffix first: in "/v1/responses/x/cancel" the id is not "x/cancel".
 _WITH_ID: Final = sorted(
     (path.partition("{id}")[::2] for path in _BY_PATH if "{id}" in path),
     key=lambda around: -len(around[1]),
@@ -143,7 +143,7 @@ def find_route(method: str, path: str) -> tuple[Route, str]:
 
 
 def _pattern(path: str) -> tuple[str, str]:
-    """Return the path as in the table and the text in place of {id}; an unknown path as it is."""
+    """Return the table's path and the text in place of {id}; an unknown path unchanged."""
     if path not in _BY_PATH:
         for start, end in _WITH_ID:
             path_id = path[len(start) : len(path) - len(end)]

@@ -23,7 +23,7 @@ from nanocore.http.server_settings import AppSettings
 
 LARGE_BYTES: Final = 1 << 18
 TRIM_DELAY_S: Final = 1.0
-"""A trim takes some 20 ms in a thread, so it waits for further requests to end."""
+"""Delay that lets further requests end first, because a trim takes some 20 ms in a thread."""
 
 
 class ServerState:
@@ -61,8 +61,8 @@ class Deliverable(Protocol):
 class DeliveryLoop:
     """Drives all streams of an event loop with one callback per engine message.
 
-    A stream with new tokens joins a list. At the next turn of the event loop all of them are read,
-    encoded and written, so no task is woken for a token.
+    A stream with new tokens joins a list. In the next iteration of the event loop all of them are
+    read, encoded and written, so no task is woken for a token.
 
     Args:
         keep_alive_s: streams that were silent for this long send a keep-alive.
@@ -91,7 +91,7 @@ class DeliveryLoop:
             self._timer = None
 
     def wake(self, delivery: Deliverable) -> None:
-        """Have this delivery's `step` called at the next turn of the event loop."""
+        """Schedule this delivery's `step` for the next iteration of the event loop."""
         if not self._ready:
             self._loop.call_soon(self._run)
         self._ready.append(delivery)
@@ -101,13 +101,13 @@ class DeliveryLoop:
             delivery.fail(error)
 
     def _run(self) -> None:
-        # Exchanged first: a step that wakes its delivery again means the next turn.
+        # Swap the list first: a step that wakes its delivery again means the next iteration.
         ready, self._ready = self._ready, []
         for delivery in ready:
             delivery.step()
 
     def _tick(self) -> None:
-        # Deliveries note silence between two ticks; so half the interval between them is enough.
+        # Deliveries detect silence between two ticks, so ticks come at half the interval.
         self._timer = self._loop.call_later(self._half_s, self._tick)
         for delivery in list(self._open):
             delivery.tick()
@@ -183,7 +183,7 @@ trim: Final = _find_trim()
 class MemoryTrimmer:
     """Returns memory of large bodies to the system.
 
-    glibc has an arena for each thread that tokenizes, and itself trims only the first of them.
+    glibc has an arena per tokenizing thread, and only trims the first one itself.
     """
 
     def __init__(self) -> None:

@@ -49,6 +49,11 @@ def shorten(text: str) -> str:
     return f"{text[:_MAX_QUOTED_CHARS]}... ({len(text)} characters)"
 
 
+def counted(number: float, noun: str) -> str:
+    """Return a number and its noun: "1 token", "2 tokens"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def quoted(value: object) -> str:
     """Return a value's repr for messages, whatever it is: repr fails for very deep or large
     values.

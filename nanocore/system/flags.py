@@ -5,29 +5,48 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from difflib import get_close_matches
 from typing import Any, Final, NoReturn
 from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from nanocore import __version__
 from nanocore.protocol.errors import ConfigError
 
 DEFAULT_NAMESPACE: Final = "nanocore"
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Raises ConfigError, in one line, where argparse would exit. Flags are not abbreviated."""
+    """A parser with --version, whose errors are ConfigErrors. Flags cannot be abbreviated."""
 
     def __init__(
         self, prog: str, description: str, *, usage: str | None = None, epilog: str | None = None
     ) -> None:
         super().__init__(prog, usage, description, epilog, allow_abbrev=False)
+        self.add_argument(
+            "--version",
+            action="version",
+            version=f"nanocore {__version__}",
+            help="print the version and exit",
+        )
 
     def error(self, message: str) -> NoReturn:
         message = message.replace("ignored explicit argument", "takes no value, got")
         raise ConfigError(f"{message} ({self.prog} --help lists the flags)")
+
+    def near_match(self, argument: str) -> str | None:
+        """Return the flag of this parser that an unknown argument may mean, or None."""
+        return near_flag(argument, [*self._option_string_actions], 0.8)
+
+    def launch_hint(self, others: Iterable[str]) -> str:
+        """Return the flags of this parser that flags passed on to an engine may mean, or ''."""
+        return "; ".join(
+            f"`{self.prog}` has {near}, and {other} went to the engine"
+            for other in others
+            if (near := self.near_match(other))
+        )
 
 
 def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:

@@ -10,14 +10,15 @@ def summary_text(summary: RunSummary) -> str:
     one = summary
     per_s = one.num_tokens / one.seconds if one.seconds > 0 else 0.0
     lines = [
-        f"run {one.run}: {one.seconds:.3f} s, {one.num_steps} steps ({one.busy_s:.3f} s in steps), "
-        f"{one.num_tokens} tokens computed ({per_s:.0f}/s)",
+        f"run {one.run}: {one.seconds:.3f} s, {_num(one.num_steps, 'step')} "
+        f"({one.busy_s:.3f} s in steps), "
+        f"{_num(one.num_tokens, 'token')} computed ({per_s:.0f}/s)",
         f"  requests     {one.num_requests}, of which {one.num_finished} finished; at most "
         f"{one.max_running} running and {one.max_waiting} waiting at once",
         f"  KV blocks    at most {one.max_kv_usage:.1%} in use, "
         f"{_num(one.num_preemptions, 'preemption')}",
         f"  prefix cache {one.cached_tokens} of {one.prompt_tokens} prompt tokens cached, in "
-        f"{one.num_hits} requests",
+        f"{_num(one.num_hits, 'request')}",
     ]
     for name, values in (("step", one.step), ("waiting", one.waiting), ("TTFT", one.ttft)):
         if values is not None:
@@ -53,7 +54,7 @@ def explanation_text(explanation: Explanation) -> str:
 def _head(one: Explanation) -> str:
     known = [f"run {one.run}", one.state]
     if one.prompt_tokens is not None:
-        known += [f"{one.prompt_tokens} prompt tokens", f"session {one.session}"]
+        known += [_num(one.prompt_tokens, "prompt token"), f"session {one.session}"]
     if one.priority:
         known.append(f"priority {one.priority}")
     return f"request {_shown(one.request)}: {', '.join(known)}"

@@ -224,13 +224,14 @@ def test_flags_of_an_engine_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("line", "code", "text"),
     [
-        ("", 2, "which benchmark? There are serve, throughput, latency, startup"),
+        ("", 2, "which benchmark? there are serve, throughput, latency, startup"),
         ("serv", 2, "did you mean serve?"),
         ("serve --port x", 2, "(nanocore bench serve --help lists the flags)"),
         ("serve --html /nowhere/x", 2, "--html /nowhere/x: there is no such folder"),
         ("latency --output-json /nowhere/x", 2, "--output-json /nowhere/x"),
         ("latency --num-iters 0", 2, "is not an integer >= 1"),
         ("latency --no-such-flag", 2, "no-such-flag"),
+        ("startup --num-iters 1", 2, "`nanocore bench startup` has --num-iters-warm"),
         ("serve --engine-endpoint ipc:///nowhere/e --ready-check-timeout-sec 1", 70, "/nowhere/e"),
         ("serve --dataset-name custom", 2, "--dataset-name custom needs its file"),
         ("throughput --dataset-name mooncake", 2, "--dataset-name mooncake needs its file"),
@@ -242,7 +243,7 @@ def test_what_cannot_be_measured_is_a_line_and_a_code(
 ) -> None:
     assert run(line.split()) == code
     lines = capfd.readouterr().err.splitlines()
-    said = [each for each in lines if each.startswith("nanocore bench: ")]
+    said = [each for each in lines if each.startswith("nanocore")]
     assert len(said) == 1
     assert text in said[0]
 
@@ -289,7 +290,9 @@ def test_missing_packages_are_named(
 ) -> None:
     monkeypatch.setattr("nanocore.cli.command.find_spec", lambda name: None)
     assert run(["serve"]) == 2
-    said = "nanocore bench: measuring needs numpy: in the repository, pip install '.[bench]'\n"
+    said = (
+        "nanocore bench serve: measuring needs numpy: in the repository, pip install '.[bench]'\n"
+    )
     assert capsys.readouterr().err == said
 
 

@@ -18,9 +18,12 @@ def test_help_lists_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n  serve " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["serve", "--version"]])
-def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(*arguments) == 0
+@pytest.mark.parametrize(
+    "command",
+    ["", *main_module._SUBCOMMANDS, *(f"bench {name}" for name in main_module._BENCHMARKS)],
+)
+def test_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*command.split(), "--version") == 0
     assert capsys.readouterr().out == f"nanocore {__version__}\n"
 
 
@@ -32,6 +35,11 @@ def test_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> No
         (["--port"], "unknown command '--port'"),
         (["serve", "--port", "x"], "nanocore serve: argument --port"),
         (["serve", "--host", "0.0.0.0"], "nanocore serve: --host 0.0.0.0: anybody"),
+        (["serve", "--num-typo"], "nanocore serve: unknown: --num-typo"),
+        (["serve", "--block-size", "3"], "nanocore serve: --block-size 3: must be"),
+        (["serve", "--prot", "1"], "; `nanocore serve` has --port, and --prot went to the engine"),
+        (["batch", "in", "out", "--num-typo"], "nanocore batch: unknown: --num-typo"),
+        (["chat", "-q", "hi", "--num-typo"], "nanocore chat: unknown: --num-typo"),
     ],
 )
 def test_usage_errors_are_one_line(

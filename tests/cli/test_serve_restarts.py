@@ -115,7 +115,7 @@ def test_a_server_ends_with_the_engine_that_dies_again_and_again() -> None:
         os.kill(engine_pid(server.pid), signal.SIGKILL)
         assert server.exit() == 70
         below.wait_until_all_end()
-        assert "exited with code -9, after 1 restarts in a row" in server.log[-1]
+        assert "exited with code -9, after 1 restart in a row" in server.log[-1]
         assert not directory_of(server.log).exists()
 
 

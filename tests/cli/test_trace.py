@@ -40,7 +40,7 @@ def test_a_summary_in_words(trace: str, capsys: pytest.CaptureFixture[str]) -> N
         "run 1: 0.060 s, 6 steps (0.060 s in steps), 27 tokens computed (450/s)",
         "3, of which 2 finished; at most 1 running and 1 waiting at once",
         "at most 25.0% in use, 1 preemption",
-        "4 of 20 prompt tokens cached, in 1 requests",
+        "4 of 20 prompt tokens cached, in 1 request",
         "20.000 ms  all rows were in use",
         "10.000 ms  not enough free KV blocks",
         "TTFT         p50 12.500 ms, p90 33.000 ms",

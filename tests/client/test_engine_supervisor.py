@@ -130,7 +130,7 @@ async def test_progress_begins_a_new_row_of_restarts(engines: Engines) -> None:
         os.kill(supervisor.pid, signal.SIGKILL)
         assert [await watched.news.get(), await watched.news.get()] == [-9, None]
         os.kill(supervisor.pid, signal.SIGKILL)
-        assert "after 1 restarts in a row" in str(await watched.news.get())
+        assert "after 1 restart in a row" in str(await watched.news.get())
 
 
 async def test_an_engine_that_has_served_for_long_begins_a_new_row_of_restarts(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nanocore_conformance import __version__
 from nanocore_conformance.cli import main
 from nanocore_conformance.client_scenarios import CLIENT_SCENARIOS
 from nanocore_conformance.engine_rules import ENGINE_RULES
@@ -123,7 +124,11 @@ def test_all_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--engine", "ipc:///none", "--rule", "no-such-rule"), "--list lists all"),
+        (
+            ("--engine", "ipc:///none", "--rule", "stats-are-tld"),
+            "unknown rule; did you mean stats-are-told? --list lists all",
+        ),
+        (("--engine", "ipc:///none", "--rule", "zzz"), "unknown rule; --list lists all"),
         (("--engine", "what:ever", "--rule", "stats-are-told"), "what:ever"),
         (("--engine", "ipc:///none", "--listen", "ipc:///x"), "--engine needs neither"),
         (("--client",), "needs a command"),
@@ -139,6 +144,10 @@ def test_what_cannot_work_is_said(
     code, _, error = run(capsys, *arguments)
     assert code == 2
     assert words in error
+
+
+def test_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "--version") == (0, f"nanocore-conformance {__version__}\n", "")
 
 
 def test_it_is_a_module_and_its_help_shows_the_command_of_a_client() -> None:

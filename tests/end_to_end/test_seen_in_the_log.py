@@ -35,5 +35,5 @@ def test_an_engine_tells_what_it_could_do_and_what_it_did(
     text = log.read_text()
     assert re.search(r"\) memory .*weights [\d.,]+ MB.* bytes of KV a token\n", text)
     assert re.search(r"\) at best [\d.,]+ ms a token and [\d.,]+ ms a prompt at 1024 tokens", text)
-    assert re.search(r"\) prefill: 1 steps, 20 tokens, [\d.]+ s; [\d.]+% of .*\(MFU\)\n", text)
+    assert re.search(r"\) prefill: 1 step, 20 tokens, [\d.]+ s; [\d.]+% of .*\(MFU\)\n", text)
     assert re.search(r"\) decode: 8 steps, 8 tokens, [\d.]+ s; [\d.]+% of .*\(MFU\)\n", text)

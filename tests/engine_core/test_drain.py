@@ -244,7 +244,7 @@ def test_the_log_says_when_it_begins_and_when_it_ends(
     io.step(finish=(handle,))
     assert is_over(io)
     began, ended = [record.getMessage() for record in caplog.records]
-    assert began.startswith("SIGTERM: 1 open requests")
+    assert began.startswith("SIGTERM: 1 open request may")
     assert "30 s" in began
     assert ended == "SIGTERM: no requests in flight, exiting"
 

@@ -48,7 +48,7 @@ def test_a_client_that_asks_and_never_reads_is_cut_off_before_its_answers_fill_t
     assert io.inbox.get_nowait() == AbortRequests([handle])
     assert not io.handler.sessions.slow
     io.check_sessions()
-    assert "1 sessions closed: the client does not read its answers (1)" in caplog.text
+    assert "1 session closed: the client does not read its answers (1)" in caplog.text
 
 
 def test_what_waits_for_all_clients_is_bounded_together_and_the_greediest_goes(
@@ -100,7 +100,7 @@ def test_a_session_that_anothers_ping_ends_is_ended_once(
     io.check_sessions()
     assert io.in_session() == {b"a"}
     io.check_sessions()
-    assert caplog.messages == ["1 sessions closed: the client does not read its answers (1)"]
+    assert caplog.messages == ["1 session closed: the client does not read its answers (1)"]
     assert [io.inbox.get().operation for _ in range(io.inbox.qsize())] == ["pause", "resume"]
 
 

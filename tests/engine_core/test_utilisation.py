@@ -182,7 +182,7 @@ def test_the_log_has_a_line_for_each_kind_of_steps() -> None:
     num_bytes = 2400 + 16_000 * (1 - 0.75**2) + 7 * 50
     flops = 2 * (2 * 3000 + 400) + 7 * 120
     assert list(used.summary()) == [
-        f"decode: 1 steps, 2 tokens, 0.50 s; {num_bytes / 5e5:.1%} of the memory's bandwidth (MBU),"
+        f"decode: 1 step, 2 tokens, 0.50 s; {num_bytes / 5e5:.1%} of the memory's bandwidth (MBU),"
         f" {flops / 5e6:.1%} of the FLOP/s (MFU)"
     ]
 

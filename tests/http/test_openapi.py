@@ -106,6 +106,15 @@ def test_a_body_as_documented_is_one() -> None:
     assert not validator.is_valid({"messages": turns, "temperature": -1})
 
 
+def test_usage_and_tool_calls_have_their_fields() -> None:
+    schemas = DOCUMENT["components"]["schemas"]
+    for name in ("ChatCompletion", "TextCompletion", "EmbeddingList"):
+        usage = schemas[schemas[name]["properties"]["usage"]["$ref"].rpartition("/")[2]]
+        assert {"prompt_tokens", "total_tokens"} <= {*usage["required"]}, name
+    calls = schemas["AssistantMessage"]["properties"]["tool_calls"]["items"]["$ref"]
+    assert schemas[calls.rpartition("/")[2]]["properties"].keys() == {"id", "type", "function"}
+
+
 def test_fields_that_responses_always_have_are_required() -> None:
     for name in ("Model", "EmbeddingList", "AnthropicMessage", "ItemList"):
         schema = DOCUMENT["components"]["schemas"][name]

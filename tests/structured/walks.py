@@ -46,7 +46,7 @@ class DemoTokens:
 
     def compile(self, **wanted: Any) -> Grammar:
         """wanted: as users write it."""
-        return compile_grammar(self.vocabulary, StructuredOutputsParams(**wanted).for_engine())
+        return compile_grammar(self.vocabulary, StructuredOutputsParams(**wanted).for_engine())[1]
 
     def text(self, token_ids: Iterable[int]) -> str:
         return self.tokenizer.decode([*token_ids], skip_special_tokens=False)

@@ -1,6 +1,6 @@
 """The input of a batch: requests in OpenAI's form, and errors of invalid lines.
 
-Bodies stay bytes: the dialects parse them, as they parse bodies from HTTP.
+Bodies stay bytes: the dialects parse them like bodies from HTTP.
 """
 
 from __future__ import annotations

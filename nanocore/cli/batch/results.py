@@ -1,6 +1,6 @@
 """Results: a file with one line per result, in OpenAI's form; a later run continues it.
 
-It is locked for one run at a time. An unfinished last line is dropped. A file that holds anything
+The file is locked by one run at a time. An unfinished last line is dropped. A file with anything
 but results is refused before it is changed.
 """
 
@@ -108,7 +108,7 @@ class Results:
     results that are errors first, so that their lines are retried.
 
     Raises:
-        ConfigError: the file cannot be written, is in use by another run, or holds other data.
+        ConfigError: the file cannot be written, is in use by another run, or has other data.
     """
 
     def __init__(self, path: str, index: ResultIndex, without_errors: bool = False) -> None:
@@ -129,7 +129,7 @@ class Results:
             raise
 
     def is_file(self, other: int) -> bool:
-        """Whether a descriptor is of the same file."""
+        """Whether a descriptor refers to this file."""
         return os.path.samestat(os.fstat(self._fd), os.fstat(other))
 
     def append(self, line: bytes) -> None:

@@ -1,7 +1,8 @@
 """BatchRunner: sends the pending requests, many at once, and writes each result as it arrives.
 
-Requests that a full engine refuses are retried when it says; an absent engine is waited for. A run
-that ends early, for any reason, has written whole lines, and the next run continues.
+Requests that a full engine refuses are retried after its Retry-After; if the engine is gone, the
+run waits for it. A run that ends early, for any reason, has written whole lines, and the next run
+continues.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class BatchRunner:
             async with asyncio.TaskGroup() as group:
                 while True:
                     await slots.acquire()
-                    # In a thread, since the input may be a slow pipe.
+                    # In a thread, because the input may be a slow pipe.
                     line = await asyncio.to_thread(self._pending.next)
                     if line is None:
                         break

@@ -24,7 +24,7 @@ from nanocore.cli.batch.runner import BatchRunner, default_concurrency
 from nanocore.cli.command import INTERRUPTED
 from nanocore.cli.engine_choice import engine_client
 from nanocore.http.app import App
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, counted
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def answer_batch(options: BatchOptions) -> int:
     """Process all lines without results; return the exit code.
 
     Raises:
-        NanocoreError: unusable files, or the engine did not start, or ended.
+        NanocoreError: files cannot be used, or the engine did not start or has ended.
     """
     with (
         _opened(options.input) as source,
@@ -91,8 +91,8 @@ async def _run(
     num_failed = pending.num_failed + runner.num_failed
     num_answered = pending.num_done - pending.num_failed + runner.num_answered
     logger.info(
-        "%d lines: %d succeeded, %d failed; %d of them in earlier runs",
-        num_answered + num_failed,
+        "%s: %d succeeded, %d failed; %d of them in earlier runs",
+        counted(num_answered + num_failed, "line"),
         num_answered,
         num_failed,
         pending.num_done,

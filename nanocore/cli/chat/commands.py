@@ -55,7 +55,7 @@ _FORM: Final = re.compile(r"/([A-Za-z]*)(?:\s+(.*))?", re.DOTALL)
 
 
 def parse_command(text: str) -> SlashCommand | None:
-    """Return the command in a text; None for a message: a leading blank or a path is one.
+    """Return the command in a text, or None: with a leading blank or a path it is a message.
 
     Raises:
         InvalidRequestError: an unknown command, or a wrong argument.

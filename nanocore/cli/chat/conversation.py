@@ -1,7 +1,7 @@
 """Conversation: messages so far, and the question that has no response yet.
 
-A question enters the conversation together with its response. So a failed one can be retried or
-abandoned, and no model ever sees two consecutive user messages.
+A question is added to the conversation together with its response. So a failed one can be retried
+or abandoned, and no model gets two consecutive user messages.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Conversation:
         return [*system, *self.turns, *pending]
 
     def say(self, text: str) -> None:
-        """Set the pending question; one that had no response is forgotten."""
+        """Set the pending question; an earlier one without a response is dropped."""
         self.pending = {"role": "user", "content": text}
 
     def answer(self, message: Message) -> None:
@@ -53,7 +53,7 @@ class Conversation:
         self.pending = None
 
     def take_back(self) -> Message:
-        """Remove the user's last message and all that followed; return the message.
+        """Remove the user's last message and everything after it; return the message.
 
         Raises:
             InvalidRequestError: there is no message.
@@ -69,16 +69,16 @@ class Conversation:
         raise InvalidRequestError("the conversation is empty")
 
     def clear(self) -> None:
-        """Forget all messages but the system prompt."""
+        """Drop all messages except the system prompt."""
         self.turns = []
         self.pending = None
 
     def replace(self, messages: list[Message]) -> None:
-        """Take these messages in place of all; a user's last one becomes the pending question."""
+        """Replace all messages; if the last one is the user's, it becomes the pending question."""
         self.clear()
         has_system = bool(messages) and messages[0]["role"] == "system"
         content = messages[0].get("content") if has_system else ""
-        is_plain = isinstance(content, str)  # else it stays a message like others
+        is_plain = isinstance(content, str)  # otherwise it stays an ordinary message
         self.system = str(content) if is_plain else ""
         self.turns = messages[has_system and is_plain :]
         if self.turns and self.turns[-1]["role"] == "user":
@@ -89,7 +89,7 @@ def save(path: Path, chat: SavedChat) -> None:
     """Write a file of mode 0600, replacing at most an earlier conversation.
 
     Raises:
-        InvalidRequestError: it cannot be written, or holds anything else than a conversation.
+        InvalidRequestError: it cannot be written, or has anything but a conversation.
     """
     try:
         if path.exists():
@@ -126,7 +126,7 @@ def load(path: Path) -> SavedChat:
     """Read a file of `save`, or a JSON list of messages.
 
     Raises:
-        InvalidRequestError: it cannot be read, or holds anything else.
+        InvalidRequestError: it cannot be read, or has anything else.
     """
     data = _read(path)
     try:

@@ -1,8 +1,8 @@
 """EngineChatTarget: a chat with an engine over the wire, launched by this command or joined.
 
 A launched engine ends with the target, and logs to a file. `switch` ends it before it starts the
-next one, since memory may not hold two models; if that fails, it starts the last one again. An
-engine that has used up its restarts is started again by the next question.
+next one, because memory may not suffice for two models; if that fails, it starts the last one
+again. An engine that has used up its restarts is started again by the next question.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Files of the chat in `$XDG_STATE_HOME/nanocore`: engine log, error log, history of the prompt.
 
-The directory, `~/.local/state/nanocore` by default, is accessible to its user alone. All files are
-bounded. Only regular files are opened, since opening a pipe might block for ever.
+The directory, `~/.local/state/nanocore` by default, is accessible to its user alone. All files have
+a size limit. Only regular files are opened, because opening a pipe might block forever.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class EngineLog:
         try:
             tail = os.pread(self.fd, _TAIL_BYTES, max(0, os.fstat(self.fd).st_size - _TAIL_BYTES))
         except OSError:
-            return ""  # the line is only shown while one waits
+            return ""  # the line is only shown as progress
         lines = tail.replace(b"\r", b"\n").decode(errors="replace").split("\n")
         return next(filter(None, reversed(lines)), "")
 
@@ -118,7 +118,7 @@ class ErrorLog(logging.Handler):
         self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ConfigError):  # then the line that was shown has to do
+        with suppress(OSError, ConfigError):  # the error's line was shown already
             path = state_directory() / "chat-errors.log"
             fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
             with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:

@@ -16,7 +16,6 @@ from nanocore.cli.engine_choice import (
     add_engine_flags,
     choose_engine,
     engine_command_parser,
-    near_match,
     parse_with_model,
 )
 from nanocore.cli.response_flags import check_tokenizer
@@ -117,7 +116,7 @@ def _check_url_alone(
     """Refuse an engine's flags, and unknown ones."""
     flags = [_flag(name) for name in _ENGINE_FLAGS if getattr(given, name) not in (None, [])]
     wrong = [*([] if model is None else [model]), *flags, *others]
-    if others and (near := near_match(parser, others[0])):
+    if others and (near := parser.near_match(others[0])):
         raise ConfigError(f"unknown: {others[0]}; did you mean {near}?")
     if wrong:
         raise ConfigError(

@@ -55,7 +55,7 @@ def converse(options: ChatSettings) -> int:
 
 async def _converse(options: ChatSettings, interrupts: Interrupts) -> None:
     view = View(Console(), options.is_plain)
-    # Throughout: a terminal whose mode changes between two keys may lose one of them.
+    # For the whole conversation: changing a terminal's mode between two keys may lose one.
     with quiet_keyboard(sys.stdin.fileno()):
         async with opened(options, view) as target:
             conversation = Conversation(options.system)
@@ -150,19 +150,19 @@ class Prompt:
         """Return the user's next text. Raises EOFError at the end."""
         with self._interrupts.to(self._session.default_buffer.reset):
             text = await self._session.prompt_async(handle_sigint=False)
-        # The terminal sends UTF-8, whatever the locale's encoding is.
+        # The terminal sends UTF-8, independently of the locale's encoding.
         return text.encode(errors="surrogateescape").decode(errors="replace")
 
     def above(self, write: Callable[[], None]) -> None:
-        """Call `write`; while a prompt is shown, what it writes goes above."""
+        """Call `write`; its output goes above the prompt, if one is shown."""
         if self._session.app.is_running:
-            run_in_terminal(write)  # the application waits for it before it ends
+            run_in_terminal(write)  # the application awaits it before it ends
         else:
             write()
 
 
 class CommandCompleter(Completer):
-    """Completes commands and their arguments, and nothing in messages."""
+    """Completes commands and their arguments, but nothing in messages."""
 
     def __init__(self, models: Callable[[], Iterable[str]]) -> None:
         self._models = models
@@ -197,8 +197,8 @@ def _keys() -> KeyBindings:
     @keys.add("enter", filter=is_typing)
     def _enter(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        # Nobody types as fast as keys that come together: text is being pasted into a terminal
-        # without bracketed paste. Commands, though, are typed ahead, one by one.
+        # Keys that arrive together are pasted into a terminal without bracketed paste; nobody types
+        # that fast. Commands, however, may be typed ahead, one by one.
         queue = event.app.key_processor.input_queue
         is_pasted = any(press.key != Keys.CPRResponse for press in queue)
         if is_pasted and not is_command(buffer.text):

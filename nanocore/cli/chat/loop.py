@@ -1,7 +1,7 @@
 """ChatLoop: reads the user's input, streams responses and runs commands, until the end.
 
-Every error becomes one line and the loop goes on; `/retry` asks again. Internal errors, too, are
-only logged: no conversation is lost to a defect of ours.
+Every error becomes one line and the loop continues; `/retry` asks again. Internal errors are also
+only logged, so that no conversation is lost to a bug.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
 from nanocore.cli.chat.target import ChatTarget, ChatTurn, TurnStats, incompleteness, status_line
 from nanocore.cli.chat.view import View
 from nanocore.cli.interrupts import Interrupts
-from nanocore.protocol.errors import InvalidRequestError, NanocoreError, shorten
+from nanocore.protocol.errors import InvalidRequestError, NanocoreError, counted, shorten
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ChatLoop:
             try:
                 await self._interrupts.stoppable(self._find_models())
             except NanocoreError:
-                pass  # the list only serves completion, and servers may have none
+                pass  # the list is only for completion, and servers may have none
             except Exception as error:
                 self._report(error)
             while True:
@@ -80,7 +80,7 @@ class ChatLoop:
                     self._report(error)
 
     async def _handle(self, text: str) -> bool:
-        """Return whether to go on."""
+        """Handle an input; return whether to continue."""
         if not text.strip():
             return True
         command = parse_command(text)
@@ -108,7 +108,7 @@ class ChatLoop:
         except NanocoreError as error:
             self._view.error(f"{error}; /retry asks again")
             return
-        finally:  # what has arrived stays in the conversation
+        finally:  # text that has arrived stays in the conversation
             self._stats = turn.stats()
             message = turn.message()
             if message is not None:
@@ -188,7 +188,7 @@ class ChatLoop:
             raise InvalidRequestError("the conversation is empty")
         chat = SavedChat(model=self._target.model, sampling=self._sampling, messages=messages)
         save(path, chat)
-        self._view.note(f"wrote {len(messages)} messages to {path}")
+        self._view.note(f"wrote {counted(len(messages), 'message')} to {path}")
 
     def _load(self, path: Path) -> None:
         chat = load(path)
@@ -197,4 +197,4 @@ class ChatLoop:
         self._stats = TurnStats()
         is_pending = self._conversation.pending is not None
         hint = "; /retry asks the last one" if is_pending else ""
-        self._view.note(f"loaded {len(chat.messages)} messages{hint}")
+        self._view.note(f"loaded {counted(len(chat.messages), 'message')}{hint}")

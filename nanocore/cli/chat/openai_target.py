@@ -2,8 +2,8 @@
 
 `ResponseReader` accepts streams of chunks and complete responses. Malformed parts are ignored:
 invalid UTF-8 becomes U+FFFD, and fields of a wrong type count as missing. Abandoning a response
-closes its connection, which tells the server. No error shows credentials, be they part of the URL
-or of what a server echoes.
+closes its connection, so the server notices. No error shows credentials, neither those in the URL
+nor those that a server echoes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from nanocore.protocol.errors import (
 CONNECT_TIMEOUT_S: Final = 10.0
 _FAILURES: Final = (aiohttp.ClientError, OSError, TimeoutError)
 _MIN_SECRET_CHARS: Final = 6
-"""Shorter secrets are not masked: that would hide nothing, and mask common words."""
+"""Shorter secrets are not masked: that would mask common words."""
 _TRUST: Final = "SSL_CERT_FILE names a file of the certificates to trust"
 _MAX_COMPLETE_BYTES: Final = 2**26
 _STREAM: Final = re.compile(rb"\s*(?:data|event|id|retry)?:")
@@ -57,7 +57,7 @@ class OpenAIChatTarget:
 
     Args:
         url: of the API, up to its /v1; may contain `user:password@`.
-        model: None takes the first that the server lists.
+        model: None uses the first that the server lists.
     """
 
     def __init__(self, url: str, api_key: str | None, model: str | None) -> None:
@@ -220,7 +220,7 @@ class ResponseReader:
         """Yield the events that these bytes complete.
 
         Raises:
-            NanocoreError: they are no chunks, or contain an error of the server.
+            NanocoreError: they are not chunks, or contain an error of the server.
         """
         try:
             events = self._events.feed(data)
@@ -243,7 +243,7 @@ class ResponseReader:
         """Yield the last events: a complete response, and Finished.
 
         Raises:
-            NanocoreError: the response was incomplete, or none at all.
+            NanocoreError: the response was incomplete or missing.
         """
         if not self._has_begun and self._unread.strip() and not _STREAM.match(self._unread):
             try:

@@ -55,7 +55,7 @@ async def ask_once(
     """Stream the response to standard output; to a terminal without control characters.
 
     Raises:
-        ConfigError: the question is invalid as it stands.
+        ConfigError: the question is invalid.
         NanocoreError: no response, or an incomplete one.
     """
     turn = ChatTurn()
@@ -94,7 +94,7 @@ def _write(text: str) -> None:
 
 @asynccontextmanager
 async def opened(options: ChatSettings, view: View | None) -> AsyncIterator[ChatTarget]:
-    """Open the target, and close it with the block. view: shows the progress."""
+    """Open the target inside this block. view: shows the progress."""
     with ExitStack() as closing_last:
         target: EngineChatTarget | OpenAIChatTarget
         if options.url is not None:
@@ -134,7 +134,7 @@ def _read_question() -> str:
 
 
 class WarningNotes(logging.Handler):
-    """Passes warnings on as lines. The client logs in the event loop's thread."""
+    """Shows warnings as lines. The client logs in the event loop's thread."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)

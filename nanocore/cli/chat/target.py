@@ -1,7 +1,7 @@
 """ChatTarget: the interface of engines and servers to chat with; ChatTurn: one response of them.
 
-Nothing else in the command depends on the kind of target. Errors are NanocoreErrors whose text is
-written for the user.
+No other part of the command depends on the kind of target. Errors are NanocoreErrors with text for
+the user.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Message: TypeAlias = dict[str, Any]
 
 
 class Resumed(msgspec.Struct, frozen=True):
-    """Another engine took the request over. num_output_tokens: had come before. is_exact: the
-    following tokens are those that would have come undisturbed."""
+    """Another engine took the request over. num_output_tokens: received before. is_exact: the
+    output is the same as without the change."""
 
     num_output_tokens: int
     is_exact: bool
@@ -90,7 +90,7 @@ class ChatTarget(Protocol):
 class TurnStats(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts and timings of a turn; None is unknown.
 
-    tokens_per_s: output tokens, averaged from the sending of the question on.
+    tokens_per_s: output tokens since the question was sent.
     """
 
     num_prompt_tokens: int | None = None
@@ -108,7 +108,8 @@ class TurnStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatTurn:
-    """Starts when it is made, at the sending of the question. now_s: a monotonic clock."""
+    """One response. It starts when it is created, as the question is sent. now_s: monotonic
+    clock."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s

@@ -1,8 +1,8 @@
 """View: streams responses to the terminal, with notes and errors as lines of their own.
 
-Nothing is written twice, so the terminal's scrollback is the conversation, however the window is
-resized. Markdown keeps its marks, so that copied text is what the model wrote. Control characters
-of models and servers are shown as escapes and have no effect.
+Nothing is written twice, so the terminal's scrollback is the conversation, even if the window is
+resized. Markdown keeps its marks, so that copied text is the model's text. Control characters of
+models and servers are shown as escapes and have no effect.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rich.text import Text as StyledText
 
 from nanocore.cli.chat.target import Resumed, TargetEvent
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
+from nanocore.protocol.errors import counted
 from nanocore.system.standard_streams import harmless
 
 PLAIN: Final = ""
@@ -93,7 +94,7 @@ class View:
     def __init__(self, console: Console, is_plain: bool = False) -> None:
         self.console = console
         self._styles = None if is_plain else MarkdownStyles()
-        self._kind: type | None = None  # of the part that the response is in
+        self._kind: type | None = None  # style of the current part of the response
         self._is_line_start = True
         self._timer: asyncio.TimerHandle | None = None
         self._spinner: Status | None = None
@@ -114,7 +115,8 @@ class View:
             self._write([(harmless(f"calls {event.name} "), _NOTE)])
         elif isinstance(event, Resumed):
             how = "" if event.is_exact else ", perhaps with other words"
-            self.note(f"another engine continues after {event.num_output_tokens} tokens{how}")
+            tokens = counted(event.num_output_tokens, "token")
+            self.note(f"another engine continues after {tokens}{how}")
 
     @asynccontextmanager
     async def waiting(self, news: Callable[[], str]) -> AsyncIterator[None]:

@@ -61,7 +61,7 @@ def _read(path: Path) -> list[str]:
 
 
 def _require_private(path: Path, info: os.stat_result) -> None:
-    # Root may hand a service its key by a group, as Kubernetes and systemd do.
+    # Kubernetes and systemd give a service its key in root's file, readable to a group.
     is_handed = info.st_uid == 0 != os.getuid()
     others = 0o037 if is_handed else 0o077
     if info.st_mode & others and stat.S_ISREG(info.st_mode):

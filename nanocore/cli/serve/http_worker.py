@@ -56,7 +56,7 @@ async def _serve(link: _Link) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, ending.set)
     for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the parent decides about the end
+        signal.signal(number, signal.SIG_IGN)  # the parent decides when it ends
     start = msgspec.json.decode(await link.line(), type=WorkerStart)
     start_log(f"serve worker {start.number}", start.log_format)
     service = HttpService(start.app, start.server)

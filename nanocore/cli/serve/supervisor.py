@@ -1,9 +1,9 @@
 """Supervisor: starts and stops a server's HTTP processes and its engine.
 
-A single process serves HTTP itself; several are workers. A launched engine ends with the server, is
-replaced when it dies, and ends the server when it has used up its restarts; a joined engine is left
-alone. The first signal lets running responses finish, the second one exits at once, whereupon the
-kernel ends the children.
+With one HTTP process the supervisor serves HTTP itself; several are workers. A launched engine ends
+with the server, is replaced when it dies, and ends the server when it has used up its restarts. A
+joined engine is left alone. The first signal lets running responses finish. The second one exits at
+once, and the kernel kills the children.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Supervisor:
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # set by nohup
             loop.add_signal_handler(signal.SIGHUP, on_signal, signal.SIGHUP)
 
     def _url(self) -> str:

@@ -1,8 +1,8 @@
 """WorkerPool: several HTTP processes, restarted when they die.
 
-Each has its own listening sockets, which stay open here, so clients that connect while a worker is
+Each worker has its own listening sockets, which stay open here, so clients that connect while it is
 replaced wait for the next one. A worker gets its settings and the engine's address over a socket
-pair and reports there that it serves; each side ends when the pair closes.
+pair, on which it reports that it serves; each side ends when the pair closes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class _Worker:
         self._link, worker_end = socket.socketpair()
         fds = [worker_end.fileno(), *(sock.fileno() for sock in sockets)]
         with worker_end:
-            # In its own session Ctrl-C does not reach it: this process shuts it down in order.
+            # In its own session Ctrl-C does not reach it, so this process can shut it down in
+            # order.
             self.process = subprocess.Popen(
                 [*COMMAND, str(worker_end.fileno())],
                 pass_fds=fds,

@@ -27,7 +27,7 @@ class MetricsReading:
         return {sample.labels[0][1]: sample.value for sample in self._samples(name)}
 
     def is_older_than(self, other: MetricsReading) -> bool:
-        """Whether this engine has run fewer steps, so it is a new one."""
+        """Whether this engine has run fewer steps, which means that it is a new one."""
         return self.value("num_steps") < other.value("num_steps")
 
     def bounds(self, name: str) -> list[float]:

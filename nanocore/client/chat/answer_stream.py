@@ -1,7 +1,7 @@
 """AnswerStream: the events of an answer, read without awaiting.
 
-A reader is called when there is news, so one loop can serve many answers in one turn of the event
-loop. `events` is the same for a caller that has a task of its own.
+A listener is called when there is news, so one loop can serve many answers in one iteration of the
+event loop. `events` is the same for a caller with its own task.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError,
 
 
 class AnswerStream:
-    """An answer that is being made. One reader.
+    """A response that is being generated. It has one reader.
 
     Args:
         stream: the request's.
-        new_parser: of the sample of this index.
+        new_parser: makes the parser of the sample with this index.
         tokenizer: the model's.
-        reasoning_end: the mark that ends its reasoning; to count that by tokens.
+        reasoning_end: mark that ends the reasoning, for counting reasoning tokens.
         tool_prompt: how the model sees the request's tools, if its template does not show them.
-        form_names: what errors and `not_held` call the form that it is held to.
+        form_names: the caller's names of the structured output, for errors and `not_held`.
 
-    As of the last `read`: finished: everything was read, or reading has failed. is_behind: it has
-    left something, so that others have their turn before. num_output_tokens: of all samples.
+    As of the last `read`: finished: everything was read, or reading has failed. is_behind: more is
+    available, and was left so that other tasks run first. num_output_tokens: of all samples.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class AnswerStream:
 
     @property
     def first_token_s(self) -> float | None:
-        """When its first token came, by the monotonic clock; None before."""
+        """Time of the first token, by the monotonic clock; None before."""
         return self._stream.progress.first_token_s
 
     def read(self) -> list[ChatEvent]:
         """Return new events; of a long backlog only some, so that the event loop is not blocked.
 
         Raises:
-            NanocoreError: the request was refused, failed in the engine, or the engine is gone;
-                once everything that came before was read.
+            NanocoreError: the request was refused or has failed, or the engine is gone. Raised once
+                everything that came before was read.
         """
         stream = self._stream
         events: list[ChatEvent] = []
@@ -119,11 +119,11 @@ class AnswerStream:
         return self._stream.news()
 
     def listen(self, callback: Callable[[], None]) -> None:
-        """Call this whenever `read` may find something, from now on: at least once."""
+        """Register a callback for news that `read` may find; called at least once."""
         self._stream.listen(callback)
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call this when all is there; whenever anything is, if stop strings need watching."""
+        """Register a callback for the end; with stop strings also for all news."""
         self._stream.on_end(callback)
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ class AnswerStream:
         self.finished = True
 
     async def events(self) -> AsyncGenerator[ChatEvent, None]:
-        """All events, as they come. Leaving it aborts the request; raises NanocoreError."""
+        """Yield all events as they arrive; leaving aborts the request. Raises NanocoreError."""
         try:
             while not self.finished:
                 events = self.read()
@@ -254,7 +254,7 @@ class _SampleEvents:
             sample.num_read,
             self._num_reasoning_tokens(),
         )
-        is_cut = isinstance(sample.stop_reason, str)  # by a stop string, perhaps within a call
+        is_cut = isinstance(sample.stop_reason, str)  # by a stop string, perhaps inside a call
         return Finished(
             "tool_calls" if reason == "stop" and self._has_called and not is_cut else reason,
             usage,

@@ -9,7 +9,7 @@ _MAX_INT_BITS: Final = 8192
 LONG_CHARS: Final = 1 << 16
 """Characters above which a text or conversation is long: tokenizing takes 50 ms to seconds."""
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
-"""Names of a turn's reasoning in clients and templates; the first that is present counts."""
+"""Keys of a turn's reasoning in clients and templates; the first that is present is used."""
 
 
 class MessageTextPart(TypedDict):
@@ -37,10 +37,9 @@ class MessageToolCall(TypedDict):
 class ChatMessage(TypedDict):
     """One turn of a conversation, as in OpenAI's API.
 
-    role: "system", "developer", "user", "assistant", "tool" or whatever else the model's template
-    knows. content: text, or parts. reasoning_content, tool_calls: what the assistant thought and
-    called. tool_call_id: which call this is the result of. Further keys are for templates that ask
-    for them.
+    role: "system", "developer", "user", "assistant", "tool" or another one that the model's
+    template knows. content: text, or parts. reasoning_content, tool_calls: the assistant's.
+    tool_call_id: the call whose result this is. Further keys are for templates that use them.
     """
 
     role: str
@@ -52,10 +51,10 @@ class ChatMessage(TypedDict):
 
 
 def template_message(message: object) -> dict[str, Any]:
-    """A message as templates get it: a copy, without values of None, its reasoning by all names.
+    """Return a copy as templates get it: without values of None, its reasoning under all keys.
 
     Raises:
-        TypeError: it is no dict, or holds what JSON cannot.
+        TypeError: it is no dict, or has values that JSON cannot represent.
     """
     if not isinstance(message, Mapping):
         raise TypeError(f"a message is a dict with a role, not {type(message).__name__}")
@@ -67,7 +66,7 @@ def template_message(message: object) -> dict[str, Any]:
 
 
 def is_long(*given: object) -> bool:
-    """Whether the texts in what JSON can hold have more than LONG_CHARS; each value adds 16."""
+    """Whether the texts in a JSON value have more than LONG_CHARS; each value adds 16."""
     num_chars = LONG_CHARS
     values = [*given]
     while values and num_chars >= 0:
@@ -81,13 +80,13 @@ def is_long(*given: object) -> bool:
 
 
 def plain(value: object) -> Any:
-    """Copy what JSON can hold, tuples as lists; raises TypeError for anything else."""
+    """Copy a JSON value, tuples as lists; raises TypeError for anything else."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
-        if value.bit_length() > _MAX_INT_BITS:  # Python does not write longer ones
+        if value.bit_length() > _MAX_INT_BITS:  # Python refuses to write longer integers
             raise TypeError(f"integers have at most {_MAX_INT_BITS} bits, not {value.bit_length()}")
         return int.__int__(value)
     if isinstance(value, float):

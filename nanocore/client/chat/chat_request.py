@@ -62,13 +62,13 @@ class ChatOptions(TypedDict, total=False):
     """Options of a chat; names are OpenAI's and vLLM's.
 
     tools: in OpenAI's shape. tool_choice: "auto", "none" (the model does not see the tools),
-    "required" or {"type": "function", "function": {"name": ...}}. parallel_tool_calls: the answer
-    may have more than one call; True. response_format: see `constraints`. chat_template_kwargs:
-    for the template; names must be in allowed_template_kwargs, by default DEFAULT_TEMPLATE_KWARGS.
-    add_generation_prompt: begin the answer; done unless the last message is continued.
-    continue_final_message: the answer continues the last message. tool_parser,
-    reasoning_parser: how the model writes such things; "auto", the default, asks its template, None
-    takes all for text.
+    "required" or {"type": "function", "function": {"name": ...}}. parallel_tool_calls: more than
+    one call is allowed (default: True). response_format: see `constraints`. chat_template_kwargs:
+    for the template; names must be in allowed_template_kwargs (default: DEFAULT_TEMPLATE_KWARGS).
+    add_generation_prompt: open the assistant's turn; by default unless the last message is
+    continued. continue_final_message: the response continues the last message. tool_parser,
+    reasoning_parser: the model's format; "auto", the default, detects it from the template, None
+    treats everything as text.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -84,10 +84,11 @@ class ChatOptions(TypedDict, total=False):
 
 
 class PreparedChat(NamedTuple):
-    """Prompt and parameters to send, and the parsers of the answer, by sample index.
+    """Prompt and parameters to send, and the response's parsers by sample index.
 
-    reasoning_end: the mark that ends the model's reasoning, if there is one. tool_prompt: see
-    `TemplateDialect`; None without tools, too. form_names: what the caller calls what is not held.
+    reasoning_end: mark that ends the model's reasoning, if there is one. tool_prompt: see
+    `TemplateDialect`; also None without tools. form_names: the caller's names of the structured
+    output.
     """
 
     prompt_token_ids: array[int]
@@ -105,12 +106,12 @@ def prepare_chat(
     params: SamplingParams,
     max_tokens: float = math.inf,
 ) -> PreparedChat:
-    """Render and tokenize it; takes milliseconds, or as long as a template may take.
+    """Render and tokenize a conversation; takes milliseconds, or up to the template's time limit.
 
     Raises:
-        InvalidRequestError: the template rejects it, or something in it is not what it must be.
+        InvalidRequestError: the template rejects it, or a message or an option is invalid.
         ContextLengthError: it has far more than max_tokens.
-        TypeError: an option of no such name.
+        TypeError: there is no option of this name.
     """
     _check(options, params)
     tools = read_tools(options.get("tools"))
@@ -127,7 +128,7 @@ def prepare_chat(
     form, names = _form(tools, choice, options, params, formats, in_reasoning)
     if form is not None:
         params = replace(params, structured_outputs=form)
-    if choice.mode in ("required", "named"):  # what ends a call is no part of its arguments
+    if choice.mode in ("required", "named"):  # the end of a call is not part of its arguments
         params = replace(params, include_stop_str_in_output=False)
     special = tokenizer.special_texts
     marks = marks_of(formats, has_tools=bool(tools))
@@ -160,7 +161,7 @@ def _parser(
 
 
 class _OneCallParser:
-    """Drops all calls but the first: the model does not know that it may call only once."""
+    """Drops all calls but the first, as the model is not told that it may call only once."""
 
     def __init__(self, inner: OutputParser) -> None:
         self._inner = inner
@@ -180,9 +181,9 @@ def _ends_in_reasoning(
 ) -> bool:
     if options.get("continue_final_message"):
         return prompt_opens_reasoning(tokenizer.decode(token_ids, skip_special_tokens=False))
-    # Templates end with the mark that they open; what users write of marks stands before.
+    # Marks that a template opens are at the prompt's end; marks that users wrote are earlier.
     end = tokenizer.decode(token_ids[-_TAIL_TOKENS:], skip_special_tokens=False).rstrip()
-    if reasoning == "deepseek_r1":  # some templates leave the mark to models that omit it
+    if reasoning == "deepseek_r1":  # the model writes the mark, and some models omit it
         named = options.get("reasoning_parser", "auto") != "auto" and not end.endswith("</think>")
         return named or end.endswith((*OPENING_MARKS, DEEPSEEK_TURN))
     return end.endswith(OPENING_MARKS)
@@ -242,7 +243,7 @@ def _form(
 ) -> tuple[StructuredOutputsParams | None, FormNames]:
     """Return the structured output, reasoning included, and the caller's names for it.
 
-    For very many tools only names are constrained: arguments of tools that are not strict are free.
+    With very many tools only names and strict tools' arguments are constrained.
     """
     response_format = options.get("response_format")
     wanted = read_response_format(response_format)

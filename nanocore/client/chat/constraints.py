@@ -1,8 +1,8 @@
 """Structured outputs of an answer: a forced tool call, or a response format.
 
 A forced answer is JSON that matches a schema, whatever the model's own format of tool calls is, as
-in vLLM. A model that reasons does so before. `FormNames` lets errors and `not_held` use the
-caller's names for the parts of a schema.
+in vLLM. Reasoning models reason first. `FormNames` lets errors and `not_held` use the caller's
+names for the parts of a schema.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _WHOLE: Final = re.compile(r"structured_outputs(?:\.(?:json|structural_tag)\b|(?
 
 
 class FormNames(NamedTuple):
-    """Names of a form, of the schemas in its "$defs", and of parts that were left out of it.
+    """Caller's names of a structured output, of its "$defs", and of parts that were left out.
 
-    whole: "" if the caller wrote structured_outputs. parts: by number.
+    whole: "" if the caller set structured_outputs. parts: names of "$defs" by number.
     """
 
     whole: str = ""
@@ -46,7 +46,7 @@ class FormNames(NamedTuple):
 
     @contextmanager
     def in_errors(self) -> Iterator[None]:
-        """Let errors of the form speak of what the caller wrote."""
+        """Rename the schema's parts in errors of the engine to the caller's names."""
         try:
             yield
         except InvalidRequestError as error:
@@ -54,7 +54,7 @@ class FormNames(NamedTuple):
             raise
 
     def rename(self, error: NanocoreError) -> None:
-        """Let an error of the form speak of what the caller wrote."""
+        """Rename the schema's parts in this error to the caller's names."""
         text = self.named(str(error))
         if text != str(error):
             error.args = (text,)
@@ -62,12 +62,12 @@ class FormNames(NamedTuple):
                 error.param = self.whole.partition(":")[0]
 
     def not_held(self, pointers: Sequence[str]) -> list[str]:
-        """Names of what is not held. pointers: of keywords in the schema that was sent."""
+        """Return names of keywords that are not enforced. pointers: theirs in the sent schema."""
         places = [self.named(f"structured_outputs.json at '{pointer}") for pointer in pointers]
         return [*self.left_out, *(place.replace(" at '", "", 1) for place in places)]
 
     def named(self, text: str) -> str:
-        """The text, with the caller's names in place of the engine's."""
+        """Return the text with the caller's names in place of the engine's."""
         if self.parts:
             text = _PART.sub(lambda found: f"{self.parts[int(found[1])]} at '", text)
         return _WHOLE.sub(self.whole, text) if self.whole else text
@@ -96,7 +96,7 @@ _FORMATS: Final = (
 
 
 def read_response_format(response_format: object) -> StructuredOutputsParams | None:
-    """OpenAI's response_format; or a class with `model_json_schema()`. None: any text.
+    """Read OpenAI's response_format, or a class with `model_json_schema()`; None is any text.
 
     Raises:
         InvalidRequestError: it is none of these, or its schema cannot be sent.
@@ -152,12 +152,12 @@ def constraint(
 ) -> StructuredOutputsParams | None:
     """Return the structured output that follows the reasoning; None allows any text.
 
-    tool_format: the model's own form of tool calls. If it is hermes's, calls of tools that are
-    strict match their schemas, also if the model is free to call. Beside a response format, calls
-    are free text that begins as calls do; without a form of its own a model cannot call then.
+    tool_format: the model's own format of tool calls. With hermes, calls of strict tools match
+    their schemas even with tool_choice "auto". With a response format, calls are unconstrained text
+    after the beginning of a call; a model without its own format cannot call then.
 
     Raises:
-        InvalidRequestError: calls of this form have no beginning that tells them from an answer.
+        InvalidRequestError: calls of this format have no beginning that distinguishes them.
     """
     if choice.tool is not None:
         lenient = [] if choice.tool.strict else [""]
@@ -195,7 +195,7 @@ def _or_calls(
 
 
 def _shortened(prefixes: list[str]) -> list[str]:
-    """Cut prefixes until enough of them are equal to be sent."""
+    """Shorten prefixes until few enough different ones remain to be sent."""
     length = max(map(len, prefixes))
     while len(prefixes) > MAX_FREE_PREFIXES:
         length -= 1
@@ -206,10 +206,10 @@ def _shortened(prefixes: list[str]) -> list[str]:
 def with_reasoning(
     wanted: StructuredOutputsParams, formats: Formats, in_reasoning: bool
 ) -> StructuredOutputsParams:
-    """Let a model that thinks do so first. in_reasoning: the prompt has begun it.
+    """Allow reasoning before the constrained part. in_reasoning: the prompt has opened it.
 
     Raises:
-        InvalidRequestError: its reasoning is more than a text between two marks.
+        InvalidRequestError: the model's reasoning is not a single text between two marks.
     """
     if formats.reasoning is None or wanted.reasoning:
         return wanted

@@ -1,8 +1,8 @@
-"""Events of a streamed answer, and the whole answer that they make.
+"""Events of a streamed response, and the whole response that they make.
 
-For each sample: text, reasoning and tool calls as they come, logprobs if requested, and one
-Finished. For the request: Started comes first; Failed, if it comes, last. Deltas are never empty,
-and joined they are the whole.
+A sample yields text, reasoning and tool calls as they arrive, logprobs if requested, and one
+Finished. The request yields Started first, and Failed last if it fails. Deltas are never empty;
+joined they are the whole text.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "abort", "
 
 
 class Started(msgspec.Struct, frozen=True, gc=False):
-    """The engine has accepted the request, and its first news are here.
+    """First event: the engine has accepted the request and its first output has arrived.
 
-    prompt_token_ids: of the rendered conversation. num_cached_tokens: of them, found in the prefix
-    cache. seed: the first sample's, which the engine has drawn if none was given. prompt_logprobs:
-    if they were asked for. not_held: what a lenient schema asks for and the engine's grammar lacks.
+    prompt_token_ids: of the rendered conversation. num_cached_tokens: those found in the prefix
+    cache. seed: of the first sample; drawn by the engine if none was given. prompt_logprobs: if
+    requested. not_held: keywords of a lenient schema that are not enforced.
     """
 
     request_id: str
@@ -35,7 +35,7 @@ class Started(msgspec.Struct, frozen=True, gc=False):
 
 
 class Text(msgspec.Struct, frozen=True, gc=False):
-    """Text of the answer. index: of the request's n samples, here and below."""
+    """Text of the response. index: sample among the request's n, here and below."""
 
     delta: str
     index: int = 0
@@ -49,8 +49,7 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolBegin(msgspec.Struct, frozen=True, gc=False):
-    """A tool call begins. tool_index: which of the sample's calls. id: made by us, if not by the
-    model."""
+    """Beginning of a tool call. tool_index: among the sample's calls. id: the model's, or ours."""
 
     tool_index: int
     id: str
@@ -59,7 +58,7 @@ class ToolBegin(msgspec.Struct, frozen=True, gc=False):
 
 
 class ToolArguments(msgspec.Struct, frozen=True, gc=False):
-    """Arguments of a call: text of a JSON object, unless the model wrote something else."""
+    """Part of a call's arguments: text of a JSON object, unless the model wrote something else."""
 
     tool_index: int
     delta: str
@@ -67,16 +66,16 @@ class ToolArguments(msgspec.Struct, frozen=True, gc=False):
 
 
 class Logprobs(msgspec.Struct, frozen=True, gc=False):
-    """Candidates by token id, for each new token (special ones included), itself first."""
+    """Candidates of each new token by token id, special tokens included; the token itself first."""
 
     tokens: list[dict[int, Logprob]]
     index: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of one sample. num_cached_tokens: of the prompt's, found in the prefix cache.
+    """Token counts of one sample. num_cached_tokens: prompt tokens found in the prefix cache.
 
-    num_reasoning_tokens: of the output's, those that brought reasoning.
+    num_reasoning_tokens: output tokens that were reasoning.
     """
 
     num_prompt_tokens: int
@@ -86,10 +85,10 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
 
 
 class Finished(msgspec.Struct, frozen=True, gc=False):
-    """A sample has ended.
+    """End of a sample.
 
-    finish_reason: "tool_calls" if it stopped, and called tools. stop_reason, message: as those of
-    CompletionOutput. is_invalid: an "error" that the request's own parameters bring about.
+    finish_reason: "tool_calls" if it stopped after calling tools. stop_reason, message: see
+    CompletionOutput. is_invalid: an "error" caused by the request's own parameters.
     """
 
     finish_reason: ChatFinishReason
@@ -101,7 +100,7 @@ class Finished(msgspec.Struct, frozen=True, gc=False):
 
 
 class Failed(msgspec.Struct, frozen=True, gc=False):
-    """The request has failed after Started; reading on raises this error."""
+    """Failure of the request after Started; reading on raises this error."""
 
     error: NanocoreError
 
@@ -120,10 +119,10 @@ class ToolCall(msgspec.Struct):
 
 
 class ChatAnswer(msgspec.Struct):
-    """One sample's answer, as far as its events go.
+    """One sample's response, as far as its events have arrived.
 
-    content: its text; what follows a call begins a line. finish_reason, usage: None until it has
-    ended. logprobs: of each token, if they were asked for.
+    content: its text; text after a call starts on a new line. finish_reason, usage: None until it
+    has ended. logprobs: of each token, if requested.
     """
 
     content: str = ""
@@ -136,7 +135,7 @@ class ChatAnswer(msgspec.Struct):
     usage: Usage | None = None
 
     def to_message(self) -> dict[str, Any]:
-        """The turn, to be appended to the conversation."""
+        """Return the turn, to be appended to the conversation."""
         turn: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
             turn["reasoning_content"] = self.reasoning
@@ -153,7 +152,7 @@ class ChatAnswer(msgspec.Struct):
 
 
 async def collect(events: AsyncIterable[ChatEvent]) -> list[ChatAnswer]:
-    """The answers that these events make, in the order of their index; raises NanocoreError."""
+    """Return the responses of these events, in the order of their index; raises NanocoreError."""
     collector = AnswerCollector()
     async for event in events:
         collector.add(event)
@@ -161,13 +160,13 @@ async def collect(events: AsyncIterable[ChatEvent]) -> list[ChatAnswer]:
 
 
 class AnswerCollector:
-    """Puts answers together from their events."""
+    """Collects responses from their events."""
 
     def __init__(self) -> None:
         self._parts: dict[int, _Parts] = {}
 
     def add(self, event: ChatEvent) -> None:
-        """The next one."""
+        """Add the next event."""
         if isinstance(event, (Text, Reasoning, ToolBegin, ToolArguments, Logprobs, Finished)):
             self._parts.setdefault(event.index, _Parts()).add(event)
 
@@ -177,7 +176,7 @@ class AnswerCollector:
 
 
 class _Parts:
-    """Pieces, which are joined at the end: a text of n pieces costs O(n)."""
+    """Pieces of a text, joined at the end, so that n pieces cost O(n)."""
 
     def __init__(self) -> None:
         self._text: list[str] = []

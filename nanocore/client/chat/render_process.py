@@ -1,10 +1,10 @@
-"""The process in which a chat template runs: foreign code, shut in by limits of the kernel's.
+"""The process in which a chat template runs: foreign code, confined by limits of the kernel.
 
-Started by its path, with its limits as arguments, so that nothing is imported but jinja2. Speaks
-with `renderer` over the socket that is its stdin, in frames: four bytes of length, then the
-content. It says that it is ready with an empty frame, is sent the template once, and then requests
-as JSON. Replies are a status byte (t: text, e: an error's text, o: too much output, m: too much
-memory) and the text. It ends when the parent's end of the socket is gone.
+It is started by path, with its limits as arguments, so that nothing but jinja2 is imported.
+`renderer` talks to it over the socket that is its stdin, in frames: four bytes of length, then the
+content. The process sends an empty frame when it is ready, receives the template once, and then
+requests as JSON. Replies are a status byte (t: text, e: an error's text, o: too much output, m: too
+much memory) and the text. It ends when the parent closes the socket.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final
 
-# Behind the standard library: a user's folder may have modules of the same names.
+# After the standard library: a user's folder may have modules of the same names.
 sys.path += os.environ.pop("NANOCORE_SYS_PATH", "").split(os.pathsep)
 
 import jinja2
@@ -38,9 +38,9 @@ _USUAL_SIZE: Final = 256 << 20
 
 
 def compile_template(text: str, now: Callable[[], datetime]) -> jinja2.Template:
-    """A template with the filters and globals that it has in transformers, in a sandbox.
+    """Compile a template in a sandbox, with the filters and globals that transformers defines.
 
-    now: the clock that it reads the date from.
+    now: clock for the template's date.
     """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
@@ -56,7 +56,8 @@ def compile_template(text: str, now: Callable[[], datetime]) -> jinja2.Template:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %}...{% endgeneration %} marks what the model wrote; here it is only text."""
+    """{% generation %}...{% endgeneration %} marks the model's text for training; it has no effect
+    here."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -71,7 +72,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Dict:
-    """dict, of which templates get the calls and not the class."""
+    """The global `dict`: templates can call it, but get no access to the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -81,7 +82,8 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """namespace, without the names that begin with an underscore: they lead to Python's insides."""
+    """The global `namespace`, without names that begin with an underscore: they expose Python's
+    internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a name, too
         self, *rest = args
@@ -107,7 +109,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes for HTML, which models have not seen.
+    # jinja2's own filter escapes for HTML, which models were not trained on.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -134,7 +136,7 @@ class _Server:
             return self._render(request["variables"], request["max_chars"])
         except MemoryError:
             return b"m", ""
-        except Exception as error:  # it is its author's code: whatever it raises is its error
+        except Exception as error:  # the template is foreign code: report whatever it raises
             return b"e", f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
 
     def _render(self, variables: dict[str, Any], max_chars: int) -> tuple[bytes, str]:
@@ -179,21 +181,21 @@ def _limit(max_memory: int) -> None:
 def main(max_cpu_s: float, max_memory: int) -> None:
     """Serve until the parent is gone.
 
-    max_cpu_s: for one rendering, and the template's compilation before the first. max_memory:
-    bytes that may be added to what the process has at its start.
+    max_cpu_s: per rendering; compiling the template counts as part of the first. max_memory: bytes
+    in addition to those at the process's start.
     """
     parent = socket.socket(fileno=0)
     stream = parent.makefile("rb")
     _limit(max_memory)
-    os.dup2(1, 2)  # what goes wrong from here on is said in frames
+    os.dup2(1, 2)  # errors from here on are sent in frames
     parent.sendall(_LENGTH.pack(0))
     text = _read(stream)
     if text is None:
         return
     server = _Server(text.decode("utf-8", "surrogatepass"))
     while (frame := _read(stream)) is not None:
-        # The kernel's clock of this process's own work: it ends even code that never returns to
-        # Python, and a busy machine changes nothing.
+        # A timer of this process's CPU time: it ends even code that never returns to Python, and
+        # does not depend on the machine's load.
         signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
         status, answer = server.answer(frame)
         signal.setitimer(signal.ITIMER_PROF, 0)

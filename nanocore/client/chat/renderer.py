@@ -24,10 +24,10 @@ MAX_CPU_S: Final = 2.0
 MAX_WALL_S: Final = 30.0
 """Time limit of one rendering, and of starting the process; reached only on a hung machine."""
 MAX_MEMORY: Final = 256 << 20
-"""Bytes that the process may take beyond what it has at its start."""
+"""Bytes that the process may allocate in addition to those at its start."""
 MAX_OUTPUT_FACTOR: Final = 4
 MAX_OUTPUT_CHARS: Final = 1 << 20
-"""A prompt has at most MAX_OUTPUT_FACTOR times the request's characters, and these."""
+"""A prompt has at most this many characters plus MAX_OUTPUT_FACTOR times the request's."""
 _MAX_REASON_CHARS: Final = 200
 _MAX_TRIES: Final = 3
 _ENDED: Final = "the process that renders chat templates was ended: its client is closed"
@@ -37,12 +37,12 @@ _ENVIRONMENT: Final = ("TZ", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH")
 
 
 class RenderProcessError(NanocoreError):
-    """The process that renders chat templates does not start: nothing is wrong with the request."""
+    """The process that renders chat templates does not start; the request is not to blame."""
 
 
 class _ProcessKilledError(Exception):
-    """Raised if somebody else killed the process: no limit does that. failure: what it is if it
-    happens again."""
+    """The process was killed from outside, not by a limit. failure: error to raise if it happens
+    again."""
 
     def __init__(self, failure: NanocoreError) -> None:
         super().__init__()
@@ -50,10 +50,11 @@ class _ProcessKilledError(Exception):
 
 
 class Renderer:
-    """Renders one template in a process of its own, started when needed, and anew after its end.
+    """Renders one template in its own process, which is started when needed and restarted after its
+    end.
 
-    Threads may share it: they take turns. The process ends with this object, and with ours however
-    we end: its socket is closed then. After a fork the new process starts its own.
+    Threads may share it: they take turns. The process ends with this object, and with our process,
+    however that ends, because its socket closes. After a fork the child starts its own.
 
     Args:
         template: its source. source: where it comes from, for error messages.
@@ -73,7 +74,7 @@ class Renderer:
         self._finalizer: weakref.finalize[..., Renderer] | None = None
 
     def render(self, variables: Mapping[str, Any], now: datetime) -> str:
-        """The template's text. variables: what JSON can hold. now: what the template's clock says.
+        """Return the rendered text. variables: JSON values. now: time of the template's clock.
 
         Raises:
             InvalidRequestError: the template fails, or passes a limit.
@@ -94,7 +95,7 @@ class Renderer:
                     self.close()
             except (
                 BaseException
-            ):  # an interrupt, too: a late reply would be taken for the next one's
+            ):  # also after an interrupt: a late reply would be taken for that of the next request
                 self.close()
                 raise
             finally:
@@ -118,8 +119,8 @@ class Renderer:
                 if process is None or process.poll() is not None or _is_stopped(process.pid):
                     self.close()
                     self._start()
-                # `end` sets this before it looks for the process: it kills the new one, or this
-                # sees that it came before there was one.
+                # `end` sets this before it looks for the process: either it kills the new one, or
+                # it came first and this sees the flag.
                 if self._is_ending:
                     raise RenderProcessError(_ENDED)
                 return self._exchange(request)
@@ -132,7 +133,7 @@ class Renderer:
         raise AssertionError("the last try returns or raises")
 
     def end(self) -> None:
-        """End the process, if there is one, whatever it renders; any thread may call this."""
+        """Kill the process, if there is one, even while it renders; any thread may call this."""
         self._is_ending = True
         if self._lock.acquire(blocking=False):
             try:
@@ -141,16 +142,16 @@ class Renderer:
             finally:
                 self._lock.release()
         elif (process := self._process) is not None:
-            process.kill()  # the thread that waits for it closes the rest
+            process.kill()  # the thread that waits for the reply closes the rest
 
     def close(self) -> None:
-        """End the process, if there is one; no thread may wait for it."""
+        """End the process, if there is one; no thread may be waiting for it."""
         if self._finalizer is not None:
             self._finalizer()
         self._process = self._socket = self._finalizer = None
 
     def forget(self) -> None:
-        """Drop, in a forked process, what belongs to the parent."""
+        """In a forked process, drop what belongs to the parent."""
         if self._process is not None and self._socket is not None and self._finalizer is not None:
             self._finalizer.detach()
             self._socket.close()

@@ -1,8 +1,8 @@
-"""Text of users is only text: what spells a special token in it becomes no special token.
+"""Keeps special tokens out of users' text: spelling one does not produce it.
 
-Such a spelling is cut: after its first character a sentinel is put, a character that occurs in no
-text of the conversation. It travels through the template like any character, and where it ends up
-the prompt is cut into parts that are tokenized apart. No token spans two parts.
+Such a spelling is cut by a sentinel after its first character: a character that occurs in no text
+of the conversation. It passes through the template like any other character. The prompt is then
+split at the sentinels, and the parts are tokenized separately, so no token spans two of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class SpellingCutter:
     """Cuts the spellings of some tokens.
 
     Args:
-        texts: of the tokens. normalized: of those that the tokenizer looks for in normalized text.
-        normalize: how it does that. removed: texts that templates take out of others.
+        texts: of the tokens. normalized: those that the tokenizer matches in normalized text.
+        normalize: the normalization. removed: texts that templates remove from others.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SpellingCutter:
             text[:length]
             for text in self._texts
             for length in range(1, len(text))
-            # Else many words would end with the beginning of some token, and many lines.
+            # Otherwise many words and lines would end with the beginning of some token.
             if not text[:length].strip("\u2581 \t\n\r").isalnum()
             and text[:length].strip("\u2581 \t\n\r")
         }
@@ -65,12 +65,12 @@ class SpellingCutter:
         self._normalized = SpellingCutter(normalized) if normalize is not None else None
 
     def cut(self, text: str, sentinel: str) -> str:
-        """The text with the sentinel within each spelling.
+        """Return the text with a sentinel in each spelling.
 
-        Also within the beginning of one at the text's end: templates trim texts and join them.
+        A beginning of a token at the text's end is cut, too: templates trim texts and join them.
 
         Raises:
-            InvalidRequestError: it holds a token of a single character.
+            InvalidRequestError: a token of a single character is spelled in it.
         """
         if self._normalize is None and not self._first.search(text):
             return text
@@ -102,7 +102,7 @@ class SpellingCutter:
         return any(self._is_at(found.start(), text) for found in self._first.finditer(text))
 
     def is_part(self, text: str) -> bool:
-        """Whether the text is within one of the tokens, or begins with the end of one."""
+        """Whether the text is part of a token, or begins with the end of one."""
         if self._normalize is not None and self._normalized is not None:
             if self._normalized.is_part(self._normalize(text)):
                 return True
@@ -113,7 +113,7 @@ class SpellingCutter:
     def completes(self, name: str) -> bool:
         """Whether a name could complete a token that a template begins, as in `"<" + name + ">"`.
 
-        Plain words only make whole tags: else many a name would be part of some token.
+        Plain words only complete whole tags; otherwise many names would be part of some token.
         """
         if name.replace("_", "a").isalnum():
             return f"<{name}>" in self._texts or f"</{name}>" in self._texts
@@ -148,7 +148,7 @@ class SpellingCutter:
         return cuts
 
     def _arises_in(self, text: str) -> bool:
-        """Whether removing what templates remove would leave a token, or begin one at the end."""
+        """Whether a token, or its beginning at the end, arises when templates remove texts."""
         length = len(text) + 1
         while len(text) < length:
             length = len(text)
@@ -157,10 +157,10 @@ class SpellingCutter:
         return self.is_in(text) or self.begins_at_end(text)
 
     def _cut_normalized(self, text: str, sentinel: str) -> str:
-        """Cut where normalization would make a token, e.g. of full-width or of capital letters.
+        """Cut where normalization makes a token, e.g. from full-width or capital letters.
 
-        It does not say which characters became which: halves are searched until they are short,
-        and then cut everywhere.
+        Normalization does not report positions: halves are searched until they are short, and then
+        cut after every character.
         """
         assert self._normalize is not None
         assert self._normalized is not None
@@ -184,7 +184,7 @@ def _uncuttable(character: str) -> InvalidRequestError:
 
 
 _SENTINELS: Final = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Noncharacters of Unicode: valid in strings, and never used in texts that are exchanged."""
+"""Unicode noncharacters: valid in strings, and never used in interchanged text."""
 _ESCAPE: Final = re.compile(
     r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(000[0-9a-fA-F]{5}|0010[0-9a-fA-F]{4})|(.))"
 )
@@ -192,12 +192,12 @@ _CONTROLS: Final = {"n": "\n", "t": "\t", "r": "\r"}
 _REPLACED: Final = re.compile(
     r"""\breplace\(\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")""", re.DOTALL
 )
-"""Texts that a template replaces, often by nothing, which joins their neighbours."""
+"""Texts that a template replaces, often with nothing, which joins their neighbours."""
 _ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
 """Roles that every template may turn into a token."""
 
 Mark = Callable[[str], str]
-"""Puts sentinels into a text; as it comes, if it needs none."""
+"""Function that puts sentinels into a text, where it needs any."""
 
 
 class SpecialTokenGuard:
@@ -213,12 +213,12 @@ class SpecialTokenGuard:
         self._puts_spaces: bool | None = None
 
     def mark(self, conversation: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-        """A conversation with its texts cut, and the sentinel; itself and None if none need it.
+        """Return the conversation with its texts cut, and the sentinel, or None if none was needed.
 
-        conversation: what the template gets, of plain types; "messages" is a list of dicts.
+        conversation: the template's variables, of plain types; "messages" is a list of dicts.
 
         Raises:
-            InvalidRequestError: a token in it cannot be cut, or no sentinel is left.
+            InvalidRequestError: a token in it cannot be cut, or all sentinels are in use.
         """
         first = _SENTINELS[0]
         marked = self._marked(conversation, first)
@@ -252,7 +252,7 @@ class SpecialTokenGuard:
             marked: dict[str, Any] = _map_texts(
                 message, mark_answer if role == "assistant" else mark, mark_key
             )
-            # Templates may write "<|" + role + "|>": whatever it is called would be a token.
+            # Templates may write "<|" + role + "|>": a role's name could complete a token.
             if isinstance(role, str) and role not in _ROLES:
                 if self._all.is_part(role) and not self._is_constant(role):
                     marked["role"] = f"{role[:1]}{sentinel}{marked['role'][1:]}"
@@ -274,16 +274,16 @@ class SpecialTokenGuard:
         return re.search(rf"\.{re.escape(name)}\b", self._template) is not None
 
     def parts(self, text: str, sentinel: str | None) -> list[str]:
-        """A rendered text, cut at its sentinels: also where the template wrote them as JSON."""
+        """Split a rendered text at its sentinels, also where the template wrote them as JSON."""
         if sentinel is None:
             return [text]
-        # Python's own form of a dict has escapes, too, and they may be escaped again as JSON.
+        # Python's repr of a dict escapes them, too, and JSON may escape that again.
         return re.split(rf"{sentinel}|\\+u{ord(sentinel):x}", text, flags=re.IGNORECASE)
 
     def encode(
         self, parts: list[str], encode: Callable[[str], list[int]], max_tokens: float = math.inf
     ) -> list[int]:
-        """Token ids of such parts; not of all of them, if they are more than max_tokens."""
+        """Return token ids of such parts; stops early beyond max_tokens."""
         ids = encode(parts[0])
         for part in filter(None, parts[1:]):
             if len(ids) > max_tokens:
@@ -295,7 +295,7 @@ class SpecialTokenGuard:
         """Encode a part as if it stood within a text: some tokenizers add a space at a beginning.
 
         After a special token most do not. Those that do (Llama 2's) do not after a new line, unless
-        the two make one token: then there is one space more.
+        the two make one token; then there is one extra space.
         """
 
         def after_special(text: str) -> list[int]:
@@ -320,8 +320,7 @@ class SpecialTokenGuard:
 
     @cached_property
     def _all(self) -> SpellingCutter:
-        # Answers of the model may hold more: templates search them for the ends of
-        # reasoning.
+        # Not in the model's own turns: templates search them for the end of reasoning.
         known = f"{self._template}\0{_ESCAPE.sub(_unescaped, self._template)}"
         return self._guarded([t for t in self._tokens if t.special or t.content in known])
 

@@ -1,9 +1,8 @@
 """A model's chat template: messages to a prompt, as transformers' apply_chat_template makes it.
 
-Models are trained on that function's output, so templates see here what they see there: the filters
-and globals, the names that are defined, and the messages, with values of None left out. Further
-names (`chat_template_kwargs`) must be allowed. A template is foreign code: it runs in a process of
-its own (`renderer`).
+Models are trained on that function's output, so templates get the same filters, globals, defined
+names and messages (without values of None). Further names (`chat_template_kwargs`) must be allowed.
+A template is foreign code: it runs in its own process (`renderer`).
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class TemplateOptions(TypedDict, total=False):
     """Options of a template, besides the messages.
 
     tools: OpenAI's, as dicts. chat_template_kwargs: further names for the template, such as
-    enable_thinking. allowed_template_kwargs: which names these may be; DEFAULT_TEMPLATE_KWARGS.
-    continue_final_message: the prompt ends with the last message's content (or with what the named
-    key of it has), which the model continues.
+    enable_thinking. allowed_template_kwargs: names that are allowed (default:
+    DEFAULT_TEMPLATE_KWARGS). continue_final_message: the prompt ends with the last message's
+    content, or the value of the named key, which the model continues.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -53,13 +52,12 @@ class TemplateOptions(TypedDict, total=False):
 def read_template_kwargs(
     given: Mapping[str, object] | None, allowed: Collection[str], special_tokens: Collection[str]
 ) -> dict[str, Any]:
-    """Plain copies of what is given.
+    """Return plain copies of `chat_template_kwargs`.
 
-    allowed: the names that may be. special_tokens: the names that templates know these by.
+    allowed: names that are allowed. special_tokens: names of special tokens in templates.
 
     Raises:
-        InvalidRequestError: a name is not allowed, or has a meaning already, or a value is none
-            that JSON can hold.
+        InvalidRequestError: a name is not allowed or is in use, or a value is not JSON.
     """
     if given is None:
         return {}
@@ -92,7 +90,7 @@ def read_template_kwargs(
 
 MAX_TEMPLATE_CHARS: Final = 1 << 16
 _CONTINUED: Final = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Mark of the prompt's end: transformers' own, as templates might look at its length."""
+"""Mark of the prompt's end: the same as in transformers, because templates might use its length."""
 
 
 class ChatTemplate:
@@ -102,7 +100,7 @@ class ChatTemplate:
         text: in jinja2's language.
         special_tokens: the special tokens' texts by name, as templates know them ("bos_token").
         source: where the template comes from, for error messages.
-        guard: keeps special tokens out of what callers give; None lets them pass.
+        guard: keeps special tokens out of callers' texts; None lets them pass.
         now: the clock that templates read the date from.
 
     Raises:
@@ -144,16 +142,16 @@ class ChatTemplate:
         allowed_template_kwargs: Collection[str] = DEFAULT_TEMPLATE_KWARGS,
         continue_final_message: bool | str = False,
     ) -> list[str]:
-        """The prompt of a conversation, in parts that no token may span. Threads may call it.
+        """Return the prompt of a conversation, in parts that no token may span. Thread-safe.
 
-        tools: as the template gets them. continue_final_message: the prompt ends with the last
-        message's content, or with what the named key of it has. add_generation_prompt: begin the
-        answer; None means yes, unless the last message is continued.
+        tools: as the template gets them. continue_final_message: see `TemplateOptions`.
+        add_generation_prompt: open the assistant's turn; None means yes, unless the last message is
+        continued.
 
         Raises:
-            InvalidRequestError: no messages, or not plain ones, or the template rejects them, or
-                passes a limit of the renderer's.
-            RenderProcessError: there is no process for the template.
+            InvalidRequestError: there are no messages, they are invalid, or the template rejects
+                them or exceeds a limit of the renderer.
+            RenderProcessError: the template's process does not start.
         """
         if not messages:
             raise InvalidRequestError("the conversation is empty: pass at least one message")
@@ -169,7 +167,7 @@ class ChatTemplate:
             raise InvalidRequestError(f"the tools of a chat: {error}") from None
         try:
             turns = [template_message(message) for message in messages]
-            # Templates ask for documents, too, and take None for "not given".
+            # Templates also test for documents, and treat None as missing.
             conversation: dict[str, Any] = {"documents": None, **given, "messages": turns}
             sentinel = None
             if self._guard is not None:
@@ -210,7 +208,7 @@ def _check_end(add_generation_prompt: object, continue_final_message: object) ->
 
 
 def _mark_end(message: dict[str, Any], key: str, template: str) -> str:
-    """Put the mark at the end of the final message, and return its text without."""
+    """Put the mark at the end of the final message; return the message's text without it."""
     final = message.get(key)
     if final is None:
         raise InvalidRequestError(
@@ -242,4 +240,4 @@ def _cut_end(text: str, final: str) -> str:
             "continue_final_message: the chat template leaves out the last message, or parts of it"
         )
     is_whole = text.startswith(_CONTINUED, end)
-    return text[:end] if is_whole else text[:end].rstrip()  # else the template has trimmed it
+    return text[:end] if is_whole else text[:end].rstrip()  # otherwise the template has trimmed it

@@ -1,8 +1,8 @@
 """TemplateDialect: adapts a conversation to what the model's chat template accepts.
 
-Templates differ: text in parts, arguments of tool calls as objects or as JSON text, the role
-"developer", a late system message, tools. What a template accepts is detected by rendering a small
-conversation, once, and only if a conversation needs it.
+Templates differ in whether they accept content in parts, arguments of tool calls as objects or as
+JSON text, the role "developer", a late system message, and tools. Each is detected by rendering a
+small conversation, once, when a conversation first needs it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 class TemplateDialect:
-    """Dialect of one template: what its messages may hold.
+    """Dialect of one template: the forms of messages that it accepts.
 
-    render: a conversation to a prompt, by that template. source: the template's.
+    render: renders a conversation with the template. source: the template's.
     """
 
     def __init__(self, render: Render, source: str = "") -> None:
@@ -46,12 +46,12 @@ class TemplateDialect:
     def adapt(
         self, messages: Sequence[Mapping[str, Any]], system_text: str = ""
     ) -> list[dict[str, Any]]:
-        """The messages as the template takes them; those of the caller stay as they are.
+        """Return the messages in a form that the template accepts; the caller's are not changed.
 
-        system_text: text that is added to the system message.
+        system_text: text to add to the system message.
 
         Raises:
-            InvalidRequestError: a message is no dict, or a part of its content is no text.
+            InvalidRequestError: a message is not a dict, or a part of its content is not text.
         """
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise InvalidRequestError(
@@ -74,13 +74,13 @@ class TemplateDialect:
 
     @cached_property
     def tool_prompt(self) -> ToolPrompt | None:
-        """How tools are shown if the template does not show them; None if it does.
+        """How tools are shown if the template does not show them; None if it shows them.
 
-        "generic": the system's text is to describe them. "none": not at all, for the template knows
-        of tools, and leaves them out.
+        "generic": the system message describes them. "none": not at all, because the template
+        handles tools, and omits these.
         """
         text = self._try([{"role": "user", "content": "hi"}], tools=[_PROBE_TOOL])
-        if text is None or "probe_tool" in text:  # it fails: its error says why
+        if text is None or "probe_tool" in text:  # rendering fails with the template's own error
             return None
         if re.search(r"\btools\b", self._source):
             logger.info("the chat template leaves tools out: the model does not see them")
@@ -103,8 +103,8 @@ class TemplateDialect:
             turn["role"] = "system"
         content = self._content(i, message)
         calls = _calls(i, turn.pop("tool_calls", None))
-        if not calls:  # clients send empty lists; templates take them for calls
-            # Thoughts alone, a call without a result: many templates add content to a text.
+        if not calls:  # clients send empty lists, which templates take for calls
+            # Reasoning alone, a call without content: many templates concatenate content.
             turn["content"] = "" if content is None else content
             if turn["role"] == "tool" and self._writes_calls_as_text:
                 turn["content"] = result_text(turn["content"])
@@ -164,12 +164,12 @@ class TemplateDialect:
     def _calls_form(self) -> tuple[bool, bool] | None:
         """Return (arguments are objects and not JSON text, content may not be missing).
 
-        None: it shows no calls, or none like this.
+        None: the template does not show calls.
         """
         for needs_content in (False, True):
             for as_objects in (True, False):
                 text = self._try(_calling(as_objects, needs_content))
-                # Objects may be written in a form of the model's own, but not in Python's.
+                # Objects may be in the model's own form, but a Python repr means text was expected.
                 if text is not None and "probe" in text and "'probe'" not in text:
                     return as_objects, needs_content
         return None
@@ -186,7 +186,7 @@ class TemplateDialect:
 
 
 def _as_users(turns: list[dict[str, Any]], role: str = "system") -> list[dict[str, Any]]:
-    """Give the turns of this role to the user, joined with the user's turns around them."""
+    """Turn messages of this role into the user's, joined with the user's turns around them."""
     said: list[dict[str, Any]] = []
     was_other = False
     for turn in turns:
@@ -221,7 +221,7 @@ def _calling(as_objects: bool, has_content: bool) -> list[dict[str, Any]]:
 
 
 def _calls(i: int, calls: object) -> list[dict[str, Any]]:
-    """The calls of a turn; arguments that are missing are none; raises InvalidRequestError."""
+    """Return the calls of a turn, missing arguments as empty; raises InvalidRequestError."""
     where = f"messages[{i}].tool_calls"
     if not isinstance(calls, list | tuple | None):
         raise _bad_call(where, "a list of calls", calls)
@@ -251,13 +251,13 @@ def _call(call: dict[str, Any], as_objects: bool) -> dict[str, Any]:
         try:
             value = json.loads(arguments) if arguments.strip() else {}
         except (ValueError, RecursionError):
-            return call  # a call that was cut off: as the model wrote it
+            return call  # a call that was cut off: pass it on unchanged
         arguments = value if isinstance(value, dict) else arguments
     elif not as_objects and isinstance(arguments, Mapping):
         try:
             arguments = json.dumps(arguments, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError):
-            return call  # refused with all else that is not plain
+            return call  # refused later, like other values that are not plain
     return {**call, "function": {**function, "arguments": arguments}}
 
 

@@ -1,7 +1,7 @@
 """Tools of a request: OpenAI's shape, `tool_choice`, their JSON Schemas, and tools as text.
 
-Text is for models whose chat templates do not know tools. Its form of calls is Hermes's, which many
-models have seen in training.
+The text is for models whose chat templates do not support tools. It describes calls in Hermes's
+form, which many models were trained on.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from nanocore.client.chat.chat_messages import plain
 from nanocore.protocol.errors import InvalidRequestError, quoted
 
 MAX_TOOLS: Final = 1024
-"""Coding agents with several MCP servers send hundreds."""
+"""Limit of tools in a request; coding agents with several MCP servers send hundreds."""
 MAX_TOOL_NAME_CHARS: Final = 128
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A function that the model may call. parameters: a JSON Schema of its arguments' object.
+    """A function that the model may call. parameters: JSON Schema of its arguments.
 
-    source: as the caller gave it, for the template. strict: its arguments must match the schema.
+    source: the caller's object, for the template. strict: arguments must match the schema.
     """
 
     name: str
@@ -81,15 +81,15 @@ def _read(i: int, tool: object) -> Tool:
 
 
 _UNSCHEMATIC: Final = frozenset({"const", "enum", "default", "examples"})
-"""Keywords whose values are data, where "$ref" refers to nothing."""
+"""Keywords whose values are data, where "$ref" is no reference."""
 _NAMED_SCHEMAS: Final = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
-"""Keywords whose values are schemas by name, whatever the names are."""
+"""Keywords whose values map arbitrary names to schemas."""
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """Choice of tools. mode: "auto" leaves it to the model; "named" forces a call of `tool`."""
+    """Choice of tools. mode: "auto" lets the model decide; "named" forces a call of `tool`."""
 
     mode: Literal["none", "auto", "required", "named"]
     tool: Tool | None = None
@@ -101,7 +101,7 @@ def read_tool_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
     None is "auto" if there are tools.
 
     Raises:
-        InvalidRequestError: it is none of these, or names no tool of the request.
+        InvalidRequestError: it is malformed, or names no tool of the request.
     """
     if choice is None:
         choice = "auto" if tools else "none"
@@ -113,7 +113,7 @@ def read_tool_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
             raise InvalidRequestError('tool_choice="required" needs tools: give at least one')
         return ToolChoice("required")
     if isinstance(choice, dict) and choice.get("type", "function") == "function":
-        function = choice.get("function", choice)  # the Responses API has the name outside
+        function = choice.get("function", choice)  # the Responses API has the name at the top level
         name = function.get("name") if isinstance(function, dict) else None
         for tool in tools:
             if tool.name == name:
@@ -129,17 +129,17 @@ def read_tool_choice(choice: object, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def arguments_schema(tool: Tool) -> dict[str, Any]:
-    """Return the schema of a call's arguments: an object, even if the tool does not say so."""
+    """Return the schema of a call's arguments, with "type": "object" even if the tool omits it."""
     return {"type": "object", **tool.parameters}
 
 
 def loosened(tools: Sequence[Tool]) -> list[Tool]:
-    """Return the tools; arguments of tools that are not strict may be any object."""
+    """Return the tools, with arguments of non-strict tools loosened to any object."""
     return [tool if tool.strict else replace(tool, parameters={}) for tool in tools]
 
 
 def with_equal_schemas(tools: Sequence[Tool]) -> dict[int, list[Tool]]:
-    """Tools whose arguments are the same, and as strict, by the number of the first of them."""
+    """Group tools with the same arguments and strictness, by the index of the first one."""
     first: dict[tuple[str, bool], int] = {}
     groups: dict[int, list[Tool]] = {}
     for i, tool in enumerate(tools):
@@ -149,17 +149,18 @@ def with_equal_schemas(tools: Sequence[Tool]) -> dict[int, list[Tool]]:
 
 
 def calls_schema(tools: Sequence[Tool], parallel: bool) -> dict[str, Any]:
-    """An array of calls, [{"name": ..., "parameters": {...}}, ...]; parallel: of more than one."""
+    """Return the schema of [{"name": ..., "parameters": {...}}, ...]. parallel: allows several
+    calls."""
     call = call_schema(tools, "parameters")
     most = {} if parallel else {"maxItems": 1}
     return {"type": "array", "minItems": 1, **most, "items": call, "$defs": call.pop("$defs")}
 
 
 def call_schema(tools: Sequence[Tool], key: str) -> dict[str, Any]:
-    """A call, {"name": ..., key: {...}}.
+    """Return the schema of a call, {"name": ..., key: {...}}.
 
-    A schema's references begin at its root, which is moved to "/$defs/" and the number of the first
-    tool of `with_equal_schemas`: names may be long.
+    References start at a schema's root, which is moved to "/$defs/N", N being the index of the
+    first tool in `with_equal_schemas`: names may be long.
     """
     groups = with_equal_schemas(tools)
     calls = [
@@ -184,8 +185,8 @@ def call_schema(tools: Sequence[Tool], key: str) -> dict[str, Any]:
 def _moved(schema: Any, root: str, name: str | None = None) -> Any:
     """Return the schema with references to its own parts moved to the root.
 
-    name: its `$id`, which two tools may share: it goes, and references by it are moved, too. A part
-    with an `$id` of its own is the root of what it refers to, wherever it is.
+    name: its `$id`, which two tools may share: it is removed, and references by it are moved, too.
+    A part with its own `$id` remains the root of its references.
     """
     if isinstance(schema, list):
         return [_moved(item, root, name) for item in schema]
@@ -211,9 +212,9 @@ def _moved(schema: Any, root: str, name: str | None = None) -> Any:
 
 
 ToolPrompt: TypeAlias = Literal["generic", "none"]
-"""How tools are shown that the template does not show: by the text below, or not at all."""
+"""How tools are shown if the template does not show them: by the text below, or not at all."""
 GENERIC_FORMAT: Final = "hermes"
-"""The parser of calls that are written as described here."""
+"""Parser of calls in the form described here."""
 _TOOLS: Final = """\
 # Tools
 
@@ -230,10 +231,10 @@ To call one, write its name and its arguments as JSON between these tags, and no
 
 
 def describe_tools(tools: Sequence[Tool], tool_format: str | None) -> str:
-    """Text for the system's turn. tool_format: how calls will be read; only Hermes's is described.
+    """Return text for the system message. tool_format: of calls; only Hermes's is described.
 
     Raises:
-        InvalidRequestError: a tool holds what JSON cannot.
+        InvalidRequestError: a tool has values that JSON cannot represent.
     """
     try:
         lines = [json.dumps(plain(tool.source), ensure_ascii=False) for tool in tools]
@@ -244,7 +245,7 @@ def describe_tools(tools: Sequence[Tool], tool_format: str | None) -> str:
 
 
 def call_text(call: Mapping[str, Any]) -> str:
-    """A call of the past, as the model was asked to write it; raises InvalidRequestError."""
+    """Return an earlier call as the model was asked to write it; raises InvalidRequestError."""
     function = call["function"]
     arguments = function["arguments"]
     try:

@@ -19,7 +19,8 @@ from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer, needed_files
 
 @dataclass(frozen=True, slots=True)
 class ClientSession:
-    """Another engine may serve another model. leave: for who gives up a request, wherever it is."""
+    """One session; the next engine may serve another model. leave: aborts a request in any
+    session."""
 
     endpoint: str
     connection: EngineConnection
@@ -33,11 +34,11 @@ NUM_THREADS: Final = 2
 
 
 class TokenizerLoader:
-    """Lives in one asyncio event loop.
+    """Loads the tokenizer on first use. Belongs to one asyncio event loop.
 
     Args:
-        folder: where the user has the tokenizer's files; None reads them from the engine.
-        files: the engine's. model: the name of the engine's model, for error messages.
+        folder: of the tokenizer's files; None reads them from the engine.
+        files: the engine's. model: name of the engine's model, for error messages.
     """
 
     def __init__(self, folder: Path | None, files: RemoteFiles, model: str) -> None:
@@ -61,14 +62,14 @@ class TokenizerLoader:
         """Load and return the tokenizer; raises InvalidRequestError if its files are damaged."""
         if self._loading is None:
             self._loading = asyncio.create_task(self._load(), name="nanocore-tokenizer")
-            # Looked at, even if everyone who waits has left.
+            # Retrieve the error even if no caller waits any more.
             self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self._loading)
 
     async def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: float = math.inf
     ) -> list[int]:
-        """Tokenize a text, as `Tokenizer.encode`; a long text delays no other work.
+        """Tokenize a text with `Tokenizer.encode`; a long text delays no other work.
 
         Raises:
             InvalidRequestError, ProtocolError, EngineDeadError: as `get` and `Tokenizer.encode`.
@@ -84,11 +85,11 @@ class TokenizerLoader:
     async def run(self, work: Callable[[Tokenizer], Result], is_long: bool = False) -> Result:
         """Run work in a thread and return its result: rendering a chat may take long.
 
-        is_long: it is about more than LONG_CHARS, and has other threads, so that the rest never
-        waits for it. Work whose caller was cancelled is not begun.
+        is_long: it has more than LONG_CHARS characters; separate threads keep it from delaying
+        other work. Work whose caller was cancelled is not started.
 
         Raises:
-            InvalidRequestError, ProtocolError, EngineDeadError: as `get`; and what work raises.
+            InvalidRequestError, ProtocolError, EngineDeadError: as `get`. Errors of the work.
         """
         tokenizer = await self.get()
         if self._is_closed:
@@ -97,9 +98,9 @@ class TokenizerLoader:
         return await asyncio.get_running_loop().run_in_executor(threads, work, tokenizer)
 
     async def close(self) -> None:
-        """End the tokenizer's processes, and what is done by them.
+        """End the tokenizer's processes and their work.
 
-        Waits until nothing is loading any more; that fails once the session is closed.
+        Waits until loading has ended, which fails once the session is closed.
         """
         self._is_closed = True
         for threads in (self._threads, self._long_threads):
@@ -111,8 +112,8 @@ class TokenizerLoader:
 
     async def _load(self) -> Tokenizer:
         try:
-            # In threads: a file may be large. `tokenizers` 0.23 itself holds the interpreter's
-            # lock while it parses, so of that part the event loop still notices.
+            # In a thread, because a file may be large. `tokenizers` 0.23 holds the interpreter's
+            # lock while it parses, so that part still blocks the event loop.
             if self._folder is not None:
                 return await asyncio.to_thread(Tokenizer.from_folder, self._folder)
             names = needed_files(self._files.names)

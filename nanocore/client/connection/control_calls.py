@@ -38,7 +38,7 @@ class ControlFields(TypedDict, total=False):
 
 
 class ControlCalls:
-    """Calls of one connection that wait for a reply. send: sends a message to the engine."""
+    """Calls of one connection that wait for a reply. send: sends a message."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -70,19 +70,19 @@ class ControlCalls:
         )
 
     def resolve(self, message: Reply | Pong) -> None:
-        """Hand a reply to its call, if one still waits."""
+        """Pass a reply to its call, if it still waits."""
         if isinstance(message, Reply):
             _resolve(self._replies.get(message.call_id), message)
         else:
             _resolve(self._pongs.get(message.nonce), message)
 
     def fail(self, error: NanocoreError) -> None:
-        """Raise the error in all calls that wait."""
+        """Raise the error in all waiting calls."""
         waiting: list[asyncio.Future[Any]] = [*self._replies.values(), *self._pongs.values()]
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # retrieved here: a call that could not be sent never awaits it
+                future.exception()  # retrieve it: a call that could not be sent never awaits it
 
     async def _call(
         self,

@@ -1,9 +1,8 @@
-"""One session with one engine: sends messages, receives them, and wakes who waits for them.
+"""One session with one engine: sends and receives messages, and wakes waiting callers.
 
-Lives in one asyncio event loop. Every wait ends: with the connection, or because the engine, which
-pings every second, has been silent for `ENGINE_TIMEOUT_S`. A session that has ended stays so;
-`SessionManager` opens the next one. All messages that have piled up are handled before readers
-run, so that they find their tokens merged.
+Belongs to one asyncio event loop. Every wait ends: with the connection, or when the engine, which
+pings every second, has been silent for `ENGINE_TIMEOUT_S`. `SessionManager` opens the next session.
+All queued messages are handled before readers run, so that these find their tokens merged.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ from nanocore.protocol.sockets import ClientKeys, ClientSocket, ConnectionLostEr
 ENGINE_TIMEOUT_S: Final = 10.0
 TCP_ENGINE_TIMEOUT_S: Final = 1.8  # over TCP, silence is the only sign of a lost machine
 GRACE_S: Final = 1.0
-"""Second chance after silence: if our event loop was blocked, messages are waiting to be read."""
+"""Extra time after silence: if our event loop was blocked, messages may be waiting."""
 _MAX_BATCH: Final = 64
 _MAX_BATCH_BYTES: Final = 2**18
-"""Messages and bytes handled at once, before other tasks run."""
+"""Limits of messages and bytes that are handled before other tasks run."""
 NO_SESSION: Final = "no_session"
 Diagnose: TypeAlias = Callable[[NanocoreError], Awaitable[NanocoreError]]
 TakeOver: TypeAlias = "Callable[[OpenRequest, NanocoreError, EngineConnection], bool]"
@@ -62,8 +61,8 @@ class EngineConnection:
     """An open session. Made by `open`; ends by `close`, BYE, silence, or a lost connection.
 
     Args:
-        diagnose: finds out what became of an engine whose connection was lost. Requests and calls
-            that wait fail with the error that it returns; it is not called if nothing waits.
+        diagnose: returns the cause of a lost connection as an error, with which waiting requests
+            and calls fail; not called if nothing waits.
         take_over: offered the requests that were open when the session ended; those that it takes
             do not fail.
 
@@ -118,7 +117,7 @@ class EngineConnection:
         return self._final_error or self.first_error
 
     async def submit(self, request: OpenRequest, message: Submit) -> None:
-        """Send a request; its output, or its error, goes to its stream.
+        """Send a request; its stream gets the output or error.
 
         Raises:
             InvalidRequestError: a request of this id is running, or the message is too large.
@@ -136,19 +135,19 @@ class EngineConnection:
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(f"the request cannot be encoded: {error}") from None
         num_bytes, limit = len(frames[-1]), self.welcome.limits.max_frame_bytes
-        # The engine would close the connection, and so end all requests of the session.
+        # The engine would close the connection and end all requests of the session.
         if num_bytes > limit:
             raise InvalidRequestError(
                 f"the request has {num_bytes} bytes, 4 for each token of its prompt: the engine "
                 f"takes at most {limit}"
             )
-        self._requests.add(request)  # before it is sent: the reply may come at once
+        self._requests.add(request)  # before sending, because the reply may come at once
         try:
             await self._send(frames)
         except BaseException as error:
             if isinstance(error, NanocoreError) and not self._requests.holds(request):
-                return  # the session ended, and the request was taken over
-            # If we were cancelled, it may have been sent, so it is aborted.
+                return  # the session ended and the request was taken over
+            # If this was cancelled, the request may have been sent: abort it.
             self._requests.remove(request)
             self.abort(request.request_id)
             raise
@@ -175,12 +174,13 @@ class EngineConnection:
         self._requests.leave(stream, sample)
 
     def request_session_timeout(self, milliseconds: int) -> None:
-        """Have the engine end our requests after this much silence, if its protocol allows."""
+        """Ask the engine to end our requests after this much silence, if it supports that."""
         if self.welcome.protocol >= (1, 9):
             self._socket.post(encode(Ping(session_timeout_ms=milliseconds)))
 
     def fail(self, error: NanocoreError) -> None:
-        """End the session: all that waits gets this error. Only the first call counts."""
+        """End the session with this error for everything that waits. Only the first call has an
+        effect."""
         if self._final_error is not None:
             return
         self.first_error = self.first_error or error
@@ -211,7 +211,7 @@ class EngineConnection:
         await self._send(encode(message))
 
     async def _send(self, frames: list[bytes]) -> None:
-        # Wait for room in the socket, but only while the session lives.
+        # Wait for space in the socket, but only while the session is open.
         if self._socket.send_nowait(frames):
             return
         sending = asyncio.ensure_future(self._socket.send(frames))
@@ -224,7 +224,7 @@ class EngineConnection:
             sending.result()
 
     async def _receive_loop(self) -> None:
-        # Whatever ends it, all waits must end, too.
+        # However receiving ends, all waits must end, too.
         try:
             try:
                 await self._receive()
@@ -240,7 +240,7 @@ class EngineConnection:
             num_bytes = len(frames[-1])
             for _ in range(_MAX_BATCH):
                 if num_bytes > _MAX_BATCH_BYTES:
-                    await asyncio.sleep(0)  # receiving did not wait, so no other task has run
+                    await asyncio.sleep(0)  # receiving did not suspend, so no other task has run
                     break
                 if (more := self._socket.receive_nowait()) is None:
                     break
@@ -250,23 +250,23 @@ class EngineConnection:
                 await asyncio.sleep(0)
 
     async def _diagnosed(self, error: NanocoreError) -> NanocoreError:
-        """Return the error for those who wait: after a loss, what became of the engine."""
+        """Return the error for waiting callers; after a lost connection, the diagnosis."""
         is_loss = isinstance(error, ConnectionLostError) or getattr(error, "code", "") == NO_SESSION
         if not is_loss or self._diagnose is None:
             return error
         self.first_error = error
         self.release()
-        # Requests need not wait for the diagnosis: they continue as soon as there is an engine.
+        # Requests do not wait for the diagnosis: they continue as soon as there is an engine.
         self._requests.hand_over(error)
         return await self._diagnose(error) if self._requests or self.calls else error
 
     def take(self, frames: list[bytes]) -> None:
-        """Handle a message; raises ProtocolError if the frames are none."""
+        """Handle a message; raises ProtocolError if the frames are not a message."""
         self._heard_s = self._loop.time()
         self._handle(self._decoder.decode(frames))
 
     def check_silence(self) -> None:
-        """End the session of an engine that is silent; called by the timer."""
+        """End the session if the engine is silent; called by the timer."""
         deadline_s = self._heard_s + self._timeout_s
         if self._loop.time() < deadline_s:
             self._timer = self._loop.call_at(deadline_s, self.check_silence)
@@ -295,7 +295,7 @@ class EngineConnection:
 
     def _handle_error(self, error: Error) -> None:
         exception = exception_for(error.code, error.message, error.retry_after_s)
-        if error.code == NO_SESSION:  # its text is about the message of ours that it got
+        if error.code == NO_SESSION:  # its text describes the message that we sent
             text = f"the engine does not know this session any more ({error.message})"
             raise ProtocolError(text, NO_SESSION)
         if error.code == "engine_dead" or error.request_id is None:

@@ -1,12 +1,12 @@
 """A launched engine: its process and the private directory in which it listens.
 
-Client and engine hold one socket pair between them. The engine's start report comes over it, and
-each side takes its closing for the other's death. The directory's path goes the other way, so that
-an engine that outlives its client can remove it. When an engine was killed, its children are killed
-too: they would hold memory and devices that the next engine needs.
+Client and engine are connected by a socket pair. The engine sends its start report over it, and
+each side takes a closed socket for the other's death. The client sends the directory's path, so
+that an engine that outlives its client can remove it. The children of a killed engine are killed
+too: they hold memory and devices that the next engine needs.
 
-The directory is removed by the client, or by the engine as it ends, or, if both were killed, by the
-next launch. An flock, held for the client's life, says that it is in use.
+The directory is removed by the client, by the engine as it ends, or, if both were killed, by the
+next launch. The client holds a flock on it as long as it is in use.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LaunchDirectory:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             if os.fstat(self._fd).st_nlink:
                 break
-            # Another launch took the directory for left over, before it was locked: try again.
+            # Another launch removed the directory as stale before it was locked: try again.
             os.close(self._fd)
         self._remove_left_over()
 
@@ -64,7 +64,7 @@ class LaunchDirectory:
             try:
                 fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
             except OSError:
-                continue  # gone by now, or another user's
+                continue  # removed meanwhile, or another user's
             try:
                 if os.fstat(fd).st_uid == os.getuid():
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,11 +83,11 @@ class EngineProcess:
     """Process of a launched `nanocore-engine`.
 
     Args:
-        flags: of `engine_flags`. directory: where it listens. output_fd: where what it writes goes;
-            None: where ours does.
+        flags: of `engine_flags`. directory: for its endpoint. output_fd: for its stdout and stderr;
+            None inherits ours.
 
     Raises:
-        EngineStartError: there is no room for a process, or the directory's path is too long.
+        EngineStartError: no process can be started, or the directory's path is too long.
     """
 
     def __init__(
@@ -109,12 +109,12 @@ class EngineProcess:
         self._link.setblocking(False)
         self._heard = b""
         self.stands_by = False
-        """Whether it has said that all is loaded, and that it waits for its endpoint."""
+        """Whether it has reported that it has loaded everything and waits for its endpoint."""
 
     def _start(
         self, parent_fd: int, flags: Sequence[str], output_fd: int | None
     ) -> subprocess.Popen[bytes]:
-        # Its own session: Ctrl-C reaches the client, which then ends the engine in order.
+        # Its own session: Ctrl-C reaches only the client, which then stops the engine in order.
         return subprocess.Popen(
             [*COMMAND, f"--parent-fd={parent_fd}", f"--listen={self.endpoint}", *flags],
             pass_fds=[parent_fd],
@@ -130,7 +130,7 @@ class EngineProcess:
         return self._process.pid
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until the engine serves; one that stands by has all the time of the other one.
+        """Wait until the engine serves; a standby waits without limit for the active engine's end.
 
         Raises:
             EngineStartError: it could not start, for the reason it gives, or took too long.
@@ -139,7 +139,7 @@ class EngineProcess:
             async with asyncio.timeout(timeout_s) as deadline:
                 while (report := await self._read_report()) is not None and report.standing_by:
                     self.stands_by = True
-                    deadline.reschedule(None)  # the other one may live long
+                    deadline.reschedule(None)  # the active engine may live long
         except TimeoutError:
             raise EngineStartError(
                 f"the engine was not ready after {timeout_s} s: raise start_timeout_s if the model "
@@ -152,12 +152,12 @@ class EngineProcess:
             raise EngineStartError(report.error, report.exit_code)
 
     async def wait_death(self) -> None:
-        """Wait until its end of the socket pair closes, which is before the process is gone."""
+        """Wait until it closes its end of the socket pair, shortly before the process is gone."""
         while await self._read():
             pass
 
     async def wait_exit(self) -> int:
-        """Wait until the process is gone, and end what it has left; returns its exit code."""
+        """Wait until the process is gone, and kill its remaining children; return its exit code."""
         await self.wait_death()
         return await asyncio.to_thread(self._reap)
 
@@ -169,7 +169,7 @@ class EngineProcess:
         if self._pidfd < 0:
             return
         self._signal(signal.SIGTERM)
-        with suppress(OSError):  # a drain would wait for others' requests, too: we are gone
+        with suppress(OSError):  # a closed link tells it not to wait for other clients' requests
             self._link.shutdown(socket.SHUT_WR)
         try:
             await asyncio.to_thread(_wait, self._pidfd, STOP_TIMEOUT_S)
@@ -185,7 +185,7 @@ class EngineProcess:
         return False
 
     def strike(self) -> None:
-        """Send SIGKILL; `kill` frees the rest."""
+        """Send SIGKILL; `kill` then frees the resources."""
         self._signal(signal.SIGKILL)
 
     def kill(self) -> None:
@@ -203,9 +203,9 @@ class EngineProcess:
             signal.pidfd_send_signal(self._pidfd, number)
 
     def _reap(self) -> int:
-        """Wait for the process, kill what it has left (its ranks), and return its exit code.
+        """Wait for the process, kill its remaining children (ranks), and return its exit code.
 
-        Until the process is waited for, no other process group can have its number.
+        The group is killed before the process is reaped, while its number cannot be reused.
         """
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)

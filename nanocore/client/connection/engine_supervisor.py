@@ -1,9 +1,9 @@
 """EngineSupervisor: restarts a launched engine when it dies, at the same endpoint.
 
-An engine that dies by a signal or by an error of its own is replaced, first at once and then with
+An engine that dies by a signal or an internal error is replaced, first at once and then with
 growing pauses, up to `max_restarts` times in a row. An engine that was told to stop is not
 replaced, nor is one whose flags or files are invalid. With a standby, a second engine has loaded
-everything and waits for the endpoint's lock: it serves as soon as the kernel has released that.
+everything and waits for the endpoint's lock: it serves as soon as the kernel releases the lock.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from nanocore.protocol.errors import (
     EngineStartError,
     NanocoreError,
     StartError,
+    counted,
 )
 
 logger = logging.getLogger(__name__)
@@ -30,30 +31,29 @@ _FIRST_PAUSE_S: Final = 0.5
 _MAX_PAUSE_S: Final = 8.0
 """Pauses before a restart that is not the first in a row."""
 _SETTLED_S: Final = 30.0
-"""Time of serving after which the count of restarts in a row begins anew."""
+"""Time of serving after which the count of restarts in a row is reset."""
 _STOPPED_POLL_S: Final = 1.0
 _MAX_STOPPED_POLLS: Final = 10
 """Consecutive polls that find the engine stopped (SIGSTOP) before it is replaced. Polls are
 counted, not seconds: a client that was stopped together with its engine must not kill it."""
 _DEATHS: Final = {StartError.exit_code, CacheMemoryError.exit_code}
 _FAILED_STARTS: Final = {*_DEATHS, AddressInUseError.exit_code}
-"""Exit codes that leftovers of the last engine may cause, by their memory or their address."""
+"""Exit codes that may be caused by memory or the address that the last engine still holds."""
 
 
 class EngineSupervisor:
     """Supervisor of one launched engine, from `start` to `stop`, in one event loop.
 
     Args:
-        flags: of `engine_flags`. max_restarts: in a row, without `progress` and without an engine
-            that has served for 30 s; 0: the first death is the end. standby: keep a second engine
-            loaded while the first one serves. output_fd: where what engines write goes; None: where
-            ours does.
+        flags: of `engine_flags`. max_restarts: consecutive restarts before giving up; `progress`
+            and 30 s of serving reset the count. standby: keep a second engine loaded while the
+            first one serves. output_fd: for engines' stdout and stderr; None inherits ours.
 
     Attributes:
-        ended: why there is no engine any more, and will be none; None until then. is_restarting:
-            between an engine's death and the next one's readiness, or the end. num_restarts: of
-            all. last_death_s, last_ready_s: by time.monotonic(), when the last death was noticed,
-            and when an engine last said that it serves; 0 before.
+        ended: why there will be no engine any more; None until then. is_restarting: between an
+            engine's death and the next one's readiness, or the end. num_restarts: in total.
+            last_death_s, last_ready_s: when the last death was noticed and an engine last became
+            ready, by time.monotonic(); 0 before.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class EngineSupervisor:
         self._num_in_a_row = 0
         self._directory: LaunchDirectory | None = None
         self._active: EngineProcess | None = None
-        self._processes: list[EngineProcess] = []  # all that are not known to be gone
+        self._processes: list[EngineProcess] = []  # all that may still exist
         self._successor: asyncio.Task[EngineProcess] | None = None
         self._keeping: asyncio.Task[None] | None = None
 
     def on_death(self, callback: Callable[[int], None]) -> None:
-        """Register a callback for deaths of engines; gets the exit code, or minus the signal."""
+        """Register a callback for deaths of engines; gets the exit code, negative for a signal."""
         self._on_death.append(callback)
 
     def on_ready(self, callback: Callable[[], None]) -> None:
@@ -96,11 +96,10 @@ class EngineSupervisor:
         self._on_ended.append(callback)
 
     async def start(self, timeout_s: float) -> None:
-        """Start the engine, and wait until it serves. timeout_s: for it, and for each later one.
+        """Start the engine and wait until it serves. timeout_s: for this and each later start.
 
         Raises:
-            EngineStartError: it could not start, for the reason it gives, or took too long. Nothing
-                of it is left then.
+            EngineStartError: it could not start or took too long. Nothing of it remains then.
         """
         self._timeout_s = timeout_s
         try:
@@ -134,7 +133,7 @@ class EngineSupervisor:
         return next((pid for pid in waiting if pid != self.pid), None)
 
     def progress(self) -> None:
-        """Count restarts in a row from 0 again: a request has progressed."""
+        """Reset the count of restarts in a row, because a request has progressed."""
         self._num_in_a_row = 0
 
     async def stop(self) -> None:
@@ -143,7 +142,7 @@ class EngineSupervisor:
         If the caller is cancelled meanwhile, the processes are killed at once.
         """
         for task in (self._keeping, self._successor):
-            # Of another event loop, it is over with that.
+            # A task of another event loop has ended with that loop.
             if task is not None and task.get_loop() is asyncio.get_running_loop():
                 task.cancel()
         active, processes, self._processes = self._active, self._processes, []
@@ -188,14 +187,14 @@ class EngineSupervisor:
     async def _bring_up(self, *flags: str) -> EngineProcess:
         """Start an engine and wait until it serves.
 
-        Failures that leftovers of the last engine may cause are retried.
+        Failures that the last engine's remains may cause are retried.
 
         Raises:
-            NanocoreError: none will.
+            NanocoreError: no engine will serve.
         """
         num_failed = 0
         while True:
-            # Nothing is in the way of a first restart, and a standby may take its time.
+            # The first restart has no pause; a standby can afford one.
             await asyncio.sleep(_pause_s(self._num_in_a_row - self.is_restarting + num_failed))
             engine = self._launch(*flags)
             try:
@@ -220,7 +219,7 @@ class EngineSupervisor:
                 engine = await self._replace(engine)
         except NanocoreError as error:
             await self._end(error)
-        except Exception as error:  # else clients would wait forever
+        except Exception as error:  # otherwise clients would wait forever
             logger.exception("internal error: the engine is not supervised any more")
             await self._end(EngineDeadError(f"internal error: {type(error).__name__}: {error}"))
 
@@ -263,7 +262,9 @@ class EngineSupervisor:
     def _count(self, error: NanocoreError) -> None:
         """Count a restart in a row; raises EngineDeadError after the last one."""
         if self._num_in_a_row == self._max_restarts:
-            raise EngineDeadError(f"{error}, after {self._max_restarts} restarts in a row")
+            raise EngineDeadError(
+                f"{error}, after {counted(self._max_restarts, 'restart')} in a row"
+            )
         self._num_in_a_row += 1
         logger.warning(
             "%s: restarting it (restart %d of at most %d in a row)",
@@ -285,7 +286,7 @@ class EngineSupervisor:
 
 
 async def _strike_if_stopped(engine: EngineProcess) -> None:
-    # A stopped process serves no requests, and nothing else would end it.
+    # A suspended process serves no requests, and nothing else would end it.
     num_stopped = 0
     while num_stopped < _MAX_STOPPED_POLLS:
         await asyncio.sleep(_STOPPED_POLL_S)

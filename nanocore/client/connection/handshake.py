@@ -1,7 +1,7 @@
 """Handshake: HELLO, and the WELCOME that opens a session.
 
-HELLO is the client's first message on a connection of its own. Errors say what was seen at the
-endpoint: nothing listens there, something listens and is silent, or an engine refuses.
+HELLO is the first message on a new connection. Errors say what was found at the endpoint: nothing
+listens, something listens but does not reply, or an engine refuses.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ async def say_hello(
     """Open a session.
 
     Args:
-        wait_for_listener: wait until something listens, as for an engine that is starting.
+        wait_for_listener: wait until something listens, because an engine may be starting.
 
     Raises:
         EngineDeadError: no reply within timeout_s, or nothing listens and it may not wait.
         EngineOverloadedError: the engine has as many clients as it serves.
-        ProtocolError: an engine answers, and refuses.
+        ProtocolError: the engine refuses.
     """
     seen = _NOBODY
     try:
@@ -87,7 +87,7 @@ def _welcome(answer: Message) -> Welcome:
 
 
 def _seen(socket: ClientSocket, keys: ClientKeys | None) -> str:
-    """Describe what was seen at the endpoint, for the timeout's error."""
+    """Describe what was found at the endpoint, for the timeout's error."""
     if socket.is_connected or (socket.is_accepted and keys is None):
         return _SILENCE
     return _NOBODY if keys is None else _CHECK_KEYS

@@ -1,14 +1,14 @@
 """The model's files, read from the engine and cached on disk: a client needs no copy of the model.
 
 CONTROL read_file returns one chunk; several are in flight at once. The engine is not trusted: sizes
-and digests are checked before anything is fetched, every chunk must have the size that follows from
-them, every wait ends, and the content must have its digest. A file's name is compared with the
-model card and never becomes a path.
+and digests are validated before anything is fetched, every chunk must have the expected size, every
+wait has a limit, and the content must match its digest. A file's name is compared with the model
+card and never becomes a path.
 
 The cache is shared by all processes of the user, in a directory that only the user can access. Its
-files are named by their SHA-256, which is checked when they are read. They appear whole (written
-elsewhere, then renamed) and never change; deleting them is safe. A cache that cannot be used is
-logged, and files are fetched again.
+files are named by their SHA-256, which is checked on reading. They are written under another name,
+then renamed, and never change; deleting them is safe. If the cache cannot be used, that is logged
+and files are fetched again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class FileCache:
-    """Contents by digest. A digest is 64 lower-case hex digits; the caller has checked that.
+    """Cache of contents by digest: 64 lower-case hex digits, as checked by the caller.
 
     Args:
         directory: None is $XDG_CACHE_HOME/nanocore/files, by default below ~/.cache.
@@ -48,7 +48,7 @@ class FileCache:
         self._named_directory = directory or Path(home) / "nanocore" / "files"
 
     def read(self, sha256: str, num_bytes: int) -> bytes | None:
-        """The content of this digest and size, or None if the cache does not have it."""
+        """Return the content with this digest and size, or None if it is not cached."""
         if self._directory is None:
             return None
         path = self._directory / sha256
@@ -66,7 +66,7 @@ class FileCache:
         return content
 
     def write(self, sha256: str, content: bytes) -> None:
-        """Keep a content, if that is possible."""
+        """Store a content, if that is possible."""
         if self._directory is None:
             return
         try:
@@ -97,9 +97,9 @@ class FileCache:
 
 
 CHUNK_TIMEOUT_S: Final = 10.0
-"""Engines answer read_file at once, whatever they compute."""
+"""Limit for a chunk: engines answer read_file at once, even while they compute."""
 MIN_CHUNK_BYTES: Final = 1024
-"""Smallest chunk size accepted from an engine: with smaller ones reading would take forever."""
+"""Smallest chunk size accepted from an engine: smaller ones would take forever."""
 _NUM_IN_FLIGHT: Final = 8
 _SHA256: Final = re.compile("[0-9a-f]{64}")
 
@@ -109,7 +109,7 @@ class RemoteFiles:
 
     Args:
         connection: an open session with the engine.
-        cache: where their contents are kept.
+        cache: for their contents.
     """
 
     def __init__(self, connection: EngineConnection, cache: FileCache) -> None:
@@ -120,15 +120,16 @@ class RemoteFiles:
 
     @property
     def names(self) -> list[str]:
-        """The files that can be read; none of engines that speak a protocol before 1.3."""
+        """Names of readable files; empty for engines with a protocol before 1.3."""
         return list(self._files)
 
     async def read(self, name: str) -> bytes:
-        """A file's content, out of the cache or from the engine.
+        """Return a file's content, from the cache or the engine.
 
         Raises:
             InvalidRequestError: the engine does not offer this file.
-            ProtocolError: what it offers or sends is wrong. EngineDeadError: it does not answer.
+            ProtocolError: the engine's offer or data is invalid. EngineDeadError: it does not
+                reply.
         """
         file = self._files.get(name)
         if file is None:

@@ -1,6 +1,6 @@
-"""Open requests of a session: by request id until the engine gives handles, by handle after that.
+"""Open requests of a session: by request id until the engine assigns handles, then by handle.
 
-No sockets and no event loop: messages go in, tokens come out at streams.
+It has no sockets and no event loop: it takes messages and feeds streams.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class OpenRequest:
     """Samples that were submitted under one id: at first all of a request.
 
     Args:
-        samples: those that run; None is all of the stream's. After a resubmission each sample may
-            be a request of its own.
+        samples: running ones; None is all of the stream's. After a resubmission each sample may be
+            a separate request.
         request_id: id on the wire; None is the stream's.
-        abort: event with which a stopping engine has ended the sample.
+        abort: event by which a stopping engine ended the sample.
     """
 
     __slots__ = ("abort", "is_accepted", "request_id", "samples", "stream")
@@ -45,7 +45,7 @@ class OpenRequest:
             sample.push_event(event)
 
     def fail(self, error: NanocoreError) -> None:
-        """End as the engine said, or with an error that ends the whole stream."""
+        """End with the engine's event, or with an error that ends the whole stream."""
         if self.abort is not None:
             self.end(self.abort)
         else:
@@ -53,18 +53,18 @@ class OpenRequest:
 
 
 TakeOver: TypeAlias = Callable[[OpenRequest, NanocoreError], bool]
-"""Offered a request that its session cannot continue, and why; returns whether it continues it."""
+"""Takes a request that its session cannot continue, and the cause; returns whether it continues."""
 
 
 class RequestTable:
-    """Requests that have not ended. take_over: None continues nothing, so they fail."""
+    """Requests that have not ended. take_over: None lets them fail with the session."""
 
     def __init__(self, take_over: TakeOver | None = None) -> None:
         self.take_over: TakeOver = take_over or (lambda _request, _error: False)
         self._requests: dict[str, OpenRequest] = {}  # by the id on the wire
         self._by_handle: dict[int, Sample] = {}
-        self._with_logprobs: dict[int, Sample] = {}  # those whose requests want some
-        self._aliases: dict[str, set[str]] = {}  # a stream's id: the other ids of its requests
+        self._with_logprobs: dict[int, Sample] = {}  # of requests that requested them
+        self._aliases: dict[str, set[str]] = {}  # by a stream's id: other ids of its requests
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -85,7 +85,7 @@ class RequestTable:
             self._aliases.setdefault(request.stream.request_id, set()).add(request.request_id)
 
     def remove(self, request: OpenRequest) -> None:
-        """Free the request's id, unless another one has it by now."""
+        """Free the request's id, unless another request uses it by now."""
         if self.holds(request):
             del self._requests[request.request_id]
             name = request.stream.request_id
@@ -107,10 +107,10 @@ class RequestTable:
         return request is not None and sample in request.samples
 
     def leave(self, stream: RequestStream, sample: Sample | None = None) -> None:
-        """Forget a stream, or one sample of it, that nobody reads any more.
+        """Forget a stream, or one sample of it, that has no reader any more.
 
-        An id without a handle stays in use until the engine has replied and ended it: until then a
-        second request of that id could be mistaken for the first.
+        An id without a handle stays in use until the engine has replied and ended the request: a
+        second request with that id could be mistaken for the first.
         """
         for each in stream.samples if sample is None else [sample]:
             request = self._requests.get(each.request_id)
@@ -135,7 +135,7 @@ class RequestTable:
         stream.progress.wake()
 
     def deliver(self, output: Output) -> None:
-        """Hand out tokens, then log probabilities, then events. Unknown handles are ignored.
+        """Distribute tokens, then log probabilities, then events. Unknown handles are ignored.
 
         Raises:
             ProtocolError: the columns do not match each other, or what was requested.
@@ -154,7 +154,7 @@ class RequestTable:
                 start += count
         if output.logprobs is not None or output.prompt_logprobs is not None or self._with_logprobs:
             self._deliver_logprobs(output)
-        # Last: an event may end its sample, which must have its tokens by then.
+        # Events come last: one may end its sample, which must have its tokens by then.
         for event in output.events:
             sample = self._by_handle.get(event.handle)
             if sample is not None:
@@ -193,7 +193,7 @@ class RequestTable:
             sample.check_logprobs()
 
     def refuse(self, request_id: str, error: NanocoreError) -> None:
-        """Free the id of a request that the engine has refused, and fail it unless it continues."""
+        """Free the id of a refused request, and fail the request unless it is taken over."""
         request = self._requests.get(request_id)
         if request is not None:
             self.remove(request)
@@ -210,7 +210,7 @@ class RequestTable:
                 self._hold(request)
 
     def fail(self, error: NanocoreError) -> None:
-        """Fail what does not continue elsewhere."""
+        """Fail requests that do not continue elsewhere."""
         self.hand_over(error)
         requests, self._requests = self._requests, {}
         self._aliases.clear()

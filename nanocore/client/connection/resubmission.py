@@ -1,10 +1,10 @@
 """Resubmission: requests whose engine was lost are sent again to the engine that serves next.
 
-The client has their tokens so far. The next engine counts those as output, so limits, penalties,
-stop rules and grammars continue, and sampling noise is a function of seed and position. Samples
-that have tokens have different ones: each becomes a request of its own, with its own seed.
+The client sends their tokens so far. The next engine counts these as output, so limits, penalties,
+stop rules and grammars continue; sampling noise depends only on seed and position. Samples with
+tokens differ, so each becomes a separate request with its own seed.
 
-A request may crash engines. One that was open in two deaths and got no token in between is sent
+A request may crash engines. One that was open in two crashes and got no token in between is sent
 again alone, before the others. If the engine dies again, only that request fails.
 """
 
@@ -32,6 +32,7 @@ from nanocore.protocol.errors import (
     EngineDrainingError,
     EngineOverloadedError,
     NanocoreError,
+    counted,
 )
 from nanocore.protocol.fields import MAX_EXACT_INT
 from nanocore.protocol.messages import Event, ModelCard, Submit, Welcome
@@ -46,14 +47,14 @@ FIRST_RETRY_S: Final = 0.01
 LAST_RETRY_S: Final = 0.2
 _SHORTEST_TRY_S: Final = 0.1
 MAX_REFUSAL_S: Final = 1.0
-"""Longest pause before a busy or draining engine is tried again, whatever its own hint."""
+"""Longest pause before a busy or draining engine is tried again, even if it asks for more."""
 
 
 @dataclass(slots=True, eq=False)
 class _LostRequest:
-    """Samples of one request that no engine has.
+    """Samples of one request that has lost its engine.
 
-    welcome: of the engine that had it. was_killed: that engine had not announced its end.
+    welcome: of the lost engine. was_killed: that engine had not announced its end.
     """
 
     stream: RequestStream
@@ -77,7 +78,7 @@ class _LostRequest:
 
 
 class Resubmission:
-    """Policy of one client, in its event loop.
+    """Resubmission policy of one client, in its event loop.
 
     Args:
         open_session: opens a session with whichever engine serves now.
@@ -100,7 +101,7 @@ class Resubmission:
         self._lost: dict[RequestStream, _LostRequest] = {}
         self._not_before_s = 0.0
         self._task: asyncio.Task[None] | None = None
-        self._tried: RequestStream | None = None  # the one that is sent alone
+        self._tried: RequestStream | None = None  # the request that is sent alone
         self._trial_over: asyncio.Future[None] | None = None
         self._no_trial = asyncio.Event()
         self._no_trial.set()
@@ -134,7 +135,7 @@ class Resubmission:
             lost.end(Event(handle=0, finish_reason="abort"))
 
     def leave(self, stream: RequestStream, sample: Sample | None) -> None:
-        """Forget a request, or this sample of it, that nobody reads any more."""
+        """Forget a request, or this sample of it, that has no reader any more."""
         lost = self._lost.get(stream)
         if lost is None:
             return
@@ -144,11 +145,11 @@ class Resubmission:
             del self._lost[stream]
 
     async def wait_for_trial(self) -> None:
-        """Wait while a request is sent alone: new ones would die with it."""
+        """Wait while a request is sent alone, because new ones could die with it."""
         await self._no_trial.wait()
 
     async def close(self, error: NanocoreError) -> None:
-        """Fail what waits. Idempotent."""
+        """Fail waiting requests. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -165,14 +166,14 @@ class Resubmission:
                 if session is None:
                     return
                 await self._send_all(session)
-        except Exception as error:  # else requests would wait forever
+        except Exception as error:  # otherwise requests would wait forever
             logger.exception("internal error: the requests that lost their engine fail")
             self._fail_all(EngineDeadError(f"internal error: {type(error).__name__}: {error}"))
         finally:
             self._no_trial.set()
 
     async def _wait_for_session(self) -> ClientSession | None:
-        """Open a session; on None there will be none, and the requests have failed."""
+        """Open a session, or return None: there will be none, and the requests have failed."""
         first = next(iter(self._lost.values()))
         number = len(self._lost)
         lost = "1 request has lost its" if number == 1 else f"{number} requests have lost their"
@@ -187,7 +188,7 @@ class Resubmission:
                     session = await self._open_session()
                 if not self._has_aborted_ours(session):
                     return session
-            except TimeoutError:  # something listens, and is silent
+            except TimeoutError:  # something listens, but does not reply
                 pass
             except NanocoreError as refusal:
                 error = refusal
@@ -200,7 +201,7 @@ class Resubmission:
             delay_s = min(2 * delay_s, LAST_RETRY_S)
 
     def _has_aborted_ours(self, session: ClientSession) -> bool:
-        """Whether the engine is stopping, though it has not said BYE: it would refuse them."""
+        """Whether the engine is stopping although it has not said BYE: it would refuse requests."""
         instance = session.connection.welcome.engine_instance
         return any(
             lost.welcome.engine_instance == instance
@@ -214,7 +215,7 @@ class Resubmission:
             _count_death(lost, session)
         self._fail_killers()
         # Suspects first, one at a time: if the engine dies, exactly one request is to blame, and
-        # the others have not seen another death.
+        # the death does not count against the others.
         suspects = [one for one in self._lost if one.num_deaths >= NUM_SUSPECT_DEATHS]
         for stream in suspects:
             self._no_trial.clear()
@@ -230,7 +231,7 @@ class Resubmission:
     async def _send_alone(
         self, session: ClientSession, stream: RequestStream, reached_s: float
     ) -> None:
-        """Return when the request got a token or ended, or is lost again."""
+        """Send a request alone; return when it got a token, ended, or is lost again."""
         self._tried, self._trial_over = stream, asyncio.get_running_loop().create_future()
         stream.was_alone = True
         try:
@@ -268,7 +269,7 @@ class Resubmission:
             return False
         except NanocoreError as error:
             stream.fail(error)
-        except BaseException:  # we are cancelled: `close` fails what is lost
+        except BaseException:  # cancelled: `close` fails lost requests
             lost.parts = [request for request, _ in unsent] or lost.parts
             self._lost[stream] = lost
             raise
@@ -285,7 +286,7 @@ class Resubmission:
             self._trial_over.set_result(None)
 
     def _fail_killers(self) -> None:
-        """Fail requests that were alone when the last of too many engines died."""
+        """Fail requests that were alone in the last of too many deaths."""
         for lost in [*self._lost.values()]:
             stream = lost.stream
             if stream.num_deaths >= self._num_fatal_deaths and stream.was_alone:
@@ -319,7 +320,7 @@ class Resubmission:
 def resubmissions(
     stream: RequestStream, samples: Sequence[Sample], is_used: Callable[[str], bool]
 ) -> list[tuple[OpenRequest, Submit]]:
-    """Return the messages that submit these unfinished samples again.
+    """Return messages that resubmit these unfinished samples.
 
     is_used: whether a request id is in use at the new engine.
     """
@@ -330,7 +331,7 @@ def resubmissions(
         message = replace(message, timeout_s=left_s)
     sampling = message.sampling
     assert sampling is not None, "this client always sends them"
-    if stream.seed is not None and sampling.pooling is None:  # an embedding has no seed
+    if stream.seed is not None and sampling.pooling is None:  # embeddings have no seed
         sampling = replace(sampling, seed=stream.seed)
     if len(samples) == len(stream.samples) and not stream.num_arrived:
         # No sample has tokens: they can share the prompt again, as one request.
@@ -348,7 +349,7 @@ def resubmissions(
         # The engine seeds the samples of a request with seed, seed + 1, ...
         own = replace(sampling, n=1, seed=(sampling.seed + sample.index) % (MAX_EXACT_INT + 1))
         sample.begin_again()
-        if sample.prompt_logprobs is None or sample.arrived_token_ids:  # they come before tokens
+        if sample.prompt_logprobs is None or sample.arrived_token_ids:  # they come first
             own = replace(own, prompt_logprobs=None)
         token_ids = pack_int32(sample.arrived_token_ids)
         submit = replace(
@@ -359,7 +360,7 @@ def resubmissions(
 
 
 def files_digest(card: ModelCard) -> frozenset[tuple[str, str]]:
-    """Names and digests of the tokenizer's files."""
+    """Return names and digests of the tokenizer's files."""
     return frozenset((file.name, file.sha256) for file in card.files)
 
 
@@ -371,7 +372,7 @@ def _count_death(lost: _LostRequest, session: ClientSession) -> None:
     """Count an engine's death against the request, unless it got tokens since it was last sent."""
     new = session.connection.welcome
     if not lost.was_killed or new.engine_instance == lost.welcome.engine_instance:
-        return  # only the session was lost, or the death was counted before
+        return  # only the session was lost, or the death was already counted
     lost.was_killed = False
     stream = lost.stream
     if stream.num_arrived > (stream.resumes[-1].num_output_tokens if stream.resumes else 0):
@@ -381,7 +382,7 @@ def _count_death(lost: _LostRequest, session: ClientSession) -> None:
 
 
 def _obstacle(lost: _LostRequest, new: Welcome) -> str | None:
-    """Why this engine cannot continue the request; None if it can."""
+    """Return why this engine cannot continue the request; None if it can."""
     if lost.stream.num_arrived and new.protocol < (1, 9):
         return f"it speaks protocol {new.protocol}, which cannot continue a request"
     old = lost.welcome.model
@@ -400,10 +401,10 @@ def _make_resume(lost: _LostRequest, new: Welcome, reached_s: float) -> Resume:
     is_exact = not num_tokens or (now is not None and now == before)
     if not is_exact:
         logger.warning(
-            "request %r continues after %d tokens with an engine that may compute other bits "
+            "request %r continues after %s with an engine that may compute other bits "
             "(numerics_fingerprint %s, and was %s)",
             lost.stream.request_id,
-            num_tokens,
+            counted(num_tokens, "token"),
             now,
             before,
         )

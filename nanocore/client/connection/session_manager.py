@@ -1,10 +1,10 @@
 """SessionManager: keeps a client connected, from one session to the next.
 
 A lost session is not restored. The next one, with whichever engine then serves at one of the
-endpoints, continues the requests that were open (`Resubmission`). Without resuming they fail once,
-with what became of the engine, which one new HELLO finds out. If nothing was open, nothing fails,
-and the next call opens a session. However many callers ask for a session, one task opens it. A
-session with a draining engine stays open beside the next one until its requests have ended.
+endpoints, continues the open requests (`Resubmission`). With resume=False they fail, and a new
+HELLO finds the cause. If nothing was open, nothing fails, and the next call opens a session. One
+task opens it for all callers. A session with a draining engine stays open in addition to the next
+one until its requests have ended.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from nanocore.protocol.sockets import ClientKeys
 Result = TypeVar("Result")
 REOPEN_TIMEOUT_S: Final = 10.0
 NEXT_ENDPOINT_TIMEOUT_S: Final = 2.0
-"""Timeout of a handshake, if there is another endpoint to try."""
+"""Timeout of a handshake if there is another endpoint to try."""
 DIAGNOSIS_TIMEOUT_S: Final = 0.5
-"""Requests and calls fail after this time, whether or not the cause of the loss is known."""
+"""Time after which requests and calls fail even if the cause of the loss is still unknown."""
 SESSION_TIMEOUT_MS: Final = 3000
-"""Sent by clients that can resume: an engine soon ends the requests of a client that is lost."""
+"""Sent by clients that can resume, so that an engine soon ends the requests of a lost client."""
 _RESTART_POLL_S: Final = 0.01
 
 
 class SessionManager:
-    """Made by `open`, and lives in its event loop.
+    """Sessions of one client. Made by `open`; belongs to one event loop.
 
     Args:
-        endpoints: of engines of one model; the first that answers serves until it is lost.
-        keys: for all of them. supervisor: of the engine, if we launched it.
-        tokenizer_folder: where the user has the tokenizer's files; None reads them from the engine.
+        endpoints: of engines with the same model; the first that replies is used until it is lost.
+        keys: for all of them. supervisor: of the engine, if this client launched it.
+        tokenizer_folder: of the tokenizer's files; None reads them from the engine.
         resume_timeout_s: how long requests wait for an engine that continues them; None: they fail.
     """
 
@@ -72,12 +72,12 @@ class SessionManager:
         self._supervisor = supervisor
         self._resume_timeout_s = resume_timeout_s
         self._session: ClientSession | None = None
-        self._draining: list[ClientSession] = []  # whose requests have not ended, for all we know
+        self._draining: list[ClientSession] = []  # with requests that may not have ended
         self._ended: NanocoreError | None = None  # for good
         self._opening: asyncio.Task[ClientSession] | None = None
         self._background: set[asyncio.Task[Any]] = set()
         on_progress = supervisor.progress if supervisor is not None else lambda: None
-        # Requests of other clients may crash a shared engine, too: one more death is allowed.
+        # Other clients' requests may crash a shared engine, so one more death is allowed.
         num_fatal_deaths = 3 if supervisor is not None else 4
         self._resubmission = Resubmission(
             self._usable_session, self._remaining_s, on_progress, num_fatal_deaths
@@ -86,7 +86,7 @@ class SessionManager:
             supervisor.on_ended(self._engine_ended)
 
     async def open(self, timeout_s: float) -> None:
-        """Open the first session; waits for an engine to listen, unless ours does so already.
+        """Open the first session; wait until an engine listens, unless it was launched here.
 
         Raises:
             NanocoreError: as `handshake.say_hello`.
@@ -108,21 +108,22 @@ class SessionManager:
 
     @property
     def session_is_open(self) -> bool:
-        """Whether the last session is open; if not, the next call opens another."""
+        """Whether the last session is open; if not, the next call opens a new one."""
         return self._last.connection.error is None
 
     @property
     def is_draining(self) -> bool:
-        """Whether the last session's engine is about to end; with several, the next call moves."""
+        """Whether the last session's engine drains; with several endpoints the next call moves
+        on."""
         return self._last.connection.is_draining and len(self._endpoints) == 1
 
     async def session(self, wait_s: float = 0.0) -> ClientSession:
         """Return an open session: the last one, or a new one if that has ended.
 
-        wait_s: how long to wait for an engine at most, as requests do that have lost theirs.
+        wait_s: limit of waiting for an engine, as for requests that have lost theirs.
 
         Raises:
-            EngineDeadError: there is no engine any more, or it does not answer.
+            EngineDeadError: there is no engine any more, or it does not reply.
             NanocoreError: as `handshake.say_hello`.
         """
         since_s = time.monotonic()
@@ -137,12 +138,12 @@ class SessionManager:
             raise EngineDeadError(text) from None
 
     async def _try_session(self, since_s: float, may_wait: bool) -> ClientSession | None:
-        """Return a session, or None if it is worthwhile to wait and try again."""
+        """Return a session, or None if it makes sense to wait and try again."""
         await self._resubmission.wait_for_trial()
         try:
             return await self._usable_session()
         except (EngineDeadError, EngineOverloadedError) as error:
-            # The engine drains and there is no other: its refusal says so best.
+            # The engine drains and there is no other: let its own refusal say so.
             if self.session_is_open:
                 return self._last
             is_worthwhile = may_wait and self._remaining_s(time.monotonic() - since_s) > 0
@@ -151,13 +152,13 @@ class SessionManager:
             raise
 
     def abort(self, request_id: str) -> None:
-        """End a request, in whichever session it runs, or while it waits for an engine."""
+        """Abort a request in any session, or while it waits for an engine."""
         for session in self._sessions():
             session.connection.abort(request_id)
         self._resubmission.abort(request_id)
 
     def leave(self, stream: RequestStream, sample: Sample | None) -> None:
-        """Abort a request, or this sample of it, wherever it is: nothing reads it any more."""
+        """Abort a request, or this sample of it, that has no reader any more."""
         for session in self._sessions():
             session.connection.leave(stream, sample)
         self._resubmission.leave(stream, sample)
@@ -174,7 +175,7 @@ class SessionManager:
         await asyncio.gather(*self._background, return_exceptions=True)
 
     def release(self) -> None:
-        """Free the sockets, when the event loop that would close them in order is over."""
+        """Free the sockets after the event loop that would close them has ended."""
         for session in self._sessions():
             session.connection.release()
 
@@ -201,12 +202,12 @@ class SessionManager:
             # Shielded: other callers may wait for the same task.
             return await asyncio.shield(opening)
         except asyncio.CancelledError:
-            if opening.cancelled() and self._ended is not None:  # `close` cancelled it, not us
+            if opening.cancelled() and self._ended is not None:  # cancelled by `close`
                 raise self._ended from None
             raise
 
     async def _first_session(self, timeout_s: float) -> ClientSession:
-        # With several endpoints none may be waited for: the others would not be tried.
+        # With several endpoints, waiting for one would keep others from being tried.
         if len(self._endpoints) == 1:
             wait_for_listener = self._supervisor is None
             return await self._new_session(self._endpoints[0], timeout_s, wait_for_listener)
@@ -251,7 +252,7 @@ class SessionManager:
         if old is not None and old.tokenizer.is_loaded:
             before = old.connection.welcome.model
             if (before.model, files_digest(before)) == (card.model, files_digest(card)):
-                tokenizer = old.tokenizer  # to load it again may take a second
+                tokenizer = old.tokenizer  # loading it again may take a second
         return ClientSession(endpoint, connection, files, tokenizer, self.leave)
 
     def _reopen(self) -> asyncio.Task[ClientSession]:
@@ -261,7 +262,7 @@ class SessionManager:
 
     async def _open_next(self) -> ClientSession:
         old = self._last
-        # The endpoints in turn, beginning with the last one unless its engine is draining.
+        # Try the endpoints in order, starting with the last one unless its engine is draining.
         at = self._endpoints.index(old.endpoint)
         endpoints = [*self._endpoints[at + 1 :], *self._endpoints[:at]]
         if not old.connection.is_draining or not endpoints:
@@ -296,15 +297,15 @@ class SessionManager:
     def _take_over(
         self, request: OpenRequest, error: NanocoreError, connection: EngineConnection
     ) -> bool:
-        """Whether this request continues with another engine, or nobody reads it any more."""
+        """Return whether this request continues with another engine, or has no reader any more."""
         stream = request.stream
         if stream.finished:
             return True
         if self._resume_timeout_s is None or self._ended is not None:
             return False
         if isinstance(error, EngineOverloadedError):
-            # A request that was accepted before must not fail because the next engine is busy. A
-            # new one moves to another engine, or its caller waits.
+            # A request that was accepted once must not fail because the next engine is busy. A new
+            # one moves to another engine, or its caller waits.
             has_other = isinstance(error, EngineDrainingError) and len(self._endpoints) > 1
             is_taken = has_other or bool(stream.resumes)
         else:
@@ -316,7 +317,7 @@ class SessionManager:
         return is_taken
 
     def _remaining_s(self, seconds: float) -> float:
-        """How much longer requests wait for an engine, after waiting for so many seconds."""
+        """Return how much longer requests wait for an engine, after waiting this many seconds."""
         if self._ended is not None or self._resume_timeout_s is None:
             return 0.0
         if self._supervisor is not None and self._supervisor.is_restarting:
@@ -324,7 +325,7 @@ class SessionManager:
         return self._resume_timeout_s - seconds
 
     async def _diagnose(self, endpoint: str, loss: NanocoreError) -> NanocoreError:
-        """Open the next session, and say what became of the lost one's engine."""
+        """Open the next session, and return the cause of the loss of the last one."""
         old = self.welcome
         try:
             async with asyncio.timeout(DIAGNOSIS_TIMEOUT_S):
@@ -353,7 +354,7 @@ class SessionManager:
         )
 
     async def _final_error(self, error: NanocoreError) -> NanocoreError:
-        # If we launched the engine, its exit code says more: wait until it is known.
+        # For a launched engine the exit code says more: wait until it is known.
         if self._supervisor is not None:
             deadline_s = time.monotonic() + STOP_TIMEOUT_S
             while not (self._ended or self._supervisor.is_restarting):

@@ -1,1 +1,1 @@
-"""One request on the client: how it is submitted, and what its caller reads."""
+"""Requests on the client: submission, streams, outputs and scores."""

@@ -1,7 +1,7 @@
 """Log probabilities as users read them: for each token a dict of candidates by token id.
 
-They are kept in growing columns. A caller gets a view of the first entries, so a snapshot costs the
-same however long the text is. Dicts are made, and texts looked up, when they are read.
+They are stored in growing columns. A caller gets a view of the first entries, so the cost of a
+snapshot does not depend on the text's length. Dicts are built, and texts looked up, on reading.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Logprob(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def decoded_token(self) -> str | None:
-        """The token's text, half a character in it as U+FFFD; None without detokenization."""
+        """The token's text, incomplete characters as U+FFFD; None without detokenization."""
         return None if self._tokenizer is None else self._tokenizer.token_text(self._token_id).text
 
     @property
     def bytes(self) -> builtins.bytes | None:
-        """The token's bytes; those of a text's tokens make the text. None likewise."""
+        """The token's bytes, which join to the text's bytes; None without detokenization."""
         return None if self._tokenizer is None else self._tokenizer.token_text(self._token_id).bytes
 
     def __eq__(self, other: object) -> bool:
@@ -55,21 +55,21 @@ class Logprob(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class LogprobTable:
-    """The log probabilities of successive tokens. tokenizer: for their texts, if any are wanted."""
+    """Log probabilities of successive tokens. tokenizer: for their texts; None: no texts."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._ranks = array("I")  # of each token
-        self._starts = array("Q", [0])  # where its candidates begin; and the last one's end
-        self._sums = array("d", [0.0])  # of the logprobs of all tokens before it; and of all
-        self._token_ids = array("i")  # of the candidates, each token's own first
+        self._starts = array("Q", [0])  # start of each token's candidates, and the end of the last
+        self._sums = array("d", [0.0])  # cumulative sums of the tokens' logprobs
+        self._token_ids = array("i")  # of the candidates, the token itself first
         self._logprobs = array("f")
 
     def __len__(self) -> int:
         return len(self._ranks)
 
     def append(self, message: UnpackedLogprobs, index: int, start: int) -> None:
-        """Add what a message says of its index-th token, whose candidates begin at start."""
+        """Add a message's index-th token, whose candidates begin at start."""
         end = start + message.counts[index]
         self._ranks.append(message.ranks[index])
         self._token_ids += message.token_ids[start:end]
@@ -82,7 +82,8 @@ class LogprobTable:
         return self._sums[num_tokens]
 
     def candidates(self, index: int) -> dict[int, Logprob]:
-        """A token's: first itself, then the most likely ones in falling order, each once."""
+        """Return a token's candidates: first itself, then the most likely ones in descending
+        order."""
         start, end = self._starts[index], self._starts[index + 1]
         own_id, own_rank = self._token_ids[start], self._ranks[index]
         tokenizer = self._tokenizer

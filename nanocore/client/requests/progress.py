@@ -1,6 +1,6 @@
-"""Progress of one request: its times, its running samples, and who waits for it.
+"""Progress of one request: its times, its running samples, and its waiters.
 
-Shared by a stream and its samples, in one asyncio event loop. One reader waits, for news or for the
+Shared by a stream and its samples, in one asyncio event loop. One reader waits for news or for the
 end.
 """
 
@@ -15,9 +15,9 @@ class Progress:
     """Progress of one request.
 
     start_s, first_token_s, end_s: by the monotonic clock; the last two None until then.
-    num_running: samples that neither the engine nor a stop string has ended. num_unread: those not
-    read to their ends. is_awaited: whether `token_came` must be called. is_behind: the last read
-    left tokens for the next one, so that others run before.
+    num_running: samples that neither the engine nor a stop string has ended. num_unread: samples
+    that were not read to their end. is_awaited: whether `token_came` must be called. is_behind: the
+    last read left tokens for the next one, so that other tasks run first.
     """
 
     def __init__(self, num_samples: int) -> None:
@@ -33,7 +33,7 @@ class Progress:
         self._at_next: Callable[[], None] | None = None
 
     def news(self) -> asyncio.Future[None]:
-        """Return a future that is done when something has arrived from now on."""
+        """Return a future that is done as soon as something new arrives."""
         self._news = asyncio.Future()
         self.is_awaited = True
         return self._news
@@ -44,11 +44,11 @@ class Progress:
         self.is_awaited = True
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Have this called once, when nothing more will come."""
+        """Register a callback for the end; called once."""
         self._at_end = callback
 
     def at_next(self, callback: Callable[[], None]) -> None:
-        """Have this called once, when the next token comes, or nothing more will."""
+        """Register a callback for the next token or the end; called once."""
         self._at_next = callback
         self.is_awaited = True
 
@@ -64,7 +64,7 @@ class Progress:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the reader: something has arrived."""
+        """Wake the reader, because something has arrived."""
         future, self._news = self._news, None
         if future is not None and not future.done():
             future.set_result(None)

@@ -1,8 +1,8 @@
 """Outputs: what a caller receives while its request runs.
 
-Each output is a snapshot that shares the request's growing lists, so streaming n tokens costs O(n);
-text, token ids, logprobs and metrics are put together when they are read. Outputs are made once per
-token, hence structs: a frozen dataclass costs eight times as much.
+Each output is a snapshot that shares the request's growing lists, so streaming n tokens costs O(n).
+Text, token ids, logprobs and metrics are built on reading. Outputs are created for every token, so
+they are structs: a frozen dataclass costs eight times as much.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from nanocore.protocol.sampling import Pooling, SamplingParams
 
 
 class Resume(msgspec.Struct, gc=False):
-    """Times are seconds of the client's monotonic clock.
+    """A change of engine. Times are seconds of the client's monotonic clock.
 
-    num_output_tokens: had come before, of all samples. is_exact: there were none, or both engines
-    have promised the same bits (`ModelCard.numerics_fingerprint`), so what follows is what would
-    have come undisturbed; if not, it is what this engine makes of the tokens so far.
-    engine_instance: the new engine. lost_s: when the loss was noticed; reached_s: when an engine
-    was there again; next_s: when the next token or the end came, None until then.
+    num_output_tokens: received before, of all samples. is_exact: there were none, or both engines
+    promise the same bits (`ModelCard.numerics_fingerprint`), so the output is the same as without
+    the change. engine_instance: the new engine. lost_s: when the loss was noticed; reached_s: when
+    an engine was connected again; next_s: when the next token or the end arrived, None until then.
     """
 
     num_output_tokens: int
@@ -47,10 +46,10 @@ class Resume(msgspec.Struct, gc=False):
 class RequestMetrics(msgspec.Struct, frozen=True, gc=False):
     """Times of one request, in seconds, by the client's monotonic clock.
 
-    time_to_first_token_s: from submission; None before there is one. e2e_latency_s: until they are
-    read, or until the request's end. num_output_tokens: of all samples, as of the output, and
-    output_tokens_per_s: on average since the submission. time_per_output_token_s: after the first
-    token, on average of the sample that has the most; None before it has two.
+    time_to_first_token_s: since submission; None before the first token. e2e_latency_s: until the
+    request's end, or until now. num_output_tokens: of all samples, as of the output.
+    output_tokens_per_s: average since submission. time_per_output_token_s: average after the first
+    token, of the longest sample; None before it has two tokens.
     """
 
     time_to_first_token_s: float | None
@@ -63,12 +62,11 @@ class RequestMetrics(msgspec.Struct, frozen=True, gc=False):
 class CompletionOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     """One generated sample of a request, as of one moment.
 
-    delta: text that is new in this output. finish_reason: None while it runs, then "stop",
-    "length", "abort", "timeout" or "error". stop_reason: which of stop_token_ids (an int) or which
-    stop string (a str) ended it; None if anything else did, EOS included. message: the cause of an
-    "error", and of an "abort" that the caller did not ask for. index: which of the request's n
-    samples.
-    logprobs: of each of token_ids a dict of candidates, if logprobs were asked for.
+    delta: new text of this output. finish_reason: None while it runs, then "stop", "length",
+    "abort", "timeout" or "error". stop_reason: the id of stop_token_ids (an int) or the stop string
+    (a str) that ended it; None otherwise, also for EOS. message: cause of an "error", or of an
+    "abort" by the engine. index: among the request's n samples.
+    logprobs: a dict of candidates for each of token_ids, if requested.
     """
 
     _parts: list[str]
@@ -106,16 +104,16 @@ class CompletionOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """One request, as of one moment.
+    """State of one request at one moment.
 
-    prompt: the text it was made from, if it was text. prompt_token_ids: a list, or the array that
-    was given. outputs: n completions, in the order of their indices. finished: all of them are.
-    num_cached_tokens: prompt tokens found in the prefix cache; None until the first token. Of
-    several samples the first one's.
-    prompt_logprobs: of each prompt token a dict of candidates, if they were asked for; of the first
-    one None. Complete with the first token.
-    embedding: with the end of a request with `pooling`, as the engine has it, float32.
-    resumes: how often, and how, it has gone on with another engine.
+    prompt: its text, if it was given as text. prompt_token_ids: a list, or the given array.
+    outputs: n completions, in the order of their indices. finished: all of them have finished.
+    num_cached_tokens: prompt tokens found in the prefix cache, for the first sample; None until the
+    first token.
+    prompt_logprobs: a dict of candidates for each prompt token, None for the first one, if
+    requested; complete with the first output token.
+    embedding: float32, set at the end of a request with `pooling`.
+    resumes: changes of engine.
     """
 
     request_id: str
@@ -155,8 +153,8 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
 class EmbeddingOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A prompt's embedding.
 
-    embedding: float32, as many numbers as the model card's hidden_size. prompt_token_ids: a list,
-    or the array that was given. num_cached_tokens: prompt tokens found in the prefix cache.
+    embedding: hidden_size float32 numbers. prompt_token_ids: a list, or the given array.
+    num_cached_tokens: prompt tokens found in the prefix cache.
     """
 
     request_id: str
@@ -169,8 +167,8 @@ class EmbeddingOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
         """Read a request's last output. normalize: to length 1, if it is not 0. size: hidden_size.
 
         Raises:
-            NanocoreError: it has none, because it was aborted, or the engine ended it.
-            ProtocolError: it has another size, or is not finite.
+            NanocoreError: it has no embedding, because it was aborted or the engine ended it.
+            ProtocolError: the embedding has another size, or is not finite.
         """
         embedding = output.embedding
         if embedding is None:

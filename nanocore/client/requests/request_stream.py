@@ -1,8 +1,8 @@
 """RequestStream: the output of one request, as an async iterator with one reader.
 
-Tokens that arrive go to the samples; a reader gets what is new of all of them in one output. The
-tokens read at once are limited, so that a long backlog does not hold up the event loop; a reader
-that is behind lets others run before it continues (`Progress.is_behind`).
+Arriving tokens are appended to the samples; a reader gets the news of all of them in one output.
+The number of tokens per read is limited, so that a long backlog does not block the event loop; a
+reader that is behind lets other tasks run first (`Progress.is_behind`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from nanocore.protocol.sampling import SamplingParams
 
 
 class RequestStream:
-    """An async iterator of RequestOutput, made of the samples that the connection feeds.
+    """An async iterator of RequestOutput; the connection feeds its samples.
 
     Args:
         request_id, prompt, prompt_token_ids, params: the request.
-        tokenizer: None if the request wants no text.
-        leave: ends one sample early, or with None the whole request; called at
-            most once for each, and not after its end.
+        tokenizer: None without detokenization.
+        leave: aborts one sample, or with None the whole request; called at most once for each, and
+            not after its end.
 
     finished: everything was read. num_output_tokens: tokens read, of all samples. seed: the first
-    sample's, once the request is accepted; not_held: of its structured output, see ACCEPTED.
-    message: with which it was sent. deadline_s: by the monotonic clock, if its time is limited.
-    resumes: its changes of engine. num_deaths: engines that died while it was open, since it last
-    got a token; was_alone: when the last one died, it was the only request there.
+    sample's, once the request is accepted. not_held: see ACCEPTED. message: the SUBMIT that was
+    sent. deadline_s: by the monotonic clock, if its time is limited. resumes: changes of engine.
+    num_deaths: engines that died while it was open, since its last token. was_alone: it was the
+    only request when the last one died.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RequestStream:
 
     @property
     def num_arrived(self) -> int:
-        """Output tokens that have come, of all samples, read or not."""
+        """Output tokens that have arrived, of all samples, read or not."""
         return sum(len(sample.arrived_token_ids) for sample in self.samples)
 
     @property
@@ -102,7 +102,7 @@ class RequestStream:
         raise StopAsyncIteration
 
     async def final(self) -> RequestOutput:
-        """The last output. Reads only when all is there, unless stop strings need watching.
+        """Return the last output. Reads only at the end, unless stop strings must be found.
 
         Raises:
             NanocoreError: as `__anext__`.
@@ -122,22 +122,22 @@ class RequestStream:
         return self.progress.news()
 
     def listen(self, callback: Callable[[], None]) -> None:
-        """Call this whenever `advance` may find something, from now on: at least once."""
+        """Register a callback for news that `advance` may find; called at least once."""
         self.progress.listen(callback)
         callback()
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call this when all is there; whenever anything is, if stop strings need watching."""
+        """Register a callback for the end; with stop strings also for all news."""
         if self._must_watch or not self.is_running or self._error is not None:
             self.listen(callback)
         else:
             self.progress.on_end(callback)
 
     def read(self) -> RequestOutput | None:
-        """Read what has arrived; None if there is nothing new for a consumer.
+        """Read news as one output; None if there is nothing new.
 
         Raises:
-            NanocoreError: as `__anext__`, once everything that came before was read.
+            NanocoreError: as `__anext__`, once everything before the error was read.
         """
         if not self.advance():
             return None
@@ -156,7 +156,7 @@ class RequestStream:
         )
 
     def advance(self) -> bool:
-        """Let the samples read what has arrived; False if that is nothing; raises NanocoreError."""
+        """Let the samples read news; return whether there was any. Raises NanocoreError."""
         if self.finished:
             return False
         progress = self.progress

@@ -1,8 +1,8 @@
 """One sample of a request on the client: collected as it arrives, turned into text when read.
 
-The connection only appends token ids; a consumer that reads slowly costs one list, not a queue of
-messages, and finds everything merged. Detokenization and stop strings run when the consumer reads,
-and only so many tokens at once that the event loop is not held up.
+The connection only appends token ids. A slow consumer costs one list, not a queue of messages, and
+finds everything merged. Detokenization and stop strings run when the consumer reads, in slices that
+do not block the event loop.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ class Sample:
 
     Args:
         prompt_token_ids, params: of the request.
-        tokenizer: None if the request wants no text.
+        tokenizer: None without detokenization.
         progress: of the request.
 
-    request_id: under which it was submitted. handle: the engine's name for it, once accepted.
-    logprobs, prompt_logprobs: None if not requested; only the first sample has the prompt's.
-    embedding: with the end, if it is asked for. delta: the text that the last `read` has brought.
-    finished: that is all.
+    request_id: the wire's. handle: once accepted. logprobs, prompt_logprobs: None if not requested;
+    only the first sample has prompt_logprobs. embedding: set at the end, if requested. delta: new
+    text of the last `read`. finished: everything was read.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class Sample:
         self._push: Callable[[int], str] | None = None  # the short way, from the second read on
         if tokenizer is not None:
             self._text = SampleText(tokenizer, prompt_token_ids, params)
-        # What has arrived; of the tokens, the first `num_read` were read.
+        # Data that has arrived; the first `num_read` tokens were read.
         self._token_ids: list[int] = []
         self._end: Event | None = None
         self.num_cached_tokens: int | None = None
@@ -65,7 +64,7 @@ class Sample:
         self.prompt_logprobs: LogprobTable | None = None
         if params.prompt_logprobs is not None and index == 0:
             self.prompt_logprobs = LogprobTable(tokenizer)
-        # What was read.
+        # Data that was read.
         self.finished = False
         self.num_read = 0
         self.delta = ""
@@ -90,7 +89,7 @@ class Sample:
             self._progress.token_came()
 
     def push_logprobs(self, message: UnpackedLogprobs, index: int, start: int) -> None:
-        """Add those of the next token: a message's index-th, whose candidates begin at start.
+        """Add logprobs of the next token: a message's index-th, whose candidates begin at start.
 
         Raises:
             ProtocolError: they are of another token.
@@ -122,10 +121,10 @@ class Sample:
             )
 
     def push_event(self, event: Event) -> None:
-        """Take in what an event says: cached tokens at the start, or how the sample ended.
+        """Store an event: cached tokens at the start, or the end of the sample.
 
         Raises:
-            ProtocolError: it ended without the embedding that was asked for.
+            ProtocolError: it ended without the requested embedding.
         """
         if event.num_cached_tokens is not None and self.num_cached_tokens is None:
             self.num_cached_tokens = event.num_cached_tokens
@@ -144,7 +143,7 @@ class Sample:
 
     @property
     def arrived_token_ids(self) -> list[int]:
-        """Token ids that have arrived, read or not. Not to be changed."""
+        """Token ids that have arrived, read or not; do not modify."""
         return self._token_ids
 
     def begin_again(self) -> None:
@@ -156,7 +155,7 @@ class Sample:
 
     @property
     def outlives_reading(self) -> bool:
-        """Whether a stop string has ended it, and the engine does not know."""
+        """Whether a stop string has ended it while the engine still runs it."""
         return self.finished and self._end is None
 
     @property
@@ -178,7 +177,7 @@ class Sample:
 
     @property
     def num_logprobs(self) -> int:
-        """Tokens that were read and have some."""
+        """Number of tokens that were read and have logprobs."""
         return 0 if self.logprobs is None else min(self.num_read, len(self.logprobs))
 
     @property
@@ -187,13 +186,13 @@ class Sample:
         return self._token_ids[: self.num_read]
 
     def read(self) -> bool:
-        """Take in what has arrived; False if that is nothing: then `delta` is empty.
+        """Read news; return whether there was any. If not, `delta` is empty.
 
-        Of the end, when all tokens before it are read.
+        The end is read after all tokens before it.
         """
         num_read, end = self.num_read, self._end
         num_new = len(self._token_ids) - num_read
-        # Fast path of streaming, where each token is read as it comes.
+        # Fast path of streaming, where each token is read as it arrives.
         if num_new == 1 and end is None and self._push is not None:
             self.delta = delta = self._push(self._token_ids[num_read])
             if delta:
@@ -226,7 +225,7 @@ class Sample:
         return True
 
     def _slice(self) -> int:
-        """Return how many tokens may be read at once without holding up the event loop."""
+        """Return how many tokens may be read at once without blocking the event loop."""
         if self._text is None:
             return sys.maxsize
         return max(1, self._text.tokens_per_slice // self._progress.num_unread)
@@ -237,7 +236,7 @@ class Sample:
         self.finish_reason, self.stop_reason, self.message = reason, stop_reason, message
         self.finished = True
         self._progress.num_unread -= 1
-        if not self.ended:  # a stop string, and the engine does not know
+        if not self.ended:  # a stop string that the engine does not know
             self._set_ended()
 
     def _set_ended(self) -> None:

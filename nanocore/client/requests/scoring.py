@@ -1,8 +1,9 @@
 """Scoring: the log probability of a continuation given its context.
 
-The prompt is both but for the last token, which is the only one that may be sampled. Its log
-probability comes as an output token's, the others' as prompt tokens'. So nothing is computed in
-vain, and one token after a context, as in most multiple choice, can use the prefix cache.
+The prompt is both without the last token, which is sampled as the only allowed token. Its log
+probability is that of an output token, the others are prompt logprobs. So no position is computed
+in vain, and a continuation of one token, as in most multiple-choice tasks, can use the prefix
+cache.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from nanocore.protocol.sampling import SamplingParams
 class ScoreOutput(msgspec.Struct, frozen=True):
     """Score of a continuation.
 
-    token_ids: the continuation's. token_logprobs: of each of them, given all before it; natural.
-    is_greedy: each is the most likely one there. num_cached_tokens: of the context, found in the
-    prefix cache.
+    token_ids: the continuation's. token_logprobs: natural log probability of each, given all tokens
+    before it. is_greedy: each is the most likely token. num_cached_tokens: context tokens found in
+    the prefix cache.
     """
 
     request_id: str
@@ -59,7 +60,7 @@ class ScoreRequest:
 
     @property
     def params(self) -> SamplingParams:
-        """Log probabilities and ranks of the tokens themselves, and the last one sampled."""
+        """Return parameters that sample the last token and return logprobs of the others."""
         return SamplingParams(
             temperature=0,
             max_tokens=1,
@@ -70,7 +71,7 @@ class ScoreRequest:
         )
 
     def score(self, output: RequestOutput) -> ScoreOutput:
-        """Return the score that the request's last output holds; raises NanocoreError."""
+        """Return the score from the request's last output; raises NanocoreError."""
         (sample,) = output.outputs
         if not sample.logprobs:
             raise NanocoreError(
@@ -94,12 +95,12 @@ async def score_request(
 ) -> ScoreRequest:
     """Join a context and its continuation.
 
-    Two texts are tokenized as the one that they make: the continuation's tokens are those after as
-    many as the context has alone, and white space that ends the context belongs to the
-    continuation, as in lm-evaluation-harness. Token ids are taken as they are.
+    Two texts are tokenized as one: the continuation's tokens are those after as many as the context
+    has alone, and white space at the end of the context belongs to the continuation, as in
+    lm-evaluation-harness. Token ids are used as they are.
 
     Raises:
-        InvalidRequestError: one of them is nothing, or is no prompt.
+        InvalidRequestError: one of them is empty or not a prompt.
     """
     if isinstance(context, str) and isinstance(continuation, str):
         context_ids = await _open_ids(tokenizer, context.rstrip())

@@ -1,7 +1,7 @@
-"""Submission: a caller's request is checked, tokenized, and sent in the order of the calls.
+"""Submission: a caller's request is checked, tokenized and sent, in the order of the calls.
 
-Only what the engine cannot check is checked here: fields that it is too old to know, capabilities
-that it lacks, and text that cannot be tokenized.
+Checked here is only what the engine cannot check: fields that are newer than it, capabilities that
+it lacks, and text that cannot be tokenized.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class SubmitQueue:
     """Order of one client's requests: they are submitted in the order of the calls.
 
     A request may wait for a session, the tokenizer or a template; later ones wait for it. Requests
-    with long texts give way, so that they delay no others. Lives in one event loop.
+    with long texts give way, so that they delay no others. Belongs to one event loop.
     """
 
     def __init__(self) -> None:
-        self._tickets: dict[SubmitTicket, None] = {}  # in order; the first one may submit
+        self._tickets: dict[SubmitTicket, None] = {}  # in order; the first one's turn
 
     def ticket(self) -> SubmitTicket:
         """Take the last place. Leaving the ticket's `with` block lets the next request submit."""
@@ -72,11 +72,11 @@ class SubmitTicket:
 
 
 async def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[list[int]]:
-    """Return the token sequences that make these words: one or two for each.
+    """Return the token sequences of these words: one or two for each.
 
-    The second one is the word after a space, unless it ends with the first one, which forbids it
-    already. vLLM forbids it only if it has as many tokens, so that " apple" of one token comes
-    although "apple", of three, is bad.
+    The second is the word after a space, unless it ends with the first, which forbids it already.
+    vLLM forbids it only if both have equally many tokens: then " apple" (one token) is allowed
+    although "apple" (three) is bad.
 
     Raises:
         InvalidRequestError: a word has no tokens.
@@ -97,7 +97,7 @@ async def bad_words_token_ids(tokenizer: Tokenizer, words: list[str]) -> list[li
 
 
 class TokensPrompt(TypedDict):
-    """Prompt that is tokenized already."""
+    """A tokenized prompt."""
 
     prompt_token_ids: list[int] | array[int]
 
@@ -105,7 +105,7 @@ class TokensPrompt(TypedDict):
 class RequestOptions(NamedTuple):
     """Options of one request, as in `AsyncEngineClient.generate`.
 
-    request_id: None makes one. fit_max_tokens: limit max_tokens to the remaining context.
+    request_id: None generates one. fit_max_tokens: limit max_tokens to the remaining context.
     """
 
     request_id: str | None
@@ -129,7 +129,7 @@ async def submit(
     options: RequestOptions,
     ticket: SubmitTicket,
 ) -> RequestStream:
-    """Send a request; its output, or its error, goes to the stream.
+    """Send a request; the stream gets its output or error.
 
     Raises:
         InvalidRequestError: it cannot be sent. ContextLengthError: its text is far too long.
@@ -177,7 +177,7 @@ async def submit(
 
 
 def _as_known(sampling: EngineSamplingParams, minor: int) -> EngineSamplingParams:
-    # Older engines do without leniency: they refuse what their grammars lack.
+    # Older engines do not know lenient schemas: they refuse what they cannot enforce.
     wanted = sampling.structured_outputs
     if wanted is not None and wanted.lenient and minor < LENIENT_SINCE:
         return replace(sampling, structured_outputs=replace(wanted, lenient=[]))
@@ -208,7 +208,7 @@ async def _tokenize(
 
 
 def given_token_ids(prompt: list[int] | array[int] | TokensPrompt) -> list[int] | array[int]:
-    """Return the token ids of a prompt that is no text; raises InvalidRequestError."""
+    """Return the token ids of a prompt that is not text; raises InvalidRequestError."""
     token_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else prompt
     if isinstance(token_ids, (list, array)):
         return token_ids

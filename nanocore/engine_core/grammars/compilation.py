@@ -112,21 +112,41 @@ class CompiledGrammar:
 
 
 def try_grammar(vocabulary: TokenTable, wanted: StructuredOutputs) -> tuple[str, list[str]]:
-    """Compile a structured output; return llguidance's text for it, and the pointers that are not
-    held.
+    """Return llguidance's text of a structured output, and the pointers that are not enforced.
+
+    Raises:
+        InvalidRequestError: see `compile_grammar`.
+    """
+    text, grammar = compile_grammar(vocabulary, wanted)
+    return text, [*grammar.not_held]
+
+
+def compile_grammar(
+    vocabulary: TokenTable, wanted: StructuredOutputs
+) -> tuple[str, CompiledGrammar]:
+    """Compile a structured output; return llguidance's text of it, and the grammar.
 
     May take any time, memory and stack: run it in a compile process.
 
     Raises:
         InvalidRequestError: it cannot be compiled, or would take too long; it says where.
     """
-    text, grammar = _tried(vocabulary, wanted)
-    return text, [*grammar.not_held]
+    schemas = _schemas(wanted)
+    compact = wanted.disable_any_whitespace
 
+    def refusal(schema: Any) -> str | None:
+        beginning = _begin(vocabulary, grammar_text.of_schema(schema, compact))
+        return write_mask(beginning, vocabulary, np.empty(vocabulary.num_words, np.int32))
 
-def compile_grammar(vocabulary: TokenTable, wanted: StructuredOutputs) -> CompiledGrammar:
-    """Compile a structured output like `try_grammar`, but return the grammar."""
-    return _tried(vocabulary, wanted)[1]
+    try:
+        return _made(vocabulary, wanted, schemas, refusal)
+    except InvalidRequestError:
+        not_held = relax(schemas[0][1], wanted.lenient, refusal) if wanted.lenient else []
+        if not not_held:
+            raise
+    text, grammar = _made(vocabulary, wanted, schemas, refusal)
+    grammar.not_held = not_held
+    return text, grammar
 
 
 def compile_text(vocabulary: TokenTable, text: str) -> CompiledGrammar:
@@ -149,25 +169,6 @@ def _compiled(vocabulary: TokenTable, text: str) -> tuple[CompiledGrammar, str |
     reason = write_mask(matcher, vocabulary, words_W)
     num_bytes = _estimated_bytes(text, words_W, (time.thread_time() - start) * 1000)
     return CompiledGrammar(vocabulary, matcher, words_W, num_bytes), reason
-
-
-def _tried(vocabulary: TokenTable, wanted: StructuredOutputs) -> tuple[str, CompiledGrammar]:
-    schemas = _schemas(wanted)
-    compact = wanted.disable_any_whitespace
-
-    def refusal(schema: Any) -> str | None:
-        beginning = _begin(vocabulary, grammar_text.of_schema(schema, compact))
-        return write_mask(beginning, vocabulary, np.empty(vocabulary.num_words, np.int32))
-
-    try:
-        return _made(vocabulary, wanted, schemas, refusal)
-    except InvalidRequestError:
-        not_held = relax(schemas[0][1], wanted.lenient, refusal) if wanted.lenient else []
-        if not not_held:
-            raise
-    text, grammar = _made(vocabulary, wanted, schemas, refusal)
-    grammar.not_held = not_held
-    return text, grammar
 
 
 def _made(

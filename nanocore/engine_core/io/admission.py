@@ -22,7 +22,12 @@ from nanocore.engine_core.io.limits import QueueLimit, held_bytes
 from nanocore.engine_core.requests.ends import end_by_stop
 from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
 from nanocore.kv_cache import KeyChain
-from nanocore.protocol.errors import ContextLengthError, EngineOverloadedError, InvalidRequestError
+from nanocore.protocol.errors import (
+    ContextLengthError,
+    EngineOverloadedError,
+    InvalidRequestError,
+    counted,
+)
 from nanocore.protocol.fields import MAX_EXACT_INT, check_limits
 from nanocore.protocol.messages import Event, ModelCard, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
@@ -148,20 +153,21 @@ def check_outputs(
         )
     if sampling.max_tokens is not None and num_outputs > sampling.max_tokens:
         raise InvalidRequestError(
-            f"output_token_ids has {num_outputs} tokens, more than max_tokens="
+            f"output_token_ids has {counted(num_outputs, 'token')}, more than max_tokens="
             f"{sampling.max_tokens}, which counts what was produced already, too"
         )
     if num_prompt + num_outputs > longest(max_model_len, sampling.max_tokens):
         raise ContextLengthError(
-            f"the prompt has {num_prompt} tokens and output_token_ids {num_outputs}, together more "
-            f"than max_model_len={max_model_len}: start the engine with a larger --max-model-len"
+            f"the prompt has {counted(num_prompt, 'token')} and output_token_ids {num_outputs}, "
+            f"together more than max_model_len={max_model_len}: start the engine with a larger "
+            "--max-model-len"
         )
     is_stop = np.isin(outputs[num_free:-1], [*eos_token_ids, *sampling.stop_token_ids])
     if is_stop.any():
         i = num_free + int(is_stop.argmax())
         raise InvalidRequestError(
             f"output_token_ids[{i}]={outputs[i]} is EOS or a stop id: the request ended there, "
-            f"and {num_outputs - i - 1} tokens follow; leave them out"
+            f"and output_token_ids goes on after it; leave the rest out"
         )
 
 
@@ -316,7 +322,7 @@ class Admission:
         min_tokens = sampling.min_tokens
         if num_prompt + min_tokens > max_model_len and min_tokens and max_tokens is None:
             raise ContextLengthError(
-                f"the prompt has {num_prompt} tokens and min_tokens is {min_tokens}, "
+                f"the prompt has {counted(num_prompt, 'token')} and min_tokens is {min_tokens}, "
                 f"together more than max_model_len={max_model_len}: shorten the prompt, lower "
                 "min_tokens, or start the engine with a larger --max-model-len"
             )
@@ -326,7 +332,7 @@ class Admission:
         if num_prompt + (max_tokens or 1) > longest(max_model_len, max_tokens):
             shorter = "" if sampling.pooling is not None else "lower max_tokens, "
             raise ContextLengthError(
-                f"the prompt has {num_prompt} tokens and {asked}, together "
+                f"the prompt has {counted(num_prompt, 'token')} and {asked}, together "
                 f"more than max_model_len={max_model_len}: shorten the prompt, {shorter}"
                 "or start the engine with a larger --max-model-len"
             )

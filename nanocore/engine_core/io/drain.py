@@ -16,7 +16,7 @@ from typing import Final
 from nanocore.engine_core.io.session import Session, SessionTable
 from nanocore.engine_core.mailbox import Inbox, Shutdown
 from nanocore.protocol.codec import returned_id
-from nanocore.protocol.errors import ErrorCode
+from nanocore.protocol.errors import ErrorCode, counted
 from nanocore.protocol.messages import Control, Draining, Error, Message, Reply, Submit
 
 logger = logging.getLogger(__name__)
@@ -68,10 +68,9 @@ class Drain:
         if self._is_over:
             return
         logger.info(
-            "%s: %d open requests may finish, for at most %g s (--shutdown-timeout); new ones are "
-            "refused",
+            "%s: %s may finish, for at most %g s (--shutdown-timeout); new ones are refused",
             cause,
-            len(self._sessions.request_ids),
+            counted(len(self._sessions.request_ids), "open request"),
             self._timeout_s,
         )
         for session in list(self._sessions.by_peer.values()):
@@ -93,7 +92,7 @@ class Drain:
             reason += ": the engine is paused, so this request could not come to its end"
         self._is_over = True
         if num:
-            logger.info("the drain ends and aborts %d requests: %s", num, reason)
+            logger.info("the drain ends and aborts %s: %s", counted(num, "request"), reason)
         else:
             logger.info("%s: no requests in flight, exiting", self._cause)
         self._inbox.put(Shutdown(reason))

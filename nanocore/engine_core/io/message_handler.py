@@ -38,6 +38,7 @@ from nanocore.protocol.codec import (
 from nanocore.protocol.errors import (
     ErrorCode,
     ProtocolError,
+    counted,
 )
 from nanocore.protocol.messages import (
     Abort,
@@ -360,5 +361,5 @@ class MessageHandler:
         """Log one line for all sessions that were closed lately."""
         if self._closed:
             reasons = ", ".join(f"{reason} ({n})" for reason, n in self._closed.items())
-            logger.info("%d sessions closed: %s", self._closed.total(), reasons)
+            logger.info("%s closed: %s", counted(self._closed.total(), "session"), reasons)
             self._closed.clear()

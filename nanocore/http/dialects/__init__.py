@@ -1,1 +1,2 @@
-"""The dialects of clients: each reads its requests, and writes one vocabulary of events its way."""
+"""Dialects of HTTP APIs: each reads its own requests, and encodes the same events in its own
+form."""

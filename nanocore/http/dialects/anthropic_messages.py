@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's messages.
 
 Work that Anthropic's servers do in addition to the model (server tools, context management,
-containers) is not supported; the header `nanocore-ignored` lists what a request has of it.
+containers) is not supported; the header `nanocore-ignored` lists such fields of a request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from nanocore.protocol.sampling import EngineSamplingParams
 
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _EFFORTS: Final = {"low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
-"""Anthropic's efforts, as those that templates know."""
+"""Anthropic's effort values, mapped to those that templates know."""
 
 
 class ToolDefinition(msgspec.Struct):
@@ -82,7 +82,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class CountTokensRequest(SamplingFields, kw_only=True):
-    """Fields that the prompt is made of. Sampling fields are accepted and have no effect."""
+    """Fields that determine the prompt. Sampling fields are accepted and have no effect."""
 
     messages: list[MessageParam]
     model: str | None = None
@@ -206,7 +206,7 @@ def _response_format(request: CountTokensRequest) -> dict[str, Any] | None:
 
 
 def _template_kwargs(request: CountTokensRequest) -> dict[str, Any]:
-    """Return thinking and effort under the names that chat templates have for them."""
+    """Return thinking and effort under the names that chat templates use."""
     given: dict[str, Any] = {}
     thinking = request.thinking
     if thinking is not None and thinking.type in ("enabled", "disabled"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypedDict
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -33,6 +33,7 @@ from nanocore.http.dialects.chat_options import (
 )
 from nanocore.http.dialects.encoding import (
     ChunkEncoder,
+    OpenAIUsage,
     UsageSum,
     WholeEncoder,
     around,
@@ -120,14 +121,25 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         )
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCallObject(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    """The assistant's turn. Reasoning is given under both names that clients read."""
+    """The assistant's turn. Reasoning has both names that clients use."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
     annotations: list[Any] = []
-    tool_calls: list[dict[str, Any]]
+    tool_calls: list[ToolCallObject]
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
 
@@ -151,7 +163,7 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str | None
     choices: list[ChatChoice]
-    usage: dict[str, Any]
+    usage: OpenAIUsage
     seed: int | UnsetType | None = UNSET
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
@@ -198,7 +210,7 @@ class ChatStreamEncoder(ChunkEncoder):
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
         self._num_tokens = num_output_tokens
-        # Nearly every token comes this way: a text alone, encoded between two fixed pieces.
+        # Fast path of nearly every token: a text alone, encoded between two fixed pieces.
         if len(events) == 1 and not self._always_usage:
             only = events[0]
             if type(only) is Text and only.index not in self._split:

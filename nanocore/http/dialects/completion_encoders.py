@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from nanocore.client.chat.events import ChatEvent, Finished, Logprobs, Started, Text
 from nanocore.http.dialects.encoding import (
     ChunkEncoder,
+    OpenAIUsage,
     UsageSum,
     WholeEncoder,
     around,
@@ -54,7 +55,7 @@ class TextCompletion(msgspec.Struct, kw_only=True):
     model: str
     system_fingerprint: str | None
     choices: list[TextChoice]
-    usage: dict[str, Any]
+    usage: OpenAIUsage
 
 
 class CompletionStyle(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +143,7 @@ class CompletionStreamEncoder(ChunkEncoder):
         self._num_tokens: dict[int, int] = {}
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
-        # Nearly every token comes this way: a text alone, encoded between two fixed pieces.
+        # Fast path of nearly every token: a text alone, encoded between two fixed pieces.
         if len(events) == 1 and self._is_plain:
             only = events[0]
             if type(only) is Text:
@@ -266,7 +267,7 @@ class CompletionEncoder(WholeEncoder):
 
 
 def by_sample(events: Sequence[ChatEvent]) -> Iterator[list[SampleEvent]]:
-    """Group consecutive events of one sample; a completion's events are text and its like."""
+    """Group consecutive events of one sample; a completion has only text and logprobs."""
     of_samples = [event for event in events if isinstance(event, SampleEvent)]
     for _, of_one in groupby(of_samples, key=lambda event: event.index):
         yield list(of_one)

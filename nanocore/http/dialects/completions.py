@@ -108,7 +108,7 @@ async def serve(exchange: Exchange) -> None:
     if len(prompts) > 1:
         _check_batch(client, len(prompts) * params.n)
     response_id = ResponseId("cmpl-", request.request_id)
-    # Places are taken before tokenizing, so that requests keep the order in which they came.
+    # Reserve places before tokenizing, so that requests keep their order of arrival.
     with client.submit_tickets(len(prompts)) as tickets:
         token_ids = await tokenize_prompts(
             exchange, tickets, prompts, request.add_special_tokens is not False, "prompt", num_kept
@@ -173,7 +173,7 @@ async def _submit(
                 )
             )
     except BaseException:
-        # A disconnect or a refusal: prompts that were submitted must not run on.
+        # After a disconnect or a refusal, submitted prompts must not continue.
         for stream in streams:
             stream.close()
         raise
@@ -198,7 +198,7 @@ async def _echoes(
     prompts: Sequence[OnePrompt],
     token_ids: Sequence[list[int]],
 ) -> list[Echo]:
-    """Return each prompt's echo: a text as it came, unless its beginning is truncated."""
+    """Return each prompt's echo: the unchanged text, unless its beginning is truncated."""
     is_truncated = request.truncate_prompt_tokens is not None
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if request.logprobs is None and not is_truncated and len(texts) == len(prompts):

@@ -1,13 +1,13 @@
 """Common parts of the dialects' encoders: usage, server-sent events, and two base classes.
 
-Events are put together from bytes: a prefix, an escaped text, a suffix. Encoding a whole object for
-each token would cost several times as much as everything else that is done for it, so the parts
-that do not change from chunk to chunk are encoded once.
+Events are joined from bytes: a prefix, an escaped text, a suffix. Encoding a whole object per token
+would cost several times as much as all other work for it, so the parts that do not change from
+chunk to chunk are encoded once.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import msgspec
 
@@ -22,6 +22,27 @@ _LINE_ENDS: Final = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\u0085\u2028\u2
 """Line ends for Python's splitlines, with which many clients read streams."""
 
 
+class CachedTokens(TypedDict):
+    cached_tokens: int
+
+
+class ReasoningTokens(TypedDict):
+    reasoning_tokens: int
+
+
+class PromptUsage(TypedDict):
+    """OpenAI's usage of embeddings."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class OpenAIUsage(PromptUsage):
+    completion_tokens: int
+    completion_tokens_details: ReasoningTokens
+
+
 class UsageSum:
     """Token counts of a request, over all its prompts and samples."""
 
@@ -32,7 +53,7 @@ class UsageSum:
         self.num_reasoning_tokens = 0
 
     def add_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Add a prompt: once, however many samples it has."""
+        """Add a prompt; to be called once for all its samples."""
         self.num_prompt_tokens += num_tokens
         self.num_cached_tokens += num_cached_tokens
 
@@ -40,7 +61,7 @@ class UsageSum:
         self.num_output_tokens += usage.num_output_tokens
         self.num_reasoning_tokens += usage.num_reasoning_tokens
 
-    def as_object(self) -> dict[str, Any]:
+    def as_object(self) -> OpenAIUsage:
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,
@@ -76,7 +97,7 @@ def around(value: dict[str, Any], place: str, name: str | None = None) -> tuple[
 
     Args:
         value: the event's object.
-        place: a string that stands in it once, as the value to be replaced.
+        place: placeholder for the value, which occurs once.
         name: the event's.
     """
     whole = data(value) if name is None else event(name, value)

@@ -44,7 +44,7 @@ def tool_input(arguments: str) -> msgspec.Raw | dict[str, Any]:
 
 
 class StreamedInput:
-    """Streams a call's arguments: text that begins as an object passes, other text is held."""
+    """Streams a call's arguments if they begin as an object; holds other text until the end."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
@@ -159,7 +159,7 @@ class MessageStreamEncoder:
         self._input = StreamedInput()
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
-        # Nearly every token comes this way: a delta of the open block, between two fixed pieces.
+        # Fast path of nearly every token: a delta of the open block, between two fixed pieces.
         if len(events) == 1:
             only = events[0]
             if type(only) is self._open and (type(only) is Text or type(only) is Reasoning):

@@ -14,7 +14,7 @@ from nanocore.client.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS: Final = 20
 LEAST: Final = -9999.0
-"""Stands for minus infinity, which JSON lacks, as in OpenAI's API."""
+"""Replaces minus infinity, which JSON lacks, as in OpenAI's API."""
 
 
 def finite(logprob: float) -> float:
@@ -29,7 +29,7 @@ def chat_logprobs(
     Args:
         tokens: candidates at each position by token id, the sampled token first.
         num_top: candidates to list.
-        as_token_ids: name tokens "token_id:ID", for texts of different tokens may be equal.
+        as_token_ids: name tokens "token_id:ID", because different tokens may have equal texts.
     """
     entries = []
     for candidates in tokens:
@@ -72,10 +72,10 @@ class TextOffsets:
     """Offsets at which successive tokens begin in a text, in characters.
 
     An offset counts the characters that earlier tokens have completed. So the tokens of one
-    character share an offset, and a token that is not part of the text takes no room.
+    character share an offset, and tokens outside the text have no width.
 
     Args:
-        before: tokens that these follow.
+        before: tokens before these.
         start: offset of the first one.
     """
 
@@ -136,7 +136,7 @@ class TextLogprobs(msgspec.Struct):
 class LogprobsShown(msgspec.Struct, frozen=True):
     """Options of a completion's logprobs.
 
-    num_top: likeliest tokens to list in addition to the sampled one; -1: all that there are.
+    num_top: likeliest tokens to list in addition to the sampled one; -1: all.
     as_token_ids: name tokens "token_id:ID".
     """
 

@@ -1,4 +1,4 @@
-"""Prompts as OpenAI's APIs take them: a text, a list of texts, token ids, or a list of those."""
+"""Prompts of OpenAI's APIs: a text, a list of texts, token ids, or a list of lists of them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def tokenize_prompts(
             )
         return ids
 
-    # The longest first: one that does not fit ends the work before much is done.
+    # The longest first, so that one that does not fit is found early.
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
 
     async def encode_all() -> dict[int, list[int]]:
@@ -110,7 +110,7 @@ async def tokenize_prompts(
 async def attended_aside(
     exchange: Exchange, tickets: Sequence[SubmitTicket], work: Coroutine[Any, Any, Result]
 ) -> Result:
-    """Do long work as `Exchange.attended`; other requests may overtake those that wait for it."""
+    """Do long work as `Exchange.attended` does; other requests may overtake waiting ones."""
     for ticket in tickets:
         ticket.give_way()
     return await exchange.attended(work)

@@ -22,11 +22,11 @@ _SAME: Final = (
     "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "bad_words",
     "prompt_logprobs",
 )  # fmt: skip
-"""Fields that `SamplingParams` has under the same name; None where they are not given."""
+"""Fields that `SamplingParams` has under the same name; None if absent."""
 _TOKEN_ID: Final = re.compile("[0-9]{1,10}")
 _MAX_ID_CHARS: Final = 200
 Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
-"""Not negative: only administrators may put a request before all others, on the wire."""
+"""Not negative over HTTP: only administrators may use negative priorities, on the wire."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -104,11 +104,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 class ResponseId:
     """The id of a response, which is also the request's in the engine's traces and log.
 
-    So `nanocore explain` finds it. If the client chose it, the engine's id gets a suffix: another
-    client may choose the same, and the engine's ids are unique.
+    So `nanocore explain` finds it. An id chosen by the client gets a suffix in the engine, where
+    ids are unique, because another client may choose the same.
 
     Args:
-        prefix: tells the kind of response.
+        prefix: of the kind of response.
         given: the client's id, or None.
     """
 
@@ -119,7 +119,7 @@ class ResponseId:
     def head(self, kind: str, model: str, fingerprint: str | None) -> dict[str, Any]:
         """Return the first fields of OpenAI's completions of either kind.
 
-        fingerprint: equal ones promise equal responses to equal requests.
+        fingerprint: if equal, equal requests get equal responses.
         """
         return {
             "id": self.text,

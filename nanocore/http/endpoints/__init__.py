@@ -1,1 +1,1 @@
-"""Endpoints that generate nothing: what the server and its engine are, and how they fare."""
+"""Endpoints other than generation: embeddings, tokenizer, status, metrics and the web page."""

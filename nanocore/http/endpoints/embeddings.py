@@ -13,6 +13,7 @@ import msgspec
 
 from nanocore.client import AsyncEngineClient, EmbeddingOutput
 from nanocore.client.requests.submission import SubmitTicket
+from nanocore.http.dialects.encoding import PromptUsage
 from nanocore.http.dialects.prompts import (
     PromptInput,
     num_kept_tokens,
@@ -58,7 +59,7 @@ class EmbeddingList(msgspec.Struct):
 
     data: list[Embedding]
     model: str
-    usage: dict[str, Any]
+    usage: PromptUsage
     object: Literal["list"] = "list"
 
 
@@ -85,7 +86,7 @@ async def serve(exchange: Exchange) -> None:
     if exchange.record is not None:
         exchange.record.usage.add_prompt(num_tokens, num_cached_tokens)
     is_base64 = request.encoding_format == "base64"
-    usage = {
+    usage: PromptUsage = {
         "prompt_tokens": num_tokens,
         "total_tokens": num_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},

@@ -1,6 +1,6 @@
 """GET /live: an engine's last steps and the phases of its requests, which the live page polls.
 
-The engine's columns become an object for each step, which is what the page draws.
+The engine's columns become an object per step, as the page draws them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from nanocore.protocol.fields import MAX_EXACT_INT
 _DIGITS: Final = 6
 """Decimal digits of seconds: microseconds."""
 _SECRET_PREFIX: Final = "resp_"
-"""Ids that open a stored response: only the client that got one may know it."""
+"""Prefix of ids that give access to a stored response, so only its client may know them."""
 
 
 class LiveStep(msgspec.Struct, frozen=True):

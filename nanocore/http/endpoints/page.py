@@ -29,8 +29,8 @@ _TYPES: Final = {
     ".js": b"text/javascript; charset=utf-8",
     ".svg": b"image/svg+xml",
 }
-# Only its own files may run or be loaded, and it may talk only to its own origin: what a model
-# writes is shown as text and can neither run nor fetch anything.
+# Only its own files may run or load, and it may only connect to its own origin: a model's output is
+# shown as text and can neither run nor fetch anything.
 POLICY: Final = (
     b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self';"
     b" base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -1,4 +1,4 @@
-"""Probes, version, metrics and model names: what monitors and SDKs ask before any request."""
+"""Probes, version, metrics and model names, for monitors and SDKs."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ async def _check_serving(exchange: Exchange) -> None:
         raise unavailable("the server is shutting down", RETRY_LATER_S)
     if exchange.client.is_draining:
         raise unavailable(DRAINING, RETRY_LATER_S)
-    # The client reconnects only for a request, and a server that is not ready gets none: so a
-    # probe has to make the attempt.
+    # The client reconnects only for requests, and a server that is not ready gets none, so the
+    # probe has to reconnect.
     if not exchange.client.is_connected:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):

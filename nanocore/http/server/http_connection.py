@@ -73,7 +73,7 @@ def chunk_writer(cycle: RequestResponseCycle) -> Callable[[bytes], bool]:
 
 
 class _ResponseTransport:
-    """A response's view of the transport: whether `close` closes it, the connection decides."""
+    """A response's view of the transport; the connection decides whether `close` closes it."""
 
     __slots__ = ("close", "is_closing", "write")
 
@@ -133,7 +133,7 @@ class HttpConnection(HttpToolsProtocol):
         self._response_transport = None
         if not self.connections:
             self.server_state.all_closed.set()
-        # uvicorn has told the last request only; the one whose response is due may be another.
+        # uvicorn notifies the last request only; the running one may be another.
         if (running := self._running) is not None:
             running.disconnected = True
             running.message_event.set()
@@ -145,7 +145,8 @@ class HttpConnection(HttpToolsProtocol):
         self._has_advanced = False
         try:
             self._feed(data)
-            # Bytes of an incomplete field count, too: an endless one would never reach the limit.
+            # Bytes of an incomplete field count, too, or an endless field would never reach the
+            # limit.
             self._held_bytes = 0 if self._has_advanced else self._held_bytes + len(data)
             self._check_head()
         except httptools.HttpParserError:
@@ -170,7 +171,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_reading = self._has_begun = self._has_advanced = True
         self._has_headers = False
         self._head_bytes = 0
-        self._deadline_is_of_body = None  # have `_watch` set a new deadline
+        self._deadline_is_of_body = None  # `_watch` will set a new deadline
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -203,7 +204,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.server_state.is_draining:
             cycle.keep_alive = False
         if self.pipeline:
-            self.flow.resume_reading()  # or the end of the connection would go unnoticed
+            self.flow.resume_reading()  # otherwise the end of the connection would go unnoticed
             if len(self.pipeline) > MAX_PIPELINED:
                 self._fail(400, f"over {MAX_PIPELINED} pipelined requests: read responses first")
 
@@ -267,8 +268,8 @@ class HttpConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _feed(self, data: bytes) -> None:
-        # An upgrade is ignored, as RFC 9110 allows: HTTP/2 clients offer one with requests that
-        # have a body, and httptools would take that body for the new protocol's.
+        # An upgrade is ignored, as RFC 9110 allows: HTTP/2 clients offer one in requests with a
+        # body, which httptools would take for the new protocol's.
         while True:
             try:
                 return self.parser.feed_data(data)
@@ -286,8 +287,8 @@ class HttpConnection(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def _check_host(self) -> None:
-        # One Host header, and a URL as target must agree with it: else a proxy before this server
-        # could check one host, and `check_host` another. Of such a URL the path is kept.
+        # There must be one Host header, and a URL as target must agree with it; otherwise a proxy
+        # could check one host and `check_host` another. Only the URL's path is kept.
         hosts = [value.strip().lower() for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
             self._fail(400, f"an HTTP/1.1 request needs one Host header, not {len(hosts)}")
@@ -337,7 +338,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _on_deadline(self) -> None:
         self._deadline = None
-        if self.flow.read_paused:  # the server is the one that waits
+        if self.flow.read_paused:  # the client waits for the server
             self._watch()
         elif not self._has_begun or self._closes_after_body:
             self.transport.close()

@@ -1,7 +1,7 @@
 """HttpServer: serves one ASGI app at listening sockets, in this event loop.
 
-It uses uvicorn's connections but not its Server, which would handle signals and end the process;
-here the process does. While it drains, new connections still get responses: the app refuses them.
+It uses uvicorn's connections but not its Server, which would handle signals and end the process.
+While it drains, new connections still get responses: the app refuses them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from uvicorn.config import Config
 
 from nanocore.http.server.http_connection import HttpConnection, ServerConnections
 from nanocore.http.server_settings import ServerSettings
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, counted
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +93,8 @@ class HttpServer:
             connection.transport.abort()
         if self.state.tasks:
             _, pending = await asyncio.wait(self.state.tasks, timeout=DISCONNECT_TIMEOUT_S)
-            if pending:  # a bug; uvicorn would log the cancellation of each as another
-                logger.error("%d requests outlived their connections", len(pending))
+            if pending:  # a bug; uvicorn would also log each cancellation as an error
+                logger.error("%s outlived the connection", counted(len(pending), "request"))
                 logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     def _close_idle(self) -> None:
@@ -113,6 +113,16 @@ class HttpServer:
 
 
 def _uvicorn_config(app: AsgiApp, settings: ServerSettings) -> Config:
+    files = {
+        f"--{name.replace('_', '-')}": path
+        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
+        if (path := getattr(settings, name)) is not None
+    }
+    for flag, path in files.items():  # OpenSSL's error does not say which file it is about
+        try:
+            open(path, "rb").close()
+        except OSError as error:
+            raise ConfigError(f"{flag} {path}: {error.strerror}") from None
     config = Config(
         app,
         http=HttpConnection,
@@ -135,10 +145,8 @@ def _uvicorn_config(app: AsgiApp, settings: ServerSettings) -> Config:
         config.load()
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        given = " ".join(f"{flag} {path}" for flag, path in files.items())
         raise ConfigError(
-            f"TLS with --ssl-certfile {settings.ssl_certfile}, --ssl-keyfile "
-            f"{settings.ssl_keyfile or settings.ssl_certfile} and --ssl-ca-certs "
-            f"{settings.ssl_ca_certs}: {reason}: each must be a readable PEM file, and the "
-            "key must belong to the certificate"
+            f"{given}: {reason}: TLS needs PEM files, and a key that belongs to the certificate"
         ) from None
     return config

@@ -91,7 +91,7 @@ def _listen(
     shared = num_processes > 1
     with ExitStack() as failing:
         if shared:
-            # SO_REUSEPORT would silently join another server of this user: bind alone once.
+            # SO_REUSEPORT would silently join another server of this user, so bind without it once.
             port = _bound(addresses, port, False, failing)[0].getsockname()[1]
             failing.close()
         processes = []

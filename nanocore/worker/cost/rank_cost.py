@@ -92,9 +92,5 @@ def _rotary_values(config: ModelConfig) -> int:
     return sum(2 if name == "none" else config.rope[name].rotary_dim for name in rotations)
 
 
-def _num_values(entry: TensorEntry) -> int:
-    return sum(part.target.numel() for part in entry.parts)
-
-
 def _num_bytes(entry: TensorEntry) -> int:
     return sum(part.target.nbytes for part in entry.parts)

@@ -116,7 +116,7 @@ def test_a_loaded_question_waits_for_retry(tmp_path: Path) -> None:
     target = FakeTarget(answer("a"))
     shown = chat(target, f"/load {path}", "/retry", "/save ~nobody-of-this-name/x")
     assert shown.startswith(
-        "(loaded 1 messages; /retry asks the last one)\na\n~nobody-of-this-name/x "
+        "(loaded 1 message; /retry asks the last one)\na\n~nobody-of-this-name/x "
     )
     assert contents(target.asked[0][0]) == ["so?"]
 

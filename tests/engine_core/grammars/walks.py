@@ -54,7 +54,7 @@ def byte_fallback_vocabulary(folder: Path) -> TokenTable:
 
 
 def compiled(vocabulary: TokenTable, **wanted: object) -> CompiledGrammar:
-    return compile_grammar(vocabulary, StructuredOutputs(**wanted))  # type: ignore[arg-type]
+    return compile_grammar(vocabulary, StructuredOutputs(**wanted))[1]  # type: ignore[arg-type]
 
 
 def allowed(vocabulary: TokenTable, matcher: Matcher) -> list[int]:

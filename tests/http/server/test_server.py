@@ -188,9 +188,13 @@ def test_files_that_tls_cannot_use_are_named(
     certificate: tuple[Path, Path], tmp_path: Path
 ) -> None:
     other = tmp_path / "none.pem"
-    for files in ((other, certificate[1]), (certificate[0], other)):
-        with pytest.raises(ConfigError, match=r"--ssl-certfile .*none\.pem.*No such file"):
+    for flag, files in (
+        ("certfile", (other, certificate[1])),
+        ("keyfile", (certificate[0], other)),
+    ):
+        with pytest.raises(ConfigError) as caught:
             HttpServer(RecordingApp(), tls(files))
+        assert str(caught.value) == f"--ssl-{flag} {other}: No such file or directory"
     other.write_text("no certificate")
-    with pytest.raises(ConfigError, match="each must be a readable PEM file"):
-        HttpServer(RecordingApp(), tls((other, other)))
+    with pytest.raises(ConfigError, match=r"^--ssl-certfile \S*: .*TLS needs PEM files"):
+        HttpServer(RecordingApp(), ServerSettings(ssl_certfile=str(other)))

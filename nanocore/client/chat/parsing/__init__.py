@@ -1,1 +1,1 @@
-"""Text of a model to reasoning, text and tool calls, as it arrives."""
+"""Parsers that split a model's text into reasoning, text and tool calls as it arrives."""

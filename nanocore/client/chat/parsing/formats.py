@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 
 class Formats(msgspec.Struct, frozen=True):
-    """Formats of a model's tool calls and reasoning; None: it has none, so all is text."""
+    """Formats of a model's tool calls and reasoning; None: no such format, all is text."""
 
     tools: str | None = None
     reasoning: str | None = None
 
 
 class ToolFormat(Protocol):
-    """Makes a parser of text and calls, as ToolParser's classes do. marks: all of the format."""
+    """Constructor of a parser of text and calls, such as a ToolParser class."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ class ToolFormat(Protocol):
 
 
 class ReasoningFormat(Protocol):
-    """Makes a parser of reasoning around one of the rest, as ThinkParser does. marks: likewise."""
+    """Constructor of a parser of reasoning around another parser, such as ThinkParser."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class ReasoningFormat(Protocol):
 
 
 class _HarmonyReasoning:
-    """Harmony's messages are of all kinds: its parser stands alone."""
+    """Harmony's tool parser also reads reasoning, so it is used alone."""
 
     marks = HarmonyParser.marks
 
@@ -105,10 +105,10 @@ def make_parser(
     index: int = 0,
     new_id: NewId | None = None,
 ) -> OutputParser:
-    """A parser of one sample's text. Without tools, calls are not looked for.
+    """Return a parser of one sample's text. Without tools, it reads no calls.
 
     in_reasoning: the prompt ends within the reasoning. index: the sample's. new_id: makes ids of
-    calls; None: as the format wants them.
+    calls; None uses the format's own.
 
     Raises:
         InvalidRequestError: there is no such format.
@@ -124,7 +124,7 @@ def make_parser(
 def wrap_in_reasoning(
     formats: Formats, inner: OutputParser, *, in_reasoning: bool = False, index: int = 0
 ) -> OutputParser:
-    """The parser with the formats' reasoning before it, if they have any.
+    """Return the parser, wrapped in the one for reasoning if the formats have reasoning.
 
     Raises:
         InvalidRequestError: there is no such format.
@@ -135,7 +135,7 @@ def wrap_in_reasoning(
 
 
 def new_id_of(formats: Formats) -> NewId:
-    """Return the maker of call ids: some templates check the form of past ids."""
+    """Return the function that makes call ids: some templates check the form of past ids."""
     new_id: NewId = make_call_id
     if formats.tools is not None:
         parser = _known(TOOL_PARSERS, formats.tools, "tool calls")
@@ -155,7 +155,7 @@ def beginnings_of(tool_format: str, tools: Sequence[Tool]) -> list[str]:
 
 
 def reasoning_end(formats: Formats) -> str | None:
-    """The mark that ends the formats' reasoning; None if they have none, or more than two."""
+    """Return the mark that ends reasoning; None if there is none, or more than two marks."""
     if formats.reasoning is None:
         return None
     marks = _known(REASONING_PARSERS, formats.reasoning, "reasoning").marks
@@ -163,7 +163,7 @@ def reasoning_end(formats: Formats) -> str | None:
 
 
 def marks_of(formats: Formats, has_tools: bool = True) -> frozenset[str]:
-    """The texts that the formats' parsers must see even if they are special tokens.
+    """Return the texts that the formats' parsers must see even if they are special tokens.
 
     Raises:
         InvalidRequestError: there is no such format.
@@ -186,7 +186,7 @@ def _known(parsers: Mapping[str, T], name: str, what: str) -> T:
 
 
 def detect_formats(template_text: str | None) -> Formats:
-    """The formats whose marks a chat template's source mentions."""
+    """Return the formats whose marks occur in a chat template's source."""
     source = template_text or ""
     if "<|channel|>" in source:
         return Formats("harmony", "harmony")
@@ -206,7 +206,7 @@ def detect_formats(template_text: str | None) -> Formats:
 
 
 _OTHER_FORMATS: Final = ("<arg_key>", "<tool_calls>", "<invoke")
-"""Marks of formats without a parser, whose templates share other marks with formats here."""
+"""Marks of formats without a parser here; their templates share other marks with known formats."""
 _TOOL_SIGNS: Final = (
     ("deepseek_v3", ("<\uff5ctool\u2581calls\u2581begin\uff5c>",)),
     ("seed_oss", ("<seed:tool_call>",)),
@@ -219,4 +219,4 @@ _TOOL_SIGNS: Final = (
     ("llama3_json", ("<|python_tag|>",)),
     ("llama3_json", ('"name"', '"parameters"', "<|start_header_id|>")),
 )
-"""Formats, and texts that all occur in their templates; the first match counts."""
+"""Formats, and texts that must all occur in their templates; the first match wins."""

@@ -19,15 +19,15 @@ _RECIPIENT: Final = re.compile(r"\bto=(\S+)")
 class HarmonyParser(ToolParser):
     """A header, <|message|>, and a body up to <|end|>, <|call|>, <|return|> or the next header.
 
-    A message to a recipient is a call (functions.NAME is called NAME), on whatever channel; the
-    analysis channel is reasoning, every other one text. Messages of one kind are joined by a line
-    break. A text without a header is text. A header without a body says nothing, and is dropped.
+    A message to a recipient is a call, on any channel; the recipient functions.NAME is reported as
+    NAME. The analysis channel is reasoning, every other channel text. Messages of one kind are
+    joined by a line break. Text without a header is text. A header without a body is dropped.
     """
 
     marks: ClassVar[tuple[str, ...]] = (*_HEADER, *_ENDS)
 
     def run(self) -> Steps[None]:
-        """Reads messages. The prompt ends within the first one's header."""
+        """Read messages. The prompt ends within the header of the first one."""
         self._spoken: set[type] = set()
         while True:
             self.hold()

@@ -17,7 +17,7 @@ _SURPLUS: Final = re.compile(r"[}\]\s]*")
 
 
 class HermesParser(ToolParser):
-    """Any name is taken. Surplus brackets after a call are dropped, and its end mark may lack."""
+    """Any name is accepted. Extra brackets after a call are dropped; its end mark is optional."""
 
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
     openers: ClassVar[Marks] = Marks(("<tool_call>",))
@@ -30,7 +30,7 @@ class HermesParser(ToolParser):
 
 
 class Llama3JsonParser(ToolParser):
-    """Calls may stand in a list, in text, or one after another, with ";" or "," between.
+    """Calls may be in a list, in text, or in sequence with ";" or "," in between.
 
     They must name one of the request's tools and have parameters; other JSON is text.
     """
@@ -64,10 +64,10 @@ _ID_CHARS: Final = 9
 
 
 class MistralParser(ToolParser):
-    """Both forms, whatever the model's age; [CALL_ID]ID and [ARGS] may lack. Any name is taken.
+    """Old and new form; [CALL_ID]ID and [ARGS] are optional. Any name is accepted.
 
-    Ids are nine letters or digits, as these models' templates demand. In the array an id comes too
-    late if the arguments precede it: those are streamed.
+    Ids are nine letters or digits, as these models' templates demand. In the array form an id after
+    the arguments is ignored, because these are streamed.
     """
 
     marks: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -108,8 +108,8 @@ _LINE: Final = re.compile(r"[^\n`{<]*")
 
 
 class DeepseekV3Parser(ToolParser):
-    """A call is function, separator, the name's line and fenced JSON (V3, R1), or name, separator
-    and JSON (V3.1). Any name is taken."""
+    """A call is function, separator, a line with the name, and fenced JSON (V3, R1), or name,
+    separator and JSON (V3.1). Any name is accepted."""
 
     marks: ClassVar[tuple[str, ...]] = (
         _CALLS_BEGIN,

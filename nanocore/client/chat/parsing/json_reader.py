@@ -1,8 +1,8 @@
 """JsonReader: JSON in a text that arrives in pieces.
 
-Values are scanned for strings and brackets only, without recursion, and passed on as they are
-written, but for control characters within strings, which are escaped. Nothing checks that a value
-is well-formed.
+Values are scanned for strings and brackets only, without recursion. They are passed on unchanged,
+except that control characters within strings are escaped. Nothing checks that a value is
+well-formed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _SIMPLE: Final = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 def json_string(text: str) -> str:
-    """The text as a JSON string."""
+    """Return the text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def escape(text: str) -> str:
-    """The text as a part of a JSON string."""
+    """Return the text as a part of a JSON string."""
     return json_string(text)[1:-1]
 
 
@@ -43,7 +43,8 @@ class JsonScanner:
     def scan(self, text: str, at: int) -> int:
         """Return the end of the value's text, from `at` on.
 
-        Stops before what no JSON has: a "<" outside of strings, a control character within one.
+        Stops before characters that are invalid in JSON: "<" outside of strings, control characters
+        within one.
         """
         while at < len(text) and not self.is_done:
             if self._is_escaped:
@@ -65,9 +66,9 @@ class JsonScanner:
         return at
 
     def escape_control(self, character: str) -> str:
-        """A control character that it has stopped before, as JSON within a string has it."""
+        """Return the control character at which `scan` stopped, escaped for a JSON string."""
         escaped = escape(character)
-        if self._is_escaped:  # the backslash before it is written
+        if self._is_escaped:  # the backslash before it was emitted already
             self._is_escaped = False
             return escaped[1:]
         return escaped
@@ -98,7 +99,7 @@ class JsonReader(StreamReader):
     closer: ClassVar[str] = ""
 
     def json_value(self, sink: Sink) -> Steps[None]:
-        """Reads one value of any kind, as it is written."""
+        """Read one value of any kind, unchanged."""
         scanner = JsonScanner()
         while not scanner.is_done:
             end = scanner.scan(self._text, self._at)
@@ -121,7 +122,8 @@ class JsonReader(StreamReader):
                 yield
 
     def json_text(self, sink: Sink) -> Steps[bool]:
-        """Reads a string and passes its content to `sink`; False if there is none, or no end."""
+        """Read a string and pass its content to `sink`; False if there is none, or it has no
+        end."""
         if not (yield from self.accept('"')):
             return False
         while True:
@@ -140,12 +142,12 @@ class JsonReader(StreamReader):
                 sink((yield from self._escape()))
 
     def word(self) -> Steps[str | None]:
-        """Reads a string; None if there is none, or no end."""
+        """Read a string; None if there is none, or it has no end."""
         pieces: list[str] = []
         return "".join(pieces) if (yield from self.json_text(pieces.append)) else None
 
     def _escape(self) -> Steps[str]:
-        # An unknown escape stands for itself, half a surrogate pair for U+FFFD.
+        # An unknown escape is kept as text, half a surrogate pair becomes U+FFFD.
         if not (yield from self.fill(2)):
             return self.take(len(self._text))
         letter = self._text[self._at + 1]

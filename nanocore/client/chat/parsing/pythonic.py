@@ -22,10 +22,11 @@ _UNREADABLE: Final = (SyntaxError, ValueError, TypeError, RecursionError, Memory
 
 
 def python_to_json(text: str) -> str:
-    """A literal as JSON; what Python does not read, or JSON does not have, as a string."""
+    """Return a literal as JSON; as a string if Python cannot read it or JSON cannot represent
+    it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes that are none
+            warnings.simplefilter("ignore")  # about invalid escapes
             tree = ast.parse(f"({text}\n)", mode="eval")
         return json.dumps(_value(tree.body), ensure_ascii=False, allow_nan=False)
     except _UNREADABLE:
@@ -33,11 +34,10 @@ def python_to_json(text: str) -> str:
 
 
 def _value(node: ast.expr) -> Any:
-    # Tuples and sets become lists, keys strings. Names that Python would look up become
-    # strings.
+    # Tuples and sets become lists; keys and names become strings.
     match node:
         case ast.Constant(value=str() as text):
-            # Escapes may spell halves of surrogate pairs.
+            # Escapes may produce halves of surrogate pairs.
             return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         case ast.JoinedStr(values=[ast.Constant() as only]):
             return _value(only)
@@ -72,8 +72,8 @@ _STRUCTURE: Final = Marks((*_QUOTES, *"()[]{},"))
 class PythonicParser(ToolParser):
     """The list begins the text or follows <|python_start|>, and names only the request's tools.
 
-    Nothing is evaluated: see `python_to_json`. An argument is shown when it is complete. One
-    without a name has that of the tool's parameter in its place.
+    Nothing is evaluated: see `python_to_json`. An argument is emitted when it is complete. A
+    positional argument gets the name of the tool's parameter in its place.
     """
 
     marks: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")

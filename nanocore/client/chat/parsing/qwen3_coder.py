@@ -25,12 +25,12 @@ def _parts(call_end: str) -> tuple[str, ...]:
 
 
 class Qwen3CoderParser(ToolParser):
-    """Values become JSON by the tool's schema; what is unknown or does not parse is a string.
+    """Values become JSON by the tool's schema; without a known type, or if invalid, a string.
 
-    Strings are streamed, other values come whole. One line break at each end of a value is not
-    part of it. A value ends, too, where a new line begins with the next parameter or the end of
-    the function; <tool_call> may lack. Any name is taken. What stands between parameters is
-    dropped: the rest of a value in which </parameter> stood, for one.
+    Strings are streamed, other values are emitted whole. One line break at each end of a value is
+    not part of it. A value also ends where a new line begins with the next parameter or the end of
+    the function; <tool_call> is optional. Any name is accepted. Text between parameters is dropped,
+    such as the rest of a value that contained </parameter>.
     """
 
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>", "</tool_call>")
@@ -101,7 +101,8 @@ class SeedOssParser(Qwen3CoderParser):
 
 
 _MAX_SCHEMAS: Final = 64
-"""Schemas looked at for one parameter: they may refer to each other in a circle."""
+"""Limit of schemas that are followed for one parameter: they may refer to each other in a
+circle."""
 _LITERALS: Final = {"true": "boolean", "false": "boolean", "null": "null", "none": "null"}
 _KINDS: Final[dict[type, str]] = {
     str: "string", bool: "boolean", type(None): "null", int: "integer", float: "number",
@@ -110,10 +111,10 @@ _KINDS: Final[dict[type, str]] = {
 
 
 def types_of(parameters: dict[str, Any], name: str) -> frozenset[str]:
-    """The JSON types that a property of a tool's parameters may have; empty if they are unknown.
+    """Return the JSON types that a property of a tool's parameters may have; empty if unknown.
 
-    Follows type, anyOf, oneOf, allOf, and $ref within the parameters; without a type, the values of
-    enum and const say it.
+    Follows type, anyOf, oneOf, allOf, and $ref within the parameters; without a type, the types of
+    the values of enum and const.
     """
     properties = parameters.get("properties")
     pending = [properties.get(name)] if isinstance(properties, dict) else []
@@ -149,7 +150,7 @@ def _resolved(root: dict[str, Any], reference: str) -> object:
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """The text as JSON of one of these types, if it is that; else as a string."""
+    """Return the text as JSON if it is a value of one of these types; else as a JSON string."""
     stripped = text.strip()
     kind = _LITERALS.get(stripped.lower())
     if kind in types:

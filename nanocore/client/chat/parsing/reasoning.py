@@ -16,7 +16,7 @@ from nanocore.client.chat.parsing.stream_reader import (
 DEEPSEEK_TURN: Final = "<\uff5cAssistant\uff5c>"
 _LINE_BREAKS: Final = "\n\r"
 _TURNS: Final = ("<|", "<\uff5c", "[/INST]", "<start_of_turn>", "<end_of_turn>", "</s>")
-"""Beginnings of turn marks in the families' templates."""
+"""Beginnings of turn marks in chat templates."""
 
 
 class PlainTextParser:
@@ -36,9 +36,9 @@ class ThinkParser(StreamReader):
     """<think>, reasoning, </think>, and the rest, which `inner` parses. For Qwen3, DeepSeek-R1.
 
     The text may begin with <think>, after white space, or within the reasoning if the prompt opened
-    it (in_reasoning; the tag may come again then). If it does neither, all of it is the inner
-    parser's, tags included; a later </think> is text. In the reasoning other marks are text. If the
-    text ends in it, all was reasoning. Line breaks around the reasoning and before the rest are
+    it (in_reasoning; the tag may then occur again). Otherwise the inner parser reads everything,
+    tags included, and a later </think> is text. Within the reasoning other marks are text. Without
+    a closing tag everything is reasoning. Line breaks around the reasoning and before the rest are
     dropped.
     """
 
@@ -101,10 +101,10 @@ OPENING_MARKS: Final = tuple(parser.marks[0] for parser in _ALL)
 
 
 def prompt_opens_reasoning(prompt_text: str) -> bool:
-    """Whether an answer to this rendered prompt begins within the reasoning.
+    """Whether the response to this rendered prompt begins within the reasoning.
 
-    That is, a tag in the prompt opens it, none closes it, and no turn begins in between: users
-    may write of tags, too.
+    It does if a tag in the prompt opens it, none closes it, and no turn begins in between: users
+    may write about tags, too.
     """
     for begin, end in (parser.marks for parser in _ALL):
         start = prompt_text.rfind(begin)

@@ -1,4 +1,4 @@
-"""Parsers that a request needs besides its model's format: forced calls, and filters."""
+"""Parsers that depend on the request instead of the model's format: forced calls, and filters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from nanocore.client.chat.parsing.tool_parser import NewId, ToolParser, make_cal
 
 
 class NamedToolParser:
-    """The whole text is the arguments of one call of this tool.
+    """Reads the whole text as the arguments of one call of this tool.
 
-    The call begins with the first text, or at the end if there was none: it was asked for.
+    The call begins with the first text, or at the end if there is none, because it was forced.
     """
 
     def __init__(self, name: str, index: int = 0, new_id: NewId = make_call_id) -> None:
@@ -34,9 +34,9 @@ class NamedToolParser:
 
 
 class RequiredToolsParser(ToolParser):
-    """The text is [{"name": ..., "parameters" or "arguments": {...}}, ...].
+    """Reads [{"name": ..., "parameters" or "arguments": {...}}, ...].
 
-    The grammar allows nothing else: what is no call is the beginning of one that was cut, and is
+    The grammar allows nothing else, so other text is the beginning of a call that was cut, and is
     dropped.
     """
 
@@ -55,7 +55,7 @@ class RequiredToolsParser(ToolParser):
 
 
 class SpecialTextFilter:
-    """A stage before a parser that drops these texts, wherever they stand; the longest first.
+    """Drops these texts before another parser reads the rest; the longest match first.
 
     For formats whose marks are special tokens: the detokenizer then keeps special tokens, and all
     others are dropped here. A model that spells one out in plain tokens loses it, too.

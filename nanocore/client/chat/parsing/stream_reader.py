@@ -1,8 +1,8 @@
 """StreamReader: base of parsers whose text arrives in pieces.
 
-Subclasses say in `run` what they read, with the generators of this class; each yields where it
-needs more text. Everything is read once: only a mark's possible beginning waits in `_text`, and
-text that waits for a decision is kept as a list of pieces, so all costs are linear.
+Subclasses implement `run` with the generators of this class; each yields where it needs more text.
+Everything is read once: only a possible beginning of a mark waits in `_text`, and undecided text is
+kept as a list of pieces, so all costs are linear.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ SPACE: Final = " \t\r\n"
 class Marks:
     """Marks of a format, to be found leftmost and longest.
 
-    texts: the marks. risk: a text in which this pattern finds nothing neither holds a mark nor
-    begins one, and does not end in white space.
+    texts: the marks. risk: pattern; a text without a match has no mark, does not end in a mark's
+    beginning, and does not end in white space.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -37,7 +37,7 @@ class Marks:
     def find(self, text: str, at: int, ended: bool) -> tuple[int, str | None]:
         """Find the first mark from `at` on; return its start and the mark.
 
-        The mark is None if there is none yet: then no text before the start belongs to a mark, and
+        The mark is None if there is none yet: then text before the start belongs to no mark, and
         the rest may begin one. ended: no more text will come.
         """
         lengths = self._lengths
@@ -51,7 +51,7 @@ class Marks:
         return len(text), None
 
     def may_begin(self, text: str) -> bool:
-        """Whether a mark may begin in this text."""
+        """Whether this text may contain a mark or its beginning."""
         return self._first.search(text) is not None
 
 
@@ -61,9 +61,9 @@ ParsedEvent = Text | Reasoning | ToolBegin | ToolArguments
 class OutputParser(Protocol):
     """A parser of one sample's text.
 
-    However a text is cut into pieces, the events say the same once neighbours of one kind are
-    joined; all together cost time linear in the text. Text that only might become a mark is held
-    back until it is known.
+    The events do not depend on how the text is cut into pieces, once neighbours of one kind are
+    joined. Time is linear in the text. Text that may become a mark is held back until that is
+    known.
     """
 
     def feed(self, delta: str) -> list[ParsedEvent]:
@@ -83,7 +83,7 @@ _SPACES: Final = re.compile(f"[{SPACE}]*")
 
 
 def ignore(text: str) -> None:
-    """A sink for what nobody needs."""
+    """Sink that drops its text."""
 
 
 class StreamReader(ABC):
@@ -128,14 +128,14 @@ class StreamReader(ABC):
         return events
 
     def emit(self, kind: type[Delta], delta: str) -> None:
-        """Add to the pending event of this kind; another kind flushes it first."""
+        """Add to the pending event; an event of another kind is flushed first."""
         if kind is not self._pending_kind:
             self.flush()
             self._pending_kind = kind
         self._pending.append(delta)
 
     def flush(self) -> None:
-        """Make an event of what is pending."""
+        """Turn pending text into an event."""
         delta = "".join(self._pending)
         self._pending.clear()
         if not delta:
@@ -170,7 +170,7 @@ class StreamReader(ABC):
         return text
 
     def fill(self, num_chars: int) -> Steps[bool]:
-        """Wait for so many characters; False if the text ends first."""
+        """Wait for a number of characters; False if the text ends first."""
         while len(self._text) - self._at < num_chars:
             if self._ended:
                 return False
@@ -193,14 +193,14 @@ class StreamReader(ABC):
             yield
 
     def accept(self, *literals: str) -> Steps[str | None]:
-        """Reads one of these if it is next, and says which."""
+        """Read one of these literals if it is next; return it."""
         match = yield from self.sees(*literals)
         if match:
             self.take(self._at + len(match))
         return match
 
     def span(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Reads as far as this pattern of single characters goes: `[...]*`."""
+        """Read characters that match this pattern: `[...]*`."""
         pieces = []
         while True:
             match = pattern.match(self._text, self._at)
@@ -211,15 +211,15 @@ class StreamReader(ABC):
             yield
 
     def space(self) -> Steps[str]:
-        """Reads white space, and waits for what follows it."""
+        """Read white space, and wait for the character after it."""
         return (yield from self.span(_SPACES))
 
     def before(
         self, marks: Marks, sink: Sink, quick: type[Text] | type[Reasoning] | None = None
     ) -> Steps[str | None]:
-        """Gives the text before the first of these marks to `sink`; None if the text ends first.
+        """Pass the text before the first of these marks to `sink`; None if the text ends first.
 
-        quick: while nothing waits, text without any risk of a mark becomes this event at once.
+        quick: text that cannot contain a mark becomes this event at once, while nothing waits.
         """
         while True:
             start, mark = marks.find(self._text, self._at, self._ended)
@@ -235,7 +235,7 @@ class StreamReader(ABC):
     def until(
         self, marks: Marks, sink: Sink, quick: type[Text] | type[Reasoning] | None = None
     ) -> Steps[str | None]:
-        """Read as `before`, and the mark, too."""
+        """Read as `before` does, and the mark, too."""
         mark = yield from self.before(marks, sink, quick)
         if mark is not None:
             self.take(self._at + len(mark))

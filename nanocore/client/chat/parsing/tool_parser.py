@@ -1,9 +1,9 @@
 """ToolParser: text around calls, call ids, and calls written as JSON objects.
 
-Text that turns out to be no call before its name is known stays text, character for character. Once
-a call has begun, everything in its block belongs to its arguments until the block or the text ends;
-text after a complete call is text again. White space between text and a call, and after a call, is
-dropped. An incomplete call at the text's end stays incomplete.
+Text that is found not to be a call before its name is known remains text, unchanged. Once a call
+has begun, everything in its block belongs to its arguments until the block or the text ends; text
+after a complete call is text again. White space between text and a call, and after a call, is
+dropped. An incomplete call at the end remains incomplete.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CALL_KEYS: Final = frozenset({"name", "id", "type", "function", *ARGUMENT_KEYS}
 
 
 def make_call_id() -> str:
-    """An id for a call, as OpenAI's look."""
+    """Return an id for a call, in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -32,12 +32,10 @@ class ToolParser(JsonReader):
     """A parser of text and tool calls.
 
     Args:
-        tools: those of the request. index: the sample's. new_id: makes the ids of calls that the
-            model gave none.
+        tools: those of the request. index: the sample's. new_id: makes ids for calls without one.
 
-    marks: all marks of the format; where they are special tokens, the text must keep those.
-    openers: marks that may begin a block of calls. is_bare: a call without a mark may begin the
-    text.
+    marks: all marks of the format; special tokens among them must stay in the text. openers: marks
+    that may begin a block of calls. is_bare: the text may begin with a call without a mark.
     """
 
     marks: ClassVar[tuple[str, ...]] = ()
@@ -57,14 +55,15 @@ class ToolParser(JsonReader):
 
     @classmethod
     def beginnings(cls, tools: Sequence[Tool]) -> list[str]:
-        """Return the texts with which an answer that calls a tool may begin."""
+        """Return the texts with which a response that calls a tool may begin."""
         return list(cls.openers.texts)
 
     @abstractmethod
     def block(self, opener: str) -> Steps[None]:
-        """Reads what follows an opener (or begins the text, if is_bare), calls with `begin`.
+        """Read a block of calls after an opener, or at the text's beginning if is_bare.
 
-        All that was read since `hold` is text if `begin` was not called when this returns.
+        `begin` starts a call. If it was not called when this returns, everything since `hold` is
+        text.
         """
 
     def run(self) -> Steps[None]:
@@ -78,11 +77,11 @@ class ToolParser(JsonReader):
         self.emit(Text, "".join(self._trailing))
 
     def say(self, text: str) -> None:
-        """Emit text; white space at its end waits, as it may precede a call."""
+        """Emit text; white space at its end waits, because it may precede a call."""
         self.emit(Text, self.without_trailing(text, SPACE))
 
     def hold(self, opener: str = "") -> None:
-        """Hold what is read from here on: it is text unless `begin` is called."""
+        """Hold everything that is read from here on: it is text unless `begin` is called."""
         self._held = [opener]
 
     def _release(self) -> bool:
@@ -106,7 +105,7 @@ class ToolParser(JsonReader):
         self.emit(ToolArguments, arguments)
 
     def call_array(self) -> Steps[None]:
-        """Reads calls up to the end of a JSON array whose bracket was read."""
+        """Read calls up to the end of a JSON array whose bracket was read."""
         while (yield from self.call_object()):
             yield from self.space()
             if not (yield from self.accept(",")):
@@ -118,12 +117,12 @@ class ToolParser(JsonReader):
             self.hold(",")
 
     def call_object(self, must_be_known: bool = False, is_open: bool = False) -> Steps[bool]:
-        """Reads {"name": ..., "arguments" or "parameters": ...}; whether it was a call.
+        """Read {"name": ..., "arguments" or "parameters": ...}; return whether it was a call.
 
-        Arguments that come before the name wait for it; an "id" counts if it comes before the
-        arguments. Arguments written as a string are its content, and null means no arguments.
-        must_be_known: it is a call only if it has nothing but a call's keys, with arguments, and a
-        tool of this name exists. is_open: its bracket was read.
+        Arguments before the name wait for it; an "id" is used if it precedes the arguments. A
+        string as arguments is unwrapped; null means no arguments. must_be_known: it is a call only
+        if it has a call's keys and no others, has arguments, and names a tool of the request.
+        is_open: its bracket was read already.
         """
         yield from self.space()
         if not is_open and not (yield from self.accept("{")):

@@ -65,7 +65,7 @@ def response_error(error: HttpError) -> dict[str, Any]:
 
 
 Keep: TypeAlias = Callable[[bytes, list[Item]], None]
-"""Called with the response as JSON and its output, before the client learns that it has ended."""
+"""Called with the response as JSON and its output, before the client gets the end."""
 _NUMBER: Final = "\x00number"
 _DELTA: Final = "\x00delta"
 _DELTAS: Final = (Text, Reasoning, ToolArguments)
@@ -132,14 +132,14 @@ class _ResponseBase:
         self._finished = event
         events: list[StreamEvent] = []
         if self._output.open is None and not self._output.items:
-            events += self._output.switch(Text(""))  # clients look for a message
+            events += self._output.switch(Text(""))  # clients expect a message
         if isinstance(self._output.open, MessageItem):
             self._output.open.logprobs += self._logprobs
         is_whole = self._status == "completed"
         return events + self._output.close("completed" if is_whole else "incomplete")
 
     def _note_logprobs(self, events: Sequence[ChatEvent]) -> None:
-        # Called before the events are handled, so that text finds the logprobs of its tokens.
+        # Called before the events are handled, so that text gets the logprobs of its tokens.
         if self._style.num_top_logprobs is None:
             return
         tokens = [token for one in events if isinstance(one, Logprobs) for token in one.tokens]
@@ -159,7 +159,7 @@ class _ResponseBase:
 
     @property
     def _status(self) -> str:
-        """The response's status; "incomplete" where a limit of tokens has ended it."""
+        """The response's status; "incomplete" if a token limit has ended it."""
         reason = "" if self._finished is None else self._finished.finish_reason
         if reason in ("stop", "tool_calls"):
             return "completed"
@@ -252,7 +252,7 @@ class ResponseStreamEncoder(_ResponseBase):
         return named_event(event["type"], event)
 
     def _delta(self, item: OpenItem, text: str) -> bytes:
-        # The path of nearly every token: pieces are joined, nothing is encoded but the text.
+        # Fast path of nearly every token: only the text is encoded, pieces are joined.
         if item is not self._item:
             self._item = item
             assert item.delta_event is not None, "items of _ITEMS have one"

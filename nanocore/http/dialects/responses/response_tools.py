@@ -1,8 +1,8 @@
 """Tools and tool_choice of /v1/responses, converted to those of a chat.
 
-The client runs functions, and "custom" tools, which take a text: a model calls them as functions
-with one argument. Tools that a vendor's servers run are dropped, not refused, because agents list
-them whatever the server.
+The client runs functions and "custom" tools. Custom tools take a text: a model calls them as
+functions with one argument. Tools that a vendor's servers run are dropped, not refused, because
+agents list them for every server.
 """
 
 from __future__ import annotations

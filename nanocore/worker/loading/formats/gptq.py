@@ -197,25 +197,24 @@ def _unpack(
 
 
 def _check_version(name: str, zero_OG: Tensor, bits: int, stores_zero_less_one: bool) -> None:
-    # Symmetric zero points that are all beside the middle are those of the other version.
+    # The versions differ by one: a symmetric file read as the other is off the middle throughout.
     read = (1 << (bits - 1)) + (1 if stores_zero_less_one else -1)
     if bool((zero_OG == read).all()):
         ours, theirs = _FORMATS if stores_zero_less_one else reversed(_FORMATS)
         raise ModelFileError(
-            f"{name}.qzeros has zero points of {read} alone where sym is true, as those of "
-            f"{theirs} are when they are read as {ours}: checkpoint_format of quantization_config "
-            f"should be {theirs}"
+            f"{name}.qzeros: sym is true, but every zero point reads as {read}. The file seems to "
+            f"be {theirs} and is read as {ours}: set checkpoint_format of quantization_config to "
+            f"{theirs}"
         )
 
 
 def sort_inputs(
     name: str, weight: GroupedWeight, g_idx: Tensor, columns: slice, *, sorts_inputs: bool = True
 ) -> GroupedWeight:
-    """A weight whose column i is of group g_idx[i], with its columns in the order of groups.
+    """Return a weight with its columns sorted by group; g_idx[i] is the group of column i.
 
     Raises:
-        ModelFileError: groups are not of the size that they are said to have, or are not in order
-            where they should be.
+        ModelFileError: groups have another size than config.json says, or should be sorted already.
     """
     num_groups = weight.scale_OG.shape[1]
     num_inputs = weight.in_features

@@ -36,9 +36,6 @@ from nanocore.worker.loading.weights import (
     is_finite,
 )
 
-_FLOAT_DTYPES: Final = {
-    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-}  # fmt: skip
 _IN_PAIRS: Final = re.compile(r"model\.layers\.\d+\.self_attn\.[qk]_proj(\.bias)?")
 
 
