@@ -63,7 +63,15 @@ class BuildExt(build_ext):
         """In a folder of its own: all have the same source, and would share its object file."""
         own = copy.copy(self)
         own.build_temp = str(Path(self.build_temp) / ext.name.rpartition(".")[2])
-        build_ext.build_extension(own, ext)
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        _BUILD["make_once"](
+            library,
+            lambda: build_ext.build_extension(own, ext),
+            Path(ext.sources[0]),
+            [*self.compiler.compiler_so_cxx, *ext.extra_compile_args],
+            [*self.compiler.linker_so_cxx, *ext.extra_link_args],
+        )
 
     def copy_extensions_to_source(self):
         """The old ones go first: they may be in use, or stay behind where compiling fails."""
