@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.kernels.cpu.build import MAX_AGE_S, cache_folder, make_once
+from nanocore.kernels.cpu.build import (
+    INSTRUCTION_SETS,
+    MAX_AGE_S,
+    cache_folder,
+    make_once,
+    runs_here,
+)
+from tests.kernels.cpu_case import runnable_libraries
 
 
 class FakeCompiler:
@@ -115,3 +122,29 @@ def test_it_is_in_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/x")
     assert cache_folder() == Path("/home/x/.cache/nanocore/kernels")
+
+
+def test_what_can_run_here_is_what_the_libraries_say() -> None:
+    libraries = runnable_libraries()
+    assert {*libraries} <= {name for name in INSTRUCTION_SETS if runs_here(name)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("fpu sse2", {"plain"}),
+        ("sse2 avx2 fma f16c", {"plain", "avx2"}),
+        ("avx2 fma f16c avx512f avx512bw avx512dq avx512vl", {"plain", "avx2", "avx512"}),
+        (None, {*INSTRUCTION_SETS}),
+    ],
+)
+def test_the_instruction_sets_of_a_machine(
+    monkeypatch: pytest.MonkeyPatch, flags: str | None, expected: set[str]
+) -> None:
+    def read(path: Path) -> str:
+        if flags is None:
+            raise FileNotFoundError
+        return f"processor\t: 0\nflags\t\t: {flags}\n"
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert {name for name in INSTRUCTION_SETS if runs_here(name)} == expected & {*INSTRUCTION_SETS}

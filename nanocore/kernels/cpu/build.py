@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -45,6 +46,20 @@ INSTRUCTION_SETS: Final[dict[str, tuple[str, ...]]] = {
     "plain": (),
 }
 """Compiler flags by name, the best first."""
+
+
+def runs_here(instruction_set: str) -> bool:
+    """Whether this machine has it; so it is, too, where nothing says what the machine has."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return True
+    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
+    names = {name.replace("_", "") for name in found[1].split()} if found else set()
+    wanted = {
+        flag.removeprefix("-m") for flag in INSTRUCTION_SETS[instruction_set] if "=" not in flag
+    }
+    return found is None or wanted <= names
 
 
 def library_name(instruction_set: str) -> str:
