@@ -60,10 +60,24 @@ class BuildExt(build_ext):
         return str(Path(*packages, _BUILD["library_name"](name.removeprefix("_"))))
 
     def build_extension(self, ext):
-        """In a folder of its own: all have the same source, and would share its object file."""
+        """In a folder of its own: all have the same source, and would share its object file.
+
+        An editable install stays on its machine: it needs what that can run, and nothing else.
+        """
+        name = ext.name.rpartition(".")[2]
+        if self.editable_mode and not _BUILD["runs_here"](name.removeprefix("_")):
+            return
         own = copy.copy(self)
-        own.build_temp = str(Path(self.build_temp) / ext.name.rpartition(".")[2])
-        build_ext.build_extension(own, ext)
+        own.build_temp = str(Path(self.build_temp) / name)
+        library = Path(self.get_ext_fullpath(ext.name))
+        library.parent.mkdir(parents=True, exist_ok=True)
+        _BUILD["make_once"](
+            library,
+            lambda: build_ext.build_extension(own, ext),
+            Path(ext.sources[0]),
+            [*self.compiler.compiler_so_cxx, *ext.extra_compile_args],
+            [*self.compiler.linker_so_cxx, *ext.extra_link_args],
+        )
 
     def copy_extensions_to_source(self):
         """The old ones go first: they may be in use, or stay behind where compiling fails."""

@@ -20,6 +20,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -50,9 +51,9 @@ def uncommitted(root: Path = ROOT) -> list[str]:
     return subprocess.check_output([*command, *PACKED], text=True).splitlines()
 
 
-def build_environment() -> dict[str, str]:
-    """This process's, with the tools beside its interpreter in PATH and the last commit's time."""
-    environment = dict(os.environ)
+def build_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """With the tools beside this interpreter in PATH, and the last commit's time."""
+    environment = dict(inherited)
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     if "SOURCE_DATE_EPOCH" not in environment and (ROOT / ".git").exists():
         command = ["git", "-C", str(ROOT), "log", "-1", "--format=%ct"]
@@ -60,9 +61,10 @@ def build_environment() -> dict[str, str]:
     return environment
 
 
-def build(project: Path, out: Path, environment: dict[str, str]) -> list[Path]:
+def build(project: Path, out: Path, environment: dict[str, str], *flags: str) -> list[Path]:
     """The source distribution, and the wheel that was built from it."""
-    run(sys.executable, "-m", "build", "--outdir", out, project, environment=environment)
+    command = (sys.executable, "-m", "build", *flags, "--outdir", out, project)
+    run(*command, environment=environment)
     source, wheel = sorted(out.iterdir(), key=lambda path: path.suffix)
     if "SOURCE_DATE_EPOCH" in environment:
         set_times(source, int(environment["SOURCE_DATE_EPOCH"]))
@@ -95,18 +97,21 @@ def for_its_platform(wheel: Path, out: Path, environment: dict[str, str]) -> Pat
     return repaired
 
 
-def build_packages(out: Path) -> list[Path]:
-    """Build all, and move them to `out` when all are there; returns what is there."""
-    environment = build_environment()
+def build_packages(out: Path, *flags: str, inherited: Mapping[str, str] = os.environ) -> list[Path]:
+    """Build all, and move them to `out` when all are there; returns what is there.
+
+    flags: of `python -m build`. inherited: environment variables.
+    """
+    environment = build_environment(inherited)
     with tempfile.TemporaryDirectory(prefix="nanocore-packages-") as name:
         folders = [Path(name) / part for part in ("ours", "repaired", *OTHERS)]
         for folder in folders:
             folder.mkdir()
         ours, repaired, *others = folders
-        source, wheel = build(ROOT, ours, environment)
+        source, wheel = build(ROOT, ours, environment, *flags)
         made = [source]
         for project, folder in zip(OTHERS, others, strict=True):
-            made += build(ROOT / project, folder, environment)
+            made += build(ROOT / project, folder, environment, *flags)
         made.append(for_its_platform(wheel, repaired, environment))
         out.mkdir(parents=True, exist_ok=True)
         return [Path(shutil.move(path, out / path.name)) for path in made]

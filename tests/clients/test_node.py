@@ -27,10 +27,11 @@ from tests.clients.conftest import (
     text_of,
 )
 
-pytestmark = pytest.mark.campaign
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(func_only=True)]  # building has its own
 
 PACKAGE = ROOT / "clients" / "node"
 TIMEOUT_S = 100.0
+BUILD_TIMEOUT_S = 600.0
 UNREACHABLE = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ENETUNREACH", "ETIMEDOUT")
 TEXTS = [
     "What is 123 + 456?",
@@ -43,7 +44,9 @@ TEXTS = [
 ]
 
 
-def run(*command: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: str, env: dict[str, str] | None = None, timeout_s: float = TIMEOUT_S
+) -> subprocess.CompletedProcess[str]:
     """Run a command in the package's folder, to its end."""
     return subprocess.run(
         command,
@@ -51,7 +54,7 @@ def run(*command: str, env: dict[str, str] | None = None) -> subprocess.Complete
         env={**os.environ, **(env or {})},
         capture_output=True,
         encoding="utf-8",
-        timeout=TIMEOUT_S,
+        timeout=timeout_s,
         check=False,
     )
 
@@ -62,11 +65,11 @@ def package() -> None:
     for tool in ("node", "npm"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
-    installed = run("npm", "ci", "--no-audit", "--no-fund")
+    installed = run("npm", "ci", "--no-audit", "--no-fund", timeout_s=BUILD_TIMEOUT_S)
     if installed.returncode and any(code in installed.stderr for code in UNREACHABLE):
         pytest.skip("the npm registry cannot be reached")
     assert installed.returncode == 0, installed.stderr
-    built = run("npm", "run", "build")
+    built = run("npm", "run", "build", timeout_s=BUILD_TIMEOUT_S)
     assert built.returncode == 0, built.stdout + built.stderr
 
 

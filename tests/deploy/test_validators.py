@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +15,7 @@ import pytest
 
 from tests.deploy.dockerfile_in_chroot import DOCKERFILE
 from tests.deploy.manifests import DEPLOY
+from tests.packages.environments import make_environment
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(300)]
 
@@ -24,9 +24,6 @@ PACKAGES: Final = (
     "kubernetes-validate==1.37.0",
     "check-jsonschema==0.39.0",
 )
-UNREACHABLE: Final = (
-    "NewConnectionError", "NameResolutionError", "ConnectTimeoutError", "ProxyError",
-)  # fmt: skip
 MAX_EXPOSURE: Final = 2.0
 """Of `systemd-analyze security`, from 10 down to 0. A unit that says nothing has 9.6."""
 
@@ -34,14 +31,9 @@ MAX_EXPOSURE: Final = 2.0
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where their programs are."""
-    folder = tmp_path_factory.mktemp("validators") / "venv"
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    installed = subprocess.run([*pip, *PACKAGES], capture_output=True, text=True, check=False)
-    if installed.returncode and any(name in installed.stderr for name in UNREACHABLE):
-        pytest.skip("the package index cannot be reached")
-    assert installed.returncode == 0, installed.stderr
-    return folder / "bin"
+    environment = make_environment(tmp_path_factory.mktemp("validators") / "venv")
+    environment.install("--no-compile", *PACKAGES)
+    return environment.folder / "bin"
 
 
 def complaints(*command: str | Path) -> str:

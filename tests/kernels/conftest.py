@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,17 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from tests.kernels.cpu_case import (
     EMULATED,
     backend,
+    compile_kernels,
     compiler,
-    finish_compiling,
     runnable_libraries,
-    start_compiling,
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Compiling has a limit of its own: on a busy machine it takes longer than a test may."""
+    for item in items:
+        if "kernels" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(func_only=True))
 
 
 def emulated(name: str, folder: Path) -> CpuKernels:
@@ -26,13 +30,9 @@ def emulated(name: str, folder: Path) -> CpuKernels:
     widest = next((n for n in runnable_libraries() if n != "avx512_bf16"), None)
     if compiler() is None or widest is None:
         pytest.skip("no C++ compiler")
-    if "PYTEST_XDIST_WORKER" in os.environ:  # the first worker compiles it for all
-        folder = folder.parent
     path = folder / f"{name}.so"
-    with (folder / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            finish_compiling(start_compiling(path, widest, *EMULATED[name]))
+    if not path.exists():
+        compile_kernels(path, widest, *EMULATED[name])
     return CpuKernels(library.Library(str(path), name))
 
 

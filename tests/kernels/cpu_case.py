@@ -18,7 +18,12 @@ from torch import Tensor
 
 import nanocore.kernels.cpu
 from nanocore.kernels.cpu import library
-from nanocore.kernels.cpu.build import COMPILE_FLAGS, INSTRUCTION_SETS
+from nanocore.kernels.cpu.build import (
+    COMPILE_FLAGS,
+    INSTRUCTION_SETS,
+    cache_folder,
+    make_once,
+)
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import (
     AttentionMetadata,
@@ -41,6 +46,11 @@ EMULATED = {
     EMULATED_AMX: ("-DNANOCORE_EMULATE_DOT", "-DNANOCORE_EMULATE_AMX"),
 }
 """What stand-ins are compiled with."""
+
+USERS_CACHE = cache_folder()
+"""Where compiled kernels are kept; asked before tests get a cache of their own."""
+COMPILER_TIMEOUT_S = 900.0
+"""What a compiler takes on a busy machine, and more."""
 
 
 @cache
@@ -70,45 +80,64 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
 
 
-def start_compiling(to: Path, instruction_set: str, *flags: str) -> subprocess.Popen[str]:
-    """Start compiling the kernels, not optimized unless a flag asks for it: it takes half the time.
+def compile_kernels(to: Path, instruction_set: str, *flags: str) -> None:
+    """Compile the kernels, not optimized unless a flag asks for it: it takes half the time.
 
-    The same intrinsics and the same sums in the same order: the results have the same bits.
+    The same intrinsics and the same sums in the same order: the results have the same bits. What
+    the user's cache has is taken from there.
     """
-    found = compiler()
-    assert found is not None
     # At -O1 GCC 12 takes empty structs, which nothing is read of, for uninitialized.
     warnings = "-Wno-maybe-uninitialized"
     own = INSTRUCTION_SETS[instruction_set]
-    command = [found, *COMPILE_FLAGS, "-O0", warnings, *own, *flags, "-shared", "-fPIC"]
-    return start_command([*command, str(SOURCE), "-o", str(to)])
+    compile_file(to, SOURCE, *COMPILE_FLAGS, "-O0", warnings, *own, *flags, "-shared", "-fPIC")
 
 
-def start_command(command: list[str]) -> subprocess.Popen[str]:
-    """Start a compiler; it leads a process group, since it has others work for it."""
-    return subprocess.Popen(
+def compile_file(to: Path, source: Path, *flags: str) -> None:
+    """Compile a program or a library, once: what failed is not tried again by the next test."""
+    found = compiler()
+    assert found is not None
+    command = (found, *flags)
+    if (command, source) not in _failures:
+        try:
+            make_once(
+                to,
+                lambda: run_compiler([*command, str(source), "-o", str(to)]),
+                source,
+                command,
+                folder=USERS_CACHE,
+            )
+        except CompilerFailed as error:
+            _failures[command, source] = str(error)
+    if (command, source) in _failures:
+        raise CompilerFailed(_failures[command, source])
+
+
+class CompilerFailed(Exception):
+    """A compiler had an error or a warning, or was too slow."""
+
+
+_failures: dict[tuple[tuple[str, ...], Path], str] = {}
+
+
+def run_compiler(command: Sequence[str]) -> None:
+    """Run a compiler to its end, or end it: it leads a process group, as others work for it."""
+    process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
-
-
-def finish_compiling(process: subprocess.Popen[str]) -> None:
-    """Wait for it; a compiler that fails, or warns, is an error."""
-    try:
-        output = process.communicate()[0]
-    finally:  # at a timeout, or Ctrl-C
-        stop_compiling(process)
-    assert (process.returncode, output) == (0, "")
-
-
-def stop_compiling(process: subprocess.Popen[str]) -> None:
-    """End it, if it has not ended, and all that it has started."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    with process:
+        try:
+            output = process.communicate(timeout=COMPILER_TIMEOUT_S)[0]
+        except subprocess.TimeoutExpired as error:
+            raise CompilerFailed(f"not done after {error.timeout} s: {error.cmd}") from None
+        finally:  # at Ctrl-C, too
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode or output:
+        raise CompilerFailed(output)
 
 
 @dataclass(frozen=True)

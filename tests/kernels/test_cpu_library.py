@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,13 @@ from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.device.device import make_kernels
-from tests.kernels.cpu_case import finish_compiling, runnable_libraries, start_compiling
+from tests.kernels import cpu_case
+from tests.kernels.cpu_case import (
+    CompilerFailed,
+    compile_file,
+    run_compiler,
+    runnable_libraries,
+)
 from tests.worker.configs import make_worker_config
 
 CPU = torch.device("cpu")
@@ -147,16 +155,33 @@ def test_tests_that_are_broken_off_leave_no_compiler_behind(
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\nsleep 600 &\necho started\nwait\n")
     compiler.chmod(0o700)
-    monkeypatch.setenv("CXX", str(compiler))
-    process = start_compiling(tmp_path / "kernels.so", "plain")
-    assert process.stdout is not None
-    assert process.stdout.readline() == "started\n"
+    outputs: list[int] = []
 
-    def interrupted() -> tuple[str, str]:
+    def interrupted(process: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        outputs.append(os.dup(process.stdout.fileno()))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(process, "communicate", interrupted)
+    monkeypatch.setattr(subprocess.Popen, "communicate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        finish_compiling(process)
-    with process.stdout as output:
+        run_compiler([str(compiler)])
+    with open(outputs[0]) as output:
         assert output.read() == ""
+
+
+def test_a_compiler_that_is_too_slow_is_ended_and_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, tries = tmp_path / "compiler", tmp_path / "tries"
+    tries.touch()
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$1" in --version|-E) exit;; esac\necho >>{tries}\nsleep 600\n'
+    )
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(cpu_case, "COMPILER_TIMEOUT_S", 1.0)
+    for _ in range(2):
+        with pytest.raises(CompilerFailed, match="not done after"):
+            compile_file(tmp_path / "made", tmp_path / "source.cpp")
+    assert tries.read_text() in ("", "\n")

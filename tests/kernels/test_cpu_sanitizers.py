@@ -1,6 +1,6 @@
 """The native kernels under AddressSanitizer and UBSan, and their threads under ThreadSanitizer.
 
-Compiled here, in the background of each other; skipped where there is no GCC, or no sanitizers.
+Compiled here, each once; skipped where there is no GCC, or no sanitizers.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,13 @@ from tests.kernels.cpu_case import (
     EMULATED,
     EMULATED_AMX,
     SOURCE,
+    compile_file,
+    compile_kernels,
     compiler,
-    finish_compiling,
     runnable_libraries,
-    start_command,
-    start_compiling,
-    stop_compiling,
 )
 
-pytestmark = pytest.mark.campaign
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(func_only=True)]
 
 REPOSITORY = Path(__file__).parents[2]
 NUM_ROUNDS = 25
@@ -41,8 +38,6 @@ CHECKS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ranks": ("collective_check.cpp", (*WATCHED, "-Wno-psabi")),
 }
 """Checks of threads, and how they are compiled: at full speed the pool meets what is rare."""
-
-Compiled = Callable[[str], Path]
 
 
 def runtime(name: str) -> str | None:
@@ -60,39 +55,24 @@ needs_sanitizers = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
-    folder = tmp_path_factory.mktemp("sanitized")
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of the libraries or checks, named by the test's parameter."""
+    path = tmp_path_factory.mktemp("sanitized") / request.param
+    if request.param in CHECKS:
+        source, flags = CHECKS[request.param]
+        common = "-std=c++20", "-pthread", f"-I{SOURCE.parent}"
+        compile_file(path, Path(__file__).with_name(source), *common, *flags)
+        return path
     # Without optimization it is compiled in half the time, which is most of it.
     memory = "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0"
-    running = {
-        name: start_compiling(folder / name, instruction_set, *EMULATED.get(name, ()), *memory)
-        for name, instruction_set in LIBRARIES.items()
-    }
-    found = compiler()
-    assert found is not None
-    for name, (source, flags) in CHECKS.items():
-        place = Path(__file__).with_name(source)
-        command = [found, "-std=c++20", "-pthread", *flags, f"-I{SOURCE.parent}", str(place)]
-        running[name] = start_command([*command, "-o", str(folder / name)])
-    finished = set()
-
-    def finish(name: str) -> Path:
-        if name not in finished:
-            finish_compiling(running[name])
-            finished.add(name)
-        return folder / name
-
-    yield finish
-    for process in (running[name] for name in running.keys() - finished):
-        stop_compiling(process)
-        process.communicate()  # closes the pipe, which nobody read if its test was not chosen
+    emulated = EMULATED.get(request.param, ())
+    compile_kernels(path, LIBRARIES[request.param], *emulated, *memory)
+    return path
 
 
 @needs_sanitizers
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", LIBRARIES)
-def test_no_kernel_leaves_its_operands(compiled: Compiled, name: str) -> None:
-    library = compiled(name)
+@pytest.mark.parametrize("compiled", LIBRARIES, indirect=True)
+def test_no_kernel_leaves_its_operands(compiled: Path) -> None:
     environment = {
         **os.environ,
         "PYTHONPATH": str(REPOSITORY),
@@ -103,7 +83,7 @@ def test_no_kernel_leaves_its_operands(compiled: Compiled, name: str) -> None:
     }
     script = Path(__file__).with_name("cpu_fuzz.py")
     result = subprocess.run(
-        [sys.executable, str(script), str(library), str(NUM_ROUNDS)],
+        [sys.executable, str(script), str(compiled), str(NUM_ROUNDS)],
         capture_output=True,
         text=True,
         env=environment,
@@ -114,15 +94,20 @@ def test_no_kernel_leaves_its_operands(compiled: Compiled, name: str) -> None:
 
 
 @needs_sanitizers
-@pytest.mark.parametrize(("name", "num_short_loops"), [("watched", 5_000), ("fast", 800_000)])
+@pytest.mark.parametrize(
+    ("compiled", "num_short_loops"),
+    [("watched", 5_000), ("fast", 800_000)],
+    indirect=["compiled"],
+)
 def test_every_item_of_a_loop_runs_once_and_no_two_threads_race(
-    compiled: Compiled, name: str, num_short_loops: int
+    compiled: Path, num_short_loops: int
 ) -> None:
-    result = subprocess.run([compiled(name), str(num_short_loops)], capture_output=True, text=True)
+    result = subprocess.run([compiled, str(num_short_loops)], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "0 wrong\n"), result.stderr[-4000:]
 
 
 @needs_sanitizers
-def test_ranks_that_reduce_do_not_race(compiled: Compiled) -> None:
-    result = subprocess.run([compiled("ranks"), "2000"], capture_output=True, text=True)
+@pytest.mark.parametrize("compiled", ["ranks"], indirect=True)
+def test_ranks_that_reduce_do_not_race(compiled: Path) -> None:
+    result = subprocess.run([compiled, "2000"], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "0 wrong\n"), result.stderr[-4000:]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanocore import __version__
+from tests.packages.environments import building
 from tools.build_packages import build_packages
 
 
@@ -34,7 +35,9 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Packages:
     with (folder / "packages.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not out.exists():
-            build_packages(out)
+            # What else is installed here cannot matter to setuptools; and tests/packages/
+            # test_builds.py builds with what pyproject.toml says, in an environment of its own.
+            build_packages(out, "--no-isolation", inherited=building())
     made = [
         next(out.glob(f"{name}-{__version__}{suffix}"))
         for name in ("nanocore_engine", "nanocore_engine_demo", "nanocore_conformance")

@@ -16,7 +16,14 @@ from pathlib import Path
 
 import pytest
 
+USERS_CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+"""Asked before tests get a cache of their own."""
 UNREACHABLE = ("Could not find a version", "No matching distribution", "NewConnectionError")
+
+
+def building(**others: str) -> dict[str, str]:
+    """Environment variables of builds: the user's cache has the compiled kernels."""
+    return {**os.environ, "XDG_CACHE_HOME": USERS_CACHE, **others}
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,15 @@ class Environment:
     def install(self, *arguments: str | Path) -> None:
         """By `pip install`; skips the test where the package index cannot be reached."""
         pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python)
-        done = self.run(*pip, "install", "--quiet", *arguments, check=False)
+        command = (*pip, "install", "--quiet", *arguments)
+        done = self.run(*command, check=False, XDG_CACHE_HOME=USERS_CACHE)
         if done.returncode and any(text in done.stderr for text in UNREACHABLE):
             pytest.skip(f"the package index cannot be reached: {done.stderr}")
         assert done.returncode == 0, done.stderr
 
-    def run(self, *command: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str | Path, check: bool = True, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         """A program, in an empty folder of the environment's; one of its own by its name."""
         program, *arguments = command
         own = self.folder / "bin" / program
@@ -56,7 +66,7 @@ class Environment:
         folder.mkdir(exist_ok=True)
         done = subprocess.run(
             [own if own.exists() else program, *arguments],
-            env=self.variables(),
+            env=self.variables() | variables,
             cwd=folder,
             capture_output=True,
             text=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.packages.conftest import Packages
-from tests.packages.environments import UNREACHABLE, find_python
+from tests.packages.environments import UNREACHABLE, building, find_python
 from tests.packages.test_contents import LIBRARIES, contents
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
@@ -20,7 +19,7 @@ def wheel_of(packages: Packages, out: Path, python: str, **variables: str) -> Pa
     """Built of the source distribution by this Python's pip."""
     done = subprocess.run(
         [python, "-m", "pip", "wheel", "-q", "--no-deps", "-w", out, packages.source],
-        env=os.environ | variables,
+        env=building(**variables),
         capture_output=True,
         text=True,
         check=False,
@@ -33,6 +32,7 @@ def wheel_of(packages: Packages, out: Path, python: str, **variables: str) -> Pa
 
 
 def test_another_python_compiles_the_same_bytes(packages: Packages, tmp_path: Path) -> None:
+    """By the same command, that is: then they come from the cache, and by another one anew."""
     python = find_python("3.12")
     if python is None:
         pytest.skip("there is no Python 3.12 here")

@@ -207,35 +207,57 @@ def _cases(module: str) -> list[Case]:
     return cases
 
 
-def _compile_nth(job: tuple[str, int, int]) -> Usage:
+Job = tuple[str, int, int]
+"""Module, index of the case, capability."""
+
+
+def _compile_nth(job: Job) -> Usage:
     module, index, capability = job
     return compile_case(_cases(module)[index], capability)
 
 
-def jobs(
-    modules: Sequence[str], capabilities: Collection[int] = SHARED_BYTES, is_distinct: bool = False
-) -> list[tuple[str, int, int]]:
-    """Return (module, index of the case, capability) for the cases of these modules.
-
-    is_distinct: of cases that differ in types and sizes alone, one for each capability.
-    """
-    found = [
+def jobs(modules: Sequence[str], capabilities: Collection[int] = SHARED_BYTES) -> list[Job]:
+    return [
         (module, index, capability)
         for module in modules or sorted(path.stem for path in _FOLDER.glob("*_cases.py"))
         for index, case in enumerate(_cases(module))
         for capability in case.capabilities
         if capability in capabilities
     ]
-    if not is_distinct:
-        return found
-    return [*{(_branches(_cases(job[0])[job[1]]), job[2]): job for job in reversed(found)}.values()]
 
 
-def _branches(case: Case) -> tuple[Any, ...]:
+def distinct(todo: Sequence[Job]) -> list[Job]:
+    """Of cases that differ in types and sizes alone, one for each capability."""
+    return [*{_branches(job): job for job in reversed(todo)}.values()]
+
+
+def covering(todo: Sequence[Job]) -> list[Job]:
+    """Few cases that have every argument and every flag's values of every kernel between them."""
+    left = {mark for job in todo for mark in marks(job)}
+    chosen = []
+    while left:
+        chosen.append(max(todo, key=lambda job: len(marks(job) & left)))
+        left -= marks(chosen[-1])
+    return chosen
+
+
+def marks(job: Job) -> set[Any]:
+    """The arguments and the flags' values of a case, with its kernel."""
+    kernel, capability, *others = _branches(job)
+    return {(kernel, capability, other) for other in (None, *others)}
+
+
+@cache
+def _branches(job: Job) -> tuple[Any, ...]:
     """Return what of a case chooses the lines that are compiled."""
+    module, index, capability = job
+    case = _cases(module)[index]
     values = case.constexprs.items()
     flags = [(name, str(v)) for name, v in values if isinstance(v, bool) or not isinstance(v, int)]
-    return case.kernel.__name__, *case.signature, *sorted(flags)
+    return case.kernel.__name__, capability, *case.signature, *sorted(flags)
+
+
+CHOICES = {"distinct": distinct, "covering": covering}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -244,12 +266,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as norm_cases")
     parser.add_argument("--capability", type=int, action="append", default=[],
                         choices=SHARED_BYTES, help="compile for these alone")  # fmt: skip
-    parser.add_argument("--distinct", action="store_true", help="one of the cases that differ in "
-                        "types and sizes alone")  # fmt: skip
+    parser.add_argument("--choose", choices=CHOICES, help="of the cases that differ in types and "
+                        "sizes alone, one; or few with every flag of every kernel")  # fmt: skip
     parser.add_argument("--brief", action="store_true", help="print one line in all")
     arguments = parser.parse_args(argv)
     capabilities = arguments.capability or SHARED_BYTES
-    todo = jobs(arguments.modules, capabilities, arguments.distinct)
+    todo = jobs(arguments.modules, capabilities)
+    if arguments.choose:
+        todo = CHOICES[arguments.choose](todo)
     start_s = time.perf_counter()
     with ProcessPoolExecutor() as pool:
         for usage in pool.map(_compile_nth, todo):

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from tests.kernels.triton.compilation import jobs
+from tests.kernels.triton.compilation import covering, distinct, jobs, marks
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 SETS: Final = (
@@ -90,7 +90,14 @@ def test_the_versions_that_ci_compiles_with_are_the_oldest_and_the_newest_allowe
 
 
 def test_cases_that_differ_in_types_and_sizes_alone_are_compiled_once() -> None:
-    every, distinct = (jobs((), (90,), is_distinct) for is_distinct in (False, True))
-    assert {*distinct} < {*every}
-    assert {capability for _, _, capability in distinct} == {90}
-    assert {module for module, _, _ in distinct} == {module for module, _, _ in every}
+    every = jobs((), (90,))
+    assert {*distinct(every)} < {*every}
+    assert {capability for _, _, capability in distinct(every)} == {90}
+    assert {module for module, _, _ in distinct(every)} == {module for module, _, _ in every}
+
+
+def test_few_cases_have_every_flag_of_every_kernel() -> None:
+    every = jobs((), (90,))
+    assert {*covering(every)} < {*every}
+    assert len(covering(every)) < len(distinct(every))
+    assert set().union(*map(marks, covering(every))) == set().union(*map(marks, every))
