@@ -53,6 +53,17 @@ def bf16_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_qwen3(tmp_path_factory.mktemp("bf16"), dtype=torch.bfloat16)
 
 
+@pytest.fixture(scope="module")
+def forked_launches() -> Iterator[None]:
+    """Engines that clients launch in this process are forked, as their ranks are."""
+    from nanocore.client.connection import engine_process
+    from tests.end_to_end import forked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_process, "subprocess", forked.FORKS)
+        yield
+
+
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """A private directory whose path is short enough for a Unix socket, unlike tmp_path's."""

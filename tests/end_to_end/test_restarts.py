@@ -16,7 +16,8 @@ from nanocore.client import AsyncEngineClient, SamplingParams
 from nanocore.client.connection.engine_supervisor import EngineSupervisor
 from nanocore.protocol.errors import NanocoreError
 from tests.cli.served import Descendants, children
-from tests.end_to_end.engine_process import EXIT_TIMEOUT_S, command, run_to_exit
+from tests.end_to_end.engine_process import EXIT_TIMEOUT_S, command
+from tests.end_to_end.forked import run_to_exit
 
 PARAMS = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 RANKS = ["--tp", "2"]
