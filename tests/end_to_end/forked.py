@@ -27,6 +27,7 @@ from types import SimpleNamespace
 
 from nanocore.client import AsyncEngineClient, SamplingParams
 from nanocore.client.arguments import EngineArgument, engine_flags
+from nanocore.client.connection import engine_process
 from nanocore.engine_core.cli import main
 from nanocore.protocol.messages import ModelCard
 from nanocore.system.child_process import module_command
@@ -40,6 +41,7 @@ _FORKS.set_forkserver_preload(
         "nanocore.engine_core.process.process",
         "nanocore.engine_core.process.check",
         "nanocore.worker.worker",
+        "nanocore.cli.serve.command",
         "llguidance",
     ]
 )
@@ -79,6 +81,33 @@ class Engine:
         self.process.join(EXIT_TIMEOUT_S)
         assert self.process.exitcode is not None, "it still runs"
         return self.process.exitcode
+
+
+class Program:
+    """A forked process whose log is read as it comes, with the methods of `subprocess.Popen`."""
+
+    def __init__(self, flags: tuple[str, ...], run: Callable[[list[str]], None] = main) -> None:
+        with tempfile.TemporaryDirectory(prefix="nc-") as directory:
+            pipe = Path(directory) / "log"
+            os.mkfifo(pipe)
+            self._process = start(pipe, flags, run)
+            self.stderr = pipe.open()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout_s: float = EXIT_TIMEOUT_S) -> int:
+        self._process.join(timeout_s)
+        assert self._process.exitcode is not None, "it still runs"
+        return self._process.exitcode
 
 
 @contextmanager
@@ -166,10 +195,17 @@ FORKS = SimpleNamespace(
 """What stands for `subprocess` in a module that starts engines or ranks."""
 
 
-def _fork_ranks() -> None:
-    """Let this fork's ranks be forks of the process that it was forked from."""
+def main_with_new_ranks(arguments: list[str]) -> None:
+    """An engine whose ranks are its children, started anew."""
+    process_executor.subprocess = subprocess  # type: ignore[attr-defined]
+    main(arguments)
+
+
+def _fork_children() -> None:
+    """Let this fork's engines and ranks be forks of the process that it was forked from."""
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
-    process_executor.subprocess = FORKS  # type: ignore[attr-defined]
+    for module in (engine_process, process_executor):
+        module.subprocess = FORKS  # type: ignore[attr-defined]
 
 
 def _become(
@@ -192,7 +228,7 @@ def _become(
     for number, fd in moved.items():
         os.dup2(fd, number)
         os.close(fd)
-    _fork_ranks()
+    _fork_children()
     sys.argv = words
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
@@ -202,5 +238,5 @@ def _run(files: dict[int, Path], flags: tuple[str, ...], run: Callable[[list[str
         fd = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.dup2(fd, number)
         os.close(fd)
-    _fork_ranks()
+    _fork_children()
     run(list(flags))
