@@ -21,12 +21,13 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
-from tests import campaign
+from tests import campaign, triton_interpreter
 from tests.tiny_models import make_tiny_qwen3
 
 
 def pytest_configure(config: pytest.Config) -> None:
     campaign.configure(config)
+    triton_interpreter.make_faster()
 
 
 @pytest.fixture(scope="session", autouse=True)
