@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from nanocore.kernels.cpu import library
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from tests.kernels.cpu_case import (
-    EMULATED,
+    EMULATED_AMX,
+    EMULATED_DOT,
+    EMULATION,
     backend,
     compiler,
     finish_compiling,
@@ -28,16 +32,19 @@ def emulated(name: str, folder: Path) -> CpuKernels:
         pytest.skip("no C++ compiler")
     if "PYTEST_XDIST_WORKER" in os.environ:  # the first worker compiles it for all
         folder = folder.parent
-    path = folder / f"{name}.so"
-    with (folder / f"{name}.lock").open("w") as lock:
+    path = folder / f"{EMULATED_AMX}.so"
+    with (folder / "emulated.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            finish_compiling(start_compiling(path, widest, *EMULATED[name]))
+            finish_compiling(start_compiling(path, widest, *EMULATION))
+            shutil.copy(path, folder / f"{EMULATED_DOT}.so")  # loaded beside the other
+    path = folder / f"{name}.so"
+    ctypes.CDLL(str(path)).nanocore_emulate_amx(int(name == EMULATED_AMX))
     return CpuKernels(library.Library(str(path), name))
 
 
-@pytest.fixture(scope="session", params=[*INSTRUCTION_SETS, *EMULATED])
+@pytest.fixture(scope="session", params=[*INSTRUCTION_SETS, EMULATED_DOT, EMULATED_AMX])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
-    if request.param in EMULATED:
+    if request.param in (EMULATED_DOT, EMULATED_AMX):
         return emulated(request.param, tmp_path_factory.getbasetemp())
     return backend(request.param)

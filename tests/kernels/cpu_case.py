@@ -36,11 +36,8 @@ EMULATED_DOT = "emulated_dot"
 """Not an instruction set but its stand-in: pairs of bfloat16 as with avx512_bf16, in software."""
 EMULATED_AMX = "emulated_amx"
 """The same for products of bfloat16 in the matrix unit."""
-EMULATED = {
-    EMULATED_DOT: ("-DNANOCORE_EMULATE_DOT",),
-    EMULATED_AMX: ("-DNANOCORE_EMULATE_DOT", "-DNANOCORE_EMULATE_AMX"),
-}
-"""What stand-ins are compiled with."""
+EMULATION = "-DNANOCORE_EMULATE_DOT", "-DNANOCORE_EMULATE_AMX"
+"""What the library of both stand-ins is compiled with; one of them runs with the unit off."""
 
 
 @cache
