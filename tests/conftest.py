@@ -10,6 +10,7 @@ with numpy, rightly in float32 only, and a program takes milliseconds. On a mach
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+gc.disable()  # what imports and collection make lives on: collections would walk it in vain
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
@@ -28,6 +30,12 @@ from tests.tiny_models import make_tiny_qwen3
 def pytest_configure(config: pytest.Config) -> None:
     campaign.configure(config)
     triton_interpreter.make_faster()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
