@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pytest
 
-gc.disable()  # what imports and collection make lives on: collections would walk it in vain
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
@@ -28,6 +27,7 @@ from tests.tiny_models import make_tiny_qwen3
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # what imports and collection make lives on: collections would walk it in vain
     campaign.configure(config)
     triton_interpreter.make_faster()
 
