@@ -10,6 +10,7 @@ with numpy, rightly in float32 only, and a program takes milliseconds. On a mach
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -21,12 +22,21 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 os.environ.setdefault("TRITON_INTERPRET", "1")
 import torch
 
-from tests import campaign
+from tests import campaign, triton_interpreter
 from tests.tiny_models import make_tiny_qwen3
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # what imports and collection make lives on: collections would walk it in vain
     campaign.configure(config)
+    if os.environ["TRITON_INTERPRET"] == "1":
+        triton_interpreter.make_faster()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -51,6 +61,17 @@ def untied_sharded_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bf16_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 in bfloat16."""
     return make_tiny_qwen3(tmp_path_factory.mktemp("bf16"), dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def forked_launches() -> Iterator[None]:
+    """Engines that clients launch in this process are forked, as their ranks are."""
+    from nanocore.client.connection import engine_process
+    from tests.end_to_end import forked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_process, "subprocess", forked.FORKS)
+        yield
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ def test_a_program_prints_what_the_page_says(source: str, printed: str) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.usefixtures("forked_launches")
 def test_the_program_that_launches_an_engine_does_too() -> None:
     ((source, printed),) = engine_programs()
     out = io.StringIO()

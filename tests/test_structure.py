@@ -8,6 +8,7 @@ import re
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from tests.test_layering import import_graph
 
 PACKAGE = Path(nanocore.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text("utf-8")) for path in SOURCES}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 MAX_MODULES = 430
 MAX_LINES = 70_000
@@ -44,10 +44,15 @@ def num_lines(path: Path) -> int:
     return len(path.read_text("utf-8").splitlines())
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text("utf-8")) for path in SOURCES}
+
+
 def functions() -> list[tuple[Path, Function]]:
     return [
         (path, node)
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, Function)
     ]
@@ -95,7 +100,7 @@ def test_a_module_with_one_importer_is_long_or_a_contract() -> None:
 def test_a_public_class_name_occurs_once() -> None:
     names = Counter(
         node.name
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
@@ -106,7 +111,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     """Docstrings of constants and fields, too."""
     odd = [
         f"{name_of(path)}: {docstring.splitlines()[0]}"
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if isinstance(docstring := node.value.value, str) and ODD_OPENERS.match(docstring)
@@ -115,7 +120,7 @@ def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         docstring = ast.get_docstring(tree)
         assert docstring, f"{path} has no docstring"
         assert len(docstring.splitlines()) <= MAX_MODULE_DOCSTRING_LINES, path
@@ -136,7 +141,7 @@ def comments_per_100_lines(paths: Iterable[Path]) -> float:
                 num_comments += not re.match(r"#\s*(fmt|type|noqa)\b", token.string)
             elif token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING):
                 lines.update(range(token.start[0], token.end[0] + 1))
-        for node in ast.walk(TREES[path]):
+        for node in ast.walk(trees()[path]):
             if isinstance(node, ast.Module | ast.ClassDef | Function) and ast.get_docstring(node):
                 first = node.body[0]
                 lines -= set(range(first.lineno, (first.end_lineno or 0) + 1))
@@ -163,7 +168,7 @@ def is_flag(call: ast.Call) -> bool:
 def test_only_tables_and_kernels_keep_a_layout_of_their_own() -> None:
     """Tables: literals, and the calls of a command's flags. Kernels: launches and headers."""
     odd = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if path.is_relative_to(PACKAGE / "kernels"):
             continue
         ends: dict[int, ast.stmt] = {}

@@ -153,6 +153,7 @@ def test_what_a_server_says_moves_no_terminal(capsys: pytest.CaptureFixture[str]
     assert "\x1b" not in shown.out + shown.err
 
 
+@pytest.mark.usefixtures("forked_launches")
 def test_throughput_has_vllms_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "t.json"
     flags = "--num-prompts 4 --input-len 6 --output-len 5 --num-warmups 2 --max-num-seqs 8"

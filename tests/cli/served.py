@@ -1,4 +1,4 @@
-"""`nanocore serve` for tests: started as a user would start it, and asked over its sockets."""
+"""`nanocore serve` for tests: asked over its sockets, and started as a user would, or forked."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import pytest
 
 from nanocore.cli.main import main
 from nanocore.demo_model import demo_model_folder
+from tests.end_to_end import forked
 
 EXIT_TIMEOUT_S = 60.0
 DEMO = demo_model_folder()
@@ -41,16 +42,8 @@ class _UnixConnection(http.client.HTTPConnection):
 class Served:
     """A server from its start to its end. log: the lines that were read of its stderr."""
 
-    def __init__(
-        self, *arguments: str, python: str = sys.executable, cwd: Path | None = None
-    ) -> None:
-        self.process = subprocess.Popen(
-            [python, *command(*arguments)[1:]],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            text=True,
-            cwd=cwd,
-        )
+    def __init__(self, process: subprocess.Popen[str] | forked.Program) -> None:
+        self.process = process
         self.log: list[str] = []
         self.host, self.port, self.uds = _URL.search(self.line("listening at")).groups()  # type: ignore[union-attr]
 
@@ -66,6 +59,16 @@ class Served:
             if text in line:
                 return line
         raise AssertionError(f"no {text!r} in its log:\n{''.join(self.log)}")
+
+    def wait_until_logged(self, text: str) -> None:
+        """Wait until its log has this text, or has had it."""
+        if not any(text in line for line in self.log):
+            self.line(text)
+
+    def engine_pids(self) -> list[int]:
+        """The engines that its log has told of and that live, in the order of their start."""
+        found = dict.fromkeys(re.findall(r"\(engine pid=(\d+)\)", "".join(self.log)))
+        return [int(pid) for pid in found if Path(f"/proc/{pid}").exists()]
 
     def connect(self) -> http.client.HTTPConnection:
         """A new connection."""
@@ -112,14 +115,35 @@ def serving(
     *arguments: str, python: str = sys.executable, cwd: Path | None = None
 ) -> Iterator[Served]:
     """Start a server, which listens then; ended with the block, whatever it does."""
-    served = Served(*arguments, python=python, cwd=cwd)
+    process = subprocess.Popen(
+        [python, *command(*arguments)[1:]],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        cwd=cwd,
+    )
+    with _ending(process):
+        yield Served(process)
+
+
+@contextmanager
+def serving_forked(*arguments: str) -> Iterator[Served]:
+    """The same with a server that is forked, as the engines that it launches are."""
+    _, _, _, *words = command(*arguments)
+    process = forked.Program(tuple(words), main)
+    with _ending(process):
+        yield Served(process)
+
+
+@contextmanager
+def _ending(process: subprocess.Popen[str] | forked.Program) -> Iterator[None]:
     try:
-        yield served
+        yield
     finally:
-        served.process.kill()
-        served.process.wait()
-        assert served.process.stderr is not None
-        served.process.stderr.close()
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
 
 
 def run_to_exit(*arguments: str, port: str = "0") -> subprocess.CompletedProcess[str]:
@@ -144,8 +168,8 @@ def answered(connection: http.client.HTTPConnection) -> tuple[int, Any]:
 class Descendants:
     """The processes below a process, as they are now: held by descriptors, not by numbers."""
 
-    def __init__(self, pid: int) -> None:
-        self.pids = list(_below(pid))
+    def __init__(self, pid: int, *forks: int) -> None:
+        self.pids = [*_below(pid), *forks]
         self._fds = [os.pidfd_open(pid) for pid in self.pids]
 
     def wait_until_all_end(self) -> None:

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from nanocore.client import AsyncEngineClient, SamplingParams
 from tests.cli.served import DEMO, exit_code
-from tests.end_to_end.engine_process import Engine, engine
+from tests.end_to_end.forked import Engine, engine
 
 
 @pytest.fixture(scope="module")

@@ -10,15 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.served import DEMO, Descendants, answered, children, run_to_exit, serving
-
-
-def engine_pid(server_pid: int) -> int:
-    """The engine that serves is the one that was started first of those that live."""
-    for pid in children(server_pid):
-        if b"nanocore.engine_core" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-    raise AssertionError("there is no engine")
+from tests.cli.served import DEMO, Descendants, answered, run_to_exit, serving, serving_forked
 
 
 def directory_of(log: list[str]) -> Path:
@@ -44,7 +36,7 @@ def test_a_server_answers_while_its_engine_loads_and_ends_it() -> None:
 
 
 def test_a_log_for_programs_has_objects_alone_of_the_engine_too_and_no_prompt() -> None:
-    with serving("--log-format", "json", "--enable-access-log") as server:
+    with serving_forked("--log-format", "json", "--enable-access-log") as server:
         server.line("| engine ipc:")
         secret = [{"role": "user", "content": "marzipan"}]
         assert answered(server.ask(messages=secret, cache_salt="salted"))[0] == 200
@@ -69,10 +61,11 @@ def test_nothing_outlives_a_server_that_is_killed() -> None:
 
 @pytest.mark.parametrize("num_workers", [1, pytest.param(2, marks=pytest.mark.campaign)])
 def test_the_engines_last_death_ends_the_server_with_its_cause(num_workers: int) -> None:
-    with serving("--http-workers", str(num_workers), "--max-restarts", "0") as server:
+    with serving_forked("--http-workers", str(num_workers), "--max-restarts", "0") as server:
         server.line("ready: ")
-        below = Descendants(server.pid)
-        os.kill(engine_pid(server.pid), signal.SIGKILL)
+        (engine,) = server.engine_pids()
+        below = Descendants(server.pid, engine)
+        os.kill(engine, signal.SIGKILL)
         assert server.exit() == 70
         below.wait_until_all_end()
         assert server.log[-1] == (
@@ -112,11 +105,11 @@ def test_an_engine_that_does_not_start_says_why(
     assert "Traceback" not in done.stderr
 
 
-pytestmark = pytest.mark.campaign
 SAFE = '#!/bin/sh\nexec "{python}" -P "$@"\n'
 NAMES = ("random", "torch", "uvicorn", "msgspec", "jinja2", "llguidance", "nanocore_demo_model")
 
 
+@pytest.mark.campaign
 def test_no_process_of_a_server_imports_from_the_folder_it_is_started_in(tmp_path: Path) -> None:
     """The server itself is started as its command is, which has no script's folder in its path."""
     folder = tmp_path / "hostile"

@@ -255,6 +255,7 @@ async def test_generate_can_be_used_beside_it_and_closing_ends_what_is_unfinishe
         await _call(llm.close)
 
 
+@pytest.mark.usefixtures("forked_launches")
 def test_the_loop_of_a_reader_of_small_engines_works_with_a_real_one() -> None:
     prompts = ["Sorted:", "Reverse:"]
     params = SamplingParams(temperature=0, max_tokens=6)

@@ -27,13 +27,6 @@ def command(*flags: str) -> list[str]:
     return [sys.executable, "-m", "nanocore.engine_core", *flags]
 
 
-def run_to_exit(*flags: str) -> subprocess.CompletedProcess[str]:
-    """Run an engine that is expected to exit by itself."""
-    return subprocess.run(
-        command(*flags), capture_output=True, text=True, timeout=EXIT_TIMEOUT_S, check=False
-    )
-
-
 @contextmanager
 def engine(model: Path, *flags: str, endpoint: str | None = None) -> Iterator[Engine]:
     """Start an engine, by default at a private endpoint; clients can connect at once, and wait."""

@@ -26,6 +26,8 @@ from nanocore.demo_model import demo_model_folder
 from nanocore.protocol.structured_outputs import ReasoningMarks
 from tests.end_to_end.forked import Engine, engine
 
+pytestmark = pytest.mark.usefixtures("forked_launches")
+
 DEMO = demo_model_folder()
 GREEDY = SamplingParams(temperature=0, max_tokens=200)
 QUESTION: Any = [{"role": "user", "content": "What is 250 + 329?"}]

@@ -15,7 +15,8 @@ from nanocore.engine_core.process.forecast import Forecast
 from nanocore.kernels.cpu.library import find_library
 from tests.campaign import in_campaign
 from tests.end_to_end import forked
-from tests.end_to_end.engine_process import command, run_to_exit
+from tests.end_to_end.engine_process import command
+from tests.end_to_end.forked import run_to_exit
 from tests.end_to_end.rank_processes import write_wide_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
@@ -26,7 +27,7 @@ def test_check_says_what_an_engine_would_have_and_starts_none(
 ) -> None:
     listen = f"ipc://{short_path}/e/engine.sock"
     flags = ("--model", str(tiny_model), "--check", "--tp", "2", "--listen", listen)
-    result = forked.run_to_exit(*flags)
+    result = run_to_exit(*flags)
     assert result.returncode == 0
     library = find_library()
     kernels = f"cpu ({library.instruction_set}" if library else "torch\n"
@@ -58,7 +59,7 @@ def test_check_says_what_an_engine_would_have_and_starts_none(
 def test_check_finds_what_would_keep_an_engine_from_starting(
     tiny_model: Path, flags: list[str], code: int, word: str
 ) -> None:
-    result = forked.run_to_exit("--model", str(tiny_model), "--device", "cpu", "--check", *flags)
+    result = run_to_exit("--model", str(tiny_model), "--device", "cpu", "--check", *flags)
     assert result.returncode == code
     assert word in result.stderr
     assert "Traceback" not in result.stderr
@@ -77,14 +78,14 @@ def test_check_makes_the_tokenizer_of_a_gguf_file(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     content = Path("tests/fixtures/checkpoints/qwen3-q8_0.gguf").read_bytes()
     path.write_bytes(content.replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x05\0\0\0\0\0\0\0qwenZ"))
-    assert forked.run_to_exit("--model", str(path), "--check").returncode == 3
+    assert run_to_exit("--model", str(path), "--check").returncode == 3
     path.write_bytes(content)
-    assert forked.run_to_exit("--model", str(path), "--check").returncode == 0
+    assert run_to_exit("--model", str(path), "--check").returncode == 0
 
 
 def test_weights_that_the_memory_does_not_hold_are_found_before_loading(tmp_path: Path) -> None:
     model = write_wide_model(tmp_path / "wide", intermediate_size=2**30)
-    result = forked.run_to_exit("--model", str(model), "--check", "--load-format", "dummy")
+    result = run_to_exit("--model", str(model), "--check", "--load-format", "dummy")
     assert result.returncode == 4
     assert "the weights need" in result.stderr
 

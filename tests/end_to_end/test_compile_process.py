@@ -14,7 +14,7 @@ from nanocore.client import (
     StructuredOutputsParams,
 )
 from nanocore.demo_model import demo_model_folder
-from tests.end_to_end.engine_process import engine
+from tests.end_to_end.forked import engine
 from tests.end_to_end.rank_processes import child_pids
 from tests.engine_core.grammars.test_compile_process import ENDLESS, is_running
 
@@ -54,7 +54,7 @@ def test_an_engine_outlives_its_trials_and_ends_in_order_while_one_runs() -> Non
             return [trials, *child_pids(trials)] if is_running(trials) else [trials]
 
     with engine(DEMO_MODEL, "--shutdown-timeout", "0") as running:
-        left = asyncio.run(main(running.endpoint, running.process.pid))
-        assert running.process.wait(WAIT_S) == 0
+        left = asyncio.run(main(running.endpoint, running.pid))
+        assert running.wait() == 0
         while any(map(is_running, left)):
             pass

@@ -12,6 +12,7 @@ from nanocore.protocol.errors import EngineStartError
 from tests.tiny_models import make_tiny_qwen3
 
 
+@pytest.mark.usefixtures("forked_launches")
 def test_an_engine_does_not_start_and_names_the_tensor(tmp_path: Path) -> None:
     folder = make_tiny_qwen3(tmp_path / "model", tied=False)
     weights = load_file(folder / "model.safetensors")

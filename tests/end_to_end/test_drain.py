@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -17,12 +18,11 @@ import pytest
 
 from nanocore.client import AsyncEngineClient
 from nanocore.protocol.messages import Op
-from tests.end_to_end import engine_process, forked
+from tests.end_to_end import forked
 from tests.end_to_end.test_wire import Body, RawClient, submit
 
-MAX_TOKENS = 900
+MAX_TOKENS = 400
 PATIENCE_S = 120.0
-EXIT_TIMEOUT_S = 60.0
 NUM_SAMPLES = 128
 TOKEN_BYTES = 4
 CROWD = submit("crowd", n=NUM_SAMPLES, max_tokens=MAX_TOKENS)
@@ -111,9 +111,9 @@ def test_a_stream_that_runs_ends_whole_and_new_requests_are_refused(
             assert not any("message" in end for end in ends), "its client asked for it"
 
     flags = ("--max-num-seqs", "2", "--shutdown-timeout", "600")
-    with engine_process.engine(tiny_model, *flags) as running:
-        run(main, running.endpoint, running.process.pid)
-        assert running.process.wait(EXIT_TIMEOUT_S) == code
+    with forked.engine(tiny_model, *flags) as running:
+        run(main, running.endpoint, running.pid)
+        assert running.wait() == code
         log = running.stderr.read_text()
     assert f"{number.name}: {1 + NUM_SAMPLES} open requests" in log
     assert f"{number.name}: no requests in flight, exiting" in log
@@ -143,13 +143,13 @@ def test_a_session_that_is_opened_meanwhile_is_told_and_one_of_an_old_client_is_
             assert [end["finish_reason"] for end in ends] == ["abort"] * NUM_SAMPLES
             assert reason == "drain"
             assert await read_to_bye(old) == ([], "drain")
-            await asyncio.to_thread(os.waitid, os.P_PIDFD, pid, os.WEXITED | os.WNOWAIT)
+            await asyncio.to_thread(select.select, [pid], [], [])  # until it ends
 
-    with engine_process.engine(tiny_model, *ONE_ROW, "--shutdown-timeout", "600") as running:
-        pidfd = os.pidfd_open(running.process.pid)
+    with forked.engine(tiny_model, *ONE_ROW, "--shutdown-timeout", "600") as running:
+        pidfd = os.pidfd_open(running.pid)
         run(main, running.endpoint, pidfd)
         os.close(pidfd)
-        assert running.process.wait(EXIT_TIMEOUT_S) == 0
+        assert running.wait() == 0
 
 
 def test_the_deadline_cuts_what_is_left_and_says_why(tiny_model: Path) -> None:
@@ -163,9 +163,9 @@ def test_the_deadline_cuts_what_is_left_and_says_why(tiny_model: Path) -> None:
             assert ends[-1]["finish_reason"] == "abort"
             assert ends[-1]["message"] == reason
 
-    with engine_process.engine(tiny_model, *ONE_ROW, *NO_TIME) as running:
-        run(main, running.endpoint, running.process.pid)
-        assert running.process.wait(EXIT_TIMEOUT_S) == 0
+    with forked.engine(tiny_model, *ONE_ROW, *NO_TIME) as running:
+        run(main, running.endpoint, running.pid)
+        assert running.wait() == 0
 
 
 def test_without_time_nothing_is_waited_for(tiny_model: Path) -> None:
@@ -179,9 +179,9 @@ def test_without_time_nothing_is_waited_for(tiny_model: Path) -> None:
             }
             assert reason == "SIGINT"
 
-    with engine_process.engine(tiny_model, *ONE_ROW, "--shutdown-timeout", "0") as running:
-        run(main, running.endpoint, running.process.pid)
-        assert running.process.wait(EXIT_TIMEOUT_S) == 130
+    with forked.engine(tiny_model, *ONE_ROW, "--shutdown-timeout", "0") as running:
+        run(main, running.endpoint, running.pid)
+        assert running.wait() == 130
 
 
 def test_a_second_signal_ends_it_at_once(tiny_model: Path) -> None:
@@ -192,9 +192,9 @@ def test_a_second_signal_ends_it_at_once(tiny_model: Path) -> None:
             await next_op(client, Op.DRAINING)
             os.kill(pid, signal.SIGTERM)
 
-    with engine_process.engine(tiny_model, *ONE_ROW, "--shutdown-timeout", "600") as running:
-        run(main, running.endpoint, running.process.pid)
-        assert running.process.wait(EXIT_TIMEOUT_S) == 130
+    with forked.engine(tiny_model, *ONE_ROW, "--shutdown-timeout", "600") as running:
+        run(main, running.endpoint, running.pid)
+        assert running.wait() == 130
 
 
 @pytest.mark.parametrize("how", ["SIGHUP", "paused"])
@@ -217,6 +217,7 @@ def test_what_is_not_waited_for_ends_at_once(tiny_model: Path, how: str) -> None
         run(main, running.endpoint, running.pid)
 
 
+@pytest.mark.usefixtures("forked_launches")
 def test_a_launched_engine_ends_with_its_client_and_waits_for_nobody_else(
     tiny_model: Path,
 ) -> None:

@@ -22,7 +22,7 @@ from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.kv_cache.block_key import KeyChain
 from nanocore.protocol.codec import pack_int32
-from tests.end_to_end.engine_process import engine, run_to_exit
+from tests.end_to_end.forked import engine, run_to_exit
 from tests.kv_event_peers import PATIENCE_MS, Peer, peers, untyped
 
 pytestmark = pytest.mark.campaign
@@ -206,9 +206,9 @@ def test_an_engine_serves_its_event_endpoints_until_it_ends(
         listen = ["--listen", f"ipc://{short_path}/other/engine.sock"]
         second = run_to_exit("--model", str(tiny_model), *listen, *events)
         assert second.returncode == 5
-        assert f"process {running.process.pid}" in second.stderr
+        assert f"process {running.pid}" in second.stderr
         assert "--kv-events-endpoint" in second.stderr
-    assert running.process.returncode == 0
+    assert running.wait() == 0
     assert not list(short_path.glob("**/*.sock"))
 
 

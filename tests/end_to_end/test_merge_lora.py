@@ -11,6 +11,8 @@ from tests.end_to_end import forked
 from tests.model_families import BUILDERS
 from tests.worker.lora_adapters import ALPHA, RANK, merge_files, modules_of, write_adapter
 
+pytestmark = pytest.mark.usefixtures("forked_launches")
+
 PROMPT = list(range(40, 90))
 ENDS = ("q_proj", "o_proj", "up_proj")
 

@@ -14,6 +14,8 @@ from tests.end_to_end import forked
 from tests.model_families import BUILDERS, rewrite_config
 
 STRETCHED: dict[str, Any] = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+pytestmark = pytest.mark.usefixtures("forked_launches")
+
 PROMPT = list(range(40, 90))
 
 

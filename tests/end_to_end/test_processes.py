@@ -27,7 +27,9 @@ from nanocore.client import (
 )
 from tests.campaign import in_campaign
 from tests.end_to_end import forked
-from tests.end_to_end.engine_process import EXIT_TIMEOUT_S, command, engine, run_to_exit
+from tests.end_to_end.engine_process import EXIT_TIMEOUT_S, command, engine
+
+pytestmark = pytest.mark.usefixtures("forked_launches")
 
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, detokenize=False)
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -217,7 +219,7 @@ def test_a_second_engine_on_an_endpoint_exits_with_5_and_names_the_first(tiny_mo
 
     with forked.engine(tiny_model) as running:
         run(first_still_serves(running.endpoint))
-        result = run_to_exit("--model", str(tiny_model), "--listen", running.endpoint)
+        result = forked.run_to_exit("--model", str(tiny_model), "--listen", running.endpoint)
         assert result.returncode == 5
         assert f"process {running.pid}" in result.stderr
         run(first_still_serves(running.endpoint))

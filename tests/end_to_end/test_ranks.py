@@ -19,7 +19,8 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.worker.executors.process_executor import RankProcess
 from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.rank_messages import RankStart
-from tests.end_to_end.engine_process import engine, run_to_exit
+from tests.end_to_end.engine_process import engine
+from tests.end_to_end.forked import run_to_exit
 from tests.end_to_end.rank_processes import (
     doomed_engine,
     listening_sockets,
@@ -62,6 +63,7 @@ async def drain(stream: Any) -> None:
 # -- what they compute ----------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("forked_launches")
 def test_sampled_tokens_are_the_same_at_any_number_of_ranks(tiny_model: Path) -> None:
     params = [
         SamplingParams(temperature=0.9, seed=i, max_tokens=24, detokenize=False, **filters)

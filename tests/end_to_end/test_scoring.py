@@ -13,6 +13,8 @@ from torch import Tensor
 from nanocore.client import LLM, ContextLengthError, SamplingParams
 from tests.tiny_models import MAX_MODEL_LEN, VOCAB_SIZE
 
+pytestmark = pytest.mark.usefixtures("forked_launches")
+
 Pair = tuple[list[int], list[int]]
 TOLERANCE = 2e-4
 

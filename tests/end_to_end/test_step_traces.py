@@ -12,7 +12,7 @@ from nanocore.client import AsyncEngineClient, RequestOutput, SamplingParams
 from nanocore.demo_model import demo_model_folder
 from nanocore.tracing.explanation import explanation_of, read_runs
 from nanocore.tracing.timeline import PrefillChunk
-from tests.end_to_end.engine_process import engine
+from tests.end_to_end.forked import engine
 from tests.tracing.pictures import read_picture
 
 DEMO_MODEL = demo_model_folder()

@@ -26,6 +26,8 @@ from nanocore.client import (
 from nanocore.demo_model import demo_model_folder
 from tests.end_to_end.forked import Engine, engine
 
+pytestmark = pytest.mark.usefixtures("forked_launches")
+
 DEMO_MODEL = demo_model_folder()
 SUM = r"\d+ \+ \d+ = \d+"
 SCHEMA = {

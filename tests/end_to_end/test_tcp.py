@@ -23,7 +23,8 @@ from nanocore.client import (
 )
 from nanocore.client.tokenizer import ChatMessage
 from nanocore.demo_model import demo_model_folder
-from tests.end_to_end.engine_process import Engine, engine, run_to_exit
+from tests.end_to_end import engine_process
+from tests.end_to_end.forked import Engine, engine, run_to_exit
 from tests.end_to_end.rank_processes import rank_pids
 from tests.port_scanner import PROBES, scan
 from tests.protocol.keys import KeyFolders, free_port, make_key_folders
@@ -139,7 +140,7 @@ def test_only_administrators_pause_drain_and_go_before_others(keys: KeyFolders) 
 
     with engine(DEMO_MODEL, *flags, endpoint=endpoint) as running:
         run(main(running))
-        assert running.process.wait(PATIENCE_S) == 0
+        assert running.wait() == 0
 
 
 def test_no_secret_is_in_the_log(running: Engine, keys: KeyFolders) -> None:
@@ -154,7 +155,7 @@ def test_no_secret_is_in_the_log(running: Engine, keys: KeyFolders) -> None:
 def test_a_port_scan_delivers_nothing_leaves_nothing_and_disturbs_nobody(
     running: Engine, keys: KeyFolders
 ) -> None:
-    descriptors = Path(f"/proc/{running.process.pid}/fd")
+    descriptors = Path(f"/proc/{running.pid}/fd")
     port = int(running.endpoint.rsplit(":", 1)[1])
 
     async def main() -> None:
@@ -233,7 +234,7 @@ def test_an_engine_on_tcp_listens_at_exactly_the_address_it_was_given(
 ) -> None:
     run(_served(running, keys))
     address = running.endpoint.removeprefix("tcp://")
-    assert listeners([running.process.pid]) == {("tcp", address)}
+    assert listeners([running.pid]) == {("tcp", address)}
 
 
 def test_an_engine_with_ranks_listens_at_its_own_unix_socket_and_nowhere_else(
@@ -243,7 +244,7 @@ def test_an_engine_with_ranks_listens_at_its_own_unix_socket_and_nowhere_else(
         async with AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S) as client:
             await client.complete([1, 2, 3], NO_TEXT)  # whatever it may open, it has opened
 
-    with engine(tiny_model, "--tp", "2") as running:
+    with engine_process.engine(tiny_model, "--tp", "2") as running:
         run(serve(running.endpoint))
         ranks = rank_pids(running.process.pid, 2)
         path = running.endpoint.removeprefix("ipc://")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ from nanocore.kernels.cpu import library
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from tests.kernels.cpu_case import (
-    EMULATED,
+    EMULATED_AMX,
+    EMULATED_DOT,
+    EMULATION,
     backend,
     compile_kernels,
     compiler,
@@ -30,14 +34,16 @@ def emulated(name: str, folder: Path) -> CpuKernels:
     widest = next((n for n in runnable_libraries() if n != "avx512_bf16"), None)
     if compiler() is None or widest is None:
         pytest.skip("no C++ compiler")
+    if not (made := folder / f"{EMULATED_AMX}.so").exists():
+        compile_kernels(made, widest, *EMULATION)
+        shutil.copy(made, folder / f"{EMULATED_DOT}.so")  # loaded beside the other
     path = folder / f"{name}.so"
-    if not path.exists():
-        compile_kernels(path, widest, *EMULATED[name])
+    ctypes.CDLL(str(path)).nanocore_emulate_amx(int(name == EMULATED_AMX))
     return CpuKernels(library.Library(str(path), name))
 
 
-@pytest.fixture(scope="session", params=[*INSTRUCTION_SETS, *EMULATED])
+@pytest.fixture(scope="session", params=[*INSTRUCTION_SETS, EMULATED_DOT, EMULATED_AMX])
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuKernels:
-    if request.param in EMULATED:
+    if request.param in (EMULATED_DOT, EMULATED_AMX):
         return emulated(request.param, tmp_path_factory.getbasetemp())
     return backend(request.param)

@@ -41,11 +41,8 @@ EMULATED_DOT = "emulated_dot"
 """Not an instruction set but its stand-in: pairs of bfloat16 as with avx512_bf16, in software."""
 EMULATED_AMX = "emulated_amx"
 """The same for products of bfloat16 in the matrix unit."""
-EMULATED = {
-    EMULATED_DOT: ("-DNANOCORE_EMULATE_DOT",),
-    EMULATED_AMX: ("-DNANOCORE_EMULATE_DOT", "-DNANOCORE_EMULATE_AMX"),
-}
-"""What stand-ins are compiled with."""
+EMULATION = "-DNANOCORE_EMULATE_DOT", "-DNANOCORE_EMULATE_AMX"
+"""What the library of both stand-ins is compiled with; one of them runs with the unit off."""
 
 USERS_CACHE = cache_folder()
 """Where compiled kernels are kept; asked before tests get a cache of their own."""

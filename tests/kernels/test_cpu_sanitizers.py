@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.kernels.cpu_case import (
-    EMULATED,
     EMULATED_AMX,
+    EMULATION,
     SOURCE,
     compile_file,
     compile_kernels,
@@ -65,7 +65,7 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         return path
     # Without optimization it is compiled in half the time, which is most of it.
     memory = "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0"
-    emulated = EMULATED.get(request.param, ())
+    emulated = EMULATION if request.param == EMULATED_AMX else ()
     compile_kernels(path, LIBRARIES[request.param], *emulated, *memory)
     return path
 

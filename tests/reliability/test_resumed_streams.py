@@ -22,10 +22,11 @@ def resume(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("resume")
 
 
-@pytest.mark.timeout(300)  # it starts twelve processes, one after the other
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("forked_launches")
 @pytest.mark.parametrize(
     ("num_ranks", "standby", "num_kills"),
-    [(1, True, 3), *in_campaign((1, False, 3), (2, False, 2))],
+    [(1, True, 2), *in_campaign((1, False, 3), (2, False, 2))],
 )
 def test_streams_of_every_kind_go_on_when_their_engine_is_killed(
     resume: ModuleType, num_ranks: int, standby: bool, num_kills: int

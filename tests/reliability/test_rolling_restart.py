@@ -15,7 +15,7 @@ from tests.end_to_end import forked
 from tests.reliability.visitor import PATIENCE_S, visitor
 from tests.reliability.watched_engine import DEMO_MODEL
 
-NUM_STREAMS = 20
+NUM_STREAMS = 10
 NUM_TOKENS = 100
 Answer = tuple[list[int], str, str | None]
 

@@ -29,7 +29,7 @@ from tests.model_families import BUILDERS, Continuation, greedy_continuations, r
 from tests.worker.running import Sample, Script, make_runner, run_runner, run_script, write_script
 
 CPU = torch.device("cpu")
-NUM_TOKENS = 8
+NUM_TOKENS = 6
 LENGTHS = [1, 2, 16, 17, 40, 63, 130, 200, 31, 100]
 MAX_DIFFERENCE = 3e-4
 """Of float32 logits with a standard deviation of 3; ten times what is seen."""

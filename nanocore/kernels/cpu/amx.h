@@ -104,10 +104,12 @@ class TileUnit {
 
 #if defined(NANOCORE_EMULATE_AMX)
 constexpr bool kMayHaveAmx = true;
+inline bool emulates_amx = true;  // as with the instructions, it is known when the library runs
+inline bool has_amx() { return emulates_amx; }
 #else
 constexpr bool kMayHaveAmx = false;
+inline bool has_amx() { return false; }
 #endif
-inline bool has_amx() { return kMayHaveAmx; }
 
 class TileUnit {
    public:

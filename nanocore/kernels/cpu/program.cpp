@@ -97,6 +97,10 @@ NANOCORE_API int nanocore_is_supported() {
 // Whether products of bfloat16 are the matrix unit's, which gives them other bits.
 NANOCORE_API int nanocore_uses_amx() { return has_amx(); }
 
+#if defined(NANOCORE_EMULATE_AMX)
+NANOCORE_API void nanocore_emulate_amx(int does) { emulates_amx = does; }
+#endif
+
 NANOCORE_API void* nanocore_workspace_new(const int* cores, int num_cores) {
     return new Workspace(std::vector<int>(cores, cores + num_cores));
 }
