@@ -212,7 +212,7 @@ def test_symmetric_zero_points_of_gptq_s_other_version_are_found(
         torch.int32
     )
     other = "gptq" if read_as == "gptq_v2" else "gptq_v2"
-    with pytest.raises(ModelFileError, match=f"checkpoint_format .* should be {other}$"):
+    with pytest.raises(ModelFileError, match=f"set checkpoint_format of .* to {other}$"):
         unpack(found, tensors)
     unpack_as_other = projection(read(config | {said: other}))
     assert unpack_as_other is not None

@@ -195,9 +195,15 @@ def _read(
             begun.add(piece.owner)
         while len(reading) >= _MAX_PIECES:
             yield first_read()
-        reading.append((piece, threads.submit(reader.fill, piece.with_memory())))
+        # A list is passed, and emptied: a thread keeps what it was passed for a moment after its
+        # result is known, and a weight that is packed by then would stay in memory.
+        reading.append((piece, threads.submit(_fill, reader, [piece.with_memory()])))
     while reading:
         yield first_read()
+
+
+def _fill(reader: _Reader, holder: list[_Piece]) -> bytes:
+    return reader.fill(holder.pop())
 
 
 def check_weights(folder: Path, entries: Entries, names: TensorNames) -> int:
