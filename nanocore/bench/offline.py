@@ -29,6 +29,7 @@ from nanocore.client import LLM, InvalidRequestError, RequestOutput, SamplingPar
 from nanocore.demo_model import demo_model_folder
 from nanocore.protocol.errors import ConfigError, EngineStartError
 from nanocore.system.flags import FlagParser, at_least
+from nanocore.system.logs import complain
 
 PERCENTILES: Final = (10, 25, 50, 75, 90, 99)
 DEMO_MODEL_ID: Final = "demo model"
@@ -66,7 +67,9 @@ class OwnEngine:
 
 def _build_parser(name: str, description: str) -> FlagParser:
     parser = FlagParser(
-        f"nanocore bench {name}", f"{description} Flags that are not listed here are the engine's."
+        f"nanocore bench {name}",
+        f"{description} Flags that are not listed here are the engine's.",
+        has_engine=True,
     )
     parser.add_argument("--model", help="folder, or id on the hub (default: the demo model)")
     parser.add_argument("--output-json", metavar="FILE", help="write the results to this file")
@@ -87,7 +90,9 @@ def parse(parser: FlagParser, arguments: Sequence[str]) -> tuple[argparse.Namesp
         ConfigError: an invalid flag or value, or --output-json in a missing folder.
         SystemExit: --help.
     """
-    given, others = parser.parse_known_args(arguments)
+    given, others = parser.split(arguments)
+    for notice in parser.notices:
+        complain(f"{parser.prog}: {notice}")
     if given.output_json is not None and not Path(given.output_json).parent.is_dir():
         raise ConfigError(f"--output-json {given.output_json}: no such folder")
     return given, OwnEngine(

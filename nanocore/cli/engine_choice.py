@@ -7,9 +7,9 @@ hint names the command's flag that may have been meant.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 
@@ -37,7 +37,7 @@ error, 130 interrupted"""
 class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
     """flags, max_restarts: of a launched engine, see `EngineSupervisor`. hint: added to its refusal
     of flags, or ''. endpoints, curve_dir: of engines to join; without endpoints one is launched.
-    tokenizer: a folder; None: the engine's.
+    tokenizer: a folder; None: the engine's. notices: what was done with other engines' flags.
     """
 
     flags: tuple[str, ...]
@@ -47,17 +47,62 @@ class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
     curve_dir: str | None
     tokenizer: str | None
     start_timeout_s: float
+    notices: tuple[str, ...] = ()
 
 
-def engine_command_parser(prog: str, usage: str, description: str, epilog: str) -> FlagParser:
-    """Return the parser of a command that launches an engine."""
-    return FlagParser(
+def engine_command_parser(
+    prog: str, usage: str, description: str, epilog: str, main_flags: Sequence[str] = ()
+) -> FlagParser:
+    """Return the parser of a command that launches an engine.
+
+    main_flags: its own and the engine's that --help shows, --help=all shows all; none: all its own.
+    """
+    parser = FlagParser(
         prog,
         f"{description} An engine is launched, and ends with the command; flags that are not "
         "listed here are passed to it, see `nanocore-engine --help`.",
         usage=f"{prog} {usage} [flags] [flags of nanocore-engine]",
         epilog=epilog,
+        has_engine=True,
+        add_help=not main_flags,
     )
+    if main_flags:
+        parser.add_argument(
+            "-h", "--help", nargs="?", const="", metavar="all", action=_Help, main_flags=main_flags,
+            help="show the main flags, or all of them, and exit",
+        )  # fmt: skip
+    return parser
+
+
+class _Help(argparse.Action):
+    """Prints the main flags of a command and its engine, or with the value `all` every one."""
+
+    def __init__(self, *args: Any, main_flags: Sequence[str], **others: Any) -> None:
+        super().__init__(*args, **others)
+        self._main_flags = main_flags
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: object, value: object, *__: object
+    ) -> NoReturn:
+        from nanocore.engine_core.cli import build_parser
+
+        engine = build_parser()
+        if value == "all":
+            print(f"{parser.format_help()}\nflags of the engine:\n")
+            print(engine.format_help().partition("\n\n")[2], end="")
+            parser.exit()
+        if value:
+            parser.error(f"--help={value}: nothing or all")
+        about = (parser.description or "").partition(" An engine is launched")[0]
+        more = f"`{parser.prog} --help=all` shows all flags, those of the engine too."
+        shown = argparse.ArgumentParser(
+            parser.prog, parser.usage, about, epilog=more, add_help=False
+        )
+        for flag in self._main_flags:
+            found = parser._option_string_actions.get(flag) or engine._option_string_actions[flag]
+            shown._add_action(found)
+        shown.print_help()
+        parser.exit()
 
 
 def add_engine_flags(
@@ -96,7 +141,7 @@ def parse_with_model(
         SystemExit: --help or --version.
     """
     named = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    given, others = parser.parse_known_args(arguments[named is not None :])
+    given, others = parser.split(arguments[named is not None :])
     if named is not None and given.model not in (None, named):
         raise ConfigError(f"two models, {named} and --model {given.model}: name one")
     return given, given.model if named is None else named, others
@@ -132,6 +177,7 @@ def choose_engine(
         endpoints=tuple(given.endpoint),
         curve_dir=given.curve_dir,
         tokenizer=given.tokenizer,
+        notices=parser.notices,
         start_timeout_s=given.start_timeout or (JOIN_TIMEOUT_S if joined else LAUNCH_TIMEOUT_S),
     )
 

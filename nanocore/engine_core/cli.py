@@ -25,6 +25,7 @@ from nanocore.system import standard_streams
 from nanocore.system.flags import near_flag
 from nanocore.system.large_stack_threads import any_alive
 from nanocore.system.logs import LogFormat, complain, start_log
+from nanocore.system.other_engines import in_our_words
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
 
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
@@ -89,11 +90,12 @@ def parse_config(arguments: list[str]) -> EngineConfig:
     return _parse(arguments)[0]
 
 
-def _parse(arguments: list[str]) -> tuple[EngineConfig, CheckFormat | None]:
-    """Return the configuration, and the format of a check's output if only a check was asked
-    for.
+def _parse(arguments: list[str]) -> tuple[EngineConfig, CheckFormat | None, tuple[str, ...]]:
+    """Return the configuration, the format of a check's output if only a check was asked for, and
+    what was done with flags of other engines.
     """
     parser = build_parser()
+    arguments, notices = in_our_words(arguments, parser._option_string_actions)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.error(f"unknown: {' '.join(unknown)}{_near_match(parser, unknown[0])}")
@@ -102,7 +104,8 @@ def _parse(arguments: list[str]) -> tuple[EngineConfig, CheckFormat | None]:
     config = EngineConfig(**{name: value for name, value in values.items() if name in known})
     if parsed.json and not parsed.check:
         raise ConfigError("--json needs --check: give both, or neither")
-    return config, ("json" if parsed.json else "table") if parsed.check else None
+    check: CheckFormat = "json" if parsed.json else "table"
+    return config, check if parsed.check else None, notices
 
 
 def _near_match(parser: argparse.ArgumentParser, argument: str) -> str:
@@ -207,7 +210,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         with memory_errors(""):
             parent = _parent_link(arguments)
-            exit_code = _run(*_parse(arguments), parent)
+            config, check, notices = _parse(arguments)
+            for notice in notices:
+                logging.info("%s", notice)
+            exit_code = _run(config, check, parent)
     except KeyboardInterrupt:  # before there is anything to end in order
         exit_code = 130
     except Exception as error:

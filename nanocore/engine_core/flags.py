@@ -11,11 +11,13 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import re
 import reprlib
 import types
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -187,7 +189,16 @@ def _options(hint: Any) -> dict[str, Any]:
 
 
 def _whole(text: str) -> int | str:
-    """Return the number, or the text: the configuration's check then says what it must be."""
+    """Return the number, or the text: the configuration's check then says what it must be.
+
+    As in vLLM 4k is 4,000, 4K is 4,096, and 1.5k is 1,500.
+    """
+    if found := re.fullmatch(r"(\d+)([KMG])|(\d+(?:\.\d+)?)([kmg])", text):
+        binary, letter, decimal, small = found.groups()
+        if binary:
+            return int(binary) << 10 * (1 + "KMG".index(letter))
+        number = Decimal(decimal) * 1000 ** (1 + "kmg".index(small))
+        return int(number) if number == int(number) else text
     try:
         return int(text)
     except ValueError:

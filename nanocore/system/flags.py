@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, NoReturn
 from urllib.parse import SplitResult, urlsplit
@@ -14,23 +14,43 @@ import msgspec
 
 from nanocore import __version__
 from nanocore.protocol.errors import ConfigError
+from nanocore.system.other_engines import OTHER_NAMES, in_our_words
 
 DEFAULT_NAMESPACE: Final = "nanocore"
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser with --version, whose errors are ConfigErrors. Flags cannot be abbreviated."""
+    """A parser with --version, whose errors are ConfigErrors. Flags cannot be abbreviated.
+
+    has_engine: whether flags that are not its own are an engine's; then those of other engines are
+    taken, too. notices: what was done with them, a sentence each.
+    """
 
     def __init__(
-        self, prog: str, description: str, *, usage: str | None = None, epilog: str | None = None
+        self,
+        prog: str,
+        description: str,
+        *,
+        usage: str | None = None,
+        epilog: str | None = None,
+        has_engine: bool = False,
+        add_help: bool = True,
     ) -> None:
-        super().__init__(prog, usage, description, epilog, allow_abbrev=False)
+        super().__init__(prog, usage, description, epilog, allow_abbrev=False, add_help=add_help)
+        self._has_engine = has_engine
+        self.notices: tuple[str, ...] = ()
         self.add_argument(
             "--version",
             action="version",
             version=f"nanocore {__version__}",
             help="print the version and exit",
         )
+
+    def split(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return (known flags, the others); flags of other engines are renamed or left out."""
+        if self._has_engine:
+            arguments, self.notices = in_our_words(arguments, self._option_string_actions)
+        return self.parse_known_args(arguments)
 
     def error(self, message: str) -> NoReturn:
         message = message.replace("ignored explicit argument", "takes no value, got")
@@ -123,73 +143,6 @@ def json_object(text: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-
-
-OTHER_NAMES: Final = {
-    # vLLM
-    "--api-server-count": "--http-workers",
-    "--disable-uvicorn-access-log": "--disable-access-log",
-    "--enable-log-requests": "--enable-access-log",
-    "--disable-log-requests": "--disable-access-log",
-    "--kv-events-config": "--kv-events-endpoint",
-    # SGLang
-    "--model-path": "--model",
-    "--tokenizer-path": "--tokenizer",
-    "--context-length": "--max-model-len",
-    "--random-seed": "--seed",
-    "--mem-fraction-static": "--gpu-memory-utilization",
-    "--max-total-tokens": "--num-gpu-blocks-override",
-    "--page-size": "--block-size",
-    "--max-running-requests": "--max-num-seqs",
-    "--max-queued-requests": "--max-num-queued-reqs",
-    "--chunked-prefill-size": "--max-num-batched-tokens",
-    "--max-prefill-tokens": "--max-num-batched-tokens",
-    "--prefill-max-requests": "--max-num-partial-prefills",
-    "--schedule-policy": "--scheduling-policy",
-    "--enable-priority-scheduling": "--scheduling-policy",
-    "--schedule-conservativeness": "--watermark",
-    "--tp-size": "--tp",
-    "--pp-size": "--pp",
-    "--disable-radix-cache": "--no-enable-prefix-caching",
-    "--disable-cuda-graph": "--enforce-eager",
-    "--disable-overlap-schedule": "--no-async-scheduling",
-    "--enable-deterministic-inference": "--batch-invariant",
-    "--json-model-override-args": "--hf-overrides",
-    "--log-requests": "--enable-access-log",
-    # llama-server
-    "-c": "--max-model-len",
-    "--ctx-size": "--max-model-len",
-    "-np": "--max-num-seqs",
-    "--parallel": "--max-num-seqs",
-    "-b": "--max-num-batched-tokens",
-    "--batch-size": "--max-num-batched-tokens",
-    "-ngl": "--device",
-    "--gpu-layers": "--device",
-    "--n-gpu-layers": "--device",
-    "-fa": "--attention-backend",
-    "--flash-attn": "--attention-backend",
-    "-ctk": "--kv-cache-dtype",
-    "-ctv": "--kv-cache-dtype",
-    "--cache-type-k": "--kv-cache-dtype",
-    "--cache-type-v": "--kv-cache-dtype",
-    "-sm": "--tp",
-    "--split-mode": "--tp",
-    "-a": "--served-model-name",
-    "--alias": "--served-model-name",
-    "--ssl-key-file": "--ssl-keyfile",
-    "--ssl-cert-file": "--ssl-certfile",
-    "--cache-prompt": "--enable-prefix-caching",
-    "--no-cache-prompt": "--no-enable-prefix-caching",
-    "--cors-origins": "--allowed-origins",
-    "--log-jsonl": "--log-format",
-    "--timeout": "--send-timeout",
-    "--threads-http": "--http-workers",
-    "--sse-ping-interval": "--comment-interval",
-    "--chat-template-kwargs": "--default-chat-template-kwargs",
-    "--reasoning-format": "--reasoning-parser",
-    "-s": "--seed",
-}
-"""Our flag for each name in another engine; docs/coming-from.md lists the same."""
 
 
 def near_flag(argument: str, known: Collection[str], nearness: float) -> str | None:

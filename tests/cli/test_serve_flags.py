@@ -100,7 +100,38 @@ def test_a_flag_that_is_nearly_ours_is_named_if_the_engine_refuses_it() -> None:
     )
     assert options("--max-num-seqs", "1").engine.hint == ""
     assert "has --allowed-origins, and --cors-origins" in options("--cors-origins", "*").engine.hint
-    assert options("--ctx-size", "1").engine.hint == ""
+    assert options("-ctk", "q8_0").engine.hint == ""
+
+
+def test_flags_of_other_engines_are_renamed_or_left_out_and_it_is_said() -> None:
+    engine = options("--threads-http=2", "--jinja", "-c", "4096", "-ngl", "99").engine
+    assert engine.flags == ("--max-model-len", "4096")
+    assert engine.notices == (
+        "--threads-http is --http-workers here",
+        "--jinja is ignored: chat templates are always Jinja's",
+        "-c is --max-model-len here",
+        "-ngl 99 is ignored: all layers are on --device",
+    )
+
+
+def test_help_shows_the_main_flags_and_all_of_them_on_demand(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = {}
+    for flag in ("--help", "--help=all"):
+        with pytest.raises(SystemExit) as caught:
+            options(flag)
+        assert caught.value.code == 0
+        shown[flag] = capsys.readouterr().out
+    for text in shown.values():
+        assert "--port PORT" in text
+        assert "--max-model-len N" in text  # the engine's
+    assert "--help=all" in shown["--help"]
+    assert "--body-timeout" not in shown["--help"]
+    assert "--body-timeout" in shown["--help=all"]
+    assert "--max-num-queued-bytes" in shown["--help=all"]
+    with pytest.raises(ConfigError, match="--help=most: nothing or all"):
+        options("--help=most")
 
 
 def test_defaults_follow_from_other_flags() -> None:

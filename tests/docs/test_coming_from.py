@@ -14,7 +14,7 @@ import pytest
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.sampling import SamplingParams
-from nanocore.system.flags import OTHER_NAMES
+from nanocore.system.other_engines import IGNORED, OTHER_NAMES
 from tests.docs.blocks import ROOT
 from tools.reference.parsers import commands
 
@@ -82,6 +82,13 @@ def test_what_the_program_takes_for_one_of_our_flags_the_page_does_too() -> None
             and {meant} & {*CODE.findall(here), *CODE.findall(differs)}
             for there, here, differs in found
         ), theirs
+
+
+def test_every_flag_that_is_ignored_is_one_of_theirs_and_is_listed() -> None:
+    there = {name for engine in UPSTREAM.values() for name in engine["names"]}
+    table = [row for heading in HEADINGS for row in rows(heading)]
+    listed = {code for row in table for code in CODE.findall(row[0])}
+    assert {*IGNORED} <= there & listed
 
 
 def test_every_flag_that_is_spelled_as_vllms_is_listed_as_such() -> None:

@@ -88,6 +88,20 @@ def test_a_value_of_another_type_is_refused_by_its_flag(name: str) -> None:
             EngineConfig(**{name: value})
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("2m", 2_000_000), ("1G", 1 << 30)],
+)
+def test_sizes_may_be_written_as_in_vllm(text: str, number: int) -> None:
+    assert parse_config(["--max-num-queued-bytes", text]).max_num_queued_bytes == number
+
+
+@pytest.mark.parametrize("text", ["1.5K", "k", "1kk", "1.2345k", "4 k", "-1k"])
+def test_a_size_that_is_no_whole_number_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="must be a whole number"):
+        parse_config([f"--max-num-queued-bytes={text}"])
+
+
 @pytest.mark.parametrize("name", sorted(WHOLE | REAL))
 @pytest.mark.parametrize("text", ["", "foo", "1e400", "-1e400", "nan", "0x10", "-5", "9" * 40])
 def test_a_flag_says_what_a_bad_value_should_have_been(name: str, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nanocore.system.flags import near_flag
+from nanocore.system.other_engines import in_our_words
 
 OURS = [
     "-tp", "--block-size", "--disable-log-stats", "--kv-events-topic", "--max-model-len",
@@ -35,3 +36,27 @@ def test_another_engines_name_goes_before_the_nearest_spelling(
     written: str, meant: str | None
 ) -> None:
     assert near_flag(written, OURS, 0.7) == meant
+
+
+@pytest.mark.parametrize(
+    ("given", "ours", "notices"),
+    [
+        (["-c", "8", "--seed", "1"], ["--max-model-len", "8", "--seed", "1"],
+         ["-c is --max-model-len here"]),
+        (["--ctx-size=8"], ["--max-model-len=8"], ["--ctx-size is --max-model-len here"]),
+        (["--max_num_seqs", "8"], ["--max-num-seqs", "8"], []),
+        (["-fa", "--seed", "1"], ["--seed", "1"], ["-fa is ignored: it is chosen automatically"]),
+        (["-fa", "on"], [], ["-fa on is ignored: it is chosen automatically"]),
+        (["-ngl", "-1"], [], ["-ngl -1 is ignored: all layers are on --device"]),
+        (["-ngl=-1", "x"], ["x"], ["-ngl=-1 is ignored: all layers are on --device"]),
+        (["--trust-remote-code"], [],
+         ["--trust-remote-code is ignored: code of a model is never run"]),
+        (["-ctk", "q8_0"], ["-ctk", "q8_0"], []),  # its values are others: it is refused
+        (["-s", "1"], ["-s", "1"], []),  # the program's own
+        (["--hf-overrides", '{"a_b": 1}'], ["--hf-overrides", '{"a_b": 1}'], []),
+    ],
+)  # fmt: skip
+def test_flags_of_other_engines_are_renamed_or_left_out(
+    given: list[str], ours: list[str], notices: list[str]
+) -> None:
+    assert in_our_words(given, ["-s", "--max-num-seqs"]) == (ours, tuple(notices))

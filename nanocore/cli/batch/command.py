@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from nanocore.cli.batch.flags import BatchOptions, parse
@@ -17,6 +18,8 @@ def _batch(options: BatchOptions) -> int:
     require(("prometheus_client",), "a batch needs", "pip install '.[server]'")
     require_engine(options.engine)
     start_log("batch")
+    for notice in options.engine.notices:
+        logging.info("%s", notice)
     from nanocore.cli.batch.session import answer_batch
 
     return answer_batch(options)

@@ -46,7 +46,7 @@ def parse(arguments: list[str]) -> BatchOptions:
         if argument.startswith("-") and argument != "-":
             break
         files.append(argument)
-    given, others = parser.parse_known_args(arguments[len(files) :])
+    given, others = parser.split(arguments[len(files) :])
     named = [given.input_file, given.output_file]
     if files and named != [None, None]:
         raise ConfigError(f"{files[0]}: give either IN OUT, or -i IN -o OUT")

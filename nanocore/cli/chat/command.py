@@ -8,6 +8,7 @@ from typing import Final
 
 from nanocore.cli.chat.flags import ChatSettings, parse
 from nanocore.cli.command import require, require_engine, run_engine_command
+from nanocore.system.logs import complain
 
 _REMEDY: Final = "pip install '.[chat]'"
 
@@ -23,6 +24,8 @@ def _chat(options: ChatSettings) -> int:
         require_engine(options.engine)
     else:
         require(("aiohttp",), "--url needs", _REMEDY)
+    for notice in options.engine.notices:
+        complain(f"nanocore chat: {notice}")
     if options.is_prompted:
         from nanocore.cli.chat.interactive import converse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from functools import partial
@@ -10,6 +11,8 @@ from typing import Final
 from nanocore.cli.command import require, require_engine, run_engine_command
 from nanocore.cli.serve.flags import ServeOptions, parse, raise_descriptor_limit
 from nanocore.system.logs import start_log
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES: Final = ("uvicorn", "httptools", "uvloop", "prometheus_client")
 _OTEL_PACKAGES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
@@ -26,6 +29,8 @@ def _serve(options: ServeOptions) -> int:
     if options.app.otlp_traces_endpoint is not None:
         require(_OTEL_PACKAGES, "--otlp-traces-endpoint needs", "pip install '.[otel]'")
     start_log("serve", options.log_format)
+    for notice in options.engine.notices:
+        logger.info("%s", notice)
     raise_descriptor_limit()
     from nanocore.cli.serve.supervisor import Supervisor  # imports uvicorn
 

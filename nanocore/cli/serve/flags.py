@@ -53,6 +53,11 @@ RESERVED_DESCRIPTORS: Final = 128
 _EXIT_CODES: Final = """\
 exit codes: 0 ended by SIGTERM, 2 usage or configuration, 3 model files, 4 memory, 5 address in use,
 70 internal error or engine failure, 130 interrupted"""
+_MAIN_FLAGS: Final = (
+    "--host", "--port", "--api-key", "--served-model-name", "--max-model-len", "--max-num-seqs",
+    "--quantization", "--kv-cache-memory-bytes", "--gpu-memory-utilization",
+    "--tensor-parallel-size",
+)  # fmt: skip
 _HOST: Final = re.compile(r"[^][:@/*\s]+")
 _ORIGIN: Final = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[^][:@/*\s]+)(:[0-9]+)?/?")
 _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
@@ -206,6 +211,7 @@ def build_parser() -> FlagParser:
         "Serve a model over HTTP, in the dialects of OpenAI's and Anthropic's APIs. MODEL, a "
         "folder, a GGUF file or an id on the hub, comes first; the default is the demo model.",
         _EXIT_CODES,
+        _MAIN_FLAGS,
     )
     _add_engine(parser.add_argument_group("engine"))
     _add_address(parser.add_argument_group("address"))
