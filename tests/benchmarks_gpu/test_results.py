@@ -10,6 +10,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -177,7 +178,7 @@ def test_gpu_tests_are_counted_and_failures_are_told(
 ) -> None:
     path = tmp_path / "test_a.py"
     path.write_text(TESTS)
-    results = Results(make_session(tmp_path, deadline_s=time.monotonic() + 100))
+    results = Results(make_session(tmp_path, deadline_s=time.monotonic() + 1000))
     assert gpu_tests.run_tests(results, "tests", path) == {"passed": 1, "skipped": 1}
     path.write_text(TESTS + "def test_fails(): assert 1 == 2, 'the kernel is wrong'\n")
     with pytest.raises(AssertionError, match="'failed': 1"):
@@ -202,10 +203,23 @@ def test_takes_long():
 
 
 @pytest.mark.campaign
-def test_a_limit_costs_only_the_tests_that_have_not_run(tmp_path: Path) -> None:
+def test_a_limit_costs_only_the_tests_that_have_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "test_a.py"
     path.write_text(STOPS)
-    results = Results(make_session(tmp_path, deadline_s=time.monotonic() + 15))
+    results = Results(make_session(tmp_path))
+    stop = Mock()
+    monkeypatch.setattr("benchmarks.gpu.gpu_tests.threading.Timer", stop)
+    record = gpu_tests._record
+
+    def record_and_reach_the_limit(*arguments: Any) -> None:
+        record(*arguments)
+        monkeypatch.setattr(Session, "remaining_s", 0.0)
+        (_, kill), _ = stop.call_args
+        kill()
+
+    monkeypatch.setattr(gpu_tests, "_record", record_and_reach_the_limit)
     with pytest.raises(subprocess.TimeoutExpired):
         gpu_tests.run_tests(results, "tests", path)
     [name] = results.records.figures
