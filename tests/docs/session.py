@@ -19,7 +19,7 @@ from tests.cli.served import DEMO
 from tests.docs.blocks import Block
 from tests.docs.output import is_as_said
 
-PATIENCE_S = 100.0
+PATIENCE_S = 300.0
 _FOREIGN = ("NANOCORE_", "OPENAI_", "ANTHROPIC_", "HF_", "XDG_", "PYTEST_", "MAKE", "MFLAGS")
 _SHELL = """\
 [ ! -e "$PAGE/env" ] || . "$PAGE/env"

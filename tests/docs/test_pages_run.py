@@ -7,7 +7,7 @@ import pytest
 from tests.docs.blocks import blocks, documents
 from tests.docs.run_page import are_possible, in_namespaces
 
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 pytestmark = [
     pytest.mark.campaign,
     pytest.mark.timeout(TIMEOUT_S + 10),
