@@ -1,4 +1,4 @@
-"""Engines and ranks in processes forked from one that has imported what they import.
+"""Engines in processes forked from one that has imported what they import.
 
 They are processes of their own, with their own exit code and standard error, and they run what
 `nanocore-engine` runs; only the two seconds of CPU that importing takes are spent once for all.
@@ -31,7 +31,6 @@ from nanocore.client.connection import engine_process
 from nanocore.engine_core.cli import main
 from nanocore.protocol.messages import ModelCard
 from nanocore.system.child_process import module_command
-from nanocore.worker.executors import process_executor
 from tests.end_to_end.engine_process import EXIT_TIMEOUT_S
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
@@ -195,17 +194,13 @@ FORKS = SimpleNamespace(
 """What stands for `subprocess` in a module that starts engines or ranks."""
 
 
-def main_with_new_ranks(arguments: list[str]) -> None:
-    """An engine whose ranks are its children, started anew."""
-    process_executor.subprocess = subprocess  # type: ignore[attr-defined]
-    main(arguments)
-
-
 def _fork_children() -> None:
-    """Let this fork's engines and ranks be forks of the process that it was forked from."""
+    """Let this fork's engines be forks of the process that it was forked from.
+
+    Ranks are started anew: forked ones once answered with other tokens, and why is not known.
+    """
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
-    for module in (engine_process, process_executor):
-        module.subprocess = FORKS  # type: ignore[attr-defined]
+    engine_process.subprocess = FORKS  # type: ignore[attr-defined]
 
 
 def _become(
