@@ -57,7 +57,7 @@ demo: $(VENV)/.engine
 	@$(BIN)/python examples/demo.py
 
 demo-smollm2: $(VENV)/.engine
-	@$(BIN)/python examples/smollm2.py $(VENV)/models
+	@$(BIN)/python -m examples.smollm2 $(VENV)/models
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

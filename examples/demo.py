@@ -40,10 +40,10 @@ SUM_SCHEMA = {
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 
 
-async def stream_chat(client: AsyncEngineClient) -> None:
+async def stream_chat(client: AsyncEngineClient, questions: Sequence[str]) -> None:
     """A conversation of a few turns, each answer printed as its tokens arrive."""
     messages: list[ChatMessage] = []
-    for question in QUESTIONS:
+    for question in questions:
         messages.append({"role": "user", "content": question})
         print(f"\n  you    {question}\n  model  ", end="", flush=True)
         answer = ""
@@ -119,7 +119,7 @@ async def main() -> None:
             f"serving {card.architecture} of {card.vocab_size} tokens at {client.endpoint}",
             flush=True,
         )
-        await stream_chat(client)
+        await stream_chat(client, QUESTIONS)
         await answer_by_schema(client)
         await ask_all_at_once(client)
 

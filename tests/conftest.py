@@ -65,7 +65,7 @@ def bf16_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def forked_launches() -> Iterator[None]:
-    """Engines that clients launch in this process are forked, as their ranks are."""
+    """Engines that clients launch in this process are forked."""
     from nanocore.client.connection import engine_process
     from tests.end_to_end import forked
 

@@ -44,11 +44,6 @@ OTHER_NAMES: Final = {
     "--parallel": "--max-num-seqs",
     "-b": "--max-num-batched-tokens",
     "--batch-size": "--max-num-batched-tokens",
-    "-ngl": "--device",
-    "--gpu-layers": "--device",
-    "--n-gpu-layers": "--device",
-    "-fa": "--attention-backend",
-    "--flash-attn": "--attention-backend",
     "-ctk": "--kv-cache-dtype",
     "-ctv": "--kv-cache-dtype",
     "--cache-type-k": "--kv-cache-dtype",
@@ -73,9 +68,9 @@ OTHER_NAMES: Final = {
 """Our flag for each name in another engine; docs/coming-from.md lists the same."""
 _OTHER_VALUES: Final = {
     "--kv-events-config", "--max-total-tokens", "--schedule-policy", "--enable-priority-scheduling",
-    "--schedule-conservativeness", "-ngl", "--gpu-layers", "--n-gpu-layers", "-fa", "--flash-attn",
-    "-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "-sm", "--split-mode", "--log-jsonl",
-    "--reasoning-format", "--chat-template-kwargs", "--timeout", "--cors-origins",
+    "--schedule-conservativeness", "-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "-sm",
+    "--split-mode", "--log-jsonl", "--reasoning-format", "--chat-template-kwargs", "--timeout",
+    "--cors-origins",
 }  # fmt: skip
 """Names of `OTHER_NAMES` whose values are not those of our flag: they are refused."""
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import blocks
-
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "smollm2.py"
+from tests.docs.blocks import ROOT, blocks
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_a_published_model_answers_as_the_readme_shows(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "examples.smollm2", str(tmp_path)]
+    run = partial(subprocess.run, command, cwd=ROOT, capture_output=True, text=True)
+    done = run(check=False)
     if "No matching distribution" in done.stderr or "Could not find a version" in done.stderr:
         pytest.skip("the package index cannot be reached")
     assert done.returncode == 0, done.stderr
@@ -25,7 +25,7 @@ def test_a_published_model_answers_as_the_readme_shows(tmp_path: Path) -> None:
     *exact, rest = shown.rstrip().split("\n")
     assert rest.strip() == "…"
     assert "\n".join(exact) in done.stdout
-    again = subprocess.run(command, capture_output=True, text=True, check=True)
+    again = run(check=True)
     assert "downloading" not in again.stdout
     assert again.stdout.endswith(done.stdout.split("\n", 1)[1])
 

@@ -191,7 +191,7 @@ class Fork:
 FORKS = SimpleNamespace(
     Popen=Fork, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
 )
-"""What stands for `subprocess` in a module that starts engines or ranks."""
+"""What stands for `subprocess` in a module that starts engines."""
 
 
 def _fork_children() -> None:

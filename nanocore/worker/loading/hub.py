@@ -72,7 +72,7 @@ def download(repository: str, quantization: str | None, revision: str | None) ->
     logging.getLogger("huggingface_hub").handlers.clear()  # our log has its warnings already
     refusals = errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError
     with _explained(repository, revision):
-        where = ""
+        is_reached = True
         try:
             names = hub.list_repo_files(repository, revision=revision)
         except refusals:
@@ -80,14 +80,16 @@ def download(repository: str, quantization: str | None, revision: str | None) ->
         except Exception:  # not reachable, or offline: then the cache has to do
             folder = hub.snapshot_download(repository, revision=revision, allow_patterns=[])
             names = _files_under(Path(folder))
-            where = f" in the cache at {hub.constants.HF_HUB_CACHE}, and the hub was not reached"
-        is_cached_folder = bool(where) and not any(map(_is_gguf, names))
-        if quantization is None and (is_cached_folder or any(map(_is_safetensors, names))):
+            is_reached = False
+        has_gguf, has_safetensors = any(map(_is_gguf, names)), any(map(_is_safetensors, names))
+        # Of a folder that is cached in part, the hub's library says what is missing.
+        if quantization is None and (has_safetensors or not (has_gguf or is_reached)):
             folder = hub.snapshot_download(
                 repository, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED
             )
             return Path(folder)
-        chosen = choose_gguf(repository, names, quantization, where)
+        cache = f" in the cache at {hub.constants.HF_HUB_CACHE}, and the hub was not reached"
+        chosen = choose_gguf(repository, names, quantization, "" if is_reached else cache)
         folder = hub.snapshot_download(
             repository, revision=revision, allow_patterns=[glob.escape(name) for name in chosen]
         )
