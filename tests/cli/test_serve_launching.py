@@ -90,7 +90,6 @@ def test_a_signal_while_the_engine_loads_ends_both() -> None:
     [
         pytest.param(["/no/such/model"], 3, "/no/such/model", marks=pytest.mark.campaign),
         (["--max-num-sequences", "8"], 2, "did you mean --max-num-seqs?"),
-        pytest.param(["--ctx-size", "8"], 2, "mean --max-model-len?", marks=pytest.mark.campaign),
         (["--prot", "8"], 2, "`nanocore serve` has --port"),
     ],
 )
