@@ -184,7 +184,7 @@ def test_the_transcript_of_the_page_is_what_is_shown(engine: forked.Engine) -> N
     )
     lines = [line[2:] for line in transcript.splitlines() if line.startswith("> ")]
     with chatting(*arguments.split(), "--endpoint", engine.endpoint, TERM="dumb") as terminal:
-        terminal.expect("Ctrl-D ends)\n")
+        terminal.expect("NAME=VALUE changes them)\n")
         shown = []
         for line in lines:
             shown.append(terminal.expect("> "))
@@ -206,7 +206,7 @@ def test_signals_end_the_chat_at_its_prompt(number: int, engine: forked.Engine) 
 
 def test_ctrl_c_ends_the_chat_while_its_engine_starts_and_the_engine_with_it() -> None:
     with chatting("--dtype", "float32") as terminal:
-        terminal.expect("starting the engine: ")
+        terminal.expect("starting the engine, ")
         below = Descendants(terminal.pid)
         terminal.press(CTRL_C)
         assert terminal.exit() == 130
