@@ -27,9 +27,11 @@ def add_response_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def add_chat_template_flag(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--chat-template", metavar="FILE|NAME",
-        help="a file with the chat template, the template itself, or the name of a built-in one: "
-        "chatml (default: the model's)")  # fmt: skip
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE|NAME",
+        help="chat template: a file, the text, or the built-in chatml (default: the model's)",
+    )
 
 
 def response_settings(given: argparse.Namespace) -> dict[str, Any]:

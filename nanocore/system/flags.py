@@ -186,6 +186,7 @@ OTHER_NAMES: Final = {
     "--threads-http": "--http-workers",
     "--sse-ping-interval": "--comment-interval",
     "--chat-template-kwargs": "--default-chat-template-kwargs",
+    "--chat-template-file": "--chat-template",
     "--reasoning-format": "--reasoning-parser",
     "-s": "--seed",
 }

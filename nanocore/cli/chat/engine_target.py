@@ -35,8 +35,11 @@ from nanocore.protocol.sampling import SamplingParams
 logger = logging.getLogger(__name__)
 
 _LINE: Final = re.compile(r"\(engine pid=\d+\) ((\w*).*)")
-_NEXT_PHASE: Final = {"imports": "loading the weights", "load": "preparing kernels and KV cache"}
-"""What an engine does after such a line of its log."""
+_NEXT_PHASE: Final = {
+    "imports": "loading the weights",
+    **dict.fromkeys(("load", "profile", "kv", "memory"), "preparing kernels and KV cache"),
+}
+"""What an engine does after a line of its log that begins like this."""
 
 
 class EngineChatTarget:
