@@ -371,6 +371,10 @@ def test_one_question_prints_its_answer_alone(capsys: pytest.CaptureFixture[str]
     once(target)
     assert capsys.readouterr() == ("an\x1b answer\n", "")  # to no terminal, as it is
     assert target.asked == [([{"role": "user", "content": "x"}], {"seed": 3})]
+    target = FakeTarget(answer("an answer"))
+    target.default_sampling = {}
+    once(target)
+    assert target.asked[0][1] == {**CHAT_SAMPLING, "seed": 3}
 
 
 def test_an_answer_that_is_cut_says_so_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
