@@ -147,8 +147,8 @@ class WordWrap:
                 self._is_in_word = True
 
     def _end_word(self) -> None:
-        held = _width(self._blanks) + _width(self._word)
-        if 0 < self._column > self._num_columns() - held and held:
+        end = self._column + _width(self._blanks) + _width(self._word)
+        if self._column and end > self._num_columns():
             self._blanks = [("\n", PLAIN)] if self._word else []
         self._write_held()
         self._is_in_word = False
