@@ -18,7 +18,11 @@ from nanocore.cli.engine_choice import (
     engine_command_parser,
     parse_with_model,
 )
-from nanocore.cli.response_flags import check_tokenizer
+from nanocore.cli.response_flags import (
+    add_chat_template_flag,
+    check_tokenizer,
+    read_chat_template,
+)
 from nanocore.cli.serve.api_keys import check_key
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 from nanocore.system.endpoint_lock import own_default_endpoint
@@ -27,13 +31,17 @@ from nanocore.system.flags import FlagParser, api_url
 _EXIT_CODES: Final = """\
 exit codes: 0 end of the chat, or one question was answered, 2 usage or configuration, or an invalid
 question, 3 model files, 4 memory, 70 no response, 130 interrupted"""
-_ENGINE_FLAGS: Final = ("endpoint", "curve_dir", "tokenizer", "start_timeout", "max_restarts")
+_ENGINE_FLAGS: Final = (
+    "endpoint", "curve_dir", "tokenizer", "chat_template", "start_timeout", "max_restarts",
+)  # fmt: skip
 
 
 class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """url: of a server; None: an engine. quick: the one question, or None."""
+    """url: of a server; None: an engine. chat_template: see `ChatOptions`. quick: the one question,
+    or None."""
 
     engine: EngineChoice
+    chat_template: str | None
     url: str | None
     api_key: str | None
     model_name: str | None
@@ -69,6 +77,7 @@ def parse(arguments: list[str], environment: Mapping[str, str]) -> ChatSettings:
     check_tokenizer(given.tokenizer)
     return ChatSettings(
         engine=choose_engine(parser, given, model, others),
+        chat_template=read_chat_template(given.chat_template),
         url=given.url,
         api_key=None if given.url is None else _api_key(given, environment),
         model_name=given.model_name,
@@ -95,7 +104,9 @@ def build_parser() -> FlagParser:
         help="a sampling parameter, e.g. temperature=0; may be repeated")  # fmt: skip
     add("--plain", action="store_true", help="show Markdown without styles")
     after_restarts = "then, and with 0, the next question starts it again"
-    add_engine_flags(parser.add_argument_group("engine"), "", after_restarts)
+    engine = parser.add_argument_group("engine")
+    add_engine_flags(engine, "", after_restarts)
+    add_chat_template_flag(engine)
     add = parser.add_argument_group("any server of OpenAI's API").add_argument
     add("--url", type=api_url, help="URL of its API, e.g. http://127.0.0.1:8000/v1")
     add("--model-name", type=_utf8, metavar="NAME",
