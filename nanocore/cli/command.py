@@ -101,4 +101,5 @@ def require_engine(engine: EngineChoice) -> None:
     try:
         parse_config(list(engine.flags))
     except ConfigError as error:
-        raise ConfigError(f"{error}; {engine.hint}" if engine.hint else str(error)) from None
+        more = filter(None, (engine.hint, *engine.notices))
+        raise ConfigError("; ".join((str(error), *more))) from None

@@ -198,6 +198,7 @@ def _check_others(parser: FlagParser, others: list[str], joined: bool, lacks_mod
         raise ConfigError(
             f"unknown: {' '.join(others)}"
             + (f"; did you mean {near}?" if near else "")
+            + "".join(f"; {notice}" for notice in parser.notices)
             + " (with --endpoint the engine runs already, and takes no flags)"
         )
     return "; ".join(hints)

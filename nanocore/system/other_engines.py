@@ -80,32 +80,34 @@ _OTHER_VALUES: Final = {
 }  # fmt: skip
 """Names of `OTHER_NAMES` whose values are not those of our flag: they are refused."""
 
+_NUMBER: Final = r"-?\d+"
+_LAYERS: Final = r"-?\d+|all|auto"
+_SWITCH: Final = "on|off|auto|true|false|0|1"
 IGNORED: Final = {
     # vLLM
-    "--trust-remote-code": (0, "code of a model is never run"),
-    "--enable-auto-tool-choice": (0, "tools need no flag"),
-    "--enable-chunked-prefill": (0, "it is always on"),
-    "--enable-tokenizer-info-endpoint": (0, "it is always there"),
-    "--enable-prompt-tokens-details": (0, "usage always has them"),
-    "--enable-request-id-headers": (0, "they are always sent"),
+    "--trust-remote-code": ("", "code of a model is never run"),
+    "--enable-auto-tool-choice": ("", "tools need no flag"),
+    "--enable-chunked-prefill": ("", "it is always on"),
+    "--enable-tokenizer-info-endpoint": ("", "it is always there"),
+    "--enable-prompt-tokens-details": ("", "usage always has them"),
+    "--enable-request-id-headers": ("", "they are always sent"),
     # SGLang
-    "--enable-metrics": (0, "they are always there"),
-    "--enable-cache-report": (0, "usage always has it"),
+    "--enable-metrics": ("", "they are always there"),
+    "--enable-cache-report": ("", "usage always has it"),
     # llama-server
-    "--jinja": (0, "chat templates are always Jinja's"),
-    "--metrics": (0, "they are always there"),
-    "--cont-batching": (0, "it is always on"),
-    "-cb": (0, "it is always on"),
-    "-t": (1, "there is a thread for each allowed core"),
-    "--threads": (1, "there is a thread for each allowed core"),
-    "-ngl": (1, "all layers are on --device"),
-    "--gpu-layers": (1, "all layers are on --device"),
-    "--n-gpu-layers": (1, "all layers are on --device"),
-    "-fa": (1, "it is chosen automatically"),
-    "--flash-attn": (1, "it is chosen automatically"),
+    "--jinja": ("", "chat templates are always Jinja's"),
+    "--metrics": ("", "they are always there"),
+    "--cont-batching": ("", "it is always on"),
+    "-cb": ("", "it is always on"),
+    "-t": (_NUMBER, "there is a thread for each allowed core"),
+    "--threads": (_NUMBER, "there is a thread for each allowed core"),
+    "-ngl": (_LAYERS, "all layers are on --device"),
+    "--gpu-layers": (_LAYERS, "all layers are on --device"),
+    "--n-gpu-layers": (_LAYERS, "all layers are on --device"),
+    "-fa": (_SWITCH, "it is chosen automatically"),
+    "--flash-attn": (_SWITCH, "it is chosen automatically"),
 }
-"""What another engine needs, and why nothing does here: (number of its values, reason)."""
-_FLAG: Final = re.compile(r"--?[A-Za-z].*")
+"""What another engine needs, and why nothing does here: (pattern of its value or '', reason)."""
 
 
 def in_our_words(
@@ -123,8 +125,9 @@ def in_our_words(
         if name.startswith("--"):
             name = name.replace("_", "-")
         if name in IGNORED and name not in known:
-            num_values, reason = IGNORED[name]
-            if num_values and not equals and rest and not _FLAG.fullmatch(rest[-1]):
+            values, reason = IGNORED[name]
+            # What is no value of it may be the model: llama.cpp's -fa took none before.
+            if values and not equals and rest and re.fullmatch(values, rest[-1]):
                 argument += f" {rest.pop()}"
             notices.append(f"{argument} is ignored: {reason}")
         elif name in OTHER_NAMES and name not in {*known, *_OTHER_VALUES}:

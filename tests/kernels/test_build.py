@@ -76,6 +76,38 @@ def test_other_sources_flags_linkers_and_compilers_make_anew(compiler: FakeCompi
     assert compiler.num_made == 5
 
 
+@pytest.mark.parametrize("damage", ["empty", "cut", "changed"])
+def test_a_damaged_entry_is_made_anew(compiler: FakeCompiler, damage: str) -> None:
+    compiler.source.write_text("long enough to be cut")
+    compiler.make()
+    (entry,) = [path for path in compiler.cache.iterdir() if path.suffix != ".lock"]
+    whole = entry.read_bytes()
+    entry.write_bytes({"empty": b"", "cut": whole[:-1], "changed": whole[:-1] + b"?"}[damage])
+    compiler.make()
+    assert compiler.num_made == 2
+    assert entry.read_bytes() == whole
+
+
+def test_a_copy_that_fails_leaves_nothing_that_looks_up_to_date(
+    compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler.make()
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copymode", fails)
+    seen = []
+    make_once(
+        compiler.made,
+        lambda: seen.append(compiler.made.exists()),
+        compiler.source,
+        [str(compiler.script)],
+        folder=compiler.cache,
+    )
+    assert seen == [False]
+
+
 def test_what_could_not_be_made_is_tried_again(compiler: FakeCompiler, tmp_path: Path) -> None:
     def fails() -> None:
         raise ValueError

@@ -46,6 +46,8 @@ def test_another_engines_name_goes_before_the_nearest_spelling(
         (["--ctx-size=8"], ["--max-model-len=8"], ["--ctx-size is --max-model-len here"]),
         (["--max_num_seqs", "8"], ["--max-num-seqs", "8"], []),
         (["-fa", "--seed", "1"], ["--seed", "1"], ["-fa is ignored: it is chosen automatically"]),
+        (["-fa", "model.gguf"], ["model.gguf"], ["-fa is ignored: it is chosen automatically"]),
+        (["-ngl", "org/name"], ["org/name"], ["-ngl is ignored: all layers are on --device"]),
         (["-fa", "on"], [], ["-fa on is ignored: it is chosen automatically"]),
         (["-ngl", "-1"], [], ["-ngl -1 is ignored: all layers are on --device"]),
         (["-ngl=-1", "x"], ["x"], ["-ngl=-1 is ignored: all layers are on --device"]),

@@ -305,7 +305,7 @@ def test_a_file_that_was_complete_is_kept_when_a_download_fails(
 ) -> None:
     hub.broken = "tokenizer.json"
     message = resolve_apart(tmp_path, "org/name", hub=hub.endpoint)
-    assert message.startswith("ModelFileError --model org/name could not be downloaded (")
+    assert message.startswith("ModelFileError --model org/name could not be downloaded: ")
     hub.broken = None
     folder = Path(resolve_apart(tmp_path, "org/name", hub=hub.endpoint))
     files = {path for path in folder.rglob("*") if path.is_file()}
@@ -337,6 +337,8 @@ GGUF = {
     "README.md": b"text",
     "tokenizer.json": b"{}",
     "mmproj-model-Q8_0.gguf": b"vision",
+    "model-imatrix.gguf": b"measured",
+    "q5_0/model.gguf": b"five",
     "model-Q8_0.gguf": b"eight",
     "model-Q4_K_M.gguf": b"four",
     "BF16/model-BF16-00001-of-00002.gguf": b"first",
@@ -350,6 +352,7 @@ GGUF = {
         ("org/name", ["model-Q4_K_M.gguf"]),
         ("org/name:q8_0", ["model-Q8_0.gguf"]),
         ("org/name:model-Q8_0.gguf", ["model-Q8_0.gguf"]),
+        ("org/name:q5_0/model.gguf", ["q5_0/model.gguf"]),
         ("org/name:BF16", [f"BF16/model-BF16-0000{i}-of-00002.gguf" for i in (1, 2)]),
     ],
 )
@@ -390,6 +393,8 @@ def test_a_gguf_model_beside_safetensors_is_taken_where_it_is_named() -> None:
         (["a-Q8_0.gguf", "a-f16.gguf"], "Q4_0", "org/name:Q4_0: .* choose from Q8_0, F16"),
         (["a-Q8_0.gguf", "b-Q8_0.gguf"], None, r"\(a-Q8_0.gguf, b-Q8_0.gguf\): name the file"),
         (["a.gguf", "b.gguf"], None, "name the file, as in org/name:a.gguf"),
+        (["a-Q2_K.gguf", "a-IQ3_XS.gguf"], None, "IQ3_XS is not served, .* it has IQ3_XS, Q2_K"),
+        (["a-Q2_K.gguf", "a-Q8_0.gguf"], "Q2_K", "Q2_K is not served"),
     ],
 )
 def test_a_gguf_model_that_is_not_found_or_not_unique_is_refused(
@@ -404,7 +409,7 @@ def test_a_gguf_model_that_is_not_found_or_not_unique_is_refused(
     [
         (["Q2_K", "Q8_0", "Q6_K"], "Q6_K"),
         (["BF16", "Q4_K_M", "Q4_0"], "Q4_K_M"),
-        (["Q2_K"], "Q2_K"),  # its types are refused when it is read
+        (["Q2_K", "IQ4_XS"], "IQ4_XS"),
     ],
 )
 def test_without_a_quantization_the_one_nearest_to_four_bits_is_taken(
@@ -426,6 +431,7 @@ def test_without_a_quantization_the_one_nearest_to_four_bits_is_taken(
         ("model-fp16.gguf", "F16"),
         ("gpt-oss-20b-MXFP4.gguf", "MXFP4"),
         ("q/Qwen3-8B-BF16-00001-of-00002.gguf", "BF16"),
+        ("q4_1/model.gguf", "Q4_1"),
         ("Qwen3-8B.gguf", ""),
     ],
 )

@@ -82,6 +82,9 @@ LINK_FLAGS: Final = ("-pthread",)
 
 MAX_AGE_S: Final = 30 * 24 * 3600
 """Cached files that nobody took for so long are deleted."""
+_FORMAT: Final = 1
+"""Number of the form of entries, which is part of their names."""
+_DIGEST_BYTES: Final = hashlib.sha256().digest_size
 
 
 def cache_folder() -> Path:
@@ -125,7 +128,7 @@ def _digest(source: Path, compiler: Sequence[str], linker: Sequence[str]) -> str
 
     None: it does not compile.
     """
-    digest = hashlib.sha256(repr((list(compiler), list(linker))).encode())
+    digest = hashlib.sha256(repr((_FORMAT, list(compiler), list(linker))).encode())
     for question in (["--version"], ["-E", str(source)]):
         asked = subprocess.run([*compiler, *question], capture_output=True, check=False)
         if asked.returncode:
@@ -151,10 +154,17 @@ def _locked_entry(folder: Path, key: str) -> Iterator[Path]:
 
 
 def _is_copied(entry: Path, to: Path) -> bool:
+    """Copy an entry if it is whole: its first bytes are the SHA-256 of the others."""
     try:
-        shutil.copy(entry, to)
+        data = entry.read_bytes()
+        if hashlib.sha256(data[_DIGEST_BYTES:]).digest() != data[:_DIGEST_BYTES]:
+            entry.unlink()  # a damaged library crashes whoever loads it
+            return False
+        to.write_bytes(data[_DIGEST_BYTES:])
+        shutil.copymode(entry, to)
         os.utime(entry)
     except OSError:
+        to.unlink(missing_ok=True)  # a part of it, newer than its source
         return False
     return True
 
@@ -162,7 +172,10 @@ def _is_copied(entry: Path, to: Path) -> bool:
 def _store(made: Path, entry: Path) -> None:
     """Put it there under its name when it is whole, and delete what nobody takes any more."""
     with suppress(OSError), tempfile.TemporaryDirectory(dir=entry.parent) as place:
-        os.replace(shutil.copy(made, place), entry)
+        data, whole = made.read_bytes(), Path(place, "whole")
+        whole.write_bytes(hashlib.sha256(data).digest() + data)
+        shutil.copymode(made, whole)
+        os.replace(whole, entry)
         for path in entry.parent.iterdir():
             if path.is_file() and path.stat().st_mtime < time.time() - MAX_AGE_S:
                 path.unlink()

@@ -7,6 +7,7 @@ only configuration, tokenizer and safetensors files are fetched: nothing that co
 
 from __future__ import annotations
 
+import errno
 import glob
 import logging
 import re
@@ -15,9 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Final, get_args
 
-from nanocore.protocol.errors import ModelFileError
+from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.protocol.messages import ModelFileName
-from nanocore.worker.loading.gguf.gguf_files import SUFFIX, first_file, is_projector
+from nanocore.worker.loading.gguf.gguf_files import SUFFIX, first_file, is_model
 
 _ALLOWED: Final = [
     "config.json",
@@ -32,11 +33,14 @@ _QUANTIZATION: Final = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|MXFP4\w*|BF16|F16|FP16|F32|FP32))(?=$|[-.])", re.IGNORECASE
 )
 """The part of a GGUF file's name that says how it is quantized."""
+_UNREAD: Final = re.compile(r"(UD-)?I?Q[123]")
+"""Quantizations with types that `gguf_format` does not read."""
 _PREFERRED: Final = (
     "Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "IQ4_XS", "IQ4_NL", "MXFP4", "MXFP4_MOE", "Q5_K_M",
     "Q5_K_S", "Q5_0", "Q5_1", "Q6_K", "Q8_0", "BF16", "F16", "F32",
 )  # fmt: skip
 """In the order in which one is chosen where none is named; the first is llama.cpp's choice, too."""
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +69,7 @@ def download(repository: str, quantization: str | None, revision: str | None) ->
         ) from None
     for client in ("httpx", "httpx2"):  # the hub's; each of its requests would be in our log
         logging.getLogger(client).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").handlers.clear()  # our log has its warnings already
     refusals = errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError
     with _explained(repository, revision):
         where = ""
@@ -76,7 +81,8 @@ def download(repository: str, quantization: str | None, revision: str | None) ->
             folder = hub.snapshot_download(repository, revision=revision, allow_patterns=[])
             names = _files_under(Path(folder))
             where = f" in the cache at {hub.constants.HF_HUB_CACHE}, and the hub was not reached"
-        if quantization is None and _has_safetensors(names):
+        is_cached_folder = bool(where) and not any(map(_is_gguf, names))
+        if quantization is None and (is_cached_folder or any(map(_is_safetensors, names))):
             folder = hub.snapshot_download(
                 repository, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED
             )
@@ -100,7 +106,7 @@ def choose_gguf(
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         path = PurePosixPath(name)
-        if path.suffix.lower() == SUFFIX and not is_projector(path):
+        if _is_gguf(name) and is_model(path):
             models.setdefault(str(first_file(path)), []).append(name)
     what = f"--model {repository}"
     if not models:
@@ -117,34 +123,47 @@ def choose_gguf(
     else:
         found = [
             first for first, kind in kinds.items()
-            if wanted in (kind, first.upper(), PurePosixPath(first).name.upper())
+            if wanted == kind or wanted in _names(models[first])
         ]  # fmt: skip
-    there = ", ".join(kinds[first] or PurePosixPath(first).name for first in models)
+    there = ", ".join(kinds[first] or first for first in models)
     if not found:
         raise ModelFileError(
             f"{what}:{quantization}: there is no such file{where}; choose from {there}"
         )
-    if len(found) > 1:
-        files = ", ".join(PurePosixPath(first).name for first in found[:4])
+    if all(_UNREAD.match(kinds[first]) for first in found):
         raise ModelFileError(
-            f"{what}: {len(found)} models could be meant ({files}): name the file, as in "
-            f"{repository}:{PurePosixPath(found[0]).name}"
+            f"{what}: {kinds[found[0]]} is not served, only four bits and more: it has {there}"
+        )
+    if len(found) > 1:
+        raise ModelFileError(
+            f"{what}: {len(found)} models could be meant ({', '.join(found[:4])}): name the file, "
+            f"as in {repository}:{found[0]}"
         )
     logger.info("%s: taking %s, of %s", repository, found[0], there)
     return models[found[0]]
 
 
+def _names(files: Sequence[str]) -> set[str]:
+    return {name.upper() for file in files for name in (file, PurePosixPath(file).name)}
+
+
 def quantization_of(name: str) -> str:
-    """Return the quantization that a GGUF file's name ends with, in capitals, or ''."""
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", PurePosixPath(name).name[: -len(SUFFIX)])
-    found = _QUANTIZATION.findall(stem)
+    """Return the quantization that a GGUF file's name, or its folder's, ends with, or ''.
+
+    It is in capitals.
+    """
+    path = PurePosixPath(name)
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", path.name[: -len(SUFFIX)])
+    found = _QUANTIZATION.findall(stem) or _QUANTIZATION.findall(path.parent.name)
     return found[-1].upper().replace("FP16", "F16").replace("FP32", "F32") if found else ""
 
 
-def _has_safetensors(names: Sequence[str]) -> bool:
-    return any(name.endswith(".safetensors") and "/" not in name for name in names) or not any(
-        name.lower().endswith(SUFFIX) for name in names
-    )
+def _is_safetensors(name: str) -> bool:
+    return name.endswith(".safetensors") and "/" not in name
+
+
+def _is_gguf(name: str) -> bool:
+    return name.lower().endswith(SUFFIX)
 
 
 def _files_under(folder: Path) -> list[str]:
@@ -183,8 +202,17 @@ def _explained(repository: str, revision: str | None) -> Iterator[None]:
             remedy += (
                 f"{hub.constants.ENDPOINT} cannot be reached ({_root(error)}): check the network"
             )
+    except errors.HfHubHTTPError as error:
+        remedy = f"could not be downloaded: {shorten(str(error))}; "
+        refused = error.response.status_code in (401, 403)
+        remedy += "set HF_TOKEN to a valid token, or unset it" if refused else "try again later"
     except Exception as error:  # the hub's HTTP library, and so its errors, change by version
-        remedy = f"could not be downloaded ({type(error).__name__}: {error}); start again to resume"
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            remedy = f"could not be stored in {hub.constants.HF_HUB_CACHE}: {error.strerror}; "
+            remedy += "set HF_HOME to a folder with enough room"
+        else:
+            remedy = f"could not be downloaded ({type(error).__name__}: {error})"
+        remedy += "; start again to resume"
     raise ModelFileError(f"--model {what} {remedy}")
 
 

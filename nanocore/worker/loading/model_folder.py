@@ -10,7 +10,7 @@ from nanocore.worker.loading.gguf.gguf_files import first_file, gguf_in_folder, 
 from nanocore.worker.loading.hub import download
 
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
-_HUB_ID = re.compile(f"({_WORD}/{_WORD})(?::([A-Za-z0-9][A-Za-z0-9._-]*))?")
+_HUB_ID = re.compile(f"({_WORD}/{_WORD})(?::([A-Za-z0-9][A-Za-z0-9._/-]*))?")
 
 
 def resolve_model(name: str, revision: str | None = None) -> Path:

@@ -15,8 +15,8 @@ from nanocore.worker.loading.gguf.header import Header, read_header
 SUFFIX: Final = ".gguf"
 _SPLIT: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 _MAX_FILES: Final = 1000
-_VISION: Final = "mmproj"
-"""How files of what turns images into embeddings begin: not the model, and not served."""
+_OTHERS: Final = re.compile(r"mmproj.*|(.*[-._])?imatrix([-._].*)?")
+"""Names of files that are no model: what turns images into embeddings, and what quantizers use."""
 _Path = TypeVar("_Path", bound=PurePath)
 
 
@@ -35,7 +35,7 @@ def gguf_in_folder(folder: Path) -> Path | None:
         or (folder / "model.safetensors.index.json").exists()
     ):
         return None
-    files = [path for path in folder.glob("*.gguf") if not is_projector(path)]
+    files = [path for path in folder.glob("*.gguf") if is_model(path)]
     firsts = sorted({first_file(path) for path in files})
     if len(firsts) > 1:
         names = ", ".join(path.name for path in firsts[:4])
@@ -45,9 +45,9 @@ def gguf_in_folder(folder: Path) -> Path | None:
     return firsts[0] if firsts else None
 
 
-def is_projector(path: PurePath) -> bool:
-    """Whether a GGUF file is that of a vision projector, by its name."""
-    return path.name.startswith(_VISION)
+def is_model(path: PurePath) -> bool:
+    """Whether a GGUF file is that of a language model, by its name."""
+    return _OTHERS.fullmatch(path.name) is None
 
 
 def first_file(path: _Path) -> _Path:
