@@ -30,9 +30,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What clients keep of the files they fetch goes to a folder of the tests, not the user's."""
+def _own_places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Files that clients fetch go to a folder of the tests, and tools find only their engines."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    with tempfile.TemporaryDirectory(prefix="nc-run-", dir="/tmp") as directory:
+        os.environ["XDG_RUNTIME_DIR"] = directory
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -131,7 +131,7 @@ def test_ramps_goodput_and_sampling() -> None:
         ("--backend nanocore --endpoint /v1/completions", "--endpoint is for HTTP"),
         ("--backend nanocore --header a=b", "--header and --extra-body are for HTTP"),
         ("--curve-dir x", "--curve-dir x: keys are for"),
-        ("--base-url localhost:8000", "--base-url localhost:8000: write http://HOST:PORT"),
+        ("--base-url localhost:8000", "'localhost:8000' is not a URL such as http://"),
         ("--base-url http://h --port 3", "leave --host and --port out"),
     ],
 )
