@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from nanocore.cli.command import require, run_command
-from nanocore.protocol.errors import ConfigError, NanocoreError
+from nanocore.protocol.errors import ConfigError, ModelFileError, NanocoreError
 from nanocore.protocol.metrics import Stats
 from nanocore.system.flags import FlagParser
 from nanocore.system.running import Running, all_running
@@ -140,7 +140,10 @@ def _pull(arguments: list[str]) -> int:
         raise ConfigError(f"{given.model} is on this machine already: nothing is to be downloaded")
     from nanocore.worker.loading.model_folder import resolve_model
 
-    print(harmless(str(resolve_model(given.model, given.revision))))
+    try:
+        print(harmless(str(resolve_model(given.model, given.revision))))
+    except ModelFileError as error:
+        raise ModelFileError(str(error).removeprefix("--model ")) from None
     return 0
 
 

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from typing import Final, Protocol
 
 from nanocore.cli.engine_choice import JOIN_TIMEOUT_S
@@ -22,6 +23,7 @@ from nanocore.system.flags import FlagParser, seconds, server_url
 from nanocore.system.running import NOTHING_RUNS, find_one
 from nanocore.system.standard_streams import harmless
 
+_MAX_BYTES: Final = 2**24
 _EXIT_CODES: Final = """\
 exit codes: 0 done, 2 usage or configuration, 5 address in use, 70 no engine responds, or internal
 error, 130 interrupted"""
@@ -111,17 +113,18 @@ class _Server:
         text = await asyncio.to_thread(self._read)
         try:
             metrics, self.model = read_exposition(text)
-        except ValueError as error:
-            raise EngineDeadError(
-                f"{self._url}: no metrics in Prometheus' format: {error}"
-            ) from None
+        except ValueError:
+            metrics = []
+        if not metrics:
+            raise EngineDeadError(f"{self._url} has no metrics of an engine")
         return metrics
 
     def _read(self) -> str:
         try:
             with self._opener.open(self._url, timeout=self._timeout_s) as response:
-                return str(response.read().decode())
+                return str(response.read(_MAX_BYTES).decode())
         except urllib.error.HTTPError as error:
+            error.close()
             raise EngineDeadError(f"{self._url}: HTTP {error.code}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, HTTPException) as error:
             raise EngineDeadError(f"{self._url}: {getattr(error, 'reason', error)}") from None

@@ -35,9 +35,9 @@ NOTHING_RUNS: Final = (
 class Running(msgspec.Struct, frozen=True, kw_only=True):
     """An engine or a server that accepts clients.
 
-    address: an engine's endpoint, or a server's URL. model: as clients call it. endpoints: of the engine, or of those that the
-    server uses. launched_by: pid of the process to which the engine is private; it ends with it.
-    step_trace: absolute path of an engine's trace.
+    address: an engine's endpoint, or a server's URL. model: as clients call it. endpoints: of the
+    engine, or of those that the server uses. launched_by: pid of the process to which the engine is
+    private; it ends with it. step_trace: absolute path of an engine's trace.
     """
 
     kind: Literal["engine", "server"]
