@@ -21,7 +21,7 @@ from nanocore.system.standard_streams import harmless
 
 _STATS_TIMEOUT_S: Final = 2.0
 _EXIT_CODES: Final = "exit codes: 0 done, 2 usage or configuration, 130 interrupted"
-_PULL_EXIT_CODES: Final = f"{_EXIT_CODES}, 3 the model cannot be found or downloaded"
+_PULL_EXIT_CODES: Final = _EXIT_CODES.replace(", 130", ", 3 model files, 130")
 _HUB: Final = (("huggingface_hub",), "the hub's cache needs", "pip install '.[engine]'")
 
 
