@@ -86,12 +86,15 @@ def start(
     stderr: Path, flags: tuple[str, ...], run: Callable[[list[str]], None] = main
 ) -> multiprocessing.process.BaseProcess:
     """Start a process that runs this with the flags; its log goes to the file or pipe `stderr`."""
-    process = _FORKS.Process(target=_run, args=(stderr, flags, run))
+    process = _FORKS.Process(target=_run, args=(stderr, flags, run, os.environ["XDG_RUNTIME_DIR"]))
     process.start()
     return process
 
 
-def _run(stderr: Path, flags: tuple[str, ...], run: Callable[[list[str]], None]) -> None:
+def _run(
+    stderr: Path, flags: tuple[str, ...], run: Callable[[list[str]], None], runtime: str
+) -> None:
+    os.environ["XDG_RUNTIME_DIR"] = runtime  # the test's of now, not that of the first fork
     fd = os.open(stderr, os.O_WRONLY | os.O_CREAT)
     os.dup2(fd, 2)
     os.close(fd)
