@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from nanocore.cli.batch.flags import parse as batch
+from nanocore.cli.chat.flags import parse as chat
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.system.running import Running, registered
 from tests.cli.served import DEMO, Served, exit_code, serving
 
 QUESTION = "What is 123 + 456?"
@@ -157,6 +160,54 @@ def test_errors_are_a_line(
 ) -> None:
     assert exit_code(*(one.replace("URL", url) for one in arguments)) in (2, 70)
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_joined"),
+    [
+        (["chat"], True),
+        (["chat", "--tokenizer", str(DEMO)], True),
+        (["chat", "org/a"], True),
+        (["chat", "org/b"], False),
+        (["chat", "org/a", "--max-num-seqs", "1"], False),
+        (["chat", "--max-restarts", "1"], False),
+        (["chat", "--url", "http://h"], False),
+        (["batch", "in", "out"], True),
+        (["batch", "in", "out", "--model", "org/a"], False),
+    ],
+)
+def test_what_is_found_is_joined_unless_a_flag_says_otherwise(
+    arguments: list[str],
+    is_joined: bool,
+    short_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    endpoints = ("tcp://192.0.2.7:5555",)
+    entry = Running(
+        kind="engine", pid=1, address=endpoints[0], model="org/a", endpoints=endpoints,
+        curve_dir="/keys",
+    )  # fmt: skip
+    with registered(entry):
+        command, *flags = arguments
+        engine = (batch(flags) if command == "batch" else chat(flags, {})).engine
+    assert (engine.found == entry) == is_joined
+    assert (engine.endpoints, engine.curve_dir) == (
+        (endpoints, "/keys") if is_joined else ((), None)
+    )
+
+
+def test_a_path_is_launched_even_if_an_engine_has_it(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been another folder's `model.gguf`."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    (short_path / "model.gguf").touch()
+    monkeypatch.chdir(short_path)
+    with registered(
+        Running(kind="engine", pid=1, address="ipc:///x", model="model.gguf", endpoints=("x",))
+    ):
+        assert chat(["model.gguf"], {}).engine.endpoints == ()
 
 
 @pytest.mark.parametrize("command", ["top", "metrics"])
