@@ -54,7 +54,7 @@ def engine_command_parser(prog: str, usage: str, description: str, epilog: str) 
     """Return the parser of a command that launches an engine."""
     return FlagParser(
         prog,
-        f"{description} An engine is launched, and ends with the command; flags that are not "
+        f"{description} An engine that is launched ends with the command; flags that are not "
         "listed here are passed to it, see `nanocore-engine --help`.",
         usage=f"{prog} {usage} [flags] [flags of nanocore-engine]",
         epilog=epilog,

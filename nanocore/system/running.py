@@ -67,7 +67,7 @@ def registered(entry: Running) -> Iterator[None]:
     try:
         path, fd = _write(entry)
     except (OSError, ValueError) as error:
-        logger.warning("tools find this %s by its address only: %s", entry.kind, error)
+        logger.info("tools find this %s by its address only: %s", entry.kind, error)
     try:
         yield
     finally:

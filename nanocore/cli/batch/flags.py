@@ -82,7 +82,9 @@ def build_parser() -> FlagParser:
         "nanocore batch",
         "IN OUT",
         "Run requests from a file: IN has a JSON Lines record for each, in the form of OpenAI's "
-        "batches, and OUT gets one for each result. Requests with a result in OUT are skipped.",
+        "batches, and OUT gets one for each result. Requests with a result in OUT are skipped. By "
+        "default the model is the one that an engine or server of this user serves, or the demo "
+        "model if none runs.",
         _EXIT_CODES,
     )
     add = parser.add_argument_group("files").add_argument
