@@ -173,7 +173,7 @@ def choose_engine(
         max_restarts=MAX_RESTARTS if given.max_restarts is None else given.max_restarts,
         endpoints=tuple(endpoints),
         curve_dir=given.curve_dir if found is None else found.curve_dir,
-        tokenizer=given.tokenizer,
+        tokenizer=given.tokenizer or (None if found is None else found.tokenizer),
         start_timeout_s=given.start_timeout or (JOIN_TIMEOUT_S if endpoints else LAUNCH_TIMEOUT_S),
         found=found,
     )

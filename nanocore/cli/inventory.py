@@ -95,13 +95,13 @@ async def _processes(found: Sequence[Running]) -> list[_Process]:
 async def _stats(running: Running) -> Stats | None:
     from nanocore.client import AsyncEngineClient
 
-    client = AsyncEngineClient.connect(
-        running.endpoints, curve_dir=running.curve_dir, timeout_s=_STATS_TIMEOUT_S
-    )
     try:
+        client = AsyncEngineClient.connect(
+            running.endpoints, curve_dir=running.curve_dir, timeout_s=_STATS_TIMEOUT_S
+        )
         async with asyncio.timeout(_STATS_TIMEOUT_S), client:
             return await client.stats()
-    except (NanocoreError, TimeoutError):
+    except (NanocoreError, TimeoutError):  # it hangs, or there is no key of a client for its TCP
         return None
 
 

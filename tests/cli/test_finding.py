@@ -90,6 +90,26 @@ def test_ps_lists_it_with_its_engine(
     assert "secret-key" not in json.dumps(shown)
 
 
+def test_ps_lists_what_does_not_answer(
+    served: Served, short_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoints = ("tcp://127.0.0.1:9",)
+    with registered(
+        Running(
+            kind="engine",
+            pid=1,
+            address=endpoints[0],
+            model="org/a",
+            endpoints=endpoints,
+            curve_dir=str(short_path),
+        )
+    ):
+        assert exit_code("ps") == 0
+    shown = capsys.readouterr().out
+    assert "no answer" in shown.splitlines()[-1]
+    assert "0 running" in shown
+
+
 @pytest.mark.parametrize("flags", [[], ["--url", "URL"], ["--backend", "nanocore"]])
 def test_bench_serve_measures_it_with_its_tokenizer(
     flags: list[str], url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -186,15 +206,15 @@ def test_what_is_found_is_joined_unless_a_flag_says_otherwise(
     endpoints = ("tcp://192.0.2.7:5555",)
     entry = Running(
         kind="engine", pid=1, address=endpoints[0], model="org/a", endpoints=endpoints,
-        curve_dir="/keys",
+        curve_dir="/keys", tokenizer=str(DEMO),
     )  # fmt: skip
     with registered(entry):
         command, *flags = arguments
         engine = (batch(flags) if command == "batch" else chat(flags, {})).engine
     assert (engine.found == entry) == is_joined
-    assert (engine.endpoints, engine.curve_dir) == (
-        (endpoints, "/keys") if is_joined else ((), None)
-    )
+    joined = endpoints, "/keys", str(DEMO)
+    found = engine.endpoints, engine.curve_dir, engine.tokenizer
+    assert found == (joined if is_joined else ((), None, None))
 
 
 def test_a_path_is_launched_even_if_an_engine_has_it(

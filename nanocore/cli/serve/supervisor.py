@@ -185,4 +185,5 @@ def _running(engine: EngineAddress, model: str, url: str) -> Running:
         model=model,
         endpoints=engine.endpoints,
         curve_dir=None if engine.curve_dir is None else os.path.abspath(engine.curve_dir),
+        tokenizer=None if engine.tokenizer is None else os.path.abspath(engine.tokenizer),
     )
