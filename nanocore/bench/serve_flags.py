@@ -213,7 +213,8 @@ def _add_result(parser: argparse.ArgumentParser) -> None:
 
 def _find(given: argparse.Namespace) -> None:
     """Name the engine or server of this user that is running, if no flag names one."""
-    is_http = given.backend not in (None, NANOCORE) or given.endpoint is not None
+    of_http = given.endpoint, given.served_model_name, given.header, given.extra_body
+    is_http = given.backend not in (None, NANOCORE) or any(of_http)
     named = given.engine_endpoint, given.curve_dir, given.base_url, given.host, given.port
     if named != (None,) * len(named):
         return
