@@ -201,7 +201,8 @@ async def _first_model(
         try:
             async with session.get(url) as response:
                 if response.status != 200:
-                    return f"{url}: HTTP {response.status}"
+                    hint = " (set the key in OPENAI_API_KEY)" if response.status == 401 else ""
+                    return f"{url}: HTTP {response.status}{hint}"
                 models = msgspec.json.decode(await read_body(response), type=_Models)
         except _FAILURES as error:
             return f"{url}: {type(error).__name__}: {error}"

@@ -222,7 +222,9 @@ def test_what_cannot_be_opened_is_said() -> None:
         with pytest.raises(ConfigError, match="--tokenizer /nowhere"):
             found_target(destination(server, tokenizer="/nowhere"))
         server.models_status = 401
-        with pytest.raises(EngineDeadError, match="/v1/models: HTTP 401"):
+        with pytest.raises(
+            EngineDeadError, match=r"/v1/models: HTTP 401 \(set the key in OPENAI_API_KEY\)"
+        ):
             found_target(destination(server))
     with pytest.raises(EngineDeadError, match="/v1/models: ClientConnectorError"):
         found_target(destination(server))
