@@ -1,4 +1,4 @@
-"""Text to token ids and back, as in vLLM's server: /tokenize, /detokenize, /tokenizer_info."""
+"""Text to token ids and back, as in vLLM's server, and the tokenizer itself for benchmarks."""
 
 from __future__ import annotations
 
@@ -129,6 +129,13 @@ async def detokenize(exchange: Exchange) -> None:
     else:
         text = await exchange.attended(client.with_tokenizer(decode, is_long=True))
     await exchange.reply_json({"prompt": text})
+
+
+async def tokenizer_file(exchange: Exchange) -> None:
+    """Reply with the tokenizer in the format of tokenizer.json, whatever its files are."""
+    client = exchange.client
+    serializing = client.with_tokenizer(lambda tokenizer: tokenizer.backend.to_str(), is_long=True)
+    await exchange.reply(200, (await exchange.attended(serializing)).encode())
 
 
 async def tokenizer_info(exchange: Exchange) -> None:
