@@ -40,9 +40,20 @@ def pytest_runtestloop() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _cache_home(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What clients keep of the files they fetch goes to a folder of the tests, not the user's."""
+def _own_places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Clients keep files that they fetch, and engines register, in folders of the tests."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    with tempfile.TemporaryDirectory(prefix="nc-run-", dir="/tmp") as directory:
+        os.environ["XDG_RUNTIME_DIR"] = directory
+        yield Path(directory)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_engines(_own_places: Path) -> Iterator[None]:
+    """Tools find engines of this module only: some live as long as the session."""
+    os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(dir=_own_places)
+    yield
+    os.environ["XDG_RUNTIME_DIR"] = str(_own_places)
 
 
 @pytest.fixture(scope="session")

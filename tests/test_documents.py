@@ -249,11 +249,7 @@ def test_the_step_traces_keys_are_those_in_the_text(tmp_path: Path) -> None:
     scheduler.update(ModelRunnerOutput(rows=b"", token_ids=b""))
     trace.end(scheduler)
     trace.close()
-    text = in_one_line((DOCS / "operations.md").read_text("utf-8"))
-    keys = re.search(r"`--step-trace FILE`: [^`]*`([\w, ]+)`", text)
-    assert keys is not None
     written = msgspec.json.decode((tmp_path / "trace").read_bytes()).keys()
-    assert set(keys[1].split(", ")) == written
     rows = table_after((DOCS / "observability.md").read_text("utf-8"), "### Keys")
     explained = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
     assert sorted(explained) == sorted(written)

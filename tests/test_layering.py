@@ -22,9 +22,9 @@ ALLOWED: dict[str, set[str]] = {
     "system": {"protocol"},
     "client": {"protocol", "system"},
     "http": {"client", "protocol"},
-    "bench": {"client", "protocol", "system"},
+    "bench": {"client", "protocol", "system", "worker"},
     "tracing": set(),
-    "cli": {"bench", "client", "engine_core", "http", "protocol", "system", "tracing"},
+    "cli": {"bench", "client", "engine_core", "http", "protocol", "system", "tracing", "worker"},
     "worker": {"kernels", "protocol", "system"},
     "engine_core": {"protocol", "kv_cache", "worker", "system"},
 }
@@ -107,15 +107,26 @@ def test_a_room_imports_only_rooms_it_may(room: str) -> None:
                     assert other == room or other in ALLOWED[room], f"{path} imports {module}"
 
 
-def test_commands_import_nothing_of_the_engine_but_its_flags() -> None:
+@pytest.mark.parametrize(
+    ("room", "names"),
+    [
+        ("cli", {"engine_core.cli.build_parser", "engine_core.cli.parse_config",
+                 "worker.loading.hub.cached_models",
+                 "worker.loading.model_folder.resolve_model"}),
+        ("bench", {"worker.loading.gguf.gguf_files.first_file",
+                   "worker.loading.gguf.tokenizer_files.gguf_model_files"}),
+    ],
+)  # fmt: skip
+def test_commands_import_nothing_of_the_engine_but_flags_and_files(
+    room: str, names: set[str]
+) -> None:
     imported = {
-        module
-        for path in (PACKAGE / "cli").rglob("*.py")
+        module.removeprefix("nanocore.")
+        for path in (PACKAGE / room).rglob("*.py")
         for module in imported_modules(path)
-        if module.startswith("nanocore.engine_core")
+        if module.startswith(("nanocore.engine_core.", "nanocore.worker."))
     }
-    functions = {f"nanocore.engine_core.cli.{name}" for name in ("build_parser", "parse_config")}
-    assert imported == {"nanocore.engine_core.cli", *functions}
+    assert imported == names | {name.rpartition(".")[0] for name in names}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

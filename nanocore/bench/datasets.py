@@ -59,8 +59,9 @@ class PromptSource:
             return PromptVocabulary.of_tokenizer(self.tokenizer, as_text, self.vocab_size)
         if self.vocab_size is None:
             raise ConfigError(
-                "random prompts need a tokenizer: name its folder or its tokenizer.json with "
-                "--tokenizer, or its engine with --engine-endpoint"
+                "random prompts need a tokenizer, which this server does not give: name a folder, "
+                "a tokenizer.json or a GGUF file with --tokenizer, or an engine with "
+                "--engine-endpoint"
             )
         return PromptVocabulary.of_size(self.vocab_size, self.eos_token_ids)
 

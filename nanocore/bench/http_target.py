@@ -7,6 +7,7 @@ chunks.
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 import time
 from array import array
@@ -32,7 +33,7 @@ from nanocore.bench.targets import (
     until_ready,
 )
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.protocol.errors import ConfigError, shorten
+from nanocore.protocol.errors import ConfigError, InvalidRequestError, shorten
 
 CONNECT_TIMEOUT_S: Final = 30.0
 _FAILURES: Final = (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError)
@@ -163,7 +164,7 @@ async def open_server(
         if model is None:
             model, root = await _first_model(session, destination.base_url, ready_timeout_s)
         with ExitStack() as closing:
-            tokenizer, tokenizer_id = await _tokenizer(destination, root, closing)
+            tokenizer, tokenizer_id = await _tokenizer(session, destination, root, closing)
             body: dict[str, Any] = {"model": model}
             if fields.ignore_eos:
                 body["ignore_eos"] = True
@@ -200,7 +201,8 @@ async def _first_model(
         try:
             async with session.get(url) as response:
                 if response.status != 200:
-                    return f"{url}: HTTP {response.status}"
+                    hint = " (set the key in OPENAI_API_KEY)" if response.status == 401 else ""
+                    return f"{url}: HTTP {response.status}{hint}"
                 models = msgspec.json.decode(await read_body(response), type=_Models)
         except _FAILURES as error:
             return f"{url}: {type(error).__name__}: {error}"
@@ -214,9 +216,12 @@ async def _first_model(
 
 
 async def _tokenizer(
-    destination: Destination, root: str | None, closing: ExitStack
+    session: aiohttp.ClientSession,
+    destination: Destination,
+    root: str | None,
+    closing: ExitStack,
 ) -> tuple[Tokenizer | None, str | None]:
-    """Return the named tokenizer, else the engine's, else that of a local model folder."""
+    """Return the named tokenizer, else the engine's, the server's, or that of a local folder."""
     path = destination.tokenizer
     if path is None and destination.engine_endpoint is not None:
         async with join_engine(destination, 0) as client:
@@ -225,8 +230,26 @@ async def _tokenizer(
                 raise ConfigError(f"{destination.engine_endpoint}: its model has no tokenizer")
             closing.callback(tokenizer.close)
             return tokenizer, client.model_card.model
+    if path is None:
+        tokenizer = await _servers_tokenizer(session, destination.base_url)
+        if tokenizer is not None:
+            closing.callback(tokenizer.close)
+            return tokenizer, root
     if path is None and root is not None and (Path(root) / "tokenizer.json").is_file():
         path = root
     if path is None:
         return None, None
     return closing.enter_context(tokenizer_at(path)), path
+
+
+async def _servers_tokenizer(session: aiohttp.ClientSession, base_url: str) -> Tokenizer | None:
+    """Return the tokenizer of a `nanocore serve`; other servers do not give theirs."""
+    url = f"{base_url}/tokenizer.json"
+    try:
+        async with session.get(url, allow_redirects=False) as response:
+            if response.status != 200:
+                return None
+            content = await response.read()
+        return await asyncio.to_thread(Tokenizer, {"tokenizer.json": content}, url)
+    except (*_FAILURES, InvalidRequestError):
+        return None

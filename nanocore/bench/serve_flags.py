@@ -26,7 +26,9 @@ from nanocore.bench.dataset_options import (
 from nanocore.bench.load import Ramp, Traffic
 from nanocore.bench.targets import BACKENDS, NANOCORE, OPENAI, PATHS, Destination, RequestFields
 from nanocore.protocol.errors import ConfigError
-from nanocore.system.flags import FlagParser, at_least, json_object
+from nanocore.system.flags import FlagParser, at_least, json_object, server_url
+from nanocore.system.running import find_one
+from nanocore.system.standard_streams import complain
 
 METRICS: Final = (
     "ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue",
@@ -131,11 +133,12 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
         "completions; openai-chat: chat completions (default: nanocore with --engine-endpoint, "
         "else openai)")  # fmt: skip
     add("--engine-endpoint", metavar="ENDPOINT",
-        help="the engine's, such as ipc://PATH (default: this user's default endpoint); other "
-        "backends use its tokenizer")  # fmt: skip
+        help="an engine's, such as ipc://PATH; other backends use its tokenizer (default: the "
+        "engine or server of this user that is running)")  # fmt: skip
     add("--curve-dir", metavar="DIR", help="with tcp://: keys of nanocore-keygen")
-    add("--base-url", metavar="URL", help="URL of the server, instead of --host and --port")
-    add("--host", help="host of the server (default: 127.0.0.1)")
+    add("--base-url", "--url", type=server_url, metavar="URL",
+        help="URL of the server, instead of --host and --port")  # fmt: skip
+    add("--host", help="host of the server (default: 127.0.0.1, if none is running)")
     add("--port", type=at_least(1), help="port of the server (default: 8000)")
     add("--endpoint", metavar="PATH", help="path of the API (default: the backend's)")
     add("--header", nargs="*", default=[], metavar="KEY=VALUE", help="headers of every request; "
@@ -143,9 +146,9 @@ def _add_destination(parser: argparse.ArgumentParser) -> None:
     add("--insecure", action="store_true", help="do not verify the server's certificate")
     add("--model", help="name or folder (default: the server's first model)")
     add("--served-model-name", metavar="NAME", help="model in requests (default: --model)")
-    add("--tokenizer", metavar="PATH", help="folder, or tokenizer.json (default: the engine's; "
-        "over HTTP that of --model, or of the server's model, if it is a local folder)",
-    )  # fmt: skip
+    add("--tokenizer", metavar="PATH", help="folder, tokenizer.json or GGUF file (default: that of "
+        "the engine or server; of another project's server, that of --model or of its first model, "
+        "if it is a local folder)")  # fmt: skip
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -208,7 +211,27 @@ def _add_result(parser: argparse.ArgumentParser) -> None:
     add("--disable-tqdm", action="store_true", help="do not show a progress bar")
 
 
+def _find(given: argparse.Namespace) -> None:
+    """Name the engine or server of this user that is running, if no flag names one."""
+    of_http = given.endpoint, given.served_model_name, given.header, given.extra_body
+    is_http = given.backend not in (None, NANOCORE) or any(of_http)
+    named = given.engine_endpoint, given.curve_dir, given.base_url, given.host, given.port
+    if named != (None,) * len(named):
+        return
+    found = find_one(endpoint_flag="--engine-endpoint")
+    if found is None:
+        return
+    if found.address.startswith("http") and given.backend != NANOCORE:
+        given.base_url = found.address
+    elif not is_http:
+        given.engine_endpoint, given.curve_dir = found.endpoints[0], found.curve_dir
+    else:
+        return
+    complain(f"measuring the {found}")
+
+
 def _destination(given: argparse.Namespace) -> Destination:
+    _find(given)
     backend = given.backend or (OPENAI if given.engine_endpoint is None else NANOCORE)
     if given.curve_dir is not None and given.engine_endpoint is None:
         raise ConfigError(f"--curve-dir {given.curve_dir}: keys are for --engine-endpoint tcp://")
@@ -222,8 +245,6 @@ def _destination(given: argparse.Namespace) -> Destination:
             raise ConfigError("--header and --extra-body are for HTTP, not for an engine")
     elif given.base_url is not None and (given.host, given.port) != (None, None):
         raise ConfigError("--base-url contains host and port: leave --host and --port out")
-    elif given.base_url is not None and not given.base_url.startswith(("http://", "https://")):
-        raise ConfigError(f"--base-url {given.base_url}: write http://HOST:PORT, or https://")
     host = given.host or "127.0.0.1"
     host = f"[{host}]" if ":" in host else host
     headers = _pairs("--header", given.header, "=")
@@ -233,7 +254,7 @@ def _destination(given: argparse.Namespace) -> Destination:
         backend=backend,
         engine_endpoint=given.engine_endpoint,
         curve_dir=given.curve_dir,
-        base_url=(given.base_url or f"http://{host}:{given.port or 8000}").rstrip("/"),
+        base_url=given.base_url or f"http://{host}:{given.port or 8000}",
         path=given.endpoint or PATHS.get(backend, ""),
         headers=headers,
         insecure=given.insecure,

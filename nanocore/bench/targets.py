@@ -19,7 +19,12 @@ from nanocore.bench.datasets import PromptSource
 from nanocore.bench.load import BenchRequest, Outcome, Target
 from nanocore.client import AsyncEngineClient, NanocoreError, SamplingParams
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.protocol.errors import ConfigError, EngineDeadError, InvalidRequestError
+from nanocore.protocol.errors import (
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    ModelFileError,
+)
 
 NANOCORE, OPENAI, OPENAI_CHAT, VLLM = "nanocore", "openai", "openai-chat", "vllm"
 BACKENDS: Final = (NANOCORE, OPENAI, OPENAI_CHAT, VLLM)
@@ -76,13 +81,22 @@ class OpenTarget:
 
 @contextmanager
 def tokenizer_at(path: str) -> Iterator[Tokenizer]:
-    """Open the tokenizer of a folder, or a tokenizer.json; raises ConfigError if there is none."""
+    """Open the tokenizer of a folder, a GGUF file or a tokenizer.json.
+
+    Raises:
+        ConfigError: there is none.
+    """
     try:
-        if Path(path).is_file():
+        if path.lower().endswith(".gguf"):
+            from nanocore.worker.loading.gguf.gguf_files import first_file
+            from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files
+
+            tokenizer = Tokenizer(gguf_model_files(first_file(Path(path))), path)
+        elif Path(path).is_file():
             tokenizer = Tokenizer({"tokenizer.json": Path(path).read_bytes()}, path)
         else:
             tokenizer = Tokenizer.from_folder(Path(path))
-    except (InvalidRequestError, OSError) as error:
+    except (InvalidRequestError, ModelFileError, OSError) as error:
         raise ConfigError(f"--tokenizer {path}: {error}") from None
     try:
         yield tokenizer

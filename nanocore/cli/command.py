@@ -87,8 +87,11 @@ def _is_installed(name: str) -> bool:
 def require_engine(engine: EngineChoice) -> None:
     """Raise ConfigError if an engine is to be launched that lacks packages, or refuses its flags.
 
-    The engine would refuse them itself, but only after this command has said that it starts.
+    The engine would refuse them itself, but only after this command has said that it starts. If an
+    engine was found that no flag names, say which.
     """
+    if engine.found is not None:
+        complain(f"joining the {engine.found}")
     if engine.endpoints:
         return
     require(

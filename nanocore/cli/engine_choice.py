@@ -7,6 +7,7 @@ hint names the command's flag that may have been meant.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -15,6 +16,7 @@ import msgspec
 
 from nanocore.protocol.errors import ConfigError
 from nanocore.system.flags import FlagParser, at_least, seconds
+from nanocore.system.running import Running, find_one
 
 if TYPE_CHECKING:
     from nanocore.client import AsyncEngineClient
@@ -23,21 +25,22 @@ if TYPE_CHECKING:
 LAUNCH_TIMEOUT_S: Final = 600.0
 JOIN_TIMEOUT_S: Final = 10.0
 MAX_RESTARTS: Final = 5
+_ENGINE_FLAGS: Final = (
+    "endpoint", "curve_dir", "tokenizer", "chat_template", "start_timeout", "max_restarts",
+)  # fmt: skip
 _NOT_OURS: Final = {
     "--listen": "the engine launched here is private to this command; to share one, start "
     "`nanocore-engine --listen ENDPOINT`, and join it with --endpoint ENDPOINT",
     "--check": "run `nanocore-engine --check`",
     "--parent-fd": "only launchers set it",
 }
-_READER_EXIT_CODES: Final = """\
-exit codes: 0 done, 2 usage or configuration, 5 address in use, 70 no engine responds, or internal
-error, 130 interrupted"""
 
 
 class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
     """flags, max_restarts: of a launched engine, see `EngineSupervisor`. hint: added to its refusal
     of flags, or ''. endpoints, curve_dir: of engines to join; without endpoints one is launched.
     tokenizer: a folder; None: the engine's. notices: what was done with other engines' flags.
+    found: what is joined although no flag names it.
     """
 
     flags: tuple[str, ...]
@@ -48,6 +51,7 @@ class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str | None
     start_timeout_s: float
     notices: tuple[str, ...] = ()
+    found: Running | None = None
 
 
 def engine_command_parser(
@@ -59,7 +63,7 @@ def engine_command_parser(
     """
     parser = FlagParser(
         prog,
-        f"{description} An engine is launched, and ends with the command; flags that are not "
+        f"{description} An engine that is launched ends with the command; flags that are not "
         "listed here are passed to it, see `nanocore-engine --help`.",
         usage=f"{prog} {usage} [flags] [flags of nanocore-engine]",
         epilog=epilog,
@@ -147,14 +151,54 @@ def parse_with_model(
     return given, given.model if named is None else named, others
 
 
+def check_url_alone(
+    parser: FlagParser,
+    given: argparse.Namespace,
+    model: str | None,
+    others: list[str],
+    hint: str = "",
+) -> None:
+    """Raise ConfigError if flags of an engine, or unknown ones, stand beside --url."""
+    names = [name for name in _ENGINE_FLAGS if getattr(given, name) not in (None, [])]
+    flags = [f"--{name.replace('_', '-')}" for name in names]
+    if others and (near := parser.near_match(others[0])):
+        raise ConfigError(f"unknown: {others[0]}; did you mean {near}?")
+    for wrong in (*(() if model is None else (model,)), *flags, *others):
+        raise ConfigError(
+            f"--url connects to a running server with its own models: leave {wrong} out{hint}"
+        )
+
+
+def find_engine(
+    given: argparse.Namespace, model: str | None, others: list[str], by_name: bool = False
+) -> Running | None:
+    """Return the running engine to join if the flags name neither a model nor an engine.
+
+    by_name: a model's id may be named, too; an engine that serves it is joined.
+
+    Raises:
+        ConfigError: several run.
+    """
+    flags = given.endpoint, given.curve_dir, given.max_restarts, *others
+    if any(flag not in (None, []) for flag in flags):
+        return None
+    if model is None:
+        return find_one()
+    if by_name and not os.path.exists(model):  # a path may be another file than the engine's
+        return find_one(model)
+    return None
+
+
 def choose_engine(
     parser: FlagParser,
     given: argparse.Namespace,
     model: str | None,
     others: list[str],
     model_is_first: bool = True,
+    found: Running | None = None,
 ) -> EngineChoice:
-    """others: flags that are not the command's. model_is_first: MODEL precedes the flags.
+    """others: flags that are not the command's. model_is_first: MODEL precedes the flags. found: by
+    `find_engine`.
 
     Raises:
         ConfigError: the flags contradict each other.
@@ -170,15 +214,17 @@ def choose_engine(
         raise ConfigError("--max-restarts is for a launched engine, not for --endpoint")
     if not joined and given.curve_dir is not None:
         raise ConfigError(f"--curve-dir {given.curve_dir}: keys are for --endpoint tcp://HOST:PORT")
+    endpoints = given.endpoint if found is None else found.endpoints
     return EngineChoice(
         flags=(*(() if model is None else (f"--model={model}",)), *others),
         hint=hint,
         max_restarts=MAX_RESTARTS if given.max_restarts is None else given.max_restarts,
-        endpoints=tuple(given.endpoint),
-        curve_dir=given.curve_dir,
-        tokenizer=given.tokenizer,
+        endpoints=tuple(endpoints),
+        curve_dir=given.curve_dir if found is None else found.curve_dir,
+        tokenizer=given.tokenizer or (None if found is None else found.tokenizer),
         notices=parser.notices,
-        start_timeout_s=given.start_timeout or (JOIN_TIMEOUT_S if joined else LAUNCH_TIMEOUT_S),
+        start_timeout_s=given.start_timeout or (JOIN_TIMEOUT_S if endpoints else LAUNCH_TIMEOUT_S),
+        found=found,
     )
 
 
@@ -228,24 +274,4 @@ def engine_client(
         resume_timeout_s=choice.start_timeout_s,
         new_supervisor=new_supervisor
         or (lambda: EngineSupervisor(choice.flags, choice.max_restarts)),
-    )
-
-
-def reader_parser(prog: str, description: str) -> FlagParser:
-    """Return the parser of a command that only observes a running engine."""
-    parser = FlagParser(prog, description, epilog=_READER_EXIT_CODES)
-    parser.add_argument("--endpoint", metavar="ENDPOINT",
-        help="the engine's, ipc:// or tcp:// (default: this user's default endpoint)")  # fmt: skip
-    parser.add_argument("--curve-dir", metavar="DIR", help="keys of nanocore-keygen, for tcp://")
-    parser.add_argument("--timeout", type=seconds, default=JOIN_TIMEOUT_S, metavar="S",
-        help="seconds to connect (default: %(default)g)")  # fmt: skip
-    return parser
-
-
-def join(given: argparse.Namespace) -> AsyncEngineClient:
-    """Return a client, not connected yet, of the engine that a `reader_parser`'s flags name."""
-    from nanocore.client import AsyncEngineClient
-
-    return AsyncEngineClient.connect(
-        given.endpoint, timeout_s=given.timeout, curve_dir=given.curve_dir
     )

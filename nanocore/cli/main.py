@@ -17,11 +17,12 @@ Subcommands = Mapping[str, tuple[str, str]]
 _SUBCOMMANDS: Final[Subcommands] = {
     "serve": ("nanocore.cli.serve.command:run", "serve a model over HTTP"),
     "chat": ("nanocore.cli.chat.command:run", "chat with a model in the terminal"),
-    "top": ("nanocore.cli.top.command:run", "show an engine's live load"),
-    "metrics": (
-        "nanocore.cli.metrics:run",
-        "print an engine's metrics, or serve them to Prometheus",
-    ),
+    "run": ("nanocore.cli.chat.command:run_model", "the same, or ask: run MODEL [QUESTION]"),
+    "ps": ("nanocore.cli.inventory:run_ps", "list running engines and servers"),
+    "list": ("nanocore.cli.inventory:run_list", "list models in the Hugging Face hub's cache"),
+    "pull": ("nanocore.cli.inventory:run_pull", "download a model from the Hugging Face hub"),
+    "top": ("nanocore.cli.top.command:run", "show the live load of an engine or a server"),
+    "metrics": ("nanocore.cli.metrics:run", "print metrics, or serve them to Prometheus"),
     "bench": ("nanocore.cli.main:run_bench", "measure an engine or a server"),
     "batch": ("nanocore.cli.batch.command:run", "run requests from a file"),
     "trace": ("nanocore.cli.trace:run", "summarize a step trace, or draw it for Perfetto"),

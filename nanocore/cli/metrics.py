@@ -1,4 +1,4 @@
-"""`nanocore metrics`: an engine's metrics in Prometheus' format, printed or served to scrapers."""
+"""`nanocore metrics`: metrics in Prometheus' format, printed or served to scrapers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from nanocore.cli.command import require, run_command
-from nanocore.cli.engine_choice import join, reader_parser
 from nanocore.cli.interrupts import Interrupts
-from nanocore.client import AsyncEngineClient
+from nanocore.cli.reader import MetricsSource, observed, reader_parser
 from nanocore.protocol.errors import AddressInUseError, ConfigError, NanocoreError
 from nanocore.protocol.metrics import Metric, MetricSample
 from nanocore.system.flags import DEFAULT_NAMESPACE, FlagParser, metrics_namespace, port
@@ -36,7 +35,8 @@ def _run(arguments: list[str]) -> int:
 
 def metrics_parser() -> FlagParser:
     parser = reader_parser(
-        "nanocore metrics", "Print an engine's metrics in Prometheus' text format, or serve them."
+        "nanocore metrics",
+        "Print metrics of an engine or a server in Prometheus' text format, or serve them.",
     )
     add = parser.add_argument
     add("--metrics-port", type=port, metavar="PORT",
@@ -53,9 +53,9 @@ def metrics_parser() -> FlagParser:
 async def _print(given: argparse.Namespace) -> None:
     from nanocore.http.exposition import exposition
 
-    async with join(given) as client:
-        name = given.served_model_name or client.model_card.model
-        text = exposition(await client.metrics(), name, given.metrics_namespace)
+    async with observed(given) as engine:
+        name = given.served_model_name or engine.model()
+        text = exposition(await engine.source.metrics(), name, given.metrics_namespace)
     sys.stdout.buffer.write(harmless(text.decode()).encode())
 
 
@@ -66,12 +66,12 @@ async def _serve(given: argparse.Namespace) -> None:
     from nanocore.http.exposition import PrometheusCollector
 
     loop = asyncio.get_running_loop()
-    async with join(given) as client:
-        name = given.served_model_name or client.model_card.model
+    async with observed(given) as engine:
+        name = given.served_model_name or engine.model()
 
         def read() -> Iterable[Metric]:
             # Runs in the thread of the HTTP server.
-            return asyncio.run_coroutine_threadsafe(read_metrics(client), loop).result()
+            return asyncio.run_coroutine_threadsafe(read_metrics(engine.source), loop).result()
 
         registry = CollectorRegistry()
         registry.register(PrometheusCollector(read, name, given.metrics_namespace))
@@ -93,11 +93,11 @@ async def _serve(given: argparse.Namespace) -> None:
             await asyncio.to_thread(thread.join)
 
 
-async def read_metrics(client: AsyncEngineClient) -> list[Metric]:
+async def read_metrics(source: MetricsSource) -> list[Metric]:
     """Return the engine's metrics, and `engine_up`."""
     try:
         async with asyncio.timeout(_READ_TIMEOUT_S):
-            metrics = await client.metrics()
+            metrics = await source.metrics()
     except (NanocoreError, TimeoutError):
         metrics = []
     up = [MetricSample(float(bool(metrics)))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,19 @@ def add_response_flags(group: argparse._ArgumentGroup) -> None:
         add(f"--{kind}-parser", default="auto", metavar="NAME",
             help=f"format of {what} in the model's output: one of vLLM's names, or none "
             "(default: auto, detected from the chat template)")  # fmt: skip
+    add_chat_template_flag(group)
     add("--default-chat-template-kwargs", type=json_object, default={}, metavar="JSON",
         help="arguments of the chat template, unless a request sets them")  # fmt: skip
     add("--allowed-chat-template-kwargs", nargs="+", action="extend", default=[], metavar="NAME",
         help="further arguments of the chat template that requests may set")  # fmt: skip
+
+
+def add_chat_template_flag(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE|NAME",
+        help="chat template: a file, the text, or the built-in chatml (default: the model's)",
+    )
 
 
 def response_settings(given: argparse.Namespace) -> dict[str, Any]:
@@ -56,7 +66,42 @@ def response_settings(given: argparse.Namespace) -> dict[str, Any]:
         "reasoning_parser": _parser_name(given.reasoning_parser),
         "default_chat_template_kwargs": given.default_chat_template_kwargs,
         "allowed_template_kwargs": tuple(given.allowed_chat_template_kwargs),
+        "chat_template": read_chat_template(given.chat_template),
     }
+
+
+def read_chat_template(given: str | None) -> str | None:
+    """Return the value of `ChatOptions.chat_template` for the flag's.
+
+    Raises:
+        ConfigError: the file cannot be read, or its template cannot render a question.
+    """
+    from nanocore.client.chat.template import BUILT_IN_TEMPLATES, MAX_TEMPLATE_CHARS, ChatTemplate
+    from nanocore.client.tokenizer_files import STANDARD_NAMES
+
+    if given is None or given in BUILT_IN_TEMPLATES:
+        return given
+    text, flag = given, "--chat-template"
+    if "{" not in given:
+        flag = f"{flag} {given}"
+        try:
+            with open(given, encoding="utf-8") as file:
+                text = file.read(MAX_TEMPLATE_CHARS + 1)
+        except FileNotFoundError:
+            names = ", ".join(BUILT_IN_TEMPLATES)
+            raise ConfigError(f"{flag}: no such file, and no built-in template: {names}") from None
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise ConfigError(f"{flag} cannot be read: {reason}") from None
+    if "{" not in text:
+        raise ConfigError(f"{flag} has no chat template: one contains {{{{ }}}} or {{% %}}")
+    tokens = {name: f"<{name}>" for name in STANDARD_NAMES}
+    try:
+        with closing(ChatTemplate(text, tokens, flag)) as template:
+            template.render([{"role": "user", "content": "Hello"}])
+    except InvalidRequestError as error:
+        raise ConfigError(str(error)) from None
+    return text
 
 
 def _parser_name(text: str) -> str | None:

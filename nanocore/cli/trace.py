@@ -13,6 +13,7 @@ import msgspec
 from nanocore.cli.command import run_command
 from nanocore.protocol.errors import ConfigError, counted
 from nanocore.system.flags import FlagParser
+from nanocore.system.running import all_running
 from nanocore.system.standard_streams import harmless
 from nanocore.tracing.explanation import explain
 from nanocore.tracing.perfetto import PerfettoWriter
@@ -21,6 +22,11 @@ from nanocore.tracing.summary import RunSummary, RunTotals, summarize
 from nanocore.tracing.texts import explanation_text, summary_text
 from nanocore.tracing.timeline import RunTimeline
 
+_USUAL_FILE: Final = "steps.jsonl"
+_FILE_HELP: Final = (
+    "trace of nanocore-engine --step-trace, even while it is being written (default: that of the "
+    f"running engine, else {_USUAL_FILE})"
+)
 _EXIT_CODES: Final = (
     "exit codes: 0 done, 2 usage, or the file or request cannot be read, 130 interrupted"
 )
@@ -56,7 +62,7 @@ def trace_parser() -> FlagParser:
         "Summarize a step trace, as nanocore-engine --step-trace writes it.",
         epilog=_EXIT_CODES,
     )
-    parser.add_argument("file", metavar="FILE", help="the trace, even while it is being written")
+    parser.add_argument("file", metavar="FILE", nargs="?", help=_FILE_HELP)
     parser.add_argument(
         "--perfetto", metavar="OUT", help="write Chrome trace events, for ui.perfetto.dev"
     )
@@ -72,8 +78,7 @@ def explain_parser() -> FlagParser:
         epilog=_EXIT_CODES,
     )
     parser.add_argument("request", metavar="REQUEST", help="id that the client gave it")
-    parser.add_argument("file", metavar="FILE", nargs="?", default="steps.jsonl",
-        help="trace of nanocore-engine --step-trace (default: %(default)s)")  # fmt: skip
+    parser.add_argument("file", metavar="FILE", nargs="?", help=_FILE_HELP)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -116,7 +121,7 @@ def read_trace(path: str, perfetto: str | None = None) -> TraceSummary:
 
 def _trace(arguments: list[str]) -> None:
     given = trace_parser().parse_args(arguments)
-    summary = read_trace(given.file, given.perfetto)
+    summary = read_trace(given.file or _default_file(), given.perfetto)
     if given.json:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
         return
@@ -130,11 +135,28 @@ def _trace(arguments: list[str]) -> None:
 
 def _explain(arguments: list[str]) -> None:
     given = explain_parser().parse_args(arguments)
-    explanation = explain(given.file, given.request)
+    explanation = explain(given.file or _default_file(), given.request)
     if given.json:
         sys.stdout.write(msgspec.json.encode(explanation).decode() + "\n")
     else:
         print(harmless(explanation_text(explanation)))
+
+
+def _default_file() -> str:
+    """Return the trace that an engine of this user is writing, else one here by its usual name.
+
+    Raises:
+        ConfigError: several engines write one, or none does.
+    """
+    paths = [one.step_trace for one in all_running() if one.step_trace is not None]
+    if len(paths) > 1:
+        raise ConfigError(f"{len(paths)} engines write traces; name one: {', '.join(paths)}")
+    if not paths and not os.path.exists(_USUAL_FILE):
+        raise ConfigError(
+            f"no engine of this user writes a trace, and there is no {_USUAL_FILE} here: name the "
+            "FILE, or start an engine with --step-trace FILE"
+        )
+    return paths[0] if paths else _USUAL_FILE
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 from codecs import BOM_UTF8
 from collections.abc import Container, Mapping, Sequence
 from functools import cached_property
@@ -19,12 +20,15 @@ import tokenizers
 
 from nanocore.client.chat.chat_messages import LONG_CHARS
 from nanocore.client.chat.chat_messages import ChatMessage as ChatMessage
-from nanocore.client.chat.special_token_guard import SpecialTokenGuard
-from nanocore.client.chat.template import ChatTemplate, TemplateOptions
-from nanocore.client.chat.template_dialect import TemplateDialect
+from nanocore.client.chat.template import (
+    BUILT_IN_TEMPLATES,
+    ChatTemplate,
+    ChatTemplates,
+    TemplateOptions,
+)
 from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
 from nanocore.client.tokenizer_files import VOCABULARY_FILES, SpecialTokens, make_tokenizer_json
-from nanocore.protocol.errors import ContextLengthError, InvalidRequestError
+from nanocore.protocol.errors import ContextLengthError, InvalidRequestError, quoted
 from nanocore.protocol.messages import ModelFileName
 
 logger = logging.getLogger(__name__)
@@ -33,6 +37,8 @@ MAX_QUICK_CHARS: Final = 1 << 12
 """Longer texts are tokenized in a thread: one of 16384 characters takes up to 15 ms."""
 MAX_QUICK_TOKENS: Final = 1 << 12
 """Limit of tokens decoded while holding the interpreter's lock: up to 4 ms."""
+_MAX_OTHER_TEMPLATES: Final = 4
+"""Templates of callers whose processes are kept."""
 TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -104,12 +110,10 @@ class Tokenizer:
         except (TypeError, ValueError, AttributeError) as error:
             raise InvalidRequestError(f"the special tokens of {source}: {error}") from None
         self.named_tokens: Mapping[str, str] = special_tokens.texts
-        templates = _template_texts(files, config, source)
-        self._guard = SpecialTokenGuard(self.backend, "\0".join(templates.values()))
-        self._templates = {
-            name: ChatTemplate(text, special_tokens.texts, source, self._guard)
-            for name, text in templates.items()
-        }
+        texts = _template_texts(files, config, source)
+        self._templates = ChatTemplates(texts, self.named_tokens, source, self.backend)
+        self._other_templates: dict[str, ChatTemplates] = {}  # the one used last is the last
+        self._lock = threading.Lock()
 
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
@@ -257,24 +261,41 @@ class Tokenizer:
             self._token_texts[skip_special_tokens] = texts
         return self._token_texts[skip_special_tokens]
 
-    @property
-    def chat_template_text(self) -> str | None:
-        """The chat template's source, the one for tools if there are two; None if there is none."""
-        template = self._templates.get("tool_use") or self._templates.get("default")
-        return None if template is None else template.text
+    def templates(self, chat_template: str | None = None) -> ChatTemplates:
+        """Return the model's chat templates, or the one of this text or built-in name. Thread-safe.
 
-    @cached_property
-    def template_dialect(self) -> TemplateDialect:
-        """Dialect of the chat template, detected when a conversation needs it."""
-        template = self._template(has_tools=True)
-        return TemplateDialect(
-            lambda messages, **more: "".join(template.render(messages, **more)), template.text
-        )
+        Raises:
+            InvalidRequestError: it is neither, or too long.
+        """
+        if chat_template is None:
+            return self._templates
+        others = self._other_templates
+        with self._lock:
+            templates = others.pop(chat_template, None) or self._new_templates(chat_template)
+            others[chat_template] = templates
+            if len(others) > _MAX_OTHER_TEMPLATES:
+                del others[next(iter(others))]
+        return templates
+
+    def _new_templates(self, chat_template: str) -> ChatTemplates:
+        text, tokens = chat_template, self.named_tokens
+        if text in BUILT_IN_TEMPLATES:
+            text = BUILT_IN_TEMPLATES[chat_template]
+            prefix = self.encode("x")[: self.num_added_tokens[0]]
+            tokens = {"bos_token": self.decode(prefix, skip_special_tokens=False)}
+        elif "{" not in text:
+            raise InvalidRequestError(
+                f"chat_template={quoted(text)}: a template in jinja2's language, or "
+                f"{', '.join(BUILT_IN_TEMPLATES)}",
+                "chat_template",
+            )
+        source = "the option chat_template"
+        return ChatTemplates({"default": text}, tokens, source, self.backend)
 
     def close(self) -> None:
         """End the processes of the chat templates; rendering again starts new ones."""
-        for template in self._templates.values():
-            template.close()
+        for templates in (self._templates, *self._other_templates.values()):
+            templates.close()
 
     @cached_property
     def special_texts(self) -> frozenset[str]:
@@ -286,13 +307,15 @@ class Tokenizer:
         self,
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool | None = None,
+        chat_template: str | None = None,
         **options: Unpack[TemplateOptions],
     ) -> str:
-        """Render the prompt of a conversation with the model's chat template.
+        """Render the prompt of a conversation with a chat template.
 
         Args:
             add_generation_prompt: open the assistant's turn; None means yes, unless the last
                 message is continued.
+            chat_template: replaces the model's; see `templates`.
             options: see `TemplateOptions`.
 
         Raises:
@@ -300,14 +323,15 @@ class Tokenizer:
                 limit.
             RenderProcessError: the template's process does not start.
         """
-        parts = self._render_parts(messages, add_generation_prompt, options)
-        return "".join(parts)
+        template = self._template(chat_template, options)
+        return "".join(template.render(messages, add_generation_prompt, **options))
 
     def encode_chat(
         self,
         messages: Sequence[ChatMessage],
         add_generation_prompt: bool | None = None,
         max_tokens: float = math.inf,
+        chat_template: str | None = None,
         **options: Unpack[TemplateOptions],
     ) -> list[int]:
         """Return token ids of a conversation, ready for the model's response.
@@ -319,33 +343,18 @@ class Tokenizer:
             InvalidRequestError, ContextLengthError, RenderProcessError: as render_chat and
                 `encode`.
         """
-        parts = self._render_parts(messages, add_generation_prompt, options)
-        ids = self._guard.encode(
+        template = self._template(chat_template, options)
+        parts = template.render(messages, add_generation_prompt, **options)
+        ids = self.templates(chat_template).guard.encode(
             parts, lambda text: self.encode(text, False, max_tokens), 2 * max_tokens
         )
         if len(ids) > 2 * max_tokens:
             raise _far_too_long(len(ids), max_tokens)
         return ids
 
-    def _render_parts(
-        self,
-        messages: Sequence[ChatMessage],
-        add_generation_prompt: bool | None,
-        options: TemplateOptions,
-    ) -> list[str]:
-        template = self._template(has_tools=options.get("tools") is not None)
-        return template.render(messages, add_generation_prompt, **options)
-
-    def _template(self, has_tools: bool) -> ChatTemplate:
-        template = self._templates.get("default")
-        if has_tools:
-            template = self._templates.get("tool_use", template)
-        if template is None:
-            raise InvalidRequestError(
-                f"{self._source} has no chat template (or has several, and none of them is named "
-                "default): send a prompt instead, by generate() or to /v1/completions"
-            )
-        return template
+    def _template(self, chat_template: str | None, options: TemplateOptions) -> ChatTemplate:
+        has_tools = options.get("tools") is not None
+        return self.templates(chat_template).template(has_tools)
 
 
 def _far_too_long(num_tokens: int, max_tokens: float) -> ContextLengthError:

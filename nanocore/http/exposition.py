@@ -1,10 +1,10 @@
-"""The engine's metrics in Prometheus' text format."""
+"""The engine's metrics in Prometheus' text format: written, and read again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
-from typing import Final
+from itertools import accumulate, pairwise
+from typing import Final, cast, get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -13,13 +13,16 @@ from prometheus_client.core import (
     HistogramMetricFamily,
 )
 from prometheus_client.core import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
-from nanocore.protocol.metrics import Metric, MetricSample
+from nanocore.protocol.metrics import Metric, MetricSample, MetricType
 
 CONTENT_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 NAMESPACE: Final = "nanocore"
+_OWN_LABELS: Final = ("model_name", "engine")
 NOT_NAMING: Final = {"cache_config_info": ("model_name",), "admission_rejections": ("engine",)}
 """Labels that these metrics do not have, as in vLLM."""
 
@@ -74,3 +77,39 @@ def _buckets(metric: Metric, sample: MetricSample) -> list[tuple[str, float]]:
     # Prometheus counts observations up to each bound, the engine those in each bucket.
     bounds = [*map(floatToGoString, metric.bounds), "+Inf"]
     return list(zip(bounds, accumulate(sample.counts, initial=None), strict=True))
+
+
+def read_exposition(text: str) -> tuple[list[Metric], str]:
+    """Return the metrics of a text, as the engine reported them, and the model's name.
+
+    Raises:
+        ValueError: it is not in Prometheus' format.
+    """
+    metrics, model = [], ""
+    for family in text_string_to_metric_families(text):
+        _, separator, name = family.name.partition(":")
+        if not separator or family.type not in get_args(MetricType):
+            continue  # of the process itself
+        series: dict[tuple[tuple[str, str], ...], list[Sample]] = {}
+        for sample in family.samples:
+            model = sample.labels.get("model_name", model)
+            labels = tuple(
+                label for label in sample.labels.items() if label[0] not in ("le", *_OWN_LABELS)
+            )
+            series.setdefault(labels, []).append(sample)
+        bounds = [
+            float(sample.labels["le"])
+            for sample in next(iter(series.values()), [])
+            if "le" in sample.labels
+        ]
+        samples = [_series(family.name, [*labels], found) for labels, found in series.items()]
+        kind = cast("MetricType", family.type)
+        metrics.append(Metric(name, kind, family.documentation, samples, bounds[:-1]))
+    return metrics, model
+
+
+def _series(name: str, labels: list[tuple[str, str]], samples: list[Sample]) -> MetricSample:
+    totals = [int(sample.value) for sample in samples if "le" in sample.labels]
+    names = name, f"{name}_total", f"{name}_sum"
+    value = sum(sample.value for sample in samples if sample.name in names)
+    return MetricSample(value, labels, [b - a for a, b in pairwise([0, *totals])])

@@ -88,6 +88,8 @@ ROUTES: Final[tuple[Route, ...]] = (
         body=tokenize.DetokenizeRequest, response={"prompt": str}, is_work=True),
     Route("GET", "/tokenizer_info", tokenize.tokenizer_info, "The model's tokenizer_config.json.",
         errors=(404,)),
+    Route("GET", "/tokenizer.json", tokenize.tokenizer_file,
+        "The model's tokenizer, in the format of the tokenizers library.", errors=(400,)),
     Route("POST", "/v1/responses", response_request.serve,
         "OpenAI's responses, with vLLM's additional sampling fields.",
         body=response_request.ResponsesRequest, response=_RESPONSE, is_stream=True, is_work=True,

@@ -21,14 +21,14 @@ class AppSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     served_model_names: names by which clients may ask for the model; the first one is in responses;
     empty: the engine's name. api_keys: accepted keys; empty: none is needed. tool_parser,
-    reasoning_parser, default_chat_template_kwargs: see `ChatOptions`. allowed_template_kwargs:
-    template variables that requests may set in addition to the usual ones. keep_alive_s: seconds of
-    silence before a stream sends a keep-alive comment. stored_responses_bytes: limit for the stored
-    responses of /v1/responses; 0: none are stored. allowed_origins: origins of web pages that may
-    call from other hosts. allowed_hosts: Host names accepted when there are no keys, in addition to
-    localhost and addresses; None: any (a Unix socket, which browsers cannot reach).
-    otlp_traces_endpoint: URL to which request spans are sent; None: none are. metrics_namespace:
-    prefix of metric names.
+    reasoning_parser, default_chat_template_kwargs, chat_template: see `ChatOptions`.
+    allowed_template_kwargs: template variables that requests may set in addition to the usual ones.
+    keep_alive_s: seconds of silence before a stream sends a keep-alive comment.
+    stored_responses_bytes: limit for the stored responses of /v1/responses; 0: none are stored.
+    allowed_origins: origins of web pages that may call from other hosts. allowed_hosts: Host names
+    accepted when there are no keys, in addition to localhost and addresses; None: any (a Unix
+    socket, which browsers cannot reach). otlp_traces_endpoint: URL to which request spans are sent;
+    None: none are. metrics_namespace: prefix of metric names.
     """
 
     served_model_names: tuple[str, ...] = ()
@@ -38,6 +38,7 @@ class AppSettings(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None = "auto"
     default_chat_template_kwargs: Mapping[str, Any] = {}
     allowed_template_kwargs: tuple[str, ...] = ()
+    chat_template: str | None = None
     keep_alive_s: float = KEEP_ALIVE_S
     stored_responses_bytes: int = STORED_RESPONSES_BYTES
     allowed_origins: tuple[str, ...] = ()

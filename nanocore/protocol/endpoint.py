@@ -47,11 +47,15 @@ class TcpAddress:
         return ipaddress.ip_address(self.host).is_unspecified
 
 
+def runtime_directory() -> Path:
+    """Return the directory of the user's endpoints, which may not exist yet."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return Path(runtime) / "nanocore" if runtime else Path(f"/tmp/nanocore-{os.getuid()}")
+
+
 def default_endpoint(name: str = "default") -> str:
     """Return the ipc endpoint of the user's engine called `name`."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime) / "nanocore" if runtime else Path(f"/tmp/nanocore-{os.getuid()}")
-    return f"{IPC}{base / name / 'engine.sock'}"
+    return f"{IPC}{runtime_directory() / name / 'engine.sock'}"
 
 
 def listen_address(endpoint: str) -> IpcAddress | TcpAddress:

@@ -122,6 +122,12 @@ def api_url(text: str) -> str:
     return text.rstrip("/") if parts.path.strip("/") else f"{text.rstrip('/')}/v1"
 
 
+def server_url(text: str) -> str:
+    """Return the URL of a server, without the /v1 of its API."""
+    http_url(text, "http://HOST:8000", has_query=False)
+    return text.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def http_url(text: str, example: str, has_query: bool = True) -> SplitResult:
     """Return the parts of a URL. has_query: whether a query or a fragment is allowed."""
     try:

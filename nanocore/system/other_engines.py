@@ -61,6 +61,7 @@ OTHER_NAMES: Final = {
     "--timeout": "--send-timeout",
     "--threads-http": "--http-workers",
     "--sse-ping-interval": "--comment-interval",
+    "--chat-template-file": "--chat-template",
     "--chat-template-kwargs": "--default-chat-template-kwargs",
     "--reasoning-format": "--reasoning-parser",
     "-s": "--seed",

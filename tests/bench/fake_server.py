@@ -18,7 +18,7 @@ Script = Callable[[dict[str, Any]], "tuple[int, Sequence[bytes]]"]
 class FakeServer:
     """requests: (path, headers, body) of each that came. models_status: of /v1/models.
 
-    location: where all requests are redirected to, if it is set.
+    location: where all requests are redirected to, if it is set. model: more fields of the model.
     """
 
     url: str
@@ -26,6 +26,7 @@ class FakeServer:
     requests: list[tuple[str, dict[str, str], dict[str, Any]]] = field(default_factory=list)
     models_status: int = 200
     location: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
 
 
 def event(value: object) -> bytes:
@@ -59,7 +60,8 @@ def serving(script: Script) -> Iterator[FakeServer]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer(server.models_status, [b'{"data": [{"id": "fake", "root": "a/fake"}]}'])
+            models = {"data": [{"id": "fake", "root": "a/fake", **server.model}]}
+            self._answer(server.models_status, [json.dumps(models).encode()])
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))

@@ -203,6 +203,16 @@ def test_the_tokenizer_may_be_that_of_an_engine(demo_endpoint: str) -> None:
     assert found.model_id == "a/fake"
 
 
+def test_the_tokenizer_may_be_in_a_gguf_file() -> None:
+    path = "tests/fixtures/checkpoints/qwen3-q8_0.gguf"
+    with serving(lambda body: (200, [])) as server:
+        found = found_target(destination(server, tokenizer=path))
+        with pytest.raises(ConfigError, match=r"--tokenizer none\.gguf: none\.gguf is missing"):
+            found_target(destination(server, tokenizer="none.gguf"))
+    assert found.tokenizer_id == path
+    assert found.source.tokenizer is not None
+
+
 def test_what_cannot_be_opened_is_said() -> None:
     with serving(lambda body: (200, [])) as server:
         with pytest.raises(ConfigError, match="/v1/x does not fit --backend openai"):
@@ -212,7 +222,9 @@ def test_what_cannot_be_opened_is_said() -> None:
         with pytest.raises(ConfigError, match="--tokenizer /nowhere"):
             found_target(destination(server, tokenizer="/nowhere"))
         server.models_status = 401
-        with pytest.raises(EngineDeadError, match="/v1/models: HTTP 401"):
+        with pytest.raises(
+            EngineDeadError, match=r"/v1/models: HTTP 401 \(set the key in OPENAI_API_KEY\)"
+        ):
             found_target(destination(server))
     with pytest.raises(EngineDeadError, match="/v1/models: ClientConnectorError"):
         found_target(destination(server))

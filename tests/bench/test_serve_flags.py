@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from nanocore.bench.load import Ramp, Traffic
 from nanocore.bench.serve_flags import parse
 from nanocore.protocol.errors import ConfigError
+from nanocore.system.running import Running, registered
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +38,33 @@ def test_an_engines_endpoint_means_its_wire() -> None:
     assert parse(["--engine-endpoint", "ipc:///x"]).destination.backend == "nanocore"
     both = parse(["--engine-endpoint", "ipc:///x", "--backend", "openai-chat"]).destination
     assert (both.backend, both.path) == ("openai-chat", "/v1/chat/completions")
+
+
+@pytest.mark.parametrize(
+    ("address", "flags", "found"),
+    [
+        ("ipc:///e", "", ("nanocore", "ipc:///e", "http://127.0.0.1:8000")),
+        ("ipc:///e", "--backend openai", ("openai", None, "http://127.0.0.1:8000")),
+        ("ipc:///e", "--served-model-name x", ("openai", None, "http://127.0.0.1:8000")),
+        ("unix:/run/sock", "", ("nanocore", "ipc:///e", "http://127.0.0.1:8000")),
+        ("http://h:1", "", ("openai", None, "http://h:1")),
+        ("http://h:1", "--backend openai-chat", ("openai-chat", None, "http://h:1")),
+        ("http://h:1", "--backend nanocore", ("nanocore", "ipc:///e", "http://127.0.0.1:8000")),
+        ("http://h:1", "--port 9", ("openai", None, "http://127.0.0.1:9")),
+    ],
+)
+def test_without_an_address_it_is_what_runs(
+    address: str,
+    flags: str,
+    found: tuple[str, str | None, str],
+    short_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    kind: Literal["engine", "server"] = "engine" if address.startswith("ipc") else "server"
+    with registered(Running(kind=kind, pid=1, address=address, model="m", endpoints=("ipc:///e",))):
+        where = parse(flags.split()).destination
+    assert (where.backend, where.engine_endpoint, where.base_url) == found
 
 
 def test_headers_keys_and_urls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +161,7 @@ def test_ramps_goodput_and_sampling() -> None:
         ("--backend nanocore --endpoint /v1/completions", "--endpoint is for HTTP"),
         ("--backend nanocore --header a=b", "--header and --extra-body are for HTTP"),
         ("--curve-dir x", "--curve-dir x: keys are for"),
-        ("--base-url localhost:8000", "--base-url localhost:8000: write http://HOST:PORT"),
+        ("--base-url localhost:8000", "'localhost:8000' is not a URL such as http://"),
         ("--base-url http://h --port 3", "leave --host and --port out"),
     ],
 )

@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanocore.client import AsyncEngineClient, SamplingParams
+from nanocore.system.running import all_running
 from tests.cli.served import DEMO, exit_code
 from tests.end_to_end.forked import Engine, engine
 
@@ -54,6 +55,16 @@ def test_metrics_are_printed(running: Engine, capsys: pytest.CaptureFixture[str]
     assert found["vllm:time_to_first_token_seconds_count"] == 2
     assert found["vllm:inter_token_latency_seconds_count"] == 4
     assert 'vllm:steps_total{engine="0",kind="decode",model_name="mine"} 4.0' in text
+
+
+def test_an_engine_without_a_server_is_found(
+    running: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code("metrics") == 0
+    assert values(capsys.readouterr().out)["nanocore:generation_tokens_total"] == 6
+    (one,) = all_running()
+    assert (one.kind, one.pid, one.address) == ("engine", running.process.pid, running.endpoint)
+    assert (one.model, one.launched_by) == (str(DEMO), None)
 
 
 def test_metrics_are_served_until_ctrl_c_also_while_the_engine_is_gone() -> None:

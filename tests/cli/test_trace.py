@@ -136,7 +136,7 @@ def test_of_several_requests_of_one_id_the_last_is_explained(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["trace"], "nanocore trace: the following arguments are required: FILE"),
+        (["trace"], "nanocore trace: no engine of this user writes a trace, and"),
         (["trace", "none.jsonl"], "nanocore trace: none.jsonl: No such file"),
         (["trace", "TRACE", "--draw"], "unrecognized arguments: --draw"),
         (["trace", "TRACE", "--perfetto", "TRACE"], "is the trace itself; name another file"),

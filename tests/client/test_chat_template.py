@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from nanocore.client.chat.template import MAX_TEMPLATE_CHARS, ChatTemplate
@@ -267,11 +268,56 @@ def test_a_very_long_template_is_refused_with_both_lengths(folder: Path) -> None
         _render(folder, "x" * (MAX_TEMPLATE_CHARS + 1))
 
 
-def test_a_model_without_a_template_has_a_remedy_in_python_and_over_http(folder: Path) -> None:
+def test_a_model_without_a_template_has_remedies(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     _write_config(folder)
-    with pytest.raises(InvalidRequestError, match=r"by generate\(\) or to /v1/completions"):
-        Tokenizer.from_folder(folder).render_chat(CONVERSATION)
+    tokenizer = Tokenizer.from_folder(folder)
+    remedies = r"--chat-template FILE \(or chatml\), or send a prompt, as to /v1/completions"
+    with pytest.raises(InvalidRequestError, match=remedies) as refused:
+        tokenizer.render_chat(CONVERSATION)
+    assert refused.value.param == "chat_template"
+    assert not tokenizer.templates().has_default
+    assert tokenizer.render_chat(CONVERSATION, chat_template="chatml") == CHATML
+
+
+CHATML = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi, {{ 7 * 7 }}!<|im_end|>\n"
+    "<|im_start|>assistant\n"
+)
+
+
+def test_a_given_template_replaces_the_models(tokenizer: Tokenizer) -> None:
+    given = "{% for m in messages %}({{ m.role }}){% endfor %}"
+    assert tokenizer.render_chat(CONVERSATION, chat_template=given) == "(system)(user)"
+    assert tokenizer.render_chat(CONVERSATION, chat_template="chatml") == CHATML
+    ids = tokenizer.encode_chat(CONVERSATION, chat_template=given)
+    assert ids == tokenizer.encode("(system)(user)", add_special_tokens=False)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert tokenizer.render_chat(CONVERSATION, chat_template=given, tools=tools) == "(system)(user)"
+    with pytest.raises(InvalidRequestError, match=r"'chatmI': a template .* or chatml"):
+        tokenizer.render_chat(CONVERSATION, chat_template="chatmI")
+
+
+def test_few_given_templates_keep_their_processes(tokenizer: Tokenizer) -> None:
+    first, *_, last = [f"{{{{ {number} }}}}" for number in range(6)]
+    before = tokenizer.templates(first), tokenizer.templates(last)
+    for number in range(2, 6):
+        tokenizer.render_chat(CONVERSATION, chat_template=f"{{{{ {number} }}}}")
+    assert tokenizer.templates(last) is before[1]
+    assert tokenizer.templates(first) is not before[0]
+
+
+def test_chatml_begins_with_what_the_tokenizer_puts_before_texts(folder: Path) -> None:
+    _write_config(folder, bos_token="<|end|>")
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.render_chat(CONVERSATION, chat_template="chatml") == CHATML
+    end = tokenizer.backend.token_to_id("<|end|>")
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.backend.post_processor = TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", end)]
+    )
+    assert tokenizer.render_chat(CONVERSATION, chat_template="chatml") == f"<|end|>{CHATML}"
+    assert tokenizer.encode_chat(CONVERSATION, chat_template="chatml")[0] == end
 
 
 TURNS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}"
@@ -364,4 +410,4 @@ def test_of_several_templates_the_one_for_tools_is_used_with_tools(folder: Path)
     for tools in (None, [], [{"type": "function", "function": {"name": "f"}}]):
         expected = reference.apply_chat_template([QUESTION], tools=tools, tokenize=False)
         assert tokenizer.render_chat([QUESTION], tools=tools) == expected
-    assert tokenizer.chat_template_text == "{{ tools | tojson }}"
+    assert tokenizer.templates().text == "{{ tools | tojson }}"

@@ -91,7 +91,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def tokenizer(folder: Path) -> Tokenizer:
     real = chat_template.ChatTemplate
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nanocore.client.tokenizer.ChatTemplate", partial(real, now=lambda: NOW))
+        patch.setattr("nanocore.client.chat.template.ChatTemplate", partial(real, now=lambda: NOW))
         return Tokenizer.from_folder(folder)
 
 

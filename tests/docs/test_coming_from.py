@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from nanocore.cli import main
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.sampling import SamplingParams
 from nanocore.system.other_engines import IGNORED, OTHER_NAMES
@@ -58,7 +59,8 @@ def test_each_row_names_flags_that_we_have_or_says_that_there_is_none(heading: s
         programs = [code for code in CODE.findall(here) if code.startswith("nanocore ")]
         assert here == "none" or FLAG.findall(here) or programs, theirs
         assert set(FLAG.findall(here)) <= ours, theirs
-        assert {" ".join(code.split()[:2]) for code in programs} <= commands().keys()
+        names = {*commands(), *(f"nanocore {name}" for name in main._SUBCOMMANDS)}
+        assert {" ".join(code.split()[:2]) for code in programs} <= names
 
 
 @pytest.mark.parametrize("heading", HEADINGS)

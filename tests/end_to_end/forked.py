@@ -145,7 +145,8 @@ def start(
 ) -> multiprocessing.process.BaseProcess:
     """Start a process that runs this with the flags; its log goes to the file or pipe `stderr`."""
     files = {2: stderr} if stdout is None else {1: stdout, 2: stderr}
-    process = _FORKS.Process(target=_run, args=(files, flags, run))
+    arguments = files, flags, run, os.environ["XDG_RUNTIME_DIR"]
+    process = _FORKS.Process(target=_run, args=arguments)
     process.start()
     return process
 
@@ -228,7 +229,10 @@ def _become(
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
-def _run(files: dict[int, Path], flags: tuple[str, ...], run: Callable[[list[str]], None]) -> None:
+def _run(
+    files: dict[int, Path], flags: tuple[str, ...], run: Callable[[list[str]], None], runtime: str
+) -> None:
+    os.environ["XDG_RUNTIME_DIR"] = runtime  # the test's of now, not that of the first fork
     for number, path in files.items():
         fd = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.dup2(fd, number)

@@ -141,6 +141,22 @@ def test_the_tokenizers_configuration_is_told(demo_endpoint: str) -> None:
     assert info["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
+def test_a_template_of_the_servers_replaces_the_models(demo_endpoint: str) -> None:
+    own = "{{ messages[-1].content }}!"
+    info = ask(demo_endpoint, "/tokenizer_info", chat_template=own).json()
+    assert info["chat_template"] == own
+    for fields, end in (({}, "1 + 2?!"), ({"chat_template": "chatml"}, "assistant\n")):
+        body = {"messages": QUESTION, **fields}
+        tokens = ask(demo_endpoint, "/tokenize", body, chat_template=own).json()["tokens"]
+        text = ask(demo_endpoint, "/detokenize", {"tokens": tokens}).json()["prompt"]
+        assert text.endswith(end)
+
+
+def test_what_the_model_recommends_is_listed(demo_endpoint: str) -> None:
+    (model,) = ask(demo_endpoint, "/v1/models").json()["data"]
+    assert model["default_sampling"] == {}  # the demo model's generation_config has only ids
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

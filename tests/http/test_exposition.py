@@ -10,7 +10,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanocore.engine_core.metrics.collector import EngineMetrics, IoCounts
-from nanocore.http.exposition import exposition
+from nanocore.http.exposition import exposition, read_exposition
 from nanocore.protocol.metrics import Metric, MetricSample
 from tests.fakes import make_request, make_scheduler
 
@@ -24,8 +24,8 @@ NOT_OURS = {
 }  # fmt: skip
 """Of what we have not: sleep, caches elsewhere, adapters, images, samples of blocks' lives."""
 CACHE = {
-    "block_size": "4", "num_gpu_blocks": "9", "enable_prefix_caching": "True",
-    "cache_dtype": "auto",
+    "block_size": "4", "cache_dtype": "auto", "enable_prefix_caching": "True",
+    "num_gpu_blocks": "9",
 }  # fmt: skip
 
 
@@ -42,6 +42,20 @@ def parsed(namespace: str) -> dict[str, Family]:
     text = exposition(metrics_of_an_engine(), "a-model", namespace).decode()
     families = text_string_to_metric_families(text)
     return {family.name.removeprefix(f"{namespace}:"): family for family in families}
+
+
+def test_what_is_exposed_can_be_read_again() -> None:
+    metrics = [metric for metric in metrics_of_an_engine() if metric.samples]
+    found, model = read_exposition(exposition(metrics, "a-model").decode())
+    assert model == "a-model"
+    assert found == metrics
+
+
+def test_metrics_of_others_are_left_out() -> None:
+    text = "# TYPE python_info gauge\npython_info 1\n# TYPE a:b summary\na:b_sum 1\n"
+    assert read_exposition(text) == ([], "")
+    with pytest.raises(ValueError, match="abc"):
+        read_exposition("a:b abc\n")
 
 
 def test_every_metric_of_vllm_that_we_have_is_there() -> None:

@@ -215,6 +215,9 @@ def test_errors_have_their_class_and_their_code(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         ask(client, messages="red")
     assert wrong.value.param == "messages"
+    with pytest.raises(openai.BadRequestError, match="--chat-template FILE") as template:
+        ask(client, extra_body={"chat_template": "{{ messages }}"})
+    assert template.value.param == "chat_template"
     with pytest.raises(openai.NotFoundError):
         client.images.generate(prompt="a bird", model=MODEL_NAME)
 
@@ -240,6 +243,7 @@ def test_unknown_fields_are_named_in_a_header(client: OpenAI) -> None:
         ({"structured_outputs": {"regex": "[0-9 +]+= 5[0-9]"}}, "123 + 456 = 57"),
         ({"structured_outputs": {"json": SUM}}, '{"sum":579}'),
         ({"chat_template_kwargs": {"enable_thinking": False}}, ANSWER),
+        ({"chat_template": "chatml"}, ANSWER),
         ({"cache_salt": "mine", "priority": 3}, ANSWER),
         ({"top_k": 1, "min_p": 0.1, "temperature": 1.0}, ANSWER),
         ({"stop_token_ids": [], "include_stop_str_in_output": True, "stop": " ="}, "123 + 456 ="),

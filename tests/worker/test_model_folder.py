@@ -38,18 +38,24 @@ except ModelFileError as error:
 
 
 def resolve_apart(home: Path, *arguments: str, hub: str = NOWHERE, **variables: str) -> str:
+    result = run_apart(home, ["-c", SCRIPT, *arguments], HF_ENDPOINT=hub, **variables)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def run_apart(
+    home: Path, arguments: list[str], **variables: str
+) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     for name in [name for name in kept if name.startswith(("HF_", "HUGGING", "XDG_"))]:
         del kept[name]
-    environment = kept | {"HF_HOME": str(home), "HF_ENDPOINT": hub} | variables
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        env=environment,
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=kept | {"HF_HOME": str(home), "HF_ENDPOINT": NOWHERE} | variables,
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
-    return result.stdout.strip()
 
 
 def cached_snapshot(home: Path, files: dict[str, str]) -> Path:
@@ -378,6 +384,37 @@ def test_a_gguf_model_that_is_cached_needs_no_hub(tmp_path: Path, hub: FakeHub) 
         f"ModelFileError --model org/name:Q4_K_M: there is no such file in the cache at {tmp_path}"
     )
     assert message.endswith("and the hub was not reached; choose from BF16")
+
+
+def test_pull_downloads_and_list_shows_what_can_be_served(tmp_path: Path, hub: FakeHub) -> None:
+    """Models of two files' sizes; an unknown architecture, other files and projectors are not."""
+    hub.files = GGUF | {"model.safetensors": bytes(500), "config.json": b"{}"}
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / COMMIT
+
+    def nanocore(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return run_apart(tmp_path, ["-m", "nanocore.cli", *arguments], HF_ENDPOINT=hub.endpoint)
+
+    assert nanocore("list").stdout.split() == ["MODEL", "SIZE", "LAST", "USED"]
+    for quantization in ("Q4_K_M", "BF16"):
+        pulled = nanocore("pull", f"org/name:{quantization}")
+        assert Path(pulled.stdout.strip()).parent in (snapshot, snapshot / "BF16")
+    assert nanocore("pull", "org/name").stdout == f"{snapshot}\n"
+    assert sizes(nanocore("list", "--json").stdout) == {"org/name:Q4_K_M": 4, "org/name:BF16": 11}
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert sizes(nanocore("list", "--json").stdout).keys() == {
+        "org/name", "org/name:Q4_K_M", "org/name:BF16",
+    }  # fmt: skip
+    refused = nanocore("pull", "org/name:Q2_K")
+    assert refused.returncode == 3
+    assert refused.stderr.endswith(
+        "org/name:Q2_K: there is no such file; choose from BF16, Q4_K_M, Q8_0, Q5_0\n"
+    )
+    assert "nothing is to be downloaded" in nanocore("pull", str(tmp_path)).stderr
+
+
+def sizes(text: str) -> dict[str, int]:
+    return {model["name"]: model["num_bytes"] for model in json.loads(text)}
 
 
 def test_a_gguf_model_beside_safetensors_is_taken_where_it_is_named() -> None:

@@ -14,7 +14,10 @@ from tools.reference.parsers import commands
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 FEATURES = FOLDER.parent / "features.md"
-_ABOUT = "All of this is generated from the code. The [other documents](../README.md) explain it."
+_ABOUT = (
+    "All of this is generated from the code. The [other documents](../README.md) explain it. Every "
+    "command has `--help` and `--version`."
+)
 _OTHERS = (
     ("Metrics", "metrics.md", "names, labels and buckets"),
     ("HTTP endpoints", "http.md", "bodies, responses and statuses"),
@@ -30,7 +33,7 @@ def pages() -> dict[str, str]:
     texts = {file_name(name): command_page(name, parser) for name, (parser, _) in found.items()}
     texts["metrics.md"] = metrics_page()
     texts["http.md"] = endpoints_page()
-    texts["errors.md"] = errors_page(found)
+    texts["errors.md"] = errors_page()
     lines = [item(f"[{name}]({file_name(name)}): {text}.") for name, (_, text) in found.items()]
     others = [item(f"[{title}]({file}): {text}.") for title, file, text in _OTHERS]
     parts = ("## Commands and their flags", "\n".join(lines), "## Others", "\n".join(others))

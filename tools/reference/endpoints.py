@@ -13,8 +13,12 @@ _SAMPLING = frozenset(SamplingFields.__struct_fields__)
 _ABOUT = (
     "The endpoints of [nanocore serve](nanocore-serve.md), as `GET /openapi.json` describes them, "
     "with all schemas. Errors have the body `OpenAIError`, or `AnthropicError` below "
-    "`/v1/messages`. [Serving over HTTP](../http.md) explains what clients may rely on."
+    "`/v1/messages`; those that need a key also have 401 and 403. [Serving over HTTP](../http.md) "
+    "explains what clients may rely on."
 )
+_OF_KEYS = "401", "403"
+_OF_WORK = ["400", "404", "408", "413", "415", "429", "500", "503"]
+"""What an endpoint can answer that reads a body and asks the engine, apart from keys' errors."""
 
 
 def endpoints_page() -> str:
@@ -55,8 +59,13 @@ def _endpoint(operation: dict[str, Any], schemas: dict[str, Any]) -> list[str]:
     if query:
         shown = ", ".join(f"`{one['name']}` ({_schema(one['schema'])})" for one in query)
         lines.append(item(f"Query: {shown}."))
-    statuses = [f"{status}{_body(answer)}" for status, answer in operation["responses"].items()]
-    lines.append(item(f"Status: {', '.join(statuses)}."))
+    answers = operation["responses"]
+    success = [f"200{_body(answers['200'])}"] if "200" in answers else []
+    errors = [status for status in answers if status not in ("200", *_OF_KEYS)]
+    if errors == _OF_WORK:
+        lines.append(item(f"Status: {success[0]}, and all errors."))
+    else:
+        lines.append(item(f"Status: {', '.join([*success, *errors])}."))
     return [*about, "\n".join(lines)]
 
 

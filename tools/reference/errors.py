@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 from typing import get_args
 from unittest.mock import patch
@@ -10,7 +9,6 @@ from unittest.mock import patch
 from nanocore.http import http_errors
 from nanocore.http.http_errors import http_error
 from nanocore.protocol.errors import ErrorCode, NanocoreError, StartError, exception_for
-from tools.reference.commands import exit_codes, file_name
 from tools.reference.markdown import item, page, table, wrapped
 
 _ABOUT = (
@@ -21,7 +19,7 @@ _ABOUT = (
 _START = "Errors that stop a command or an engine from starting, with their exit codes."
 
 
-def errors_page(commands: dict[str, tuple[argparse.ArgumentParser, str]]) -> str:
+def errors_page() -> str:
     """The page."""
     exceptions = [one for one in _all(NanocoreError) if not issubclass(one, StartError)]
     parts = [
@@ -33,12 +31,7 @@ def errors_page(commands: dict[str, tuple[argparse.ArgumentParser, str]]) -> str
         wrapped(_START),
         "\n".join(map(_start_error, _all(StartError))),
     ]
-    others = [
-        f"[{name}]({file_name(name)})"
-        for name, (parser, _) in commands.items()
-        if exit_codes(name, parser)
-    ]
-    parts.append(wrapped(f"All exit codes of a command are on its page: {', '.join(others)}."))
+    parts.append("All exit codes of a command are on [its page](README.md).")
     return page("Errors and exit codes", *parts)
 
 

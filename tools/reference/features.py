@@ -16,8 +16,8 @@ SOURCE = Path(__file__).parent / "features.toml"
 _ABOUT = (
     "Which pairs of features work together: `+` if a test shows that they do, `x` if a test shows "
     "that they are refused together, `.` if the pair is untested. Columns have the letters of the "
-    "rows. A feature's section names its tests with the features below it in the list. Tests use "
-    "fake devices; [gpu.md](gpu.md) lists what ran on GPUs."
+    "rows; a pair is in the row of its later letter. A feature's section names its tests with the "
+    "features below it. Tests use fake devices; [gpu.md](gpu.md) lists what ran on GPUs."
 )
 
 
@@ -51,7 +51,7 @@ def evidence() -> dict[Pair, Evidence]:
 def features_page() -> str:
     """The page."""
     known, names = evidence(), features()
-    parts = [wrapped(_ABOUT), _square(known, names)]
+    parts = [wrapped(_ABOUT), _triangle(known, names)]
     lines = [
         item(f"{letter} {name}: {what}.")
         for letter, (name, what) in zip(ascii_uppercase, names.values(), strict=False)
@@ -63,16 +63,14 @@ def features_page() -> str:
     return page("Compatibility matrix", *parts)
 
 
-def _square(known: dict[Pair, Evidence], names: dict[str, tuple[str, str]]) -> str:
-    """Of all pairs, as text of one width: a table's cells would be wider than pages are."""
+def _triangle(known: dict[Pair, Evidence], names: dict[str, tuple[str, str]]) -> str:
+    """Each pair once, as text of one width: a table's cells would be wider than pages are."""
     width = max(len(name) for name, _ in names.values())
     letters = ascii_uppercase[: len(names)]
     lines = [" ".join(["  ".ljust(width + 2), *letters])]
-    for letter, (key, (name, _)) in zip(letters, names.items(), strict=True):
-        marks = [
-            letter if other == key else _mark(known.get(frozenset((key, other)))) for other in names
-        ]
-        lines.append(" ".join([f"{letter} {name.ljust(width)}", *marks]))
+    for i, (key, (name, _)) in enumerate(names.items()):
+        marks = [_mark(known.get(frozenset((key, other)))) for other in list(names)[:i]]
+        lines.append(" ".join([f"{letters[i]} {name.ljust(width)}", *marks, letters[i]]))
     return "\n".join(["<!-- not run: generated from the evidence -->", "```text", *lines, "```"])
 
 

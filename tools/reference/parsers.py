@@ -54,8 +54,8 @@ def commands() -> dict[str, tuple[argparse.ArgumentParser, str]]:
             for kind, (benchmark, measured) in main._BENCHMARKS.items():
                 words = f"measure {measured}"
                 found[f"nanocore bench {kind}"] = (parser_of(benchmark), words)
-        else:
-            found[f"nanocore {name}"] = (parser_of(module), text)
+        elif (parser := parser_of(module)).prog == f"nanocore {name}":  # else a second name
+            found[f"nanocore {name}"] = (parser, text)
     for script, module in _scripts().items():
         parser = import_module(module).build_parser()
         found[script] = (parser, _first_words(parser.description or ""))
@@ -77,8 +77,8 @@ def _first_words(description: str) -> str:
 
 
 def actions_of(group: argparse._ArgumentGroup) -> Sequence[argparse.Action]:
-    """What --help shows of it, but for --help itself."""
-    hidden = (argparse._HelpAction,)
+    """What --help shows of it, but for what every command has."""
+    hidden = (argparse._HelpAction, argparse._VersionAction)
     return [
         one
         for one in group._group_actions

@@ -1,15 +1,18 @@
-"""Calls to the HTTP application in this process, without a server."""
+"""Calls to an HTTP application: the one in this process, or one that relays to a server."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from nanocore.http.exchange import Receive, Scope, Send
+from nanocore.protocol.errors import shorten
 
+CONNECT_TIMEOUT_S: Final = 10.0
 AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -57,10 +60,61 @@ async def ask(app: AsgiApp, path: str, body: bytes) -> CallResponse:
         "headers": [(b"content-type", b"application/json")],
     }
     await app(scope, call.receive, call.send)
-    retry_after = call.headers.get(b"retry-after")
+    retry_after = call.headers.get(b"retry-after", b"").decode()
     return CallResponse(
         call.status,
         call.headers[b"x-request-id"].decode(),
         call.body,
-        None if retry_after is None else float(retry_after),
+        float(retry_after) if retry_after.isdecimal() else None,  # it may be a date
     )
+
+
+@asynccontextmanager
+async def relay(url: str, api_key: str) -> AsyncIterator[AsgiApp]:
+    """Yield an application that passes calls on to a server.
+
+    A call that does not reach the server is a 503, so that it is retried. api_key: or ''.
+    """
+    import aiohttp
+
+    from nanocore.bench.sse import within_origin
+
+    headers = {"content-type": "application/json"}
+    if api_key:
+        headers["authorization"] = f"Bearer {api_key}"
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        told = [(b"x-request-id", b"")]
+        try:
+            path, body = scope["path"], (await receive())["body"]
+            async with session.post(f"{url}{path}", data=body) as response:
+                status, content = response.status, await response.read()
+                told += [
+                    (name.encode(), value.encode())
+                    for name in ("x-request-id", "retry-after")
+                    if (value := response.headers.get(name))
+                ]
+        except (aiohttp.ClientError, OSError) as error:
+            status, content = 503, str(error).encode()
+        if not _is_json(content):
+            text = shorten(content.decode(errors="replace")) or f"HTTP {status} without a body"
+            content = msgspec.json.encode({"error": {"message": text}})
+            status = status if status >= 400 else 502
+        await send({"type": "http.response.start", "status": status, "headers": told})
+        await send({"type": "http.response.body", "body": content})
+
+    async with aiohttp.ClientSession(
+        headers=headers,
+        connector=aiohttp.TCPConnector(limit=0),  # the runner limits concurrency
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        trace_configs=[within_origin()],
+    ) as session:
+        yield app
+
+
+def _is_json(content: bytes) -> bool:
+    try:
+        msgspec.json.decode(content)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -16,7 +16,10 @@ def run(arguments: list[str]) -> int:
 
 def _batch(options: BatchOptions) -> int:
     require(("prometheus_client",), "a batch needs", "pip install '.[server]'")
-    require_engine(options.engine)
+    if options.url is None:
+        require_engine(options.engine)
+    else:
+        require(("aiohttp",), "--url needs", "pip install '.[chat]'")
     start_log("batch")
     for notice in options.engine.notices:
         logging.info("%s", notice)

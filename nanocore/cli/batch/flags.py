@@ -9,26 +9,33 @@ import msgspec
 from nanocore.cli.engine_choice import (
     EngineChoice,
     add_engine_flags,
+    check_url_alone,
     choose_engine,
     engine_command_parser,
+    find_engine,
 )
 from nanocore.cli.response_flags import add_response_flags, check_tokenizer, response_settings
 from nanocore.http.server_settings import MAX_BODY_BYTES, AppSettings
 from nanocore.protocol.errors import ConfigError
-from nanocore.system.flags import FlagParser, at_least
+from nanocore.system.flags import FlagParser, at_least, server_url
 
 _EXIT_CODES: Final = """\
 exit codes: 0 every line succeeded, 1 every line has a result, some are errors, 2 usage or
 configuration, 3 model files, 4 memory, 70 internal error or engine failure, 130 interrupted"""
+SERVER_CONCURRENCY: Final = 64
+"""Concurrent requests to a server, whose limits are not known."""
 
 
 class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """input, output: paths, or "-". max_concurrency: None: by the engine's limits."""
+    """input, output: paths, or "-". url: of a server; None: an engine. max_concurrency: None: by
+    the engine's limits.
+    """
 
     input: str
     output: str
     app: AppSettings
     engine: EngineChoice
+    url: str | None
     retry_errors: bool
     max_concurrency: int | None
 
@@ -52,13 +59,19 @@ def parse(arguments: list[str]) -> BatchOptions:
         raise ConfigError(f"{files[0]}: give either IN OUT, or -i IN -o OUT")
     if len(files) != 2 and None in named:
         raise ConfigError("give an input and an output first: nanocore batch IN OUT [flags]")
+    found = None
+    if given.url is None:
+        found = find_engine(given, given.model, others)
+    else:
+        check_url_alone(parser, given, given.model, others)
     check_tokenizer(given.tokenizer)
     source, target = files or named
     return BatchOptions(
         input=source,
         output=target,
         app=AppSettings(**response_settings(given), stored_responses_bytes=0),
-        engine=choose_engine(parser, given, given.model, others, model_is_first=False),
+        engine=choose_engine(parser, given, given.model, others, model_is_first=False, found=found),
+        url=given.url,
         retry_errors=given.retry_errors,
         max_concurrency=given.max_concurrency,
     )
@@ -69,7 +82,9 @@ def build_parser() -> FlagParser:
         "nanocore batch",
         "IN OUT",
         "Run requests from a file: IN has a JSON Lines record for each, in the form of OpenAI's "
-        "batches, and OUT gets one for each result. Requests with a result in OUT are skipped.",
+        "batches, and OUT gets one for each result. Requests with a result in OUT are skipped. By "
+        "default the model is the one that an engine or server of this user serves, or the demo "
+        "model if none runs.",
         _EXIT_CODES,
     )
     add = parser.add_argument_group("files").add_argument
@@ -79,8 +94,12 @@ def build_parser() -> FlagParser:
         help="remove errors from OUT, and retry their requests")  # fmt: skip
     engine = parser.add_argument_group("engine")
     add_engine_flags(engine)
+    engine.add_argument("--url", type=server_url,
+        help="send the requests to a server of OpenAI's API instead, e.g. http://127.0.0.1:8000, "
+        "with the key in OPENAI_API_KEY")  # fmt: skip
     engine.add_argument("--max-concurrency", type=at_least(1), metavar="N",
-        help="concurrent requests (default: twice as many as the engine runs)")  # fmt: skip
+        help="concurrent requests (default: twice as many as the engine runs; "
+        f"{SERVER_CONCURRENCY} with --url)")  # fmt: skip
     responses = parser.add_argument_group("responses")
     add_response_flags(responses)
     responses.add_argument("--max-body-bytes", type=at_least(1), default=MAX_BODY_BYTES,

@@ -65,7 +65,7 @@ class ResultHead(msgspec.Struct, frozen=True):
 
 class _ErrorOfBody(msgspec.Struct, frozen=True):
     message: str = "the request failed"
-    code: str | None = None
+    code: str | int | None = None
 
 
 class _ErrorBody(msgspec.Struct):
@@ -76,8 +76,12 @@ def response_line(request: BatchRequest, response: CallResponse) -> tuple[bytes,
     """Return the result's line, and whether it is an error."""
     error = None
     if response.status >= 400:
-        found = msgspec.json.decode(response.body, type=_ErrorBody).error
-        error = ResultError(found.code, found.message, request.line)
+        try:
+            found = msgspec.json.decode(response.body, type=_ErrorBody).error
+        except msgspec.ValidationError:  # another server's form
+            found = _ErrorOfBody()
+        code = None if found.code is None else str(found.code)
+        error = ResultError(code, found.message, request.line)
     # JSON strings contain no line breaks, so this only changes white space.
     body = msgspec.Raw(response.body.replace(b"\n", b" "))
     sent = _Response(response.status, response.request_id, body)

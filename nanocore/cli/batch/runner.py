@@ -32,7 +32,6 @@ class BatchRunner:
 
     def __init__(
         self,
-        app: AsgiApp,
         pending: PendingLines,
         results: Results,
         on_result: Callable[[], None],
@@ -40,14 +39,13 @@ class BatchRunner:
     ) -> None:
         self.num_answered = 0
         self.num_failed = 0
-        self._app = app
         self._pending = pending
         self._results = results
         self._on_result = on_result
         self._pause = pause
 
-    async def run(self, max_concurrency: int) -> None:
-        """Run to the end of the input.
+    async def run(self, app: AsgiApp, max_concurrency: int) -> None:
+        """Run to the end of the input. app: answers the requests.
 
         Raises:
             EngineDeadError: the engine is gone.
@@ -66,18 +64,18 @@ class BatchRunner:
                         self._write(bad_line(line), True)
                         slots.release()
                     else:
-                        task = group.create_task(self._do(line))
+                        task = group.create_task(self._do(app, line))
                         task.add_done_callback(lambda _: slots.release())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _do(self, request: BatchRequest) -> None:
-        self._write(*response_line(request, await self._call(request)))
+    async def _do(self, app: AsgiApp, request: BatchRequest) -> None:
+        self._write(*response_line(request, await self._call(app, request)))
 
-    async def _call(self, request: BatchRequest) -> CallResponse:
+    async def _call(self, app: AsgiApp, request: BatchRequest) -> CallResponse:
         waited_s = 0.0
         while True:
-            response = await ask(self._app, request.url, request.body)
+            response = await ask(app, request.url, request.body)
             if response.status not in (_FULL, _UNAVAILABLE):
                 return response
             pause_s = response.retry_after_s or 1.0
@@ -85,7 +83,8 @@ class BatchRunner:
                 waited_s += pause_s
                 if waited_s > MAX_UNAVAILABLE_S:
                     raise EngineDeadError(
-                        "the engine is gone or stopping; run the same command again to continue"
+                        "the engine is gone or stopping, or the server is; run the same command "
+                        "again to continue"
                     )
             await self._pause(pause_s)
 

@@ -10,13 +10,14 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
 from typing import BinaryIO, Final
 
 from tqdm import tqdm
 
-from nanocore.cli.batch.flags import BatchOptions
+from nanocore.cli.batch.calls import AsgiApp, relay
+from nanocore.cli.batch.flags import SERVER_CONCURRENCY, BatchOptions
 from nanocore.cli.batch.lines import read_lines
 from nanocore.cli.batch.pending import PendingLines, ResultIndex
 from nanocore.cli.batch.results import STANDARD, Results
@@ -68,18 +69,16 @@ async def _run(
     options: BatchOptions, pending: PendingLines, results: Results, bar: tqdm[None]
 ) -> int:
     logging.getLogger("nanocore.http.http_errors").addFilter(_Once())
-    app = App(options.app)
 
     def show() -> None:
         bar.update(pending.num_done + runner.num_answered + runner.num_failed - bar.n)
 
-    runner = BatchRunner(app, pending, results, show)
+    runner = BatchRunner(pending, results, show)
     interruption = _Interruption()
     try:
         if await asyncio.to_thread(pending.has_more):
-            async with engine_client(options.engine) as client:
-                app.state.client = client
-                await runner.run(options.max_concurrency or default_concurrency(client.limits))
+            async with _answering(options) as (app, concurrency):
+                await runner.run(app, options.max_concurrency or concurrency)
     except asyncio.CancelledError:
         if not interruption.came:
             raise
@@ -98,6 +97,19 @@ async def _run(
         pending.num_done,
     )
     return SOME_FAILED if num_failed else 0
+
+
+@asynccontextmanager
+async def _answering(options: BatchOptions) -> AsyncIterator[tuple[AsgiApp, int]]:
+    """Yield the application that answers requests, and how many to send at once."""
+    if options.url is not None:
+        async with relay(options.url, os.environ.get("OPENAI_API_KEY", "").strip()) as server:
+            yield server, SERVER_CONCURRENCY
+        return
+    app = App(options.app)
+    async with engine_client(options.engine) as client:
+        app.state.client = client
+        yield app, default_concurrency(client.limits)
 
 
 class _Interruption:

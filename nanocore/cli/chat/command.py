@@ -1,9 +1,10 @@
-"""`nanocore chat`: checks packages, and starts a conversation or asks one question."""
+"""`nanocore chat` and `nanocore run`: check packages, start a conversation, or ask one question."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
+from itertools import takewhile
 from typing import Final
 
 from nanocore.cli.chat.flags import ChatSettings, parse
@@ -15,6 +16,13 @@ _REMEDY: Final = "pip install '.[chat]'"
 
 def run(arguments: list[str]) -> int:
     return run_engine_command("nanocore chat", partial(parse, arguments, os.environ), _chat)
+
+
+def run_model(arguments: list[str]) -> int:
+    """Run `nanocore run MODEL [QUESTION] [flags]`, which is Ollama's name for a chat."""
+    words = list(takewhile(lambda word: not word.startswith("-"), arguments))
+    question = ["--quick", " ".join(words[1:])] if words[1:] else []
+    return run([*words[:1], *question, *arguments[len(words) :]])
 
 
 def _chat(options: ChatSettings) -> int:

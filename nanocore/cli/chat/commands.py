@@ -31,17 +31,19 @@ COMMANDS: Final = {
     "help": CommandHelp("", "list commands and keys"),
     "system": CommandHelp("[TEXT]", "show or set the system prompt; - removes it"),
     "model": CommandHelp("[NAME]", "list models, or switch to another one"),
-    "new": CommandHelp("", "forget the conversation"),
+    "new": CommandHelp("", "forget the conversation (also /clear)"),
     "retry": CommandHelp("", "ask the last question again"),
     "undo": CommandHelp("", "remove the last question and its response"),
     "set": CommandHelp(
-        "[NAME [VALUE]]",
-        "show or set sampling parameters, JSON or text; no VALUE: the model's default",
+        "[NAME[=VALUE]]",
+        "show or set sampling parameters; no VALUE: the default",
     ),
     "save": CommandHelp("FILE", "write the conversation to a file"),
     "load": CommandHelp("FILE", "continue the conversation of a file"),
-    "exit": CommandHelp("", "end the chat, as Ctrl-D does"),
+    "exit": CommandHelp("", "end the chat, as Ctrl-D does (also /bye, /quit)"),
 }
+ALIASES: Final = {"clear": "new", "bye": "exit", "quit": "exit"}
+"""Other names of commands, as in Ollama."""
 _KEYS: Final = {
     "Alt-Enter": "start a new line",
     "Ctrl-C": "stop the response, or empty the prompt",
@@ -51,6 +53,11 @@ SAMPLING_NAMES: Final = (
     "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos",
 )  # fmt: skip
+CHAT_SAMPLING: Final[Mapping[str, Any]] = {
+    "temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05, "max_tokens": 2048,
+}  # fmt: skip
+"""Defaults where a model recommends nothing: llama.cpp's, and a limit of length. The web page has
+the same."""
 _FORM: Final = re.compile(r"/([A-Za-z]*)(?:\s+(.*))?", re.DOTALL)
 
 
@@ -64,8 +71,9 @@ def parse_command(text: str) -> SlashCommand | None:
     if found is None:
         return None
     name, argument = found[1].lower(), (found[2] or "").strip()
+    name = ALIASES.get(name, name)
     if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1)
+        near = get_close_matches(name, [*COMMANDS, *ALIASES], n=1)
         hint = f"did you mean /{near[0]}?" if near else "see /help."
         raise InvalidRequestError(
             f'unknown command /{name}; {hint} To send text that starts with "/", put a space '
@@ -89,6 +97,12 @@ def help_text() -> str:
     rows |= _KEYS
     width = max(map(len, rows))
     return "\n".join([f"{head:<{width}}  {meaning}" for head, meaning in rows.items()])
+
+
+def parse_setting(argument: str) -> tuple[str, str]:
+    """Return name and value of `NAME=VALUE`, `NAME VALUE` or Ollama's `parameter NAME VALUE`."""
+    name, value = re.split(r"\s*=\s*|\s+|$", argument.removeprefix("parameter "), maxsplit=1)
+    return name, value.strip()
 
 
 def with_value(sampling: Mapping[str, Any], name: str, text: str) -> dict[str, Any]:
@@ -120,11 +134,36 @@ def checked(sampling: Mapping[str, Any]) -> dict[str, Any]:
     return dict(sampling)
 
 
+def with_defaults(
+    given: Mapping[str, Any], recommended: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the parameters to send. recommended: see `ChatTarget.default_sampling`."""
+    return {**(CHAT_SAMPLING if recommended == {} else {}), **given}
+
+
+def sampling_in_force(given: Mapping[str, Any], recommended: Mapping[str, Any] | None) -> str:
+    """Return a line for each source of sampling parameters, with their values."""
+    lines = [f"set here: {sampling_line(given)}"] if given else []
+    if recommended is None:
+        return "\n".join([*lines, "everything else: the server's defaults"])
+    source = "recommended by the model" if recommended else "defaults, as the model recommends none"
+    others = {
+        name: value for name, value in (recommended or CHAT_SAMPLING).items() if name not in given
+    }
+    if others:
+        lines.append(f"{source}: {sampling_line(others)}")
+    return "\n".join(lines)
+
+
 def sampling_line(sampling: Mapping[str, Any]) -> str:
     return ", ".join(
-        f"{name}={value if str(value).isprintable() else msgspec.json.encode(value).decode()}"
+        f"{name}={value if _is_plain(value) else msgspec.json.encode(value).decode()}"
         for name, value in sampling.items()
     )
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str) and value.isprintable()
 
 
 def _read(name: str, text: str) -> Any:

@@ -8,13 +8,23 @@ again. An engine that has used up its restarts is started again by the next ques
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
+import msgspec
 from msgspec.structs import replace
 
 from nanocore.cli.chat.files import EngineLog
-from nanocore.cli.chat.target import Message, Resumed, TargetEvent
+from nanocore.cli.chat.target import (
+    FALLBACK_NOTE,
+    FALLBACK_TEMPLATE,
+    Message,
+    Resumed,
+    TargetEvent,
+)
 from nanocore.cli.engine_choice import EngineChoice, engine_client
 from nanocore.client import AsyncEngineClient
 from nanocore.client.chat.chat_messages import ChatMessage
@@ -22,23 +32,40 @@ from nanocore.client.connection.engine_supervisor import EngineSupervisor
 from nanocore.protocol.errors import InvalidRequestError, NanocoreError
 from nanocore.protocol.sampling import SamplingParams
 
+logger = logging.getLogger(__name__)
+
+_LINE: Final = re.compile(r"\(engine pid=\d+\) ((\w*).*)")
+_NEXT_PHASE: Final = {
+    "imports": "loading the weights",
+    **dict.fromkeys(("load", "profile", "kv", "memory"), "preparing kernels and KV cache"),
+}
+"""What an engine does after a line of its log that begins like this."""
+
 
 class EngineChatTarget:
-    """See `ChatTarget`. log: of the engine to launch; None: an engine is joined."""
+    """See `ChatTarget`. log: of the engine to launch; None: an engine is joined. chat_template: see
+    `ChatOptions`."""
 
-    def __init__(self, choice: EngineChoice, log: EngineLog | None) -> None:
+    def __init__(
+        self, choice: EngineChoice, log: EngineLog | None, chat_template: str | None
+    ) -> None:
         self._choice = choice
         self._log = log
+        self._chat_template = chat_template
+        self._has_fallen_back = False
+        self._start_s = 0.0
         self._client: AsyncEngineClient | None = None
         self._supervisor: EngineSupervisor | None = None  # of the launched engine
 
     async def open(self) -> None:
         log = self._log
+        self._start_s = time.monotonic()
         client = engine_client(
             self._choice, None if log is None else lambda: self._new_supervisor(log.fd)
         )
         await client.__aenter__()
         self._client = client
+        self._has_fallen_back = False
 
     async def close(self) -> None:
         client, self._client = self._client, None
@@ -54,11 +81,24 @@ class EngineChatTarget:
         return None if self._client is None else self._client.model_card.max_model_len
 
     @property
+    def default_sampling(self) -> Mapping[str, Any] | None:
+        if self._client is None:
+            return None
+        values: dict[str, Any] = msgspec.to_builtins(self._client.model_card.default_sampling)
+        return values
+
+    @property
     def is_connected(self) -> bool:
         return self._client is not None and self._client.is_connected
 
     def news(self) -> str:
-        return "" if self._log is None else f"starting the engine: {self._log.last_line()}"
+        if self._log is None:
+            return ""
+        line = self._log.last_line()
+        if known := _LINE.match(line):
+            line = _NEXT_PHASE.get(known[2], known[1])
+        took_s = time.monotonic() - self._start_s
+        return f"starting the engine, {took_s:.0f} s: {line or 'importing libraries'}"
 
     async def ask(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
@@ -74,7 +114,10 @@ class EngineChatTarget:
         params = replace(recommended, **sampling)
         num_resumes = 0
         response = await client.submit_chat(
-            cast("Sequence[ChatMessage]", messages), params, fit_max_tokens=True
+            cast("Sequence[ChatMessage]", messages),
+            params,
+            fit_max_tokens=True,
+            chat_template=await self._template(client),
         )
         events = response.events()
         try:
@@ -85,6 +128,15 @@ class EngineChatTarget:
                 yield event
         finally:
             await events.aclose()
+
+    async def _template(self, client: AsyncEngineClient) -> str | None:
+        given = self._chat_template
+        if given is not None or (await client.get_tokenizer()).templates().has_default:
+            return given
+        if not self._has_fallen_back:
+            logger.warning(FALLBACK_NOTE)
+            self._has_fallen_back = True
+        return FALLBACK_TEMPLATE
 
     async def models(self) -> list[str]:
         return [self.model] if self.model else []

@@ -14,11 +14,17 @@ from nanocore.cli.chat.commands import with_value
 from nanocore.cli.engine_choice import (
     EngineChoice,
     add_engine_flags,
+    check_url_alone,
     choose_engine,
     engine_command_parser,
+    find_engine,
     parse_with_model,
 )
-from nanocore.cli.response_flags import check_tokenizer
+from nanocore.cli.response_flags import (
+    add_chat_template_flag,
+    check_tokenizer,
+    read_chat_template,
+)
 from nanocore.cli.serve.api_keys import check_key
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 from nanocore.system.endpoint_lock import own_default_endpoint
@@ -27,13 +33,14 @@ from nanocore.system.flags import FlagParser, api_url
 _EXIT_CODES: Final = """\
 exit codes: 0 end of the chat, or one question was answered, 2 usage or configuration, or an invalid
 question, 3 model files, 4 memory, 70 no response, 130 interrupted"""
-_ENGINE_FLAGS: Final = ("endpoint", "curve_dir", "tokenizer", "start_timeout", "max_restarts")
 
 
 class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """url: of a server; None: an engine. quick: the one question, or None."""
+    """url: of a server; None: an engine. chat_template: see `ChatOptions`. quick: the one question,
+    or None."""
 
     engine: EngineChoice
+    chat_template: str | None
     url: str | None
     api_key: str | None
     model_name: str | None
@@ -57,18 +64,22 @@ def parse(arguments: list[str], environment: Mapping[str, str]) -> ChatSettings:
     """
     parser = build_parser()
     given, model, others = parse_with_model(parser, arguments)
+    found = None
     if given.url is not None:
-        _check_url_alone(parser, given, model, others)
+        check_url_alone(parser, given, model, others, " (--model-name selects one of them)")
     else:
+        found = find_engine(given, model, others, by_name=True)
         for name in ("api_key", "model_name"):
             if getattr(given, name) is not None:
-                raise ConfigError(f"{_flag(name)} is for a server, with --url http://HOST:PORT/v1")
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} is for a server, with --url http://HOST:PORT/v1")
     if given.quick is not None and not given.quick.strip():
         raise ConfigError("--quick: a message is needed")
     given.endpoint = [one or own_default_endpoint() for one in given.endpoint]
     check_tokenizer(given.tokenizer)
     return ChatSettings(
-        engine=choose_engine(parser, given, model, others),
+        engine=choose_engine(parser, given, model, others, found=found),
+        chat_template=read_chat_template(given.chat_template),
         url=given.url,
         api_key=None if given.url is None else _api_key(given, environment),
         model_name=given.model_name,
@@ -83,8 +94,9 @@ def build_parser() -> FlagParser:
     parser = engine_command_parser(
         "nanocore chat",
         "[MODEL]",
-        "Chat with a model, by default the demo model. If standard input or output is not a "
-        "terminal, the input is one question, and only its response is written.",
+        "Chat with a model; by default with the one that an engine or server of this user serves, "
+        "or the demo model if none runs. If standard input or output is not a terminal, the input "
+        "is one question, and only its response is written.",
         _EXIT_CODES,
     )
     add = parser.add_argument_group("chat").add_argument
@@ -95,7 +107,9 @@ def build_parser() -> FlagParser:
         help="a sampling parameter, e.g. temperature=0; may be repeated")  # fmt: skip
     add("--plain", action="store_true", help="show Markdown without styles")
     after_restarts = "then, and with 0, the next question starts it again"
-    add_engine_flags(parser.add_argument_group("engine"), "", after_restarts)
+    engine = parser.add_argument_group("engine")
+    add_engine_flags(engine, "", after_restarts)
+    add_chat_template_flag(engine)
     add = parser.add_argument_group("any server of OpenAI's API").add_argument
     add("--url", type=api_url, help="URL of its API, e.g. http://127.0.0.1:8000/v1")
     add("--model-name", type=_utf8, metavar="NAME",
@@ -104,25 +118,6 @@ def build_parser() -> FlagParser:
         help="the server's; visible to other users in the process list, unlike OPENAI_API_KEY "
         "in the environment (the default)")  # fmt: skip
     return parser
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _check_url_alone(
-    parser: FlagParser, given: argparse.Namespace, model: str | None, others: list[str]
-) -> None:
-    """Refuse an engine's flags, and unknown ones."""
-    flags = [_flag(name) for name in _ENGINE_FLAGS if getattr(given, name) not in (None, [])]
-    wrong = [*([] if model is None else [model]), *flags, *others]
-    if others and (near := parser.near_match(others[0])):
-        raise ConfigError(f"unknown: {others[0]}; did you mean {near}?")
-    if wrong:
-        raise ConfigError(
-            f"--url connects to a running server with its own models: leave {wrong[0]} out "
-            "(--model-name selects one of them)"
-        )
 
 
 def _sampling(given: list[str]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from prompt_toolkit.keys import Keys
 from prompt_toolkit.output import Output
 from rich.console import Console
 
-from nanocore.cli.chat.commands import COMMANDS, SAMPLING_NAMES, is_command
+from nanocore.cli.chat.commands import ALIASES, COMMANDS, SAMPLING_NAMES, is_command
 from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.files import ErrorLog, open_regular, replace_file, state_directory
 from nanocore.cli.chat.flags import ChatSettings
@@ -63,6 +63,8 @@ async def _converse(options: ChatSettings, interrupts: Interrupts) -> None:
             history = input_history(view.note)
             prompt = Prompt(history, loop.status, lambda: loop.models, interrupts)
             view.note(f"{loop.status(sys.maxsize)}; /help lists commands, Ctrl-D ends")
+            sampling = loop.sampling_in_force().replace("\n", "; ")
+            view.note(f"{sampling}; /set NAME=VALUE changes them")
             notes = WarningNotes(lambda text: prompt.above(partial(view.note, text)))
             with handled_by(ErrorLog(), notes):
                 await loop.run(prompt)
@@ -176,11 +178,10 @@ class CommandCompleter(Completer):
             return
         name, blank, argument = text[1:].partition(" ")
         if not blank:
-            for known, command in COMMANDS.items():
+            for known in (*COMMANDS, *ALIASES):
                 if known.startswith(name):
-                    yield Completion(
-                        known, -len(name), display=f"/{known}", display_meta=command.meaning
-                    )
+                    meaning = COMMANDS[ALIASES.get(known, known)].meaning
+                    yield Completion(known, -len(name), display=f"/{known}", display_meta=meaning)
         elif name in ("save", "load") or (name == "model" and argument[:1] in ("/", ".", "~")):
             yield from self._paths.get_completions(Document(argument), complete_event)
         else:

@@ -18,7 +18,10 @@ from nanocore.cli.chat.commands import (
     checked,
     help_text,
     parse_command,
+    parse_setting,
+    sampling_in_force,
     sampling_line,
+    with_defaults,
     with_value,
 )
 from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
@@ -100,6 +103,9 @@ class ChatLoop:
         target = self._target
         return status_line(target.model, self._stats, target.max_model_len, num_columns)
 
+    def sampling_in_force(self) -> str:
+        return sampling_in_force(self._sampling, self._target.default_sampling)
+
     async def _ask(self) -> None:
         turn = ChatTurn()
         self._view.begin_answer()
@@ -122,7 +128,8 @@ class ChatLoop:
     async def _stream(self, turn: ChatTurn) -> None:
         watch = asyncio.create_task(self._watch_connection())
         try:
-            events = self._target.ask(self._conversation.messages, self._sampling)
+            params = with_defaults(self._sampling, self._target.default_sampling)
+            events = self._target.ask(self._conversation.messages, params)
             async with aclosing(events):
                 async for event in events:
                     turn.add(event)
@@ -161,11 +168,11 @@ class ChatLoop:
             case "undo":
                 view.note(f"removed: {conversation.take_back().get('content')}")
                 self._stats = TurnStats()
+            case "set" if argument:
+                self._sampling = with_value(self._sampling, *parse_setting(argument))
+                view.say(sampling_line(self._sampling) or self.sampling_in_force())
             case "set":
-                if argument:
-                    name, _, text = argument.partition(" ")
-                    self._sampling = with_value(self._sampling, name, text.strip())
-                view.say(sampling_line(self._sampling) or "(the model's defaults)")
+                view.say(self.sampling_in_force())
             case "save":
                 self._save(Path(os.path.expanduser(argument)))
             case "load":

@@ -9,6 +9,7 @@ nor those that a server echoes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -22,7 +23,7 @@ import aiohttp
 import msgspec
 
 from nanocore.bench.sse import DONE, EventReader, read_body, within_origin
-from nanocore.cli.chat.target import Message, TargetEvent
+from nanocore.cli.chat.target import FALLBACK_NOTE, FALLBACK_TEMPLATE, Message, TargetEvent
 from nanocore.client.chat.events import (
     ChatEvent,
     ChatFinishReason,
@@ -42,6 +43,8 @@ from nanocore.protocol.errors import (
     NanocoreError,
     shorten,
 )
+
+logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 10.0
 _FAILURES: Final = (aiohttp.ClientError, OSError, TimeoutError)
@@ -71,7 +74,8 @@ class OpenAIChatTarget:
             secrets += [user, password, basic]
             self._headers = {"authorization": f"Basic {basic}"}
         self._secrets = [secret for secret in secrets if len(secret) >= _MIN_SECRET_CHARS]
-        self._context_lengths: dict[str, int | None] = {}
+        self._listed: dict[str, dict[str, Any]] = {}  # the server's models
+        self._chat_template: dict[str, Any] = {}  # fields of requests
         self._session: aiohttp.ClientSession | None = None
         self.model = model or ""
         self.is_connected = True
@@ -99,7 +103,12 @@ class OpenAIChatTarget:
 
     @property
     def max_model_len(self) -> int | None:
-        return self._context_lengths.get(self.model)
+        return _number(self._listed.get(self.model, {}), "max_model_len")
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any] | None:
+        listed = self._listed.get(self.model, {})
+        return _object(listed, "default_sampling") if "default_sampling" in listed else None
 
     def news(self) -> str:
         return ""
@@ -119,23 +128,21 @@ class OpenAIChatTarget:
             listed = _decode(data)
         except ValueError as error:
             raise InvalidRequestError(f"{url} lists no models: {error}") from None
-        self._context_lengths = {
-            name: _number(model, "max_model_len")
-            for model in _objects(listed, "data")
-            if (name := _text(model, "id"))
+        self._listed = {
+            name: model for model in _objects(listed, "data") if (name := _text(model, "id"))
         }
-        return list(self._context_lengths)
+        return list(self._listed)
 
     async def switch(self, model: str) -> None:
         known = await self.models()
         if known and model not in known:
             raise InvalidRequestError(f"unknown model {model!r}; the server has {', '.join(known)}")
         self.model = model
+        self._chat_template = {}
 
     async def ask(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[TargetEvent, None]:
-        assert self._session is not None, "it is open"
         body = {
             "model": self.model,
             # Servers that do not know this field refuse it; templates drop earlier reasoning.
@@ -148,13 +155,8 @@ class OpenAIChatTarget:
             **sampling,
         }
         reader = ResponseReader()
-        headers = {"content-type": "application/json"}
         try:
-            async with self._session.post(
-                f"{self._url}/chat/completions", data=msgspec.json.encode(body), headers=headers
-            ) as response:
-                if response.status != 200:
-                    raise await self._refusal(response)
+            async with await self._post(body) as response:
                 yield Started(response.headers.get("x-request-id", ""), (), 0)
                 async for data in response.content.iter_any():
                     for event in reader.feed(data):
@@ -166,6 +168,24 @@ class OpenAIChatTarget:
         except NanocoreError as error:
             error.args = (self._masked(str(error)), *error.args[1:])
             raise
+
+    async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
+        """Return a response of status 200; for a model without chat template, ask for one."""
+        assert self._session is not None, "it is open"
+        data = msgspec.json.encode({**body, **self._chat_template})
+        headers = {"content-type": "application/json"}
+        url = f"{self._url}/chat/completions"
+        response = await self._session.post(url, data=data, headers=headers)
+        if response.status == 200:
+            return response
+        async with response:
+            refusal = await self._refusal(response)
+        lacks_template = getattr(refusal, "param", None) == "chat_template"
+        if not lacks_template or self._chat_template:
+            raise refusal
+        logger.warning(FALLBACK_NOTE)
+        self._chat_template = {"chat_template": FALLBACK_TEMPLATE}
+        return await self._post(body)
 
     def _lost(self, error: Exception) -> NanocoreError:
         if isinstance(error, aiohttp.TooManyRedirects):
@@ -202,7 +222,9 @@ class OpenAIChatTarget:
             return ConfigError(f"{text} (set the key by --api-key or OPENAI_API_KEY)")
         if response.status in (429, 503):
             return EngineOverloadedError(text)
-        return (InvalidRequestError if response.status < 500 else NanocoreError)(text)
+        if response.status < 500:
+            return InvalidRequestError(text, _text(_object(value, "error"), "param") or None)
+        return NanocoreError(text)
 
 
 class ResponseReader:

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from nanocore.cli.chat.commands import with_defaults
 from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.engine_target import EngineChatTarget
 from nanocore.cli.chat.files import open_engine_log
@@ -61,7 +62,8 @@ async def ask_once(
     turn = ChatTurn()
     is_terminal = sys.stdout.isatty()
     try:
-        events = target.ask(conversation.messages, sampling)
+        params = with_defaults(sampling, target.default_sampling)
+        events = target.ask(conversation.messages, params)
         async with aclosing(events):
             async for event in events:
                 turn.add(event)
@@ -102,11 +104,11 @@ async def opened(options: ChatSettings, view: View | None) -> AsyncIterator[Chat
 
             target = OpenAIChatTarget(options.url, options.api_key, options.model_name)
         elif options.engine.endpoints:
-            target = EngineChatTarget(options.engine, None)
+            target = EngineChatTarget(options.engine, None, options.chat_template)
         else:
             log = open_engine_log(standard_streams.complain if view is None else view.note)
             closing_last.callback(log.close)
-            target = EngineChatTarget(options.engine, log)
+            target = EngineChatTarget(options.engine, log, options.chat_template)
         try:
             if view is None:
                 await target.open()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
 
@@ -26,6 +26,11 @@ from nanocore.client.chat.events import (
 )
 from nanocore.system.standard_streams import harmless
 
+FALLBACK_TEMPLATE: Final = "chatml"
+FALLBACK_NOTE: Final = (
+    "the model has no chat template: ChatML is used, and may not suit it; --chat-template names "
+    "another one"
+)
 Message: TypeAlias = dict[str, Any]
 """A message of OpenAI's API."""
 
@@ -58,6 +63,11 @@ class ChatTarget(Protocol):
     @property
     def is_connected(self) -> bool:
         """Whether the target can be reached, as far as known."""
+        ...
+
+    @property
+    def default_sampling(self) -> Mapping[str, Any] | None:
+        """Sampling parameters that the model recommends; None: unknown, the server's apply."""
         ...
 
     def news(self) -> str:
@@ -172,7 +182,7 @@ def incompleteness(answer: ChatAnswer, stats: TurnStats, max_model_len: int | No
     if answer.finish_reason == "length":
         if used is not None and max_model_len is not None and used >= max_model_len:
             return f"truncated: the context of {max_model_len:,} tokens is full; /new starts afresh"
-        return "truncated at max_tokens"
+        return "truncated at max_tokens; /set max_tokens=N allows more"
     if answer.finish_reason in ("abort", "timeout", "error"):
         return f"ended early: {answer.message or answer.finish_reason}; /retry asks again"
     return answer.message or ""

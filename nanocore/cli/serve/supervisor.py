@@ -24,6 +24,7 @@ from nanocore.cli.serve.worker_pool import WorkerPool
 from nanocore.client.connection.engine_supervisor import EngineSupervisor
 from nanocore.http.server.service import EngineAddress, HttpService, freeze_startup
 from nanocore.protocol.errors import EngineDeadError, NanocoreError
+from nanocore.system.running import Running, registered
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,11 @@ class Supervisor:
             timeout_s = CONNECT_TIMEOUT_S if is_launched else self._options.engine.start_timeout_s
             card = await self._unless_over(self._front.connect(engine, timeout_s))
             freeze_startup()
-            logger.info("ready: %s at %s | engine %s", card.model, url, ", ".join(engine.endpoints))
-            await self._unless_over(asyncio.Event().wait())
+            name = next(iter(self._options.app.served_model_names), card.model)
+            with registered(_running(engine, name, url)):
+                endpoints = ", ".join(engine.endpoints)
+                logger.info("ready: %s at %s | engine %s", card.model, url, endpoints)
+                await self._unless_over(asyncio.Event().wait())
             raise AssertionError
         except _SignalError:
             number = self._signal.result()
@@ -171,3 +175,15 @@ class Supervisor:
         port = self._sockets[0][0].getsockname()[1]
         host = f"[{options.host}]" if ":" in options.host else options.host
         return f"{options.server.scheme}://{host}:{port}"
+
+
+def _running(engine: EngineAddress, model: str, url: str) -> Running:
+    return Running(
+        kind="server",
+        pid=os.getpid(),
+        address=url,
+        model=model,
+        endpoints=engine.endpoints,
+        curve_dir=None if engine.curve_dir is None else os.path.abspath(engine.curve_dir),
+        tokenizer=None if engine.tokenizer is None else os.path.abspath(engine.tokenizer),
+    )

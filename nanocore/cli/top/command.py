@@ -1,4 +1,4 @@
-"""`nanocore top`: a live view of any engine, read over the wire."""
+"""`nanocore top`: a live view of any engine or server."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from typing import Final
 import msgspec
 
 from nanocore.cli.command import require, run_command
-from nanocore.cli.engine_choice import join, reader_parser
 from nanocore.cli.interrupts import Interrupts
+from nanocore.cli.reader import MetricsSource, observed, reader_parser
 from nanocore.cli.top.load import Load, MetricsReading, load_between
-from nanocore.client import AsyncEngineClient
 from nanocore.protocol.errors import NanocoreError
 from nanocore.system.flags import FlagParser, seconds
-from nanocore.system.standard_streams import harmless
 
 _HISTORY: Final = 600
 _NO_ENGINE: Final = "no engine responds; waiting for one"
@@ -38,7 +36,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def top_parser() -> FlagParser:
-    parser = reader_parser("nanocore top", "Show an engine's live load.")
+    parser = reader_parser("nanocore top", "Show the live load of an engine or a server.")
     parser.add_argument("--interval", type=seconds, default=1.0, metavar="S",
         help="seconds between samples (default: %(default)g)")  # fmt: skip
     parser.add_argument("--once", action="store_true", help="print one view and exit")
@@ -48,19 +46,19 @@ def top_parser() -> FlagParser:
 
 
 async def watch(
-    client: AsyncEngineClient,
+    source: MetricsSource,
     interval_s: float,
     show: Callable[[Load | None], None],
     is_once: bool = False,
 ) -> None:
-    """Sample an engine's metrics, and show the load between two samples.
+    """Sample metrics, and show the load between two samples.
 
     show: gets None while no engine responds.
     """
     before: MetricsReading | None = None
     while True:
         try:
-            now = MetricsReading(await client.metrics(), time.monotonic())
+            now = MetricsReading(await source.metrics(), time.monotonic())
         except NanocoreError:
             if is_once:
                 raise
@@ -90,11 +88,11 @@ async def _print_loads(given: argparse.Namespace) -> None:
 
             from nanocore.cli.top.view import view
 
-            Console().print(view(_title(client), load, [load.generation_tokens_per_s]))
+            Console().print(view(engine.title(), load, [load.generation_tokens_per_s]))
         sys.stdout.flush()
 
-    async with join(given) as client:
-        await watch(client, given.interval, show, is_once=given.once)
+    async with observed(given) as engine:
+        await watch(engine.source, given.interval, show, is_once=given.once)
 
 
 async def _watch(given: argparse.Namespace) -> None:
@@ -104,7 +102,7 @@ async def _watch(given: argparse.Namespace) -> None:
     from nanocore.cli.top.view import view
 
     history: deque[float] = deque(maxlen=_HISTORY)
-    async with join(given) as client:
+    async with observed(given) as engine:
         with Live(Text("reading …"), auto_refresh=False, screen=True) as live:
 
             def show(load: Load | None) -> None:
@@ -112,11 +110,6 @@ async def _watch(given: argparse.Namespace) -> None:
                     live.update(Text(_NO_ENGINE), refresh=True)
                     return
                 history.append(load.generation_tokens_per_s)
-                live.update(view(_title(client), load, [*history]), refresh=True)
+                live.update(view(engine.title(), load, [*history]), refresh=True)
 
-            await watch(client, given.interval, show)
-
-
-def _title(client: AsyncEngineClient) -> str:
-    card = client.model_card
-    return f"{harmless(card.model)} · {card.dtype} · context {card.max_model_len:,} tokens"
+            await watch(engine.source, given.interval, show)

@@ -38,7 +38,7 @@ from nanocore.client.chat.parsing.request_parsers import (
     SpecialTextFilter,
 )
 from nanocore.client.chat.parsing.stream_reader import OutputParser, ParsedEvent
-from nanocore.client.chat.template import DEFAULT_TEMPLATE_KWARGS
+from nanocore.client.chat.template import CHATML_END, DEFAULT_TEMPLATE_KWARGS, ChatTemplates
 from nanocore.client.chat.tools import (
     GENERIC_FORMAT,
     Tool,
@@ -68,7 +68,7 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: open the assistant's turn; by default unless the last message is
     continued. continue_final_message: the response continues the last message. tool_parser,
     reasoning_parser: the model's format; "auto", the default, detects it from the template, None
-    treats everything as text.
+    treats everything as text. chat_template: replaces the model's; see `Tokenizer.templates`.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
@@ -81,6 +81,7 @@ class ChatOptions(TypedDict, total=False):
     continue_final_message: bool
     tool_parser: str | None
     reasoning_parser: str | None
+    chat_template: str | None
 
 
 class PreparedChat(NamedTuple):
@@ -118,10 +119,12 @@ def prepare_chat(
     choice = read_tool_choice(options.get("tool_choice"), tools)
     if choice.mode == "none":
         tools = []
-    tool_prompt = tokenizer.template_dialect.tool_prompt if tools else None
-    formats = _formats(options, tokenizer, tool_prompt)
+    templates = tokenizer.templates(options.get("chat_template"))
+    tool_prompt = templates.dialect.tool_prompt if tools else None
+    formats = _formats(options, templates, tool_prompt)
     described = describe_tools(tools, formats.tools) if tool_prompt == "generic" else ""
-    token_ids = _encode(messages, tools, described, options, tokenizer, max_tokens)
+    adapted = templates.dialect.adapt(messages, described)
+    token_ids = _encode(adapted, tools, options, tokenizer, max_tokens)
     in_reasoning = formats.reasoning is not None and _ends_in_reasoning(
         token_ids, options, tokenizer, formats.reasoning
     )
@@ -130,6 +133,8 @@ def prepare_chat(
         params = replace(params, structured_outputs=form)
     if choice.mode in ("required", "named"):  # the end of a call is not part of its arguments
         params = replace(params, include_stop_str_in_output=False)
+    if options.get("chat_template") == "chatml":
+        params = _ended_by(CHATML_END, params, tokenizer)
     special = tokenizer.special_texts
     marks = marks_of(formats, has_tools=bool(tools))
     dropped: Collection[str] = ()
@@ -145,6 +150,15 @@ def prepare_chat(
 
     end = reasoning_end(formats)
     return PreparedChat(array("i", token_ids), params, new_parser, end, tool_prompt, names)
+
+
+def _ended_by(end: str, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """Let the end of a turn end the response, also of a model that does not know it as an end."""
+    token_id = tokenizer.backend.token_to_id(end)
+    if token_id is not None:
+        return replace(params, stop_token_ids=[*params.stop_token_ids, token_id])
+    given = [params.stop] if isinstance(params.stop, str) else params.stop or []
+    return replace(params, stop=[*given, end])
 
 
 def _parser(
@@ -197,6 +211,10 @@ def _check(options: ChatOptions, params: SamplingParams) -> None:
             raise InvalidRequestError(
                 f'{name}={quoted(value)}: the name of a parser, "auto", or None for none'
             )
+        if name == "chat_template" and not isinstance(value, str | None):
+            raise InvalidRequestError(
+                f"{name}={quoted(value)}: a text, or None for the model's own"
+            )
         if name == "parallel_tool_calls" and not isinstance(value, bool | None):
             raise InvalidRequestError(f"{name}={quoted(value)}: True or False")
     if not params.detokenize:
@@ -204,26 +222,28 @@ def _check(options: ChatOptions, params: SamplingParams) -> None:
 
 
 def _encode(
-    messages: Sequence[Mapping[str, Any]],
+    messages: list[dict[str, Any]],
     tools: Sequence[Tool],
-    described: str,
     options: ChatOptions,
     tokenizer: Tokenizer,
     max_tokens: float,
 ) -> list[int]:
     return tokenizer.encode_chat(
-        cast("list[ChatMessage]", tokenizer.template_dialect.adapt(messages, described)),
+        cast("list[ChatMessage]", messages),
         options.get("add_generation_prompt"),
         max_tokens,
         tools=[tool.source for tool in tools] or None,
         chat_template_kwargs=options.get("chat_template_kwargs"),
         allowed_template_kwargs=options.get("allowed_template_kwargs", DEFAULT_TEMPLATE_KWARGS),
         continue_final_message=options.get("continue_final_message", False),
+        chat_template=options.get("chat_template"),
     )
 
 
-def _formats(options: ChatOptions, tokenizer: Tokenizer, tool_prompt: ToolPrompt | None) -> Formats:
-    found = detect_formats(tokenizer.chat_template_text)
+def _formats(
+    options: ChatOptions, templates: ChatTemplates, tool_prompt: ToolPrompt | None
+) -> Formats:
+    found = detect_formats(templates.text)
     tools = options.get("tool_parser", "auto")
     reasoning = options.get("reasoning_parser", "auto")
     generic = GENERIC_FORMAT if tool_prompt == "generic" else None

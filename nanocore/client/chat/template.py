@@ -9,12 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, Final, TypedDict
+
+import tokenizers
 
 from nanocore.client.chat.chat_messages import REASONING_KEYS, is_long, plain, template_message
 from nanocore.client.chat.renderer import Renderer
 from nanocore.client.chat.special_token_guard import SpecialTokenGuard
+from nanocore.client.chat.template_dialect import TemplateDialect
 from nanocore.protocol.errors import InvalidRequestError, quoted, shorten
+
+CHATML_END: Final = "<|im_end|>"
+BUILT_IN_TEMPLATES: Final = {
+    "chatml": (
+        "{{- bos_token -}}{%- for message in messages -%}"
+        "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+    )
+}
+"""Templates that can be named instead of the model's own. bos_token: what the tokenizer adds before
+a text, or ""."""
 
 DEFAULT_TEMPLATE_KWARGS: Final = frozenset(
     {
@@ -241,3 +257,70 @@ def _cut_end(text: str, final: str) -> str:
         )
     is_whole = text.startswith(_CONTINUED, end)
     return text[:end] if is_whole else text[:end].rstrip()  # otherwise the template has trimmed it
+
+
+class ChatTemplates:
+    """The templates of a model: one for all conversations, or another one for those with tools.
+
+    Args:
+        texts: by name, "default" and "tool_use".
+        special_tokens, source: see `ChatTemplate`.
+        backend: the tokenizer, whose special tokens are guarded.
+    """
+
+    def __init__(
+        self,
+        texts: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        source: str,
+        backend: tokenizers.Tokenizer,
+    ) -> None:
+        self.guard = SpecialTokenGuard(backend, "\0".join(texts.values()))
+        self._source = source
+        self._templates = {
+            name: ChatTemplate(text, special_tokens, source, self.guard)
+            for name, text in texts.items()
+        }
+
+    @property
+    def text(self) -> str | None:
+        """The source, the one for tools if there are two; None if there is none."""
+        template = self._templates.get("tool_use") or self._templates.get("default")
+        return None if template is None else template.text
+
+    @property
+    def has_default(self) -> bool:
+        """Whether there is one for conversations without tools."""
+        return "default" in self._templates
+
+    def template(self, has_tools: bool) -> ChatTemplate:
+        """Return the template of a conversation.
+
+        Raises:
+            InvalidRequestError: there is none; its param is chat_template.
+        """
+        template = self._templates.get("default")
+        if has_tools:
+            template = self._templates.get("tool_use", template)
+        if template is None:
+            names = ", ".join(BUILT_IN_TEMPLATES)
+            raise InvalidRequestError(
+                f"{self._source} has no chat template (or has several, and none of them is named "
+                f"default): start with --chat-template FILE (or {names}), or send a prompt, as to "
+                "/v1/completions",
+                "chat_template",
+            )
+        return template
+
+    @cached_property
+    def dialect(self) -> TemplateDialect:
+        """Dialect of the template, detected when a conversation needs it."""
+        template = self.template(has_tools=True)
+        return TemplateDialect(
+            lambda messages, **more: "".join(template.render(messages, **more)), template.text
+        )
+
+    def close(self) -> None:
+        """End the templates' processes; rendering again starts new ones."""
+        for template in self._templates.values():
+            template.close()

@@ -60,6 +60,7 @@ from nanocore.protocol.errors import (
 )
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets import EngineSocket
+from nanocore.system.running import Running, registered
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.cost.model_cost import MachineSpeed
 from nanocore.worker.device.device import select_device
@@ -228,10 +229,11 @@ def serve(
     io_thread.start()
     watchdog.start()
     executor.on_failure(lambda reason: inbox.put(Shutdown(reason, failure=True)))
-    logger.info("ready in %.1f s", time.monotonic() - started_s)
-    if parent is not None:
-        parent.report_ready()
-    farewell, exit_code = run_core(core)
+    with registered(_running(config, card.model, parent)):
+        logger.info("ready in %.1f s", time.monotonic() - started_s)
+        if parent is not None:
+            parent.report_ready()
+        farewell, exit_code = run_core(core)
     watchdog.stop()
     if masks is not None:
         masks.close()
@@ -241,6 +243,22 @@ def serve(
         logger.info("%s", line)
     logger.info("stopped: %s", farewell.reason)
     return 130 if interrupted and not farewell.failure else exit_code
+
+
+def _running(config: EngineConfig, model: str, parent: ParentLink | None) -> Running:
+    def absolute(path: str | None) -> str | None:
+        return None if path is None else os.path.abspath(path)
+
+    return Running(
+        kind="engine",
+        pid=os.getpid(),
+        address=config.endpoint,
+        model=model,
+        endpoints=(config.endpoint,),
+        curve_dir=absolute(config.curve_dir),
+        launched_by=None if parent is None else os.getppid(),
+        step_trace=absolute(config.step_trace or None),
+    )
 
 
 def _allocate(

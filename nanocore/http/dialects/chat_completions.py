@@ -87,9 +87,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     def params(self, recommended: EngineSamplingParams) -> SamplingParams:
         """Return the sampling parameters; raises as `SamplingFields.sampling_params`."""
-        self.refuse(
-            "chat_template", "mm_processor_kwargs", "logits_processors", "kv_transfer_params"
-        )
+        self.refuse("mm_processor_kwargs", "logits_processors", "kv_transfer_params")
         num_top = self.top_logprobs or 0
         if num_top and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
@@ -117,7 +115,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             response_format=self.response_format,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
-            **template_options(settings, given),
+            **template_options(settings, given, self.chat_template),
         )
 
 

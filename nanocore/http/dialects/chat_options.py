@@ -9,7 +9,7 @@ from nanocore.client import SamplingParams
 from nanocore.client.chat.answer_stream import AnswerStream
 from nanocore.client.chat.chat_messages import ChatMessage, is_long
 from nanocore.client.chat.chat_request import ChatOptions, prepare_chat
-from nanocore.client.chat.template import DEFAULT_TEMPLATE_KWARGS
+from nanocore.client.chat.template import BUILT_IN_TEMPLATES, DEFAULT_TEMPLATE_KWARGS
 from nanocore.http.dialects.request_fields import SamplingFields
 from nanocore.http.exchange import Exchange
 from nanocore.http.http_errors import bad_request
@@ -78,9 +78,25 @@ def _name(tool: Mapping[str, Any]) -> str:
     return str(function.get("name")) if isinstance(function, dict) else ""
 
 
-def template_options(settings: AppSettings, given: Mapping[str, Any]) -> ChatOptions:
-    """Return the options that follow from the settings. given: the request's template variables."""
+def template_options(
+    settings: AppSettings, given: Mapping[str, Any], chat_template: str | None = None
+) -> ChatOptions:
+    """Return the options that follow from the settings.
+
+    given: the request's template variables. chat_template: the request's; a template is code, so it
+    can only name one that is built in.
+
+    Raises:
+        HttpError: it names no such template.
+    """
+    if chat_template not in (None, *BUILT_IN_TEMPLATES):
+        raise bad_request(
+            f"chat_template can only name a built-in template ({', '.join(BUILT_IN_TEMPLATES)}): "
+            "give another one to the server with --chat-template FILE",
+            "chat_template",
+        )
     return ChatOptions(
+        chat_template=chat_template or settings.chat_template,
         chat_template_kwargs={**settings.default_chat_template_kwargs, **given},
         allowed_template_kwargs=(
             DEFAULT_TEMPLATE_KWARGS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -18,7 +18,10 @@ CONNECT_TIMEOUT_S: Final = 0.5
 
 
 class Model(msgspec.Struct, kw_only=True):
-    """A name of the model, with the fields of OpenAI's and of Anthropic's API."""
+    """A name of the model, with the fields of OpenAI's and of Anthropic's API.
+
+    default_sampling: what the model recommends for requests without parameters; {}: nothing.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -29,6 +32,7 @@ class Model(msgspec.Struct, kw_only=True):
     owned_by: str = "nanocore"
     root: str
     max_model_len: int
+    default_sampling: dict[str, Any]
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -86,6 +90,7 @@ def _model(exchange: Exchange, name: str) -> Model:
         created_at=started.isoformat(),
         root=card.model,
         max_model_len=card.max_model_len,
+        default_sampling=msgspec.to_builtins(card.default_sampling),
     )
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as in vLLM's server: /tokenize, /detokenize, /tokenizer_info."""
+"""Text to token ids and back, as in vLLM's server, and the tokenizer itself for benchmarks."""
 
 from __future__ import annotations
 
@@ -58,8 +58,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
                 "a conversation has its template's special tokens: leave add_special_tokens out",
                 "add_special_tokens",
             )
-        if self.chat_template is not None:
-            raise bad_request("chat_template is not supported: leave it out", "chat_template")
 
     def options(self, settings: AppSettings) -> ChatOptions:
         tools, tool_choice = chosen_tools(self.tools, self.tool_choice)
@@ -68,7 +66,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
             tool_choice=tool_choice,
             add_generation_prompt=self.add_generation_prompt,
             continue_final_message=bool(self.continue_final_message),
-            **template_options(settings, self.chat_template_kwargs or {}),
+            **template_options(settings, self.chat_template_kwargs or {}, self.chat_template),
         )
 
 
@@ -133,6 +131,13 @@ async def detokenize(exchange: Exchange) -> None:
     await exchange.reply_json({"prompt": text})
 
 
+async def tokenizer_file(exchange: Exchange) -> None:
+    """Reply with the tokenizer in the format of tokenizer.json, whatever its files are."""
+    client = exchange.client
+    serializing = client.with_tokenizer(lambda tokenizer: tokenizer.backend.to_str(), is_long=True)
+    await exchange.reply(200, (await exchange.attended(serializing)).encode())
+
+
 async def tokenizer_info(exchange: Exchange) -> None:
     client = exchange.client
     tokenizer = await client.get_tokenizer()
@@ -144,6 +149,6 @@ async def tokenizer_info(exchange: Exchange) -> None:
             **config,
             **dict.fromkeys(sorted(STANDARD_NAMES)),
             **tokenizer.named_tokens,
-            "chat_template": tokenizer.chat_template_text,
+            "chat_template": tokenizer.templates(exchange.settings.chat_template).text,
         }
     )

@@ -10,10 +10,11 @@ const VISIBLE_ASCII = /^[\x21-\x7e]+$/; // what a header can carry
 
 /** What the server, or the way to it, says instead of an answer. status: 0 if nothing came. */
 export class ApiError extends Error {
-  constructor(message, status, retryAfterS = null) {
+  constructor(message, status, retryAfterS = null, param = null) {
     super(message);
     this.status = status;
     this.retryAfterS = retryAfterS;
+    this.param = param; // the field at fault
   }
 
   /** For people: with the status, and when to come back. */
@@ -89,12 +90,15 @@ async function send(path, body, signal, key) {
 async function errorOf(response) {
   const text = await response.text().catch(() => "");
   let message = text.slice(0, MAX_REASON_CHARS) || response.statusText || "no reason is given";
+  let param = null;
   try {
-    message = messageOf(JSON.parse(text)) ?? message;
+    const body = JSON.parse(text);
+    message = messageOf(body) ?? message;
+    param = body?.error?.param;
   } catch {
     // no JSON, as from a proxy: its text stands
   }
-  return new ApiError(message, response.status, retryAfterS(response.headers));
+  return new ApiError(message, response.status, retryAfterS(response.headers), param);
 }
 
 /** Retry-After, which is seconds or a date by the server's clock; null: it says neither. */

@@ -3,7 +3,7 @@ import { ApiError, askForKey, hasKey, keyEvents, requestJson } from "./api.js";
 import { Chat } from "./chat.js";
 import { announce, byId, el } from "./dom.js";
 import { LiveView } from "./live.js";
-import { startSettings } from "./settings.js";
+import { setRecommended, startSettings } from "./settings.js";
 import { loadTheme, saveTheme } from "./store.js";
 
 const RETRY_S = 3;
@@ -122,6 +122,7 @@ async function askForModel() {
     byId("model").textContent = name;
     byId("model").title = `${model.id}, up to ${model.max_model_len} tokens`;
     chat.setModel(model.id, name);
+    setRecommended(model.default_sampling);
     say("");
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;

@@ -8,7 +8,7 @@ import { announce, button, byId, el, fit } from "./dom.js";
 import { ConversationList } from "./list.js";
 import { AnswerView, isEnter, plainView } from "./message.js";
 import { Scroller } from "./scroller.js";
-import { requestFields, SettingError, systemPrompt } from "./settings.js";
+import { requestFields, SettingError, systemPrompt, useChatml } from "./settings.js";
 import { copyOf, isOvertaken, load, newConversation, save, titleOf, watch } from "./store.js";
 
 const SPOKEN_CHARS = 2000;
@@ -148,7 +148,11 @@ export class Chat {
     try {
       const { signal } = run.abort;
       const onSend = () => (run.answer.startedMs = performance.now());
-      const response = await request("v1/chat/completions", { body, signal, onSend });
+      const post = (fields) => request("v1/chat/completions", { body: { ...body, ...fields }, signal, onSend });
+      const response = await post({}).catch((error) => {
+        if (error.param !== "chat_template" || body.chat_template) throw error;
+        return post(useChatml());
+      });
       const isWhole = await readEvents(response, (chunk) => {
         if (run.answer.add(chunk, performance.now())) this.showSoon(run);
       });

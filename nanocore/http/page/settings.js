@@ -15,6 +15,11 @@ const NUMBERS = [
   ["repetition_penalty", "Repetition penalty", "any", 0, null],
 ];
 
+// Sent where the model recommends nothing; `nanocore chat` has the same.
+const DEFAULTS = { temperature: 0.8, top_k: 40, top_p: 0.95, min_p: 0.05, max_tokens: 2048 };
+let recommended = null; // null: the server does not say, and its defaults apply
+let template = {};
+
 /** A field that is no such thing: its element, and why. */
 export class SettingError extends Error {
   constructor(field, message) {
@@ -30,9 +35,11 @@ export function startSettings() {
   const kept = loadSettings();
   for (const field of fields()) field.value = kept[field.name] ?? "";
   showToolsError();
+  showInForce();
   form.addEventListener("input", () => {
     saveSettings(Object.fromEntries(fields().map((field) => [field.name, field.value])));
     showToolsError();
+    showInForce();
   });
   form.addEventListener("submit", (event) => event.preventDefault());
   byId("reset-settings").addEventListener("click", () => {
@@ -40,7 +47,42 @@ export function startSettings() {
     for (const field of fields()) field.value = "";
     saveSettings({});
     showToolsError();
+    showInForce();
   });
+}
+
+/** What the model recommends, as /v1/models has it. */
+export function setRecommended(sampling) {
+  recommended = typeof sampling === "object" ? sampling : null;
+  template = {};
+  for (const [name] of NUMBERS) byId(`set-${name}`).placeholder = defaults()[name] ?? "default";
+  showInForce();
+}
+
+/** Use ChatML from now on, as the model has no chat template: the fields that say so. */
+export function useChatml() {
+  template = { chat_template: "chatml" };
+  showInForce();
+  return template;
+}
+
+const recommendsNothing = () => recommended !== null && !Object.keys(recommended).length;
+
+function defaults() {
+  return recommendsNothing() ? DEFAULTS : (recommended ?? {});
+}
+
+/** Sampling parameters that the next request gets, and where they are from. */
+function showInForce() {
+  const isSet = ([name]) => byId(`set-${name}`).value !== "";
+  const given = NUMBERS.filter(isSet).map(([name]) => `${name} ${byId(`set-${name}`).value}`);
+  const others = NUMBERS.filter((number) => !isSet(number) && number[0] in defaults());
+  const source = recommendsNothing() ? "Defaults, as the model recommends none" : "Recommended by the model";
+  const parts = [];
+  if (given.length) parts.push(`Set: ${given.join(", ")}.`);
+  if (others.length) parts.push(`${source}: ${others.map(([name]) => `${name} ${defaults()[name]}`).join(", ")}.`);
+  if (template.chat_template) parts.push("The model has no chat template: ChatML is used, and may not suit it.");
+  byId("in-force").textContent = parts.join(" ");
 }
 
 function numberField([name, label, step, min, max]) {
@@ -82,7 +124,7 @@ export const systemPrompt = () => byId("set-system").value;
 
 /** The fields of a request that the form has. Raises SettingError. */
 export function requestFields() {
-  const found = {};
+  const found = { ...template, ...(recommendsNothing() ? DEFAULTS : {}) };
   for (const [name, label] of NUMBERS) {
     const field = byId(`set-${name}`);
     if (!field.validity.valid) throw new SettingError(field, `${label}: ${field.validationMessage}`);

@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import errno
 import glob
+import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Final, get_args
 
+import msgspec
+
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.protocol.messages import ModelFileName
 from nanocore.worker.loading.gguf.gguf_files import SUFFIX, first_file, is_model
+from nanocore.worker.models import ARCHITECTURES
 
 _ALLOWED: Final = [
     "config.json",
@@ -105,11 +109,7 @@ def choose_gguf(
 
     Raises ModelFileError: there is none, or the choice is not unique.
     """
-    models: dict[str, list[str]] = {}
-    for name in sorted(names):
-        path = PurePosixPath(name)
-        if _is_gguf(name) and is_model(path):
-            models.setdefault(str(first_file(path)), []).append(name)
+    models = _gguf_models(names)
     what = f"--model {repository}"
     if not models:
         remedy = "leave it out: the model has no GGUF files" if quantization else (
@@ -147,6 +147,72 @@ def choose_gguf(
 
 def _names(files: Sequence[str]) -> set[str]:
     return {name.upper() for file in files for name in (file, PurePosixPath(file).name)}
+
+
+def _gguf_models(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the files of each GGUF model, by the first of them."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        path = PurePosixPath(name)
+        if _is_gguf(name) and is_model(path):
+            models.setdefault(str(first_file(path)), []).append(name)
+    return models
+
+
+class CachedModel(msgspec.Struct, frozen=True):
+    """A model in the hub's cache. name: as --model takes it. used_s: Unix time of its last use."""
+
+    name: str
+    num_bytes: int
+    used_s: float
+
+
+def cached_models() -> list[CachedModel]:
+    """Return the models in the hub's cache whose architecture is supported, the last used first.
+
+    A GGUF model is listed whatever its architecture: that would take reading its header.
+    """
+    import huggingface_hub as hub
+
+    try:
+        repositories = hub.scan_cache_dir().repos
+    except hub.CacheNotFound:
+        return []
+    found: list[CachedModel] = []
+    for repository in repositories:
+        if repository.repo_type != "model" or not repository.revisions:
+            continue
+        snapshot = max(
+            repository.revisions, key=lambda one: ("main" in one.refs, one.last_modified)
+        )
+        files = {
+            file.file_path.relative_to(snapshot.snapshot_path).as_posix(): file
+            for file in snapshot.files
+        }
+        models = _gguf_models(files)
+        kinds = [quantization_of(first) for first in models]
+        names = {
+            f"{repository.repo_id}:{kind if kinds.count(kind) == 1 and kind else Path(first).name}":
+            model for kind, (first, model) in zip(kinds, models.items(), strict=True)
+        }  # fmt: skip
+        if _is_supported(snapshot.snapshot_path):
+            names[repository.repo_id] = [name for name in files if not _is_gguf(name)]
+        for name, parts in names.items():
+            num_bytes = sum(files[part].size_on_disk for part in parts)
+            used_s = max(files[part].blob_last_accessed for part in parts)
+            found.append(CachedModel(name, num_bytes, used_s))
+    return sorted(found, key=lambda model: (-model.used_s, model.name))
+
+
+def _is_supported(folder: Path) -> bool:
+    """Whether the folder has safetensors of a supported architecture."""
+    if next(folder.glob("*.safetensors"), None) is None:
+        return False
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        return not ARCHITECTURES.keys().isdisjoint(config["architectures"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def quantization_of(name: str) -> str:

@@ -248,8 +248,8 @@ class Run:
     def __call__(self, max_concurrency: int = 2) -> BatchRunner:
         with closing(ResultIndex()) as ledger, closing(Results(str(self.path), ledger)) as results:
             plan = PendingLines(self._lines, ledger)
-            runner = BatchRunner(self._app, plan, results, self._show, self._pause)
-            asyncio.run(runner.run(max_concurrency))
+            runner = BatchRunner(plan, results, self._show, self._pause)
+            asyncio.run(runner.run(self._app, max_concurrency))
             return runner
 
     def results(self) -> list[Any]:

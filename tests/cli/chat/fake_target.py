@@ -37,6 +37,7 @@ class FakeTarget:
         self.num_left = 0
         self.model = "fake"
         self.max_model_len: int | None = 100
+        self.default_sampling: Mapping[str, Any] | None = None
         self.is_connected = True
 
     def news(self) -> str:
@@ -77,9 +78,9 @@ class FakeTarget:
 class Shown:
     """A view, and what it has written."""
 
-    def __init__(self, is_plain: bool = False, **console: Any) -> None:
+    def __init__(self, is_plain: bool = False, num_columns: int = 80, **console: Any) -> None:
         self._file = io.StringIO()
-        self.view = View(Console(file=self._file, width=80, **console), is_plain)
+        self.view = View(Console(file=self._file, width=num_columns, **console), is_plain)
 
     @property
     def text(self) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 
 from nanocore.cli.chat.commands import with_value
 from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
+from nanocore.cli.chat.engine_target import EngineChatTarget
 from nanocore.cli.chat.files import EngineLog, ErrorLog, open_engine_log, state_directory
+from nanocore.cli.chat.flags import parse
 from nanocore.cli.chat.interactive import BoundedHistory, input_history
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 
@@ -218,6 +222,23 @@ def test_the_last_line_of_an_engines_log_is_what_it_says(tmp_path: Path) -> None
     assert log.last_line() == " 20%"
     log.close()
     log.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "phase"),
+    [
+        ("", "importing libraries"),
+        ("(engine pid=7) imports 3.63 s, since the process began\n", "loading the weights"),
+        ("(engine pid=7) kv cache 0.19 s: 21510 blocks\n", "preparing kernels and KV cache"),
+        ("(engine pid=7) compiling the kernels\n", "compiling the kernels"),
+        ("model.gguf: 10%\r", "model.gguf: 10%"),
+    ],
+)
+def test_the_start_of_an_engine_is_told_in_phases(tmp_path: Path, line: str, phase: str) -> None:
+    with closing(EngineLog(tmp_path / "log")) as log:
+        os.write(log.fd, line.encode())
+        news = EngineChatTarget(parse([], {}).engine, log, None).news()
+    assert re.fullmatch(rf"starting the engine, \d+ s: {re.escape(phase)}", news)
 
 
 def test_without_a_directory_an_engines_log_goes_nowhere(

@@ -36,6 +36,14 @@ def test_a_bare_endpoint_is_the_users_own(
     assert parse(["--endpoint", "ipc:///x/y"], {}).engine.endpoints == ("ipc:///x/y",)
 
 
+def test_a_chat_template_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:
+    text = "{{ bos_token + messages[0].content }}"
+    (tmp_path / "own.jinja").write_text(text)
+    for given, used in (("chatml", "chatml"), (text, text), (str(tmp_path / "own.jinja"), text)):
+        assert parse(["--chat-template", given], {}).chat_template == used
+    assert parse([], {}).chat_template is None
+
+
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
@@ -71,6 +79,8 @@ def test_a_key_is_the_flags_or_the_environments_without_line_ends() -> None:
         (["m", "--url", "http://h"], "leave m out"),
         (["--url", "http://h", "--dtype", "float32"], "leave --dtype out"),
         (["--url", "http://h", "--endpoint"], "leave --endpoint out"),
+        (["--url", "http://h", "--chat-template", "chatml"], "leave --chat-template out"),
+        (["--chat-template", "chatlm"], "no such file, and no built-in template: chatml"),
         (["--url", "http://h", "--system", "x"], "did you mean --system-prompt?"),
         (["--model-name", "m"], "--model-name is for a server, with --url"),
         (["--api-key", "k"], "--api-key is for a server"),
@@ -115,6 +125,8 @@ def test_missing_packages_are_named(
     [
         ("/new", SlashCommand("new", "")),
         ("/NEW ", SlashCommand("new", "")),
+        ("/clear", SlashCommand("new", "")),
+        ("/bye", SlashCommand("exit", "")),
         ("/set temperature 0.5", SlashCommand("set", "temperature 0.5")),
         ("/set", SlashCommand("set", "")),
         ("/system Two\nlines.", SlashCommand("system", "Two\nlines.")),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from nanocore.cli.chat.target import FALLBACK_NOTE
 from tests.bench import fake_server
 from tests.cli.chat.terminal import CTRL_C, CTRL_D, ENTER, Terminal, chatting
 from tests.cli.paused_engine import paused
@@ -184,7 +185,7 @@ def test_the_transcript_of_the_page_is_what_is_shown(engine: forked.Engine) -> N
     )
     lines = [line[2:] for line in transcript.splitlines() if line.startswith("> ")]
     with chatting(*arguments.split(), "--endpoint", engine.endpoint, TERM="dumb") as terminal:
-        terminal.expect("Ctrl-D ends)\n")
+        terminal.expect("NAME=VALUE changes them)\n")
         shown = []
         for line in lines:
             shown.append(terminal.expect("> "))
@@ -206,7 +207,7 @@ def test_signals_end_the_chat_at_its_prompt(number: int, engine: forked.Engine) 
 
 def test_ctrl_c_ends_the_chat_while_its_engine_starts_and_the_engine_with_it() -> None:
     with chatting("--dtype", "float32") as terminal:
-        terminal.expect("starting the engine: ")
+        terminal.expect("starting the engine, ")
         below = Descendants(terminal.pid)
         terminal.press(CTRL_C)
         assert terminal.exit() == 130
@@ -271,6 +272,17 @@ def run(*arguments: str, question: str | bytes = b"") -> subprocess.CompletedPro
 def test_a_question_in_a_pipe_is_answered_and_nothing_else_is_written() -> None:
     done = run(*GREEDY, "--dtype", "float32", question="What is 123 + 456?\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "123 + 456 = 579\n", "")
+
+
+@pytest.mark.parametrize("flags", [(), ("--chat-template", "chatml")])
+def test_a_model_without_template_is_asked_in_chatml_which_is_said(
+    engine: forked.Engine, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    joined = ("--endpoint", engine.endpoint, "--tokenizer", str(tmp_path))
+    done = run(*GREEDY, *joined, *flags, question="What is 123 + 456?\n")
+    assert (done.returncode, done.stdout) == (0, "123 + 456 = 579\n")
+    assert done.stderr == ("" if flags else f"{FALLBACK_NOTE}\n")
 
 
 @pytest.mark.parametrize(

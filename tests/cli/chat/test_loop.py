@@ -22,6 +22,7 @@ from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
+from nanocore.cli.chat.commands import CHAT_SAMPLING
 from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.interactive import CommandCompleter, Prompt
 from nanocore.cli.chat.loop import ChatLoop
@@ -75,7 +76,8 @@ def test_a_conversation_goes_on_with_its_answers() -> None:
 
 def test_what_is_typed_after_exit_is_not_read() -> None:
     target = FakeTarget()
-    assert chat(target, "/exit", "hello") == ""
+    for end in ("/exit", "/bye", "/quit"):
+        assert chat(target, end, "hello") == ""
     assert target.asked == []
 
 
@@ -90,6 +92,36 @@ def test_sampling_is_what_was_set_last() -> None:
     assert "top_p" in shown
 
 
+SOURCES = {
+    "recommended by the model": {"temperature": 0.6},
+    "defaults, as the model recommends none": {},
+    "everything else: the server's defaults": None,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_model_that_recommends_nothing_gets_defaults_and_the_source_is_shown(source: str) -> None:
+    target = FakeTarget(answer("a"), answer("b"), answer("c"))
+    target.default_sampling = SOURCES[source]
+    shown = chat(
+        target, "x", "/set", "/set temperature = 0", "y", "/set", "/set parameter max_tokens null",
+        "z",
+    )  # fmt: skip
+    defaults = {} if SOURCES[source] != {} else dict(CHAT_SAMPLING)
+    assert [sampling for _, sampling in target.asked] == [
+        defaults, {**defaults, "temperature": 0},
+        {**defaults, "temperature": 0, "max_tokens": None},
+    ]  # fmt: skip
+    before, after = (" ".join(part.split()) for part in shown.split("b\n"))
+    assert source in before
+    assert after.startswith("set here: temperature=0 ")
+    assert after.endswith("temperature=0, max_tokens=null c")
+    assert ("temperature=0.6" in before) == (SOURCES[source] == {"temperature": 0.6})
+    if SOURCES[source] == {}:
+        assert "temperature=0.8, top_k=40, top_p=0.95, min_p=0.05, max_tokens=2048" in before
+        assert "none: top_k=40, top_p=0.95, min_p=0.05, max_tokens=2048" in after
+
+
 def test_a_question_is_asked_again_without_its_answer() -> None:
     target = FakeTarget(answer("a"), answer("b"), answer("c"))
     assert chat(target, "x", "y", "/retry") == "a\nb\nc\n"
@@ -98,7 +130,7 @@ def test_a_question_is_asked_again_without_its_answer() -> None:
 
 def test_what_was_taken_back_or_forgotten_is_not_sent() -> None:
     target = FakeTarget(*map(answer, "abcd"))
-    chat(target, "one", "two", "/undo", "three", "/new", "/system Be kind.", "four")
+    chat(target, "one", "two", "/undo", "three", "/clear", "/system Be kind.", "four")
     assert contents(target.asked[2][0]) == ["one", "a", "three"]
     assert contents(target.asked[3][0]) == ["Be kind.", "four"]
 
@@ -316,6 +348,7 @@ def completed(text: str) -> list[str]:
 
 def test_commands_and_what_they_take_are_completed(tmp_path: Path) -> None:
     (tmp_path / "saved.json").touch()
+    assert completed("/cl") == ["/clear"]
     assert completed("/s") == ["/system", "/set", "/save"]
     assert completed("/set top") == ["/set top_p", "/set top_k"]
     assert completed("/model q") == ["/model qwen"]
@@ -338,6 +371,10 @@ def test_one_question_prints_its_answer_alone(capsys: pytest.CaptureFixture[str]
     once(target)
     assert capsys.readouterr() == ("an\x1b answer\n", "")  # to no terminal, as it is
     assert target.asked == [([{"role": "user", "content": "x"}], {"seed": 3})]
+    target = FakeTarget(answer("an answer"))
+    target.default_sampling = {}
+    once(target)
+    assert target.asked[0][1] == {**CHAT_SAMPLING, "seed": 3}
 
 
 def test_an_answer_that_is_cut_says_so_beside_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams, collect
-from nanocore.client.chat.chat_request import prepare_chat
+from nanocore.client.chat.chat_request import ChatOptions, prepare_chat
 from nanocore.client.chat.events import (
     ChatEvent,
     Failed,
@@ -31,6 +31,7 @@ from nanocore.client.chat.events import (
 )
 from nanocore.client.connection.client_session import NUM_THREADS
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.demo_model import demo_model_folder
 from nanocore.protocol.codec import pack_int32, unpack_int32
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import Event, Submit, TokenLogprobs
@@ -419,7 +420,7 @@ def test_a_clients_end_ends_its_render_process(endpoint: str, thinker: Path) -> 
         async with connected(endpoint, tokenizer=thinker) as (engine, client):
             await asked(engine, client, "hi")
             tokenizer = await client.get_tokenizer()
-            process = tokenizer._template(has_tools=False)._renderer._process
+            process = tokenizer.templates().template(has_tools=False)._renderer._process
             assert process is not None
             assert process.poll() is None
             pid = process.pid
@@ -454,6 +455,18 @@ async def test_a_message_without_a_role_is_refused_by_place(endpoint: str, think
         for role in ({}, {"role": 5}, {"role": ""}):
             with pytest.raises(InvalidRequestError, match=r"messages\[1\] has no role"):
                 await anext(client.chat([USER, {"content": "x", **role}]))
+
+
+def test_the_end_of_a_chatml_turn_ends_the_response(tokenizer: Tokenizer) -> None:
+    options: ChatOptions = {"chat_template": "chatml"}
+    params = SamplingParams(stop="x", stop_token_ids=[3])
+    prepared = prepare_chat([USER], options, tokenizer, params).params
+    assert (prepared.stop, prepared.stop_token_ids) == (["x", "<|im_end|>"], [3])
+    knowing = Tokenizer.from_folder(demo_model_folder())
+    prepared = prepare_chat([USER], options, knowing, params).params
+    end = knowing.backend.token_to_id("<|im_end|>")
+    assert (prepared.stop, prepared.stop_token_ids) == ("x", [3, end])
+    assert prepare_chat([USER], {}, knowing, params).params == params
 
 
 async def test_an_unknown_option_is_a_type_error(endpoint: str, tokenizer_folder: Path) -> None:

@@ -147,7 +147,7 @@ def test_the_text_of_a_prompt_has_no_sentinels() -> None:
     assert "\ufdd2" not in text
     assert "\\ufdd2" not in text
     assert text.count("<s>") == 6 + 1  # those of the texts, and the first
-    unguarded = tokenizer._templates["default"]
+    unguarded = tokenizer.templates().template(has_tools=False)
     unguarded._guard = None
     assert text == tokenizer.render_chat(messages, **how)
 
@@ -239,7 +239,7 @@ def test_a_long_text_that_becomes_a_token_is_cut_where_it_does() -> None:
 
 
 def test_the_source_of_a_template_folder_is_known(tmp_path: Path) -> None:
-    assert _tokenizer("plain").chat_template_text == TEMPLATE
+    assert _tokenizer("plain").templates().text == TEMPLATE
 
 
 def _special_texts(template: str, **chat: Any) -> list[str]:

@@ -46,11 +46,13 @@ Part: TypeAlias = dict[str, Any] | bytes | Gate | Drop
 
 
 class Refusal:
-    """An answer that is an error. retry_after: as its header has it."""
+    """An answer that is an error. retry_after: as its header has it. fields: the error's others."""
 
-    def __init__(self, status: int, message: str, retry_after: int | str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, retry_after: int | str | None = None, **fields: Any
+    ) -> None:
         self.status = status
-        self.body = json.dumps({"error": {"message": message}}).encode()
+        self.body = json.dumps({"error": {"message": message, **fields}}).encode()
         later = [] if retry_after is None else [(b"retry-after", str(retry_after).encode())]
         self.headers = later
 
@@ -82,7 +84,8 @@ class ScriptedServer:
     """url: the page's. bodies: of the chat requests, as they came. live: what /live answers.
 
     live_asked: the queries of /live, as they came. left: set once a chat request was left.
-    model: its name, behind a folder's. key: that requests need; None: they need none.
+    model: its name, behind a folder's. model_fields: more of it in /v1/models.
+    key: that requests need; None: they need none.
     models_after: so many refusals of /v1/models come first.
     key_status: of the answer to another key.
     """
@@ -98,6 +101,7 @@ class ScriptedServer:
         self.key_status = 401
         self.models_after = 0
         self.model = MODEL
+        self.model_fields: dict[str, Any] = {}
         self.bodies: list[dict[str, Any]] = []
         self.live: dict[str, Any] | Refusal = Refusal(503, "the model is being loaded", 5)
         self.live_asked: list[str] = []
@@ -126,7 +130,7 @@ class ScriptedServer:
             loading = Refusal(503, "the model is being loaded", 1)
             await _reply(send, loading.status, loading.body, loading.headers)
         elif path == "/v1/models":
-            model = {"id": f"/models/{self.model}", "max_model_len": 2048}
+            model = {"id": f"/models/{self.model}", "max_model_len": 2048, **self.model_fields}
             await _reply(send, 200, json.dumps({"data": [model]}).encode())
         elif path == "/live":
             self.live_asked.append(scope["query_string"].decode())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
+from nanocore.cli.chat.commands import CHAT_SAMPLING
 from nanocore.demo_model import demo_model_folder
 from tests.http.page.conftest import NewPage, begin, say
 from tests.http.page.scripted_server import Part, Refusal, ScriptedServer, end
@@ -174,6 +175,50 @@ def test_settings_reach_the_request_and_are_kept(scripted: ScriptedServer, page:
     talk(scripted, page, "Ho")
     assert body.keys() - scripted.bodies[1].keys() == {*given, "stop", "tools"}
     assert contents(scripted.bodies[1]) == ["Hi", "Re: Hi", "Ho"]
+
+
+@pytest.mark.parametrize(
+    ("recommended", "sent", "shown"),
+    [
+        ({}, dict(CHAT_SAMPLING), "Defaults, as the model recommends none: temperature 0.8, "),
+        ({"temperature": 0.6}, {}, "Recommended by the model: temperature 0.6."),
+    ],
+)
+def test_a_model_that_recommends_nothing_gets_defaults_which_are_shown(
+    scripted: ScriptedServer,
+    new_page: NewPage,
+    recommended: dict[str, Any],
+    sent: dict[str, Any],
+    shown: str,
+) -> None:
+    scripted.model_fields = {"default_sampling": recommended}
+    page = new_page(scripted.url)
+    in_force = page.locator("#in-force")
+    expect(in_force).to_contain_text(shown)
+    talk(scripted, page, "Hi")
+    page.get_by_role("button", name="Settings").click()
+    temperature = page.get_by_label("Temperature")
+    assert temperature.get_attribute("placeholder") == str({**recommended, **sent}["temperature"])
+    temperature.fill("0")
+    expect(in_force).to_contain_text("Set: temperature 0.")
+    talk(scripted, page, "Ho")
+    fields = [
+        {name: body[name] for name in CHAT_SAMPLING if name in body} for body in scripted.bodies
+    ]
+    assert fields == [sent, {**sent, "temperature": 0}]
+
+
+def test_a_model_without_template_is_asked_in_chatml(scripted: ScriptedServer, page: Page) -> None:
+    refusal = Refusal(400, "no template", param="chat_template")
+    scripted.answer_with(refusal, answer("Hello."))
+    say(page, "Hi")
+    expect(page.locator(".markdown")).to_have_text("Hello.")
+    expect(page.locator("#in-force")).to_contain_text("ChatML is used")
+    talk(scripted, page, "Ho")
+    assert [body.get("chat_template") for body in scripted.bodies] == [None, "chatml", "chatml"]
+    scripted.answer_with(refusal)
+    say(page, "He")
+    expect(page.locator(".notice.failed")).to_have_text("400: no template")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,159 @@
+"""`nanocore ps`, `nanocore list` and `nanocore pull`: what runs, what is cached, and downloads."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from nanocore.cli.command import require, run_command
+from nanocore.protocol.errors import ConfigError, ModelFileError, NanocoreError
+from nanocore.protocol.metrics import Stats
+from nanocore.system.flags import FlagParser
+from nanocore.system.running import Running, all_running
+from nanocore.system.standard_streams import harmless
+
+_STATS_TIMEOUT_S: Final = 2.0
+_EXIT_CODES: Final = "exit codes: 0 done, 2 usage or configuration, 130 interrupted"
+_PULL_EXIT_CODES: Final = _EXIT_CODES.replace(", 130", ", 3 model files, 130")
+_HUB: Final = (("huggingface_hub",), "the hub's cache needs", "pip install '.[engine]'")
+
+
+def ps_parser() -> FlagParser:
+    parser = FlagParser(
+        "nanocore ps", "List the running engines and servers of this user.", epilog=_EXIT_CODES
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def list_parser() -> FlagParser:
+    parser = FlagParser(
+        "nanocore list",
+        "List the models in the Hugging Face hub's cache that can be served, the last used first.",
+        epilog=_EXIT_CODES,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def pull_parser() -> FlagParser:
+    parser = FlagParser(
+        "nanocore pull",
+        "Download a model from the Hugging Face hub, or bring it up to date, without serving it.",
+        epilog=_PULL_EXIT_CODES,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="id org/name; of GGUF models also org/name:QUANTIZATION")
+    add("--revision", metavar="NAME", help="branch, tag or commit (default: main)")
+    return parser
+
+
+class _Process(msgspec.Struct, frozen=True):
+    """A line of `ps --json`. stats: of the engine; None if it does not answer."""
+
+    running: Running
+    stats: Stats | None
+
+
+def run_ps(arguments: list[str]) -> int:
+    return run_command("nanocore ps", lambda: _ps(arguments))
+
+
+def run_list(arguments: list[str]) -> int:
+    return run_command("nanocore list", lambda: _list(arguments))
+
+
+def run_pull(arguments: list[str]) -> int:
+    return run_command("nanocore pull", lambda: _pull(arguments))
+
+
+def _ps(arguments: list[str]) -> int:
+    given = ps_parser().parse_args(arguments)
+    processes = asyncio.run(_processes(all_running()))
+    if given.json:
+        rows = [{**msgspec.to_builtins(p.running), "stats": p.stats} for p in processes]
+        _write_json(rows)
+    else:
+        _write_table(
+            ("KIND", "PID", "MODEL", "REQUESTS", "UP", "ADDRESS"), list(map(_ps_row, processes))
+        )
+    return 0
+
+
+async def _processes(found: Sequence[Running]) -> list[_Process]:
+    stats = await asyncio.gather(*map(_stats, found))
+    return [_Process(*pair) for pair in zip(found, stats, strict=True)]
+
+
+async def _stats(running: Running) -> Stats | None:
+    from nanocore.client import AsyncEngineClient
+
+    try:
+        client = AsyncEngineClient.connect(
+            running.endpoints, curve_dir=running.curve_dir, timeout_s=_STATS_TIMEOUT_S
+        )
+        async with asyncio.timeout(_STATS_TIMEOUT_S), client:
+            return await client.stats()
+    except (NanocoreError, TimeoutError):  # it hangs, or there is no key of a client for its TCP
+        return None
+
+
+def _ps_row(process: _Process) -> tuple[str, ...]:
+    running, stats = process.running, process.stats
+    load = "no answer"
+    if stats is not None:
+        load = f"{stats.num_requests_running} running, {stats.num_requests_waiting} waiting"
+    launched_by = "" if running.launched_by is None else f" of {running.launched_by}"
+    up = timedelta(seconds=max(0, int(time.time() - running.started_s)))
+    kind = f"{running.kind}{launched_by}"
+    return kind, str(running.pid), running.model, load, str(up), running.address
+
+
+def _list(arguments: list[str]) -> int:
+    given = list_parser().parse_args(arguments)
+    require(*_HUB)
+    from nanocore.worker.loading.hub import cached_models
+
+    models = cached_models()
+    if given.json:
+        _write_json(models)
+    else:
+        rows = [
+            (m.name, f"{m.num_bytes / 1e6:,.0f} MB", time.strftime("%F", time.localtime(m.used_s)))
+            for m in models
+        ]
+        _write_table(("MODEL", "SIZE", "LAST USED"), rows)
+    return 0
+
+
+def _pull(arguments: list[str]) -> int:
+    given = pull_parser().parse_args(arguments)
+    require(*_HUB)
+    if Path(given.model).expanduser().exists():
+        raise ConfigError(f"{given.model} is on this machine already: nothing is to be downloaded")
+    from nanocore.worker.loading.model_folder import resolve_model
+
+    try:
+        print(harmless(str(resolve_model(given.model, given.revision))))
+    except ModelFileError as error:
+        raise ModelFileError(str(error).removeprefix("--model ")) from None
+    return 0
+
+
+def _write_json(value: object) -> None:
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+
+
+def _write_table(heads: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    lines = [heads, *(tuple(map(harmless, row)) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        print("  ".join(cells).rstrip())
