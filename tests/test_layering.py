@@ -112,6 +112,7 @@ def test_a_room_imports_only_rooms_it_may(room: str) -> None:
     [
         ("cli", {"engine_core.cli.build_parser", "engine_core.cli.parse_config",
                  "worker.loading.hub.cached_models",
+                 "worker.loading.model_folder.locate_model",
                  "worker.loading.model_folder.resolve_model"}),
         ("bench", {"worker.loading.gguf.gguf_files.first_file",
                    "worker.loading.gguf.tokenizer_files.gguf_model_files"}),

@@ -85,10 +85,15 @@ def _is_installed(name: str) -> bool:
 
 
 def require_engine(engine: EngineChoice) -> None:
-    """Raise ConfigError if an engine is to be launched that lacks packages, or refuses its flags.
+    """Raise an error if an engine is to be launched that lacks packages, its model, or refuses its
+    flags.
 
     The engine would refuse them itself, but only after this command has said that it starts. If an
     engine was found that no flag names, say which.
+
+    Raises:
+        ConfigError: packages or flags. ModelFileError: there is no such model on this machine, and
+        it is none of the hub.
     """
     if engine.found is not None:
         complain(f"joining the {engine.found}")
@@ -100,9 +105,12 @@ def require_engine(engine: EngineChoice) -> None:
         "pip install '.[engine,server]', or join an engine with --endpoint",
     )
     from nanocore.engine_core.cli import parse_config
+    from nanocore.worker.loading.model_folder import locate_model
 
     try:
-        parse_config(list(engine.flags))
+        config = parse_config(list(engine.flags))
+        if config.model is not None:
+            locate_model(config.model, config.revision)
     except ConfigError as error:
         more = filter(None, (engine.hint, *engine.notices))
         raise ConfigError("; ".join((str(error), *more))) from None

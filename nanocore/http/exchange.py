@@ -22,6 +22,7 @@ from nanocore.http.http_errors import (
 from nanocore.http.request_record import DISCONNECTED, RequestRecord
 from nanocore.http.state import ServerState
 from nanocore.protocol.errors import NanocoreError
+from nanocore.protocol.type_errors import field_error
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -30,7 +31,6 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 Result = TypeVar("Result")
 JSON: Final = b"application/json"
 _UNSAFE: Final = re.compile(r"[^\x20-\x7e]")
-_PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
 _HALF_PAIR: Final = re.compile(rb"\\u[dD][89abAB]\w\w(?!\\u[dD][c-fC-F])")
 """A lone surrogate; the decoder's own message calls the body truncated."""
 CHUNK_WRITER: Final = "nanocore.chunk_writer"
@@ -190,8 +190,8 @@ class Exchange:
         try:
             return msgspec.convert(fields, kind)
         except msgspec.ValidationError as error:
-            where = _PATH.search(str(error))
-            raise bad_request(str(error), where and where[1]) from None
+            path, problem = field_error(error, fields, kind)
+            raise bad_request(problem, path) from None
         except RecursionError:
             raise bad_request("the request is nested too deep") from None
 

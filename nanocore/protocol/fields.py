@@ -19,6 +19,7 @@ from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError, shorten
+from nanocore.protocol.type_errors import wrong_type
 
 _LOWS: Final = ("minimum", "exclusiveMinimum", "minLength", "minItems")
 _HIGHS: Final = ("maximum", "maxLength", "maxItems")
@@ -66,7 +67,7 @@ def check_limits(struct: msgspec.Struct) -> None:
     for field, is_length, low, high, limit in _limits(type(struct)):
         value = getattr(struct, field)
         if value is not None and not low <= (len(value) if is_length else value) <= high:
-            raise InvalidRequestError(limit.refusal(value))
+            raise InvalidRequestError(limit.refusal(value), field)
 
 
 def check_types(struct: msgspec.Struct, prefix: str = "") -> None:
@@ -84,9 +85,10 @@ def check_types(struct: msgspec.Struct, prefix: str = "") -> None:
         try:
             msgspec.convert(found, kind)
         except msgspec.ValidationError as error:
-            value = shorten(repr(found))
+            field = f"{prefix}{name}"
             raise InvalidRequestError(
-                f"{prefix}{name}={value} is of the wrong type: {error}"
+                wrong_type(str(error), field, found)
+                or f"{field}={shorten(repr(found))} is of the wrong type: {error}"
             ) from None
 
 

@@ -118,6 +118,17 @@ def test_the_log_speaks_of_the_longest_request() -> None:
     )
 
 
+def test_a_bound_measured_on_a_busy_machine_is_none() -> None:
+    busy = replace(SPEED, is_quiet=False)
+    assert not busy.shared(2).is_quiet
+    assert not MachineSpeed.joined([SPEED, busy]).is_quiet
+    found = replace(make(), speed=busy)
+    _, speed = summary(found)
+    assert speed.startswith("about 9.00 ms a token")
+    assert speed.endswith("measured, while other programs used the machine: it has more to give")
+    assert "while other programs used it: it has more to give: cpu" in table(found)
+
+
 WHOLE = MachineSpeed(bytes_per_s=8e9, flops_per_s=4e11, near_bytes=1000, near_bytes_per_s=1e11)
 
 

@@ -173,5 +173,5 @@ def test_whatever_says_how_to_sample_is_refused_beside_an_embedding_by_name() ->
 def test_a_pooling_that_is_none_is_refused_with_those_that_there_are() -> None:
     with pytest.raises(InvalidRequestError, match="'cls' is unknown: it must be 'last' or 'mean'"):
         EngineSamplingParams(pooling="cls")
-    with pytest.raises(InvalidRequestError, match="pooling=1 is of the wrong type"):
+    with pytest.raises(InvalidRequestError, match="pooling must be a text, not 1"):
         SamplingParams(pooling=1)  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/no/such", "./no", "../no/such", "~/no-such"])
 def test_a_path_that_is_not_there_is_refused(name: str) -> None:
-    with pytest.raises(ModelFileError, match=r"there is no such folder$"):
+    with pytest.raises(ModelFileError, match=r"there is no such file or folder$"):
         resolve_model(name)
 
 
@@ -127,7 +127,7 @@ def test_a_file_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_neither_path_nor_id_is_refused(name: str) -> None:
-    with pytest.raises(ModelFileError, match=r"not a Hugging Face id \(org/name\)"):
+    with pytest.raises(ModelFileError, match=r"no Hugging Face id \(org/name\)"):
         resolve_model(name)
 
 

@@ -8,6 +8,8 @@ from typing import Any, Final, Literal, NotRequired, TypedDict
 _MAX_INT_BITS: Final = 8192
 LONG_CHARS: Final = 1 << 16
 """Characters above which a text or conversation is long: tokenizing takes 50 ms to seconds."""
+ROLES: Final = ("system", "developer", "user", "assistant", "tool")
+"""Roles of OpenAI's API; templates may know others, too."""
 REASONING_KEYS: Final = ("reasoning_content", "thinking", "reasoning")
 """Keys of a turn's reasoning in clients and templates; the first that is present is used."""
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import tokenizers
 
+from nanocore.client.chat.chat_messages import ROLES
 from nanocore.protocol.errors import InvalidRequestError
 
 _MAX_CUT_CHARS: Final = 64
@@ -193,9 +194,6 @@ _REPLACED: Final = re.compile(
     r"""\breplace\(\s*(?:'((?:[^'\\]|\\.)*)'|"((?:[^"\\]|\\.)*)")""", re.DOTALL
 )
 """Texts that a template replaces, often with nothing, which joins their neighbours."""
-_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool"})
-"""Roles that every template may turn into a token."""
-
 Mark = Callable[[str], str]
 """Function that puts sentinels into a text, where it needs any."""
 
@@ -252,8 +250,8 @@ class SpecialTokenGuard:
             marked: dict[str, Any] = _map_texts(
                 message, mark_answer if role == "assistant" else mark, mark_key
             )
-            # Templates may write "<|" + role + "|>": a role's name could complete a token.
-            if isinstance(role, str) and role not in _ROLES:
+            # Templates may write "<|" + role + "|>": another role's name could complete a token.
+            if isinstance(role, str) and role not in ROLES:
                 if self._all.is_part(role) and not self._is_constant(role):
                     marked["role"] = f"{role[:1]}{sentinel}{marked['role'][1:]}"
             return marked

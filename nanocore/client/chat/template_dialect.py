@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
+from nanocore.client.chat.chat_messages import ROLES
 from nanocore.client.chat.tools import ToolPrompt, call_text, result_text
 from nanocore.protocol.errors import InvalidRequestError, quoted
 
@@ -51,13 +52,15 @@ class TemplateDialect:
         system_text: text to add to the system message.
 
         Raises:
-            InvalidRequestError: a message is not a dict, or a part of its content is not text.
+            InvalidRequestError: a message is not a dict, a part of its content is not text, or the
+            template leaves out messages of its role.
         """
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise InvalidRequestError(
                 f"a conversation is a list of messages, not {type(messages).__name__}"
             )
         turns = [self._adapted(i, message) for i, message in enumerate(messages)]
+        self._check_roles(turns)
         if any(turn["role"] == "tool" for turn in turns) and self._writes_calls_as_text:
             turns = _as_users(turns, "tool")
         if system_text and turns and turns[0]["role"] == "system":
@@ -95,8 +98,9 @@ class TemplateDialect:
             )
         if not isinstance(message.get("role"), str) or not message["role"]:
             raise InvalidRequestError(
-                f'messages[{i}] has no role: it is "system", "developer", "user", "assistant" or '
-                f'"tool", not {quoted(message.get("role"))}'
+                f"messages[{i}] has no role: it is one of {', '.join(ROLES)}, not "
+                f"{quoted(message.get('role'))}",
+                f"messages[{i}].role",
             )
         turn = dict(message)
         if turn["role"] == "developer" and not self._knows_developer:
@@ -118,6 +122,25 @@ class TemplateDialect:
                 turn["content"] = "" if content is None else content
         return turn
 
+    def _check_roles(self, turns: Sequence[Mapping[str, Any]]) -> None:
+        """Raise InvalidRequestError for a role of the caller's own that the template leaves out.
+
+        Templates that write any role, and those that refuse others themselves, are left alone.
+        """
+        others = list({turn["role"]: None for turn in turns if turn["role"] not in ROLES})
+        if not others:
+            return
+        probes = [{"role": role, "content": f"probe {i}."} for i, role in enumerate(others)]
+        text = self._try([{"role": "user", "content": "hi"}, *probes])
+        missing = (one["role"] for one in probes if text is not None and one["content"] not in text)
+        if (role := next(missing, None)) is not None:
+            where = f"messages[{[turn['role'] for turn in turns].index(role)}].role"
+            raise InvalidRequestError(
+                f"{where} is {quoted(role)}, and the model's chat template leaves out messages of "
+                f"this role: give one of {', '.join(ROLES)}",
+                where,
+            )
+
     def _content(self, i: int, message: Mapping[str, Any]) -> Any:
         content = message.get("content")
         if content is None and isinstance(message.get("refusal"), str):
@@ -126,7 +149,8 @@ class TemplateDialect:
             return content
         if not isinstance(content, (list, tuple)):
             raise InvalidRequestError(
-                f"messages[{i}].content is a text or a list of parts, not {quoted(content)}"
+                f"messages[{i}].content is a text or a list of parts, not {quoted(content)}",
+                f"messages[{i}].content",
             )
         texts = [_text_of(i, k, part) for k, part in enumerate(content)]
         if self._takes_parts and not (message["role"] == "tool" and self._writes_calls_as_text):
@@ -270,5 +294,6 @@ def _text_of(i: int, k: int, part: object) -> str:
             return text
     raise InvalidRequestError(
         f'messages[{i}].content[{k}] must be {{"type": "text", "text": str}}, not '
-        f"{quoted(part)}: models here read only text"
+        f"{quoted(part)}: models here read only text",
+        f"messages[{i}].content[{k}]",
     )

@@ -61,13 +61,15 @@ def _read(i: int, tool: object) -> Tool:
     ):
         raise InvalidRequestError(
             f'tools[{i}] must be {{"type": "function", "function": {{"name": str, "description": '
-            f'str, "parameters": a JSON Schema}}}}, not {quoted(tool)}'
+            f'str, "parameters": a JSON Schema}}}}, not {quoted(tool)}',
+            f"tools[{i}]",
         )
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > MAX_TOOL_NAME_CHARS:
         raise InvalidRequestError(
             f"tools[{i}].function.name={quoted(name)}: a name has 1 to "
-            f"{MAX_TOOL_NAME_CHARS} letters, digits, and characters of '_.-'"
+            f"{MAX_TOOL_NAME_CHARS} letters, digits, and characters of '_.-'",
+            f"tools[{i}].function.name",
         )
     parameters = function.get("parameters")
     if parameters is None:

@@ -243,12 +243,13 @@ def _memory_rows(forecast: Forecast) -> Iterator[str]:
 
 def _machine_rows(forecast: Forecast) -> Iterator[str]:
     speed = forecast.speed
-    yield f"machine, measured now: {forecast.device}"
+    busy = "" if speed.is_quiet else ", while other programs used it: it has more to give"
+    yield f"machine, measured now{busy}: {forecast.device}"
     yield f"  reads      {speed.bytes_per_s / 1e9:>12,.1f} GB/s from memory"
     if speed.near_bytes:
         near = f"from caches, {speed.near_bytes / 1e6:,.1f} MB at most"
         yield f"             {speed.near_bytes_per_s / 1e9:>10,.1f} GB/s {near}"
-    yield f"  multiplies {speed.flops_per_s / 1e12:>12,.2f} TFLOP/s in {forecast.dtype}"
+    yield f"  multiplies {speed.flops_per_s / 1e12:>12,.2f} TFLOP/s"
 
 
 _HEADINGS: Final = """\
@@ -281,8 +282,11 @@ def summary(forecast: Forecast) -> Iterator[str]:
     where = "on each rank, " if len(forecast.ranks) > 1 else ""
     yield f"memory {where}{parts}; {forecast.kv_token_bytes:,.0f} bytes of KV a token"
     speed, longest = forecast.speed, forecast.contexts[-1]
+    bound, busy = "at best", ""
+    if not speed.is_quiet:
+        bound, busy = "about", ", while other programs used the machine: it has more to give"
     yield (
-        f"at best {longest.decode_s * 1e3:,.2f} ms a token and {longest.prefill_s * 1e3:,.0f} ms a "
+        f"{bound} {longest.decode_s * 1e3:,.2f} ms a token and {longest.prefill_s * 1e3:,.0f} ms a "
         f"prompt at {longest.context_tokens} tokens, alone: {speed.bytes_per_s / 1e9:,.1f} GB/s "
-        f"and {speed.flops_per_s / 1e12:,.2f} TFLOP/s were measured"
+        f"and {speed.flops_per_s / 1e12:,.2f} TFLOP/s were measured{busy}"
     )

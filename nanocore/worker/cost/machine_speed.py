@@ -3,7 +3,8 @@
 Memory is read where no cache holds it; and on a CPU whose caches can hold what a step of few tokens
 reads, as much as that, too. A CPU's cores work each for itself, and what counts is the time that
 they are given: another program that holds one up says nothing of the machine. The best of some
-stretches of time counts.
+stretches of time counts. Programs that use the memory meanwhile do slow it down; so a measurement
+waits for quiet stretches a while, and says if there was none.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from threading import Barrier
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,10 @@ STRETCH_S: Final = 0.004
 """Short enough for a start, which measures three figures in three stretches each."""
 
 _NUM_STRETCHES: Final = 3
+_MAX_STRETCHES: Final = 9
+"""Of a machine that other programs use, too."""
+_QUIET_SHARE: Final = 0.9
+"""Of a stretch's time, which a quiet machine gives to each of our threads."""
 _MIN_READ_BYTES: Final = 1 << 20
 _PIECE_BYTES: Final = {"cpu": 2 << 20, "cuda": 1 << 30}
 """Read at once; on CUDA a launch is to take little beside it."""
@@ -36,6 +41,13 @@ _MATRIX: Final = {"cpu": (128, 1024), "cuda": (8192, 8192)}
 
 _Work = Callable[[], int]
 """Does something, and says how much."""
+
+
+class _Rate(NamedTuple):
+    """Work per second of all threads together, and if the machine was quiet meanwhile."""
+
+    per_s: float
+    is_quiet: bool
 
 
 def measure_speed(
@@ -57,31 +69,36 @@ def measure_speed(
     if room_bytes is not None:
         far_bytes = min(far_bytes, max(room_bytes, _MIN_READ_BYTES))
     near_bytes = max(step_bytes, _MIN_READ_BYTES)
-    if device.type != "cpu" or near_bytes > min(_CPU_CACHE_BYTES // 2, far_bytes):
+    is_cpu = device.type == "cpu"
+    if not is_cpu or near_bytes > min(_CPU_CACHE_BYTES // 2, far_bytes):
         near_bytes = 0
-    num_cores = torch.get_num_threads() if device.type == "cpu" else 1
-    multiplies = [_multiply(device, dtype)] * num_cores
+    num_cores = torch.get_num_threads() if is_cpu else 1
+    clock = time.thread_time if is_cpu else time.perf_counter
 
-    clock = time.thread_time if device.type == "cpu" else time.perf_counter
-
-    def rate(works: list[_Work]) -> float:
+    def rate(works: list[_Work]) -> _Rate:
         return _rate(works, stretch_s, clock)
 
-    def read_rate(num_bytes: int) -> float:
-        return rate([_read(device, num_bytes // num_cores) for _ in multiplies])
+    def read_rate(num_bytes: int) -> _Rate:
+        return rate([_read(device, num_bytes // num_cores) for _ in range(num_cores)])
 
+    # CPUs without instructions for the dtype are faster in float32, which our kernels then use.
+    dtypes = dict.fromkeys((dtype, torch.float32) if is_cpu else (dtype,))
     try:
+        far = read_rate(far_bytes)
+        near = read_rate(near_bytes) if near_bytes else _Rate(0.0, True)
+        multiplied = max(rate([_multiply(device, one)] * num_cores) for one in dtypes)
         return MachineSpeed(
-            bytes_per_s=read_rate(far_bytes),
-            flops_per_s=rate(multiplies),
+            bytes_per_s=far.per_s,
+            flops_per_s=multiplied.per_s,
             near_bytes=near_bytes,
-            near_bytes_per_s=read_rate(near_bytes) if near_bytes else 0.0,
+            near_bytes_per_s=near.per_s,
+            is_quiet=far.is_quiet and near.is_quiet and multiplied.is_quiet,
         )
     finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # what was measured with is the KV cache's
-        else:
+        if is_cpu:
             torch.set_num_threads(num_cores)
+        else:
+            torch.cuda.empty_cache()  # what was measured with is the KV cache's
 
 
 def _read(device: torch.device, num_bytes: int) -> _Work:
@@ -111,26 +128,35 @@ def _multiply(device: torch.device, dtype: torch.dtype) -> _Work:
     return multiply
 
 
-def _rate(works: list[_Work], stretch_s: float, clock: Callable[[], float]) -> float:
-    """Work per second of all threads together, each on its own core; the best stretch counts."""
+def _rate(works: list[_Work], stretch_s: float, clock: Callable[[], float]) -> _Rate:
+    """Measure each work on its own core; the best stretch counts."""
+    stretches: list[_Rate] = []
     with ThreadPoolExecutor(len(works), initializer=torch.set_num_threads, initargs=(1,)) as cores:
-        return max(_stretch(cores, works, stretch_s, clock) for _ in range(_NUM_STRETCHES))
+        while len(stretches) < _MAX_STRETCHES and _num_quiet(stretches) < _NUM_STRETCHES:
+            stretches.append(_stretch(cores, works, stretch_s, clock))
+    return _Rate(max(stretches).per_s, _num_quiet(stretches) > 0)
+
+
+def _num_quiet(stretches: list[_Rate]) -> int:
+    return sum(one.is_quiet for one in stretches)
 
 
 def _stretch(
     cores: ThreadPoolExecutor, works: list[_Work], stretch_s: float, clock: Callable[[], float]
-) -> float:
+) -> _Rate:
     meet = Barrier(len(works))
 
-    def run(work: _Work) -> float:
+    def run(work: _Work) -> _Rate:
         meet.wait()
-        begun_s = clock()
+        started_s, begun_s = time.monotonic(), clock()
         done = work()
         while (now_s := clock()) - begun_s < stretch_s:
             done += work()
-        return done / (now_s - begun_s)
+        given_s, passed_s = now_s - begun_s, time.monotonic() - started_s
+        return _Rate(done / given_s, given_s >= _QUIET_SHARE * passed_s)
 
-    return sum(cores.map(run, works))
+    rates = list(cores.map(run, works))
+    return _Rate(sum(one.per_s for one in rates), all(one.is_quiet for one in rates))
 
 
 def _join(device: torch.device) -> None:

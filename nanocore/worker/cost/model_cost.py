@@ -119,13 +119,15 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """Upper limits of a rank's device: bytes read and operations per second.
 
     bytes_per_s: of memory. near_bytes, near_bytes_per_s: work that reads no more than
-    near_bytes, again and again, has them from caches; 0 if those were not measured.
+    near_bytes, again and again, has them from caches; 0 if those were not measured. is_quiet:
+    whether other programs left the machine alone meanwhile; if not, it has more to give.
     """
 
     bytes_per_s: float
     flops_per_s: float
     near_bytes: int = 0
     near_bytes_per_s: float = 0.0
+    is_quiet: bool = True
 
     def shared(self, num_ranks: int) -> MachineSpeed:
         return MachineSpeed(
@@ -133,6 +135,7 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
             flops_per_s=self.flops_per_s / num_ranks,
             near_bytes=self.near_bytes // num_ranks,
             near_bytes_per_s=self.near_bytes_per_s / num_ranks,
+            is_quiet=self.is_quiet,
         )
 
     @classmethod
@@ -142,6 +145,7 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
             flops_per_s=sum(speed.flops_per_s for speed in speeds),
             near_bytes=sum(speed.near_bytes for speed in speeds),
             near_bytes_per_s=sum(speed.near_bytes_per_s for speed in speeds),
+            is_quiet=all(speed.is_quiet for speed in speeds),
         )
 
     def read_s(self, num_bytes: float) -> float:

@@ -68,7 +68,7 @@ def download(repository: str, quantization: str | None, revision: str | None) ->
         from huggingface_hub import errors
     except ModuleNotFoundError:
         raise ModelFileError(
-            f"--model {repository}: there is no such folder, and downloading it needs "
+            f"--model {repository}: there is no such file or folder, and downloading it needs "
             "huggingface_hub: in the repository, pip install '.[engine]'"
         ) from None
     for client in ("httpx", "httpx2"):  # the hub's; each of its requests would be in our log

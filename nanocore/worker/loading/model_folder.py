@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from nanocore.protocol.errors import ConfigError, ModelFileError, shorten
 from nanocore.worker.loading.gguf.gguf_files import first_file, gguf_in_folder, is_gguf
@@ -13,8 +14,25 @@ _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _HUB_ID = re.compile(f"({_WORD}/{_WORD})(?::([A-Za-z0-9][A-Za-z0-9._/-]*))?")
 
 
+class HubModel(NamedTuple):
+    """A repository of the hub; quantization: of which of its GGUF models, or None."""
+
+    repository: str
+    quantization: str | None
+
+
 def resolve_model(name: str, revision: str | None = None) -> Path:
     """The folder of a model, downloaded first if it is a Hugging Face id that is not cached.
+
+    Raises:
+        ConfigError, ModelFileError: see `locate_model`; or the model cannot be downloaded.
+    """
+    found = locate_model(name, revision)
+    return found if isinstance(found, Path) else download(*found, revision)
+
+
+def locate_model(name: str, revision: str | None = None) -> Path | HubModel:
+    """Return the folder of a model that is on this machine, or which one of the hub is meant.
 
     Of a model in GGUF format it is the path of its file, or of the first of them.
 
@@ -25,7 +43,7 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
 
     Raises:
         ConfigError: a revision of a folder.
-        ModelFileError: neither folder nor id; not found, not accessible, not reachable.
+        ModelFileError: neither folder, file nor id; not accessible.
     """
     try:
         path = Path(name).expanduser()
@@ -44,13 +62,14 @@ def resolve_model(name: str, revision: str | None = None) -> Path:
             raise ConfigError(f"--revision {revision}: {path} is a file, which has no revisions")
         return first_file(path)
     if name.startswith(("/", "./", "../", "~")):
-        raise ModelFileError(f"--model {name}: there is no such folder")
+        raise ModelFileError(f"--model {name}: there is no such file or folder")
     found = _HUB_ID.fullmatch(name)
     if found is None or "--" in found[1] or ".." in name:
         raise ModelFileError(
-            f"--model {name!r}: there is no such folder, and it is not a Hugging Face id (org/name)"
+            f"--model {name!r}: there is no such file or folder, and it is no Hugging Face id "
+            "(org/name)"
         )
-    return download(found[1], found[2], revision)
+    return HubModel(found[1], found[2])
 
 
 def model_name(given: str | None, found: Path) -> str:

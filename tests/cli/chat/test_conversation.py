@@ -127,7 +127,7 @@ def test_a_value_is_json_or_a_text(name: str, text: str, value: Any) -> None:
         ("temprature", "0", "did you mean temperature"),
         ("zzz", "0", "known: temperature, top_p"),
         ("temperature", "-1", "temperature"),
-        ("temperature", "hot", "temperature='hot' is of the wrong type"),
+        ("temperature", "hot", "temperature must be a number, not 'hot'"),
         ("min_tokens", "9", "at most max_tokens"),
     ],
 )
