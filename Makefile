@@ -1,6 +1,10 @@
 # Two commands do all the set-up: `make demo` and `make test`. Both make .venv on first use.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# The newest that runs and makes environments: what a version manager offers may do neither.
+USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
+PYTHON ?= $(or $(shell for version in 3.14 3.13 3.12 3.11 3; do \
+	"python$$version" -c "$(USABLE)" 2>/dev/null && echo "python$$version" && exit; done), \
+	$(error no Python from 3.11 to 3.14 with its venv module was found: apt-get install python3 python3-venv))
 VENV := .venv
 BIN := $(VENV)/bin
 # For a CPU by default; which build of torch comes is up to pip's index. With CUDA: make CONSTRAINTS= demo

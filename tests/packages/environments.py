@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+VERSIONS = ("3.11", "3.12", "3.13", "3.14")
+"""Of Python; tests of those that this machine lacks are skipped, and say so."""
 USERS_CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 """Asked before tests get a cache of their own."""
 UNREACHABLE = ("Could not find a version", "No matching distribution", "NewConnectionError")

@@ -17,10 +17,9 @@ from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 from tests.cli.served import answered, serving
 from tests.end_to_end.forked import engine
 from tests.packages.conftest import Packages
-from tests.packages.environments import Environment, make_environment
+from tests.packages.environments import VERSIONS, Environment, make_environment
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
-VERSIONS = ("3.11", "3.12", "3.13")
 MAX_CLIENT_BYTES = 100_000_000  # with all it needs; nanocore is a tenth of it
 QUESTION = [{"role": "user", "content": "What is 123 + 456?"}]
 ANSWER = "123 + 456 = 579"

@@ -10,7 +10,7 @@ import pytest
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 from tests.packages.conftest import Packages
-from tests.packages.environments import Environment, make_environment
+from tests.packages.environments import VERSIONS, Environment, make_environment
 from tests.packages.test_installed import ANSWER, ASKS_LLM, FINDS_LIBRARY
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
@@ -22,8 +22,11 @@ def libraries(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("nanocore/**/*.so"))
 
 
-def test_wheels_with_all_they_need_answer(packages: Packages, tmp_path: Path) -> None:
-    fresh = make_environment(tmp_path / "venv")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_wheels_with_all_they_need_answer(
+    version: str, packages: Packages, tmp_path: Path
+) -> None:
+    fresh = make_environment(tmp_path / "venv", version)
     constraints = ROOT / "constraints-cpu.txt"
     fresh.install(f"{packages.wheel}[engine,server]", packages.demo_wheel, "-c", constraints)
     answered = fresh.run("python", "-c", ASKS_LLM)
