@@ -9,6 +9,7 @@ from typing import Any
 
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 from nanocore.system.flags import json_object
+from nanocore.system.running import Running
 
 
 def add_response_flags(group: argparse._ArgumentGroup) -> None:
@@ -34,8 +35,10 @@ def add_chat_template_flag(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def response_settings(given: argparse.Namespace) -> dict[str, Any]:
+def response_settings(given: argparse.Namespace, found: Running | None = None) -> dict[str, Any]:
     """Return the fields of `AppSettings` that `add_response_flags` has flags for.
+
+    found: see `read_chat_template`.
 
     Raises:
         ConfigError: a value with which every request would fail, or that has no effect.
@@ -66,12 +69,14 @@ def response_settings(given: argparse.Namespace) -> dict[str, Any]:
         "reasoning_parser": _parser_name(given.reasoning_parser),
         "default_chat_template_kwargs": given.default_chat_template_kwargs,
         "allowed_template_kwargs": tuple(given.allowed_chat_template_kwargs),
-        "chat_template": read_chat_template(given.chat_template),
+        "chat_template": read_chat_template(given.chat_template, found),
     }
 
 
-def read_chat_template(given: str | None) -> str | None:
+def read_chat_template(given: str | None, found: Running | None = None) -> str | None:
     """Return the value of `ChatOptions.chat_template` for the flag's.
+
+    found: a running server whose template is the default.
 
     Raises:
         ConfigError: the file cannot be read, or its template cannot render a question.
@@ -79,7 +84,9 @@ def read_chat_template(given: str | None) -> str | None:
     from nanocore.client.chat.template import BUILT_IN_TEMPLATES, MAX_TEMPLATE_CHARS, ChatTemplate
     from nanocore.client.tokenizer_files import STANDARD_NAMES
 
-    if given is None or given in BUILT_IN_TEMPLATES:
+    if given is None:
+        return None if found is None else found.chat_template
+    if given in BUILT_IN_TEMPLATES:
         return given
     text, flag = given, "--chat-template"
     if "{" not in given:

@@ -36,9 +36,9 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     """An engine or a server that accepts clients.
 
     address: an engine's endpoint, or a server's URL. model: as clients call it. endpoints: of the
-    engine, or of those that the server uses. tokenizer: folder that a server uses instead of the
-    engine's. launched_by: pid of the process to which the engine is private; it ends with it.
-    step_trace: absolute path of an engine's trace.
+    engine, or of those that the server uses. tokenizer, chat_template: a folder, and a name or
+    text, that a server uses instead of the engine's. launched_by: pid of the process to which the
+    engine is private; it ends with it. step_trace: absolute path of an engine's trace.
     """
 
     kind: Literal["engine", "server"]
@@ -48,6 +48,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: tuple[str, ...]
     curve_dir: str | None = None
     tokenizer: str | None = None
+    chat_template: str | None = None
     launched_by: int | None = None
     step_trace: str | None = None
     started_s: float = msgspec.field(default_factory=time.time)

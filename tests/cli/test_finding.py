@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nanocore.cli.batch.flags import BatchOptions
 from nanocore.cli.batch.flags import parse as batch
 from nanocore.cli.chat.flags import parse as chat
 from nanocore.client.tokenizer import Tokenizer
@@ -206,12 +207,15 @@ def test_what_is_found_is_joined_unless_a_flag_says_otherwise(
     endpoints = ("tcp://192.0.2.7:5555",)
     entry = Running(
         kind="engine", pid=1, address=endpoints[0], model="org/a", endpoints=endpoints,
-        curve_dir="/keys", tokenizer=str(DEMO),
+        curve_dir="/keys", tokenizer=str(DEMO), chat_template="chatml",
     )  # fmt: skip
     with registered(entry):
         command, *flags = arguments
-        engine = (batch(flags) if command == "batch" else chat(flags, {})).engine
+        parsed = batch(flags) if command == "batch" else chat(flags, {})
+    engine = parsed.engine
     assert (engine.found == entry) == is_joined
+    options = parsed.app if isinstance(parsed, BatchOptions) else parsed
+    assert options.chat_template == ("chatml" if is_joined else None)
     joined = endpoints, "/keys", str(DEMO)
     found = engine.endpoints, engine.curve_dir, engine.tokenizer
     assert found == (joined if is_joined else ((), None, None))

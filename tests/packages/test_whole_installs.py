@@ -23,9 +23,7 @@ def libraries(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_wheels_with_all_they_need_answer(
-    version: str, packages: Packages, tmp_path: Path
-) -> None:
+def test_wheels_with_all_they_need_answer(version: str, packages: Packages, tmp_path: Path) -> None:
     fresh = make_environment(tmp_path / "venv", version)
     constraints = ROOT / "constraints-cpu.txt"
     fresh.install(f"{packages.wheel}[engine,server]", packages.demo_wheel, "-c", constraints)

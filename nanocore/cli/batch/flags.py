@@ -69,7 +69,7 @@ def parse(arguments: list[str]) -> BatchOptions:
     return BatchOptions(
         input=source,
         output=target,
-        app=AppSettings(**response_settings(given), stored_responses_bytes=0),
+        app=AppSettings(**response_settings(given, found), stored_responses_bytes=0),
         engine=choose_engine(parser, given, given.model, others, model_is_first=False, found=found),
         url=given.url,
         retry_errors=given.retry_errors,

@@ -79,7 +79,7 @@ def parse(arguments: list[str], environment: Mapping[str, str]) -> ChatSettings:
     check_tokenizer(given.tokenizer)
     return ChatSettings(
         engine=choose_engine(parser, given, model, others, found=found),
-        chat_template=read_chat_template(given.chat_template),
+        chat_template=read_chat_template(given.chat_template, found),
         url=given.url,
         api_key=None if given.url is None else _api_key(given, environment),
         model_name=given.model_name,

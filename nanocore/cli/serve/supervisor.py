@@ -79,7 +79,7 @@ class Supervisor:
             card = await self._unless_over(self._front.connect(engine, timeout_s))
             freeze_startup()
             name = next(iter(self._options.app.served_model_names), card.model)
-            with registered(_running(engine, name, url)):
+            with registered(self._running(engine, name, url)):
                 endpoints = ", ".join(engine.endpoints)
                 logger.info("ready: %s at %s | engine %s", card.model, url, endpoints)
                 await self._unless_over(asyncio.Event().wait())
@@ -176,14 +176,18 @@ class Supervisor:
         host = f"[{options.host}]" if ":" in options.host else options.host
         return f"{options.server.scheme}://{host}:{port}"
 
-
-def _running(engine: EngineAddress, model: str, url: str) -> Running:
-    return Running(
-        kind="server",
-        pid=os.getpid(),
-        address=url,
-        model=model,
-        endpoints=engine.endpoints,
-        curve_dir=None if engine.curve_dir is None else os.path.abspath(engine.curve_dir),
-        tokenizer=None if engine.tokenizer is None else os.path.abspath(engine.tokenizer),
-    )
+    def _running(self, engine: EngineAddress, model: str, url: str) -> Running:
+        curve_dir, tokenizer = (
+            None if path is None else os.path.abspath(path)
+            for path in (engine.curve_dir, engine.tokenizer)
+        )
+        return Running(
+            kind="server",
+            pid=os.getpid(),
+            address=url,
+            model=model,
+            endpoints=engine.endpoints,
+            curve_dir=curve_dir,
+            tokenizer=tokenizer,
+            chat_template=self._options.app.chat_template,
+        )

@@ -26,9 +26,9 @@ STRETCH_S: Final = 0.004
 
 _NUM_STRETCHES: Final = 3
 _MAX_STRETCHES: Final = 9
-"""Of a machine that other programs use, too."""
+"""The most that are tried on a machine that other programs use, too."""
 _QUIET_SHARE: Final = 0.9
-"""Of a stretch's time, which a quiet machine gives to each of our threads."""
+"""Share of a stretch's time that a quiet machine gives to each of our threads."""
 _MIN_READ_BYTES: Final = 1 << 20
 _PIECE_BYTES: Final = {"cpu": 2 << 20, "cuda": 1 << 30}
 """Read at once; on CUDA a launch is to take little beside it."""
