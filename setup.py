@@ -62,10 +62,10 @@ class BuildExt(build_ext):
     def build_extension(self, ext):
         """In a folder of its own: all have the same source, and would share its object file.
 
-        An editable install stays on its machine: it needs what that can run, and nothing else.
+        An editable install stays on its machine, and needs what that uses alone.
         """
         name = ext.name.rpartition(".")[2]
-        if self.editable_mode and not _BUILD["runs_here"](name.removeprefix("_")):
+        if self.editable_mode and name.removeprefix("_") not in _BUILD["sets_used_here"]():
             return
         own = copy.copy(self)
         own.build_temp = str(Path(self.build_temp) / name)

@@ -15,6 +15,7 @@ from nanocore.kernels.cpu.build import (
     cache_folder,
     make_once,
     runs_here,
+    sets_used_here,
 )
 from tests.kernels.cpu_case import runnable_libraries
 
@@ -179,4 +180,9 @@ def test_the_instruction_sets_of_a_machine(
         return f"processor\t: 0\nflags\t\t: {flags}\n"
 
     monkeypatch.setattr(Path, "read_text", read)
-    assert {name for name in INSTRUCTION_SETS if runs_here(name)} == expected & {*INSTRUCTION_SETS}
+    expected &= {*INSTRUCTION_SETS}
+    assert {name for name in INSTRUCTION_SETS if runs_here(name)} == expected
+    monkeypatch.setenv("NANOCORE_ALL_KERNELS", "1")
+    assert {*sets_used_here()} == expected
+    monkeypatch.delenv("NANOCORE_ALL_KERNELS")
+    assert sets_used_here() == [name for name in INSTRUCTION_SETS if name in expected][:1]

@@ -62,6 +62,12 @@ def runs_here(instruction_set: str) -> bool:
     return found is None or wanted <= names
 
 
+def sets_used_here() -> list[str]:
+    """Return the best that this machine has; with NANOCORE_ALL_KERNELS=1, as for tests, all."""
+    usable = [name for name in INSTRUCTION_SETS if runs_here(name)]
+    return usable if os.environ.get("NANOCORE_ALL_KERNELS") == "1" else usable[:1]
+
+
 def library_name(instruction_set: str) -> str:
     """Name of its file beside this one: no Python is in it, so no Python is in its name."""
     return f"_{instruction_set}.so"
