@@ -50,6 +50,7 @@ MAX_NUM_ROWS: Final = 2**16
 _Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z", description="without NUL")]
 _Name = Annotated[str, Meta(pattern=r"\A[^\0]+\Z", description="without NUL and not empty")]
 _Object = Annotated[dict[str, Any], Meta(description='such as {"rope_theta": 1000000.0}')]
+_Sampling = Annotated[dict[str, Any], Meta(description='such as {"temperature": 0.7}')]
 _Ranks = Annotated[int, Meta(ge=1, le=1024)]
 _Rows = Annotated[int, Meta(ge=1, le=MAX_NUM_ROWS)]
 _StepTokens = Annotated[int, Meta(ge=1, le=2**20)]
@@ -104,6 +105,14 @@ class EngineParameters:
 
     hf_overrides: _Object = parameter(
         {}, _MODEL, "values that replace those of the model's config.json", metavar="JSON"
+    )
+
+    override_generation_config: _Sampling = parameter(
+        {},
+        _MODEL,
+        "sampling parameters that replace those of the model's generation_config.json as defaults "
+        "of requests; null: vLLM's default",
+        metavar="JSON",
     )
 
     merge_lora: _Name | None = parameter(

@@ -44,7 +44,7 @@ TEXTS = {
     "model", "revision", "merge_lora", "listen", "curve_dir", "step_trace", "kv_events_endpoint",
     "kv_events_replay_endpoint", "kv_events_topic",
 }  # fmt: skip
-OBJECTS = {"hf_overrides"}
+OBJECTS = {"hf_overrides", "override_generation_config"}
 OPTIONAL = {
     "model", "revision", "merge_lora", "quantization", "async_scheduling", "max_model_len",
     "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override",

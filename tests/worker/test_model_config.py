@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers.models.auto import modeling_auto
 
-from nanocore.protocol.errors import ModelFileError
+from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker import models
 from nanocore.worker.config.generation_config import read_generation_defaults
 from nanocore.worker.config.json_settings import Settings
@@ -516,6 +516,36 @@ def test_generation_defaults_are_read_whether_or_not_the_model_samples(tmp_path:
     for do_sample in ({}, {"do_sample": True}, {"do_sample": False}):
         config = load_model_config(write(tmp_path, generation=values | do_sample))
         assert config.generation.given == values
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given"),
+    [
+        ({}, {"temperature": 0.6, "top_k": 20}),
+        ({"temperature": 0.7}, {"temperature": 0.7, "top_k": 20}),
+        ({"top_k": None, "min_p": 0.05}, {"temperature": 0.6, "min_p": 0.05}),
+    ],
+)
+def test_generation_defaults_can_be_replaced_and_removed(
+    tmp_path: Path, overrides: dict[str, Any], given: dict[str, Any]
+) -> None:
+    folder = write(tmp_path, generation={"temperature": 0.6, "top_k": 20})
+    assert load_model_config(folder, of_generation=overrides).generation.given == given
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"temprature": 1}, "unknown: temprature; known: temperature, "),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+    ],
+)
+def test_other_generation_defaults_are_checked(
+    tmp_path: Path, overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^--override-generation-config: .*{message}"):
+        load_model_config(write(tmp_path), of_generation=overrides)
 
 
 def test_generation_settings_that_cannot_be_honoured_are_listed() -> None:

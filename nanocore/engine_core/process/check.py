@@ -38,7 +38,7 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
         EngineKeys.load(Path(config.curve_dir))
     config = config.for_device(select_device(config.device).type)
     folder = find_model(config)
-    model_config = load_model_config(folder, config.hf_overrides)
+    model_config = load_model_config(folder, config.hf_overrides, config.override_generation_config)
     max_model_len = longest_request(config, model_config)
     ServedFiles(folder)  # they can be read, or made
     ranks = dry_run(config.worker_config(str(folder), max_model_len))

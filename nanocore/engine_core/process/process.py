@@ -111,7 +111,7 @@ def log_generation_defaults(model: ModelConfig) -> None:
     defaults = model.generation
     if defaults.given:
         given = ", ".join(f"{name} {value}" for name, value in defaults.given.items())
-        logger.info("generation_config.json: %s for requests without sampling parameters", given)
+        logger.info("defaults of requests without sampling parameters: %s", given)
     if defaults.ignored:
         logger.info("generation_config.json: ignored: %s", ", ".join(defaults.ignored))
 
@@ -142,7 +142,9 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         claims = stack.enter_context(ExitStack())
         claimed = None if config.standby else claim_resources(config, claims)
         folder = find_model(config)
-        model_config = load_model_config(folder, config.hf_overrides)
+        model_config = load_model_config(
+            folder, config.hf_overrides, config.override_generation_config
+        )
         max_model_len = longest_request(config, model_config)
         files = ServedFiles(folder)
         log_beginning(config, folder, model_config, imports_s)

@@ -6,12 +6,13 @@ the file asks for and nanocore cannot do is listed, so that it can be logged.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from nanocore.protocol.errors import InvalidRequestError, ModelFileError, shorten
+from nanocore.protocol.errors import ConfigError, InvalidRequestError, ModelFileError, shorten
 from nanocore.protocol.sampling import DefaultSampling
 from nanocore.worker.config.json_settings import Settings
 
@@ -72,6 +73,25 @@ def read_generation_defaults(settings: Settings) -> GenerationDefaults:
     except InvalidRequestError as error:
         raise ModelFileError(f"{settings.source}: {error}") from None
     return defaults
+
+
+def override_generation(
+    defaults: GenerationDefaults, overrides: Mapping[str, Any]
+) -> GenerationDefaults:
+    """Return the defaults with other values; None removes one.
+
+    Raises:
+        ConfigError: an unknown name, or a value of the wrong type or out of its range.
+    """
+    flag = "--override-generation-config"
+    if unknown := overrides.keys() - _USED.keys():
+        raise ConfigError(f"{flag}: unknown: {min(unknown)}; known: {', '.join(_USED)}")
+    try:
+        given = read_generation_defaults(Settings(flag, {**overrides})).given
+    except ModelFileError as error:
+        raise ConfigError(str(error)) from None
+    kept = {name: value for name, value in defaults.given.items() if name not in overrides}
+    return replace(defaults, given=kept | given)
 
 
 def _ignored(settings: Settings) -> tuple[str, ...]:

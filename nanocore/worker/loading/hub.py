@@ -65,7 +65,7 @@ def download(repository: str, quantization: str | None, revision: str | None) ->
     """
     try:
         import huggingface_hub as hub
-        from huggingface_hub import errors
+        from huggingface_hub import errors, utils
     except ModuleNotFoundError:
         raise ModelFileError(
             f"--model {repository}: there is no such file or folder, and downloading it needs "
@@ -73,7 +73,9 @@ def download(repository: str, quantization: str | None, revision: str | None) ->
         ) from None
     for client in ("httpx", "httpx2"):  # the hub's; each of its requests would be in our log
         logging.getLogger(client).setLevel(logging.WARNING)
-    logging.getLogger("huggingface_hub").handlers.clear()  # our log has its warnings already
+    # Its warnings, of each attempt that fails, say less than the error does in the end.
+    utils.logging.set_verbosity_error()
+    logger.info("%s: asking the model hub", repository)
     refusals = errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError
     with _explained(repository, revision):
         is_reached = True

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.config_json import parse_model_config
+from nanocore.worker.config.generation_config import override_generation
 from nanocore.worker.config.json_settings import Settings, check_all_read, note_oddity, override
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.loading.gguf.architectures import has_whole_norms
@@ -69,25 +70,35 @@ def build_model(config: ModelConfig, placement: Placement) -> DecoderModel:
     return model_class(config.architecture)(config, placement)
 
 
-def load_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> ModelConfig:
+def load_model_config(
+    folder: Path,
+    overrides: Mapping[str, Any] | None = None,
+    of_generation: Mapping[str, Any] | None = None,
+) -> ModelConfig:
     """Read config.json and generation_config.json of a Hugging Face folder.
 
-    overrides: values that replace config.json's, see `config.json_settings`.
+    overrides: values that replace config.json's, see `config.json_settings`. of_generation: those
+    that replace generation_config.json's.
 
     Raises:
         ModelFileError: a missing or malformed file, an unknown architecture, or a setting that is
             not implemented. ConfigError: an override that nothing reads.
     """
+    config = _load_model_config(folder, overrides or {})
+    return replace(config, generation=override_generation(config.generation, of_generation or {}))
+
+
+def _load_model_config(folder: Path, overrides: Mapping[str, Any]) -> ModelConfig:
     if is_gguf(folder):
         settings, generation = config_settings(folder), generation_settings(folder)
-        settings = override(settings, overrides or {})
+        settings = override(settings, overrides)
         config = read_model_config(settings, generation)
         config = replace(
             config,
             norms_are_whole=has_whole_norms(folder),
             o_proj_bias=config.o_proj_bias and has_bias(read_headers(folder), "attn_output"),
         )
-        check_all_read(settings, overrides or {})
+        check_all_read(settings, overrides)
         return config
     if not folder.is_dir():
         raise ModelFileError(
@@ -97,9 +108,9 @@ def load_model_config(folder: Path, overrides: Mapping[str, Any] | None = None) 
     path = folder / "generation_config.json"
     is_there = path.exists() or path.is_symlink()  # a link to nothing is an error
     generation = Settings.read(path) if is_there else Settings(path, {})
-    settings = override(Settings.read(folder / "config.json"), overrides or {})
+    settings = override(Settings.read(folder / "config.json"), overrides)
     config = read_model_config(settings, generation)
-    check_all_read(settings, overrides or {})
+    check_all_read(settings, overrides)
     return config
 
 
