@@ -22,7 +22,7 @@ _STEP: Final = re.compile(r"(\w+)|\[(\d+)\]")
 _KINDS: Final = {
     "int": "an integer",
     "float": "a number",
-    "str": "a text",
+    "str": "a string",
     "bool": "true or false",
     "array": "a list",
     "object": "an object",
@@ -56,7 +56,11 @@ def wrong_type(text: str, field: str, value: object) -> str | None:
     if not (expected := _EXPECTED.fullmatch(text)):
         return None
     kinds = [_KINDS.get(name, name) for name in expected[1].split(" | ") if name != "null"]
-    return f"{field} must be {' or '.join(kinds)}, not {quoted(value)}"
+    *first, last = kinds
+    allowed = f"{', '.join(first)} or {last}" if first else last
+    return (
+        f"{field} must be {allowed.replace('true or false,', 'true, false,')}, not {quoted(value)}"
+    )
 
 
 def _found(value: Any, path: str) -> object:

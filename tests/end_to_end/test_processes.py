@@ -110,7 +110,7 @@ def break_model(folder: Path, damage: str) -> list[str]:
     match damage:
         case "no folder":
             shutil.rmtree(folder)
-            return [str(folder), "no such folder"]
+            return [str(folder), "no such file or folder"]
         case "no config":
             config.unlink()
             return [str(config), "missing"]

@@ -196,7 +196,7 @@ async def test_log_probabilities_are_asked_for_in_either_way(short_path: Path) -
         ({"temperature": "hot"}, "temperature"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
         ({"tools": [ADD], "tool_choice": {"type": "function", "name": "sub"}}, None),
-        ({"tools": [{"type": "function"}]}, None),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tool_choice": "required"}, None),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"input": []}, None),
