@@ -55,12 +55,10 @@ def wrong_type(text: str, field: str, value: object) -> str | None:
     """Return what is wrong with a field's value, if the decoder's text tells its type."""
     if not (expected := _EXPECTED.fullmatch(text)):
         return None
-    kinds = [_KINDS.get(name, name) for name in expected[1].split(" | ") if name != "null"]
-    *first, last = kinds
+    names = [name for name in expected[1].split(" | ") if name != "null"]
+    *first, last = " or ".join(_KINDS.get(name, name) for name in names).split(" or ")
     allowed = f"{', '.join(first)} or {last}" if first else last
-    return (
-        f"{field} must be {allowed.replace('true or false,', 'true, false,')}, not {quoted(value)}"
-    )
+    return f"{field} must be {allowed}, not {quoted(value)}"
 
 
 def _found(value: Any, path: str) -> object:

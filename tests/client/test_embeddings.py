@@ -92,7 +92,7 @@ async def test_a_text_is_tokenized_as_others_are(endpoint: str, tokenizer_folder
 @pytest.mark.parametrize("pooling", ["cls", "", None, 1])
 async def test_a_pooling_that_there_is_not_is_refused_at_once(endpoint: str, pooling: Any) -> None:
     async with connected(endpoint, ABLE) as (_, client):
-        with pytest.raises(InvalidRequestError, match="^pooling(=| must be a string, not )"):
+        with pytest.raises(InvalidRequestError, match=r"^pooling(=| must be a string, not )"):
             await client.embed([1], pooling)
 
 
