@@ -113,7 +113,9 @@ def report(outputs: Sequence[RequestOutput], elapsed_s: float, num_right: int) -
 
 async def main() -> None:
     """Launch, chat, load, and let everything end with the client."""
-    async with AsyncEngineClient.launch(max_num_seqs=NUM_REQUESTS) as client:
+    async with AsyncEngineClient.launch(
+        max_num_seqs=NUM_REQUESTS, disable_log_stats=True
+    ) as client:
         card = client.model_card
         print(
             f"serving {card.architecture} of {card.vocab_size} tokens at {client.endpoint}",

@@ -59,8 +59,11 @@ def digest(path: Path) -> str:
 
 async def chat(model: Path) -> None:
     # Eight-bit activations, the default, cost a model as small as this one its best answers.
-    async with AsyncEngineClient.launch(model=str(model), activation_quantization="none") as client:
+    async with AsyncEngineClient.launch(
+        model=str(model), activation_quantization="none", disable_log_stats=True
+    ) as client:
         await stream_chat(client, QUESTIONS)
+    print(f"\nto go on: nanocore chat {model} --activation-quantization none")
 
 
 if __name__ == "__main__":
