@@ -81,7 +81,7 @@ class Supervisor:
             name = next(iter(self._options.app.served_model_names), card.model)
             with registered(self._running(engine, name, url)):
                 endpoints = ", ".join(engine.endpoints)
-                logger.info("ready: %s at %s | engine %s", card.model, url, endpoints)
+                logger.info("ready: %s at %s | engine %s", name, url, endpoints)
                 await self._unless_over(asyncio.Event().wait())
             raise AssertionError
         except _SignalError:
