@@ -204,6 +204,11 @@ async def _first_model(
                     hint = " (set the key in OPENAI_API_KEY)" if response.status == 401 else ""
                     return f"{url}: HTTP {response.status}{hint}"
                 models = msgspec.json.decode(await read_body(response), type=_Models)
+        except aiohttp.ClientConnectorError as error:
+            return (
+                f"no server answers at {base_url} ({error.strerror or error}): start one with "
+                "`nanocore serve MODEL`, or name one with --base-url"
+            )
         except _FAILURES as error:
             return f"{url}: {type(error).__name__}: {error}"
         if not models.data:
