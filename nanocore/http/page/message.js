@@ -108,7 +108,7 @@ export class AnswerView {
     const isThinking = isOpen && !message.content && !message.toolCalls.length;
     this.thinking.firstChild.textContent = isThinking ? "Reasoning …" : "Reasoning";
     setText(this.thought, message.reasoning);
-    this.markdown.update(message.content);
+    this.markdown.update(message.content, isOpen);
     this.showCalls(message.toolCalls, isOpen, isLast);
     const ending = isOpen ? null : message.ending;
     this.notice.hidden = ending === null;
