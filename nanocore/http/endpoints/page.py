@@ -20,10 +20,10 @@ FOLDER: Final = Path(__file__).parent.parent / "page"
 INDEX: Final = "index.html"
 NAMES: Final = (
     INDEX, "icon.svg", "style.css", "chat.css", "text.css", "live.css", "theme.js", "app.js",
-    "answer.js", "api.js", "chat.js", "code.js", "dom.js", "kept.js", "list.js", "live.js",
-    "markdown.js", "math.js", "message.js", "render.js", "scroller.js", "settings.js", "steps.js",
-    "store.js", "ways.js", "libraries/highlight.min.js", "libraries/markdown-it.esm.min.mjs",
-    "libraries/temml.min.js",
+    "answer.js", "api.js", "chat.js", "code.js", "dom.js", "exchange.js", "kept.js", "list.js",
+    "live.js", "markdown.js", "math.js", "message.js", "more.js", "render.js", "run.js",
+    "scroller.js", "settings.js", "steps.js", "store.js", "ways.js", "libraries/highlight.min.js",
+    "libraries/markdown-it.esm.min.mjs", "libraries/temml.min.js",
 )  # fmt: skip
 _TYPES: Final = {
     ".html": b"text/html; charset=utf-8",
