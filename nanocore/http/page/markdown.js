@@ -7,6 +7,7 @@ import { useMath } from "./math.js";
 import { build } from "./render.js";
 
 const MAX_INLINE_CHARS = 20_000; // of one block; a longer one is no prose, and stays as it is
+const MAX_LEVEL = 60; // of tokens: about thirty lists in each other
 const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 
 const md = new MarkdownIt({ html: false, linkify: true });
@@ -14,6 +15,15 @@ md.validateLink = (url) => URL.canParse(url) && SCHEMES.has(new URL(url).protoco
 // "main.py" is a file, though .py is a country.
 md.linkify.set({ fuzzyLink: false, fuzzyEmail: false, fuzzyIP: false });
 useMath(md);
+// Where too much is nested, markdown-it would leave out whatever follows: a line stays as it is there.
+md.block.ruler.before("table", "deep", (state, from, _, isTried) => {
+  if (state.level < MAX_LEVEL || isTried) return false;
+  const token = state.push("code_block", "code", 0);
+  token.content = state.src.slice(state.bMarks[from] + state.tShift[from], state.eMarks[from]);
+  token.map = [from, from + 1];
+  state.line = from + 1;
+  return true;
+});
 md.core.ruler.at("inline", (state) => {
   for (const token of state.tokens) {
     if (token.type !== "inline") continue;

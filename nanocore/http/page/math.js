@@ -30,18 +30,12 @@ function readBlock(state, from, to, isTried) {
   const mark = markAt(state.src, start);
   if (!mark?.isDisplay || state.sCount[from] - state.blkIndent >= 4) return false;
   const close = nextOf(state, mark.close, start + mark.open.length);
-  const isFar = close < 0 || close > start + MAX_CHARS;
-  if (isFar && !state.env.isOpen) return false;
-  let line = from;
-  while (line < to && (isFar || state.eMarks[line] <= close)) {
-    line += 1;
-    if (line < to && (state.isEmpty(line) || state.sCount[line] < state.blkIndent)) return false;
-  }
-  const isWhole = line < to;
-  if (!isWhole && !state.env.isOpen) return false;
-  if (isWhole && state.src.slice(close + mark.close.length, state.eMarks[line]).trim()) return false;
+  const isWhole = close >= 0 && close <= start + MAX_CHARS;
+  const last = isWhole ? lineOf(state, from, to, close) : lastLine(state, from, to);
+  if (last === null) return false;
+  if (isWhole && state.src.slice(close + mark.close.length, state.eMarks[last]).trim()) return false;
   if (isTried) return true;
-  state.line = Math.min(line + 1, to);
+  state.line = last + 1;
   const text = state.getLines(from, state.line, state.blkIndent, false).trim();
   const token = state.push("math", "", 0);
   token.content = isWhole ? text.slice(mark.open.length, -mark.close.length) : text;
@@ -49,6 +43,26 @@ function readBlock(state, from, to, isTried) {
   token.block = true;
   token.map = [from, state.line];
   return true;
+}
+
+/** The line of a place behind; null: it is in another block. */
+function lineOf(state, from, to, place) {
+  for (let line = from; line < to; line++) {
+    if (line > from && (state.isEmpty(line) || state.sCount[line] < state.blkIndent)) return null;
+    if (place < state.eMarks[line]) return line;
+  }
+  return null;
+}
+
+/** The last line of a block that is still to be closed; null: it cannot be any more. */
+function lastLine(state, from, to) {
+  if (!state.env.isOpen || from < (state.emptyLine ?? 0)) return null;
+  for (let line = from + 1; line < to; line++) {
+    if (!state.isEmpty(line)) continue;
+    state.emptyLine = line; // of those before it none can be
+    return null;
+  }
+  return to - 1;
 }
 
 function readInline(state, isTried) {

@@ -226,6 +226,18 @@ def test_text_of_any_length_neither_widens_the_page_nor_holds_it_up(
     assert log[0] <= log[1]
 
 
+def test_much_of_anything_is_shown_in_time(scripted: ScriptedServer, page: Page) -> None:
+    much = [
+        "[" * 20_000, "*a " * 6000, "$a " * 6000, "![](" * 5000, "\\[\n" * 20_000, "$$\n" * 20_000,
+        "> " * 10_000 + "x", "- " * 10_000 + "x", "- 1\n" * 20_000, "a" + "`" * 20_000,
+        "|" * 20_000, "|a|b|\n|-|-|\n" + "|1|2|\n" * 5000, "http://a" * 2000, "[a]: b\n" * 5000,
+    ]  # fmt: skip
+    answered(scripted, page, *[f"{text}\n\n" for text in much], "Its end.")
+    ending = "document.querySelector('.markdown').textContent.slice(-8)"
+    assert page.evaluate(ending) == "Its end."
+    expect(page.locator("tbody > tr")).to_have_count(5000)
+
+
 def test_text_from_right_to_left_has_its_direction(scripted: ScriptedServer, page: Page) -> None:
     answered(scripted, page, "\u0645\u0631\u062d\u0628\u0627\n\nhello")
     directions = page.locator(".markdown p").evaluate_all(
