@@ -12,10 +12,12 @@ from nanocore.http.endpoints.page import FOLDER, NAMES, POLICY
 from nanocore.http.server_settings import AppSettings
 from tests.client.running import run
 from tests.http.asgi import Connection, scope
+from tools.page_libraries import differences, read_table
 
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 SOURCES = {name: (FOLDER / name).read_text("utf-8") for name in NAMES}
-MAX_LINES = 400
+OURS = {name: text for name, text in SOURCES.items() if not name.startswith("libraries/")}
+MAX_LINES = 300
 
 
 def ask(path: str, method: str = "GET", app: App | None = None, **headers: str) -> Connection:
@@ -26,7 +28,9 @@ def ask(path: str, method: str = "GET", app: App | None = None, **headers: str) 
 
 
 def test_every_file_of_the_folder_is_served_as_it_is() -> None:
-    assert {path.name for path in FOLDER.iterdir()} == set(NAMES)
+    files = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file()}
+    unserved = {"libraries/libraries.json"} | {name for name in files if name.endswith(".LICENSE")}
+    assert files - unserved == set(NAMES)
     for name in NAMES:
         answer = ask(f"/page/{name}")
         assert (answer.status, answer.body) == (200, SOURCES[name].encode())
@@ -42,6 +46,7 @@ def test_files_have_the_type_of_their_names() -> None:
         ".html": "text/html; charset=utf-8",
         ".css": "text/css; charset=utf-8",
         ".js": "text/javascript; charset=utf-8",
+        ".mjs": "text/javascript; charset=utf-8",
         ".svg": "image/svg+xml",
     }
 
@@ -58,6 +63,8 @@ def test_files_have_the_type_of_their_names() -> None:
         "/page//etc/passwd",
         "/page/app.js\0",
         "/page/APP.JS",
+        "/page/libraries/",
+        "/page/libraries/libraries.json",
     ],
 )
 def test_nothing_else_is_served_below_the_page(path: str) -> None:
@@ -128,11 +135,11 @@ def test_what_the_files_refer_to_is_among_them() -> None:
     index = SOURCES["index.html"]
     named = set(re.findall(r'(?:src|href)="([^"#]+)"', index))
     assert named <= {f"page/{name}" for name in NAMES}
-    imported = {name for text in SOURCES.values() for name in re.findall(r'from "\./(.+)"', text)}
+    imported = {name for text in OURS.values() for name in re.findall(r'"\./([\w./-]+)"', text)}
     used = {name.removeprefix("page/") for name in named} | imported | {"index.html"}
     assert used == set(NAMES), "and none is left over"
     ids = set(re.findall(r'\bid="([^"]+)"', index))
-    wanted = {i for text in SOURCES.values() for i in re.findall(r'byId\("([^"]+)"\)', text)}
+    wanted = {i for text in OURS.values() for i in re.findall(r'byId\("([^"]+)"\)', text)}
     assert wanted - {"set-tools", "set-system"} <= ids
     assert len(ids) == len(re.findall(r'\bid="', index)), "an id is there once"
 
@@ -140,7 +147,7 @@ def test_what_the_files_refer_to_is_among_them() -> None:
 def test_no_markup_is_made_of_text_and_nothing_comes_from_elsewhere() -> None:
     index = SOURCES["index.html"]
     assert not re.search(r"<style|<script(?![^>]* src=)|\sstyle=|\son\w+=", index)
-    for name, text in SOURCES.items():
+    for name, text in OURS.items():
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|\beval\b"
             r"|new Function|createContextualFragment|srcdoc|@import|setHTML",
@@ -149,3 +156,19 @@ def test_no_markup_is_made_of_text_and_nothing_comes_from_elsewhere() -> None:
         addresses = set(re.findall(r"""(?:https?:)?//[\w.-]+\.\w+[^\s"')]*""", text))
         assert addresses <= {"http://www.w3.org/2000/svg"}, name
         assert len(text.splitlines()) <= MAX_LINES, name
+
+
+def test_libraries_are_what_their_packages_had_with_their_licences() -> None:
+    known = set()
+    for entry in read_table():
+        files = {name: (FOLDER / "libraries" / name).read_bytes() for name in entry["files"]}
+        assert differences(entry, files) == []
+        assert any(name.endswith(".LICENSE") for name in files)
+        known |= files.keys()
+    there = {path.name for path in (FOLDER / "libraries").iterdir()}
+    assert there == known | {"libraries.json"}
+
+
+def test_a_file_that_differs_is_refused() -> None:
+    entry = read_table()[0]
+    assert len(differences(entry, dict.fromkeys(entry["files"], b"other"))) == len(entry["files"])

@@ -18,6 +18,7 @@ from packaging.utils import parse_wheel_filename
 import nanocore
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 from tests.packages.conftest import Packages
+from tools.page_libraries import read_table
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
@@ -58,7 +59,7 @@ def test_the_wheel_has_all_libraries_and_modules_and_nothing_else(packages: Pack
     names = {name for name in contents(packages.wheel) if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "nanocore").rglob("*.py")}
     data = {"nanocore/py.typed"}
-    page = (ROOT / "nanocore" / "http" / "page").iterdir()
+    page = (ROOT / "nanocore" / "http" / "page").rglob("*")
     data |= {path.relative_to(ROOT).as_posix() for path in page if path.is_file()}
     assert names == modules | data | LIBRARIES
     assert packages.wheel.stat().st_size < MAX_WHEEL_BYTES
@@ -97,10 +98,13 @@ def test_the_conformance_kit_has_its_modules_schema_and_vectors(packages: Packag
 
 def test_the_license_goes_with_everything(packages: Packages) -> None:
     license_text = (ROOT / "LICENSE").read_bytes()
+    libraries = {entry["license"] for entry in read_table()}
     for wheel in (packages.wheel, packages.demo_wheel, packages.kit_wheel):
         (found,) = (data for name, data in contents(wheel).items() if name.endswith("/LICENSE"))
         assert found == license_text
-        assert metadata(wheel)["License-Expression"] == "Apache-2.0"
+        ours, *others = metadata(wheel)["License-Expression"].split(" AND ")
+        assert ours == "Apache-2.0"
+        assert set(others) == (libraries if wheel == packages.wheel else set())
     for source in (packages.source, packages.demo_source, packages.kit_source):
         assert "LICENSE" in names_in_source(source)
 

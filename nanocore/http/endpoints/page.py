@@ -19,14 +19,17 @@ from nanocore.http.http_errors import HttpError
 FOLDER: Final = Path(__file__).parent.parent / "page"
 INDEX: Final = "index.html"
 NAMES: Final = (
-    INDEX, "icon.svg", "style.css", "chat.css", "live.css", "theme.js", "app.js", "answer.js",
-    "api.js", "chat.js", "dom.js", "inline.js", "kept.js", "list.js", "live.js", "markdown.js",
-    "message.js", "scroller.js", "settings.js", "steps.js", "store.js", "ways.js",
+    INDEX, "icon.svg", "style.css", "chat.css", "text.css", "live.css", "theme.js", "app.js",
+    "answer.js", "api.js", "chat.js", "code.js", "dom.js", "exchange.js", "kept.js", "list.js",
+    "live.js", "markdown.js", "math.js", "message.js", "more.js", "render.js", "run.js",
+    "scroller.js", "settings.js", "steps.js", "store.js", "ways.js", "libraries/highlight.min.js",
+    "libraries/markdown-it.esm.min.mjs", "libraries/temml.min.js",
 )  # fmt: skip
 _TYPES: Final = {
     ".html": b"text/html; charset=utf-8",
     ".css": b"text/css; charset=utf-8",
     ".js": b"text/javascript; charset=utf-8",
+    ".mjs": b"text/javascript; charset=utf-8",
     ".svg": b"image/svg+xml",
 }
 # Only its own files may run or load, and it may only connect to its own origin: a model's output is

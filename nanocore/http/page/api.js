@@ -45,6 +45,7 @@ export async function request(path, { body, signal, onSend } = {}) {
     const response = await send(path, body, signal, used);
     if (response.ok) return response;
     const error = await errorOf(response);
+    if (error.status === 401 && used !== null) error.message = "Wrong key";
     if (!error.wantsKey || !(await newKey(used, error.message))) throw error;
     signal?.throwIfAborted();
   }

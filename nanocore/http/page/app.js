@@ -3,12 +3,13 @@ import { ApiError, askForKey, hasKey, keyEvents, requestJson } from "./api.js";
 import { Chat } from "./chat.js";
 import { announce, byId, el } from "./dom.js";
 import { LiveView } from "./live.js";
-import { setRecommended, startSettings } from "./settings.js";
+import { setServed, startSettings } from "./settings.js";
 import { loadTheme, saveTheme } from "./store.js";
 
 const RETRY_S = 3;
 const MAX_RETRY_S = 60; // whatever the server says
 const PANELS = ["conversations", "settings"];
+const DEMO_NAME = "nanocore_demo_model"; // of its folder, whatever it is served as
 const THEMES = ["auto", "light", "dark"]; // auto: as the system has it
 
 startSettings();
@@ -70,7 +71,7 @@ byId("conversations").addEventListener("click", (event) => {
 // Escape is for what is seen: the panel where the reader is, then the answer, then any panel.
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.isComposing) return;
-  if (byId("chat").hidden || document.querySelector("dialog[open]")) return;
+  if (byId("chat").hidden || document.querySelector("dialog[open], :popover-open")) return;
   const open = PANELS.filter((name) => byId(name).classList.contains("open"));
   const here = open.filter((name) => byId(name).contains(document.activeElement));
   if (!here.length && chat.stop()) return;
@@ -121,8 +122,9 @@ async function askForModel() {
     const name = model.id.replace(/\/+$/, "").split("/").pop();
     byId("model").textContent = name;
     byId("model").title = `${model.id}, up to ${model.max_model_len} tokens`;
-    chat.setModel(model.id, name);
-    setRecommended(model.default_sampling);
+    const root = typeof model.root === "string" ? model.root : model.id;
+    chat.setModel(model.id, name, root.replace(/\/+$/, "").split("/").pop() === DEMO_NAME);
+    setServed(name, model.default_sampling);
     say("");
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;

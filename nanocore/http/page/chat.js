@@ -1,18 +1,18 @@
 // The conversation: what is sent, what comes back, and what the reader does to it.
 //
-// `conversation` is what is kept; `run` is the one answer that is coming, if any. A run belongs to
-// the conversation in which it began: leaving that stops it.
-import { Answer, toServer } from "./answer.js";
-import { ApiError, BrokenConnection, readEvents, request } from "./api.js";
+// `conversation` is the one that is shown; `runs` are the answers that are coming, at most one in each
+// conversation. They go on while another conversation is shown.
+import { toServer } from "./answer.js";
 import { announce, button, byId, el, fit } from "./dom.js";
 import { ConversationList } from "./list.js";
 import { AnswerView, isEnter, plainView } from "./message.js";
+import { startMore } from "./more.js";
+import { Run } from "./run.js";
 import { Scroller } from "./scroller.js";
-import { requestFields, SettingError, systemPrompt, useChatml } from "./settings.js";
-import { copyOf, isOvertaken, load, newConversation, save, titleOf, watch } from "./store.js";
+import { requestFields, SettingError, systemPrompt } from "./settings.js";
+import { becomeCopy, isOvertaken, load, newConversation, remove, save, titleOf, watch } from "./store.js";
 
 const SPOKEN_CHARS = 2000;
-const DEMO_NAME = "nanocore_demo_model";
 const DEMO_QUESTIONS = ["What is 123 + 456?", "Sort: pear apple fig", "Count from 7 to 12."];
 const NOTES = {
   kept: "",
@@ -31,11 +31,17 @@ export class Chat {
     this.findModel = findModel;
     this.modelName = "Answer";
     this.model = null;
+    this.isDemo = false;
     this.conversation = newConversation();
-    this.run = null;
+    this.runs = new Set();
     this.isCopy = false; // it became one with the last message
     this.scroller = new Scroller(byId("log"), byId("jump"));
-    this.list = new ConversationList((chosen) => this.open(chosen));
+    this.list = new ConversationList({
+      open: (chosen) => this.open(chosen),
+      remove: (id) => this.remove(id),
+      isBusy: (id) => this.runOf(id) !== null,
+    });
+    startMore({ shown: () => this.conversation, rename: (title) => this.rename(title) });
     this.text = byId("composer-text");
     this.actions = {
       edit: (index, text) => this.ask(index, [{ role: "user", content: text }]),
@@ -54,31 +60,58 @@ export class Chat {
       event.preventDefault();
       if (!this.run) this.send();
     });
-    window.addEventListener("pagehide", () => this.stop());
+    window.addEventListener("pagehide", () => [...this.runs].forEach((run) => run.stop()));
     watch((id) => this.takeChange(id));
     this.show();
     this.list.show(this.conversation.id);
   }
 
-  /** The model's name, once it is known. */
-  setModel(id, name) {
+  /** The answer that is coming in a conversation; null: none. */
+  runOf(id) {
+    return [...this.runs].find((run) => run.conversation.id === id) ?? null;
+  }
+
+  /** The one of the conversation that is shown. */
+  get run() {
+    return this.runOf(this.conversation.id);
+  }
+
+  /** The model's name, once it is known. isDemo: it is nanocore's demo model. */
+  setModel(id, name, isDemo) {
     this.model = id;
     this.modelName = name;
+    this.isDemo = isDemo;
     if (!this.conversation.messages.length) this.show();
     for (const head of byId("log").querySelectorAll(".assistant header h3")) head.textContent = name;
   }
 
-  /** Go to a conversation; null: to a new one. */
+  /** Go to a conversation. */
   open(conversation) {
-    this.stop();
-    const isSame = conversation?.id === this.conversation.id && !isOvertaken(this.conversation);
+    const isSame = conversation.id === this.conversation.id && (this.run || !isOvertaken(this.conversation));
     if (!isSame) {
-      this.conversation = conversation === null ? newConversation() : (load(conversation.id) ?? conversation);
+      this.conversation = this.runOf(conversation.id)?.conversation ?? load(conversation.id) ?? conversation;
       byId("chat-note").textContent = "";
     }
     this.show();
     this.list.show(this.conversation.id);
     this.text.focus();
+  }
+
+  /** Delete a conversation, and stop its answer, which would be kept otherwise. */
+  remove(id) {
+    const run = this.runOf(id);
+    this.runs.delete(run);
+    run?.stop();
+    remove(id);
+    if (id === this.conversation.id) this.open(newConversation());
+    else this.list.show(this.conversation.id);
+  }
+
+  /** title: empty for the first question's beginning. */
+  rename(title) {
+    this.conversation.title = title || undefined;
+    if (this.conversation.messages.length) this.keep(this.conversation, false);
+    byId("title").textContent = titleOf(this.conversation);
   }
 
   send() {
@@ -98,10 +131,9 @@ export class Chat {
 
   /** Stop the answer that is coming; what has come is kept. */
   stop() {
-    if (!this.run) return false;
-    this.run.abort.abort();
-    this.finish(this.run, { kind: "stopped", text: "Stopped." });
-    return true;
+    const { run } = this;
+    run?.stop();
+    return run !== null;
   }
 
   /** Let the conversation have `length` messages, then these, then an answer. False: it cannot. */
@@ -120,17 +152,17 @@ export class Chat {
     const { messages } = this.conversation;
     messages.splice(length, messages.length, ...added);
     this.show();
-    const answer = new Answer();
     const view = new AnswerView(this.modelName, messages.length, this.actions);
-    const run = { answer, view, abort: new AbortController(), frame: null };
-    this.run = run;
-    view.update(answer.toMessage(), true, true);
-    byId("log").append(view.element);
-    this.scroller.toEnd();
-    this.showBusy();
-    this.keep(false);
+    const run = new Run(this.conversation, view, {
+      grow: () => this.grow(run),
+      end: (_, ending) => this.finish(run, ending),
+      missing: () => this.findModel(),
+    });
+    this.runs.add(run);
+    this.showRun(run);
+    this.keep(this.conversation, false);
     announce("The response is coming.");
-    this.fetchAnswer(run, this.body(messages, fields));
+    run.fetch(this.body(messages, fields));
     return true;
   }
 
@@ -143,66 +175,42 @@ export class Chat {
     return { ...model, messages: turns, ...stream, ...fields };
   }
 
-  async fetchAnswer(run, body) {
-    let ending = null;
-    try {
-      const { signal } = run.abort;
-      const onSend = () => (run.answer.startedMs = performance.now());
-      const post = (fields) => request("v1/chat/completions", { body: { ...body, ...fields }, signal, onSend });
-      const response = await post({}).catch((error) => {
-        if (error.param !== "chat_template" || body.chat_template) throw error;
-        return post(useChatml());
-      });
-      const isWhole = await readEvents(response, (chunk) => {
-        if (run.answer.add(chunk, performance.now())) this.showSoon(run);
-      });
-      if (!isWhole) ending = { kind: "incomplete", text: "Incomplete: the stream ended before the response did." };
-    } catch (error) {
-      ending = endingOf(error);
-      if (error.status === 404) this.findModel();
-      if (ending === null) {
-        this.finish(run, { kind: "failed", text: `This page failed: ${error.message}` });
-        throw error;
-      }
-    }
-    this.finish(run, ending);
-  }
-
-  /** Draw what has come, once for all that comes before the next frame. */
-  showSoon(run) {
-    run.frame ??= requestAnimationFrame(() => {
-      run.frame = null;
-      if (this.run !== run) return;
-      run.view.update(run.answer.toMessage(), true, true);
-      this.scroller.follow();
-    });
+  grow(run) {
+    if (this.run !== run) return; // it is drawn when its conversation is opened
+    run.draw();
+    this.scroller.follow();
   }
 
   finish(run, ending) {
-    if (this.run !== run) return; // it was stopped, and has been finished
-    this.run = null;
-    run.answer.ending = ending;
+    if (!this.runs.has(run)) return; // its conversation was deleted
+    const isShown = this.run === run;
+    this.runs.delete(run);
+    const { conversation } = run;
     const message = run.answer.toMessage();
-    this.conversation.messages.push(message);
-    run.view.update(message, false, true);
-    this.scroller.follow();
-    this.showBusy();
+    conversation.messages.push(message);
+    if (isShown) {
+      run.draw();
+      this.scroller.follow();
+      this.showBusy();
+    }
     // What the server has refused is no reason to let others go.
-    this.keep(Boolean(message.content || message.reasoning || message.toolCalls.length));
-    announce([message.content.slice(0, SPOKEN_CHARS), ending?.text ?? ""].join(" ").trim() || "Done.");
+    this.keep(conversation, Boolean(message.content || message.reasoning || message.toolCalls.length));
+    const words = [message.content.slice(0, SPOKEN_CHARS), ending?.text ?? ""].join(" ").trim() || "Done.";
+    announce(isShown ? words : `The response in “${titleOf(conversation)}” is there.`);
   }
 
-  /** Store the conversation; how that went is told once the answer is there. mayEvict: as `save`'s. */
-  keep(mayEvict) {
-    if (isOvertaken(this.conversation)) {
-      this.conversation = copyOf(this.conversation);
-      this.isCopy = true;
+  /** Store a conversation; how that went is told once the answer is there. mayEvict: as `save`'s. */
+  keep(conversation, mayEvict) {
+    const isShown = conversation === this.conversation;
+    if (isOvertaken(conversation)) {
+      becomeCopy(conversation);
+      if (isShown) this.isCopy = true;
     }
-    const notes = [NOTES[save(this.conversation, mayEvict)], COPY_NOTE];
-    if (this.run) notes[0] = "";
-    if (!this.isCopy) notes[1] = "";
-    byId("chat-note").textContent = notes.join(" ").trim();
-    byId("title").textContent = titleOf(this.conversation);
+    const note = NOTES[save(conversation, mayEvict)];
+    if (isShown) {
+      byId("chat-note").textContent = [this.run ? "" : note, this.isCopy ? COPY_NOTE : ""].join(" ").trim();
+      byId("title").textContent = titleOf(conversation);
+    } else if (note) byId("chat-note").textContent = `“${titleOf(conversation)}”: ${note}`;
     this.list.show(this.conversation.id);
   }
 
@@ -235,7 +243,7 @@ export class Chat {
   }
 
   welcome() {
-    const examples = this.modelName === DEMO_NAME ? DEMO_QUESTIONS : [];
+    const examples = this.isDemo ? DEMO_QUESTIONS : [];
     const buttons = examples.map((question) =>
       button(question, () => {
         this.text.value = question;
@@ -248,6 +256,14 @@ export class Chat {
     return el("div", { class: "welcome" }, el("p", { text: words }), el("div", { class: "row" }, ...buttons));
   }
 
+  /** Draw the answer that is coming. */
+  showRun(run) {
+    run.draw();
+    byId("log").append(run.view.element);
+    this.scroller.toEnd();
+    this.showBusy();
+  }
+
   /** Draw the whole conversation. */
   show() {
     const { messages } = this.conversation;
@@ -258,17 +274,9 @@ export class Chat {
       return view.element;
     });
     byId("log").replaceChildren(...(views.length ? views : [this.welcome()]));
+    if (this.run) this.showRun(this.run);
+    this.showBusy();
     byId("title").textContent = titleOf(this.conversation);
     this.scroller.toEnd();
   }
-}
-
-/** null: the error is the page's own. */
-function endingOf(error) {
-  if (error.name === "AbortError") return { kind: "stopped", text: "Stopped." };
-  if (error instanceof ApiError) return { kind: "failed", text: error.words };
-  if (error instanceof BrokenConnection) {
-    return { kind: "incomplete", text: `Incomplete: the connection broke (${error.message}).` };
-  }
-  return null;
 }

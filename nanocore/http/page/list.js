@@ -1,12 +1,19 @@
-// The list of conversations that are kept: to open one, or to delete it in two presses.
+// The list of conversations that are kept: to find and open one, to delete it in two presses, and to
+// export and import them all.
 import { announce, button, byId, el } from "./dom.js";
-import { conversations, remove, titleOf } from "./store.js";
+import { exportAll, importFile } from "./exchange.js";
+import { conversations, hasText, titleOf } from "./store.js";
 
 export class ConversationList {
-  /** onOpen(conversation): one was chosen; null: the one that is shown is gone. */
-  constructor(onOpen) {
-    this.onOpen = onOpen;
+  /** on: {open(conversation), remove(id), isBusy(id)}: whether an answer is coming in it. */
+  constructor(on) {
+    this.on = on;
     this.element = byId("conversation-list");
+    this.currentId = null;
+    byId("search").addEventListener("input", () => this.show(this.currentId));
+    byId("export-all").addEventListener("click", () => exportAll());
+    byId("import").addEventListener("click", () => byId("import-file").click());
+    byId("import-file").addEventListener("change", (event) => this.import(event.target));
   }
 
   get hasFocus() {
@@ -15,21 +22,25 @@ export class ConversationList {
 
   /** currentId: of the one that is shown. */
   show(currentId) {
-    this.element.replaceChildren(
-      ...conversations().map((conversation) => this.entry(conversation, currentId)),
-    );
+    this.currentId = currentId;
+    const all = conversations();
+    const wanted = byId("search").value.trim();
+    const found = wanted ? all.filter((conversation) => hasText(conversation, wanted)) : all;
+    byId("search-found").textContent = wanted ? `${found.length} of ${all.length} have “${wanted}”.` : "";
+    byId("export-all").disabled = !all.length;
+    this.element.replaceChildren(...found.map((conversation) => this.entry(conversation)));
   }
 
-  entry(conversation, currentId) {
+  entry(conversation) {
     const title = titleOf(conversation);
-    const isCurrent = conversation.id === currentId;
-    const open = button(title, () => this.onOpen(conversation), {
-      class: "entry",
-      title,
-      "aria-current": isCurrent ? "true" : undefined,
+    const isBusy = this.on.isBusy(conversation.id);
+    const open = button(title, () => this.on.open(conversation), {
+      class: isBusy ? "entry busy" : "entry",
+      title: isBusy ? `${title} (a response is coming)` : title,
+      "aria-current": conversation.id === this.currentId ? "true" : undefined,
       dir: "auto",
     });
-    const erase = button("Delete", () => this.press(erase, conversation, currentId), {
+    const erase = button("Delete", () => this.press(erase, conversation), {
       class: "quiet delete",
       "aria-label": `Delete ${title}`,
     });
@@ -43,18 +54,24 @@ export class ConversationList {
     erase.setAttribute("aria-label", `Delete ${title}`);
   }
 
-  press(erase, conversation, currentId) {
+  press(erase, conversation) {
     if (!erase.classList.contains("sure")) {
       erase.classList.add("sure");
       erase.textContent = "Really?";
       erase.setAttribute("aria-label", `Really delete ${titleOf(conversation)}?`);
       return;
     }
-    const isCurrent = conversation.id === currentId;
-    if (isCurrent) this.onOpen(null); // first: an answer that still comes would be kept again
-    remove(conversation.id);
+    const isCurrent = conversation.id === this.currentId;
+    this.on.remove(conversation.id);
     announce("Deleted.");
-    this.show(isCurrent ? null : currentId);
     if (!isCurrent) byId("new-conversation").focus();
+  }
+
+  async import(input) {
+    const [file] = input.files;
+    if (!file) return;
+    byId("import-note").textContent = await importFile(file);
+    input.value = ""; // the same file may be chosen again
+    this.show(this.currentId);
   }
 }

@@ -12,13 +12,13 @@ const TIMEOUT_MS = 10_000;
 const MAX_STEPS = 512;
 const RATE_SAMPLES = 5; // a rate is over so many answers, some seconds
 const TILES = [
-  ["running", "Running"],
-  ["waiting", "Waiting"],
-  ["kv", "KV cache"],
-  ["hits", "Prefix hits"],
-  ["output", "Output tokens/s"],
-  ["prompt", "Prompt tokens/s"],
-  ["preemptions", "Preemptions"],
+  ["running", "Running", "Requests that get tokens now"],
+  ["waiting", "Waiting", "Requests in the queue"],
+  ["kv", "KV cache", "Share of the memory for conversations' tokens that is in use"],
+  ["hits", "Prefix hits", "Share of prompt tokens that were computed before, for an earlier request"],
+  ["output", "Output tokens/s", "Tokens of responses"],
+  ["prompt", "Prompt tokens/s", "Tokens of prompts, those that were computed before included"],
+  ["preemptions", "Preemptions", "How often a running request had to wait again, as the KV cache was full"],
 ];
 
 export class LiveView {
@@ -47,11 +47,11 @@ export class LiveView {
     this.waysWidth = 0;
   }
 
-  tile([name, label]) {
+  tile([name, label, title]) {
     const value = el("dd", { text: "–", id: `tile-${name}` });
     this.values[name] = value;
     const bar = name === "kv" || name === "hits" ? el("span", { class: "meter", "aria-hidden": "true" }, el("i")) : null;
-    return el("div", { class: "tile" }, el("dt", { text: label }), value, bar);
+    return el("div", { class: "tile", title }, el("dt", { text: label }), value, bar);
   }
 
   setShown(isShown) {

@@ -108,7 +108,7 @@ export class AnswerView {
     const isThinking = isOpen && !message.content && !message.toolCalls.length;
     this.thinking.firstChild.textContent = isThinking ? "Reasoning …" : "Reasoning";
     setText(this.thought, message.reasoning);
-    this.markdown.update(message.content);
+    this.markdown.update(message.content, isOpen);
     this.showCalls(message.toolCalls, isOpen, isLast);
     const ending = isOpen ? null : message.ending;
     this.notice.hidden = ending === null;
@@ -184,14 +184,19 @@ const FINISH = {
 function figures({ figures: known, finishReason }) {
   const { tokensPerS, ttftMs, promptTokens, cachedTokens, outputTokens } = known;
   const found = [];
-  const add = (name, value, more = "") =>
-    found.push(el("span", {}, name, el("b", { text: value }), more));
-  if (tokensPerS !== null) add("", tokensPerS < 100 ? tokensPerS.toFixed(1) : count(tokensPerS), " tokens/s");
-  if (ttftMs !== null) add("first token ", duration(ttftMs / 1000));
-  if (promptTokens !== null) {
-    add("prompt ", count(promptTokens), cachedTokens === null ? "" : `, ${count(cachedTokens)} cached`);
+  const add = (title, name, value, more = "") =>
+    found.push(el("span", { title }, name, el("b", { text: value }), more));
+  if (tokensPerS !== null) {
+    add("Speed: a token is about 3/4 of a word", "", tokensPerS < 100 ? tokensPerS.toFixed(1) : count(tokensPerS), " tokens/s");
   }
-  if (outputTokens !== null) add("answer ", count(outputTokens));
-  if (finishReason !== null) add("finish ", FINISH[finishReason] ?? finishReason);
+  if (ttftMs !== null) add("Time until the first token came", "first token ", duration(ttftMs / 1000));
+  if (promptTokens !== null) {
+    const cached = cachedTokens === null ? "" : `, ${count(cachedTokens)} cached`;
+    add("Tokens of the conversation; cached ones were computed before", "prompt ", count(promptTokens), cached);
+  }
+  if (outputTokens !== null) add("Tokens of the response", "answer ", count(outputTokens));
+  if (finishReason !== null) {
+    add("Why the response ended: length is the limit of tokens", "finish ", FINISH[finishReason] ?? finishReason);
+  }
   return found;
 }

@@ -2,21 +2,22 @@
 import { byId, el } from "./dom.js";
 import { loadSettings, saveSettings } from "./store.js";
 
-// [name of the field, label, step, least, most]; the server has the last word on ranges.
+// [name of the field, label, step, least, most, what it does]; the server has the last word on ranges.
 const NUMBERS = [
-  ["temperature", "Temperature", "any", 0, null],
-  ["top_p", "Top p", "any", 0, 1],
-  ["top_k", "Top k", 1, -1, null],
-  ["min_p", "Min p", "any", 0, 1],
-  ["max_tokens", "Max tokens", 1, 1, null],
-  ["seed", "Seed", 1, null, null],
-  ["presence_penalty", "Presence penalty", "any", -2, 2],
-  ["frequency_penalty", "Frequency penalty", "any", -2, 2],
-  ["repetition_penalty", "Repetition penalty", "any", 0, null],
+  ["temperature", "Temperature", "any", 0, null, "Higher is more varied; 0 always takes the most likely token"],
+  ["top_p", "Top p", "any", 0, 1, "Chooses among the most likely tokens that together have this probability"],
+  ["top_k", "Top k", 1, -1, null, "Chooses among this many of the most likely tokens; -1: all"],
+  ["min_p", "Min p", "any", 0, 1, "Leaves out tokens less likely than this share of the most likely one"],
+  ["max_tokens", "Max tokens", 1, 1, null, "The response ends after this many tokens; a token is about 3/4 of a word"],
+  ["seed", "Seed", 1, null, null, "The same seed gives the same response again"],
+  ["presence_penalty", "Presence penalty", "any", -2, 2, "Above 0, tokens that were used are less likely"],
+  ["frequency_penalty", "Frequency penalty", "any", -2, 2, "Above 0, tokens are less likely the more often they were used"],
+  ["repetition_penalty", "Repetition penalty", "any", 0, null, "Above 1, tokens of the conversation so far are less likely"],
 ];
 
 // Sent where the model recommends nothing; `nanocore chat` has the same.
 const DEFAULTS = { temperature: 0.8, top_k: 40, top_p: 0.95, min_p: 0.05, max_tokens: 2048 };
+let modelName = "";
 let recommended = null; // null: the server does not say, and its defaults apply
 let template = {};
 
@@ -51,8 +52,9 @@ export function startSettings() {
   });
 }
 
-/** What the model recommends, as /v1/models has it. */
-export function setRecommended(sampling) {
+/** The model that is served, and what it recommends, as /v1/models has it. */
+export function setServed(name, sampling) {
+  modelName = name;
   recommended = typeof sampling === "object" ? sampling : null;
   template = {};
   for (const [name] of NUMBERS) byId(`set-${name}`).placeholder = defaults()[name] ?? "default";
@@ -72,23 +74,30 @@ function defaults() {
   return recommendsNothing() ? DEFAULTS : (recommended ?? {});
 }
 
-/** Sampling parameters that the next request gets, and where they are from. */
+/** What the next request gets, and where it is from. */
 function showInForce() {
   const isSet = ([name]) => byId(`set-${name}`).value !== "";
-  const given = NUMBERS.filter(isSet).map(([name]) => `${name} ${byId(`set-${name}`).value}`);
+  const given = NUMBERS.filter(isSet).map(([name]) => `${plainName(name)} ${byId(`set-${name}`).value}`);
+  if (systemPrompt()) given.push("a system prompt");
+  if (byId("set-stop").value.trim()) given.push("stop strings");
+  if (byId("set-tools").value.trim()) given.push("tools");
   const others = NUMBERS.filter((number) => !isSet(number) && number[0] in defaults());
   const source = recommendsNothing() ? "Defaults, as the model recommends none" : "Recommended by the model";
-  const parts = [];
+  const parts = modelName ? [`Model: ${modelName}.`] : [];
   if (given.length) parts.push(`Set: ${given.join(", ")}.`);
-  if (others.length) parts.push(`${source}: ${others.map(([name]) => `${name} ${defaults()[name]}`).join(", ")}.`);
+  if (others.length) {
+    parts.push(`${source}: ${others.map(([name]) => `${plainName(name)} ${defaults()[name]}`).join(", ")}.`);
+  }
   if (template.chat_template) parts.push("The model has no chat template: ChatML is used, and may not suit it.");
   byId("in-force").textContent = parts.join(" ");
 }
 
-function numberField([name, label, step, min, max]) {
+const plainName = (name) => name.replaceAll("_", " ");
+
+function numberField([name, label, step, min, max, title]) {
   const id = `set-${name}`;
-  const input = el("input", { id, name, type: "number", step, min, max, placeholder: "default" });
-  return el("div", {}, el("label", { for: id, text: label }), input);
+  const input = el("input", { id, name, type: "number", step, min, max, title, placeholder: "default" });
+  return el("div", { title }, el("label", { for: id, text: label }), input);
 }
 
 function fields() {

@@ -21,11 +21,14 @@ export function newConversation() {
   return { id: newId(), updatedMs: Date.now(), messages: [] };
 }
 
-/** The same under a name of its own, which is not kept yet. */
-export const copyOf = (conversation) => ({ ...conversation, id: newId() });
+/** Give a conversation an id of its own, under which it is not kept yet. */
+export function becomeCopy(conversation) {
+  conversation.id = newId();
+}
 
-/** The first question's beginning. */
+/** The name that the reader gave, or the first question's beginning. */
 export function titleOf(conversation) {
+  if (conversation.title) return conversation.title;
   const first = conversation.messages.find((message) => message.role === "user");
   const text = first?.content.trim().replace(/\s+/g, " ") ?? "";
   if (!text) return "New conversation";
@@ -43,6 +46,13 @@ export function load(id) {
   return isConversation(value, id) ? value : null;
 }
 
+/** Whether a conversation's title or a message of it has a text, in any case of letters. */
+export function hasText(conversation, text) {
+  const wanted = text.toLowerCase();
+  const texts = [titleOf(conversation), ...conversation.messages.map((message) => message.content)];
+  return texts.some((one) => one.toLowerCase().includes(wanted));
+}
+
 /** Whether what is kept of a conversation is not what this tab has read or written last. */
 export function isOvertaken(conversation) {
   const kept = load(conversation.id);
@@ -50,13 +60,13 @@ export function isOvertaken(conversation) {
 }
 
 /**
- * Keep a conversation. mayEvict: others may go for it, the oldest first. Says how it went:
+ * Keep a conversation. mayEvict: others may go for it, the oldest first. updatedMs: its age for that.
+ * Says how it went:
  * "kept", "large": it is larger than all may be, or "full": there is no room. Unless it is kept,
  * nothing has changed, and what was kept of it before still is.
  */
-export function save(conversation, mayEvict) {
+export function save(conversation, mayEvict, updatedMs = Date.now()) {
   const key = PREFIX + conversation.id;
-  const updatedMs = Date.now();
   const text = JSON.stringify({ ...conversation, updatedMs });
   if (key.length + text.length > MAX_CHARS) return "large";
   const others = entries().filter((other) => other.key !== key);

@@ -17,7 +17,9 @@ pytestmark = pytest.mark.campaign
 CALL = {"index": 0, "id": "c", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
 RICH: list[Part] = [
     {"reasoning_content": "Let me think."},
-    {"content": "# Title\n\nSome `code` and **bold**.\n\n- a\n- b\n\n```py\nx = 1\n```\n"},
+    {"content": "# Title\n\nSome `code` and **bold**, $x^2$.\n\n- a\n- [x] b\n\n"},
+    {"content": "> A [quote](https://a.example)\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n"},
+    {"content": "```py\n# c\nclass A(B):\n    x = f(1, 'a', None)\n```\n"},
     {"tool_calls": [CALL]},
     *end("tool_calls"),
 ]
@@ -103,7 +105,13 @@ def test_an_audit_finds_nothing_and_nothing_is_wider_than_the_window(
     expect(page.get_by_role("button", name="Send the result")).to_be_visible()
     for summary in page.locator("summary").filter(visible=True).all():
         summary.click()
+    expect(page.locator(".hljs-comment")).to_be_attached()
     check(page)
+    page.get_by_role("button", name="More about this conversation").click()
+    check(page)
+    page.get_by_role("button", name="Rename").click()
+    check(page)
+    page.keyboard.press("Escape")
     page.get_by_role("button", name="Edit", exact=True).first.click()
     expect(page.get_by_label("Edit the message")).to_be_focused()
     page.get_by_role("button", name="Settings").click()

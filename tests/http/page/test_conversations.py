@@ -11,7 +11,7 @@ from playwright.sync_api import Page, expect
 from nanocore.cli.chat.commands import CHAT_SAMPLING
 from nanocore.demo_model import demo_model_folder
 from tests.http.page.conftest import NewPage, begin, say
-from tests.http.page.scripted_server import Part, Refusal, ScriptedServer, end
+from tests.http.page.scripted_server import Gate, Part, Refusal, ScriptedServer, end
 
 pytestmark = pytest.mark.campaign
 
@@ -99,14 +99,63 @@ def test_conversations_are_kept_found_again_and_deleted(
     expect(entries).to_have_text(["second talk"])
 
 
-def test_another_conversation_stops_the_answer_of_this_one(
+def test_an_answer_goes_on_while_another_conversation_is_open(
+    scripted: ScriptedServer, page: Page
+) -> None:
+    first, last = Gate(), Gate()
+    parts = [{"content": "It begins"}, first, {"content": ", goes on"}, last, {"content": "."}]
+    scripted.answer_with([*parts, *end()])
+    say(page, "Go")
+    expect(page.locator(".markdown")).to_have_text("It begins")
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator("#send")).to_have_text("Send")
+    expect(page.locator(".entry.busy")).to_have_text("Go")
+    talk(scripted, page, "new")
+    first.open()
+    page.locator(".entry", has_text="Go").click()
+    expect(page.locator("#send")).to_have_text("Stop")
+    expect(page.locator(".markdown")).to_have_text("It begins, goes on")
+    page.locator(".entry", has_text="new").click()
+    expect(page.locator(".markdown")).to_have_text("Re: new")
+    last.open()
+    expect(page.locator("#announcer")).to_have_text("The response in “Go” is there.")
+    expect(page.locator(".entry.busy")).to_have_count(0)
+    expect(page.locator(".message")).to_have_count(2)
+    page.reload()
+    page.locator(".entry", has_text="Go").click()
+    expect(page.locator(".markdown")).to_have_text("It begins, goes on.")
+    expect(page.locator(".figures")).to_contain_text("finish stop")
+
+
+def test_two_answers_come_at_once_and_only_the_one_that_is_shown_is_stopped(
+    scripted: ScriptedServer, page: Page
+) -> None:
+    gate = Gate()
+    scripted.answer_with([{"content": "One"}, gate, {"content": " ends."}, *end()])
+    say(page, "1")
+    expect(page.locator(".markdown")).to_have_text("One")
+    page.get_by_role("button", name="New conversation").click()
+    begin(scripted, page)
+    expect(page.locator(".entry.busy")).to_have_count(2)
+    page.keyboard.press("Escape")
+    expect(page.locator(".notice.stopped")).to_be_visible()
+    assert scripted.left.wait(30)
+    gate.open()
+    expect(page.locator(".entry.busy")).to_have_count(0)
+    page.locator(".entry", has_text="1").click()
+    expect(page.locator(".markdown")).to_have_text("One ends.")
+
+
+def test_an_answer_in_a_conversation_that_is_deleted_meanwhile_is_left(
     scripted: ScriptedServer, page: Page
 ) -> None:
     begin(scripted, page)
     page.get_by_role("button", name="New conversation").click()
+    page.get_by_role("button", name="Delete Go").click()
+    page.get_by_role("button", name="Really delete Go?").click()
     assert scripted.left.wait(30)
-    talk(scripted, page, "new")
-    expect(page.locator(".message")).to_have_count(2)
+    expect(page.locator(".entry")).to_have_count(0)
+    assert page.evaluate("Object.keys(localStorage)") == []
 
 
 def test_what_is_kept_is_bounded_and_the_oldest_goes(scripted: ScriptedServer, page: Page) -> None:
@@ -153,6 +202,7 @@ def test_settings_reach_the_request_and_are_kept(scripted: ScriptedServer, page:
     page.get_by_label("System prompt").fill("Be brief.")
     page.get_by_label("Stop strings").fill("END\n\n###")
     page.get_by_label("Tools").fill(json.dumps([TOOL]))
+    expect(page.locator("#in-force")).to_contain_text("a system prompt, stop strings, tools.")
     page.reload()
     expect(page.locator("#model")).to_have_text("scripted")
     talk(scripted, page, "Hi")
@@ -199,8 +249,9 @@ def test_a_model_that_recommends_nothing_gets_defaults_which_are_shown(
     page.get_by_role("button", name="Settings").click()
     temperature = page.get_by_label("Temperature")
     assert temperature.get_attribute("placeholder") == str({**recommended, **sent}["temperature"])
+    assert temperature.get_attribute("title")
     temperature.fill("0")
-    expect(in_force).to_contain_text("Set: temperature 0.")
+    expect(in_force).to_contain_text("Model: scripted. Set: temperature 0.")
     talk(scripted, page, "Ho")
     fields = [
         {name: body[name] for name in CHAT_SAMPLING if name in body} for body in scripted.bodies
@@ -244,7 +295,8 @@ def test_a_setting_that_is_none_is_told_before_anything_is_sent(
 
 
 def test_the_demo_model_says_what_it_can_do(scripted: ScriptedServer, new_page: NewPage) -> None:
-    scripted.model = demo_model_folder().name
+    scripted.model = "any"
+    scripted.model_fields = {"root": f"{demo_model_folder()}/"}
     page = new_page(scripted.url)
     scripted.answer_with(answer("123 + 456 = 579"))
     page.get_by_role("button", name="What is 123 + 456?").click()

@@ -35,7 +35,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(
         if key == "schl\u00fcssel":
             expect(dialog).to_contain_text("printable ASCII")
         if key == "wrong":
-            expect(dialog).to_contain_text("no valid API key")
+            expect(dialog).to_contain_text("Wrong key")
     expect(page.locator("#model")).to_have_text("scripted")
     expect(dialog).to_be_hidden()
     page.reload()
@@ -45,7 +45,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(
     say(page, "Hi")
     expect(dialog).to_be_visible()
     page.get_by_role("button", name="Cancel").click()
-    expect(page.locator(".notice.failed")).to_contain_text("401: no valid API key")
+    expect(page.locator(".notice.failed")).to_contain_text("401: Wrong key")
     scripted.answer_with([{"content": "Hello."}, *end()])
     page.get_by_role("button", name="Regenerate").click()
     page.get_by_label("API key").fill("another")
@@ -115,7 +115,7 @@ def test_a_real_server_with_keys(new_page: NewPage, tmp_path: Path) -> None:
         server.line("ready:")
         page = new_page(f"http://{server.host}:{server.port}/")
         give(page, "other")
-        expect(page.get_by_role("dialog")).to_contain_text("no valid API key")
+        expect(page.get_by_role("dialog")).to_contain_text("Wrong key")
         give(page, "mine")
         expect(page.locator("#model")).to_have_text("demo")
         say(page, "What is 123 + 456?")
