@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import stat
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
 from nanocore.cli.engine_choice import JOIN_TIMEOUT_S, LAUNCH_TIMEOUT_S
+from nanocore.cli.serve import supervisor
 from nanocore.cli.serve.flags import ServeOptions, parse
 from nanocore.protocol.errors import ConfigError, KeyFileError
 
@@ -273,3 +276,23 @@ def test_what_would_fail_each_request_or_never_be_of_use_is_refused(arguments: l
 def test_a_collector_without_a_path_has_the_usual_one(given: str, used: str) -> None:
     assert options("--otlp-traces-endpoint", given).app.otlp_traces_endpoint == used
     assert options().app.otlp_traces_endpoint is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected_s"), [((), 60 + 2 * 84.0), (("--endpoint", "ipc:///x"), 60)]
+)
+def test_requests_wait_longer_for_an_engine_that_took_long_to_start(
+    flags: tuple[str, ...], expected_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Mock(endpoint="ipc:///x", start=AsyncMock())
+    monkeypatch.setattr(supervisor, "EngineSupervisor", lambda *_: engine)
+    monkeypatch.setattr(supervisor, "time", Mock(monotonic=Mock(side_effect=[1000.0, 1084.0])))
+    front = supervisor.Supervisor(options(*flags), [])
+
+    async def waits_s() -> float | None:
+        loop = asyncio.get_running_loop()
+        front._signal, front._engine_end = loop.create_future(), loop.create_future()
+        address = await front._start_engine()
+        return address.client(1.0)._resume_timeout_s
+
+    assert asyncio.run(waits_s()) == expected_s

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Coroutine
 from typing import Any, Final, TypeVar
 
@@ -22,7 +23,12 @@ from nanocore import __version__
 from nanocore.cli.serve.flags import ServeOptions
 from nanocore.cli.serve.worker_pool import WorkerPool
 from nanocore.client.connection.engine_supervisor import EngineSupervisor
-from nanocore.http.server.service import EngineAddress, HttpService, freeze_startup
+from nanocore.http.server.service import (
+    RESUME_TIMEOUT_S,
+    EngineAddress,
+    HttpService,
+    freeze_startup,
+)
 from nanocore.protocol.errors import EngineDeadError, NanocoreError
 from nanocore.system.running import Running, registered
 
@@ -104,17 +110,23 @@ class Supervisor:
 
     async def _start_engine(self) -> EngineAddress:
         choice = self._options.engine
-        endpoints = choice.endpoints
+        endpoints, resume_timeout_s = choice.endpoints, RESUME_TIMEOUT_S
         if not endpoints:
             logger.info("launching an engine: %s", " ".join(choice.flags) or "no flags")
             keeper = EngineSupervisor(choice.flags, choice.max_restarts, self._options.standby)
             keeper.on_ready(self._on_ready)
             keeper.on_ended(self._engine_end.set_result)
             self._engine = keeper
+            start_s = time.monotonic()
             await self._unless_over(keeper.start(choice.start_timeout_s))
             endpoints = (keeper.endpoint,)
+            # A restart takes as long, or longer beside other work: until then requests wait.
+            resume_timeout_s += 2 * (time.monotonic() - start_s)
         return EngineAddress(
-            endpoints=endpoints, curve_dir=choice.curve_dir, tokenizer=choice.tokenizer
+            endpoints=endpoints,
+            curve_dir=choice.curve_dir,
+            tokenizer=choice.tokenizer,
+            resume_timeout_s=resume_timeout_s,
         )
 
     def _on_ready(self) -> None:

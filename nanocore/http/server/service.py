@@ -19,6 +19,7 @@ from nanocore.http.server.http_server import HttpServer
 from nanocore.http.server_settings import AppSettings, ServerSettings
 from nanocore.protocol.messages import ModelCard
 
+RESUME_TIMEOUT_S: Final = 60.0
 FLUSH_TIMEOUT_S: Final = 1.0
 """Limit for clients to read the error that ends their response."""
 
@@ -27,11 +28,13 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Endpoints of the engine and what its client needs. It travels to worker processes as JSON.
 
     endpoints: of one engine, or of several that serve the same model; one of them is used.
+    resume_timeout_s: how long requests wait for an engine that continues them.
     """
 
     endpoints: tuple[str, ...]
     curve_dir: str | None = None
     tokenizer: str | None = None
+    resume_timeout_s: float = RESUME_TIMEOUT_S
 
     def client(self, timeout_s: float) -> AsyncEngineClient:
         """Return a client that is not entered yet.
@@ -44,6 +47,7 @@ class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
             curve_dir=self.curve_dir,
             tokenizer=self.tokenizer,
             timeout_s=timeout_s,
+            resume_timeout_s=self.resume_timeout_s,
         )
 
 
