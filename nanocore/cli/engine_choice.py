@@ -53,6 +53,12 @@ class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
     notices: tuple[str, ...] = ()
     found: Running | None = None
 
+    @property
+    def model(self) -> str | None:
+        """Model of a launched engine as the user has named it; None: the demo model."""
+        first = self.flags[0] if self.flags else ""
+        return first.removeprefix("--model=") if first.startswith("--model=") else None
+
 
 def engine_command_parser(
     prog: str, usage: str, description: str, epilog: str, main_flags: Sequence[str] = ()

@@ -26,7 +26,7 @@ from nanocore.cli.chat.commands import CHAT_SAMPLING
 from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.interactive import CommandCompleter, Prompt
 from nanocore.cli.chat.loop import ChatLoop
-from nanocore.cli.chat.session import ask_once
+from nanocore.cli.chat.session import ask_once, with_input
 from nanocore.cli.interrupts import Interrupts
 from nanocore.client.chat.events import Failed, Finished, Started, Text, ToolBegin, Usage
 from nanocore.protocol.errors import (
@@ -377,11 +377,56 @@ def test_one_question_prints_its_answer_alone(capsys: pytest.CaptureFixture[str]
     assert target.asked[0][1] == {**CHAT_SAMPLING, "seed": 3}
 
 
+def test_to_a_terminal_words_are_wrapped_and_do_no_harm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    once(FakeTarget(answer("These words reach beyond\x1b the edge of thirty columns")))
+    assert capsys.readouterr().out == (
+        "These words reach beyond\\x1b\nthe edge of thirty columns\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("piped", "asked"),
+    [
+        ("one\ntwo\n", "Sum up:\n\none\ntwo"),
+        ("", "Sum up:"),
+        (" \n", "Sum up:"),
+        (None, "Sum up:"),  # not open for reading
+    ],
+)
+def test_piped_input_is_appended_to_the_question(
+    piped: str | None, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "piped"
+    path.write_text(piped or "")
+    fd = os.open(path, os.O_WRONLY if piped is None else os.O_RDONLY)
+    with open(fd) as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert with_input("Sum up:") == asked
+
+
+def test_an_open_pipe_without_input_is_waited_for_which_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nanocore.cli.chat.session._INPUT_PATIENCE_S", 0.0)
+    reading, writing = os.pipe()
+    with open(reading) as file:
+        monkeypatch.setattr("sys.stdin", file)
+        monkeypatch.setattr(
+            "nanocore.system.standard_streams.complain", lambda text: os.close(writing)
+        )
+        assert with_input("hi") == "hi"
+
+
 def test_an_answer_that_is_cut_says_so_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     once(FakeTarget(answer("half", "length")))
     written = capsys.readouterr()
     assert written.out == "half\n"
-    assert written.err == "nanocore chat: truncated at max_tokens\n"
+    assert written.err == "truncated at max_tokens\n"
 
 
 def test_an_answer_that_cannot_be_written_is_an_error_and_not_two(
