@@ -48,6 +48,8 @@ class _Parser(argparse.ArgumentParser):
         message = message.replace("ignored explicit argument", "takes no value, and was given")
         if message.startswith("argument --quantization: invalid choice"):
             message += "; how a checkpoint is quantized is found without this flag"
+        if message.startswith("argument --dtype: invalid choice"):
+            message += "; use auto: on a CPU a float16 checkpoint is bfloat16 then"
         raise ConfigError(f"{message} (nanocore-engine --help lists the flags)")
 
 

@@ -74,7 +74,7 @@ class FlagParser(argparse.ArgumentParser):
         return "; ".join(
             f"`{self.prog}` has {near}, and {other} went to the engine"
             for other in others
-            if _name(other) not in of_engine and (near := self.near_match(other))
+            if not near_flag(other, of_engine) and (near := self.near_match(other))
         )
 
 
