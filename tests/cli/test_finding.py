@@ -266,4 +266,16 @@ def test_without_any_the_error_says_how_to_start_one(
     assert exit_code(command) == 70
     assert "is running: start one with `nanocore serve MODEL`" in capsys.readouterr().err
     assert exit_code("ps") == 0
-    assert capsys.readouterr().out.splitlines() == ["KIND  PID  MODEL  REQUESTS  UP  ADDRESS"]
+    written = capsys.readouterr()
+    assert written.out.splitlines() == ["KIND  PID  MODEL  REQUESTS  UP  ADDRESS"]
+    assert written.err.startswith("nothing of yours runs: ")
+
+
+def test_an_empty_cache_is_said_beside_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nanocore.worker.loading.hub.cached_models", lambda: [])
+    assert exit_code("list") == 0
+    written = capsys.readouterr()
+    assert written.out.splitlines() == ["MODEL  SIZE  LAST USED"]
+    assert written.err.startswith("no models in the hub's cache (/")

@@ -177,7 +177,6 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        ContextLengthError("the prompt has 9 tokens: max_model_len=8"),
         EngineDeadError("the engine is gone"),
         EngineOverloadedError("too busy"),
         ConfigError("HTTP 401: wrong key"),
@@ -188,6 +187,26 @@ def test_an_error_is_a_line_and_the_question_can_be_asked_again(error: NanocoreE
     shown = chat(target, "x", "/retry")
     assert shown == f"{error}; /retry asks again\na\n"
     assert target.asked[0] == target.asked[1]
+
+
+def test_a_conversation_that_is_too_long_can_be_shortened() -> None:
+    too_long = ContextLengthError("the prompt has 101 tokens: max_model_len=100")
+    target = FakeTarget(answer("a"), [too_long], answer("b"))
+    shown = chat(target, "x", "y", "/undo", "/undo", "z")
+    error = (
+        "the conversation is longer than the context of 100 tokens: /undo takes back the last "
+        "turn, /new starts afresh"
+    )
+    assert " ".join(shown.split()) == f"a {error} (removed: y) (removed: x) b"
+    assert contents(target.asked[2][0]) == ["z"]
+
+
+def test_the_model_is_shown_and_a_system_prompt_is_set_as_in_ollama() -> None:
+    target = FakeTarget(answer("a"))
+    shown = chat(target, "/show", "/?", "/set system Be kind.", "x")
+    assert shown.startswith("model: fake\ncontext: 100 tokens\neverything else: the server's")
+    assert "/help" in shown
+    assert contents(target.asked[0][0]) == ["Be kind.", "x"]
 
 
 def test_a_defect_of_ours_ends_no_chat_and_loses_nothing_of_it(
@@ -323,12 +342,14 @@ def typed(keys: str, num_texts: int, *entries: str) -> list[str]:
         ("\x1b[200~a\r\nb\x1b[201~\r", ["a\nb"]),
         ("one\rtwo\rthree\r", ["one\ntwo\nthree"]),
         ("/new\r/set seed 3\rhello\r", ["/new", "/set seed 3", "hello"]),
+        ('"""a\rb\r"""\r', ["a\nb"]),
+        ('"""one "line""""\r', ['one "line"']),
         ("wrong\x03right\r", ["right"]),
         ("\udcffü\r", ["\ufffdü"]),
     ],
     ids=[
-        "enter", "alt-enter", "bracketed paste", "paste", "commands ahead", "ctrl-c",
-        "no UTF-8",
+        "enter", "alt-enter", "bracketed paste", "paste", "commands ahead", "quotes",
+        "quotes on a line", "ctrl-c", "no UTF-8",
     ],
 )  # fmt: skip
 def test_keys_make_texts(keys: str, texts: list[str]) -> None:
@@ -349,7 +370,7 @@ def completed(text: str) -> list[str]:
 def test_commands_and_what_they_take_are_completed(tmp_path: Path) -> None:
     (tmp_path / "saved.json").touch()
     assert completed("/cl") == ["/clear"]
-    assert completed("/s") == ["/system", "/set", "/save"]
+    assert completed("/s") == ["/show", "/system", "/set", "/save"]
     assert completed("/set top") == ["/set top_p", "/set top_k"]
     assert completed("/model q") == ["/model qwen"]
     assert completed(f"/model {tmp_path}/sa") == [f"/model {tmp_path}/saved.json"]
