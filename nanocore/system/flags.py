@@ -18,7 +18,7 @@ from nanocore.system.other_engines import OTHER_NAMES, REMEDIES, in_our_words
 
 DEFAULT_NAMESPACE: Final = "nanocore"
 _NEARNESS: Final = 0.78
-"""Of a misspelling, from 0 to 1."""
+"""Least similarity of a misspelling, from 0 to 1."""
 
 
 class FlagParser(argparse.ArgumentParser):
