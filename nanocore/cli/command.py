@@ -12,7 +12,13 @@ from importlib.util import find_spec
 from typing import Final, TypeVar
 
 from nanocore.cli.engine_choice import EngineChoice
-from nanocore.protocol.errors import ConfigError, EngineStartError, NanocoreError, StartError
+from nanocore.protocol.errors import (
+    ConfigError,
+    EngineStartError,
+    ModelFileError,
+    NanocoreError,
+    StartError,
+)
 from nanocore.system import standard_streams
 from nanocore.system.logs import complain
 
@@ -114,3 +120,5 @@ def require_engine(engine: EngineChoice) -> None:
     except ConfigError as error:
         more = filter(None, (engine.hint, *engine.notices))
         raise ConfigError("; ".join((str(error), *more))) from None
+    except ModelFileError as error:  # the user may have given it without a flag
+        raise ModelFileError(f"model {str(error).removeprefix('--model ')}") from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
@@ -16,6 +16,7 @@ import msgspec
 
 from nanocore.protocol.errors import ConfigError
 from nanocore.system.flags import FlagParser, at_least, seconds
+from nanocore.system.other_engines import REMEDIES
 from nanocore.system.running import Running, find_one
 
 if TYPE_CHECKING:
@@ -52,6 +53,12 @@ class EngineChoice(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout_s: float
     notices: tuple[str, ...] = ()
     found: Running | None = None
+
+    @property
+    def model(self) -> str | None:
+        """Model of a launched engine as the user has named it; None: the demo model."""
+        first = self.flags[0] if self.flags else ""
+        return first.removeprefix("--model=") if first.startswith("--model=") else None
 
 
 def engine_command_parser(
@@ -161,8 +168,8 @@ def check_url_alone(
     """Raise ConfigError if flags of an engine, or unknown ones, stand beside --url."""
     names = [name for name in _ENGINE_FLAGS if getattr(given, name) not in (None, [])]
     flags = [f"--{name.replace('_', '-')}" for name in names]
-    if others and (near := parser.near_match(others[0])):
-        raise ConfigError(f"unknown: {others[0]}; did you mean {near}?")
+    if others and (parser.near_match(others[0]) or others[0] in REMEDIES):
+        raise ConfigError(parser.unknown(others[:1]))
     for wrong in (*(() if model is None else (model,)), *flags, *others):
         raise ConfigError(
             f"--url connects to a running server with its own models: leave {wrong} out{hint}"
@@ -235,19 +242,24 @@ def _check_others(parser: FlagParser, others: list[str], joined: bool, lacks_mod
             raise ConfigError(f"{other} is not a flag of {parser.prog}: {reason}")
     if lacks_model and others and not others[0].startswith("-") and not joined:
         raise ConfigError(f"{others[0]}: MODEL comes first: {parser.prog} {others[0]} [flags]")
-    hints = [hint] if (hint := parser.launch_hint(others)) else []
+    hint = parser.launch_hint(others, _engine_flags() if others else ())
+    hints = [hint] if hint else []
     values = [not other.startswith("-") for other in others]
     if lacks_model and any(map(all, pairwise(values))):  # no flag takes two values
         hints.append(f"MODEL comes first: {parser.prog} MODEL [flags]")
     if others and joined:
-        near = parser.near_match(others[0])
         raise ConfigError(
-            f"unknown: {' '.join(others)}"
-            + (f"; did you mean {near}?" if near else "")
+            parser.unknown(others)
             + "".join(f"; {notice}" for notice in parser.notices)
             + " (with --endpoint the engine runs already, and takes no flags)"
         )
     return "; ".join(hints)
+
+
+def _engine_flags() -> Collection[str]:
+    from nanocore.engine_core.cli import build_parser
+
+    return build_parser()._option_string_actions
 
 
 def engine_client(

@@ -17,7 +17,7 @@ from nanocore.protocol.errors import ConfigError, ModelFileError, NanocoreError
 from nanocore.protocol.metrics import Stats
 from nanocore.system.flags import FlagParser
 from nanocore.system.running import Running, all_running
-from nanocore.system.standard_streams import harmless
+from nanocore.system.standard_streams import complain, harmless
 
 _STATS_TIMEOUT_S: Final = 2.0
 _EXIT_CODES: Final = "exit codes: 0 done, 2 usage or configuration, 130 interrupted"
@@ -77,6 +77,8 @@ def run_pull(arguments: list[str]) -> int:
 def _ps(arguments: list[str]) -> int:
     given = ps_parser().parse_args(arguments)
     processes = asyncio.run(_processes(all_running()))
+    if not processes:
+        complain("nothing of yours runs: start a server with `nanocore serve MODEL`")
     if given.json:
         rows = [{**msgspec.to_builtins(p.running), "stats": p.stats} for p in processes]
         _write_json(rows)
@@ -122,6 +124,10 @@ def _list(arguments: list[str]) -> int:
     from nanocore.worker.loading.hub import cached_models
 
     models = cached_models()
+    if not models:
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        complain(f"no models in the hub's cache ({HF_HUB_CACHE}): nanocore pull ORG/NAME")
     if given.json:
         _write_json(models)
     else:

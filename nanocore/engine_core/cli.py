@@ -22,7 +22,7 @@ from nanocore.engine_core.flags import add_flags
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.system import standard_streams
-from nanocore.system.flags import near_flag
+from nanocore.system.flags import unknown_flags
 from nanocore.system.large_stack_threads import any_alive
 from nanocore.system.logs import LogFormat, complain, start_log
 from nanocore.system.other_engines import in_our_words
@@ -48,6 +48,8 @@ class _Parser(argparse.ArgumentParser):
         message = message.replace("ignored explicit argument", "takes no value, and was given")
         if message.startswith("argument --quantization: invalid choice"):
             message += "; how a checkpoint is quantized is found without this flag"
+        if message.startswith("argument --dtype: invalid choice"):
+            message += "; use auto: on a CPU a float16 checkpoint is bfloat16 then"
         raise ConfigError(f"{message} (nanocore-engine --help lists the flags)")
 
 
@@ -98,7 +100,7 @@ def _parse(arguments: list[str]) -> tuple[EngineConfig, CheckFormat | None, tupl
     arguments, notices = in_our_words(arguments, parser._option_string_actions)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
-        parser.error(f"unknown: {' '.join(unknown)}{_near_match(parser, unknown[0])}")
+        parser.error(unknown_flags(unknown, [*parser._option_string_actions]))
     values = vars(parsed)
     known = {field.name for field in fields(EngineConfig)}
     config = EngineConfig(**{name: value for name, value in values.items() if name in known})
@@ -106,12 +108,6 @@ def _parse(arguments: list[str]) -> tuple[EngineConfig, CheckFormat | None, tupl
         raise ConfigError("--json needs --check: give both, or neither")
     check: CheckFormat = "json" if parsed.json else "table"
     return config, check if parsed.check else None, notices
-
-
-def _near_match(parser: argparse.ArgumentParser, argument: str) -> str:
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    near = near_flag(argument, known, 0.7)
-    return f"; did you mean {near}?" if near else ""
 
 
 def _parent_link(arguments: list[str]) -> ParentLink | None:

@@ -45,6 +45,10 @@ _KINDS: Final = {
     str: "text",
     dict: "a JSON object",
 }
+_SUFFIXES: Final = (
+    "K, M, G and T, also as GiB or GB, stand for powers of 1,024, and k, m, g and t for powers of "
+    "1,000"
+)
 
 
 def require(ok: bool, flag: str, value: object, limit: str) -> None:
@@ -65,7 +69,10 @@ def check_fields(config: DataclassInstance) -> None:
     for declared in fields(config):
         name = declared.name
         value, hint = getattr(config, name), hints[name]
-        require(_conforms(value, hint), flag_name(name), value, f"must be {describe(hint)}")
+        limit = f"must be {describe(hint)}"
+        if isinstance(value, str) and re.fullmatch(r"[\d.]+ ?[a-zA-Z]+", value):
+            limit += f"; {_SUFFIXES}"
+        require(_conforms(value, hint), flag_name(name), value, limit)
 
 
 def flag_name(name: str) -> str:
@@ -191,13 +198,13 @@ def _options(hint: Any) -> dict[str, Any]:
 def _whole(text: str) -> int | str:
     """Return the number, or the text: the configuration's check then says what it must be.
 
-    As in vLLM 4k is 4,000, 4K is 4,096, and 1.5k is 1,500.
+    As in vLLM 4k is 4,000, 4K is 4,096, and 1.5k is 1,500. 4KiB and 4KB are 4K.
     """
-    if found := re.fullmatch(r"(\d+)([KMG])|(\d+(?:\.\d+)?)([kmg])", text):
+    if found := re.fullmatch(r"(\d+)([KMGT])(?:i?B)?|(\d+(?:\.\d+)?)([kmgt])", text):
         binary, letter, decimal, small = found.groups()
         if binary:
-            return int(binary) << 10 * (1 + "KMG".index(letter))
-        number = Decimal(decimal) * 1000 ** (1 + "kmg".index(small))
+            return int(binary) << 10 * (1 + "KMGT".index(letter))
+        number = Decimal(decimal) * 1000 ** (1 + "kmgt".index(small))
         return int(number) if number == int(number) else text
     try:
         return int(text)

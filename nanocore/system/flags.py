@@ -14,9 +14,11 @@ import msgspec
 
 from nanocore import __version__
 from nanocore.protocol.errors import ConfigError
-from nanocore.system.other_engines import OTHER_NAMES, in_our_words
+from nanocore.system.other_engines import OTHER_NAMES, REMEDIES, in_our_words
 
 DEFAULT_NAMESPACE: Final = "nanocore"
+_NEARNESS: Final = 0.78
+"""Least similarity of a misspelling, from 0 to 1."""
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -58,14 +60,21 @@ class FlagParser(argparse.ArgumentParser):
 
     def near_match(self, argument: str) -> str | None:
         """Return the flag of this parser that an unknown argument may mean, or None."""
-        return near_flag(argument, [*self._option_string_actions], 0.8)
+        return near_flag(argument, [*self._option_string_actions])
 
-    def launch_hint(self, others: Iterable[str]) -> str:
-        """Return the flags of this parser that flags passed on to an engine may mean, or ''."""
+    def unknown(self, arguments: Sequence[str]) -> str:
+        """Return what to say of arguments that nobody knows."""
+        return unknown_flags(arguments, [*self._option_string_actions])
+
+    def launch_hint(self, others: Iterable[str], of_engine: Collection[str] = ()) -> str:
+        """Return the flags of this parser that flags passed on to an engine may mean, or ''.
+
+        of_engine: its flags.
+        """
         return "; ".join(
             f"`{self.prog}` has {near}, and {other} went to the engine"
             for other in others
-            if (near := self.near_match(other))
+            if not near_flag(other, of_engine) and (near := self.near_match(other))
         )
 
 
@@ -151,21 +160,35 @@ def json_object(text: str) -> dict[str, Any]:
     raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
 
 
-def near_flag(argument: str, known: Collection[str], nearness: float) -> str | None:
+def unknown_flags(arguments: Sequence[str], known: Collection[str]) -> str:
+    """Return which flags are unknown, without values; what to do instead, or which may be meant.
+
+    known: flags that may be meant.
+    """
+    flags = [_name(one) for one in arguments if re.match("--?[a-zA-Z]", one)] or arguments[:1]
+    shown = [f"{flag} ({REMEDIES[flag]})" if flag in REMEDIES else flag for flag in flags]
+    near = near_flag(flags[0], known)
+    return f"unknown: {', '.join(shown)}" + (f"; did you mean {near}?" if near else "")
+
+
+def _name(argument: str) -> str:
+    name = argument.partition("=")[0]
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+def near_flag(argument: str, known: Collection[str]) -> str | None:
     """Return the known flag that an unknown argument may mean, or None.
 
     Other engines' names are looked up first: `--ctx-size` must not become `--block-size`, although
-    the spelling is close. nearness: from 0 to 1, of misspellings.
+    the spelling is close.
     """
-    name = argument.partition("=")[0]
-    if name.startswith("--"):
-        name = name.replace("_", "-")
+    name = _name(argument)
     if name in known:
         return name
     if name in OTHER_NAMES:
         return OTHER_NAMES[name] if OTHER_NAMES[name] in known else None
-    if not name.startswith("--"):
+    if not name.startswith("--") or name in REMEDIES:
         return None
     longer = [flag for flag in known if flag.startswith(f"{name}-")]
-    near = longer if len(longer) == 1 else get_close_matches(name, known, n=1, cutoff=nearness)
+    near = longer if len(longer) == 1 else get_close_matches(name, known, n=1, cutoff=_NEARNESS)
     return near[0] if near else None

@@ -1,4 +1,6 @@
-"""Flags of vLLM, SGLang and llama.cpp: which of ours they are, and which need nothing here."""
+"""Flags of vLLM, SGLang, llama.cpp and Ollama: which of ours they are, which need nothing here, and
+what to do instead of the others.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +67,9 @@ OTHER_NAMES: Final = {
     "--chat-template-kwargs": "--default-chat-template-kwargs",
     "--reasoning-format": "--reasoning-parser",
     "-s": "--seed",
+    # Ollama's parameters, as flags
+    "--num-ctx": "--max-model-len",
+    "--num-parallel": "--max-num-seqs",
 }
 """Our flag for each name in another engine; docs/coming-from.md lists the same."""
 _OTHER_VALUES: Final = {
@@ -86,6 +91,8 @@ IGNORED: Final = {
     "--enable-tokenizer-info-endpoint": ("", "it is always there"),
     "--enable-prompt-tokens-details": ("", "usage always has them"),
     "--enable-request-id-headers": ("", "they are always sent"),
+    "--swap-space": (_NUMBER, "preempted requests are recomputed"),
+    "--disable-custom-all-reduce": ("", "there is one all-reduce"),
     # SGLang
     "--enable-metrics": ("", "they are always there"),
     "--enable-cache-report": ("", "usage always has it"),
@@ -101,8 +108,87 @@ IGNORED: Final = {
     "--n-gpu-layers": (_LAYERS, "all layers are on --device"),
     "-fa": (_SWITCH, "it is chosen automatically"),
     "--flash-attn": (_SWITCH, "it is chosen automatically"),
+    "--mlock": ("", "weights are read once, at the start"),
+    "--mmap": ("", "weights are read once, at the start"),
+    "--no-mmap": ("", "weights are read once, at the start"),
+    "-v": ("", "logs are complete, and a chat shows its speed"),
+    "--verbose": ("", "logs are complete, and a chat shows its speed"),
 }
 """What another engine needs, and why nothing does here: (pattern of its value or '', reason)."""
+
+_DEFAULTS: Final = {
+    "--tokenizer-mode": "auto|hf",
+    "--distributed-executor-backend": "mp|uni",
+    "--generation-config": "auto",
+    "-c": "0",
+    "--ctx-size": "0",
+    "-np": "-1",
+    "--parallel": "-1",
+}
+"""Patterns of values that are the default here: these are ignored, others are not."""
+
+_PER_REQUEST: Final = "a request has it; in `nanocore chat`, --set"
+_NO_DRAFTER: Final = "there is no drafter yet"
+_NO_LEVELS: Final = "logs have no levels"
+_ONLY_FLAGS: Final = "there are only flags"
+_SEVERAL: Final = "start several engines"
+REMEDIES: Final = {
+    # vLLM and SGLang
+    "--config": _ONLY_FLAGS,
+    "--hf-token": "HF_TOKEN in the environment",
+    "--download-dir": "HF_HOME in the environment",
+    "--data-parallel-size": _SEVERAL,
+    "--dp-size": _SEVERAL,
+    "--enable-expert-parallel": "--tensor-parallel-size splits experts, too",
+    "--speculative-config": _NO_DRAFTER,
+    "--speculative-algorithm": _NO_DRAFTER,
+    "--enable-lora": "--merge-lora merges one adapter at load",
+    "--lora-modules": "--merge-lora merges one adapter at load",
+    "--lora-paths": "--merge-lora merges one adapter at load",
+    "--limit-mm-per-prompt": "there are no images, sound or video",
+    "--cpu-offload-gb": "preempted requests are recomputed",
+    "--generation-config": "the model's generation_config.json is used",
+    "--override-generation-config": _PER_REQUEST,
+    "--tokenizer-mode": "there is one kind of tokenizer",
+    "--distributed-executor-backend": "ranks are processes of one machine",
+    "--enable-sleep-mode": "stop the engine",
+    "--logits-processors": "logit_bias, bad_words, allowed_token_ids and structured outputs of a "
+    "request",
+    "--structured-outputs-config": "llguidance is the only backend",
+    "--grammar-backend": "llguidance is the only backend",
+    "--compilation-config": "kernels are written by hand",
+    "--kv-transfer-config": "KV stays in its engine",
+    "--uvicorn-log-level": _NO_LEVELS,
+    "--log-level": _NO_LEVELS,
+    # llama-server
+    "-ub": "--max-num-batched-tokens is the only budget",
+    "--ubatch-size": "--max-num-batched-tokens is the only budget",
+    "-n": "max_tokens of a request",
+    "--n-predict": "max_tokens of a request",
+    "-lm": "weights are read once, at the start",
+    "--load-mode": "weights are read once, at the start",
+    "--cache-reuse": "what follows a difference is recomputed",
+    "--embedding": "/v1/embeddings is always there",
+    "--reasoning-budget": "max_tokens of a request",
+    "--pooling": '"pooling" of a request',
+    "--grammar": "structured_outputs of a request",
+    "--json-schema": "structured_outputs of a request",
+    "--temp": _PER_REQUEST,
+    "--lora": "--merge-lora merges PEFT's folder at load",
+    "--mmproj": "there are no images, sound or video",
+    "--slot-save-path": "prefixes are cached in memory",
+    "--slots": "`nanocore top`",
+    "--props": "`nanocore top`",
+    "--rerank": "there is no reranking",
+    "--context-shift": 'a full context ends with "length"',
+    # Ollama
+    "--format": "response_format of a request",
+    "--think": "chat_template_kwargs of a request; --default-chat-template-kwargs of a server",
+    "--keepalive": "the model stays loaded",
+    "--nowordwrap": "output to a pipe is not wrapped",
+}
+"""What to do here instead of a flag that is refused, or why nothing; docs/coming-from.md has
+them, too."""
 
 
 def in_our_words(
@@ -125,9 +211,17 @@ def in_our_words(
             if values and not equals and rest and re.fullmatch(values, rest[-1]):
                 argument += f" {rest.pop()}"
             notices.append(f"{argument} is ignored: {reason}")
+        elif name not in known and _is_default(name, value if equals else "".join(rest[-1:])):
+            if not equals:
+                argument += f" {rest.pop()}"
+            notices.append(f"{argument} is ignored: it is the default")
         elif name in OTHER_NAMES and name not in {*known, *_OTHER_VALUES}:
             notices.append(f"{name} is {OTHER_NAMES[name]} here")
             ours.append(OTHER_NAMES[name] + equals + value)
         else:
             ours.append(name + equals + value)
     return ours, tuple(notices)
+
+
+def _is_default(name: str, value: str) -> bool:
+    return name in _DEFAULTS and re.fullmatch(_DEFAULTS[name], value) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,8 +41,11 @@ def url(served: Served) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def _a_key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        yield
 
 
 @pytest.mark.parametrize("flags", [[], ["--url", "URL"], ["--url", "URL/v1"]])
@@ -221,6 +225,23 @@ def test_what_is_found_is_joined_unless_a_flag_says_otherwise(
     assert found == (joined if is_joined else ((), None, None))
 
 
+def test_flags_that_keep_a_chat_from_joining_what_serves_the_name_are_named(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
+    address = "http://127.0.0.1:9"
+    with registered(
+        Running(kind="server", pid=7, address=address, model="smollm2", endpoints=("ipc:///x",))
+    ):
+        assert exit_code("chat", "smollm2", "--max-model-len", "4096", "-q", "hi") == 3
+    error = capsys.readouterr().err
+    assert "model 'smollm2': there is no such file" in error
+    assert error.endswith(
+        f"flags of an engine launch a new one: to join the server at {address} (smollm2, pid 7), "
+        "leave --max-model-len 4096 out\n"
+    )
+
+
 def test_a_path_is_launched_even_if_an_engine_has_it(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,4 +266,16 @@ def test_without_any_the_error_says_how_to_start_one(
     assert exit_code(command) == 70
     assert "is running: start one with `nanocore serve MODEL`" in capsys.readouterr().err
     assert exit_code("ps") == 0
-    assert capsys.readouterr().out.splitlines() == ["KIND  PID  MODEL  REQUESTS  UP  ADDRESS"]
+    written = capsys.readouterr()
+    assert written.out.splitlines() == ["KIND  PID  MODEL  REQUESTS  UP  ADDRESS"]
+    assert written.err.startswith("nothing of yours runs: ")
+
+
+def test_an_empty_cache_is_said_beside_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nanocore.worker.loading.hub.cached_models", lambda: [])
+    assert exit_code("list") == 0
+    written = capsys.readouterr()
+    assert written.out.splitlines() == ["MODEL  SIZE  LAST USED"]
+    assert written.err.startswith("no models in the hub's cache (/")

@@ -18,6 +18,23 @@ def test_help_lists_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n  serve " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arguments", [["help", "run"], ["run", "--help"]])
+def test_help_of_a_command_has_its_own_name(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*arguments) == 0
+    assert capsys.readouterr().out.startswith("usage: nanocore run MODEL [QUESTION] [flags]")
+
+
+def test_commands_of_other_programs_are_none_of_ours() -> None:
+    assert not {*main_module._ELSEWHERE} & {*main_module._SUBCOMMANDS}
+
+
+def test_v_is_the_version_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("-v") == 0
+    assert capsys.readouterr().out == f"nanocore {__version__}\n"
+
+
 @pytest.mark.parametrize(
     "command",
     ["", *main_module._SUBCOMMANDS, *(f"bench {name}" for name in main_module._BENCHMARKS)],
@@ -31,6 +48,10 @@ def test_version(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "text"),
     [
         ([], "which command?"),
+        (["help", "sreve"], "did you mean serve?"),
+        (["stop"], "Ctrl-C ends a server"),
+        (["run", "Why is this?"], "nanocore run: 'Why is this?': MODEL comes first: nanocore run"),
+        (["run", "m", "hi", "-q", "ho"], "nanocore run: two questions, 'hi' and --quick 'ho'"),
         (["sreve"], "did you mean serve?"),
         (["--port"], "unknown command '--port'"),
         (["serve", "--port", "x"], "nanocore serve: argument --port"),

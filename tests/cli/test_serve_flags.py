@@ -70,7 +70,7 @@ def test_what_is_not_ours_is_the_engines(arguments: list[str], flags: list[str])
         (["--ssl-cert-reqs", "2"], "needs --ssl-certfile"),
         (["--curve-dir", "d"], "are for --endpoint"),
         (["m", "--endpoint", "ipc:///e"], "leave m out"),
-        (["--endpoint", "ipc:///e", "--prot", "1"], "unknown: --prot 1; did you mean --port?"),
+        (["--endpoint", "ipc:///e", "--prot", "1"], "unknown: --prot; did you mean --port?"),
         (["--endpoint", "ipc:///e", "--tp", "2"], "the engine runs already"),
         (["--endpoint", "ipc:///e", "--standby"], "for a launched engine"),
         (["--endpoint", "ipc:///e", "--max-restarts", "1"], "for a launched engine"),
@@ -104,6 +104,8 @@ def test_a_flag_that_is_nearly_ours_is_named_if_the_engine_refuses_it() -> None:
     assert options("--max-num-seqs", "1").engine.hint == ""
     assert "has --allowed-origins, and --cors-origins" in options("--cors-origins", "*").engine.hint
     assert options("-ctk", "q8_0").engine.hint == ""
+    assert options("--load-format", "gguf").engine.hint == ""  # the engine's, near --log-format
+    assert options("--config", "x.yaml").engine.hint == ""
 
 
 def test_flags_of_other_engines_are_renamed_or_left_out_and_it_is_said() -> None:

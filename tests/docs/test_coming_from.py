@@ -15,7 +15,7 @@ import pytest
 from nanocore.cli import main
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.sampling import SamplingParams
-from nanocore.system.other_engines import IGNORED, OTHER_NAMES
+from nanocore.system.other_engines import IGNORED, OTHER_NAMES, REMEDIES
 from tests.docs.blocks import ROOT
 from tools.reference.parsers import commands
 
@@ -23,6 +23,8 @@ PAGE = (ROOT / "docs" / "coming-from.md").read_text("utf-8")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 CODE = re.compile(r"`([^`]+)`")
 UPSTREAM = json.loads((Path(__file__).parent / "upstream_flags.json").read_text("utf-8"))
+OLDER = {"--swap-space", "--mlock", "--mmap", "--no-mmap"}
+"""Flags of earlier releases, which people still type."""
 HEADINGS = {
     "vLLM": "vLLM",
     "SGLang": "SGLang",
@@ -90,7 +92,23 @@ def test_every_flag_that_is_ignored_is_one_of_theirs_and_is_listed() -> None:
     there = {name for engine in UPSTREAM.values() for name in engine["names"]}
     table = [row for heading in HEADINGS for row in rows(heading)]
     listed = {code for row in table for code in CODE.findall(row[0])}
-    assert {*IGNORED} <= there & listed
+    assert {*IGNORED} - OLDER <= there & listed
+    assert {*CODE.findall(PAGE)} >= OLDER
+
+
+def test_every_flag_without_one_of_ours_has_a_remedy_in_errors_and_the_other_way_round() -> None:
+    ours = flags_of("nanocore serve", "nanocore-engine")
+    handled = {*IGNORED, *REMEDIES, *OTHER_NAMES}
+    table = [row for heading in HEADINGS for row in rows(heading)]
+    missing = {
+        code
+        for theirs, here, _ in table
+        for code in CODE.findall(theirs)
+        if here == "none" and code.startswith("-")
+    }
+    assert missing <= handled
+    assert {*REMEDIES} <= {*CODE.findall(PAGE)}
+    assert not {*REMEDIES} & {*ours, *OTHER_NAMES, *IGNORED}
 
 
 def test_every_flag_that_is_spelled_as_vllms_is_listed_as_such() -> None:

@@ -119,7 +119,7 @@ def test_the_model_limits_the_length(model: ModelConfig) -> None:
 def test_learned_positions_are_all_that_there_are(tmp_path: Path) -> None:
     model = load_model_config(BUILDERS["gpt2"](tmp_path))
     assert longest_request(EngineConfig(max_model_len=1024), model) == 1024
-    with pytest.raises(ConfigError, match="max-model-len 1025: the model is served up to 1024 pos"):
+    with pytest.raises(ConfigError, match="max-model-len 1025: the model has 1024 pos"):
         longest_request(EngineConfig(max_model_len=1025), model)
 
 
@@ -132,7 +132,7 @@ def test_a_length_that_bends_all_positions_must_be_asked_for(
     assert longest_request(EngineConfig(), model) == length
     assert longest_request(EngineConfig(max_model_len="auto"), model) == length
     assert longest_request(EngineConfig(max_model_len=1024), model) == 1024
-    with pytest.raises(ConfigError, match="up to 1024 positions"):
+    with pytest.raises(ConfigError, match="use at most 1024"):
         longest_request(EngineConfig(max_model_len=1025), model)
 
 

@@ -90,16 +90,27 @@ def test_a_value_of_another_type_is_refused_by_its_flag(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("2m", 2_000_000), ("1G", 1 << 30)],
+    [
+        ("4k", 4000),
+        ("4K", 4096),
+        ("1.5k", 1500),
+        ("2m", 2_000_000),
+        ("1G", 1 << 30),
+        ("8GiB", 8 << 30),
+        ("512MB", 512 << 20),
+        ("1T", 1 << 40),
+        ("1t", 10**12),
+    ],
 )
 def test_sizes_may_be_written_as_in_vllm(text: str, number: int) -> None:
     assert parse_config(["--max-num-queued-bytes", text]).max_num_queued_bytes == number
 
 
-@pytest.mark.parametrize("text", ["1.5K", "k", "1kk", "1.2345k", "4 k", "-1k"])
+@pytest.mark.parametrize("text", ["1.5K", "k", "1kk", "1.2345k", "4 k", "-1k", "1GiBs", "8kb"])
 def test_a_size_that_is_no_whole_number_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="must be a whole number"):
+    with pytest.raises(ConfigError, match="must be a whole number") as caught:
         parse_config([f"--max-num-queued-bytes={text}"])
+    assert ("GiB or GB" in str(caught.value)) == text[0].isdigit()
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE | REAL))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanocore.system.flags import near_flag
+from nanocore.system.flags import near_flag, unknown_flags
 from nanocore.system.other_engines import in_our_words
 
 OURS = [
@@ -35,7 +35,7 @@ OURS = [
 def test_another_engines_name_goes_before_the_nearest_spelling(
     written: str, meant: str | None
 ) -> None:
-    assert near_flag(written, OURS, 0.7) == meant
+    assert near_flag(written, OURS) == meant
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,12 @@ def test_another_engines_name_goes_before_the_nearest_spelling(
         (["--trust-remote-code"], [],
          ["--trust-remote-code is ignored: code of a model is never run"]),
         (["-ctk", "q8_0"], ["-ctk", "q8_0"], []),  # its values are others: it is refused
+        (["-c", "0", "x"], ["x"], ["-c 0 is ignored: it is the default"]),
+        (["--ctx-size=0"], [], ["--ctx-size=0 is ignored: it is the default"]),
+        (["-np", "-1"], [], ["-np -1 is ignored: it is the default"]),
+        (["--tokenizer-mode", "slow"], ["--tokenizer-mode", "slow"], []),
+        (["--swap-space", "4"], [],
+         ["--swap-space 4 is ignored: preempted requests are recomputed"]),
         (["-s", "1"], ["-s", "1"], []),  # the program's own
         (["--hf-overrides", '{"a_b": 1}'], ["--hf-overrides", '{"a_b": 1}'], []),
     ],
@@ -62,3 +68,18 @@ def test_flags_of_other_engines_are_renamed_or_left_out(
     given: list[str], ours: list[str], notices: list[str]
 ) -> None:
     assert in_our_words(given, ["-s", "--max-num-seqs"]) == (ours, tuple(notices))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--verbos", "Why is it?"], "unknown: --verbos"),
+        (["--hf-token", "secret"], "unknown: --hf-token (HF_TOKEN in the environment)"),
+        (["--download_dir=x"], "unknown: --download-dir (HF_HOME in the environment)"),
+        (["--config", "a", "--typo", "-1"], "unknown: --config (there are only flags), --typo"),
+        (["--blok-size", "1"], "unknown: --blok-size; did you mean --block-size?"),
+        (["4096"], "unknown: 4096"),
+    ],
+)
+def test_unknown_flags_are_named_without_values(arguments: list[str], said: str) -> None:
+    assert unknown_flags(arguments, OURS) == said

@@ -54,8 +54,8 @@ def commands() -> dict[str, tuple[argparse.ArgumentParser, str]]:
             for kind, (benchmark, measured) in main._BENCHMARKS.items():
                 words = f"measure {measured}"
                 found[f"nanocore bench {kind}"] = (parser_of(benchmark), words)
-        elif (parser := parser_of(module)).prog == f"nanocore {name}":  # else a second name
-            found[f"nanocore {name}"] = (parser, text)
+        elif name != "run":  # which has the flags of chat
+            found[f"nanocore {name}"] = (parser_of(module), text)
     for script, module in _scripts().items():
         parser = import_module(module).build_parser()
         found[script] = (parser, _first_words(parser.description or ""))

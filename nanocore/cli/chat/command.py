@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from itertools import takewhile
 from typing import Final
 
-from nanocore.cli.chat.flags import ChatSettings, parse
+from nanocore.cli.chat.flags import ChatSettings, parse, parse_run
 from nanocore.cli.command import require, require_engine, run_engine_command
+from nanocore.protocol.errors import ModelFileError
 from nanocore.system.logs import complain
+from nanocore.system.running import find_one
 
+DEMO_SKILLS: Final = "it adds, sorts, counts, reverses words"
 _REMEDY: Final = "pip install '.[chat]'"
 
 
@@ -19,21 +21,19 @@ def run(arguments: list[str]) -> int:
 
 
 def run_model(arguments: list[str]) -> int:
-    """Run `nanocore run MODEL [QUESTION] [flags]`, which is Ollama's name for a chat."""
-    words = list(takewhile(lambda word: not word.startswith("-"), arguments))
-    question = ["--quick", " ".join(words[1:])] if words[1:] else []
-    return run([*words[:1], *question, *arguments[len(words) :]])
+    """Run `nanocore run`, which is Ollama's name for a chat."""
+    return run_engine_command("nanocore run", partial(parse_run, arguments, os.environ), _chat)
 
 
 def _chat(options: ChatSettings) -> int:
     if options.is_prompted:
         require(("prompt_toolkit", "rich"), "a chat needs", _REMEDY)
     if options.url is None:
-        require_engine(options.engine)
+        _require_engine(options)
     else:
         require(("aiohttp",), "--url needs", _REMEDY)
     for notice in options.engine.notices:
-        complain(f"nanocore chat: {notice}")
+        complain(notice)
     if options.is_prompted:
         from nanocore.cli.chat.interactive import converse
 
@@ -41,3 +41,25 @@ def _chat(options: ChatSettings) -> int:
     from nanocore.cli.chat.session import ask
 
     return ask(options)
+
+
+def _require_engine(options: ChatSettings) -> None:
+    """Check what is needed, and say what is launched that the user may not expect, or wait for."""
+    engine = options.engine
+    try:
+        require_engine(engine)
+    except ModelFileError as error:
+        served = None if engine.model is None else find_one(engine.model)
+        if served is None:
+            raise
+        raise ModelFileError(
+            f"{error}; flags of an engine launch a new one: to join the {served}, leave "
+            f"{' '.join(engine.flags[1:])} out"
+        ) from None
+    if engine.endpoints:
+        return
+    if engine.model is None:
+        complain(f"no model named: the demo model answers ({DEMO_SKILLS})")
+    if not options.is_prompted:
+        name = engine.model or "the demo model"
+        complain(f"starting an engine for {name}: a few seconds to a minute")

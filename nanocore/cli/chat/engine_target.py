@@ -91,6 +91,22 @@ class EngineChatTarget:
     def is_connected(self) -> bool:
         return self._client is not None and self._client.is_connected
 
+    def facts(self) -> Mapping[str, str]:
+        if self._client is None:
+            return {}
+        card = self._client.model_card
+        template = "the model's"
+        if self._chat_template is not None:
+            template = "set by --chat-template"
+        elif self._has_fallen_back:
+            template = f"{FALLBACK_TEMPLATE}, as the model has none"
+        return {
+            "context": f"{card.max_model_len:,} tokens",
+            "architecture": card.architecture,
+            "dtype": card.dtype,
+            "chat template": template,
+        }
+
     def news(self) -> str:
         if self._log is None:
             return ""
@@ -144,9 +160,10 @@ class EngineChatTarget:
     async def switch(self, model: str) -> None:
         """Launch another engine with the same other flags."""
         if self._log is None:
+            joined = self._choice.found or f"engine at {self._choice.endpoints[0]}"
             raise InvalidRequestError(
-                f"the engine at {self._choice.endpoints[0]} was joined and keeps its model: only "
-                "an engine that this command launched can be replaced"
+                f"the {joined} was joined and keeps its model: only an engine that this command "
+                "launched can be replaced"
             )
         last = self._choice
         others = [flag for flag in last.flags if not flag.startswith("--model=")]

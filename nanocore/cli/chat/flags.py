@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -56,13 +58,31 @@ class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(arguments: list[str], environment: Mapping[str, str]) -> ChatSettings:
-    """Read the command line and the environment.
+    """Read the command line of `nanocore chat` and the environment.
 
     Raises:
         ConfigError: an invalid flag or value.
         SystemExit: --help or --version.
     """
-    parser = build_parser()
+    return _parse(build_parser(), arguments, environment, None)
+
+
+def parse_run(arguments: list[str], environment: Mapping[str, str]) -> ChatSettings:
+    """Read the command line of `nanocore run MODEL [QUESTION] [flags]`; see `parse`."""
+    words = list(takewhile(lambda word: not word.startswith("-"), arguments))
+    if len(words) == 1 and " " in words[0] and not os.path.exists(words[0]):
+        raise ConfigError(f"{words[0]!r}: MODEL comes first: nanocore run MODEL QUESTION")
+    parser = build_parser("nanocore run", "MODEL [QUESTION]")
+    flags = arguments[len(words) :]
+    return _parse(parser, [*words[:1], *flags], environment, " ".join(words[1:]) or None)
+
+
+def _parse(
+    parser: FlagParser,
+    arguments: list[str],
+    environment: Mapping[str, str],
+    question: str | None,
+) -> ChatSettings:
     given, model, others = parse_with_model(parser, arguments)
     found = None
     if given.url is not None:
@@ -73,6 +93,10 @@ def parse(arguments: list[str], environment: Mapping[str, str]) -> ChatSettings:
             if getattr(given, name) is not None:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} is for a server, with --url http://HOST:PORT/v1")
+    if question is not None:
+        if given.quick is not None:
+            raise ConfigError(f"two questions, {question!r} and --quick {given.quick!r}: ask one")
+        given.quick = question
     if given.quick is not None and not given.quick.strip():
         raise ConfigError("--quick: a message is needed")
     given.endpoint = [one or own_default_endpoint() for one in given.endpoint]
@@ -90,13 +114,14 @@ def parse(arguments: list[str], environment: Mapping[str, str]) -> ChatSettings:
     )
 
 
-def build_parser() -> FlagParser:
+def build_parser(prog: str = "nanocore chat", arguments: str = "[MODEL]") -> FlagParser:
     parser = engine_command_parser(
-        "nanocore chat",
-        "[MODEL]",
+        prog,
+        arguments,
         "Chat with a model; by default with the one that an engine or server of this user serves, "
         "or the demo model if none runs. If standard input or output is not a terminal, the input "
-        "is one question, and only its response is written.",
+        "is one question, and only its response is written. Input that is piped beside a question "
+        "is appended to it.",
         _EXIT_CODES,
     )
     add = parser.add_argument_group("chat").add_argument

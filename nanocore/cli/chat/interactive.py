@@ -1,6 +1,7 @@
 """The conversation at a terminal: prompt, history, completion and keys, by prompt_toolkit.
 
-Enter sends; Alt-Enter, and Enter within pasted text, start a new line. Ctrl-C empties the prompt.
+Enter sends; Alt-Enter, and Enter within pasted or quoted text, start a new line. Ctrl-C empties the
+prompt.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ from nanocore.cli.interrupts import Interrupts
 from nanocore.protocol.errors import ConfigError
 
 PROMPT: Final = "> "
+QUOTES: Final = '"""'
+"""They enclose a text of several lines."""
 MAX_ENTRIES: Final = 1000
 MAX_ENTRY_CHARS: Final = 2**14
 
@@ -153,7 +156,11 @@ class Prompt:
         with self._interrupts.to(self._session.default_buffer.reset):
             text = await self._session.prompt_async(handle_sigint=False)
         # The terminal sends UTF-8, independently of the locale's encoding.
-        return text.encode(errors="surrogateescape").decode(errors="replace")
+        text = text.encode(errors="surrogateescape").decode(errors="replace")
+        is_quoted = text.startswith(QUOTES) and text.rstrip().endswith(QUOTES)
+        if is_quoted and text.count(QUOTES) == 2:
+            return text.strip().removeprefix(QUOTES).removesuffix(QUOTES).strip("\n")
+        return text
 
     def above(self, write: Callable[[], None]) -> None:
         """Call `write`; its output goes above the prompt, if one is shown."""
@@ -202,7 +209,9 @@ def _keys() -> KeyBindings:
         # that fast. Commands, however, may be typed ahead, one by one.
         queue = event.app.key_processor.input_queue
         is_pasted = any(press.key != Keys.CPRResponse for press in queue)
-        if is_pasted and not is_command(buffer.text):
+        text = buffer.text
+        is_quoted = text.startswith(QUOTES) and text.count(QUOTES) == 1
+        if is_quoted or (is_pasted and not is_command(text)):
             buffer.newline(copy_margin=False)
         else:
             buffer.validate_and_handle()

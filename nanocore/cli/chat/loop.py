@@ -28,7 +28,13 @@ from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
 from nanocore.cli.chat.target import ChatTarget, ChatTurn, TurnStats, incompleteness, status_line
 from nanocore.cli.chat.view import View
 from nanocore.cli.interrupts import Interrupts
-from nanocore.protocol.errors import InvalidRequestError, NanocoreError, counted, shorten
+from nanocore.protocol.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    NanocoreError,
+    counted,
+    shorten,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +117,14 @@ class ChatLoop:
         self._view.begin_answer()
         try:
             has_ended = await self._interrupts.stoppable(self._stream(turn))
+        except ContextLengthError:
+            length = self._target.max_model_len
+            tokens = "" if length is None else f" of {length:,} tokens"
+            self._view.error(
+                f"the conversation is longer than the context{tokens}: /undo takes back the last "
+                "turn, /new starts afresh"
+            )
+            return
         except NanocoreError as error:
             self._view.error(f"{error}; /retry asks again")
             return
@@ -168,6 +182,12 @@ class ChatLoop:
             case "undo":
                 view.note(f"removed: {conversation.take_back().get('content')}")
                 self._stats = TurnStats()
+            case "show":
+                facts = {"model": self._target.model, **self._target.facts()}
+                lines = [f"{name}: {value}" for name, value in facts.items()]
+                view.say("\n".join([*lines, self.sampling_in_force()]))
+            case "set" if argument.startswith("system "):
+                conversation.system = argument.removeprefix("system ").strip()
             case "set" if argument:
                 self._sampling = with_value(self._sampling, *parse_setting(argument))
                 view.say(sampling_line(self._sampling) or self.sampling_in_force())

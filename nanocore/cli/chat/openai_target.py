@@ -37,6 +37,7 @@ from nanocore.client.chat.events import (
 )
 from nanocore.protocol.errors import (
     ConfigError,
+    ContextLengthError,
     EngineDeadError,
     EngineOverloadedError,
     InvalidRequestError,
@@ -109,6 +110,11 @@ class OpenAIChatTarget:
     def default_sampling(self) -> Mapping[str, Any] | None:
         listed = self._listed.get(self.model, {})
         return _object(listed, "default_sampling") if "default_sampling" in listed else None
+
+    def facts(self) -> Mapping[str, str]:
+        length = self.max_model_len
+        context = {} if length is None else {"context": f"{length:,} tokens"}
+        return {**context, "server": self._url}
 
     def news(self) -> str:
         return ""
@@ -222,6 +228,8 @@ class OpenAIChatTarget:
             return ConfigError(f"{text} (set the key by --api-key or OPENAI_API_KEY)")
         if response.status in (429, 503):
             return EngineOverloadedError(text)
+        if _text(_object(value, "error"), "code") == "context_length_exceeded":
+            return ContextLengthError(text)
         if response.status < 500:
             return InvalidRequestError(text, _text(_object(value, "error"), "param") or None)
         return NanocoreError(text)

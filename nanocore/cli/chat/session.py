@@ -7,10 +7,13 @@ crashed, become notes; the engine's own log goes to a file.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import select
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from nanocore.cli.chat.commands import with_defaults
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from nanocore.cli.chat.view import View
 
 _MAX_QUESTION_BYTES: Final = 2**24
+_INPUT_PATIENCE_S: Final = 2.0
 
 
 def ask(options: ChatSettings) -> int:
@@ -38,7 +42,7 @@ def ask(options: ChatSettings) -> int:
     Raises:
         NanocoreError: no target, or no complete response.
     """
-    question = options.quick if options.quick is not None else _read_question()
+    question = _read_question() if options.quick is None else with_input(options.quick)
     with handled_by(WarningNotes(standard_streams.complain)):
         return asyncio.run(Interrupts().run(_ask(options, question)))
 
@@ -47,32 +51,41 @@ async def _ask(options: ChatSettings, question: str) -> None:
     conversation = Conversation(options.system)
     conversation.say(question)
     async with opened(options, None) as target:
-        await ask_once(target, conversation, options.sampling)
+        await ask_once(target, conversation, options.sampling, options.is_plain)
 
 
 async def ask_once(
-    target: ChatTarget, conversation: Conversation, sampling: Mapping[str, Any]
+    target: ChatTarget,
+    conversation: Conversation,
+    sampling: Mapping[str, Any],
+    is_plain: bool = False,
 ) -> None:
-    """Stream the response to standard output; to a terminal without control characters.
+    """Stream the response to standard output; to a terminal as the interactive chat shows it.
+
+    is_plain: without styles.
 
     Raises:
         ConfigError: the question is invalid.
         NanocoreError: no response, or an incomplete one.
     """
     turn = ChatTurn()
-    is_terminal = sys.stdout.isatty()
+    view = _terminal_view(is_plain)
     try:
         params = with_defaults(sampling, target.default_sampling)
         events = target.ask(conversation.messages, params)
         async with aclosing(events):
             async for event in events:
                 turn.add(event)
-                if isinstance(event, Text):
-                    _write(harmless(event.delta) if is_terminal else event.delta)
+                if isinstance(event, Text) and view is not None:
+                    view.show(event)
+                elif isinstance(event, Text):
+                    _write(harmless(event.delta) if sys.stdout.isatty() else event.delta)
     except InvalidRequestError as error:
         raise ConfigError(str(error)) from None
     finally:
-        if turn.answer.content:
+        if view is not None:
+            view.end_answer()
+        elif turn.answer.content:
             _write("\n")
     answer = turn.answer
     for call in answer.tool_calls:
@@ -81,7 +94,18 @@ async def ask_once(
         why = why.partition(";")[0]
         if answer.finish_reason not in ("length", "stop"):
             raise NanocoreError(why)
-        standard_streams.complain(f"nanocore chat: {why}")
+        standard_streams.complain(why)
+
+
+def _terminal_view(is_plain: bool) -> View | None:
+    """Return a view if standard output is a terminal, and what it needs is installed."""
+    if not sys.stdout.isatty() or find_spec("rich") is None:
+        return None
+    from rich.console import Console
+
+    from nanocore.cli.chat.view import View
+
+    return View(Console(), is_plain)
 
 
 def _write(text: str) -> None:
@@ -121,17 +145,39 @@ async def opened(options: ChatSettings, view: View | None) -> AsyncIterator[Chat
 
 
 def _read_question() -> str:
+    text = _read_input()
+    if not text.strip():
+        raise ConfigError("standard input is empty: write a question to it, or use -q MESSAGE")
+    return text
+
+
+def with_input(question: str) -> str:
+    """Return the question, and after a blank line what is piped into standard input, if anything.
+
+    Raises:
+        ConfigError: the input is not UTF-8, or too long.
+    """
+    if sys.stdin.isatty():
+        return question
+    if not select.select([sys.stdin], [], [], _INPUT_PATIENCE_S)[0]:
+        standard_streams.complain("waiting for standard input; </dev/null leaves it out")
+    text = _read_input(is_optional=True)
+    return f"{question}\n\n{text}" if text.strip() else question
+
+
+def _read_input(is_optional: bool = False) -> str:
+    """is_optional: an input that is not open for reading, as nohup leaves it, is empty."""
     try:
         data = sys.stdin.buffer.read(_MAX_QUESTION_BYTES + 1)
         text = data.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"standard input is not UTF-8: {error}") from None
     except OSError as error:
+        if is_optional and error.errno == errno.EBADF:
+            return ""
         raise ConfigError(f"standard input cannot be read: {error.strerror}") from None
     if len(data) > _MAX_QUESTION_BYTES:
         raise ConfigError(f"standard input has more than {_MAX_QUESTION_BYTES // 2**20} MiB")
-    if not text.strip():
-        raise ConfigError("standard input is empty: write a question to it, or use -q MESSAGE")
     return text.removesuffix("\n")
 
 

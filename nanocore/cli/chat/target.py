@@ -70,6 +70,10 @@ class ChatTarget(Protocol):
         """Sampling parameters that the model recommends; None: unknown, the server's apply."""
         ...
 
+    def facts(self) -> Mapping[str, str]:
+        """Return what is known of the model, in addition to its name."""
+        ...
+
     def news(self) -> str:
         """Return progress of a running `open` or `switch`, or ''."""
         ...

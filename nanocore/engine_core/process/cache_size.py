@@ -24,9 +24,8 @@ def longest_request(config: EngineConfig, model: ModelConfig) -> int:
         return model.max_model_len
     if config.max_model_len > model.longest_model_len:
         raise ConfigError(
-            f"--max-model-len {config.max_model_len}: the model is served up to "
-            f"{model.longest_model_len} positions (max_position_embeddings in config.json, times "
-            "the factor of its rotary embedding if it has one, or what its family says); lower it"
+            f"--max-model-len {config.max_model_len}: the model has {model.longest_model_len} "
+            f"positions: use at most {model.longest_model_len}"
         )
     return config.max_model_len
 

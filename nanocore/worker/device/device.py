@@ -51,7 +51,7 @@ def select_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.d
     Raises ConfigError: it cannot be had here. ModelFileError: the checkpoint's is not implemented.
     """
     if name == "float16" and device.type != "cuda":
-        raise ConfigError(f"--dtype float16: not on {device}; use bfloat16 or float32")
+        raise ConfigError(f"--dtype float16: not on {device}; use --dtype auto (bfloat16)")
     if name == "float16" and not model.fits_float16:
         raise ConfigError(
             f"--dtype float16: the activations of {model.architecture} exceed its range; use "

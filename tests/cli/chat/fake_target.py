@@ -40,6 +40,9 @@ class FakeTarget:
         self.default_sampling: Mapping[str, Any] | None = None
         self.is_connected = True
 
+    def facts(self) -> Mapping[str, str]:
+        return {"context": "100 tokens"}
+
     def news(self) -> str:
         return ""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from nanocore.cli.chat.command import DEMO_SKILLS
 from nanocore.cli.chat.target import FALLBACK_NOTE
 from tests.bench import fake_server
 from tests.cli.chat.terminal import CTRL_C, CTRL_D, ENTER, Terminal, chatting
@@ -169,8 +170,7 @@ def test_a_server_is_asked_by_its_url_and_may_go(tmp_path: Path) -> None:
             terminal.press(f"/model{ENTER}")
             terminal.expect("* demo\n")
             terminal.press("x" * 5000 + ENTER)
-            terminal.expect("HTTP 400: ")
-            terminal.expect("/retry asks again\n")
+            terminal.expect("the conversation is longer than the context of 2,048 tokens: ")
             served.signal(signal.SIGKILL)
             served.exit()
             terminal.press(SUM)
@@ -269,9 +269,20 @@ def run(*arguments: str, question: str | bytes = b"") -> subprocess.CompletedPro
     )
 
 
-def test_a_question_in_a_pipe_is_answered_and_nothing_else_is_written() -> None:
-    done = run(*GREEDY, "--dtype", "float32", question="What is 123 + 456?\n")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "123 + 456 = 579\n", "")
+@pytest.mark.parametrize(
+    ("model", "name", "notices"),
+    [
+        ((), "the demo model", [f"no model named: the demo model answers ({DEMO_SKILLS})"]),
+        ((str(DEMO),), str(DEMO), []),
+    ],
+)
+def test_a_question_in_a_pipe_is_answered_and_what_is_launched_is_said(
+    model: tuple[str, ...], name: str, notices: list[str]
+) -> None:
+    done = run(*model, *GREEDY, "--dtype", "float32", question="What is 123 + 456?\n")
+    assert (done.returncode, done.stdout) == (0, "123 + 456 = 579\n")
+    started = f"starting an engine for {name}: a few seconds to a minute"
+    assert done.stderr.splitlines() == [*notices, started]
 
 
 @pytest.mark.parametrize("flags", [(), ("--chat-template", "chatml")])

@@ -26,7 +26,7 @@ from nanocore.cli.chat.commands import CHAT_SAMPLING
 from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.interactive import CommandCompleter, Prompt
 from nanocore.cli.chat.loop import ChatLoop
-from nanocore.cli.chat.session import ask_once
+from nanocore.cli.chat.session import ask_once, with_input
 from nanocore.cli.interrupts import Interrupts
 from nanocore.client.chat.events import Failed, Finished, Started, Text, ToolBegin, Usage
 from nanocore.protocol.errors import (
@@ -177,7 +177,6 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        ContextLengthError("the prompt has 9 tokens: max_model_len=8"),
         EngineDeadError("the engine is gone"),
         EngineOverloadedError("too busy"),
         ConfigError("HTTP 401: wrong key"),
@@ -188,6 +187,26 @@ def test_an_error_is_a_line_and_the_question_can_be_asked_again(error: NanocoreE
     shown = chat(target, "x", "/retry")
     assert shown == f"{error}; /retry asks again\na\n"
     assert target.asked[0] == target.asked[1]
+
+
+def test_a_conversation_that_is_too_long_can_be_shortened() -> None:
+    too_long = ContextLengthError("the prompt has 101 tokens: max_model_len=100")
+    target = FakeTarget(answer("a"), [too_long], answer("b"))
+    shown = chat(target, "x", "y", "/undo", "/undo", "z")
+    error = (
+        "the conversation is longer than the context of 100 tokens: /undo takes back the last "
+        "turn, /new starts afresh"
+    )
+    assert " ".join(shown.split()) == f"a {error} (removed: y) (removed: x) b"
+    assert contents(target.asked[2][0]) == ["z"]
+
+
+def test_the_model_is_shown_and_a_system_prompt_is_set_as_in_ollama() -> None:
+    target = FakeTarget(answer("a"))
+    shown = chat(target, "/show", "/?", "/set system Be kind.", "x")
+    assert shown.startswith("model: fake\ncontext: 100 tokens\neverything else: the server's")
+    assert "/help" in shown
+    assert contents(target.asked[0][0]) == ["Be kind.", "x"]
 
 
 def test_a_defect_of_ours_ends_no_chat_and_loses_nothing_of_it(
@@ -323,12 +342,14 @@ def typed(keys: str, num_texts: int, *entries: str) -> list[str]:
         ("\x1b[200~a\r\nb\x1b[201~\r", ["a\nb"]),
         ("one\rtwo\rthree\r", ["one\ntwo\nthree"]),
         ("/new\r/set seed 3\rhello\r", ["/new", "/set seed 3", "hello"]),
+        ('"""a\rb\r"""\r', ["a\nb"]),
+        ('"""one "line""""\r', ['one "line"']),
         ("wrong\x03right\r", ["right"]),
         ("\udcffü\r", ["\ufffdü"]),
     ],
     ids=[
-        "enter", "alt-enter", "bracketed paste", "paste", "commands ahead", "ctrl-c",
-        "no UTF-8",
+        "enter", "alt-enter", "bracketed paste", "paste", "commands ahead", "quotes",
+        "quotes on a line", "ctrl-c", "no UTF-8",
     ],
 )  # fmt: skip
 def test_keys_make_texts(keys: str, texts: list[str]) -> None:
@@ -349,7 +370,7 @@ def completed(text: str) -> list[str]:
 def test_commands_and_what_they_take_are_completed(tmp_path: Path) -> None:
     (tmp_path / "saved.json").touch()
     assert completed("/cl") == ["/clear"]
-    assert completed("/s") == ["/system", "/set", "/save"]
+    assert completed("/s") == ["/show", "/system", "/set", "/save"]
     assert completed("/set top") == ["/set top_p", "/set top_k"]
     assert completed("/model q") == ["/model qwen"]
     assert completed(f"/model {tmp_path}/sa") == [f"/model {tmp_path}/saved.json"]
@@ -377,11 +398,56 @@ def test_one_question_prints_its_answer_alone(capsys: pytest.CaptureFixture[str]
     assert target.asked[0][1] == {**CHAT_SAMPLING, "seed": 3}
 
 
+def test_to_a_terminal_words_are_wrapped_and_do_no_harm(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    once(FakeTarget(answer("These words reach beyond\x1b the edge of thirty columns")))
+    assert capsys.readouterr().out == (
+        "These words reach beyond\\x1b\nthe edge of thirty columns\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("piped", "asked"),
+    [
+        ("one\ntwo\n", "Sum up:\n\none\ntwo"),
+        ("", "Sum up:"),
+        (" \n", "Sum up:"),
+        (None, "Sum up:"),  # not open for reading
+    ],
+)
+def test_piped_input_is_appended_to_the_question(
+    piped: str | None, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "piped"
+    path.write_text(piped or "")
+    fd = os.open(path, os.O_WRONLY if piped is None else os.O_RDONLY)
+    with open(fd) as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert with_input("Sum up:") == asked
+
+
+def test_an_open_pipe_without_input_is_waited_for_which_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("nanocore.cli.chat.session._INPUT_PATIENCE_S", 0.0)
+    reading, writing = os.pipe()
+    with open(reading) as file:
+        monkeypatch.setattr("sys.stdin", file)
+        monkeypatch.setattr(
+            "nanocore.system.standard_streams.complain", lambda text: os.close(writing)
+        )
+        assert with_input("hi") == "hi"
+
+
 def test_an_answer_that_is_cut_says_so_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     once(FakeTarget(answer("half", "length")))
     written = capsys.readouterr()
     assert written.out == "half\n"
-    assert written.err == "nanocore chat: truncated at max_tokens\n"
+    assert written.err == "truncated at max_tokens\n"
 
 
 def test_an_answer_that_cannot_be_written_is_an_error_and_not_two(
