@@ -135,6 +135,8 @@ def run_bench(arguments: list[str]) -> int:
             near = get_close_matches(name, _BENCHMARKS, n=1)
             problem = f"unknown benchmark {name!r};" if name else "which benchmark?"
             hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_BENCHMARKS)}"
+            if name.startswith("-"):
+                hint += "; it comes first: nanocore bench latency --model MODEL"
             raise ConfigError(f"{problem} {hint}")
         require(("numpy",), "measuring needs", "pip install '.[bench]'")
         return _call(_BENCHMARKS[name][0], arguments[1:])

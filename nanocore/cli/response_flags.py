@@ -96,7 +96,10 @@ def read_chat_template(given: str | None, found: Running | None = None) -> str |
                 text = file.read(MAX_TEMPLATE_CHARS + 1)
         except FileNotFoundError:
             names = ", ".join(BUILT_IN_TEMPLATES)
-            raise ConfigError(f"{flag}: no such file, and no built-in template: {names}") from None
+            raise ConfigError(
+                f"{flag}: there is no such file; built-in templates: {names}; without the flag, "
+                "the model's own is used"
+            ) from None
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
             raise ConfigError(f"{flag} cannot be read: {reason}") from None

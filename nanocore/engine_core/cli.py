@@ -22,7 +22,7 @@ from nanocore.engine_core.flags import add_flags
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.system import standard_streams
-from nanocore.system.flags import unknown_flags
+from nanocore.system.flags import WholeFlagParser, unknown_flags
 from nanocore.system.large_stack_threads import any_alive
 from nanocore.system.logs import LogFormat, complain, start_log
 from nanocore.system.other_engines import in_our_words
@@ -39,7 +39,7 @@ exit codes: 0 clean, 2 usage or configuration, 3 model files, 4 memory, 5 addres
 70 internal error, 130 interrupted, 143 SIGTERM before it was ready"""
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(WholeFlagParser):
     """A parser that raises instead of exiting, so that a launching client hears of usage errors,
     too.
     """

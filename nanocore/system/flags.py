@@ -21,7 +21,14 @@ _NEARNESS: Final = 0.78
 """Least similarity of a misspelling, from 0 to 1."""
 
 
-class FlagParser(argparse.ArgumentParser):
+class WholeFlagParser(argparse.ArgumentParser):
+    """A parser to which `-md` and `-p` are unknown flags: argparse takes them for `-m d`, `-pp`."""
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        return []
+
+
+class FlagParser(WholeFlagParser):
     """A parser with --version, whose errors are ConfigErrors. Flags cannot be abbreviated.
 
     has_engine: whether flags that are not its own are an engine's; then those of other engines are

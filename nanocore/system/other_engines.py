@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from itertools import pairwise
 from typing import Final
 
 OTHER_NAMES: Final = {
@@ -108,6 +109,14 @@ IGNORED: Final = {
     "--n-gpu-layers": (_LAYERS, "all layers are on --device"),
     "-fa": (_SWITCH, "it is chosen automatically"),
     "--flash-attn": (_SWITCH, "it is chosen automatically"),
+    "-ub": (_NUMBER, "--max-num-batched-tokens is the only budget"),
+    "--ubatch-size": (_NUMBER, "--max-num-batched-tokens is the only budget"),
+    "--embedding": ("", "/v1/embeddings is always there"),
+    "--embeddings": ("", "/v1/embeddings is always there"),
+    "--slots": ("", "`nanocore top` shows requests"),
+    "--props": ("", "`nanocore top` shows requests"),
+    "--no-warmup": ("", "there is none to leave out"),
+    "--no-webui": ("", "the page costs nothing until it is opened"),
     "--mlock": ("", "weights are read once, at the start"),
     "--mmap": ("", "weights are read once, at the start"),
     "--no-mmap": ("", "weights are read once, at the start"),
@@ -126,6 +135,16 @@ _DEFAULTS: Final = {
     "--parallel": "-1",
 }
 """Patterns of values that are the default here: these are ignored, others are not."""
+
+_VALUES: Final = {
+    **{(name, "0"): ("--device", "cpu") for name in ("-ngl", "--gpu-layers", "--n-gpu-layers")},
+    **{
+        (name, theirs): ("--kv-cache-dtype", ours)
+        for name in ("-ctk", "-ctv", "--cache-type-k", "--cache-type-v")
+        for theirs, ours in (("q8_0", "int8"), ("f16", "auto"), ("bf16", "auto"))
+    },
+}
+"""Our flag and its value for values of theirs; of others see the other tables."""
 
 _PER_REQUEST: Final = "a request has it; in `nanocore chat`, --set"
 _NO_DRAFTER: Final = "there is no drafter yet"
@@ -148,7 +167,6 @@ REMEDIES: Final = {
     "--limit-mm-per-prompt": "there are no images, sound or video",
     "--cpu-offload-gb": "preempted requests are recomputed",
     "--generation-config": "the model's generation_config.json is used",
-    "--override-generation-config": _PER_REQUEST,
     "--tokenizer-mode": "there is one kind of tokenizer",
     "--distributed-executor-backend": "ranks are processes of one machine",
     "--enable-sleep-mode": "stop the engine",
@@ -161,14 +179,17 @@ REMEDIES: Final = {
     "--uvicorn-log-level": _NO_LEVELS,
     "--log-level": _NO_LEVELS,
     # llama-server
-    "-ub": "--max-num-batched-tokens is the only budget",
-    "--ubatch-size": "--max-num-batched-tokens is the only budget",
     "-n": "max_tokens of a request",
     "--n-predict": "max_tokens of a request",
     "-lm": "weights are read once, at the start",
     "--load-mode": "weights are read once, at the start",
+    "-md": _NO_DRAFTER,
+    "-mu": "download the file, or -hf ORG/NAME:QUANT",
+    "-hff": "-hf ORG/NAME:QUANT chooses the file",
+    "-hft": "HF_TOKEN in the environment",
+    "-mg": "CUDA_VISIBLE_DEVICES in the environment",
+    "-p": "`nanocore chat -q`",
     "--cache-reuse": "what follows a difference is recomputed",
-    "--embedding": "/v1/embeddings is always there",
     "--reasoning-budget": "max_tokens of a request",
     "--pooling": '"pooling" of a request',
     "--grammar": "structured_outputs of a request",
@@ -177,8 +198,6 @@ REMEDIES: Final = {
     "--lora": "--merge-lora merges PEFT's folder at load",
     "--mmproj": "there are no images, sound or video",
     "--slot-save-path": "prefixes are cached in memory",
-    "--slots": "`nanocore top`",
-    "--props": "`nanocore top`",
     "--rerank": "there is no reranking",
     "--context-shift": 'a full context ends with "length"',
     # Ollama
@@ -205,13 +224,22 @@ def in_our_words(
         name, equals, value = argument.partition("=")
         if name.startswith("--"):
             name = name.replace("_", "-")
-        if name in IGNORED and name not in known:
+        text = value if equals else "".join(rest[-1:])
+        if name not in known and (meant := _VALUES.get((name, text))):
+            if not equals:
+                argument += f" {rest.pop()}"
+            if _differs(ours, *meant):  # K's and V's types
+                ours.append(argument)
+                continue
+            ours += meant
+            notices.append(f"{argument} is {' '.join(meant)} here")
+        elif name in IGNORED and name not in known:
             values, reason = IGNORED[name]
             # What is no value of it may be the model: llama.cpp's -fa took none before.
             if values and not equals and rest and re.fullmatch(values, rest[-1]):
                 argument += f" {rest.pop()}"
             notices.append(f"{argument} is ignored: {reason}")
-        elif name not in known and _is_default(name, value if equals else "".join(rest[-1:])):
+        elif name not in known and _is_default(name, text):
             if not equals:
                 argument += f" {rest.pop()}"
             notices.append(f"{argument} is ignored: it is the default")
@@ -225,3 +253,8 @@ def in_our_words(
 
 def _is_default(name: str, value: str) -> bool:
     return name in _DEFAULTS and re.fullmatch(_DEFAULTS[name], value) is not None
+
+
+def _differs(ours: Sequence[str], flag: str, value: str) -> bool:
+    """Whether the flag is there already, with another value."""
+    return any(one == flag and other != value for one, other in pairwise(ours))

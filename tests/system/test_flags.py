@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanocore.system.flags import near_flag, unknown_flags
+from nanocore.system.flags import WholeFlagParser, near_flag, unknown_flags
 from nanocore.system.other_engines import in_our_words
 
 OURS = [
@@ -53,7 +53,14 @@ def test_another_engines_name_goes_before_the_nearest_spelling(
         (["-ngl=-1", "x"], ["x"], ["-ngl=-1 is ignored: all layers are on --device"]),
         (["--trust-remote-code"], [],
          ["--trust-remote-code is ignored: code of a model is never run"]),
-        (["-ctk", "q8_0"], ["-ctk", "q8_0"], []),  # its values are others: it is refused
+        (["-ctk", "q8_0", "x"], ["--kv-cache-dtype", "int8", "x"],
+         ["-ctk q8_0 is --kv-cache-dtype int8 here"]),
+        (["--cache-type-v=f16"], ["--kv-cache-dtype", "auto"],
+         ["--cache-type-v=f16 is --kv-cache-dtype auto here"]),
+        (["-ctk", "q8_0", "-ctv", "f16"], ["--kv-cache-dtype", "int8", "-ctv f16"],
+         ["-ctk q8_0 is --kv-cache-dtype int8 here"]),  # one alone cannot be had: it is refused
+        (["-ctk", "q4_0"], ["-ctk", "q4_0"], []),  # nor can that
+        (["-ngl", "0"], ["--device", "cpu"], ["-ngl 0 is --device cpu here"]),
         (["-c", "0", "x"], ["x"], ["-c 0 is ignored: it is the default"]),
         (["--ctx-size=0"], [], ["--ctx-size=0 is ignored: it is the default"]),
         (["-np", "-1"], [], ["-np -1 is ignored: it is the default"]),
@@ -83,3 +90,12 @@ def test_flags_of_other_engines_are_renamed_or_left_out(
 )
 def test_unknown_flags_are_named_without_values(arguments: list[str], said: str) -> None:
     assert unknown_flags(arguments, OURS) == said
+
+
+@pytest.mark.parametrize("typed", ["-mli", "-md", "-p", "-hft", "--mod"])
+def test_no_flag_is_taken_for_another_and_its_value(typed: str) -> None:
+    parser = WholeFlagParser(allow_abbrev=False)
+    parser.add_argument("-m", "--model")
+    parser.add_argument("-pp")
+    given, unknown = parser.parse_known_args([typed, "x"])
+    assert (given.model, given.pp, unknown) == (None, None, [typed, "x"])

@@ -80,7 +80,7 @@ def test_a_key_is_the_flags_or_the_environments_without_line_ends() -> None:
         (["--url", "http://h", "--dtype", "float32"], "leave --dtype out"),
         (["--url", "http://h", "--endpoint"], "leave --endpoint out"),
         (["--url", "http://h", "--chat-template", "chatml"], "leave --chat-template out"),
-        (["--chat-template", "chatlm"], "no such file, and no built-in template: chatml"),
+        (["--chat-template", "chatlm"], "no such file; built-in templates: chatml; without"),
         (["--url", "http://h", "--system", "x"], "did you mean --system-prompt?"),
         (["--model-name", "m"], "--model-name is for a server, with --url"),
         (["--api-key", "k"], "--api-key is for a server"),
