@@ -84,7 +84,8 @@ class SchedulerCounters:
     """Totals since the start. Each sample counts as a request.
 
     dequeued_*: requests that left the queue for good; their submitted tokens, and the bytes that
-    they held while they waited, count once for all samples.
+    they held while they waited, count once for all samples. dequeued_s: when the last one left.
+    num_free_rows: rows for those that the next step admits; 0 if any were left waiting.
     """
 
     num_steps: int = 0
@@ -95,11 +96,16 @@ class SchedulerCounters:
     dequeued_reqs: int = 0
     dequeued_tokens: int = 0
     dequeued_bytes: int = 0
+    dequeued_s: float = 0.0
+    num_free_rows: int = 0
 
-    def count_dequeued(self, request: Request) -> None:
+    def count_dequeued(self, request: Request, now_s: float) -> None:
         """Count a request when it is first admitted, or when it ends before that."""
         if request.was_admitted:
             return
+        # In this order, so that another thread never sees a row free that has been taken.
+        self.num_free_rows = max(self.num_free_rows - 1, 0)
+        self.dequeued_s = now_s
         self.dequeued_reqs += 1
         if request.sample == 0:
             self.dequeued_tokens += request.num_submitted_tokens

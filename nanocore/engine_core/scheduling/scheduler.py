@@ -66,10 +66,12 @@ class Scheduler:
             self._priority_preemption = PriorityPreemption(
                 self.running, kv_cache, self.precedence, config.num_groups
             )
-        self.counters = SchedulerCounters()
+        self.counters = SchedulerCounters(num_free_rows=config.max_num_seqs)
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
         self.completed = StepOutcome(StepPlan(0, 0))
         self.clock = clock
+        self._is_paused = False
+        self._has_left_some = False  # waiting, by the step that was planned last
         self._begun_s: deque[float] = deque()  # by step in flight
         self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
@@ -171,7 +173,7 @@ class Scheduler:
             return None
         if request.row < 0:  # it waits, for the first time or after a preemption
             self.waiting.leave(request)
-            self.counters.count_dequeued(request)
+            self.counters.count_dequeued(request, self.clock())
         self._ended.append(request)
         self._end(request)
         return request
@@ -211,7 +213,19 @@ class Scheduler:
         if self.waiting and may_admit:
             self._schedule_waiting(plan, budget)
         self._begun_s.append(self.clock())
+        self._has_left_some = self.num_waiting > 0
+        self._count_free_rows()
         return running.begin(plan)
+
+    def set_paused(self, is_paused: bool) -> None:
+        """Say whether no step is going to be planned for now."""
+        self._is_paused = is_paused
+        self._count_free_rows()
+
+    def _count_free_rows(self) -> None:
+        """Tell the queue's limit how many of those that arrive the next step will take."""
+        is_shut = self._is_paused or self._has_left_some or self.running.is_short_of_blocks
+        self.counters.num_free_rows = 0 if is_shut else self.config.max_num_seqs - self.num_running
 
     def update(self, result: ModelRunnerOutput) -> list[ClientOutput]:
         """Take in the result of the oldest step in flight; returns the clients' outputs.
@@ -238,6 +252,7 @@ class Scheduler:
         outcome.finished += self._ended
         self._ended = []
         outcome.begin_decodes(self.running.table.requests, now_s)
+        self._count_free_rows()
         self._log(outcome.plan, now_s)
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
 
@@ -362,7 +377,7 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, request: Request, hits: list[Block], count: int) -> None:
         """Give a waiting request a row and its first tokens."""
-        self.counters.count_dequeued(request)
+        self.counters.count_dequeued(request, self.clock())
         self.running.admit(plan, request, hits, count)
         request.times.admit(self.clock())
         if self._priority_preemption is not None:
