@@ -271,8 +271,19 @@ def test_decoding_wants_the_types_of_the_wire(wanted: object, said: str) -> None
     ],
 )  # fmt: skip
 def test_a_users_value_of_the_wrong_type_is_refused_by_name(name: str, value: Any) -> None:
-    with pytest.raises(InvalidRequestError, match=f"^structured_outputs.{name}=.*wrong type"):
+    with pytest.raises(
+        InvalidRequestError, match=f"^structured_outputs.{name}.*(must be|wrong type)"
+    ):
         StructuredOutputsParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("tag", "key"),
+    [("{}", "structures"), ({"structures": [{"begin": "<f>"}], "triggers": ["<"]}, "schema")],
+)
+def test_a_structural_tag_says_which_key_is_missing(tag: Any, key: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f": the key '{key}' is missing$"):
+        StructuredOutputsParams(structural_tag=tag).for_engine()
 
 
 @pytest.mark.parametrize(
