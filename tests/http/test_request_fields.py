@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -10,8 +11,10 @@ import pytest
 from nanocore.client.chat.chat_request import ChatOptions
 from nanocore.http.dialects.anthropic_messages import MessagesRequest, conversation
 from nanocore.http.dialects.chat_completions import ChatCompletionRequest
+from nanocore.http.dialects.completions import CompletionRequest
 from nanocore.http.dialects.prompts import MAX_PROMPTS, num_kept_tokens, read_prompts
 from nanocore.http.dialects.request_fields import SamplingFields
+from nanocore.http.dialects.responses.response_request import ResponsesRequest
 from nanocore.http.dialects.responses.response_tools import read_response_tools
 from nanocore.http.endpoints.tokenize import TokenizeRequest
 from nanocore.http.http_errors import HttpError
@@ -110,6 +113,37 @@ def test_every_dialect_takes_them(demo_endpoint: str, path: str, name: str, body
             return await http.post(path, json=body | asked)
 
     assert run(send()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("guided_json", {}, "guided_json is structured_outputs.json here"),
+        ("guided_choice", ["a"], "guided_choice is structured_outputs.choice here"),
+        ("grammar", 'root ::= "a"', "structured_outputs.grammar, in Lark's syntax, here"),
+        ("json_schema", {}, "json_schema is structured_outputs.json here"),
+        ("format", "json", "structured_outputs.json_object=true, here"),
+        ("options", {"num_predict": 3}, "max_tokens, temperature and the others"),
+        ("guided_regex", None, None),
+        ("min_tokens_to_keep", 3, None),
+    ],
+)
+@pytest.mark.parametrize(
+    "kind", [ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest]
+)
+async def test_a_constraint_of_another_engine_is_not_ignored(
+    kind: type[SamplingFields], name: str, value: Any, said: str | None
+) -> None:
+    body = {"messages": TURNS, "prompt": PROMPT, "input": TURNS, "max_tokens": 1, name: value}
+    asked = exchange(Connection(json.dumps(body).encode()))
+    if said is None:
+        await asked.read(kind)
+        assert name.encode() in asked.reply_headers[b"nanocore-ignored"]
+        return
+    with pytest.raises(HttpError) as caught:
+        await asked.read(kind)
+    assert (caught.value.status, caught.value.param) == (400, name)
+    assert said in caught.value.message
 
 
 @pytest.mark.parametrize("key", [" 5", "5_0", "+5", "-5", "\u0665", "", "a", "1" * 5000])
