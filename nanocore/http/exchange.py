@@ -114,6 +114,12 @@ class Exchange:
         return writer
 
     @property
+    def given_request_id(self) -> str | None:
+        """The client's x-request-id, if it sent a valid one."""
+        is_given = self.header(b"x-request-id") == self.request_id.encode()
+        return self.request_id if is_given else None
+
+    @property
     def model_name(self) -> str:
         """The model's name in responses."""
         names = self.settings.served_model_names

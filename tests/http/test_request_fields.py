@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -113,6 +115,23 @@ def test_every_dialect_takes_them(demo_endpoint: str, path: str, name: str, body
             return await http.post(path, json=body | asked)
 
     assert run(send()).status_code == 200
+
+
+def test_a_response_s_id_holds_the_client_s_and_is_unique(demo_endpoint: str) -> None:
+    async def send() -> list[Any]:
+        async with app_of(demo_endpoint) as (_, http):
+            body = {"messages": TURNS, "max_tokens": 1}
+            both = [
+                http.post("/v1/chat/completions", json=body, headers={"x-request-id": "my/1"})
+                for _ in range(2)
+            ]
+            return await asyncio.gather(*both)
+
+    answers = run(send())
+    assert [answer.status_code for answer in answers] == [200, 200]
+    first, second = (answer.json()["id"] for answer in answers)
+    assert first != second
+    assert re.fullmatch("chatcmpl-my/1-[0-9a-f]{8}", first)
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ async def serve(exchange: Exchange) -> None:
     prompts = read_prompts(request.prompt, "prompt")
     if len(prompts) > 1:
         _check_batch(client, len(prompts) * params.n)
-    response_id = ResponseId("cmpl-", request.request_id)
+    response_id = ResponseId("cmpl-", request.request_id, exchange.given_request_id)
     # Reserve places before tokenizing, so that requests keep their order of arrival.
     with client.submit_tickets(len(prompts)) as tickets:
         token_ids = await tokenize_prompts(
