@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, MutableMapping
 from typing import Any, Final, TypeAlias, TypeVar
@@ -128,13 +129,16 @@ class Exchange:
     def check_model(self, name: str | None) -> str:
         """Return the model's name for the response: the requested one, if it is served.
 
+        A model that is served by its path goes by the last part of it, too.
+
         Raises:
             HttpError: another model is requested.
         """
         if self.record is not None:
             self.record.request_model = name or None
         served = self.settings.served_model_names or (self.client.model_card.model,)
-        if name and name not in served:
+        is_path = not self.settings.served_model_names and os.path.isabs(served[0])
+        if name and name not in served and not (is_path and name == os.path.basename(served[0])):
             raise HttpError(
                 404,
                 f"the model {name!r} does not exist: this server has {', '.join(served)}",

@@ -23,7 +23,8 @@ from nanocore.http.http_errors import HttpError
 from nanocore.http.server_settings import AppSettings
 from nanocore.protocol.sampling import EngineSamplingParams, SamplingParams
 from tests.client.running import run
-from tests.http.asgi import Connection, app_of, exchange
+from tests.end_to_end.test_compile_process import DEMO_MODEL as DEMO
+from tests.http.asgi import Connection, app_of, ask, exchange
 
 
 @pytest.mark.parametrize(
@@ -115,6 +116,26 @@ def test_every_dialect_takes_them(demo_endpoint: str, path: str, name: str, body
             return await http.post(path, json=body | asked)
 
     assert run(send()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("served", "asked", "status"),
+    [
+        ((), str(DEMO), 200),
+        ((), DEMO.name, 200),
+        ((), DEMO.parent.name, 404),
+        (("org/demo",), "demo", 404),
+        (("org/demo",), DEMO.name, 404),
+    ],
+)
+def test_a_model_without_a_name_goes_by_its_path_or_the_last_part_of_it(
+    demo_endpoint: str, served: tuple[str, ...], asked: str, status: int
+) -> None:
+    body = {"messages": TURNS, "max_tokens": 1, "model": asked}
+    answer = ask(demo_endpoint, "/v1/chat/completions", body, served_model_names=served)
+    assert answer.status_code == status
+    if status == 200:
+        assert answer.json()["model"] == asked
 
 
 def test_a_response_s_id_holds_the_client_s_and_is_unique(demo_endpoint: str) -> None:
