@@ -193,6 +193,16 @@ def test_free_rows_are_not_waited_for(queue: Queue) -> None:
     assert queue.refuse().retry_after_s == UNKNOWN_RETRY_S  # those two say nothing of the others
 
 
+def test_no_row_is_free_while_the_engine_is_paused(queue: Queue) -> None:
+    queue.counters.num_free_rows = 2
+    queue.counters.is_paused = True
+    queue.fill(10)
+    queue.refuse()
+    queue.counters.is_paused = False
+    queue.fill(2)
+    queue.refuse()
+
+
 def test_rows_are_free_if_the_last_step_left_nobody_waiting() -> None:
     scheduler, executor = make_scheduler(max_num_seqs=2)
     counters = scheduler.counters
@@ -210,10 +220,6 @@ def test_rows_are_free_if_the_last_step_left_nobody_waiting() -> None:
     assert counters.num_free_rows == 0
     step()
     step()
-    assert counters.num_free_rows == 2
-    scheduler.set_paused(True)
-    assert counters.num_free_rows == 0
-    scheduler.set_paused(False)
     assert counters.num_free_rows == 2
 
 

@@ -225,7 +225,8 @@ class QueueLimit:
         gone = self._counters
         totals = gone.dequeued_reqs, gone.dequeued_tokens, gone.dequeued_bytes
         reqs, tokens, held = self._num_reqs, self._num_tokens, self._num_bytes
-        num_free_rows = gone.num_free_rows  # read after the totals: see `count_dequeued`
+        # Read after the totals: see `count_dequeued`.
+        num_free_rows = 0 if gone.is_paused else gone.num_free_rows
         waiting = reqs - totals[0], tokens - totals[1], held - totals[2]
         now_s = self._clock()
         # What takes a free row leaves at once, which says nothing of how long others wait.

@@ -70,8 +70,6 @@ class Scheduler:
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
         self.completed = StepOutcome(StepPlan(0, 0))
         self.clock = clock
-        self._is_paused = False
-        self._has_left_some = False  # waiting, by the step that was planned last
         self._begun_s: deque[float] = deque()  # by step in flight
         self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
@@ -107,17 +105,13 @@ class Scheduler:
 
         To be asked right after `schedule`, whose own step is in flight then.
         """
-        busy = self.num_running or self.planned.preempted or self.num_in_flight > 1
+        busy = self.num_running or self.planned.preempted or self.running.num_in_flight > 1
         return bool(self.waiting) and not busy
 
     @property
     def planned(self) -> StepPlan:
         """The step that was planned last."""
         return self.running.planned
-
-    @property
-    def num_in_flight(self) -> int:
-        return self.running.num_in_flight
 
     def next_group(self) -> int | None:
         """Return the group of rows that the next step serves; None if there is nothing to do.
@@ -213,19 +207,9 @@ class Scheduler:
         if self.waiting and may_admit:
             self._schedule_waiting(plan, budget)
         self._begun_s.append(self.clock())
-        self._has_left_some = self.num_waiting > 0
-        self._count_free_rows()
+        is_full = self.num_waiting > 0 or running.is_short_of_blocks
+        counters.count_rows(self.config.max_num_seqs - self.num_running, is_full)
         return running.begin(plan)
-
-    def set_paused(self, is_paused: bool) -> None:
-        """Say whether no step is going to be planned for now."""
-        self._is_paused = is_paused
-        self._count_free_rows()
-
-    def _count_free_rows(self) -> None:
-        """Tell the queue's limit how many of those that arrive the next step will take."""
-        is_shut = self._is_paused or self._has_left_some or self.running.is_short_of_blocks
-        self.counters.num_free_rows = 0 if is_shut else self.config.max_num_seqs - self.num_running
 
     def update(self, result: ModelRunnerOutput) -> list[ClientOutput]:
         """Take in the result of the oldest step in flight; returns the clients' outputs.
@@ -252,7 +236,7 @@ class Scheduler:
         outcome.finished += self._ended
         self._ended = []
         outcome.begin_decodes(self.running.table.requests, now_s)
-        self._count_free_rows()
+        self.counters.count_rows(self.config.max_num_seqs - self.num_running)
         self._log(outcome.plan, now_s)
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
 
