@@ -122,7 +122,7 @@ class LocalEngine:
 
     def run(self) -> None:
         """Step until all requests have ended."""
-        while self.scheduler.num_requests or self.scheduler.num_in_flight:
+        while self.scheduler.num_requests or self.scheduler.running.num_in_flight:
             self.step()
 
     def generate(self, prompts: list[list[int]], num_output_tokens: int) -> list[list[int]]:

@@ -38,7 +38,7 @@ def add_chat_template_flag(group: argparse._ArgumentGroup) -> None:
 def response_settings(given: argparse.Namespace, found: Running | None = None) -> dict[str, Any]:
     """Return the fields of `AppSettings` that `add_response_flags` has flags for.
 
-    found: see `read_chat_template`.
+    found: a running server whose names of the model and chat template are the defaults.
 
     Raises:
         ConfigError: a value with which every request would fail, or that has no effect.
@@ -62,8 +62,9 @@ def response_settings(given: argparse.Namespace, found: Running | None = None) -
             raise ConfigError(f"{flag}: {error}") from None
     if "" in given.served_model_name:
         raise ConfigError("--served-model-name '': a name has at least one character")
+    names_there = () if found is None else found.served_model_names
     return {
-        "served_model_names": tuple(given.served_model_name),
+        "served_model_names": tuple(given.served_model_name) or names_there,
         "max_body_bytes": given.max_body_bytes,
         "tool_parser": _parser_name(given.tool_call_parser),
         "reasoning_parser": _parser_name(given.reasoning_parser),

@@ -187,6 +187,7 @@ class EngineCore:
                 self._pausing.discard(call.client)
                 if self._pausing:
                     message = f"still paused by other sessions ({len(self._pausing)})"
+        self.scheduler.counters.is_paused = bool(self._pausing)
         return Reply(call_id=call_id, message=message)
 
     def _send_ends(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, MutableMapping
 from typing import Any, Final, TypeAlias, TypeVar
@@ -30,11 +31,24 @@ Send: TypeAlias = Callable[[Mapping[str, Any]], Coroutine[Any, Any, None]]
 Body = TypeVar("Body", bound=msgspec.Struct)
 Result = TypeVar("Result")
 JSON: Final = b"application/json"
+CURLS: Final = "application/x-www-form-urlencoded"
 _UNSAFE: Final = re.compile(r"[^\x20-\x7e]")
 _HALF_PAIR: Final = re.compile(rb"\\u[dD][89abAB]\w\w(?!\\u[dD][c-fC-F])")
 """A lone surrogate; the decoder's own message calls the body truncated."""
 CHUNK_WRITER: Final = "nanocore.chunk_writer"
 """Key in the ASGI scope's extensions."""
+_ELSEWHERE: Final = {
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar, in Lark's syntax,",
+    "grammar": "structured_outputs.grammar, in Lark's syntax,",
+    "json_schema": "structured_outputs.json",
+    "format": "structured_outputs.json, or structured_outputs.json_object=true,",
+    "options": "not an object: max_tokens, temperature and the others are fields of the request",
+}
+"""Fields of older vLLM, llama.cpp and Ollama without which the answer would be another; by name,
+what they are here."""
 MAX_FIELDS: Final = 256
 MAX_IGNORED: Final = 32
 MAX_ITEMS: Final = 1 << 16
@@ -101,6 +115,12 @@ class Exchange:
         return writer
 
     @property
+    def given_request_id(self) -> str | None:
+        """The client's x-request-id, if it sent a valid one."""
+        is_given = self.header(b"x-request-id") == self.request_id.encode()
+        return self.request_id if is_given else None
+
+    @property
     def model_name(self) -> str:
         """The model's name in responses."""
         names = self.settings.served_model_names
@@ -109,13 +129,16 @@ class Exchange:
     def check_model(self, name: str | None) -> str:
         """Return the model's name for the response: the requested one, if it is served.
 
+        A model that is served by its path goes by the last part of it, too.
+
         Raises:
             HttpError: another model is requested.
         """
         if self.record is not None:
             self.record.request_model = name or None
         served = self.settings.served_model_names or (self.client.model_card.model,)
-        if name and name not in served:
+        is_path = not self.settings.served_model_names and os.path.isabs(served[0])
+        if name and name not in served and not (is_path and name == os.path.basename(served[0])):
             raise HttpError(
                 404,
                 f"the model {name!r} does not exist: this server has {', '.join(served)}",
@@ -186,7 +209,12 @@ class Exchange:
         if len(fields) > MAX_FIELDS:
             raise bad_request(f"the body has {len(fields)} fields: at most {MAX_FIELDS} are read")
         # Unknown fields are not errors: newer SDKs send more of them.
-        self.note_ignored(fields.keys() - set(kind.__struct_encode_fields__))
+        unknown = fields.keys() - set(kind.__struct_encode_fields__)
+        if "structured_outputs" in kind.__struct_encode_fields__:
+            for name in sorted(unknown & _ELSEWHERE.keys()):
+                if fields[name] is not None:
+                    raise bad_request(f"{name} is {_ELSEWHERE[name]} here", name)
+        self.note_ignored(unknown)
         try:
             return msgspec.convert(fields, kind)
         except msgspec.ValidationError as error:
@@ -199,10 +227,10 @@ class Exchange:
         """Read the body as a JSON object; raises as `read`."""
         kind = self.header(b"content-type")
         if kind is not None and kind.split(b";")[0].strip().lower() != JSON:
+            shown = kind.decode("latin-1")
+            curl = " (curl: -H 'content-type: application/json')" * (shown == CURLS)
             raise HttpError(
-                415,
-                f"the content type {kind.decode('latin-1')!r} is not supported: send "
-                "application/json",
+                415, f"the content type {shown!r} is not supported: send application/json{curl}"
             )
         body = await self.read_body()
         check_body_limits(body)

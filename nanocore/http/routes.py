@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from functools import cache
 from typing import Any, Final, Literal
 
@@ -133,15 +134,32 @@ def find_route(method: str, path: str) -> tuple[Route, str]:
     pattern, path_id = _pattern(path)
     methods = _BY_PATH.get(pattern)
     if methods is None:
-        known = ", ".join(f"{route.method} {route.path}" for route in ROUTES)
-        text = f"there is no {method} {path[:200]}: this server has {known}"
-        raise HttpError(404, text, "not_found")
+        raise HttpError(404, f"there is no {method} {path[:200]}: {_hint(path)}", "not_found")
     route = methods.get("GET" if method == "HEAD" else method)
     if route is None:
         allowed = ", ".join(sorted(methods))
         text = f"{path[:200]} does not support {method}: it supports {allowed}"
         raise HttpError(405, text, headers={b"allow": allowed.encode()})
     return route, path_id
+
+
+_MAIN: Final = ", ".join(
+    f"/v1/{name}"
+    for name in ("chat/completions", "completions", "responses", "messages", "embeddings", "models")
+)
+
+
+def _hint(path: str) -> str:
+    """Return what a client with an unknown path may have meant."""
+    if path.startswith("/api/"):
+        return "Ollama's API is not served here: use /v1/chat/completions"
+    base = path[:200].rstrip("/")
+    for other in (base, base.removeprefix("/v1"), f"/v1{base}"):  # a base URL with /v1, or without
+        if _pattern(other)[0] in _BY_PATH:
+            return f"did you mean {other}?"
+    if near := get_close_matches(base, [one for one in _BY_PATH if "{" not in one], 1, 0.8):
+        return f"did you mean {near[0]}?"
+    return f"see GET /openapi.json; the main ones are {_MAIN}"
 
 
 def _pattern(path: str) -> tuple[str, str]:

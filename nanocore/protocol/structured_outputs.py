@@ -289,7 +289,8 @@ def _structural_tag(value: dict[str, Any] | str) -> StructuralTag:
     except InvalidRequestError:
         raise
     except (msgspec.MsgspecError, TypeError, KeyError) as error:
+        problem = f"the key {error} is missing" if isinstance(error, KeyError) else str(error)
         raise InvalidRequestError(
             "structured_outputs.structural_tag must be {'structures': [{'begin': str, 'schema': "
-            f"dict, 'end': str}}, ...], 'triggers': [str, ...]}}: {error}"
+            f"dict, 'end': str}}, ...], 'triggers': [str, ...]}}: {problem}"
         ) from None

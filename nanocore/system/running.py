@@ -36,9 +36,10 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     """An engine or a server that accepts clients.
 
     address: an engine's endpoint, or a server's URL. model: as clients call it. endpoints: of the
-    engine, or of those that the server uses. tokenizer, chat_template: a folder, and a name or
-    text, that a server uses instead of the engine's. launched_by: pid of the process to which the
-    engine is private; it ends with it. step_trace: absolute path of an engine's trace.
+    engine, or of those that the server uses. tokenizer, chat_template, served_model_names: a
+    folder, a name or text, and names that a server uses instead of the engine's. launched_by: pid
+    of the process to which the engine is private; it ends with it. step_trace: absolute path of an
+    engine's trace.
     """
 
     kind: Literal["engine", "server"]
@@ -49,6 +50,7 @@ class Running(msgspec.Struct, frozen=True, kw_only=True):
     curve_dir: str | None = None
     tokenizer: str | None = None
     chat_template: str | None = None
+    served_model_names: tuple[str, ...] = ()
     launched_by: int | None = None
     step_trace: str | None = None
     started_s: float = msgspec.field(default_factory=time.time)
@@ -147,7 +149,11 @@ def find_one(
     Raises:
         ConfigError: there are several, which the error lists; or see `all_running`.
     """
-    found = [one for one in reachable(all_running(), with_private) if model in (None, one.model)]
+    found = [
+        one
+        for one in reachable(all_running(), with_private)
+        if model in (None, one.model, *one.served_model_names)
+    ]
     if len(found) > 1:
         lines = [f"  {one.flag(endpoint_flag)}  ({one.kind}, {one.model}, pid {one.pid})"
                  for one in found]  # fmt: skip

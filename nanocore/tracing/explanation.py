@@ -7,7 +7,9 @@ turn, is the reason.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Final
 
@@ -108,18 +110,36 @@ def read_runs(path: str) -> list[RunTimeline]:
 
 
 def explain(path: str, request_id: str) -> Explanation:
-    """Explain the last request of a trace with this id.
+    """Explain the last request of a trace with this id, or with one that a server made of it.
 
     Raises:
         TraceError: the trace cannot be read, or has no such request; names similar ids.
     """
     runs = read_runs(path)
-    found = [(run, timeline) for run in runs for timeline in run.timelines_of(request_id)]
+    found = _found(runs, lambda one: one == request_id)
+    if not found:
+        found = _found(runs, re.compile(_SERVERS.format(re.escape(request_id))).fullmatch)
     if not found:
         raise TraceError(_unknown(path, request_id, runs))
     explanation = explanation_of(*found[-1])
     explanation.num_same_id = len(found)
     return explanation
+
+
+_SERVERS: Final = "(?:chatcmpl-|cmpl-|msg_|resp_)?{}(?:-[0-9a-f]{{8}})?(?:-[0-9]+)?"
+"""A server's ids: kind of response, the client's id, what makes it unique, number of the prompt."""
+
+
+def _found(
+    runs: list[RunTimeline], is_wanted: Callable[[str], object]
+) -> list[tuple[RunTimeline, RequestTimeline]]:
+    return [
+        (run, timeline)
+        for run in runs
+        for request_id in run.request_ids()
+        if is_wanted(request_id)
+        for timeline in run.timelines_of(request_id)
+    ]
 
 
 def explanation_of(run: RunTimeline, timeline: RequestTimeline) -> Explanation:

@@ -13,6 +13,7 @@ from nanocore.cli.batch.flags import BatchOptions
 from nanocore.cli.batch.flags import parse as batch
 from nanocore.cli.chat.flags import parse as chat
 from nanocore.client.tokenizer import Tokenizer
+from nanocore.http.server_settings import AppSettings
 from nanocore.system.running import Running, registered
 from tests.cli.served import DEMO, Served, exit_code, serving
 
@@ -28,7 +29,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(trace: Path) -> Iterator[Served]:
     """The only one of this user: a server whose engine is private to it."""
     with serving(
-        str(DEMO), "--served-model-name", "org/demo", "--step-trace", str(trace),
+        str(DEMO), "--served-model-name", "org/demo", "toy", "--step-trace", str(trace),
         "--api-key", "secret-key",
     ) as started:  # fmt: skip
         started.line("ready: ")
@@ -148,6 +149,7 @@ def test_a_batch_is_answered_by_it(flags: list[str], url: str, tmp_path: Path) -
         {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
         for name in ("a", "b")
     ]
+    lines[0]["body"] = body | {"model": "toy"}
     lines[1]["body"] = {"messages": []}
     given, results = tmp_path / "in", tmp_path / "out"
     given.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -212,6 +214,7 @@ def test_what_is_found_is_joined_unless_a_flag_says_otherwise(
     entry = Running(
         kind="engine", pid=1, address=endpoints[0], model="org/a", endpoints=endpoints,
         curve_dir="/keys", tokenizer=str(DEMO), chat_template="chatml",
+        served_model_names=("a", "b"),
     )  # fmt: skip
     with registered(entry):
         command, *flags = arguments
@@ -220,6 +223,8 @@ def test_what_is_found_is_joined_unless_a_flag_says_otherwise(
     assert (engine.found == entry) == is_joined
     options = parsed.app if isinstance(parsed, BatchOptions) else parsed
     assert options.chat_template == ("chatml" if is_joined else None)
+    if isinstance(options, AppSettings):
+        assert options.served_model_names == (("a", "b") if is_joined else ())
     joined = endpoints, "/keys", str(DEMO)
     found = engine.endpoints, engine.curve_dir, engine.tokenizer
     assert found == (joined if is_joined else ((), None, None))

@@ -133,6 +133,17 @@ def test_of_several_requests_of_one_id_the_last_is_explained(
     assert "2 requests had this id; this is the last one." in out
 
 
+@pytest.mark.parametrize("of_server", ["chatcmpl-{}-0123abcd", "cmpl-{}-0123abcd-1", "msg_{}"])
+def test_a_request_is_found_by_the_id_that_a_server_s_client_gave(
+    of_server: str, trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = Path(trace).read_text()
+    Path(trace).write_text(whole.replace('"b"', f'"{of_server.format("b.")}"'))
+    assert exit_code("explain", "b.", trace) == 0
+    assert capsys.readouterr().out.startswith(f"request {of_server.format('b.')}: run 1,")
+    assert exit_code("explain", "bx", trace) == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

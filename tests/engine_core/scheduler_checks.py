@@ -98,7 +98,7 @@ def check_urgency(scheduler: Scheduler) -> None:
     """
     config, step, kv_cache = scheduler.config, scheduler.planned, scheduler.kv_cache
     running_set, head = scheduler.running, scheduler.waiting.head()
-    if config.policy != "priority" or head is None or scheduler.num_in_flight > 1:
+    if config.policy != "priority" or head is None or scheduler.running.num_in_flight > 1:
         return
     if step.new or step.resumed or step.completed or step.preempted or step.stalled:
         return

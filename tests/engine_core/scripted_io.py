@@ -71,6 +71,7 @@ class Io:
         self.grammars = FakeGrammars()
         self.scheduler, _ = make_scheduler()
         self.counters = self.scheduler.counters
+        self.counters.num_free_rows = 0  # what comes has to wait
         queue_limit = QueueLimit(MAX_NUM_QUEUED_REQS, 10_000, self.counters)
         self.metrics = EngineMetrics(self.scheduler, queue_limit.rejections, CACHE_LABELS)
         self.compiling = CompilingRequests(self.grammars, queue_limit, self.outbox.put)

@@ -9,6 +9,7 @@ import pytest
 
 from nanocore.engine_core.io.limits import (
     MAX_RETRY_S,
+    MAX_UNKNOWN_RETRY_S,
     MIN_RETRY_S,
     UNKNOWN_RETRY_S,
     DrainRate,
@@ -20,6 +21,7 @@ from nanocore.protocol.errors import EngineOverloadedError
 from nanocore.protocol.messages import Submit
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.engine_core.test_admission import admission, submit
+from tests.fakes import make_request, make_scheduler
 
 
 class Queue:
@@ -34,12 +36,16 @@ class Queue:
         for _ in range(num_reqs):
             self.limit.enter(num_tokens, 1, num_bytes)
 
-    def let_go(self, num_reqs: int, seconds: float, num_tokens: int = 1, more: int = 0) -> None:
-        """So many leave in so many seconds, and as many come in their place."""
+    def drain(self, num_reqs: int, seconds: float = 0.0, num_tokens: int = 1) -> None:
         self.now_s += seconds
+        self.counters.dequeued_s = self.now_s
         self.counters.dequeued_reqs += num_reqs
         self.counters.dequeued_tokens += num_reqs * num_tokens
         self.counters.dequeued_bytes += num_reqs
+
+    def let_go(self, num_reqs: int, seconds: float, num_tokens: int = 1, more: int = 0) -> None:
+        """So many leave in so many seconds, and as many come in their place."""
+        self.drain(num_reqs, seconds, num_tokens)
         for _ in range(num_reqs + more):
             self.limit.enter(num_tokens, 1, 1)
 
@@ -134,17 +140,95 @@ def test_times_in_which_nobody_waits_do_not_count(queue: Queue) -> None:
     queue.fill()
     for _ in range(20):
         queue.let_go(2, seconds=1.0)
-    queue.counters.dequeued_reqs += 10
+    queue.drain(10, seconds=5.0)
     queue.now_s += 3600.0
     queue.fill()
     assert queue.refuse().retry_after_s == pytest.approx(0.5)
+
+
+def test_before_anything_has_drained_it_is_as_long_again_within_seconds(queue: Queue) -> None:
+    queue.fill()
+    for waited_s, expected_s in ((0.02, 1.0), (3.0, 3.02), (30.0, MAX_UNKNOWN_RETRY_S)):
+        queue.refuse()
+        queue.now_s += waited_s
+        assert queue.refuse().retry_after_s == pytest.approx(expected_s)
+
+
+def test_what_drained_while_nobody_looked_is_timed_by_when_it_did(queue: Queue) -> None:
+    """Who is told to come back late does not find that the queue is slow."""
+    queue.fill()
+    queue.refuse()
+    queue.drain(10, seconds=5.0)
+    queue.now_s += 60.0
+    queue.fill()
+    assert queue.refuse().retry_after_s == pytest.approx(0.5)
+
+
+def test_the_next_one_is_due_when_it_has_not_left_for_a_while(queue: Queue) -> None:
+    queue.fill()
+    queue.let_go(1, seconds=4.0)
+    queue.let_go(1, seconds=4.0)
+    for waited_s, expected_s in ((1.0, 3.0), (2.0, 1.0), (5.0, 4.0)):  # at last it is late
+        queue.now_s += waited_s
+        assert queue.refuse().retry_after_s == pytest.approx(expected_s)
+    assert queue.refuse(num_samples=2).retry_after_s == pytest.approx(8.0)
+
+
+def test_it_is_never_later_than_nobody_waits(queue: Queue) -> None:
+    queue.fill()
+    for _ in range(20):
+        queue.let_go(2, seconds=1.0)
+    times_s = [queue.refuse(client=client).retry_after_s for client in range(100)]
+    assert times_s == sorted(times_s)
+    assert times_s[-1] == pytest.approx(10 / 2)
+
+
+def test_free_rows_are_not_waited_for(queue: Queue) -> None:
+    queue.counters.num_free_rows = 2
+    queue.fill(12)
+    assert "10 requests wait" in str(queue.refuse())
+    queue.counters.count_dequeued(make_request(1, [1], 2), now_s=queue.now_s)
+    queue.counters.count_dequeued(make_request(2, [1], 2), now_s=queue.now_s)
+    assert queue.counters.num_free_rows == 0
+    assert queue.refuse().retry_after_s == UNKNOWN_RETRY_S  # those two say nothing of the others
+
+
+def test_no_row_is_free_while_the_engine_is_paused(queue: Queue) -> None:
+    queue.counters.num_free_rows = 2
+    queue.counters.is_paused = True
+    queue.fill(10)
+    queue.refuse()
+    queue.counters.is_paused = False
+    queue.fill(2)
+    queue.refuse()
+
+
+def test_rows_are_free_if_the_last_step_left_nobody_waiting() -> None:
+    scheduler, executor = make_scheduler(max_num_seqs=2)
+    counters = scheduler.counters
+
+    def step() -> None:
+        scheduler.update(executor.execute(scheduler.schedule()))
+
+    assert counters.num_free_rows == 2
+    scheduler.add(make_request(1, [1], 2))
+    step()
+    assert counters.num_free_rows == 1
+    for handle in (2, 3):
+        scheduler.add(make_request(handle, [1], 2))
+    step()  # the first ends, and its row is for the one that waits
+    assert counters.num_free_rows == 0
+    step()
+    step()
+    assert counters.num_free_rows == 2
 
 
 def test_a_queue_that_stands_still_says_the_longest_time_and_a_fast_one_the_shortest(
     queue: Queue,
 ) -> None:
     queue.fill()
-    queue.now_s += 30.0
+    queue.let_go(1, seconds=1.0)
+    queue.now_s += 100.0
     assert queue.refuse().retry_after_s == MAX_RETRY_S
     fast = Queue()
     fast.fill()
@@ -161,8 +245,7 @@ def test_sessions_that_were_sent_away_are_reckoned_with_once_each(queue: Queue) 
         assert queue.refuse(client=1).retry_after_s == pytest.approx(0.5)
     assert queue.refuse(client=2).retry_after_s == pytest.approx(1.0)
     assert queue.refuse(client=3).retry_after_s == pytest.approx(1.5)
-    queue.now_s += 10.0  # none of them has come back
-    queue.counters.dequeued_reqs += 20
+    queue.drain(20, seconds=10.0)  # none of them has come back
     queue.limit.leave(0, -20)
     assert queue.refuse(client=4).retry_after_s == pytest.approx(0.5)
 
@@ -171,7 +254,7 @@ def test_who_comes_in_is_expected_no_more(queue: Queue) -> None:
     queue.fill()
     queue.let_go(2, seconds=1.0)
     queue.refuse(client=1)
-    queue.counters.dequeued_reqs += 1
+    queue.drain(1, seconds=0.5)
     queue.limit.enter(1, 1, 1, client=1)
     assert queue.refuse(client=2).retry_after_s == pytest.approx(0.5)
 
@@ -217,6 +300,6 @@ def test_a_request_s_bytes_are_counted_until_it_leaves_the_queue() -> None:
             limited.build(submit(8, 4, allowed_token_ids=wide), handle=1 + num_built, client=1)
             num_built += 1
     assert num_built == 100_000 // request.num_bytes
-    counters.count_dequeued(request)
+    counters.count_dequeued(request, now_s=1.0)
     assert counters.dequeued_bytes == request.num_bytes
     limited.build(submit(8, 4, allowed_token_ids=wide), handle=101, client=1)

@@ -98,7 +98,7 @@ async def test_models_go_by_all_their_names(endpoint: str) -> None:
 def test_a_wrong_path_or_method_names_the_right_ones(app: App) -> None:
     answer = ask(app, "GET", "/v1/audio")
     assert answer.status == 404
-    assert "POST /v1/chat/completions" in answer.json["error"]["message"]
+    assert "/v1/chat/completions" in answer.json["error"]["message"]
 
     answer = ask(app, "GET", CHAT)
     assert (answer.status, answer.headers[b"allow"]) == (405, b"POST")
@@ -182,6 +182,35 @@ def test_a_body_whose_announced_length_is_too_large_is_not_read() -> None:
 @pytest.mark.parametrize("headers", [{"content_type": "text/plain"}, {"content_encoding": "gzip"}])
 def test_other_kinds_of_bodies_are_refused(app: App, headers: dict[str, str]) -> None:
     assert ask(app, "POST", CHAT, b"{}", **headers).status == 415
+
+
+def test_a_curl_without_a_header_is_told_which(app: App) -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    refused = ask(app, "POST", CHAT, b"{}", **form)
+    assert refused.status == 415
+    assert "(curl: -H 'content-type: application/json')" in refused.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/models", "did you mean /v1/models?"),
+        ("/v1/models/", "did you mean /v1/models?"),
+        ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
+        ("/chat/completions/", "did you mean /v1/chat/completions?"),
+        ("/responses/x/cancel", "did you mean /v1/responses/x/cancel?"),
+        ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
+        ("/api/chat", "Ollama's API is not served here: use /v1/chat/completions"),
+        ("/v1/audio/speech", "see GET /openapi.json; the main ones are /v1/chat/completions, "),
+        ("/" + "a" * 5000, "see GET /openapi.json"),
+        ("//", "see GET /openapi.json"),
+    ],
+)
+def test_an_unknown_path_is_told_what_may_have_been_meant(app: App, path: str, hint: str) -> None:
+    refused = ask(app, "GET", path)
+    assert refused.status == 404
+    assert f": {hint}" in refused.json["error"]["message"]
+    assert len(refused.json["error"]["message"]) < 400
 
 
 def test_a_client_that_leaves_before_its_body_is_there_gets_nothing(app: App) -> None:

@@ -186,6 +186,7 @@ def test_an_answer_can_be_held_to_a_form(demo_endpoint: str) -> None:
         ("prompt", {"prompt": ["a"] * 1025}),
         ("suffix", {"suffix": "b"}),
         ("best_of", {"best_of": 2}),
+        ("best_of", {"best_of": 2, "use_beam_search": True}),
         ("priority", {"priority": -1}),
         ("max_tokens", {"max_tokens": 0}),
         ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),

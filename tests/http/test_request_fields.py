@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import re
 from typing import Any
 
 import msgspec
@@ -10,15 +13,18 @@ import pytest
 from nanocore.client.chat.chat_request import ChatOptions
 from nanocore.http.dialects.anthropic_messages import MessagesRequest, conversation
 from nanocore.http.dialects.chat_completions import ChatCompletionRequest
+from nanocore.http.dialects.completions import CompletionRequest
 from nanocore.http.dialects.prompts import MAX_PROMPTS, num_kept_tokens, read_prompts
 from nanocore.http.dialects.request_fields import SamplingFields
+from nanocore.http.dialects.responses.response_request import ResponsesRequest
 from nanocore.http.dialects.responses.response_tools import read_response_tools
 from nanocore.http.endpoints.tokenize import TokenizeRequest
 from nanocore.http.http_errors import HttpError
 from nanocore.http.server_settings import AppSettings
 from nanocore.protocol.sampling import EngineSamplingParams, SamplingParams
 from tests.client.running import run
-from tests.http.asgi import Connection, app_of, exchange
+from tests.end_to_end.test_compile_process import DEMO_MODEL as DEMO
+from tests.http.asgi import Connection, app_of, ask, exchange
 
 
 @pytest.mark.parametrize(
@@ -110,6 +116,74 @@ def test_every_dialect_takes_them(demo_endpoint: str, path: str, name: str, body
             return await http.post(path, json=body | asked)
 
     assert run(send()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("served", "asked", "status"),
+    [
+        ((), str(DEMO), 200),
+        ((), DEMO.name, 200),
+        ((), DEMO.parent.name, 404),
+        (("org/demo",), "demo", 404),
+        (("org/demo",), DEMO.name, 404),
+    ],
+)
+def test_a_model_without_a_name_goes_by_its_path_or_the_last_part_of_it(
+    demo_endpoint: str, served: tuple[str, ...], asked: str, status: int
+) -> None:
+    body = {"messages": TURNS, "max_tokens": 1, "model": asked}
+    answer = ask(demo_endpoint, "/v1/chat/completions", body, served_model_names=served)
+    assert answer.status_code == status
+    if status == 200:
+        assert answer.json()["model"] == asked
+
+
+def test_a_response_s_id_holds_the_client_s_and_is_unique(demo_endpoint: str) -> None:
+    async def send() -> list[Any]:
+        async with app_of(demo_endpoint) as (_, http):
+            body = {"messages": TURNS, "max_tokens": 1}
+            both = [
+                http.post("/v1/chat/completions", json=body, headers={"x-request-id": "my/1"})
+                for _ in range(2)
+            ]
+            return await asyncio.gather(*both)
+
+    answers = run(send())
+    assert [answer.status_code for answer in answers] == [200, 200]
+    first, second = (answer.json()["id"] for answer in answers)
+    assert first != second
+    assert re.fullmatch("chatcmpl-my/1-[0-9a-f]{8}", first)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("guided_json", {}, "guided_json is structured_outputs.json here"),
+        ("guided_choice", ["a"], "guided_choice is structured_outputs.choice here"),
+        ("grammar", 'root ::= "a"', "structured_outputs.grammar, in Lark's syntax, here"),
+        ("json_schema", {}, "json_schema is structured_outputs.json here"),
+        ("format", "json", "structured_outputs.json_object=true, here"),
+        ("options", {"num_predict": 3}, "max_tokens, temperature and the others"),
+        ("guided_regex", None, None),
+        ("min_tokens_to_keep", 3, None),
+    ],
+)
+@pytest.mark.parametrize(
+    "kind", [ChatCompletionRequest, CompletionRequest, ResponsesRequest, MessagesRequest]
+)
+async def test_a_constraint_of_another_engine_is_not_ignored(
+    kind: type[SamplingFields], name: str, value: Any, said: str | None
+) -> None:
+    body = {"messages": TURNS, "prompt": PROMPT, "input": TURNS, "max_tokens": 1, name: value}
+    asked = exchange(Connection(json.dumps(body).encode()))
+    if said is None:
+        await asked.read(kind)
+        assert name.encode() in asked.reply_headers[b"nanocore-ignored"]
+        return
+    with pytest.raises(HttpError) as caught:
+        await asked.read(kind)
+    assert (caught.value.status, caught.value.param) == (400, name)
+    assert said in caught.value.message
 
 
 @pytest.mark.parametrize("key", [" 5", "5_0", "+5", "-5", "\u0665", "", "a", "1" * 5000])

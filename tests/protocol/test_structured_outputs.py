@@ -277,6 +277,15 @@ def test_a_users_value_of_the_wrong_type_is_refused_by_name(name: str, value: An
 
 
 @pytest.mark.parametrize(
+    ("tag", "key"),
+    [("{}", "structures"), ({"structures": [{"begin": "<f>"}], "triggers": ["<"]}, "schema")],
+)
+def test_a_structural_tag_says_which_key_is_missing(tag: Any, key: str) -> None:
+    with pytest.raises(InvalidRequestError, match=f": the key '{key}' is missing$"):
+        StructuredOutputsParams(structural_tag=tag).for_engine()
+
+
+@pytest.mark.parametrize(
     ("schema", "text"),
     [
         (SCHEMA, '{"type":"object","properties":{"größe":{"type":"integer"}}}'),

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from nanocore.protocol.errors import ConfigError
@@ -140,3 +141,14 @@ def test_a_model_is_found_by_its_name(register: ExitStack) -> None:
         register.enter_context(registered(one))
     assert find_one("org/b") == wanted
     assert find_one("org/c") is None
+
+
+def test_a_model_is_found_by_any_name_that_its_server_gives_it(register: ExitStack) -> None:
+    engine = an_engine("a")
+    server = msgspec.structs.replace(
+        a_server("http://[::1]:1", engine), model="first", served_model_names=("first", "second")
+    )
+    for one in (engine, server):
+        register.enter_context(registered(one))
+    assert find_one("first") == find_one("second") == server
+    assert find_one("org/a") is None

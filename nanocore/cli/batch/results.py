@@ -72,8 +72,10 @@ class _ErrorBody(msgspec.Struct):
     error: _ErrorOfBody = _ErrorOfBody()
 
 
-def response_line(request: BatchRequest, response: CallResponse) -> tuple[bytes, bool]:
-    """Return the result's line, and whether it is an error."""
+def response_line(
+    request: BatchRequest, response: CallResponse
+) -> tuple[bytes, ResultError | None]:
+    """Return the result's line, and its error."""
     error = None
     if response.status >= 400:
         try:
@@ -85,13 +87,13 @@ def response_line(request: BatchRequest, response: CallResponse) -> tuple[bytes,
     # JSON strings contain no line breaks, so this only changes white space.
     body = msgspec.Raw(response.body.replace(b"\n", b" "))
     sent = _Response(response.status, response.request_id, body)
-    return _encode(_ResultLine(_new_id(), request.custom_id, sent, error)), error is not None
+    return _encode(_ResultLine(_new_id(), request.custom_id, sent, error)), error
 
 
-def bad_line(bad: BadLine) -> bytes:
-    """Return the result's line of an invalid line."""
+def bad_line(bad: BadLine) -> tuple[bytes, ResultError]:
+    """Return the result's line of an invalid line, and its error."""
     error = ResultError(bad.code, f"line {bad.line}: {bad.message}", bad.line)
-    return _encode(_ResultLine(_new_id(), bad.custom_id, None, error))
+    return _encode(_ResultLine(_new_id(), bad.custom_id, None, error)), error
 
 
 def _new_id() -> str:

@@ -8,20 +8,40 @@ continues.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from typing import Final
+
+import msgspec
 
 from nanocore.cli.batch.calls import AsgiApp, CallResponse, ask
 from nanocore.cli.batch.lines import BadLine, BatchRequest
 from nanocore.cli.batch.pending import PendingLines
-from nanocore.cli.batch.results import Results, bad_line, response_line
-from nanocore.protocol.errors import EngineDeadError
+from nanocore.cli.batch.results import ResultError, Results, bad_line, response_line
+from nanocore.protocol.errors import EngineDeadError, quoted, shorten
 from nanocore.protocol.messages import Limits
 
 MAX_UNAVAILABLE_S: Final = 30.0
 """Per-request limit for 503 retries, in addition to the client's wait for an engine."""
+_MAX_KINDS: Final = 1000
+"""Kinds of errors that are told apart."""
 _FULL: Final = 429
 _UNAVAILABLE: Final = 503
+
+
+class FrequentError(msgspec.Struct):
+    """first: the first of these errors. custom_id: its request's, if it has one."""
+
+    first: ResultError
+    custom_id: str | None
+    count: int = 0
+
+    def __str__(self) -> str:
+        where = f"line {self.first.line}"
+        if self.custom_id is not None:
+            where += f", {quoted(self.custom_id)}"
+        times = "once" if self.count == 1 else f"{self.count} times"
+        return f"{times}, first {where}: {shorten(self.first.message)}"
 
 
 class BatchRunner:
@@ -39,6 +59,7 @@ class BatchRunner:
     ) -> None:
         self.num_answered = 0
         self.num_failed = 0
+        self._errors: dict[str, FrequentError] = {}  # by message, whatever numbers it has
         self._pending = pending
         self._results = results
         self._on_result = on_result
@@ -61,7 +82,7 @@ class BatchRunner:
                     if line is None:
                         break
                     if isinstance(line, BadLine):
-                        self._write(bad_line(line), True)
+                        self._write(line.custom_id, *bad_line(line))
                         slots.release()
                     else:
                         task = group.create_task(self._do(app, line))
@@ -70,7 +91,8 @@ class BatchRunner:
             raise errors.exceptions[0] from None
 
     async def _do(self, app: AsgiApp, request: BatchRequest) -> None:
-        self._write(*response_line(request, await self._call(app, request)))
+        response = await self._call(app, request)
+        self._write(request.custom_id, *response_line(request, response))
 
     async def _call(self, app: AsgiApp, request: BatchRequest) -> CallResponse:
         waited_s = 0.0
@@ -88,13 +110,22 @@ class BatchRunner:
                     )
             await self._pause(pause_s)
 
-    def _write(self, line: bytes, failed: bool) -> None:
+    def most_frequent_error(self) -> FrequentError | None:
+        return max(self._errors.values(), key=lambda one: one.count, default=None)
+
+    def _write(self, custom_id: str | None, line: bytes, error: ResultError | None) -> None:
         self._results.append(line)
-        if failed:
-            self.num_failed += 1
-        else:
+        if error is None:
             self.num_answered += 1
+        else:
+            self.num_failed += 1
+            self._count(error, custom_id)
         self._on_result()
+
+    def _count(self, error: ResultError, custom_id: str | None) -> None:
+        kind = re.sub("[0-9]+", "0", error.message)
+        if kind in self._errors or len(self._errors) < _MAX_KINDS:
+            self._errors.setdefault(kind, FrequentError(error, custom_id)).count += 1
 
 
 def default_concurrency(limits: Limits) -> int:

@@ -87,16 +87,23 @@ async def _run(
         return INTERRUPTED
     finally:
         bar.close()
+    for line in summary(pending, runner):
+        logger.info("%s", line)
+    return SOME_FAILED if pending.num_failed + runner.num_failed else 0
+
+
+def summary(pending: PendingLines, runner: BatchRunner) -> list[str]:
+    """Return what is said at the end, as lines."""
     num_failed = pending.num_failed + runner.num_failed
     num_answered = pending.num_done - pending.num_failed + runner.num_answered
-    logger.info(
-        "%s: %d succeeded, %d failed; %d of them in earlier runs",
-        counted(num_answered + num_failed, "line"),
-        num_answered,
-        num_failed,
-        pending.num_done,
-    )
-    return SOME_FAILED if num_failed else 0
+    earlier = f" ({counted(pending.num_done, 'line')} in earlier runs)" if pending.num_done else ""
+    num_lines = counted(num_answered + num_failed, "line")
+    said = [f"{num_lines}: {num_answered} succeeded, {num_failed} failed{earlier}"]
+    if (error := runner.most_frequent_error()) is not None:
+        said.append(f"the most frequent error, {error}")
+    if pending.num_failed:
+        said.append("errors of earlier runs are kept: --retry-errors tries them again")
+    return said
 
 
 @asynccontextmanager

@@ -202,4 +202,5 @@ class Supervisor:
             curve_dir=curve_dir,
             tokenizer=tokenizer,
             chat_template=self._options.app.chat_template,
+            served_model_names=self._options.app.served_model_names,
         )

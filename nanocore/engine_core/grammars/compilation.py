@@ -21,6 +21,7 @@ from nanocore.engine_core.grammars import grammar_text
 from nanocore.engine_core.grammars.lenient import find_fault, relax
 from nanocore.engine_core.grammars.schema import escaped, parse_schema
 from nanocore.engine_core.grammars.schema_checks import (
+    check_forms,
     check_lark,
     check_regex,
     check_schema,
@@ -132,6 +133,8 @@ def compile_grammar(
         InvalidRequestError: it cannot be compiled, or would take too long; it says where.
     """
     schemas = _schemas(wanted)
+    for field, schema in schemas:
+        check_forms(field, schema)
     compact = wanted.disable_any_whitespace
 
     def refusal(schema: Any) -> str | None:
@@ -224,8 +227,10 @@ def _error(
         quoted = re.search(r"regex parse error:\n    ([^\n]*)\n    ( *)\^", reason)
         if quoted and quoted[1] == wanted.regex:
             reason = f"at character {len(quoted[2])}: {reason}"
-    reason = _PLACE.sub(r"at line \1, column \2: ", reason)
-    return InvalidRequestError(f"structured_outputs.{wanted.kind}: {_first_line(reason)}")
+    reason = _first_line(_PLACE.sub(r"at line \1, column \2: ", reason))
+    if "::=" in (wanted.grammar or ""):
+        reason += """; grammars here are Lark's, not GBNF: start: "a" | "b\""""
+    return InvalidRequestError(f"structured_outputs.{wanted.kind}: {reason}")
 
 
 def _first_line(reason: str) -> str:

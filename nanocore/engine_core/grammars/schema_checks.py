@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
 from math import lcm
 from typing import Any, Final
@@ -22,7 +22,7 @@ from nanocore.engine_core.grammars.schema import (
     escaped,
     parts,
 )
-from nanocore.protocol.errors import InvalidRequestError, shorten
+from nanocore.protocol.errors import InvalidRequestError, quoted, shorten
 from nanocore.protocol.structured_outputs import StructuralTag
 
 MAX_NUMBER: Final = 2**53
@@ -238,6 +238,84 @@ def check_schema(field: str, schema: Any) -> None:
         _check_min_properties(field, place, part)
         is_merged = is_merged or not MERGING.isdisjoint(part)
     _check_multiples(field, multiples, is_merged)
+
+
+_TYPES: Final = ("array", "boolean", "integer", "null", "number", "object", "string")
+_MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTS: Final = ("prefixItems", "anyOf", "allOf", "oneOf")
+_ONES: Final = ("additionalProperties", "additionalItems", "not", "contains", "propertyNames",
+                "if", "then", "else", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
+_COUNTS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties",
+                  "maxProperties", "minContains", "maxContains")  # fmt: skip
+_FORMS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
+    "type": (
+        f"one of {', '.join(_TYPES)}, or a list of them",
+        # "any" is draft 3's, which is a keyword's value that is not supported.
+        lambda value: all(
+            one in (*_TYPES, "any") for one in (value if isinstance(value, list) else [value])
+        ),
+    ),
+    "items": ("a schema, or a list of them", lambda value: isinstance(value, (dict, bool, list))),
+    # A Boolean is draft 3's: see `_check_required`.
+    "required": (
+        "a list of names",
+        lambda value: isinstance(value, bool) or _is_list_of(value, str),
+    ),
+    "enum": ("a list of values", lambda value: isinstance(value, list)),
+    "multipleOf": ("a number above 0", lambda value: _is_number(value) and value > 0),
+    "uniqueItems": ("true or false", lambda value: isinstance(value, bool)),
+    **dict.fromkeys(_MAPS, ("an object", lambda value: isinstance(value, dict))),
+    **dict.fromkeys(_LISTS, ("a list of schemas", lambda value: _is_list_of(value, (dict, bool)))),
+    **dict.fromkeys(_ONES, ("a schema", lambda value: isinstance(value, (dict, bool)))),
+    **dict.fromkeys(
+        _COUNTS,
+        (
+            "a whole number from 0",
+            lambda value: _is_number(value) and value >= 0 and value == int(value),
+        ),
+    ),
+    **dict.fromkeys(("minimum", "maximum"), ("a number", lambda value: _is_number(value))),
+    # In draft 4 a Boolean, which belongs to minimum or maximum.
+    **dict.fromkeys(
+        ("exclusiveMinimum", "exclusiveMaximum"),
+        ("a number", lambda value: isinstance(value, (int, float))),
+    ),
+    **dict.fromkeys(
+        ("pattern", "format", "$ref"), ("a string", lambda value: isinstance(value, str))
+    ),
+}
+"""By keyword: what its value is in every draft of JSON Schema, in words and as a test."""
+
+
+def check_forms(field: str, schema: Any, place: str = "") -> None:
+    """Refuse values of keywords that no JSON Schema allows, lenient or not; null is let through.
+
+    Raises:
+        InvalidRequestError: where, as a JSON pointer, and what is allowed.
+    """
+    if not isinstance(schema, dict):
+        return
+    for keyword, value in schema.items():
+        at = f"{place}/{escaped(keyword)}"
+        if keyword in _FORMS and value is not None:
+            form, is_of_form = _FORMS[keyword]
+            if not is_of_form(value):
+                raise InvalidRequestError(
+                    f"structured_outputs.{field} at {at!r}: {quoted(value)} is not {form}"
+                )
+        if keyword in _MAPS:
+            value = value or {}
+            for name, one in value.items():
+                check_forms(field, one, f"{at}/{escaped(name)}")
+        elif keyword in (*_LISTS, "items") and isinstance(value, list):
+            for i, one in enumerate(value):
+                check_forms(field, one, f"{at}/{i}")
+        elif keyword in (*_ONES, "items"):
+            check_forms(field, value, at)
+
+
+def _is_list_of(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, list) and all(isinstance(one, kinds) for one in value)
 
 
 def check_triggers(tag: StructuralTag) -> None:

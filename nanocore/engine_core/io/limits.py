@@ -72,7 +72,7 @@ HORIZON_S: Final = 10.0
 MIN_RETRY_S: Final = 0.05
 MAX_RETRY_S: Final = 60.0
 UNKNOWN_RETRY_S: Final = 1.0
-_MIN_INTERVAL_S: Final = 0.01
+MAX_UNKNOWN_RETRY_S: Final = 5.0
 
 
 class DrainRate:
@@ -80,49 +80,62 @@ class DrainRate:
     something left.
 
     Totals are read whenever a request or session asks to enter, so it needs no thread and no timer.
-    Times are seconds of any one monotonic clock.
+    An interval ends when something drained, not when that is seen: who was told to come back later
+    would else measure how long it stayed away. Times are seconds of any one monotonic clock.
     """
 
     def __init__(self, num_quantities: int) -> None:
-        self._left = [0.0] * num_quantities  # within the horizon
+        self._drained = [0.0] * num_quantities  # within the horizon
         self._seconds = 0.0  # likewise
-        self._totals: list[float] | None = None  # when last looked at, if something was there
-        self._looked_s = -math.inf
+        self._totals: list[float] | None = None  # at the interval's begin, if something was there
+        self._begun_s = 0.0
+        self._waited_s = 0.0  # since something drained
 
-    def observe(self, now_s: float, totals: Sequence[float], is_empty: bool) -> None:
-        """Note totals drained since the start. is_empty: nothing is left to drain."""
-        elapsed_s = now_s - self._looked_s
+    def observe(
+        self, now_s: float, totals: Sequence[float], is_empty: bool, drained_s: float | None = None
+    ) -> None:
+        """Note totals drained since the start. The first is of what waits, the others of its parts.
+
+        is_empty: nothing is left to drain. drained_s: when the last drained; None: just now.
+        """
+        drained_s = now_s if drained_s is None else drained_s
         if self._totals is None:
-            self._begin(now_s, totals, is_empty)
-        elif elapsed_s >= _MIN_INTERVAL_S or is_empty:
-            grown = [now - before for now, before in zip(totals, self._totals, strict=True)]
-            if not is_empty or self._is_fast(grown[0], elapsed_s):
-                kept = math.exp(-elapsed_s / HORIZON_S)
-                self._seconds = self._seconds * kept + elapsed_s
-                self._left = [n * kept + more for n, more in zip(self._left, grown, strict=True)]
-            self._begin(now_s, totals, is_empty)
+            self._begin(now_s, totals)
+        elif totals[0] > self._totals[0]:
+            self._note(drained_s - self._begun_s, totals)
+            self._begin(drained_s, totals)
+        if is_empty:
+            self._totals = None
+        self._waited_s = now_s - self._begun_s
 
     def retry_after_s(self, needed: Sequence[float]) -> float:
-        """Return when the needed amounts will have drained, from 0.05 to 60 s; 1 s with no rate
-        yet.
+        """Return when the needed amounts will have drained, from 0.05 to 60 s.
+
+        With no rate yet it is as long again as nothing has drained, from 1 to 5 s.
         """
         if not self._seconds:
-            return UNKNOWN_RETRY_S
-        waits_s = [MIN_RETRY_S]
-        for quantity, left in zip(needed, self._left, strict=True):
-            if quantity > 0:
-                waits_s.append(quantity * self._seconds / left if left > 0 else MAX_RETRY_S)
-        return round(min(max(waits_s), MAX_RETRY_S), 3)
+            return round(min(max(self._waited_s, UNKNOWN_RETRY_S), MAX_UNKNOWN_RETRY_S), 3)
+        each_s = self._seconds / self._drained[0]
+        waits_s = [
+            quantity * self._seconds / drained if drained else MAX_UNKNOWN_RETRY_S
+            for quantity, drained in zip(needed, self._drained, strict=True)
+            if quantity > 0
+        ]
+        # The next one is due; if it is late, it is taken to be late by as much again.
+        wait_s = max(waits_s) - each_s + abs(each_s - self._waited_s)
+        return round(min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S), 3)
 
-    def _begin(self, now_s: float, totals: Sequence[float], is_empty: bool) -> None:
-        self._totals = None if is_empty else [*totals]
-        self._looked_s = now_s
+    def _begin(self, now_s: float, totals: Sequence[float]) -> None:
+        self._totals = [*totals]
+        self._begun_s = now_s
 
-    def _is_fast(self, num_left: float, elapsed_s: float) -> bool:
-        """Whether an interval that was partly empty shows a higher rate than is known."""
-        if self._seconds:
-            return num_left * self._seconds > self._left[0] * elapsed_s
-        return 0 < elapsed_s <= UNKNOWN_RETRY_S
+    def _note(self, elapsed_s: float, totals: Sequence[float]) -> None:
+        assert self._totals is not None
+        elapsed_s = max(elapsed_s, 0.0)
+        kept = math.exp(-elapsed_s / HORIZON_S)
+        self._seconds = self._seconds * kept + elapsed_s
+        grown = [now - before for now, before in zip(totals, self._totals, strict=True)]
+        self._drained = [n * kept + more for n, more in zip(self._drained, grown, strict=True)]
 
 
 _SAMPLE_BYTES: Final = 2048  # a Request, what it points to, and its place in the queue
@@ -160,9 +173,10 @@ class QueueLimit:
 
     Args:
         max_num_queued_reqs, max_num_queued_tokens, max_num_queued_bytes: limits of requests that
-        wait for their first step, of their tokens, and of the memory they hold. One request may
-        always wait, however large; so may one of each session, within the memory limit: what others
-        have queued may delay a new session, not lock it out.
+        wait for their first step, of their tokens, and of the memory they hold. As many as rows are
+        free do not count as waiting. One request may always wait, however large; so may one of each
+        session, within the memory limit: what others have queued may delay a new session, not lock
+        it out.
         counters: the scheduler's. clock: monotonic, in seconds.
     """
 
@@ -206,14 +220,19 @@ class QueueLimit:
         Raises:
             EngineOverloadedError: the queue is full; nothing was counted. Its Retry-After is when
             enough has drained for this request, and for one of each other session that was refused
-            and is expected back.
+            and is expected back; at the latest when nobody waits.
         """
         gone = self._counters
         totals = gone.dequeued_reqs, gone.dequeued_tokens, gone.dequeued_bytes
         reqs, tokens, held = self._num_reqs, self._num_tokens, self._num_bytes
+        # Read after the totals: see `count_dequeued`.
+        num_free_rows = 0 if gone.is_paused else gone.num_free_rows
         waiting = reqs - totals[0], tokens - totals[1], held - totals[2]
         now_s = self._clock()
-        self._outflow.observe(now_s, totals, is_empty=not waiting[0])
+        # What takes a free row leaves at once, which says nothing of how long others wait.
+        is_empty = not waiting[0] or num_free_rows > 0
+        self._outflow.observe(now_s, totals, is_empty, gone.dequeued_s)
+        waiting = max(waiting[0] - num_free_rows, 0), *waiting[1:]
         more = num_samples, num_tokens, num_bytes
         found = self._problem(waiting, more, may_exceed=is_only and num_samples == 1)
         if found is not None:
@@ -276,7 +295,7 @@ class QueueLimit:
         over = [
             min(now + n - limit, now) for now, n, limit in zip(waiting, more, limits, strict=True)
         ]
-        over[0] = max(over[0], 1) + len(self._sent_away)
+        over[0] = min(max(over[0], 1) + len(self._sent_away), waiting[0])
         retry_s = self._outflow.retry_after_s(over)
         self._sent_away[client] = now_s + retry_s + _PATIENCE_S
         return retry_s

@@ -84,7 +84,9 @@ class SchedulerCounters:
     """Totals since the start. Each sample counts as a request.
 
     dequeued_*: requests that left the queue for good; their submitted tokens, and the bytes that
-    they held while they waited, count once for all samples.
+    they held while they waited, count once for all samples. dequeued_s: when the last one left.
+    num_free_rows: rows for requests that arrive now; 0 if the last plan had none for some that
+    wait. is_paused: no step is planned for now.
     """
 
     num_steps: int = 0
@@ -95,11 +97,24 @@ class SchedulerCounters:
     dequeued_reqs: int = 0
     dequeued_tokens: int = 0
     dequeued_bytes: int = 0
+    dequeued_s: float = 0.0
+    num_free_rows: int = 0
+    is_full: bool = False
+    is_paused: bool = False
 
-    def count_dequeued(self, request: Request) -> None:
+    def count_rows(self, num_free: int, is_full: bool | None = None) -> None:
+        """Count free rows. is_full: whether a plan has left requests waiting; None: no new plan."""
+        if is_full is not None:
+            self.is_full = is_full
+        self.num_free_rows = 0 if self.is_full else num_free
+
+    def count_dequeued(self, request: Request, now_s: float) -> None:
         """Count a request when it is first admitted, or when it ends before that."""
         if request.was_admitted:
             return
+        # In this order, so that another thread never sees a row free that has been taken.
+        self.num_free_rows = max(self.num_free_rows - 1, 0)
+        self.dequeued_s = now_s
         self.dequeued_reqs += 1
         if request.sample == 0:
             self.dequeued_tokens += request.num_submitted_tokens

@@ -66,7 +66,7 @@ class Scheduler:
             self._priority_preemption = PriorityPreemption(
                 self.running, kv_cache, self.precedence, config.num_groups
             )
-        self.counters = SchedulerCounters()
+        self.counters = SchedulerCounters(num_free_rows=config.max_num_seqs)
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
         self.completed = StepOutcome(StepPlan(0, 0))
         self.clock = clock
@@ -105,17 +105,13 @@ class Scheduler:
 
         To be asked right after `schedule`, whose own step is in flight then.
         """
-        busy = self.num_running or self.planned.preempted or self.num_in_flight > 1
+        busy = self.num_running or self.planned.preempted or self.running.num_in_flight > 1
         return bool(self.waiting) and not busy
 
     @property
     def planned(self) -> StepPlan:
         """The step that was planned last."""
         return self.running.planned
-
-    @property
-    def num_in_flight(self) -> int:
-        return self.running.num_in_flight
 
     def next_group(self) -> int | None:
         """Return the group of rows that the next step serves; None if there is nothing to do.
@@ -171,7 +167,7 @@ class Scheduler:
             return None
         if request.row < 0:  # it waits, for the first time or after a preemption
             self.waiting.leave(request)
-            self.counters.count_dequeued(request)
+            self.counters.count_dequeued(request, self.clock())
         self._ended.append(request)
         self._end(request)
         return request
@@ -211,6 +207,8 @@ class Scheduler:
         if self.waiting and may_admit:
             self._schedule_waiting(plan, budget)
         self._begun_s.append(self.clock())
+        is_full = self.num_waiting > 0 or running.is_short_of_blocks
+        counters.count_rows(self.config.max_num_seqs - self.num_running, is_full)
         return running.begin(plan)
 
     def update(self, result: ModelRunnerOutput) -> list[ClientOutput]:
@@ -238,6 +236,7 @@ class Scheduler:
         outcome.finished += self._ended
         self._ended = []
         outcome.begin_decodes(self.running.table.requests, now_s)
+        self.counters.count_rows(self.config.max_num_seqs - self.num_running)
         self._log(outcome.plan, now_s)
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
 
@@ -362,7 +361,7 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, request: Request, hits: list[Block], count: int) -> None:
         """Give a waiting request a row and its first tokens."""
-        self.counters.count_dequeued(request)
+        self.counters.count_dequeued(request, self.clock())
         self.running.admit(plan, request, hits, count)
         request.times.admit(self.clock())
         if self._priority_preemption is not None:

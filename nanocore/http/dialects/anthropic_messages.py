@@ -116,7 +116,7 @@ async def serve(exchange: Exchange) -> None:
     exchange.note_params(params, request.stream)
     check_num_messages(exchange, request.messages)
     messages, options = conversation(exchange, request)
-    response_id = ResponseId("msg_", request.request_id)
+    response_id = ResponseId("msg_", request.request_id, exchange.given_request_id)
     engine_id = response_id.engine_id()
     stream = await submit_chat(exchange, request, messages, params, engine_id, options)
     style = MessageStyle(response_id.text, model)

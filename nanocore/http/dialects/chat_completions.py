@@ -346,7 +346,7 @@ async def serve(exchange: Exchange) -> None:
     params = request.params(client.model_card.default_sampling)
     exchange.note_params(params, request.stream)
     check_num_messages(exchange, request.messages)
-    response_id = ResponseId("chatcmpl-", request.request_id)
+    response_id = ResponseId("chatcmpl-", request.request_id, exchange.given_request_id)
     stream = await submit_chat(
         exchange,
         request,

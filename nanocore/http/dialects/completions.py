@@ -72,7 +72,10 @@ class CompletionRequest(SamplingFields, kw_only=True):
         """Return the sampling parameters; raises as `SamplingFields.sampling_params`."""
         self.refuse(*(name for name in _REFUSED if getattr(self, name)))
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise bad_request("best_of other than n is not supported: leave it out", "best_of")
+            beams = ", and use_beam_search, too" if self.use_beam_search else ""
+            raise bad_request(
+                f"best_of other than n is not supported: leave it out{beams}", "best_of"
+            )
         if self.max_tokens == 0 and not self.echo:
             raise bad_request("max_tokens=0 needs echo: true", "max_tokens")
         if self.prompt_logprobs is not None and self.stream:
@@ -107,7 +110,7 @@ async def serve(exchange: Exchange) -> None:
     prompts = read_prompts(request.prompt, "prompt")
     if len(prompts) > 1:
         _check_batch(client, len(prompts) * params.n)
-    response_id = ResponseId("cmpl-", request.request_id)
+    response_id = ResponseId("cmpl-", request.request_id, exchange.given_request_id)
     # Reserve places before tokenizing, so that requests keep their order of arrival.
     with client.submit_tickets(len(prompts)) as tickets:
         token_ids = await tokenize_prompts(

@@ -25,6 +25,7 @@ _SAME: Final = (
 """Fields that `SamplingParams` has under the same name; None if absent."""
 _TOKEN_ID: Final = re.compile("[0-9]{1,10}")
 _MAX_ID_CHARS: Final = 200
+_SUFFIX_CHARS: Final = 8
 Priority: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 """Not negative over HTTP: only administrators may use negative priorities, on the wire."""
 
@@ -110,10 +111,14 @@ class ResponseId:
     Args:
         prefix: of the kind of response.
         given: the client's id, or None.
+        header: its x-request-id, or None; an id made of it has the suffix everywhere.
     """
 
-    def __init__(self, prefix: str, given: str | None) -> None:
-        self.text = f"{prefix}{given or uuid.uuid4().hex}"
+    def __init__(self, prefix: str, given: str | None, header: str | None = None) -> None:
+        made = uuid.uuid4().hex
+        if header is not None:
+            made = f"{header}-{made[:_SUFFIX_CHARS]}"
+        self.text = f"{prefix}{given or made}"
         self._is_given = bool(given)
 
     def head(self, kind: str, model: str, fingerprint: str | None) -> dict[str, Any]:
@@ -133,7 +138,7 @@ class ResponseId:
         """Return the request's id in the engine. index: of the prompt, if there are several."""
         name = self.text
         if self._is_given:
-            name = f"{name[:_MAX_ID_CHARS]}-{uuid.uuid4().hex[:8]}"
+            name = f"{name[:_MAX_ID_CHARS]}-{uuid.uuid4().hex[:_SUFFIX_CHARS]}"
         return name if index is None else f"{name}-{index}"
 
 

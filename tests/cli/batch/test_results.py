@@ -16,6 +16,7 @@ from nanocore.cli.batch.lines import BadLine, BatchRequest
 from nanocore.cli.batch.pending import PendingLines, ResultIndex
 from nanocore.cli.batch.results import Results, bad_line, response_line
 from nanocore.cli.batch.runner import BatchRunner, default_concurrency
+from nanocore.cli.batch.session import summary
 from nanocore.http.exchange import Receive, Scope, Send
 from nanocore.protocol.errors import ConfigError, EngineDeadError, NanocoreError
 from nanocore.protocol.messages import Limits
@@ -55,7 +56,7 @@ def read(data: bytes) -> Any:
 
 
 def test_results_refusals_and_errors_are_lines_as_openai_has_them() -> None:
-    data, failed = response_line(asked(3, "é"), OK)
+    data, error = response_line(asked(3, "é"), OK)
     line = read(data)
     assert line.pop("id").startswith("batch_req_")
     assert line == {
@@ -63,16 +64,16 @@ def test_results_refusals_and_errors_are_lines_as_openai_has_them() -> None:
         "response": {"status_code": 200, "request_id": "r", "body": {"text": "x", "n": 1}},
         "error": None,
     }
-    assert not failed
+    assert error is None
 
-    data, failed = response_line(asked(3, "a"), REFUSED)
+    data, error = response_line(asked(3, "a"), REFUSED)
     line = read(data)
     assert line["response"]["status_code"] == 400
     assert line["response"]["body"] == json.loads(REFUSED.body)
     assert line["error"] == {"code": "c", "message": "no", "line": 3}
-    assert failed
+    assert error is not None
 
-    line = read(bad_line(bad(3)))
+    line = read(bad_line(bad(3))[0])
     assert (line["custom_id"], line["response"]) == (None, None)
     message = "line 3: the url is not served"
     assert line["error"] == {"code": "invalid_url", "message": message, "line": 3}
@@ -83,9 +84,9 @@ def test_what_has_a_result_is_not_left_to_do(tmp_path: Path, ledger: ResultIndex
     lines = [asked(1, "a"), asked(2, "b"), bad(3), bad(4, "d"), bad(5), asked(6, "f")]
     path.write_bytes(
         response_line(asked(6, "f"), OK)[0]
-        + bad_line(bad(3))
+        + bad_line(bad(3))[0]
         + response_line(asked(1, "a"), REFUSED)[0]
-        + bad_line(bad(4, "d"))
+        + bad_line(bad(4, "d"))[0]
     )
     before = path.read_bytes()
     to_do, plan = left(path, lines, ledger)
@@ -106,7 +107,7 @@ def test_the_second_line_of_a_custom_id_is_an_error_once(
     assert to_do[1].code == to_do[3].code == "duplicate_custom_id"
     assert "line 1 has the same custom_id" in to_do[1].message
     # That is no result of the line that has it first.
-    path.write_bytes(bad_line(to_do[1]))
+    path.write_bytes(bad_line(to_do[1])[0])
     with closing(ResultIndex()) as another:
         to_do, plan = left(path, lines, another)
     assert [line.line for line in to_do] == [1, 3, 4]
@@ -177,7 +178,7 @@ def test_errors_are_taken_out_to_be_asked_again(tmp_path: Path, ledger: ResultIn
     link.symlink_to(path)
     kept = [response_line(asked(n, name), OK)[0] for n, name in ((1, "a"), (6, "f"))]
     refused = response_line(asked(2, "b"), REFUSED)[0]
-    path.write_bytes(kept[0] + bad_line(bad(3)) + refused + kept[1] + refused[:40])
+    path.write_bytes(kept[0] + bad_line(bad(3))[0] + refused + kept[1] + refused[:40])
     path.chmod(0o640)
     with closing(Results(str(link), ledger, without_errors=True)) as results:
         assert path.read_bytes() == b"".join(kept)
@@ -198,7 +199,7 @@ def test_a_file_of_anything_else_is_left_as_it_is_by_who_retries_too(
     tmp_path: Path, ledger: ResultIndex
 ) -> None:
     path = tmp_path / "out"
-    data = bad_line(bad(3)) + b'{"custom_id": "a"}\n'
+    data = bad_line(bad(3))[0] + b'{"custom_id": "a"}\n'
     path.write_bytes(data)
     with pytest.raises(ConfigError, match="line 2 is not a batch result"):
         Results(str(path), ledger, without_errors=True)
@@ -236,9 +237,10 @@ class PlayedApp:
 
 
 class Run:
-    """One run of all lines. paused_s: what it has waited."""
+    """One run of all lines. paused_s: what it has waited. summary: what it says at its end."""
 
     def __init__(self, path: Path, app: PlayedApp, lines: Iterator[Any]) -> None:
+        self.summary: list[str] = []
         self.paused_s: list[float] = []
         self.num_shown = 0
         self.path = path
@@ -250,6 +252,7 @@ class Run:
             plan = PendingLines(self._lines, ledger)
             runner = BatchRunner(plan, results, self._show, self._pause)
             asyncio.run(runner.run(self._app, max_concurrency))
+            self.summary = summary(plan, runner)
             return runner
 
     def results(self) -> list[Any]:
@@ -316,6 +319,31 @@ def test_an_error_of_the_server_is_a_result(new_run: Callable[..., Run]) -> None
     run = new_run(PlayedApp(500))
     runner = run()
     assert (runner.num_answered, runner.num_failed) == (5, 1)
+
+
+def test_at_the_end_the_most_frequent_error_is_said_and_how_to_try_again(
+    new_run: Callable[..., Run],
+) -> None:
+    bad = [BadLine(9 + i, None, "invalid_json_line", f"no {i}") for i in range(3)]
+    first = new_run(PlayedApp(500), [LINES[0], *bad, LINES[1]])
+    first(1)
+    assert first.summary == [
+        "5 lines: 1 succeeded, 4 failed",
+        "the most frequent error, 3 times, first line 9: line 9: no 0",
+    ]
+    again = new_run(PlayedApp(500), LINES)
+    again()
+    assert again.summary == [
+        "6 lines: 5 succeeded, 1 failed (2 lines in earlier runs)",
+        "errors of earlier runs are kept: --retry-errors tries them again",
+    ]
+
+
+def test_an_error_is_found_by_its_custom_id(new_run: Callable[..., Run]) -> None:
+    run = new_run(PlayedApp(400), LINES[:1])
+    run()
+    said = "the most frequent error, once, first line 1, 'r1': the request failed"
+    assert run.summary[1] == said
 
 
 @pytest.mark.parametrize(("most_queued", "expected"), [(None, 16), (3, 11), (4096, 16)])

@@ -57,6 +57,43 @@ def test_a_schema_is_refused_with_a_json_pointer(
     )
 
 
+@pytest.mark.parametrize("lenient", [[], [""]])
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        ({"type": "objekt"}, "type': 'objekt' is not one of array, boolean, integer, "),
+        ({"type": ["string", 3]}, "type': ['string', 3] is not one of "),
+        ({"minLength": "x"}, "minLength': 'x' is not a whole number from 0"),
+        ({"maxItems": 1.5}, "maxItems': 1.5 is not a whole number from 0"),
+        ({"minimum": True}, "minimum': True is not a number"),
+        ({"exclusiveMaximum": "9"}, "exclusiveMaximum': '9' is not a number"),
+        ({"multipleOf": 0}, "multipleOf': 0 is not a number above 0"),
+        ({"required": "a"}, "required': 'a' is not a list of names"),
+        ({"enum": 3}, "enum': 3 is not a list of values"),
+        ({"properties": []}, "properties': [] is not an object"),
+        ({"anyOf": {}}, "anyOf': {} is not a list of schemas"),
+        ({"allOf": [{}, "a"]}, "allOf': [{}, 'a'] is not a list of schemas"),
+        ({"items": "string"}, "items': 'string' is not a schema, or a list of them"),
+        ({"additionalProperties": "no"}, "additionalProperties': 'no' is not a schema"),
+        ({"pattern": 3}, "pattern': 3 is not a string"),
+        ({"uniqueItems": "yes"}, "uniqueItems': 'yes' is not true or false"),
+        ({"items": {"$defs": {"a/b": {"type": 5}}}}, "items/$defs/a~1b/type': 5 is not one of "),
+    ],
+)  # fmt: skip
+def test_what_no_schema_may_have_is_refused_even_in_lenient_parts(
+    vocabulary: TokenTable, part: dict[str, Any], problem: str, lenient: list[str]
+) -> None:
+    schema = {"type": "object", "properties": {"q": part}}
+    error = refusal(vocabulary, json=json.dumps(schema), lenient=lenient)
+    assert f"structured_outputs.json at '/properties/q/{problem}" in error
+
+
+def test_values_and_unknown_keywords_may_look_like_schemas(vocabulary: TokenTable) -> None:
+    odd = {"type": "slider", "required": "yes"}
+    schema = {"type": "object", "properties": {"type": {"const": odd, "x-ui": odd}}}
+    compiled(vocabulary, json=json.dumps(schema), lenient=[""])
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -130,6 +167,7 @@ def test_a_regex_is_refused_with_a_reason(vocabulary: TokenTable, regex: str, wo
         ("start: foo", 'at line 1, column 8: unknown name: "foo"'),
         ("start: A\nA: /[z-a]/", "at line 2, column 4: invalid regex: invalid character class"),
         ('stat: "x"', "no start rule found"),
+        ('root ::= "a"', """; grammars here are Lark's, not GBNF: start: "a" | "b\""""),
         ("start: <|none|>", "unknown special token"),
         ("start: <[5000]>", "Token range end too large"),
         ("start: A\nA: /a/" + " & /a/" * 65, "at most 64"),
