@@ -69,7 +69,7 @@ REFUSED_SINCE_1_5: dict[str, tuple[object, ...]] = {
 REFUSED_SINCE_1_6: dict[str, tuple[object, ...]] = {
     "structured_outputs": (
         {}, {"disable_any_whitespace": True}, {"json": "{}", "regex": "a"}, {"json_schema": "{}"},
-        {"json": {}}, {"json": " " * 2**16 + "1"}, {"regex": "é" * 2**15 + "e"}, {"regex": 1},
+        {"json": {}}, {"json": " " * 139_264 + "1"}, {"regex": "é" * 69_632 + "e"}, {"regex": 1},
         {"choice": []}, {"choice": [""]}, {"choice": ["a"] * 4097}, {"choice": "a"},
         {"structural_tag": {"structures": [], "triggers": ["a"]}}, "{}", ["a"], True,
     ),

@@ -1,4 +1,4 @@
-"""A trace as lives of requests: what each waited for, and what its first token took."""
+"""A trace as timelines of requests: what each waited for, and what its first token took."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from nanocore.cli.batch.flags import parse
+from nanocore.cli.batch.command import parse
 from nanocore.cli.batch.lines import (
     ENVELOPE_BYTES,
     MAX_CUSTOM_ID_CHARS,
