@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from nanocore.cli.chat.command import parse
 from nanocore.cli.chat.commands import with_value
 from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
 from nanocore.cli.chat.engine_target import EngineChatTarget
 from nanocore.cli.chat.files import EngineLog, ErrorLog, open_engine_log, state_directory
-from nanocore.cli.chat.command import parse
 from nanocore.cli.chat.interactive import BoundedHistory, input_history
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from nanocore.cli import command
-from nanocore.cli.chat.commands import COMMANDS, SlashCommand, help_text, parse_command
 from nanocore.cli.chat.command import ChatSettings, parse
+from nanocore.cli.chat.commands import COMMANDS, SlashCommand, help_text, parse_command
 from nanocore.cli.main import main
 from nanocore.protocol.endpoint import default_endpoint
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
