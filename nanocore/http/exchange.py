@@ -23,7 +23,7 @@ from nanocore.http.http_errors import (
 from nanocore.http.request_record import DISCONNECTED, RequestRecord
 from nanocore.http.state import ServerState
 from nanocore.protocol.errors import NanocoreError
-from nanocore.protocol.type_errors import field_error
+from nanocore.protocol.type_errors import field_error, json_kind
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -193,7 +193,9 @@ class Exchange:
 
     def _renamed(self, text: str) -> str:
         for name, own in self.field_names.items():
-            text = text.replace(name, own)
+            # Whole names only: `max_tokens` is not a part of another.
+            pattern = rf"(?<!\w){name}(?!\w)" if name.isidentifier() else re.escape(name)
+            text = re.sub(pattern, own, text)
         return text
 
     # -- the request's body ------------------------------------------------------------------------
@@ -239,11 +241,12 @@ class Exchange:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             half = _HALF_PAIR.search(body)
             what = f"{half[0].decode()} is half a surrogate pair" if half else str(error)
+            what = what.partition(" - at `")[0]  # which names no field where a number is too large
             raise bad_request(f"the body cannot be read as JSON: {what}") from None
         except RecursionError:
             raise bad_request("the request is nested too deep") from None
         if not isinstance(fields, dict):
-            raise bad_request(f"the body is a JSON object, not {type(fields).__name__}")
+            raise bad_request(f"the body must be a JSON object, not {json_kind(fields)}")
         return fields
 
     async def read_body(self) -> bytes:

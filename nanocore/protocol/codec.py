@@ -285,7 +285,9 @@ def pack_int32(values: Iterable[int]) -> bytes:
         pass
     try:
         return _little_endian(array("i", values)).tobytes()
-    except (OverflowError, TypeError) as error:
+    except OverflowError:
+        raise InvalidRequestError("token ids must be integers in [0, 2**31)") from None
+    except TypeError as error:
         raise InvalidRequestError(f"token ids must be integers in [0, 2**31): {error}") from None
 
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 import msgspec
 
 from nanocore.protocol.errors import InvalidRequestError, shorten
-from nanocore.protocol.type_errors import wrong_type
+from nanocore.protocol.type_errors import type_problem
 
 _LOWS: Final = ("minimum", "exclusiveMinimum", "minLength", "minItems")
 _HIGHS: Final = ("maximum", "maxLength", "maxItems")
@@ -87,7 +87,7 @@ def check_types(struct: msgspec.Struct, prefix: str = "") -> None:
         except msgspec.ValidationError as error:
             field = f"{prefix}{name}"
             raise InvalidRequestError(
-                wrong_type(str(error), field, found)
+                type_problem(error, field, found)
                 or f"{field}={shorten(repr(found))} is of the wrong type: {error}"
             ) from None
 

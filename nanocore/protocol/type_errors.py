@@ -15,6 +15,7 @@ import msgspec
 from nanocore.protocol.errors import quoted
 
 _EXPECTED: Final = re.compile(r"Expected `([a-z |]+)`, got `\w+`")
+_RANGE: Final = re.compile(r"Expected `(int|float)` ([<>]=?) (\S+)")
 _MISSING: Final = re.compile(r"Object missing required field `(\w+)`")
 _CHOICE: Final = re.compile(r"Invalid enum value ")
 _PATH: Final = re.compile(r" - at `\$\.?([^`]*)`$")
@@ -51,14 +52,26 @@ def field_error(
     return path or None, str(error)
 
 
+def type_problem(error: msgspec.ValidationError, field: str, value: object) -> str | None:
+    """Return what is wrong with a field's value or a part of it, if the error tells its type."""
+    text, path = str(error), ""
+    if at := _PATH.search(text):
+        text, path = text[: at.start()], at[1]
+    place = field + (path if path.startswith("[") or not path else f".{path}")
+    return wrong_type(text, place, _found(value, path))
+
+
 def wrong_type(text: str, field: str, value: object) -> str | None:
     """Return what is wrong with a field's value, if the decoder's text tells its type."""
+    if limit := _RANGE.fullmatch(text):
+        return f"{field} must be {_KINDS[limit[1]]} {limit[2]} {limit[3]}, not {quoted(value)}"
     if not (expected := _EXPECTED.fullmatch(text)):
         return None
     names = [name for name in expected[1].split(" | ") if name != "null"]
     *first, last = " or ".join(_KINDS.get(name, name) for name in names).split(" or ")
     allowed = f"{', '.join(first)} or {last}" if first else last
-    return f"{field} must be {allowed}, not {quoted(value)}"
+    found = "" if "[...]" in field else f", not {quoted(value)}"  # which value is not known
+    return f"{field} must be {allowed}{found}"
 
 
 def _found(value: Any, path: str) -> object:
@@ -79,3 +92,9 @@ def _choices(hint: object) -> Iterator[str]:
             yield str(part)
         else:
             yield from _choices(part)
+
+
+def json_kind(value: object) -> str:
+    """Return what a decoded JSON value is: "null", "an object"."""
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false"}
+    return "null" if value is None else kinds.get(type(value), "a number")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -114,7 +115,11 @@ def all_running() -> list[Running]:
 def _read(path: Path) -> Running | None:
     """Return what is registered; remove the file, and return None, if its process is gone."""
     try:
-        with path.open("rb") as file:
+        # No link, and no waiting: a pipe would hold up its reader.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        with open(fd, "rb") as file:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise ValueError("not a file")
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:  # its process holds the lock

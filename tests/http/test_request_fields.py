@@ -119,6 +119,28 @@ def test_every_dialect_takes_them(demo_endpoint: str, path: str, name: str, body
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/completions", {"prompt": [-1]}, "prompt[0]=-1"),
+        ("/v1/embeddings", {"input": [-1]}, "input[0]=-1"),
+        ("/v1/responses", {"input": TURNS, "max_output_tokens": 0}, "max_output_tokens=0"),
+        ("/v1/messages", {"messages": TURNS, "max_tokens": 1, "stop_sequences": [""]},
+         "stop_sequences=''"),
+        ("/v1/completions", {"prompt": [10**30]}, "token ids must be integers in [0, 2**31)"),
+        ("/v1/completions", {"prompt": "a", "priority": 0.5}, "priority must be an integer"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_fields_of_their_dialect(
+    demo_endpoint: str, path: str, body: dict[str, Any], said: str
+) -> None:
+    answer = ask(demo_endpoint, path, body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]["message"]
+    assert error.startswith(said)
+    assert "`" not in error
+
+
+@pytest.mark.parametrize(
     ("served", "asked", "status"),
     [
         ((), str(DEMO), 200),

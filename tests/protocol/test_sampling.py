@@ -132,7 +132,7 @@ def test_a_temperature_near_zero_is_greedy(temperature: float, greedy: bool) -> 
     ],
 )  # fmt: skip
 def test_a_value_of_the_wrong_type_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(InvalidRequestError, match=f"^{name}(=.*wrong type| must be .*, not )"):
+    with pytest.raises(InvalidRequestError, match=rf"^{name}(\[\d\])? must be .*, not "):
         SamplingParams(**{name: value})  # type: ignore[arg-type]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
@@ -24,6 +24,8 @@ class Body(msgspec.Struct):
     count: int = 0
     is_on: bool = False
     pair: tuple[int, int] = (0, 0)
+    share: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    rank: Annotated[int, msgspec.Meta(le=8)] = 0
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,9 @@ class Body(msgspec.Struct):
             "messages[1].weight",
             "messages[1].weight must be a number, not []",
         ),
-        ({"bias": {"7": "b"}}, "bias[...]", "bias[...] must be a number, not {'7': 'b'}"),
+        ({"bias": {"7": "b"}}, "bias[...]", "bias[...] must be a number"),
+        ({"share": -0.5}, "share", "share must be a number >= 0.0, not -0.5"),
+        ({"rank": 9}, "rank", "rank must be an integer <= 8, not 9"),
         ({"pair": [1]}, "pair", "Expected `array` of length 2, got 1 - at `$.pair`"),
     ],
 )

@@ -87,6 +87,15 @@ def test_what_another_version_wrote_is_ignored_and_kept(directory: Path) -> None
         assert path.exists()
 
 
+def test_what_is_no_file_is_ignored(directory: Path) -> None:
+    """A pipe nobody writes to would hold up whoever opens it."""
+    directory.mkdir(mode=0o700, parents=True)
+    os.mkfifo(directory / "server-1-pipe.json")
+    (directory / "server-2-link.json").symlink_to("/dev/zero")
+    (directory / "server-3-folder.json").mkdir()
+    assert all_running() == []
+
+
 def test_others_cannot_register_anything(directory: Path) -> None:
     directory.mkdir(parents=True)
     directory.chmod(0o755)

@@ -76,8 +76,8 @@ def _read(i: int, tool: object) -> Tool:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise InvalidRequestError(
-            f"tools[{i}].function.parameters is not a JSON Schema: it must be a dict, not "
-            f"{type(parameters).__name__}"
+            f"tools[{i}].function.parameters is not a JSON Schema: it must be an object, "
+            f"not {quoted(parameters)}"
         )
     return Tool(name, parameters, function.get("strict") is True, tool)
 

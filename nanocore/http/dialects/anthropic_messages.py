@@ -110,6 +110,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 async def serve(exchange: Exchange) -> None:
     request = await exchange.read(MessagesRequest)
+    exchange.field_names = _field_names(request)
     model = exchange.check_model(request.model)
     client = exchange.client
     params = sampling_params(request, client.model_card.default_sampling)
@@ -126,11 +127,24 @@ async def serve(exchange: Exchange) -> None:
 
 async def count_tokens(exchange: Exchange) -> None:
     request = await exchange.read(CountTokensRequest)
+    exchange.field_names = _field_names(request)
     exchange.check_model(request.model)
     check_num_messages(exchange, request.messages)
     messages, options = conversation(exchange, request)
     token_ids = await chat_token_ids(exchange, messages, options)
     await exchange.reply_json({"input_tokens": len(token_ids)})
+
+
+def _field_names(request: CountTokensRequest) -> dict[str, str]:
+    """Return this dialect's names of what errors of the client and its chat name."""
+    has_config = request.output_config is not None and request.output_config.format is not None
+    return {
+        "response_format": "output_config.format" if has_config else "output_format",
+        "].function.": "].",
+        "].parameters": "].input_schema",
+        "stop=": "stop_sequences=",
+        "stop[": "stop_sequences[",
+    }
 
 
 def sampling_params(request: MessagesRequest, recommended: EngineSamplingParams) -> SamplingParams:
@@ -154,13 +168,6 @@ def conversation(
     others = [tool for tool in request.tools or () if tool.type not in (None, "custom")]
     exchange.note_ignored([f"tools[{tool.type}]" for tool in others])
     choice = request.tool_choice
-    has_config = request.output_config is not None and request.output_config.format is not None
-    # Errors of the client's chat name its own fields; the caller knows those of this dialect.
-    exchange.field_names = {
-        "response_format": "output_config.format" if has_config else "output_format",
-        "].function.": "].",
-        "].parameters": "].input_schema",
-    }
     options = ChatOptions(
         tools=[_function(tool) for tool in tools] or None,
         tool_choice=None if choice is None else _tool_choice(choice, bool(tools)),

@@ -99,6 +99,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 async def serve(exchange: Exchange) -> None:
     request = await exchange.read(CompletionRequest)
+    exchange.field_names = {"prompt_token_ids": "prompt"}
     model = exchange.check_model(request.model)
     client = exchange.client
     params = request.params(client.model_card)

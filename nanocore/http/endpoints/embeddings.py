@@ -65,6 +65,7 @@ class EmbeddingList(msgspec.Struct):
 
 async def serve(exchange: Exchange) -> None:
     request = await exchange.read(EmbeddingRequest)
+    exchange.field_names = {"prompt_token_ids": "input"}
     model = exchange.check_model(request.model)
     client = exchange.client
     card = client.model_card

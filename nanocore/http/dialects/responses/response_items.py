@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from nanocore.http.http_errors import HttpError, bad_request
+from nanocore.protocol.type_errors import json_kind
 
 Item: TypeAlias = dict[str, Any]
 ROLES: Final = ("user", "assistant", "system", "developer")
@@ -67,7 +68,7 @@ class ItemReader:
 
     def _read(self, item: Any, place: str) -> Item | None:
         if not isinstance(item, dict):
-            raise _bad(place, f"is an object, not {type(item).__name__}")
+            raise _bad(place, f"is an object, not {json_kind(item)}")
         kind = item.get("type")
         if kind is None:
             kind = "message" if "role" in item else "item_reference"
@@ -155,14 +156,14 @@ def _text_or_texts(content: Any, place: str) -> list[str]:
 
 def _texts(parts: Any, place: str) -> list[str]:
     if not isinstance(parts, list):
-        raise _bad(place, f"is a text or a list of parts, not {type(parts).__name__}")
+        raise _bad(place, f"is a text or a list of parts, not {json_kind(parts)}")
     texts = []
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         key = _TEXT_KEYS.get(kind) if isinstance(kind, str) else None
         text = part.get(key) if key else None
         if key and not isinstance(text, str):
-            raise _bad(f"{place}[{number}].{key}", f"is a string, not {type(text).__name__}")
+            raise _bad(f"{place}[{number}].{key}", f"is a string, not {json_kind(text)}")
         if not isinstance(text, str):
             what = repr(kind) if isinstance(kind, str) else "something else"
             raise _bad(f"{place}[{number}]", f"is a text, not {what}: this model reads text only")
@@ -173,7 +174,7 @@ def _texts(parts: Any, place: str) -> list[str]:
 def _text(item: Mapping[str, Any], key: str, place: str) -> str:
     value = item.get(key)
     if not isinstance(value, str):
-        raise _bad(f"{place}.{key}", f"is a string, not {type(value).__name__}")
+        raise _bad(f"{place}.{key}", f"is a string, not {json_kind(value)}")
     return value
 
 

@@ -162,7 +162,11 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 
 async def serve(exchange: Exchange) -> None:
     request = await exchange.read(ResponsesRequest)
-    exchange.field_names = {"response_format": "text.format", "].function.": "]."}
+    exchange.field_names = {
+        "response_format": "text.format",
+        "].function.": "].",
+        "max_tokens": "max_output_tokens",
+    }
     model = exchange.check_model(request.model)
     client = exchange.client
     params = request.params(client.model_card.default_sampling)
