@@ -99,7 +99,11 @@ export class MarkdownView {
     for (const element of this.last) element.remove();
     if (isOpen) this.close();
     if (this.plain) return;
-    this.last = this.add(normal.length, { isOpen, references: { ...this.references } });
+    const env = { isOpen, references: { ...this.references } };
+    this.last = this.add(normal.length, env);
+    if (isOpen || this.start === 0 || Object.keys(env.references).length === 0) return;
+    this.reset(); // the last block had the target
+    this.update(text, isOpen);
   }
 
   /** Show for good the blocks before the last one that has a whole line. */
