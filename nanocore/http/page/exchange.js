@@ -1,7 +1,7 @@
 // Conversations as files: one as Markdown, all as JSON, and that JSON read again.
-import { el } from "./dom.js";
-import { isConversation } from "./kept.js";
-import { becomeCopy, conversations, load, save, titleOf } from "./store.js";
+import { count, el } from "./dom.js";
+import { MAX_TITLE_CHARS, hasLongTitle, isShaped } from "./kept.js";
+import { MAX_CHARS, becomeCopy, conversations, load, save, titleOf } from "./store.js";
 
 const FORMAT = "nanocore.conversations";
 const MAX_BYTES = 10_000_000; // storage has less
@@ -48,11 +48,15 @@ export async function importFile(file) {
   if (file.size > MAX_BYTES) return `Not imported: ${file.name} is larger than ${MAX_BYTES / 1e6} MB.`;
   const found = readExport(await file.text());
   if (found === null) return `Not imported: ${file.name} is no export of this page’s conversations.`;
+  if (found.some(hasLongTitle)) {
+    return `Not imported: a title in ${file.name} is longer than ${MAX_TITLE_CHARS} characters.`;
+  }
   const counts = { kept: 0, same: 0, full: 0, large: 0 };
   for (const conversation of found) counts[keepBeside(conversation)] += 1;
   const parts = [`Imported ${counts.kept}.`];
   if (counts.same) parts.push(`${counts.same} were here already.`);
-  if (counts.full + counts.large) parts.push(`No room for ${counts.full + counts.large}.`);
+  if (counts.full) parts.push(`No room for ${counts.full}.`);
+  if (counts.large) parts.push(`${counts.large} longer than ${count(MAX_CHARS)} characters.`);
   return parts.join(" ");
 }
 
@@ -65,7 +69,8 @@ function readExport(text) {
     return null;
   }
   if (value?.format !== FORMAT || value.version !== 1 || !Array.isArray(value.conversations)) return null;
-  const isGood = (one) => isConversation(one, one?.id) && /^[\w-]+$/.test(one.id) && one.id.length <= MAX_ID_CHARS;
+  const isId = (id) => typeof id === "string" && /^[\w-]+$/.test(id) && id.length <= MAX_ID_CHARS;
+  const isGood = (one) => isShaped(one, one?.id) && isId(one.id);
   if (!value.conversations.every(isGood)) return null;
   return value.conversations.map(({ id, updatedMs, title, messages }) => ({ id, updatedMs, title, messages }));
 }

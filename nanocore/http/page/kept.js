@@ -5,13 +5,20 @@
 const isText = (value) => typeof value === "string";
 const isObject = (value) => typeof value === "object" && value !== null;
 const isTextOrNone = (value) => value === null || isText(value);
-const MAX_TITLE_CHARS = 200;
+export const MAX_TITLE_CHARS = 200;
 const FIGURES = ["ttftMs", "tokensPerS", "promptTokens", "cachedTokens", "outputTokens"];
 
 /** Whether a value that was read is a conversation with this id. */
 export function isConversation(value, id) {
+  return isShaped(value, id) && !hasLongTitle(value);
+}
+
+export const hasLongTitle = ({ title }) => (title ?? "").length > MAX_TITLE_CHARS;
+
+/** Whether it is one, but for the length of its title. */
+export function isShaped(value, id) {
   if (!isObject(value) || value.id !== id || !Number.isFinite(value.updatedMs)) return false;
-  if (value.title !== undefined && !(isText(value.title) && value.title.length <= MAX_TITLE_CHARS)) return false;
+  if (value.title !== undefined && !isText(value.title)) return false;
   return Array.isArray(value.messages) && value.messages.every(isMessage);
 }
 

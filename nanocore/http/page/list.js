@@ -70,7 +70,9 @@ export class ConversationList {
   async import(input) {
     const [file] = input.files;
     if (!file) return;
-    byId("import-note").textContent = await importFile(file);
+    const note = byId("import-note");
+    note.textContent = ""; // of the import before
+    note.textContent = await importFile(file);
     input.value = ""; // the same file may be chosen again
     this.show(this.currentId);
   }

@@ -1,10 +1,15 @@
 // TeX in Markdown: $x$, \(x\), $$x$$ and \[x\] become MathML, by temml, which needs no fonts of its own.
 // A dollar alone is money: as pandoc has it, no space follows the opening one, none is before the
-// closing one, and no digit behind that.
+// closing one, and no digit behind that; and there is none within, so an amount before a formula stays one.
 import { el } from "./dom.js";
 
 const MAX_CHARS = 5000;
 const OPTIONS = { throwOnError: true, trust: false, maxSize: [50, 50], maxExpand: 500 };
+const REFUSED = /\\(?:ref|eqref|label|(?:math)?[lr]lap)(?![a-zA-Z@])/; // links of the page, and overprints
+const LENGTH = /([-+]?)\s*(\d*\.?\d+|\d+\.)\s*(?:e[mx]|[pb]t|[cm]m|in|mu|px|[pdcn]c|[dn]d|sp)/g;
+const MIN_LENGTH = -3; // of whatever unit
+const MAX_LENGTH = 100;
+const WORDS = /\\(?:text\w*|mathrm|operatorname)\s*\{[^{}\\]*\}/g; // "100 cm" there is no length
 const MARKS = [
   { open: "$$", close: "$$", isDisplay: true },
   { open: "\\[", close: "\\]", isDisplay: true },
@@ -82,27 +87,24 @@ function readInline(state, isTried) {
 
 /** Where a formula ends that begins here; -1: nowhere. */
 function closeOf(state, { close, open }, begin) {
-  if (open === "$" && /\s/.test(state.src[begin] ?? " ")) return -1;
+  const isDollar = open === "$";
+  if (isDollar && /\s/.test(state.src[begin] ?? " ")) return -1;
   const at = nextOf(state, close, begin + 1);
+  if (isDollar && (/\s/.test(state.src[at - 1]) || /[\d$]/.test(state.src[at + 1] ?? ""))) return -1;
   return at <= begin + MAX_CHARS ? at : -1;
 }
 
-/** Where a text is next that may close. What was found is kept: no search goes over it again. */
+/** Where a text is next that no backslash precedes. What was found is kept: no search goes over it again. */
 function nextOf(state, text, from) {
   const known = ((state.found ??= {})[text] ??= { from: Infinity, at: 0 });
   if (known.from > from || (known.at >= 0 && known.at < from)) {
     known.from = from;
     known.at = state.src.indexOf(text, from);
-    while (known.at >= 0 && !mayClose(state.src, known.at, text)) {
+    while (known.at >= 0 && state.src[known.at - 1] === "\\") {
       known.at = state.src.indexOf(text, known.at + 1);
     }
   }
   return known.at;
-}
-
-function mayClose(src, at, text) {
-  if (src[at - 1] === "\\") return false;
-  return text !== "$" || !(/\s/.test(src[at - 1]) || /[\d$]/.test(src[at + 1] ?? ""));
 }
 
 /** The element of a token; it shows the TeX until it is drawn, and if it cannot be. */
@@ -113,12 +115,25 @@ export function mathElement({ content, meta: { mark }, block }) {
   return element;
 }
 
+/** Why a formula is not drawn, which could cover or move what is around it; null: it is. */
+function reasonAgainst(tex) {
+  const [command] = REFUSED.exec(tex) ?? [];
+  if (command) return `${command} is not supported here`;
+  for (const [length, sign, number] of tex.replace(WORDS, "").matchAll(LENGTH)) {
+    const value = Number(sign + number);
+    if (value < MIN_LENGTH || value >= MAX_LENGTH) return `${length.trim()} is too far`;
+  }
+  return null;
+}
+
 function draw(element, tex, displayMode) {
   if (globalThis.temml === undefined) {
     library().then(() => draw(element, tex, displayMode), () => {});
     return;
   }
   try {
+    const reason = reasonAgainst(tex);
+    if (reason) throw new Error(reason);
     const tree = globalThis.temml.__renderToMathMLTree(tex, { ...OPTIONS, displayMode });
     withoutStyleText(tree);
     element.replaceChildren(tree.toNode());

@@ -10,7 +10,7 @@ const SETTINGS = "nanocore.settings";
 const THEME = "nanocore.theme";
 const PROBE = "nanocore.room";
 const MAX_CONVERSATIONS = 50;
-const MAX_CHARS = 2_000_000; // of all, keys included; browsers give about five million
+export const MAX_CHARS = 2_000_000; // of all, keys included; browsers give about five million
 const MAX_TITLE_CHARS = 60;
 
 function newId() {

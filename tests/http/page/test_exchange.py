@@ -137,7 +137,8 @@ REFUSED = [
     export_of(GOOD, format="other"),
     export_of(GOOD, GOOD | {"id": "../x"}),
     export_of(GOOD, GOOD | {"title": 5}),
-    export_of(GOOD, GOOD | {"title": "x" * 201}),
+    export_of(GOOD, GOOD | {"id": None}),
+    export_of(GOOD, GOOD | {"id": 5}),
     export_of(conversations={"good": GOOD}),
     *(
         export_of(GOOD, {"id": "bad", "updatedMs": 1} | one if isinstance(one, dict) else one)
@@ -153,6 +154,8 @@ def test_a_file_that_is_no_export_is_refused_as_a_whole(page: Page) -> None:
         assert told.startswith("Not imported: some.json is no export of this page"), text
     large = take(page, export_of(GOOD) + " " * 10_000_000)
     assert large == "Not imported: some.json is larger than 10 MB."
+    title = take(page, export_of(GOOD, GOOD | {"title": "x" * 201}))
+    assert title == "Not imported: a title in some.json is longer than 200 characters."
     assert kept(page) == []
     assert take(page, export_of(GOOD)) == "Imported 1."
 
@@ -162,6 +165,21 @@ def test_an_import_lets_no_conversation_go(page: Page) -> None:
     told = take(page, export_of(*(GOOD | {"id": f"new-{i}"} for i in range(3))))
     assert told == "Imported 1. No room for 2."
     assert len(kept(page)) == 50
+
+
+def test_an_import_says_what_is_too_long(page: Page) -> None:
+    long = {"id": "long", "messages": [QUESTION, ANSWER | {"content": "x" * 2_000_000}]}
+    told = take(page, export_of(GOOD, GOOD | long))
+    assert told == "Imported 1. 1 longer than 2,000,000 characters."
+    assert len(kept(page)) == 1
+
+
+def test_the_note_of_an_import_goes_when_the_next_begins(page: Page) -> None:
+    assert take(page, export_of(GOOD)) == "Imported 1."
+    page.evaluate("() => { Blob.prototype.text = () => new Promise(() => {}) }")
+    payload = {"name": "a.json", "mimeType": "application/json", "buffer": b"{}"}
+    page.locator("#import-file").set_input_files(payload)  # type: ignore[arg-type]
+    expect(page.locator("#import-note")).to_be_empty()
 
 
 def test_an_import_is_as_old_as_its_messages(page: Page) -> None:
