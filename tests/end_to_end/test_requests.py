@@ -345,5 +345,5 @@ def test_without_sampling_parameters_the_models_own_are_used(
     with engine(folder) as running:
         asyncio.run(main(running.endpoint))
         log = running.stderr.read_text()
-    assert "temperature 0.0, top_k 7, repetition_penalty 1.3 for requests without" in log
+    assert "without sampling parameters: temperature 0.0, top_k 7, repetition_penalty 1.3" in log
     assert "ignored: typical_p = 0.9" in log

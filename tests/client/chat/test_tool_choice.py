@@ -97,7 +97,7 @@ def test_a_choice_that_is_none_is_refused(choice: Any, said: str) -> None:
         ([tool("<|im_end|>")], "letters, digits"),
         ([tool("a" * 129)], "1 to 128"),
         ([{"function": {"name": None}}], "name=None"),
-        ([{"function": {"name": "f", "parameters": [1]}}], "not list"),
+        ([{"function": {"name": "f", "parameters": [1]}}], r"must be an object, not \[1\]"),
         ([tool("f"), tool("g"), tool("f")], "two tools have the name 'f'"),
         ([tool(f"f{i}") for i in range(MAX_TOOLS + 1)], "1025 tools"),
     ],
