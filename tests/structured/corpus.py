@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[Schema, str]] = {
         {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
         r"structured_outputs\.json",
     ),
-    "unknown-type": ({"type": "text"}, r"type: text"),
+    "unknown-type": ({"type": "text"}, r"'text' is not one of array"),
     "unknown-format": (TEXT | {"format": "phone"}, r"format: phone"),
     "bad-pattern": (TEXT | {"pattern": "("}, r"unclosed group"),
     "look-ahead": (TEXT | {"pattern": "^(?=a)b"}, r"look-ahead"),
