@@ -202,6 +202,9 @@ def test_why_its_engine_does_not_start_is_said_with_its_exit_code(
     requests: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert batch(requests, tmp_path / "out", "--model", "/no/such/model") == 3
-    assert "nanocore batch: --model /no/such/model" in capfd.readouterr().err
+    assert (
+        "nanocore batch: model /no/such/model: there is no such file or folder"
+        in capfd.readouterr().err
+    )
     assert batch(requests, tmp_path / "out", "--max-concurency", "2") == 2
     assert "`nanocore batch` has --max-concurrency, and" in capfd.readouterr().err
