@@ -37,10 +37,7 @@ def field_error(
 
     value: what was decoded. kind: as what; fields that are one of some texts are then listed.
     """
-    text = str(error)
-    if at := _PATH.search(text):
-        text = text[: at.start()]
-    path = at[1] if at else ""
+    text, path = _split(error)
     if missing := _MISSING.fullmatch(text):
         path = f"{path}.{missing[1]}" if path else missing[1]
         return path, f"{path} is missing"
@@ -54,9 +51,7 @@ def field_error(
 
 def type_problem(error: msgspec.ValidationError, field: str, value: object) -> str | None:
     """Return what is wrong with a field's value or a part of it, if the error tells its type."""
-    text, path = str(error), ""
-    if at := _PATH.search(text):
-        text, path = text[: at.start()], at[1]
+    text, path = _split(error)
     place = field + (path if path.startswith("[") or not path else f".{path}")
     return wrong_type(text, place, _found(value, path))
 
@@ -72,6 +67,13 @@ def wrong_type(text: str, field: str, value: object) -> str | None:
     allowed = f"{', '.join(first)} or {last}" if first else last
     found = "" if "[...]" in field else f", not {quoted(value)}"  # which value is not known
     return f"{field} must be {allowed}{found}"
+
+
+def _split(error: msgspec.ValidationError) -> tuple[str, str]:
+    """Return the decoder's text without the path, and the path; "" if it names none."""
+    text = str(error)
+    at = _PATH.search(text)
+    return (text[: at.start()], at[1]) if at else (text, "")
 
 
 def _found(value: Any, path: str) -> object:
