@@ -89,7 +89,7 @@ def tokenizer_at(path: str) -> Iterator[Tokenizer]:
     try:
         if path.lower().endswith(".gguf"):
             from nanocore.worker.loading.gguf.gguf_files import first_file
-            from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files
+            from nanocore.worker.loading.gguf.model_files import gguf_model_files
 
             tokenizer = Tokenizer(gguf_model_files(first_file(Path(path))), path)
         elif Path(path).is_file():

@@ -20,6 +20,7 @@ from nanocore.client.arguments import (
 from nanocore.client.connection.client_session import ClientSession
 from nanocore.client.connection.engine_supervisor import EngineSupervisor
 from nanocore.client.connection.session_manager import SessionManager
+from nanocore.client.connection.tokenizer_loader import TokenizerPreload
 from nanocore.client.requests.submission import SubmitQueue
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ClientStateError, ConfigError, InvalidRequestError
@@ -57,6 +58,8 @@ class BaseClient:
         self._supervisor: EngineSupervisor | None = None
         self._manager: SessionManager | None = None
         self._queue = SubmitQueue()
+        self.tokenizer_preload: TokenizerPreload | None = None
+        """Of the engine that this client will connect to; set before it is entered, if at all."""
 
     @classmethod
     def launch(
@@ -155,6 +158,7 @@ class BaseClient:
             endpoints = self._endpoints
             if self._new_supervisor is not None:
                 self._supervisor = self._new_supervisor()
+                self.tokenizer_preload = self._supervisor.tokenizer_preload
                 await self._supervisor.start(self._timeout_s)
                 endpoints = [self._supervisor.endpoint]
             manager = SessionManager(
@@ -163,6 +167,7 @@ class BaseClient:
                 self._tokenizer_folder,
                 self._supervisor,
                 self._resume_timeout_s,
+                self.tokenizer_preload,
             )
             self._manager = manager
             await manager.open(self._timeout_s)

@@ -27,7 +27,12 @@ from nanocore.client.chat.template import (
     TemplateOptions,
 )
 from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
-from nanocore.client.tokenizer_files import VOCABULARY_FILES, SpecialTokens, make_tokenizer_json
+from nanocore.client.tokenizer_files import (
+    VOCABULARY_FILES,
+    SpecialTokens,
+    make_tokenizer_json,
+    read_tokenizer,
+)
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError, quoted
 from nanocore.protocol.messages import ModelFileName
 
@@ -91,7 +96,7 @@ class Tokenizer:
         if content is None:
             content = make_tokenizer_json(files, config, older, source)
         try:
-            self.backend = tokenizers.Tokenizer.from_buffer(content)
+            self.backend = read_tokenizer(content)
         except Exception as error:  # the library raises bare Exception
             raise InvalidRequestError(f"tokenizer.json of {source}: {error}") from None
         # Truncation, padding and dropout of training are not for prompts.

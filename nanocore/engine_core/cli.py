@@ -14,11 +14,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import Final, Literal, NoReturn, get_args
 
 from nanocore import __version__
+from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.flags import add_flags
+from nanocore.engine_core.io.served_files import ServedFilesLoad
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.system import standard_streams
@@ -26,6 +29,7 @@ from nanocore.system.flags import WholeFlagParser, unknown_flags
 from nanocore.system.large_stack_threads import any_alive
 from nanocore.system.logs import LogFormat, complain, start_log
 from nanocore.system.other_engines import in_our_words
+from nanocore.worker.loading.model_folder import locate_model
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
 
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
@@ -170,7 +174,7 @@ def _missing_packages_told() -> Iterator[None]:
         ) from None
 
 
-def _import_engine() -> Callable[[EngineConfig, ParentLink | None], int]:
+def _import_engine() -> Callable[[EngineConfig, ParentLink | None, ServedFilesLoad], int]:
     """`run_engine`, imported with the garbage collector off.
 
     What torch's import makes lives on. Walking it again and again is a sixth of that time.
@@ -186,7 +190,7 @@ def _import_engine() -> Callable[[EngineConfig, ParentLink | None], int]:
 
 
 def _run(config: EngineConfig, check: CheckFormat | None, parent: ParentLink | None) -> int:
-    """Check or serve. Both import torch, which takes seconds."""
+    """Check or serve. Both import torch, which takes a second or more."""
     _require_room()
     if check is not None:
         with _missing_packages_told():
@@ -194,7 +198,20 @@ def _run(config: EngineConfig, check: CheckFormat | None, parent: ParentLink | N
 
         check_engine(config, as_json=check == "json")
         return 0
-    return _import_engine()(config, parent)
+    report = None if parent is None else parent.report_files
+    files = ServedFilesLoad(_known_folder(config), report)
+    return _import_engine()(config, parent, files)
+
+
+def _known_folder(config: EngineConfig) -> Path | None:
+    """The model's folder or file, if that is known before anything is downloaded."""
+    if config.model is None:
+        return demo_model_folder()
+    try:
+        found = locate_model(config.model, config.revision)
+    except StartError:
+        return None  # reported in its place among a start's errors
+    return found if isinstance(found, Path) else None
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -15,15 +15,25 @@ from typing import ClassVar, Literal
 import msgspec
 
 
+class StartFile(msgspec.Struct, frozen=True):
+    """A file of the model, whose content the user's cache folder has. sha256: in hex digits."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
 class StartReport(msgspec.Struct, frozen=True):
     """A line of JSON from a launched engine to its client: ready, or the error and exit code.
 
     standing_by: not ready yet: all is loaded, and it waits until nobody serves at its endpoint.
+    files: not ready yet: these are what clients will be offered.
     """
 
     error: str | None = None
     exit_code: int = 0
     standing_by: bool = False
+    files: list[StartFile] = []
 
 
 ErrorCode = Literal[

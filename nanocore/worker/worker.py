@@ -115,9 +115,16 @@ class Worker:
 
         Raises ModelFileError: see `loader.load_weights`.
         """
-        self._weight_bytes = fill_and_pack(
-            self._runner.model, self._kernels, self._fill, self._config.quantization
-        )
+        num_threads = torch.get_num_threads()
+        # Weights are unpacked in many short operations, in which torch's threads would mostly wait
+        # for each other; native kernels, which pack them, have their own.
+        torch.set_num_threads(1)
+        try:
+            self._weight_bytes = fill_and_pack(
+                self._runner.model, self._kernels, self._fill, self._config.quantization
+            )
+        finally:
+            torch.set_num_threads(num_threads)
 
     def _fill(self, entries: Entries) -> None:
         weight_format = self._placement.weight_format

@@ -22,8 +22,8 @@ from nanocore.client import (
     SamplingParams,
     ScoreOutput,
 )
-from nanocore.client.connection.client_session import TokenizerLoader
 from nanocore.client.connection.remote_files import RemoteFiles
+from nanocore.client.connection.tokenizer_loader import TokenizerLoader
 from nanocore.client.requests.request_outputs import EmbeddingOutput
 from nanocore.client.requests.scoring import ScoreRequest, score_request
 from nanocore.client.tokenizer import Tokenizer

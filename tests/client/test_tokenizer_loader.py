@@ -12,7 +12,7 @@ import pytest
 
 from nanocore.client import ClientStateError, InvalidRequestError, ProtocolError, collect
 from nanocore.client import tokenizer as module
-from nanocore.client.connection.client_session import NUM_THREADS
+from nanocore.client.connection.tokenizer_loader import NUM_THREADS
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
 from nanocore.client.tokenizer_files import make_tokenizer_json
 from nanocore.protocol.codec import unpack_int32

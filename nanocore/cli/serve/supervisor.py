@@ -117,6 +117,8 @@ class Supervisor:
             keeper.on_ready(self._on_ready)
             keeper.on_ended(self._engine_end.set_result)
             self._engine = keeper
+            if isinstance(self._front, HttpService):
+                self._front.tokenizer_preload = keeper.tokenizer_preload
             start_s = time.monotonic()
             await self._unless_over(keeper.start(choice.start_timeout_s))
             endpoints = (keeper.endpoint,)

@@ -20,7 +20,7 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -28,7 +28,7 @@ from typing import Final
 import msgspec
 
 from nanocore.protocol.endpoint import IPC, ipc_address
-from nanocore.protocol.errors import ConfigError, EngineStartError, StartReport
+from nanocore.protocol.errors import ConfigError, EngineStartError, StartFile, StartReport
 from nanocore.system.child_process import module_command
 
 _PREFIX: Final = "nanocore-launch-"
@@ -129,17 +129,26 @@ class EngineProcess:
         """The engine's process id."""
         return self._process.pid
 
-    async def wait_ready(self, timeout_s: float) -> None:
+    async def wait_ready(
+        self, timeout_s: float, on_files: Callable[[list[StartFile]], None] = lambda _: None
+    ) -> None:
         """Wait until the engine serves; a standby waits without limit for the active engine's end.
+
+        on_files: hears of the model's files before, if the user's cache folder has them.
 
         Raises:
             EngineStartError: it could not start, for the reason it gives, or took too long.
         """
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                while (report := await self._read_report()) is not None and report.standing_by:
-                    self.stands_by = True
-                    deadline.reschedule(None)  # the active engine may live long
+                while (report := await self._read_report()) is not None:
+                    if report.files:
+                        on_files(report.files)
+                    elif report.standing_by:
+                        self.stands_by = True
+                        deadline.reschedule(None)  # the active engine may live long
+                    else:
+                        break
         except TimeoutError:
             raise EngineStartError(
                 f"the engine was not ready after {timeout_s} s: raise start_timeout_s if the model "

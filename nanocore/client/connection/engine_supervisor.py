@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from nanocore.client.connection.engine_process import EngineProcess, LaunchDirectory
+from nanocore.client.connection.tokenizer_loader import TokenizerPreload
 from nanocore.protocol.errors import (
     AddressInUseError,
     CacheMemoryError,
@@ -50,8 +51,9 @@ class EngineSupervisor:
             first one serves. output_fd: for engines' stdout and stderr; None inherits ours.
 
     Attributes:
-        ended: why there will be no engine any more; None until then. is_restarting: between an
-            engine's death and the next one's readiness, or the end. num_restarts: in total.
+        tokenizer_preload: makes the tokenizer while the first engine loads its model. ended: why
+            there will be no engine any more; None until then. is_restarting: between an engine's
+            death and the next one's readiness, or the end. num_restarts: in total.
             last_death_s, last_ready_s: when the last death was noticed and an engine last became
             ready, by time.monotonic(); 0 before.
     """
@@ -63,6 +65,7 @@ class EngineSupervisor:
         standby: bool = False,
         output_fd: int | None = None,
     ) -> None:
+        self.tokenizer_preload = TokenizerPreload()
         self.ended: NanocoreError | None = None
         self.is_restarting = False
         self.num_restarts = 0
@@ -109,7 +112,7 @@ class EngineSupervisor:
                 raise EngineStartError(f"no engine process could be started: {error}") from None
             active = self._launch()
             self._active = active
-            await active.wait_ready(timeout_s)
+            await active.wait_ready(timeout_s, self.tokenizer_preload.begin)
         except BaseException:
             await self.stop()
             raise

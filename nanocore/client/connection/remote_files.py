@@ -5,96 +5,25 @@ and digests are validated before anything is fetched, every chunk must have the 
 wait has a limit, and the content must match its digest. A file's name is compared with the model
 card and never becomes a path.
 
-The cache is shared by all processes of the user, in a directory that only the user can access. Its
-files are named by their SHA-256, which is checked on reading. They are written under another name,
-then renamed, and never change; deleting them is safe. If the cache cannot be used, that is logged
-and files are fetched again.
+The cache is shared by all processes of the user (`system.cache_folder`). If it cannot be used, that
+is logged, and files are fetched again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import logging
-import os
 import re
-import tempfile
-from functools import cached_property
-from pathlib import Path
 from typing import Final
 
 from nanocore.client.connection.engine_connection import EngineConnection
 from nanocore.protocol.errors import (
-    ConfigError,
     EngineDeadError,
     InvalidRequestError,
     ProtocolError,
 )
 from nanocore.protocol.messages import MAX_FILE_BYTES, ModelFile
-from nanocore.system.private_directory import make_private
-
-logger = logging.getLogger(__name__)
-
-
-class FileCache:
-    """Cache of contents by digest: 64 lower-case hex digits, as checked by the caller.
-
-    Args:
-        directory: None is $XDG_CACHE_HOME/nanocore/files, by default below ~/.cache.
-    """
-
-    def __init__(self, directory: Path | None = None) -> None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        self._named_directory = directory or Path(home) / "nanocore" / "files"
-
-    def read(self, sha256: str, num_bytes: int) -> bytes | None:
-        """Return the content with this digest and size, or None if it is not cached."""
-        if self._directory is None:
-            return None
-        path = self._directory / sha256
-        try:
-            with path.open("rb") as file:
-                content = file.read(num_bytes + 1)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            logger.warning("%s: %s; the file is fetched again", path, error.strerror)
-            return None
-        if hashlib.sha256(content).hexdigest() != sha256:
-            logger.warning("%s does not have the digest in its name: it is fetched again", path)
-            return None
-        return content
-
-    def write(self, sha256: str, content: bytes) -> None:
-        """Store a content, if that is possible."""
-        if self._directory is None:
-            return
-        try:
-            descriptor, temporary = tempfile.mkstemp(dir=self._directory, prefix=".")
-            try:
-                with open(descriptor, "wb") as file:
-                    file.write(content)
-                os.replace(temporary, self._directory / sha256)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
-        except OSError as error:
-            logger.warning(
-                "%s: %s; files are fetched at each start", self._directory, error.strerror
-            )
-
-    @cached_property
-    def _directory(self) -> Path | None:
-        directory = self._named_directory
-        try:
-            if not directory.is_absolute():
-                raise ConfigError(f"the file cache {directory} is no absolute path")
-            make_private(directory, "the file cache")
-        except ConfigError as error:
-            logger.warning("%s: files are fetched at each start", error)
-            return None
-        return directory
-
+from nanocore.system.cache_folder import FileCache
 
 CHUNK_TIMEOUT_S: Final = 10.0
 """Limit for a chunk: engines answer read_file at once, even while they compute."""
@@ -122,6 +51,11 @@ class RemoteFiles:
     def names(self) -> list[str]:
         """Names of readable files; empty for engines with a protocol before 1.3."""
         return list(self._files)
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each file by name."""
+        return {name: file.sha256 for name, file in self._files.items()}
 
     async def read(self, name: str) -> bytes:
         """Return a file's content, from the cache or the engine.

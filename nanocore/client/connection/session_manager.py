@@ -17,13 +17,14 @@ from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from nanocore.client.connection.client_session import ClientSession, TokenizerLoader
+from nanocore.client.connection.client_session import ClientSession
 from nanocore.client.connection.engine_connection import NO_SESSION, EngineConnection
 from nanocore.client.connection.engine_process import STOP_TIMEOUT_S
 from nanocore.client.connection.engine_supervisor import EngineSupervisor
-from nanocore.client.connection.remote_files import FileCache, RemoteFiles
+from nanocore.client.connection.remote_files import RemoteFiles
 from nanocore.client.connection.request_table import OpenRequest
 from nanocore.client.connection.resubmission import Resubmission, files_digest
+from nanocore.client.connection.tokenizer_loader import TokenizerLoader, TokenizerPreload
 from nanocore.client.requests.request_stream import RequestStream
 from nanocore.client.requests.sample import Sample
 from nanocore.protocol.errors import (
@@ -36,6 +37,7 @@ from nanocore.protocol.errors import (
 )
 from nanocore.protocol.messages import Welcome
 from nanocore.protocol.sockets import ClientKeys
+from nanocore.system.cache_folder import FileCache
 
 Result = TypeVar("Result")
 REOPEN_TIMEOUT_S: Final = 10.0
@@ -56,6 +58,7 @@ class SessionManager:
         keys: for all of them. supervisor: of the engine, if this client launched it.
         tokenizer_folder: of the tokenizer's files; None reads them from the engine.
         resume_timeout_s: how long requests wait for an engine that continues them; None: they fail.
+        preload: of the first engine's tokenizer.
     """
 
     def __init__(
@@ -65,10 +68,12 @@ class SessionManager:
         tokenizer_folder: Path | None,
         supervisor: EngineSupervisor | None,
         resume_timeout_s: float | None,
+        preload: TokenizerPreload | None = None,
     ) -> None:
         self._endpoints = endpoints
         self._keys = keys
         self._tokenizer_folder = tokenizer_folder
+        self._preload = preload
         self._supervisor = supervisor
         self._resume_timeout_s = resume_timeout_s
         self._session: ClientSession | None = None
@@ -247,7 +252,7 @@ class SessionManager:
         if self._resume_timeout_s is not None:
             connection.request_session_timeout(SESSION_TIMEOUT_MS)
         files, card = RemoteFiles(connection, FileCache()), connection.welcome.model
-        tokenizer = TokenizerLoader(self._tokenizer_folder, files, card.model)
+        tokenizer = TokenizerLoader(self._tokenizer_folder, files, card.model, self._preload)
         old = self._session
         if old is not None and old.tokenizer.is_loaded:
             before = old.connection.welcome.model

@@ -15,7 +15,7 @@ from operator import index
 
 import msgspec
 
-from nanocore.client.connection.client_session import TokenizerLoader
+from nanocore.client.connection.tokenizer_loader import TokenizerLoader
 from nanocore.client.requests.request_outputs import RequestOutput
 from nanocore.client.requests.submission import Prompt, TokensPrompt, given_token_ids
 from nanocore.protocol.errors import InvalidRequestError, NanocoreError

@@ -67,6 +67,7 @@ class CompileStart(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_token_ids: list[int]
     sockets: list[int]
+    is_urgent: bool
 
 
 def engine_error(wanted: StructuredOutputs, what: str) -> str:
@@ -98,15 +99,24 @@ _RETRY_AFTER_S: Final = 5.0
 
 
 class CompileProcess:
-    """Compiles grammars in a child process; NUM_WORKERS threads may ask at a time."""
+    """Compiles grammars in a child process; NUM_WORKERS threads may ask at a time.
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    is_urgent: it loads its vocabulary at the usual priority; after a restart it does anyway.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        is_urgent: bool = True,
+    ) -> None:
         self._arguments = folder, vocab_size, sorted(eos_token_ids)
         self._lock = threading.Lock()
         self._asking = [threading.Lock() for _ in range(NUM_WORKERS)]
         self._running: _Running | None = None
         self._is_closed = False
-        self._start()
+        self._start(is_urgent)
 
     @property
     def pid(self) -> int | None:
@@ -154,9 +164,9 @@ class CompileProcess:
             self._restart(running)
         return result
 
-    def _start(self) -> None:
+    def _start(self, is_urgent: bool = True) -> None:
         try:
-            self._running = _Running(*self._arguments)
+            self._running = _Running(*self._arguments, is_urgent)
         except OSError as error:
             logger.error("the compile process cannot be started: %s", error)
 
@@ -185,10 +195,12 @@ class CompileProcess:
 class _Running:
     """A process and our ends of its socket pairs. Raises OSError if it cannot be started."""
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: list[int]) -> None:
+    def __init__(
+        self, folder: Path, vocab_size: int, eos_token_ids: list[int], is_urgent: bool
+    ) -> None:
         pairs = [socket.socketpair() for _ in range(NUM_WORKERS)]
         theirs = [end.fileno() for _, end in pairs]
-        start = CompileStart(vocab_size, eos_token_ids, theirs)
+        start = CompileStart(vocab_size, eos_token_ids, theirs, is_urgent)
         try:
             self.process = subprocess.Popen(
                 [*_COMMAND, msgspec.json.encode(start).decode(), str(folder)],

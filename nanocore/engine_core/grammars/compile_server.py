@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -53,16 +54,30 @@ def main() -> None:
     signal_at_parent_death(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    try:
-        vocabulary = TokenTable.load(Path(sys.argv[2]), start.vocab_size, start.eos_token_ids)
-    except InvalidRequestError:
-        sys.exit(_NO_VOCABULARY)  # the engine found the same, and says so
+    vocabulary = _load(start, Path(sys.argv[2]))
+    if vocabulary is None:
+        sys.exit(_NO_VOCABULARY)  # the engine finds the same, and says so
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     gc.freeze()
     pipes: list[Pipe[CompileRequest]] = [
         Pipe(socket.socket(fileno=fd), CompileRequest) for fd in start.sockets
     ]
     CompileWorkers(vocabulary, pipes).run()
+
+
+def _load(start: CompileStart, folder: Path) -> TokenTable | None:
+    """Load the vocabulary in a thread, whose priority can be lowered without the process's."""
+    loaded: list[TokenTable] = []
+
+    def load() -> None:
+        with suppress(InvalidRequestError):
+            loaded.append(TokenTable.load(folder, start.vocab_size, start.eos_token_ids))
+
+    thread = start_thread(load, "vocabulary")
+    if not start.is_urgent:
+        give_way(thread)
+    thread.join()
+    return loaded[0] if loaded else None
 
 
 class CompileWorkers:

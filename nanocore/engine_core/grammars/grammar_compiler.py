@@ -11,72 +11,21 @@ import hashlib
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Final, Generic, Protocol, TypeVar
 
 import msgspec
 
 from nanocore.engine_core.grammars.compilation import CompiledGrammar, compile_text, followed
-from nanocore.engine_core.grammars.compile_process import NUM_WORKERS, CompileProcess, engine_error
-from nanocore.engine_core.grammars.matcher import Compiled, GrammarSource, NoGrammars
+from nanocore.engine_core.grammars.compile_process import NUM_WORKERS, engine_error
+from nanocore.engine_core.grammars.matcher import Compiled
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from nanocore.system.large_stack_threads import give_way, join_threads, start_thread
-
-
-class VocabularyLoad:
-    """Loads the vocabulary of a model folder in a thread, while the model loads.
-
-    It holds the interpreter's lock for a second or so, which harms nobody before the engine is
-    ready. Without a vocabulary a model is served all the same, and structured outputs are refused
-    with the reason. The compile process starts at the same time; nobody waits for it.
-    """
-
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        self._arguments = folder, vocab_size, eos_token_ids
-        self._result: TokenTable | BaseException | None = None
-        self._seconds = 0.0
-        # By this thread: the kernel ends the process with the thread that started it.
-        self._compiler = CompileProcess(folder, vocab_size, eos_token_ids)
-        self._thread = start_thread(self._run, "vocabulary")
-
-    def wait(self, notes: list[str]) -> GrammarSource:
-        """Return the compiler of structured outputs. notes: takes text for the log.
-
-        Raises:
-            Exception: a bug that its building met.
-        """
-        self._thread.join()
-        match self._result:
-            case InvalidRequestError() as why:
-                self.close()
-                notes.append(str(why))
-                return NoGrammars(str(why))
-            case TokenTable() as vocabulary:
-                notes.append(f"vocabulary made in {self._seconds:.2f} s, while the model loaded")
-                return GrammarCompiler(vocabulary, self._compiler)
-            case error:
-                self.close()
-                assert error is not None
-                raise error
-
-    def close(self) -> None:
-        """End the compile process. Idempotent."""
-        self._compiler.close()
-
-    def _run(self) -> None:
-        start_s = time.monotonic()
-        try:
-            self._result = TokenTable.load(*self._arguments)
-        except BaseException as error:
-            self._result = error
-        self._seconds = time.monotonic() - start_s
-
 
 _REFUSAL_BYTES = 2048
 """An entry with its digest and a text of a few lines."""
@@ -224,12 +173,13 @@ class _Job:
 class GrammarCompiler:
     """Implements `GrammarSource` with threads of its own. Any thread may call it.
 
-    compiler: closed with it.
+    vocabulary: returns it when it is loaded, or raises an InvalidRequestError for all who ask; it
+    is called by these threads. compiler: closed with it.
     """
 
     def __init__(
         self,
-        vocabulary: TokenTable,
+        vocabulary: Callable[[], TokenTable],
         compiler: Compiler,
         num_threads: int = NUM_WORKERS,
         *,
@@ -319,12 +269,13 @@ class GrammarCompiler:
         self, place: int, job: _Job
     ) -> CompiledGrammar | InvalidRequestError | EngineOverloadedError:
         try:
+            vocabulary = self._vocabulary()
             start_s = time.monotonic()
             text, not_held = self._compiler.run(place, job.wanted)
             if time.monotonic() - start_s <= _QUICK_S:
-                grammar = compile_text(self._vocabulary, text)
+                grammar = compile_text(vocabulary, text)
             else:
-                grammar = self._compiled_aside(text)
+                grammar = self._compiled_aside(vocabulary, text)
         except InvalidRequestError as error:
             return InvalidRequestError(str(error))  # a new one: without what it passed on its way
         except EngineOverloadedError as error:
@@ -339,20 +290,20 @@ class GrammarCompiler:
         grammar.on_too_slow = partial(self._refuse, job.key)
         return grammar
 
-    def _compiled_aside(self, text: str) -> CompiledGrammar:
+    def _compiled_aside(self, vocabulary: TokenTable, text: str) -> CompiledGrammar:
         """Compile in a low-priority thread, if the system gives one."""
         compiled: Future[CompiledGrammar] = Future()
 
         def run() -> None:
             try:
-                compiled.set_result(compile_text(self._vocabulary, text))
+                compiled.set_result(compile_text(vocabulary, text))
             except BaseException as error:
                 compiled.set_exception(error)
 
         try:
             thread = start_thread(run, "grammar")
         except RuntimeError:
-            return compile_text(self._vocabulary, text)
+            return compile_text(vocabulary, text)
         give_way(thread)
         return compiled.result()
 

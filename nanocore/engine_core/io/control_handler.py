@@ -7,79 +7,23 @@ its session, and ends with it at the latest.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, get_args
 
+from nanocore.engine_core.io.served_files import ServedFiles
 from nanocore.engine_core.io.session import Session
 from nanocore.engine_core.mailbox import ControlCall, Inbox
 from nanocore.engine_core.metrics.collector import EngineMetrics, IoCounts
-from nanocore.protocol.errors import ModelFileError, shorten
+from nanocore.protocol.errors import shorten
 from nanocore.protocol.messages import (
     ADMIN_OPERATIONS,
-    MAX_FILE_BYTES,
-    MAX_FILE_CHUNK_BYTES,
     Control,
     ControlOperation,
-    ModelFile,
-    ModelFileName,
     Reply,
 )
-from nanocore.worker.loading.gguf.gguf_files import is_gguf
-from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files
 
 logger = logging.getLogger(__name__)
-
-
-class ServedFiles:
-    """Contents of the files of `ModelFileName` that a model folder has. No other file can be named.
-
-    They are read once, at the start: what is served matches the digests in the model card, whatever
-    happens to the folder later.
-
-    Raises:
-        ModelFileError: one of them cannot be read.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._contents: dict[str, bytes] = {}
-        self.entries: list[ModelFile] = []
-        if is_gguf(folder):
-            for name, content in gguf_model_files(folder).items():
-                self._add(name, content)
-            return
-        for name in get_args(ModelFileName):
-            path = folder / name
-            try:
-                if not path.is_file():
-                    continue
-                num_bytes = path.stat().st_size
-                if num_bytes > MAX_FILE_BYTES:
-                    logger.warning(
-                        "%s has %d bytes: files above %d are not served to clients",
-                        path,
-                        num_bytes,
-                        MAX_FILE_BYTES,
-                    )
-                    continue
-                content = path.read_bytes()
-            except OSError as error:
-                raise ModelFileError(f"{path}: {error.strerror}") from None
-            self._add(name, content)
-
-    def _add(self, name: str, content: bytes) -> None:
-        self._contents[name] = content
-        digest = hashlib.sha256(content).hexdigest()
-        self.entries.append(ModelFile(name=name, num_bytes=len(content), sha256=digest))
-
-    def chunk(self, name: str | None, offset: int) -> bytes | None:
-        """Return at most MAX_FILE_CHUNK_BYTES from `offset` on, empty at the end; None: no such
-        file.
-        """
-        content = self._contents.get(name or "")
-        return None if content is None else content[offset : offset + MAX_FILE_CHUNK_BYTES]
 
 
 MAX_CALLS: Final = 64  # of one session, that wait for the step loop

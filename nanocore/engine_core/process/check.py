@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.io.control_handler import ServedFiles
+from nanocore.engine_core.io.served_files import ServedFiles
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.process.forecast import forecast, machine_speeds, table
 from nanocore.engine_core.process.process import describe_workers, find_model

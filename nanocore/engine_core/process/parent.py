@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from nanocore.protocol.errors import StartError, StartReport
+from nanocore.protocol.errors import StartError, StartFile, StartReport
 from nanocore.system.child_process import signal_at_parent_death
 
 GRACE_S: Final = 4.0
@@ -59,6 +59,9 @@ class ParentLink:
 
     def report_standing_by(self) -> None:
         self._send(StartReport(standing_by=True))
+
+    def report_files(self, files: list[StartFile]) -> None:
+        self._send(StartReport(files=files))
 
     def report_failure(self, error: StartError) -> None:
         text = str(error).encode(errors="backslashreplace").decode()  # it may quote any bytes

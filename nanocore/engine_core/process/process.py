@@ -25,17 +25,18 @@ from nanocore import __version__
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
-from nanocore.engine_core.grammars.grammar_compiler import VocabularyLoad
 from nanocore.engine_core.grammars.mask_filler import MaskFiller
 from nanocore.engine_core.grammars.matcher import GrammarSource, NoGrammars
+from nanocore.engine_core.grammars.vocabulary_load import VocabularyLoad
 from nanocore.engine_core.io.admission import Admission
-from nanocore.engine_core.io.control_handler import ControlHandler, ServedFiles
+from nanocore.engine_core.io.control_handler import ControlHandler
 from nanocore.engine_core.io.handshake_handler import HandshakeHandler
 from nanocore.engine_core.io.io_thread import IoThread, StatsLog
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.io.limits import ClientLimit, QueueLimit, raise_descriptor_limit
 from nanocore.engine_core.io.message_handler import MessageHandler
 from nanocore.engine_core.io.request_handler import CompilingRequests
+from nanocore.engine_core.io.served_files import ServedFiles, ServedFilesLoad
 from nanocore.engine_core.mailbox import BeginDrain, Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.metrics.collector import EngineMetrics, stats_of
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
@@ -126,8 +127,8 @@ def _describe_ranks(config: EngineConfig) -> str:
 _NO_GRAMMARS: Final = NoGrammars("structured_outputs: this engine has no vocabulary")
 
 
-def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
-    """Serve until told to stop; return the exit code.
+def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: ServedFilesLoad) -> int:
+    """Serve until told to stop; return the exit code. files_load: may have begun.
 
     Raises:
         StartError: the engine cannot serve.
@@ -142,14 +143,12 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         claims = stack.enter_context(ExitStack())
         claimed = None if config.standby else claim_resources(config, claims)
         folder = find_model(config)
+        files = files_load.wait(folder)
         model_config = load_model_config(
             folder, config.hf_overrides, config.override_generation_config
         )
         max_model_len = longest_request(config, model_config)
-        files = ServedFiles(folder)
         log_beginning(config, folder, model_config, imports_s)
-        vocabulary = VocabularyLoad(folder, model_config.vocab_size, model_config.eos_token_ids)
-        stack.callback(vocabulary.close)
         executor = _executor(config, folder, model_config, max_model_len)
         stack.callback(executor.close)
         with phase("load") as notes:
@@ -168,8 +167,8 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
         num_blocks, max_model_len = _allocate(config, executor, ranks, max_model_len)
         speeds = machine_speeds(ranks)
         _log_forecast(config, folder, model_config, ranks, num_blocks, max_model_len, speeds)
-        with phase("structured outputs") as notes:
-            grammars = stack.enter_context(closing(vocabulary.wait(notes)))
+        vocabulary = VocabularyLoad(folder, model_config.vocab_size, model_config.eos_token_ids)
+        grammars = stack.enter_context(closing(vocabulary.grammars()))
         log_generation_defaults(model_config)
         return serve(
             config,
@@ -182,6 +181,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None) -> int:
             parent=parent,
             trace=claimed.trace,
             grammars=grammars,
+            vocabulary=vocabulary,
             utilisation=Utilisation(joined_cost(ranks), MachineSpeed.joined(speeds)),
         )
 
@@ -197,6 +197,7 @@ def serve(
     parent: ParentLink | None = None,
     trace: StepTrace | None = None,
     grammars: GrammarSource = _NO_GRAMMARS,
+    vocabulary: VocabularyLoad | None = None,
     utilisation: Utilisation | None = None,
 ) -> int:
     """Run the step loop and the io thread until told to stop; return the exit code.
@@ -206,6 +207,7 @@ def serve(
         files: the ones that card lists.
         executor: has loaded the model and allocated its KV cache.
         started_s: monotonic time of the process's start, for the log.
+        vocabulary: of grammars; loaded from then on.
         parent: link to the launching client.
     """
     inbox: Inbox = SimpleQueue()
@@ -235,6 +237,8 @@ def serve(
         logger.info("ready in %.1f s", time.monotonic() - started_s)
         if parent is not None:
             parent.report_ready()
+        if vocabulary is not None and masks is not None:
+            vocabulary.start(lambda: not scheduler.num_running and not scheduler.num_waiting)
         farewell, exit_code = run_core(core)
     watchdog.stop()
     if masks is not None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import gc
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import msgspec
 
 from nanocore.client import AsyncEngineClient
+from nanocore.client.connection.tokenizer_loader import TokenizerPreload
 from nanocore.http.app import App
 from nanocore.http.http_errors import RETRY_LATER_S, unavailable
 from nanocore.http.server.http_server import HttpServer
 from nanocore.http.server_settings import AppSettings, ServerSettings
+from nanocore.protocol.errors import NanocoreError
 from nanocore.protocol.messages import ModelCard
 
 RESUME_TIMEOUT_S: Final = 60.0
@@ -62,6 +65,8 @@ class HttpService:
         self._app = App(app_settings)
         self._server = HttpServer(self._app, server_settings)
         self._client: AsyncEngineClient | None = None
+        self.tokenizer_preload: TokenizerPreload | None = None
+        """Of an engine that starts."""
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Accept connections; the sockets are closed by this service."""
@@ -73,14 +78,18 @@ class HttpService:
         await self._server.start(sockets)
 
     async def connect(self, engine: EngineAddress, timeout_s: float) -> ModelCard:
-        """Connect to the engine and return its model card.
+        """Connect to the engine, make its tokenizer, and return its model card.
 
         Raises:
             NanocoreError: see `AsyncEngineClient.connect`.
         """
         client = engine.client(timeout_s)
+        client.tokenizer_preload = self.tokenizer_preload
         await client.__aenter__()
-        self._client = self._app.state.client = client
+        self._client = client
+        with suppress(NanocoreError):  # a request that needs it hears why
+            await client.get_tokenizer()
+        self._app.state.client = client
         return client.model_card
 
     @property

@@ -20,8 +20,9 @@ from nanocore.worker.config.generation_config import override_generation
 from nanocore.worker.config.json_settings import Settings, check_all_read, note_oddity, override
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.loading.gguf.architectures import has_whole_norms
-from nanocore.worker.loading.gguf.gguf_config import config_settings, generation_settings, has_bias
+from nanocore.worker.loading.gguf.gguf_config import config_settings, has_bias
 from nanocore.worker.loading.gguf.gguf_files import is_gguf, read_headers
+from nanocore.worker.loading.gguf.model_files import generation_settings
 
 if TYPE_CHECKING:
     from nanocore.worker.layers.decoder import DecoderModel

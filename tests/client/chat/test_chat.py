@@ -29,7 +29,7 @@ from nanocore.client.chat.events import (
     ToolBegin,
     Usage,
 )
-from nanocore.client.connection.client_session import NUM_THREADS
+from nanocore.client.connection.tokenizer_loader import NUM_THREADS
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.demo_model import demo_model_folder
 from nanocore.protocol.codec import pack_int32, unpack_int32

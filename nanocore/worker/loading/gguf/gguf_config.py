@@ -213,20 +213,15 @@ def config_settings(first: Path) -> Settings:
     return Settings(f"{first} (settings as config.json has them)", values)
 
 
-def generation_settings(first: Path) -> Settings:
-    """generation_config.json's: what ends a text, and the sampling that the makers recommend.
-
-    Raises ModelFileError: the vocabulary is damaged.
-    """
+def generation_settings(first: Path, vocabulary: GgufVocabulary | None) -> Settings:
+    """generation_config.json's: what ends a text, and the sampling that the makers recommend."""
     header = read_headers(first)[0]
     values: dict[str, Any] = {
         name: header.metadata[f"general.sampling.{key}"]
         for key, name in _SAMPLING.items()
         if f"general.sampling.{key}" in header.metadata
     }
-    if "tokenizer.ggml.model" in header.metadata and (
-        ids := end_token_ids(GgufVocabulary.read(first))
-    ):
+    if vocabulary is not None and (ids := end_token_ids(vocabulary)):
         values["eos_token_id"] = ids
     return Settings(f"{first} (settings as generation_config.json has them)", values)
 

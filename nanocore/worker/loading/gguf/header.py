@@ -171,11 +171,12 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """One file's. metadata: by key; numbers, texts, and lists of either."""
+    """One file's. metadata: by key; numbers, texts, and lists of either. num_bytes: it takes."""
 
     path: Path
     metadata: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
+    num_bytes: int
 
 
 def read_header(path: Path) -> Header:
@@ -249,16 +250,17 @@ def _parse(path: Path, data: HeaderBytes, keep: Callable[[str], bool]) -> Header
             raise data.error(f"{shorten(key)} is there twice")
         metadata[key] = _value(data, shorten(key), keep(key))
     entries = [_tensor(data) for _ in range(num_tensors)]
+    num_bytes = data.offset
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment % 8:
         raise data.error(f"general.alignment = {alignment!r} is no multiple of 8")
-    start = -(-data.offset // alignment) * alignment
+    start = -(-num_bytes // alignment) * alignment
     tensors = [
         TensorInfo(path, name, kind, shape, start + offset, _size(kind, shape))
         for name, kind, shape, offset in entries
     ]
     _check_places(path, tensors, alignment, start, data.num_bytes)
-    return Header(path, metadata, tuple(tensors))
+    return Header(path, metadata, tuple(tensors), num_bytes)
 
 
 def _value(data: HeaderBytes, key: str, keep: bool) -> Any:

@@ -9,13 +9,13 @@ it has this vocabulary.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import tokenizers
+import numpy as np
+from numpy.typing import NDArray
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.json_settings import read_json
@@ -23,35 +23,36 @@ from nanocore.worker.loading.gguf.gguf_config import generation_settings
 from nanocore.worker.loading.gguf.gguf_files import read_headers
 from nanocore.worker.loading.gguf.gguf_vocabulary import GgufVocabulary, TokenType
 
-logger = logging.getLogger(__name__)
-
 _MAX_TOKENIZER_BYTES = 64 * 2**20
 
 
-def gguf_model_files(first: Path) -> dict[str, bytes]:
-    """Contents by name; none of a model that has no vocabulary.
+def convert_model_files(first: Path) -> dict[str, bytes]:
+    """Make the contents by name; none of a model that has no vocabulary.
 
     Raises ModelFileError: its vocabulary is damaged, or of a kind that is not served.
     """
     if "tokenizer.ggml.model" not in read_headers(first)[0].metadata:
-        return {}
+        return {"generation_config.json": _generation_config(first, None)}
     vocabulary = GgufVocabulary.read(first)
-    generation = generation_settings(first).values
+    beside = tokenizer_beside(first)
+    if beside is not None:
+        _check_fits(beside, vocabulary)
+    content = make_tokenizer_json(vocabulary) if beside is None else beside.read_bytes()
     return {
-        "tokenizer.json": tokenizer_json(first, vocabulary),
+        "tokenizer.json": content,
         "tokenizer_config.json": msgspec.json.encode(_tokenizer_config(vocabulary)),
-        "generation_config.json": msgspec.json.encode(generation),
+        "generation_config.json": _generation_config(first, vocabulary),
     }
 
 
-def tokenizer_json(first: Path, vocabulary: GgufVocabulary | None = None) -> bytes:
-    vocabulary = vocabulary or GgufVocabulary.read(first)
+def tokenizer_beside(first: Path) -> Path | None:
+    """Return the tokenizer.json that goes before the vocabulary of a model's file."""
     beside = first.with_name("tokenizer.json")
-    if not beside.exists():
-        return make_tokenizer_json(vocabulary)
-    _check_fits(beside, vocabulary)
-    logger.info("%s is used in place of the vocabulary of %s", beside, first.name)
-    return beside.read_bytes()
+    return beside if beside.exists() else None
+
+
+def _generation_config(first: Path, vocabulary: GgufVocabulary | None) -> bytes:
+    return msgspec.json.encode(generation_settings(first, vocabulary).values)
 
 
 def _check_fits(beside: Path, vocabulary: GgufVocabulary) -> None:
@@ -106,17 +107,7 @@ def make_tokenizer_json(vocabulary: GgufVocabulary) -> bytes:
                 f"{vocabulary.path}: tokenizer.ggml.model = {shorten(repr(kind))} is not served; "
                 f"known: gpt2, llama: {_REMEDY}"
             )
-    data = msgspec.json.encode(content)
-    try:
-        tokenizers.Tokenizer.from_buffer(data)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library's are bare Exceptions, or a panic of Rust
-        raise ModelFileError(
-            f"{vocabulary.path}: its vocabulary does not form a tokenizer ({shorten(str(error))}): "
-            f"{_REMEDY}"
-        ) from None
-    return data
+    return msgspec.json.encode(content)
 
 
 def adds_bos(vocabulary: GgufVocabulary) -> bool:
@@ -131,7 +122,8 @@ def adds_bos(vocabulary: GgufVocabulary) -> bool:
 
 def _byte_level(vocabulary: GgufVocabulary) -> dict[str, Any]:
     pre = _pre_tokenizer(vocabulary)
-    merges = [_pair(vocabulary, merge) for merge in vocabulary.merges]
+    known = set(vocabulary.tokens)
+    merges = [_pair(vocabulary, merge, known) for merge in vocabulary.merges]
     return {
         **_common(vocabulary),
         "normalizer": {"type": "NFC"} if pre.is_composed else None,
@@ -154,14 +146,22 @@ def _pre_tokenizer(vocabulary: GgufVocabulary) -> PreTokenizer:
     return pre
 
 
-def _pair(vocabulary: GgufVocabulary, merge: str) -> tuple[str, str]:
+def _pair(vocabulary: GgufVocabulary, merge: str, known: set[str]) -> tuple[str, str]:
     end = merge.find(" ", 1) if isinstance(merge, str) else -1
     if end < 0:
         raise ModelFileError(
             f"{vocabulary.path}: tokenizer.ggml.merges has {shorten(repr(merge))}, which is not a "
             "pair"
         )
-    return merge[:end], merge[end + 1 :]
+    left, right = merge[:end], merge[end + 1 :]
+    for token in (left, right, left + right):
+        if token not in known:
+            raise ModelFileError(
+                f"{vocabulary.path}: its vocabulary does not form a tokenizer: "
+                f"tokenizer.ggml.merges has {shorten(repr(merge))}, and {shorten(repr(token))} is "
+                f"not among its tokens: {_REMEDY}"
+            )
+    return left, right
 
 
 def _sentencepiece(vocabulary: GgufVocabulary) -> dict[str, Any]:
@@ -194,14 +194,68 @@ def _merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     """Every way to put a token together of two, the best tokens' first."""
     triples = zip(vocabulary.tokens, vocabulary.types, vocabulary.scores, strict=True)
     scores = {token: score for token, kind, score in triples if kind == TokenType.NORMAL}
-    found = [
-        (-score, -cut, token[:cut], token[cut:])
-        for token, score in scores.items()
-        for cut in range(1, len(token))
-        if token[:cut] in scores and token[cut:] in scores
-    ]
-    found.sort(key=lambda merge: merge[:2])
-    return [(left, right) for _, _, left, right in found]
+    tokens = list(scores)
+    whole_M, left_M, right_M, cut_M = _pairs(tokens)
+    scores_N = np.fromiter(scores.values(), np.float64, len(scores))
+    order_M = np.lexsort((-cut_M, -scores_N[whole_M]))
+    left, right = (
+        map(tokens.__getitem__, part_M[order_M].tolist()) for part_M in (left_M, right_M)
+    )
+    return list(zip(left, right, strict=True))
+
+
+_FILTER_BITS: Final = 24
+_BASE: Final = 0x9E3779B97F4A7C15
+"""Odd numbers have inverses modulo 2**64."""
+
+
+def _pairs(tokens: list[str]) -> NDArray[np.int64]:
+    """Return [4, M]: a token, the two tokens that it is made of, and the characters of the first.
+
+    tokens: different ones, of which indices are returned. The two million parts of a large
+    vocabulary's tokens are looked up by a polynomial hash modulo 2**64, which sums of prefixes give
+    for all of them at once (Rabin and Karp).
+    """
+    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    chars = np.frombuffer("".join(tokens).encode("utf-32-le", "surrogatepass"), np.uint32)
+    powers, inverses = (_powers(base, len(chars)) for base in (_BASE, pow(_BASE, -1, 2**64)))
+    sums = np.zeros(len(chars) + 1, np.uint64)
+    np.cumsum((chars + np.uint64(1)) * powers[:-1], out=sums[1:])
+
+    def hashes(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.uint64]:
+        return (sums[end] - sums[start]) * inverses[start] * np.uint64(_BASE)
+
+    known = hashes(starts, ends)
+    by_hash = np.argsort(known)
+    # Most parts are no tokens, which this tells sooner than a search among all hashes.
+    shift = np.uint64(64 - _FILTER_BITS)
+    is_likely = np.zeros(1 << _FILTER_BITS, np.bool_)
+    is_likely[known >> shift] = True
+
+    def kept(hash_M: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(those of M that are tokens, which tokens)"""
+        likely = np.flatnonzero(is_likely[hash_M >> shift])
+        at = np.searchsorted(known, hash_M[likely], sorter=by_hash)
+        token = by_hash[np.minimum(at, len(tokens) - 1)]
+        is_one = known[token] == hash_M[likely]
+        return likely[is_one], token[is_one]
+
+    whole = np.repeat(np.arange(len(tokens)), lengths)
+    cut = np.arange(len(chars)) - starts[whole]
+    whole, cut = whole[cut > 0], cut[cut > 0]
+    which, left = kept(hashes(starts[whole], starts[whole] + cut))
+    whole, cut = whole[which], cut[which]
+    which, right = kept(hashes(starts[whole] + cut, ends[whole]))
+    return np.stack((whole[which], left[which], right, cut[which]))
+
+
+def _powers(base: int, count: int) -> NDArray[np.uint64]:
+    """Return the powers from 0 to count, modulo 2**64."""
+    factors = np.full(count + 1, base, np.uint64)
+    factors[:1] = 1
+    return np.multiply.accumulate(factors)
 
 
 def _model(vocabulary: GgufVocabulary, merges: list[tuple[str, str]]) -> dict[str, Any]:

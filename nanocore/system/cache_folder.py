@@ -1,0 +1,193 @@
+"""The user's cache folder: what one start makes and later ones can use.
+
+It is $XDG_CACHE_HOME/nanocore, by default ~/.cache/nanocore, with a folder of mode 0700 for each
+kind of entry: `files` has contents by their SHA-256, which is checked on reading, and `converted`
+says which of them were made of which model. An entry is written under another name, then renamed,
+and never changes; deleting it is safe at any time, for it is made again. When the folder exceeds
+its limit, the entries that were used longest ago are deleted. If it cannot be used, a start goes on
+without it and says so in a line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+from nanocore.protocol.errors import ConfigError
+from nanocore.system.private_directory import make_private
+
+logger = logging.getLogger(__name__)
+
+LIMIT_NAME: Final = "NANOCORE_CACHE_BYTES"
+_DEFAULT_LIMIT_BYTES: Final = 2 * 10**9
+_MAX_UNFINISHED_S: Final = 3600.0
+"""Age at which a file under another name was left behind by a process that was killed."""
+
+
+def cache_root() -> Path:
+    """Return the cache folder, which need not exist."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "nanocore"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEntry:
+    """A file in the cache folder. used_s: time of its last use, in seconds of the epoch."""
+
+    path: Path
+    num_bytes: int
+    used_s: float
+
+    @property
+    def kind(self) -> str:
+        return self.path.parent.name
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.path.name.startswith(".")
+
+    def delete(self) -> bool:
+        """Return whether it could be deleted."""
+        try:
+            self.path.unlink(missing_ok=True)
+            return True
+        except OSError:
+            return False
+
+
+def cache_entries(root: Path | None = None) -> list[CacheEntry]:
+    """Return all files of the cache folder, the one that was used longest ago first."""
+    return sorted(_entries(root or cache_root()), key=lambda entry: entry.used_s)
+
+
+def _entries(root: Path) -> Iterator[CacheEntry]:
+    with suppress(OSError):
+        for path in root.glob("*/*"):
+            # Another process may delete one meanwhile.
+            with suppress(OSError):
+                info = path.lstat()
+                if path.is_file() and not path.parent.is_symlink():
+                    yield CacheEntry(path, info.st_size, info.st_mtime)
+
+
+def limit_bytes() -> int:
+    """Return the size limit of the cache folder: NANOCORE_CACHE_BYTES, or 2 GB."""
+    text = os.environ.get(LIMIT_NAME, "")
+    if text.isdecimal():
+        return int(text)
+    if text:
+        logger.warning("%s=%s is no number of bytes: 2 GB is the limit", LIMIT_NAME, text)
+    return _DEFAULT_LIMIT_BYTES
+
+
+class CacheFolder:
+    """Entries of one kind, by names that the caller has checked.
+
+    Args:
+        kind: name of the folder. purpose: what happens without it, for the log.
+        directory: None is `cache_root` / kind.
+    """
+
+    def __init__(self, kind: str, purpose: str, directory: Path | None = None) -> None:
+        self._named_directory = directory or cache_root() / kind
+        self._purpose = purpose
+
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """Return an entry's content, at most max_bytes + 1 of it; None if there is none."""
+        if self._directory is None:
+            return None
+        path = self._directory / name
+        try:
+            with path.open("rb") as file:
+                content = file.read(max_bytes + 1)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            logger.warning("%s: %s; %s", path, error.strerror, self._purpose)
+            return None
+        with suppress(OSError):
+            os.utime(path)  # it was used
+        return content
+
+    def has(self, name: str) -> bool:
+        return self._directory is not None and (self._directory / name).is_file()
+
+    def write(self, name: str, content: bytes) -> None:
+        """Store an entry, if that is possible and it fits the limit."""
+        if self._directory is None or len(content) > limit_bytes():
+            return
+        try:
+            descriptor, temporary = tempfile.mkstemp(dir=self._directory, prefix=".")
+            try:
+                with open(descriptor, "wb") as file:
+                    file.write(content)
+                os.replace(temporary, self._directory / name)
+            except BaseException:
+                Path(temporary).unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            logger.warning("%s: %s; %s", self._directory, error.strerror, self._purpose)
+        self._keep_limit(name)
+
+    def _keep_limit(self, written: str) -> None:
+        assert self._directory is not None
+        entries = cache_entries(self._directory.parent)
+        num_bytes = sum(entry.num_bytes for entry in entries)
+        for entry in entries:
+            if entry.is_unfinished:
+                is_old = entry.used_s < time.time() - _MAX_UNFINISHED_S
+            else:
+                is_old = num_bytes > limit_bytes() and entry.path.name != written
+            if is_old and entry.delete():
+                num_bytes -= entry.num_bytes
+
+    @cached_property
+    def _directory(self) -> Path | None:
+        directory = self._named_directory
+        try:
+            if not directory.is_absolute():
+                raise ConfigError(f"the cache folder {directory} is no absolute path")
+            make_private(directory, "the cache folder")
+        except ConfigError as error:
+            logger.warning("%s: %s", error, self._purpose)
+            return None
+        return directory
+
+
+class FileCache:
+    """Contents of files by their SHA-256: 64 lower-case hex digits, as checked by the caller.
+
+    Args:
+        directory: None is the user's, see above.
+    """
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._folder = CacheFolder("files", "files are fetched at each start", directory)
+
+    def read(self, sha256: str, num_bytes: int) -> bytes | None:
+        """Return the content with this digest and size, or None if it is not cached."""
+        content = self._folder.read(sha256, num_bytes)
+        if content is not None and hashlib.sha256(content).hexdigest() != sha256:
+            logger.warning(
+                "the cached file %s does not have the digest in its name: it is fetched again",
+                sha256,
+            )
+            return None
+        return content
+
+    def has(self, sha256: str) -> bool:
+        """Whether there is such an entry, damaged or not."""
+        return self._folder.has(sha256)
+
+    def write(self, sha256: str, content: bytes) -> None:
+        """Store a content, if that is possible."""
+        self._folder.write(sha256, content)

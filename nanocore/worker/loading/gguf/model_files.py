@@ -1,0 +1,139 @@
+"""Tokenizer files of a GGUF model: from the cache folder, or converted and put there.
+
+Converting 262,144 tokens takes a second or two. A process of its own does that while the engine
+imports torch, which holds the interpreter's lock. What was made of a header by this code is found
+again by a digest of both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import subprocess
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from nanocore.protocol.errors import ModelFileError
+from nanocore.system.cache_folder import CacheFolder, FileCache
+from nanocore.system.child_process import module_command
+from nanocore.worker.config.json_settings import Settings
+from nanocore.worker.loading.gguf.gguf_files import read_headers
+from nanocore.worker.loading.gguf.tokenizer_files import convert_model_files, tokenizer_beside
+
+logger = logging.getLogger(__name__)
+
+_COMMAND: Final = module_command("nanocore.worker.loading.gguf.model_files")
+_MAX_INDEX_BYTES: Final = 4096
+_MAX_FILE_BYTES: Final = 256 * 2**20
+
+_lock = threading.Lock()
+_known: dict[tuple[Path, int, int], dict[str, bytes]] = {}
+"""The last model's, by path, size and time of change."""
+
+
+class _File(msgspec.Struct, frozen=True):
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+def gguf_model_files(first: Path, in_process: bool = True) -> dict[str, bytes]:
+    """Return the contents by name. A second thread waits for the first, and gets the same.
+
+    in_process: convert here, if nothing is cached, and not in a process of its own.
+
+    Raises ModelFileError: see `convert_model_files`.
+    """
+    header = read_headers(first)[0]
+    info = first.stat()
+    key = (first.absolute(), info.st_size, info.st_mtime_ns)
+    with _lock:
+        if key not in _known:
+            digest = _digest(first, header.num_bytes)
+            found = _cached(digest)
+            if found is None:
+                found = convert_model_files(first) if in_process else _converted_aside(first)
+                _keep(digest, found)
+            _known.clear()
+            _known[key] = found
+        return _known[key]
+
+
+def generation_settings(first: Path) -> Settings:
+    """generation_config.json's. Raises ModelFileError: the vocabulary is damaged."""
+    source = f"{first} (settings as generation_config.json has them)"
+    return Settings(source, msgspec.json.decode(gguf_model_files(first)["generation_config.json"]))
+
+
+def _digest(first: Path, num_bytes: int) -> str:
+    with first.open("rb") as file:
+        digest = hashlib.sha256(file.read(num_bytes))
+    digest.update(_code_digest())
+    beside = tokenizer_beside(first)
+    if beside is not None:
+        logger.info("%s is used in place of the vocabulary of %s", beside, first.name)
+        digest.update(beside.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _code_digest() -> bytes:
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).digest()
+
+
+@cache
+def _index() -> CacheFolder:
+    return CacheFolder("converted", "vocabularies are converted at each start")
+
+
+def _cached(digest: str) -> dict[str, bytes] | None:
+    index = _index().read(digest, _MAX_INDEX_BYTES)
+    if index is None:
+        return None
+    try:
+        files = msgspec.json.decode(index, type=list[_File])
+    except ValueError:
+        logger.warning("the cached entry %s is damaged: it is made again", digest)
+        return None
+    cache = FileCache()
+    contents = {
+        file.name: cache.read(file.sha256, min(file.num_bytes, _MAX_FILE_BYTES)) for file in files
+    }
+    found = {name: content for name, content in contents.items() if content is not None}
+    return found if len(found) == len(files) else None
+
+
+def _keep(digest: str, files: dict[str, bytes]) -> None:
+    cache, entries = FileCache(), []
+    for name, content in files.items():
+        sha256 = hashlib.sha256(content).hexdigest()
+        cache.write(sha256, content)
+        entries.append(_File(name, len(content), sha256))
+    _index().write(digest, msgspec.json.encode(entries))
+
+
+def _converted_aside(first: Path) -> dict[str, bytes]:
+    done = subprocess.run(
+        [*_COMMAND, str(first)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False
+    )
+    if done.returncode != 0:  # the error is to be found here
+        return convert_model_files(first)
+    return msgspec.msgpack.decode(done.stdout, type=dict[str, bytes])
+
+
+def main() -> None:
+    try:
+        files: dict[str, Any] = convert_model_files(Path(sys.argv[1]))
+    except ModelFileError:
+        sys.exit(1)  # the engine finds the same, and says so
+    sys.stdout.buffer.write(msgspec.msgpack.encode(files))
+
+
+if __name__ == "__main__":
+    main()
