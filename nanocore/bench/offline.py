@@ -33,8 +33,13 @@ from nanocore.system.logs import complain
 
 PERCENTILES: Final = (10, 25, 50, 75, 90, 99)
 DEMO_MODEL_ID: Final = "demo model"
-CACHE_VARIABLES: Final = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
-"""Environment variables of the engine's caches of compiled kernels."""
+CACHE_VARIABLES: Final = (
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "CUDA_CACHE_PATH",
+    "XDG_CACHE_HOME",
+)
+"""Environment variables of the engine's caches: compiled kernels, and what starts keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,10 +293,18 @@ def startup_parser() -> FlagParser:
 def run_startup(arguments: list[str]) -> int:
     given, engine = parse(startup_parser(), arguments)
 
-    def start() -> float:
+    def start() -> dict[str, float]:
         start_s = time.perf_counter()
-        with engine.launch():
-            return time.perf_counter() - start_s
+        with engine.launch() as llm:
+            ready_s = time.perf_counter()
+            parts = {"startup": ready_s - start_s, **llm.start_parts}
+            parts["rest"] = parts["startup"] - sum(llm.start_parts.values())
+            _source(llm)
+            tokenizer_s = time.perf_counter()
+            token = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
+            llm.generate([[0]], token, use_tqdm=False)
+            first_token_s = time.perf_counter() - tokenizer_s
+            return parts | {"tokenizer": tokenizer_s - ready_s, "first token": first_token_s}
 
     cold = []
     for _ in tqdm(range(given.num_iters_cold), desc="Cold startup iterations"):
@@ -302,14 +315,19 @@ def run_startup(arguments: list[str]) -> int:
     bar = tqdm(range(given.num_iters_warm), desc="Warm startup iterations")
     warm = [start() for _ in bar]
     result: dict[str, Any] = {}
-    for phase, times in (("cold", cold), ("warm", warm)):
-        if not times:
+    for phase, starts in (("cold", cold), ("warm", warm)):
+        if not starts:
             continue
+        times = [one["startup"] for one in starts]
+        parts = {name: float(np.mean([one[name] for one in starts])) for name in starts[0]}
         mean, percentiles = float(np.mean(times)), percentiles_of(times)
         print(f"{phase.upper()} STARTUP:\nAvg startup time: {mean:.2f} seconds")
         print("Startup time percentiles:")
         for number, value in percentiles.items():
             print(f"  {number}%: {value:.2f} seconds")
+        print("Parts, and what follows, in seconds:")
+        print("  " + ", ".join(f"{k} {v:.2f}" for k, v in parts.items() if k != "startup"))
+        result[f"{phase}_startup_parts"] = parts
         result[f"avg_{phase}_startup_time"] = mean
         result[f"{phase}_startup_times"] = times
         result[f"{phase}_startup_percentiles"] = percentiles
@@ -318,15 +336,16 @@ def run_startup(arguments: list[str]) -> int:
 
 
 def model_folder(model: str | None) -> Path | None:
-    """Return the folder of a local model, or of the demo model."""
+    """Return the folder or file of a local model, or of the demo model."""
     folder = demo_model_folder() if model is None else Path(model)
-    return folder if folder.is_dir() else None
+    return folder if folder.exists() else None
 
 
 @contextmanager
 def cold_caches(folder: Path | None) -> Iterator[None]:
-    """Drop the folder's files from memory, and use empty kernel caches inside the block."""
-    for path in sorted(folder.iterdir()) if folder is not None else ():
+    """Drop the model's files from memory, and use empty caches inside the block."""
+    files = [] if folder is None else [*folder.iterdir()] if folder.is_dir() else [folder]
+    for path in files:
         if path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -41,11 +41,11 @@ class Utilisation:
     Steps without tokens are none.
 
     Args:
-        cost: of all ranks together. speed: likewise, as measured.
+        cost: of all ranks together. speed: likewise, as measured; None until it is.
     """
 
-    def __init__(self, cost: ModelCost, speed: MachineSpeed) -> None:
-        self._cost, self._speed = cost, speed
+    def __init__(self, cost: ModelCost, speed: MachineSpeed | None) -> None:
+        self._cost, self.speed = cost, speed
         self._decode, self._prefill = StepTotals(), StepTotals()
         self._ends: deque[tuple[float, IntArray]] = deque()  # of plain decodes, with their seconds
         self._decode_notes: deque[_Note] = deque()  # of decodes with drafts
@@ -75,21 +75,26 @@ class Utilisation:
 
         mbu, mfu: shares of bandwidth and of arithmetic that steps of a kind used, 0 to 1 (model
         bandwidth and model FLOP utilisation; 0 before the first). peak_*: what the machine gives,
-        which is not less than steps have had of it.
+        which is not less than steps have had of it. These are not there until the machine's speed
+        is known.
         """
-        speed, numbers = self._speed, dict[str, float]()
+        speed, numbers = self.speed, dict[str, float]()
         self.fold()
         for kind, totals in (("decode", self._decode), ("prefill", self._prefill)):
-            seconds, num_steps = totals.seconds or 1.0, totals.num_steps or 1
-            read_s = totals.num_steps * speed.read_s(totals.num_bytes / num_steps)
-            read_s = min(read_s, seconds)
-            peak_flops_per_s = max(speed.flops_per_s, totals.flops / seconds)
             numbers |= {
                 f"{kind}_steps": totals.num_steps,
                 f"{kind}_tokens": totals.num_tokens,
                 f"{kind}_seconds": totals.seconds,
                 f"{kind}_bytes": totals.num_bytes,
                 f"{kind}_flops": totals.flops,
+            }
+            if speed is None:
+                continue
+            seconds, num_steps = totals.seconds or 1.0, totals.num_steps or 1
+            read_s = totals.num_steps * speed.read_s(totals.num_bytes / num_steps)
+            read_s = min(read_s, seconds)
+            peak_flops_per_s = max(speed.flops_per_s, totals.flops / seconds)
+            numbers |= {
                 f"{kind}_peak_bytes_per_second": totals.num_bytes / read_s
                 if read_s
                 else speed.bytes_per_s,
@@ -103,11 +108,16 @@ class Utilisation:
         numbers = self.totals()
         for kind in ("decode", "prefill"):
             if num_steps := numbers[f"{kind}_steps"]:
+                shares = "the machine's speed was not measured"
+                if self.speed is not None:
+                    shares = (
+                        f"{numbers[f'{kind}_mbu']:.1%} of the memory's bandwidth (MBU), "
+                        f"{numbers[f'{kind}_mfu']:.1%} of the FLOP/s (MFU)"
+                    )
                 yield (
                     f"{kind}: {counted(num_steps, 'step')}, "
                     f"{counted(numbers[f'{kind}_tokens'], 'token')}, "
-                    f"{numbers[f'{kind}_seconds']:.2f} s; {numbers[f'{kind}_mbu']:.1%} of the "
-                    f"memory's bandwidth (MBU), {numbers[f'{kind}_mfu']:.1%} of the FLOP/s (MFU)"
+                    f"{numbers[f'{kind}_seconds']:.2f} s; {shares}"
                 )
 
     def _add_up_ends(self) -> None:

@@ -418,6 +418,7 @@ class EngineMetrics:
                 ],
             )
             for name, (kind, key, text) in families.STEPS.items()
+            if f"decode_{key}" in numbers
         ]
 
 

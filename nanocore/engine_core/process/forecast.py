@@ -7,13 +7,17 @@ ranks or steps.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final
 
 import msgspec
 import torch
 
 from nanocore.engine_core.config import EngineConfig
+from nanocore.system.cache_folder import CacheFolder
 from nanocore.worker.cost.machine_speed import STRETCH_S, measure_speed
 from nanocore.worker.cost.model_cost import (
     MachineSpeed,
@@ -24,28 +28,65 @@ from nanocore.worker.cost.model_cost import (
 )
 from nanocore.worker.rank_messages import WorkerInfo
 
+_MAX_SPEED_BYTES: Final = 4096
 _MEASURED_SHARE: Final = 8
 """A measurement takes 1/8 of a rank's memory: an engine that is short of it starts all the same."""
 
 
 def machine_speeds(ranks: list[WorkerInfo], stretch_s: float = STRETCH_S) -> list[MachineSpeed]:
-    """Return the speed of each rank, in order, while the others are busy, too.
+    """Measure the speed of each rank, in order, while the others are busy, too.
 
     A GPU belongs to its rank; loaded ranks have measured theirs, and in a dry run the first stands
-    for all. The CPU's cores are shared evenly and measured here, all at once.
+    for all. The CPU's cores are shared evenly and measured here, all at once. What they gave while
+    no other program used them is kept in the user's cache folder.
 
     stretch_s: see `measure_speed`.
     """
     measured = [rank.speed for rank in ranks if rank.speed is not None]
     if measured:
         return measured
-    device, dtype = torch.device(ranks[0].device), getattr(torch, ranks[0].dtype)
-    read_bytes = [int(rank.cost.read_weight_bytes(1)) for rank in ranks if rank.cost is not None]
+    device, dtype, read_bytes = torch.device(ranks[0].device), ranks[0].dtype, _read_bytes(ranks)
     if device.type != "cpu":
-        return [measure_speed(device, dtype, max(read_bytes), stretch_s)] * len(ranks)
+        one = measure_speed(device, getattr(torch, dtype), max(read_bytes), stretch_s)
+        return [one] * len(ranks)
     max_bytes = min(rank.memory_bytes for rank in ranks) // _MEASURED_SHARE
-    whole = measure_speed(device, dtype, sum(read_bytes), stretch_s, max_bytes)
+    whole = measure_speed(device, getattr(torch, dtype), sum(read_bytes), stretch_s, max_bytes)
+    if whole.is_quiet:
+        _cache().write(_speed_name(dtype, sum(read_bytes)), msgspec.json.encode(whole))
     return [whole.shared(len(ranks))] * len(ranks)
+
+
+def known_speeds(ranks: list[WorkerInfo]) -> list[MachineSpeed] | None:
+    """Return `machine_speeds` that were measured before: by a GPU's ranks, or of this CPU since it
+    was booted. None if there are none.
+    """
+    measured = [rank.speed for rank in ranks if rank.speed is not None]
+    if measured:
+        return measured
+    known = _cache().read(_speed_name(ranks[0].dtype, sum(_read_bytes(ranks))), _MAX_SPEED_BYTES)
+    if known is None:
+        return None
+    try:
+        whole = msgspec.json.decode(known, type=MachineSpeed)
+    except ValueError:  # damaged
+        return None
+    return [whole.shared(len(ranks))] * len(ranks)
+
+
+def _read_bytes(ranks: list[WorkerInfo]) -> list[int]:
+    return [int(rank.cost.read_weight_bytes(1)) for rank in ranks if rank.cost is not None]
+
+
+def _cache() -> CacheFolder:
+    return CacheFolder("speeds", "the machine's speed is measured at each start")
+
+
+def _speed_name(dtype: str, read_bytes: int) -> str:
+    """Name of a CPU's speed in the cache: a digest of all that it depends on."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    cores = sorted(os.sched_getaffinity(0))
+    parts = (boot.read_text(), cores, torch.get_num_threads(), torch.__version__, dtype, read_bytes)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 _FIRST_CONTEXT: Final = 1024

@@ -54,8 +54,9 @@ class ParentLink:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(signal.SIGHUP, self._on_hang_up)
 
-    def report_ready(self) -> None:
-        self._send(StartReport())
+    def report_ready(self, parts: dict[str, float]) -> None:
+        """Report that the engine serves. parts: of its start, in seconds."""
+        self._send(StartReport(parts=parts))
 
     def report_standing_by(self) -> None:
         self._send(StartReport(standing_by=True))

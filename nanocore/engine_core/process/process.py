@@ -14,7 +14,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -41,7 +41,14 @@ from nanocore.engine_core.mailbox import BeginDrain, Farewell, Inbox, Outbox, Sh
 from nanocore.engine_core.metrics.collector import EngineMetrics, stats_of
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.process.claimed_resources import claim_resources
-from nanocore.engine_core.process.forecast import forecast, joined_cost, machine_speeds, summary
+from nanocore.engine_core.process.forecast import (
+    forecast,
+    joined_cost,
+    known_speeds,
+    machine_speeds,
+    summary,
+)
+from nanocore.engine_core.process.idle_work import IdleWork
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.process.standby import stand_by
 from nanocore.engine_core.process.watchdog import GRACE_S, Watchdog
@@ -90,14 +97,19 @@ def log_beginning(config: EngineConfig, folder: Path, model: ModelConfig, import
     logger.info("imports %.2f s, since the process began", imports_s)
 
 
-@contextmanager
-def phase(name: str) -> Iterator[list[str]]:
-    """Log a start-up phase with its seconds and what it notes."""
-    notes: list[str] = []
-    start_s = time.monotonic()
-    with memory_errors(f"{name}: "):
-        yield notes
-    logger.info("%s %.2f s: %s", name, time.monotonic() - start_s, ", ".join(notes))
+class StartParts(dict[str, float]):
+    """Seconds of a start's parts by name, in their order."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[list[str]]:
+        """Measure a part, and log it if it notes something."""
+        notes: list[str] = []
+        start_s = time.monotonic()
+        with memory_errors(f"{name}: "):
+            yield notes
+        self[name] = time.monotonic() - start_s
+        if notes:
+            logger.info("%s %.2f s: %s", name, self[name], ", ".join(notes))
 
 
 def describe_workers(ranks: list[WorkerInfo]) -> str:
@@ -134,6 +146,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
         StartError: the engine cannot serve.
     """
     imports_s = process_age_s()
+    parts = StartParts(imports=imports_s)
     started_s = time.monotonic() - imports_s
     raise_descriptor_limit()
     config = config.for_device(select_device(config.device).type)
@@ -143,15 +156,17 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
         claims = stack.enter_context(ExitStack())
         claimed = None if config.standby else claim_resources(config, claims)
         folder = find_model(config)
-        files = files_load.wait(folder)
-        model_config = load_model_config(
-            folder, config.hf_overrides, config.override_generation_config
-        )
+        with parts.part("files"):
+            files = files_load.wait(folder)
+            model_config = load_model_config(
+                folder, config.hf_overrides, config.override_generation_config
+            )
         max_model_len = longest_request(config, model_config)
         log_beginning(config, folder, model_config, imports_s)
-        executor = _executor(config, folder, model_config, max_model_len)
-        stack.callback(executor.close)
-        with phase("load") as notes:
+        with parts.part("executor"):
+            executor = _executor(config, folder, model_config, max_model_len)
+            stack.callback(executor.close)
+        with parts.part("load") as notes:
             executor.load_model()
             notes.append("weights")
         if claimed is None:
@@ -160,13 +175,20 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
                 return lock
             started_s = time.monotonic()
             claimed = claim_resources(config, claims, lock)
-        with phase("profile") as notes:
+        with parts.part("profile") as notes:
             ranks = executor.profile()
             num_bytes = sum(rank.weight_bytes for rank in ranks)
             notes.append(f"{num_bytes / 1e6:.1f} MB of weights, {describe_workers(ranks)}")
-        num_blocks, max_model_len = _allocate(config, executor, ranks, max_model_len)
-        speeds = machine_speeds(ranks)
-        _log_forecast(config, folder, model_config, ranks, num_blocks, max_model_len, speeds)
+        num_blocks, max_model_len = _allocate(config, executor, ranks, max_model_len, parts)
+        speeds = known_speeds(ranks)
+        utilisation = Utilisation(joined_cost(ranks), None)
+
+        def use_speeds(speeds: list[MachineSpeed]) -> None:
+            utilisation.speed = MachineSpeed.joined(speeds)
+            _log_forecast(config, folder, model_config, ranks, num_blocks, max_model_len, speeds)
+
+        if speeds is not None:
+            use_speeds(speeds)
         vocabulary = VocabularyLoad(folder, model_config.vocab_size, model_config.eos_token_ids)
         grammars = stack.enter_context(closing(vocabulary.grammars()))
         log_generation_defaults(model_config)
@@ -177,12 +199,16 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
             files,
             executor,
             started_s,
+            parts,
             publisher=claimed.publisher,
             parent=parent,
             trace=claimed.trace,
             grammars=grammars,
-            vocabulary=vocabulary,
-            utilisation=Utilisation(joined_cost(ranks), MachineSpeed.joined(speeds)),
+            later=[
+                *([] if speeds else [lambda: use_speeds(machine_speeds(ranks))]),
+                *([] if isinstance(grammars, NoGrammars) else [vocabulary.load_and_stay]),
+            ],
+            utilisation=utilisation,
         )
 
 
@@ -193,11 +219,12 @@ def serve(
     files: ServedFiles,
     executor: StepExecutor,
     started_s: float,
+    parts: StartParts | None = None,
     publisher: KVEventPublisher | None = None,
     parent: ParentLink | None = None,
     trace: StepTrace | None = None,
     grammars: GrammarSource = _NO_GRAMMARS,
-    vocabulary: VocabularyLoad | None = None,
+    later: Sequence[Callable[[], None]] = (),
     utilisation: Utilisation | None = None,
 ) -> int:
     """Run the step loop and the io thread until told to stop; return the exit code.
@@ -206,8 +233,8 @@ def serve(
         socket: bound to config's endpoint; closed at the end.
         files: the ones that card lists.
         executor: has loaded the model and allocated its KV cache.
-        started_s: monotonic time of the process's start, for the log.
-        vocabulary: of grammars; loaded from then on.
+        started_s: monotonic time of the process's start, for the log. parts: of it, for a client.
+        later: what is done in idle moments, see `IdleWork`.
         parent: link to the launching client.
     """
     inbox: Inbox = SimpleQueue()
@@ -236,10 +263,11 @@ def serve(
     with registered(_running(config, card.model, parent)):
         logger.info("ready in %.1f s", time.monotonic() - started_s)
         if parent is not None:
-            parent.report_ready()
-        if vocabulary is not None and masks is not None:
-            vocabulary.start(lambda: not scheduler.num_running and not scheduler.num_waiting)
+            parent.report_ready(parts or {})
+        idle_work = IdleWork(lambda: not scheduler.num_running and not scheduler.num_waiting, later)
+        idle_work.start()
         farewell, exit_code = run_core(core)
+        idle_work.close()
     watchdog.stop()
     if masks is not None:
         masks.close()
@@ -268,10 +296,14 @@ def _running(config: EngineConfig, model: str, parent: ParentLink | None) -> Run
 
 
 def _allocate(
-    config: EngineConfig, executor: Executor, ranks: list[WorkerInfo], max_model_len: int
+    config: EngineConfig,
+    executor: Executor,
+    ranks: list[WorkerInfo],
+    max_model_len: int,
+    parts: StartParts,
 ) -> tuple[int, int]:
     """Size and allocate the KV cache; return its blocks and the longest request's tokens."""
-    with phase("kv cache") as notes:
+    with parts.part("kv cache") as notes:
         num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
         executor.allocate_kv_cache(num_blocks, max_model_len)
         executor.capture()
