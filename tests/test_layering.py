@@ -115,7 +115,7 @@ def test_a_room_imports_only_rooms_it_may(room: str) -> None:
                  "worker.loading.model_folder.locate_model",
                  "worker.loading.model_folder.resolve_model"}),
         ("bench", {"worker.loading.gguf.gguf_files.first_file",
-                   "worker.loading.gguf.tokenizer_files.gguf_model_files"}),
+                   "worker.loading.gguf.model_files.gguf_model_files"}),
     ],
 )  # fmt: skip
 def test_commands_import_nothing_of_the_engine_but_flags_and_files(

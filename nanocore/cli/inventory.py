@@ -1,4 +1,4 @@
-"""`nanocore ps`, `nanocore list` and `nanocore pull`: what runs, what is cached, and downloads."""
+"""`nanocore ps`, `list`, `pull` and `cache`: what runs, what is on this machine, and downloads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from typing import Final
 import msgspec
 
 from nanocore.cli.command import require, run_command
-from nanocore.protocol.errors import ConfigError, ModelFileError, NanocoreError
+from nanocore.protocol.errors import ConfigError, ModelFileError, NanocoreError, counted
 from nanocore.protocol.metrics import Stats
+from nanocore.system.cache_folder import LIMIT_NAME, cache_entries, cache_root, limit_bytes
 from nanocore.system.flags import FlagParser
 from nanocore.system.running import Running, all_running
 from nanocore.system.standard_streams import complain, harmless
@@ -55,6 +56,19 @@ def pull_parser() -> FlagParser:
     return parser
 
 
+def cache_parser() -> FlagParser:
+    parser = FlagParser(
+        "nanocore cache",
+        "List what engines' starts keep in the user's cache folder, the last used first, or delete "
+        f"it. It is made again when it is needed. {LIMIT_NAME} is its size limit in bytes "
+        "(default: 2 GB), beyond which what was used longest ago is deleted.",
+        epilog=_EXIT_CODES,
+    )
+    parser.add_argument("action", choices=("ls", "clear"), help="list, or delete everything")
+    parser.add_argument("--json", action="store_true", help="with ls: print JSON")
+    return parser
+
+
 class _Process(msgspec.Struct, frozen=True):
     """A line of `ps --json`. stats: of the engine; None if it does not answer."""
 
@@ -68,6 +82,10 @@ def run_ps(arguments: list[str]) -> int:
 
 def run_list(arguments: list[str]) -> int:
     return run_command("nanocore list", lambda: _list(arguments))
+
+
+def run_cache(arguments: list[str]) -> int:
+    return run_command("nanocore cache", lambda: _cache(arguments))
 
 
 def run_pull(arguments: list[str]) -> int:
@@ -136,6 +154,49 @@ def _list(arguments: list[str]) -> int:
             for m in models
         ]
         _write_table(("MODEL", "SIZE", "LAST USED"), rows)
+    return 0
+
+
+def _cache(arguments: list[str]) -> int:
+    given = cache_parser().parse_args(arguments)
+    if given.json and given.action != "ls":
+        raise ConfigError("--json is for `nanocore cache ls`")
+    entries = cache_entries()[::-1]
+    if given.action == "clear":
+        left = [entry for entry in entries if not entry.delete()]
+        num_bytes = sum(entry.num_bytes for entry in entries) - sum(one.num_bytes for one in left)
+        print(f"deleted {counted(len(entries) - len(left), 'file')}, {num_bytes / 1e6:,.1f} MB")
+        if left:
+            raise ConfigError(f"{left[0].path} and {len(left) - 1} others cannot be deleted")
+        return 0
+    if given.json:
+        _write_json(
+            [
+                {
+                    "kind": one.kind,
+                    "path": str(one.path),
+                    "num_bytes": one.num_bytes,
+                    "used_s": one.used_s,
+                }
+                for one in entries
+            ]
+        )
+        return 0
+    if not entries:
+        complain(f"nothing is cached in {cache_root()}")
+    rows = [
+        (
+            one.kind,
+            one.path.name[:12],
+            f"{one.num_bytes / 1e6:,.1f} MB",
+            time.strftime("%F %R", time.localtime(one.used_s)),
+        )
+        for one in entries
+    ]
+    num_bytes = sum(one.num_bytes for one in entries)
+    limit = f"of at most {limit_bytes() / 1e6:,.0f} MB"
+    _write_table(("KIND", "NAME", "SIZE", "LAST USED"), rows)
+    print(f"{num_bytes / 1e6:,.1f} MB {limit}, in {harmless(str(cache_root()))}")
     return 0
 
 

@@ -21,6 +21,7 @@ _SUBCOMMANDS: Final[Subcommands] = {
     "ps": ("nanocore.cli.inventory:run_ps", "list running engines and servers"),
     "list": ("nanocore.cli.inventory:run_list", "list models in the Hugging Face hub's cache"),
     "pull": ("nanocore.cli.inventory:run_pull", "download a model from the Hugging Face hub"),
+    "cache": ("nanocore.cli.inventory:run_cache", "list or delete what starts have cached"),
     "top": ("nanocore.cli.top.command:run", "show the live load of an engine or a server"),
     "metrics": ("nanocore.cli.metrics:run", "print metrics, or serve them to Prometheus"),
     "bench": ("nanocore.cli.main:run_bench", "measure an engine or a server"),

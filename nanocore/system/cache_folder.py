@@ -28,6 +28,7 @@ from nanocore.system.private_directory import make_private
 logger = logging.getLogger(__name__)
 
 LIMIT_NAME: Final = "NANOCORE_CACHE_BYTES"
+_DIGEST_BYTES: Final = hashlib.sha256().digest_size
 _DEFAULT_LIMIT_BYTES: Final = 2 * 10**9
 _MAX_UNFINISHED_S: Final = 3600.0
 """Age at which a file under another name was left behind by a process that was killed."""
@@ -89,8 +90,8 @@ def limit_bytes() -> int:
     return _DEFAULT_LIMIT_BYTES
 
 
-class CacheFolder:
-    """Entries of one kind, by names that the caller has checked.
+class _Folder:
+    """Files of one kind, by names that the caller has checked.
 
     Args:
         kind: name of the folder. purpose: what happens without it, for the log.
@@ -102,7 +103,7 @@ class CacheFolder:
         self._purpose = purpose
 
     def read(self, name: str, max_bytes: int) -> bytes | None:
-        """Return an entry's content, at most max_bytes + 1 of it; None if there is none."""
+        """Return a file's content, at most max_bytes + 1 of it; None if there is none."""
         if self._directory is None:
             return None
         path = self._directory / name
@@ -122,7 +123,7 @@ class CacheFolder:
         return self._directory is not None and (self._directory / name).is_file()
 
     def write(self, name: str, content: bytes) -> None:
-        """Store an entry, if that is possible and it fits the limit."""
+        """Store a file, if that is possible and it fits the limit."""
         if self._directory is None or len(content) > limit_bytes():
             return
         try:
@@ -163,6 +164,32 @@ class CacheFolder:
         return directory
 
 
+class CacheFolder:
+    """Entries of one kind by name, each with the SHA-256 of its content before it.
+
+    Args:
+        kind: name of the folder. purpose: what happens without it, for the log.
+    """
+
+    def __init__(self, kind: str, purpose: str) -> None:
+        self._folder = _Folder(kind, purpose)
+
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """Return an entry's content, or None if there is none, or it is damaged."""
+        stored = self._folder.read(name, _DIGEST_BYTES + max_bytes)
+        if stored is None:
+            return None
+        content = stored[_DIGEST_BYTES:]
+        if hashlib.sha256(content).digest() != stored[:_DIGEST_BYTES]:
+            logger.warning("the cached entry %s is damaged: it is made again", name)
+            return None
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Store an entry, if that is possible."""
+        self._folder.write(name, hashlib.sha256(content).digest() + content)
+
+
 class FileCache:
     """Contents of files by their SHA-256: 64 lower-case hex digits, as checked by the caller.
 
@@ -171,7 +198,7 @@ class FileCache:
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._folder = CacheFolder("files", "files are fetched at each start", directory)
+        self._folder = _Folder("files", "files are fetched at each start", directory)
 
     def read(self, sha256: str, num_bytes: int) -> bytes | None:
         """Return the content with this digest and size, or None if it is not cached."""

@@ -187,8 +187,12 @@ def test_startup_has_vllms_keys(tmp_path: Path) -> None:
     assert list(result) == [
         f"{name}{phase}_startup_{kind}"
         for phase in ("cold", "warm")
-        for name, kind in (("avg_", "time"), ("", "times"), ("", "percentiles"))
+        for name, kind in (("", "parts"), ("avg_", "time"), ("", "times"), ("", "percentiles"))
     ]
+    parts = result["warm_startup_parts"]
+    assert {"imports", "load", "tokenizer", "first token"} < set(parts)
+    later = parts["tokenizer"] + parts["first token"]
+    assert sum(parts.values()) == pytest.approx(2 * parts["startup"] + later), "rest is the rest"
     assert len(result["cold_startup_times"]) == len(result["warm_startup_times"]) == 1
 
 

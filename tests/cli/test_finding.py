@@ -14,6 +14,7 @@ from nanocore.cli.batch.command import parse as batch
 from nanocore.cli.chat.command import parse as chat
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.http.server_settings import AppSettings
+from nanocore.system.cache_folder import CacheFolder, FileCache
 from nanocore.system.running import Running, registered
 from tests.cli.served import DEMO, Served, exit_code, serving
 
@@ -274,6 +275,30 @@ def test_without_any_the_error_says_how_to_start_one(
     written = capsys.readouterr()
     assert written.out.splitlines() == ["KIND  PID  MODEL  REQUESTS  UP  ADDRESS"]
     assert written.err.startswith("nothing of yours runs: ")
+
+
+def test_the_cache_folder_is_listed_and_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert exit_code("cache", "ls") == 0
+    assert capsys.readouterr().err == f"nothing is cached in {tmp_path}/nanocore\n"
+    FileCache().write("0" * 64, bytes(1_500_000))
+    CacheFolder("converted", "").write("1" * 64, b"{}")
+    assert exit_code("cache", "ls") == 0
+    head, *rows, total = capsys.readouterr().out.splitlines()
+    assert head.split() == ["KIND", "NAME", "SIZE", "LAST", "USED"]
+    assert sorted(row.split()[:3] for row in rows) == [
+        ["converted", "1" * 12, "0.0"], ["files", "0" * 12, "1.5"]
+    ]  # fmt: skip
+    assert total == f"1.5 MB of at most 2,000 MB, in {tmp_path}/nanocore"
+    assert exit_code("cache", "ls", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert {one["kind"]: one["num_bytes"] for one in shown} == {"files": 1_500_000, "converted": 34}
+    assert exit_code("cache", "clear", "--json") == 2
+    assert exit_code("cache", "clear") == 0
+    assert "deleted 2 files, 1.5 MB" in capsys.readouterr().out
+    assert FileCache().read("0" * 64, 10**7) is None
 
 
 def test_an_empty_cache_is_said_beside_the_table(

@@ -15,7 +15,6 @@ import pytest
 from msgspec.structs import replace
 
 from nanocore.client import ClientStateError, EngineDeadError, InvalidRequestError, ProtocolError
-from nanocore.client.connection.remote_files import FileCache
 from nanocore.protocol.messages import (
     MAX_FILE_BYTES,
     MAX_FILE_CHUNK_BYTES,
@@ -23,6 +22,7 @@ from nanocore.protocol.messages import (
     Reply,
     Welcome,
 )
+from nanocore.system.cache_folder import FileCache
 from tests.client.fake_engine import connected, file_entry, welcome_message
 
 NAME = "tokenizer.json"

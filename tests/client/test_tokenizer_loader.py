@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from functools import partial
 from pathlib import Path
@@ -10,14 +11,22 @@ from typing import Any
 
 import pytest
 
-from nanocore.client import ClientStateError, InvalidRequestError, ProtocolError, collect
+from nanocore.client import (
+    AsyncEngineClient,
+    ClientStateError,
+    InvalidRequestError,
+    ProtocolError,
+    collect,
+)
 from nanocore.client import tokenizer as module
-from nanocore.client.connection.tokenizer_loader import NUM_THREADS
+from nanocore.client.connection.tokenizer_loader import NUM_THREADS, TokenizerPreload
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
 from nanocore.client.tokenizer_files import make_tokenizer_json
 from nanocore.protocol.codec import unpack_int32
+from nanocore.protocol.errors import StartFile
 from nanocore.protocol.messages import Abort, Control, Event, Reply, Submit
-from tests.client.fake_engine import NO_TEXT, connected, file_entry, welcome_message
+from nanocore.system.cache_folder import FileCache, cache_entries
+from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, file_entry, welcome_message
 from tests.client.running import PATIENCE_S, run
 from tests.client.vocabulary_folders import write_byte_level
 
@@ -260,3 +269,73 @@ async def test_work_that_nobody_waits_for_any_more_is_not_begun(
         may_end.set()
         await works[-1]
         assert "left" not in begun
+
+
+def _offered(contents: dict[str, bytes]) -> list[StartFile]:
+    """Put contents into the cache folder, as an engine that starts does."""
+    files = []
+    for name, content in contents.items():
+        sha256 = hashlib.sha256(content).hexdigest()
+        FileCache().write(sha256, content)
+        files.append(StartFile(name, len(content), sha256))
+    return files
+
+
+def _digests(files: list[StartFile]) -> dict[str, str]:
+    return {file.name: file.sha256 for file in files}
+
+
+async def test_a_tokenizer_is_made_of_cached_files_while_its_engine_starts(
+    contents: dict[str, bytes], tokenizer: Any
+) -> None:
+    files, preload = _offered(contents), TokenizerPreload()
+    preload.begin(files)
+    made = await preload.take(_digests(files))
+    assert made is not None
+    assert made.encode("é中") == tokenizer.encode("é中")
+    assert await preload.take(_digests(files)) is None, "it is one session's"
+
+
+async def test_an_engine_that_offers_other_files_than_it_announced_is_asked_for_them(
+    contents: dict[str, bytes],
+) -> None:
+    files, preload = _offered(contents), TokenizerPreload()
+    preload.begin(files)
+    assert await preload.take(_digests(files) | {"tokenizer.json": "0" * 64}) is None
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_what_the_cache_has_not_or_has_damaged_is_asked_of_the_engine(
+    contents: dict[str, bytes], is_there: bool
+) -> None:
+    files, preload = _offered(contents), TokenizerPreload()
+    for entry in cache_entries():
+        entry.path.write_bytes(b"damaged") if is_there else entry.path.unlink()
+    preload.begin(files)
+    assert await preload.take(_digests(files)) is None
+
+
+async def test_a_tokenizer_that_cannot_be_made_is_no_reason_not_to_start(
+    contents: dict[str, bytes],
+) -> None:
+    files, preload = _offered(contents | {"tokenizer.json": b"{}"}), TokenizerPreload()
+    preload.begin(files)
+    assert await preload.take(_digests(files)) is None
+
+
+async def test_a_session_uses_the_tokenizer_that_was_made_for_its_engine(
+    endpoint: str, contents: dict[str, bytes]
+) -> None:
+    engine = FakeEngine(endpoint)
+    welcome = welcome_message(*(file_entry(name, data) for name, data in contents.items()))
+    client = AsyncEngineClient.connect(endpoint, timeout_s=PATIENCE_S, resume=False)
+    client.tokenizer_preload = TokenizerPreload()
+    client.tokenizer_preload.begin(_offered(contents))
+    try:
+        welcoming = asyncio.create_task(engine.welcome(welcome))
+        async with client:
+            await welcoming
+            # The engine answers no read_file.
+            assert (await client.get_tokenizer()).encode("a")
+    finally:
+        engine.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -12,8 +14,10 @@ from nanocore.engine_core.process.forecast import (
     Forecast,
     Roofline,
     forecast,
+    known_speeds,
     machine_speeds,
-    summary,
+    memory_summary,
+    speed_summary,
     table,
 )
 from nanocore.worker.cost.model_cost import AttentionCost, MachineSpeed, ModelCost
@@ -106,13 +110,17 @@ def test_long_times_stay_in_their_columns() -> None:
     assert len(last) <= 80
 
 
-def test_the_log_speaks_of_the_longest_request() -> None:
-    memory, speed = summary(make())
-    assert memory == (
+def test_the_log_speaks_of_each_ranks_memory() -> None:
+    made = make()
+    line = memory_summary([RANK], made.num_blocks, made.block_size)
+    assert line == (
         "memory weights 4.0 MB, KV cache 16.0 MB, activations 50.0 MB, tables 7.0 MB; "
         "1,000 bytes of KV a token"
     )
-    assert speed == (
+
+
+def test_the_log_speaks_of_the_longest_request() -> None:
+    assert speed_summary(make()) == (
         "at best 9.00 ms a token and 400 ms a prompt at 5000 tokens, alone: 1.0 GB/s "
         "and 0.10 TFLOP/s were measured"
     )
@@ -123,7 +131,7 @@ def test_a_bound_measured_on_a_busy_machine_is_none() -> None:
     assert not busy.shared(2).is_quiet
     assert not MachineSpeed.joined([SPEED, busy]).is_quiet
     found = replace(make(), speed=busy)
-    _, speed = summary(found)
+    speed = speed_summary(found)
     assert speed.startswith("about 9.00 ms a token")
     assert speed.endswith("measured, while other programs used the machine: it has more to give")
     assert "while other programs used it: it has more to give: cpu" in table(found)
@@ -133,7 +141,8 @@ WHOLE = MachineSpeed(bytes_per_s=8e9, flops_per_s=4e11, near_bytes=1000, near_by
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[object, ...]]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked: list[tuple[object, ...]] = []
 
     def measure(*arguments: object) -> MachineSpeed:
@@ -149,6 +158,27 @@ def test_ranks_on_a_cpu_share_what_all_its_cores_do(asked: list[tuple[object, ..
     assert asked == [(torch.device("cpu"), torch.bfloat16, 2 * 4_000_000, 0.5, 2 * 10**9 // 8)]
     assert speeds == [WHOLE.shared(2)] * 2
     assert MachineSpeed.joined(speeds) == WHOLE
+
+
+def test_what_a_cpu_gave_is_known_to_later_starts_of_a_model_that_reads_as_much(
+    asked: list[tuple[object, ...]],
+) -> None:
+    assert known_speeds([RANK]) is None
+    machine_speeds([RANK], stretch_s=0.5)
+    assert known_speeds([RANK]) == [WHOLE]
+    assert known_speeds([replace(RANK, dtype="float32")]) is None
+    assert known_speeds([RANK, RANK]) is None
+    assert known_speeds([replace(RANK, speed=SPEED)]) == [SPEED], "a GPU's rank has measured it"
+    assert len(asked) == 1
+
+
+def test_what_a_busy_cpu_gave_is_not_kept(
+    asked: list[tuple[object, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = replace(WHOLE, is_quiet=False)
+    monkeypatch.setattr(forecast_module, "measure_speed", lambda *_: busy)
+    assert machine_speeds([RANK], stretch_s=0.5) == [busy]
+    assert known_speeds([RANK]) is None
 
 
 def test_gpus_of_a_dry_run_are_as_the_first_one(asked: list[tuple[object, ...]]) -> None:

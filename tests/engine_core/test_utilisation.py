@@ -173,6 +173,18 @@ def test_no_share_is_above_one_where_the_machine_was_measured_too_slow() -> None
     assert all("100.0% of the FLOP/s (MFU)" in line for line in used.summary())
 
 
+def test_before_the_machines_speed_is_known_there_are_counts_and_no_shares() -> None:
+    used = Utilisation(COST, None)
+    Worker().use(used, seed=1)
+    counts = used.totals()
+    assert counts["decode_steps"] > 10
+    assert not [name for name in counts if name.endswith(("mbu", "mfu", "_per_second"))]
+    assert all("the machine's speed was not measured" in line for line in used.summary())
+    used.speed = SPEED
+    assert counts.items() < used.totals().items()
+    assert used.totals()["decode_mbu"] > 0
+
+
 def test_the_log_has_a_line_for_each_kind_of_steps() -> None:
     used = Utilisation(COST, SPEED)
     assert list(used.summary()) == []

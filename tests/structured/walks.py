@@ -20,6 +20,7 @@ from nanocore.engine_core.grammars.compilation import compile_grammar
 from nanocore.engine_core.grammars.matcher import Grammar, Matcher
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.structured_outputs import StructuredOutputsParams
+from tests.engine_core.grammars.walks import load_table
 
 DEMO_MODEL: Final = demo_model_folder()
 VOCAB_SIZE: Final = 1030
@@ -55,7 +56,7 @@ class DemoTokens:
 @cache
 def demo_tokens() -> DemoTokens:
     return DemoTokens(
-        TokenTable.load(DEMO_MODEL, VOCAB_SIZE, [EOS]),
+        load_table(DEMO_MODEL, VOCAB_SIZE, [EOS]),
         Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")),
     )
 

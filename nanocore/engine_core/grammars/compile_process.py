@@ -13,12 +13,12 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Collection
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from nanocore.engine_core.grammars.token_table import VocabularySource
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError, shorten
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from nanocore.system.child_process import module_command
@@ -61,9 +61,10 @@ class CompileResult(msgspec.Struct, frozen=True, omit_defaults=True):
 class CompileStart(msgspec.Struct, frozen=True):
     """The vocabulary and sockets of a compile process, as JSON on its command line.
 
-    The model's folder follows as an argument of its own, because a path need not be valid text.
+    tokenizer: descriptor of a file in memory with the content of tokenizer.json.
     """
 
+    tokenizer: int
     vocab_size: int
     eos_token_ids: list[int]
     sockets: list[int]
@@ -104,14 +105,8 @@ class CompileProcess:
     is_urgent: it loads its vocabulary at the usual priority; after a restart it does anyway.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        vocab_size: int,
-        eos_token_ids: Collection[int],
-        is_urgent: bool = True,
-    ) -> None:
-        self._arguments = folder, vocab_size, sorted(eos_token_ids)
+    def __init__(self, source: VocabularySource, is_urgent: bool = True) -> None:
+        self._source = source
         self._lock = threading.Lock()
         self._asking = [threading.Lock() for _ in range(NUM_WORKERS)]
         self._running: _Running | None = None
@@ -166,7 +161,7 @@ class CompileProcess:
 
     def _start(self, is_urgent: bool = True) -> None:
         try:
-            self._running = _Running(*self._arguments, is_urgent)
+            self._running = _Running(self._source, is_urgent)
         except OSError as error:
             logger.error("the compile process cannot be started: %s", error)
 
@@ -195,16 +190,18 @@ class CompileProcess:
 class _Running:
     """A process and our ends of its socket pairs. Raises OSError if it cannot be started."""
 
-    def __init__(
-        self, folder: Path, vocab_size: int, eos_token_ids: list[int], is_urgent: bool
-    ) -> None:
+    def __init__(self, source: VocabularySource, is_urgent: bool) -> None:
         pairs = [socket.socketpair() for _ in range(NUM_WORKERS)]
         theirs = [end.fileno() for _, end in pairs]
-        start = CompileStart(vocab_size, eos_token_ids, theirs, is_urgent)
+        tokenizer = os.memfd_create("tokenizer.json")
+        eos = sorted(source.eos_token_ids)
+        start = CompileStart(tokenizer, source.vocab_size, eos, theirs, is_urgent)
         try:
+            with open(tokenizer, "wb", closefd=False) as file:
+                file.write(source.tokenizer or b"")
             self.process = subprocess.Popen(
-                [*_COMMAND, msgspec.json.encode(start).decode(), str(folder)],
-                pass_fds=theirs,
+                [*_COMMAND, msgspec.json.encode(start).decode()],
+                pass_fds=[tokenizer, *theirs],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 # A process that forks has one thread.
@@ -215,6 +212,7 @@ class _Running:
                 ours.close()
             raise
         finally:
+            os.close(tokenizer)
             for _, end in pairs:
                 end.close()
         for ours, _ in pairs:

@@ -1,4 +1,4 @@
-"""The compile process: `python -m nanocore.engine_core.grammars.compile_server START FOLDER`.
+"""The compile process: `python -m nanocore.engine_core.grammars.compile_server START`.
 
 Started by the engine alone; it ends with the engine. llguidance cannot be interrupted, and its
 memory has no limit. So grammars are first compiled in processes within limits, forked from one that
@@ -32,7 +32,7 @@ from nanocore.engine_core.grammars.compile_process import (
     CompileStart,
     engine_error,
 )
-from nanocore.engine_core.grammars.token_table import TokenTable
+from nanocore.engine_core.grammars.token_table import TokenTable, VocabularySource
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.system.child_process import signal_at_parent_death
 from nanocore.system.large_stack_threads import give_way, start_thread
@@ -54,7 +54,7 @@ def main() -> None:
     signal_at_parent_death(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    vocabulary = _load(start, Path(sys.argv[2]))
+    vocabulary = _load(start)
     if vocabulary is None:
         sys.exit(_NO_VOCABULARY)  # the engine finds the same, and says so
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -65,13 +65,18 @@ def main() -> None:
     CompileWorkers(vocabulary, pipes).run()
 
 
-def _load(start: CompileStart, folder: Path) -> TokenTable | None:
+def _load(start: CompileStart) -> TokenTable | None:
     """Load the vocabulary in a thread, whose priority can be lowered without the process's."""
+    with open(start.tokenizer, "rb") as file:
+        file.seek(0)  # where the engine has left it
+        source = VocabularySource(
+            file.read(), "tokenizer.json", start.vocab_size, start.eos_token_ids
+        )
     loaded: list[TokenTable] = []
 
     def load() -> None:
         with suppress(InvalidRequestError):
-            loaded.append(TokenTable.load(folder, start.vocab_size, start.eos_token_ids))
+            loaded.append(TokenTable.load(source))
 
     thread = start_thread(load, "vocabulary")
     if not start.is_urgent:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from codecs import BOM_UTF8
 from collections.abc import Collection
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore.protocol.errors import InvalidRequestError, ModelFileError, shorten
+from nanocore.protocol.errors import InvalidRequestError, shorten
 from nanocore.worker.config.json_settings import note_oddity
-from nanocore.worker.loading.gguf.gguf_files import is_gguf
-from nanocore.worker.loading.gguf.model_files import gguf_model_files
 
 if TYPE_CHECKING:
     import llguidance
@@ -27,6 +25,39 @@ if TYPE_CHECKING:
 _WHY: Final = "this model has no structured_outputs: "
 _NAMES: Final = ("LLMatcher", "LLParserLimits", "LLTokenizer")
 """Names of llguidance that are used."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularySource:
+    """What a vocabulary is loaded from.
+
+    tokenizer: content of tokenizer.json as the engine serves it, or None. name: of it, for errors.
+    vocab_size: number of the model's logits.
+    """
+
+    tokenizer: bytes | None
+    name: str
+    vocab_size: int
+    eos_token_ids: Collection[int]
+
+    def check(self) -> list[int]:
+        """Check what can be checked without loading anything; return the model's EOS tokens.
+
+        Raises:
+            InvalidRequestError: see `TokenTable.load`.
+        """
+        eos = sorted(token for token in self.eos_token_ids if token < self.vocab_size)
+        if not eos:
+            raise InvalidRequestError(
+                f"{_WHY}it has no EOS token, so an output could not end; give its "
+                "generation_config.json an eos_token_id"
+            )
+        if self.tokenizer is None:
+            raise InvalidRequestError(
+                f"{_WHY}it has no tokenizer.json, which defines the text of its tokens; add "
+                f"{self.name!r}"
+            )
+        return eos
 
 
 class TokenTable:
@@ -53,41 +84,28 @@ class TokenTable:
         )
 
     @classmethod
-    def load(cls, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> TokenTable:
-        """Load a model folder's vocabulary. vocab_size: number of the model's logits.
+    def load(cls, source: VocabularySource) -> TokenTable:
+        """Load a model's vocabulary.
 
         Raises:
             InvalidRequestError: there is none, and why; each request for a structured output is to
                 hear it.
         """
-        eos = require_vocabulary(folder, vocab_size, eos_token_ids)
+        eos = source.check()
         _require_llguidance()
-        path = folder / "tokenizer.json"
+        assert source.tokenizer is not None, "it was checked"
         try:
-            if is_gguf(folder):
-                content = gguf_model_files(folder)["tokenizer.json"]
-            else:
-                content = path.read_bytes()
-        except KeyError:
-            raise InvalidRequestError(f"{_WHY}{folder} has no vocabulary") from None
-        except (ModelFileError, OSError) as error:
-            raise InvalidRequestError(f"{_WHY}{error}") from None
-        return cls._read(content, str(folder if is_gguf(folder) else path), eos, vocab_size)
-
-    @classmethod
-    def _read(cls, content: bytes, source: str, eos: list[int], vocab_size: int) -> TokenTable:
-        try:
-            if content.startswith(BOM_UTF8):
-                note_oddity(f"{source} begins with a byte order mark, which is skipped")
-            text = content.decode("utf-8-sig").lstrip()
+            if source.tokenizer.startswith(BOM_UTF8):
+                note_oddity(f"{source.name} begins with a byte order mark, which is skipped")
+            text = source.tokenizer.decode("utf-8-sig").lstrip()
             if not text.startswith("{"):  # llguidance would take it for a path
                 raise ValueError("it is not a JSON object")
-            return cls(_tokenizer(_without_merges(text), eos), vocab_size)
+            return cls(_tokenizer(_without_merges(text), eos), source.vocab_size)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of Rust is not an Exception
             raise InvalidRequestError(
-                f"{_WHY}llguidance cannot read {source!r} ({shorten(str(error))}): it needs a "
+                f"{_WHY}llguidance cannot read {source.name!r} ({shorten(str(error))}): it needs a "
                 "byte-level tokenizer, or one with a token for each byte"
             ) from None
 
@@ -115,26 +133,6 @@ class TokenTable:
         bits = np.zeros(self.num_words * 32, dtype=np.uint8)
         bits[list(tokens)] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
-
-
-def require_vocabulary(folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> list[int]:
-    """Check what can be checked without loading anything; return the model's EOS tokens.
-
-    Raises:
-        InvalidRequestError: see `TokenTable.load`.
-    """
-    eos = sorted(token for token in eos_token_ids if token < vocab_size)
-    if not eos:
-        raise InvalidRequestError(
-            f"{_WHY}it has no EOS token, so an output could not end; give its "
-            "generation_config.json an eos_token_id"
-        )
-    if not is_gguf(folder) and not (folder / "tokenizer.json").is_file():
-        raise InvalidRequestError(
-            f"{_WHY}its folder {str(folder)!r} has no tokenizer.json, which defines the text "
-            "of its tokens; add it"
-        )
-    return eos
 
 
 def _require_llguidance() -> None:

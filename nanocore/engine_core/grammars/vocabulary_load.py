@@ -10,13 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection
-from pathlib import Path
 
 from nanocore.engine_core.grammars.compile_process import CompileProcess
 from nanocore.engine_core.grammars.grammar_compiler import GrammarCompiler
 from nanocore.engine_core.grammars.matcher import GrammarSource, NoGrammars
-from nanocore.engine_core.grammars.token_table import TokenTable, require_vocabulary
+from nanocore.engine_core.grammars.token_table import TokenTable, VocabularySource
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
 
@@ -24,17 +22,15 @@ logger = logging.getLogger(__name__)
 
 
 class VocabularyLoad:
-    """Loads the vocabulary of a model folder and starts the compile process, once.
+    """Loads a model's vocabulary and starts the compile process, once.
 
     Implements `Compiler` by that process. Without a vocabulary a model is served all the same, and
     structured outputs are refused with the reason. Any thread may call it.
 
-    Args:
-        folder: the model's, or its first GGUF file. vocab_size: number of the model's logits.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        self._arguments = folder, vocab_size, eos_token_ids
+    def __init__(self, source: VocabularySource) -> None:
+        self._source = source
         self._lock = threading.Lock()
         self._result: TokenTable | Exception | None = None
         self._process: CompileProcess | None = None
@@ -43,7 +39,7 @@ class VocabularyLoad:
     def grammars(self) -> GrammarSource:
         """Return the compiler of structured outputs, or what refuses them."""
         try:
-            require_vocabulary(*self._arguments)
+            self._source.check()
         except InvalidRequestError as why:
             logger.info("%s", why)
             return NoGrammars(str(why))
@@ -89,9 +85,9 @@ class VocabularyLoad:
         if self._is_closed.is_set():
             return InvalidRequestError("the engine ends")
         start_s = time.monotonic()
-        self._process = CompileProcess(*self._arguments, is_urgent)
+        self._process = CompileProcess(self._source, is_urgent)
         try:
-            table = TokenTable.load(*self._arguments)
+            table = TokenTable.load(self._source)
         except Exception as error:
             self._process.close()
             return error

@@ -12,8 +12,9 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
+from nanocore.engine_core.grammars.token_table import VocabularySource
 from nanocore.protocol.errors import ModelFileError, NanocoreError, StartFile
 from nanocore.protocol.messages import (
     MAX_FILE_BYTES,
@@ -24,6 +25,9 @@ from nanocore.protocol.messages import (
 from nanocore.system.cache_folder import FileCache
 from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.gguf.model_files import gguf_model_files
+
+if TYPE_CHECKING:
+    from nanocore.worker.config.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +84,12 @@ class ServedFiles:
         """
         content = self._contents.get(name or "")
         return None if content is None else content[offset : offset + MAX_FILE_CHUNK_BYTES]
+
+    def vocabulary(self, model: ModelConfig) -> VocabularySource:
+        """Return what structured outputs' vocabulary is loaded from."""
+        name = self.folder if is_gguf(self.folder) else self.folder / "tokenizer.json"
+        tokenizer = self._contents.get("tokenizer.json")
+        return VocabularySource(tokenizer, str(name), model.vocab_size, model.eos_token_ids)
 
     def put_into_cache(self) -> list[StartFile]:
         """Return the files, whose contents the user's cache has now, if it can be used."""

@@ -66,11 +66,7 @@ def known_speeds(ranks: list[WorkerInfo]) -> list[MachineSpeed] | None:
     known = _cache().read(_speed_name(ranks[0].dtype, sum(_read_bytes(ranks))), _MAX_SPEED_BYTES)
     if known is None:
         return None
-    try:
-        whole = msgspec.json.decode(known, type=MachineSpeed)
-    except ValueError:  # damaged
-        return None
-    return [whole.shared(len(ranks))] * len(ranks)
+    return [msgspec.json.decode(known, type=MachineSpeed).shared(len(ranks))] * len(ranks)
 
 
 def _read_bytes(ranks: list[WorkerInfo]) -> list[int]:
@@ -309,10 +305,11 @@ def _context_row(one: ContextForecast) -> str:
     )
 
 
-def summary(forecast: Forecast) -> Iterator[str]:
-    """Two lines for the log, about memory and the longest requests."""
+def memory_summary(workers: list[WorkerInfo], num_blocks: int, block_size: int) -> str:
+    """Return a line for the log about memory."""
+    ranks = [_rank_memory(rank, num_blocks) for rank in workers]
     parts = ", ".join(
-        f"{name} {max(getattr(rank, field) for rank in forecast.ranks) / 1e6:,.1f} MB"
+        f"{name} {max(getattr(rank, field) for rank in ranks) / 1e6:,.1f} MB"
         for name, field in (
             ("weights", "weight_bytes"),
             ("KV cache", "kv_cache_bytes"),
@@ -320,13 +317,18 @@ def summary(forecast: Forecast) -> Iterator[str]:
             ("tables", "table_bytes"),
         )
     )
-    where = "on each rank, " if len(forecast.ranks) > 1 else ""
-    yield f"memory {where}{parts}; {forecast.kv_token_bytes:,.0f} bytes of KV a token"
+    where = "on each rank, " if len(ranks) > 1 else ""
+    kv_token_bytes = sum(rank.kv_block_bytes for rank in workers) / block_size
+    return f"memory {where}{parts}; {kv_token_bytes:,.0f} bytes of KV a token"
+
+
+def speed_summary(forecast: Forecast) -> str:
+    """Return a line for the log about the longest requests."""
     speed, longest = forecast.speed, forecast.contexts[-1]
     bound, busy = "at best", ""
     if not speed.is_quiet:
         bound, busy = "about", ", while other programs used the machine: it has more to give"
-    yield (
+    return (
         f"{bound} {longest.decode_s * 1e3:,.2f} ms a token and {longest.prefill_s * 1e3:,.0f} ms a "
         f"prompt at {longest.context_tokens} tokens, alone: {speed.bytes_per_s / 1e9:,.1f} GB/s "
         f"and {speed.flops_per_s / 1e12:,.2f} TFLOP/s were measured{busy}"

@@ -46,7 +46,8 @@ from nanocore.engine_core.process.forecast import (
     joined_cost,
     known_speeds,
     machine_speeds,
-    summary,
+    memory_summary,
+    speed_summary,
 )
 from nanocore.engine_core.process.idle_work import IdleWork
 from nanocore.engine_core.process.parent import ParentLink
@@ -180,16 +181,26 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
             num_bytes = sum(rank.weight_bytes for rank in ranks)
             notes.append(f"{num_bytes / 1e6:.1f} MB of weights, {describe_workers(ranks)}")
         num_blocks, max_model_len = _allocate(config, executor, ranks, max_model_len, parts)
+        logger.info("%s", memory_summary(ranks, num_blocks, config.sizes.block_size))
         speeds = known_speeds(ranks)
         utilisation = Utilisation(joined_cost(ranks), None)
 
         def use_speeds(speeds: list[MachineSpeed]) -> None:
             utilisation.speed = MachineSpeed.joined(speeds)
-            _log_forecast(config, folder, model_config, ranks, num_blocks, max_model_len, speeds)
+            expected = forecast(
+                config,
+                str(folder),
+                model_config.architecture,
+                ranks,
+                num_blocks,
+                max_model_len,
+                speeds,
+            )
+            logger.info("%s", speed_summary(expected))
 
         if speeds is not None:
             use_speeds(speeds)
-        vocabulary = VocabularyLoad(folder, model_config.vocab_size, model_config.eos_token_ids)
+        vocabulary = VocabularyLoad(files.vocabulary(model_config))
         grammars = stack.enter_context(closing(vocabulary.grammars()))
         log_generation_defaults(model_config)
         return serve(
@@ -313,22 +324,6 @@ def _allocate(
             f"{num_bytes / 1e6:.0f} MB, requests of {max_model_len} tokens at most"
         )
     return num_blocks, max_model_len
-
-
-def _log_forecast(
-    config: EngineConfig,
-    folder: Path,
-    model: ModelConfig,
-    ranks: list[WorkerInfo],
-    num_blocks: int,
-    max_model_len: int,
-    speeds: list[MachineSpeed],
-) -> None:
-    expected = forecast(
-        config, str(folder), model.architecture, ranks, num_blocks, max_model_len, speeds
-    )
-    for line in summary(expected):
-        logger.info("%s", line)
 
 
 def _model_card(

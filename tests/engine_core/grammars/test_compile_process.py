@@ -28,7 +28,7 @@ from tests.campaign import in_campaign
 from tests.end_to_end.rank_processes import child_pids
 from tests.engine_core.grammars import compile_server_within_limits
 from tests.engine_core.grammars.evil_inputs import EVIL_INPUTS
-from tests.engine_core.grammars.walks import DEMO_MODEL, allowed, demo_vocabulary
+from tests.engine_core.grammars.walks import DEMO_MODEL, allowed, demo_vocabulary, source_of
 
 WAIT_S = 120
 PRIMES = (7, 11, 13, 17, 19, 23, 29, 31)
@@ -46,9 +46,13 @@ FOUR_HUNDRED_PATTERNS = json.dumps(
 )
 
 
+def demo_process() -> CompileProcess:
+    return CompileProcess(source_of(DEMO_MODEL, 1030, [2]))
+
+
 @pytest.fixture(scope="module")
 def process() -> Iterator[CompileProcess]:
-    process = CompileProcess(DEMO_MODEL, 1030, [2])
+    process = demo_process()
     yield process
     process.close()
 
@@ -170,15 +174,22 @@ def test_a_trial_that_is_lost_on_its_way_is_told_of(process: CompileProcess) -> 
     assert process.run(0, want("a"))
 
 
-def test_a_folder_whose_path_is_no_text_has_structured_outputs(tmp_path: Path) -> None:
+def test_a_model_whose_folder_is_gone_has_structured_outputs(tmp_path: Path) -> None:
     folder = tmp_path / os.fsdecode(b"model \xff")
     folder.symlink_to(DEMO_MODEL)
-    process = CompileProcess(folder, 1030, [2])
+    source = source_of(folder, 1030, [2])
+    folder.unlink()
+    process = CompileProcess(source, is_urgent=False)
     try:
         assert process.run(0, want("a"))
+        process._running.process.kill()  # type: ignore[union-attr]
+        process._running.process.wait()  # type: ignore[union-attr]
+        with pytest.raises(EngineOverloadedError):
+            process.run(0, want("a"))
+        assert process.run(0, want("a")), "it was started again"
     finally:
         process.close()
-    assert TokenTable.load(folder, 1030, [2]).vocab_size == 1030
+    assert TokenTable.load(source).vocab_size == 1030
 
 
 @contextmanager
@@ -187,7 +198,7 @@ def trials_within(monkeypatch: pytest.MonkeyPatch, **limits: float) -> Iterator[
     command = (sys.executable, "-m", compile_server_within_limits.__name__)
     monkeypatch.setattr(compile_process, "_COMMAND", command)
     monkeypatch.setenv("TRIAL_LIMITS", json.dumps(limits))
-    process = CompileProcess(DEMO_MODEL, 1030, [2])
+    process = demo_process()
     try:
         yield process
     finally:
@@ -247,6 +258,7 @@ import sys
 from nanocore.engine_core.grammars import compile_server as process
 from nanocore.system.large_stack_threads import start_thread
 from tests.engine_core.grammars.test_compile_process import ENDLESS
+from tests.engine_core.grammars.walks import load_table, source_of
 from tests.engine_core.grammars.walks import demo_vocabulary
 process.MEMORY_LIMIT_MIB, process.CPU_LIMIT_S = int(sys.argv[1]), 60
 vocabulary, results = demo_vocabulary(), []
@@ -273,7 +285,7 @@ def test_one_that_is_killed_before_its_trial_leaves_it_to_the_next(process: Comp
 
 
 def test_a_process_that_is_gone_is_told_of_and_started_again() -> None:
-    grammars = GrammarCompiler(demo_vocabulary(), process := CompileProcess(DEMO_MODEL, 1030, [2]))
+    grammars = GrammarCompiler(demo_vocabulary, process := demo_process())
     done: Queue[Compiled] = Queue()
     grammars.compile(want("a"), done.put)
     assert isinstance(done.get(timeout=WAIT_S), CompiledGrammar)
@@ -312,7 +324,7 @@ def test_processes_that_are_stopped_are_told_of_and_started_again(
 
 
 def test_closing_ends_a_trial_in_its_midst() -> None:
-    grammars = GrammarCompiler(demo_vocabulary(), process := CompileProcess(DEMO_MODEL, 1030, [2]))
+    grammars = GrammarCompiler(demo_vocabulary, process := demo_process())
     done: Queue[Compiled] = Queue()
     grammars.compile(want("a"), done.put)
     assert isinstance(done.get(timeout=WAIT_S), CompiledGrammar)

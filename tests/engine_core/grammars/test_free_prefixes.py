@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.structured_outputs import ReasoningMarks
-from tests.engine_core.grammars.walks import DEMO_MODEL, compiled
+from tests.engine_core.grammars.walks import DEMO_MODEL, compiled, load_table
 
 EOS = 2
 SCHEMA = json.dumps(
@@ -36,7 +36,7 @@ def make_tokens(folder: Path, kind: str) -> Tokens:
         added = (*MARKS, *OTHER_TOKENS)
         tokenizer.add_tokens([AddedToken(m, special=kind == "special tokens") for m in added])
     tokenizer.save(str(folder / "tokenizer.json"))
-    return TokenTable.load(folder, 1100, [EOS]), tokenizer
+    return load_table(folder, 1100, [EOS]), tokenizer
 
 
 @pytest.fixture(scope="module", params=["text", "tokens", "special tokens"])

@@ -71,7 +71,7 @@ class Gate:
 def pool(
     vocabulary: TokenTable, gate: Gate, threads: int = 1, **kwargs: Any
 ) -> Iterator[GrammarCompiler]:
-    grammars = GrammarCompiler(vocabulary, gate, threads, **kwargs)
+    grammars = GrammarCompiler(lambda: vocabulary, gate, threads, **kwargs)
     try:
         yield grammars
     finally:
@@ -302,7 +302,7 @@ def test_closing_says_whether_a_thread_is_still_busy(
     gate = Gate()
     gate.hold("held")
     monkeypatch.setattr(gate, "close", lambda: None)
-    grammars = GrammarCompiler(vocabulary, gate, 1)
+    grammars = GrammarCompiler(lambda: vocabulary, gate, 1)
     grammars.compile(want("held"), lambda _: None)
     assert gate.begun.get(timeout=WAIT_S) == "held"
     assert not grammars.close()

@@ -13,7 +13,7 @@ from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.fields import MAX_STRUCTURED_OUTPUTS_BYTES
 from nanocore.protocol.structured_outputs import ReasoningMarks
 from tests.engine_core.grammars.test_free_prefixes import is_allowed
-from tests.engine_core.grammars.walks import DEMO_MODEL, compiled
+from tests.engine_core.grammars.walks import DEMO_MODEL, compiled, load_table
 
 EOS = 2
 SCHEMA = json.dumps(
@@ -45,7 +45,7 @@ def tokens(
     if request.param == "tokens":
         tokenizer.add_tokens([AddedToken(m, special=False) for m in ("<think>", "</think>")])
     tokenizer.save(str(folder / "tokenizer.json"))
-    return TokenTable.load(folder, 1100, [EOS]), tokenizer
+    return load_table(folder, 1100, [EOS]), tokenizer
 
 
 @pytest.mark.parametrize("kind", FORMS)

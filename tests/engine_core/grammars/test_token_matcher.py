@@ -17,6 +17,7 @@ from tests.engine_core.grammars.walks import (
     compiled,
     demo_vocabulary,
     follow,
+    load_table,
 )
 
 EOS = 2
@@ -143,7 +144,7 @@ def test_masks_that_take_too_long_fail_and_are_told(
 def test_an_eos_that_is_text_too_ends_nothing_before_its_time() -> None:
     """Its text is not written then, so elsewhere other tokens have to do."""
     [one] = tokens_of(demo_vocabulary(), "1")
-    vocabulary = TokenTable.load(DEMO_MODEL, 1030, [EOS, one])
+    vocabulary = load_table(DEMO_MODEL, 1030, [EOS, one])
     matcher = compiled(vocabulary, regex="a[0-9]{2}").matcher()
     assert not {EOS, one} & {*allowed(vocabulary, matcher)}
     assert follow(vocabulary, matcher, "a2")
@@ -160,7 +161,7 @@ def test_a_text_that_the_tokenizer_normalizes_is_no_matter_of_complexity(tmp_pat
     tokenizer = json.loads((DEMO_MODEL / "tokenizer.json").read_text())
     tokenizer["normalizer"] = {"type": "NFC"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    vocabulary = TokenTable.load(tmp_path, 1030, [EOS])
+    vocabulary = load_table(tmp_path, 1030, [EOS])
     with pytest.raises(InvalidRequestError, match="normalizes"):
         compiled(vocabulary, choice=["cafe\u0301 noir"])
     compiled(vocabulary, choice=["café noir"])

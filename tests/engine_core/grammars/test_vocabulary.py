@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models
 
-from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError
 from tests.engine_core.grammars.walks import (
     BYTE_LEVEL_EOS,
@@ -18,6 +17,7 @@ from tests.engine_core.grammars.walks import (
     byte_fallback_vocabulary,
     byte_level_vocabulary,
     compiled,
+    load_table,
 )
 
 
@@ -26,7 +26,7 @@ from tests.engine_core.grammars.walks import (
 )
 def test_tokens_that_pad_the_model_are_in_no_mask(tmp_path: Path, vocab_size: int) -> None:
     byte_level_vocabulary(tmp_path)
-    vocabulary = TokenTable.load(tmp_path, vocab_size, [BYTE_LEVEL_EOS])
+    vocabulary = load_table(tmp_path, vocab_size, [BYTE_LEVEL_EOS])
     assert vocabulary.num_words == -(-vocab_size // 32)
     matcher = compiled(vocabulary, grammar="start: <[*]>*").matcher()
     for _ in range(3):
@@ -37,7 +37,7 @@ def test_tokens_that_pad_the_model_are_in_no_mask(tmp_path: Path, vocab_size: in
 
 def test_masks_are_cut_to_the_models_vocabulary(tmp_path: Path) -> None:
     byte_level_vocabulary(tmp_path)
-    vocabulary = TokenTable.load(tmp_path, 100, [7])
+    vocabulary = load_table(tmp_path, 100, [7])
     assert vocabulary.num_words == 4
     assert max(allowed(vocabulary, compiled(vocabulary, regex="(?s:.)+").matcher())) < 100
     with pytest.raises(InvalidRequestError, match="no token of the model"):
@@ -53,21 +53,21 @@ def test_every_eos_token_of_the_model_ends_an_output(tmp_path: Path) -> None:
 
 def test_an_eos_token_that_the_tokenizer_does_not_know_is_left_out(tmp_path: Path) -> None:
     byte_level_vocabulary(tmp_path)
-    vocabulary = TokenTable.load(
+    vocabulary = load_table(
         tmp_path, BYTE_LEVEL_TOKENS + 9, [BYTE_LEVEL_EOS, BYTE_LEVEL_TOKENS + 3]
     )
     assert vocabulary.eos_token_ids == {BYTE_LEVEL_EOS}
     with pytest.raises(InvalidRequestError, match="out of range"):
-        TokenTable.load(tmp_path, BYTE_LEVEL_TOKENS + 9, [BYTE_LEVEL_TOKENS + 3])
+        load_table(tmp_path, BYTE_LEVEL_TOKENS + 9, [BYTE_LEVEL_TOKENS + 3])
 
 
 def test_a_folder_without_a_vocabulary_says_why(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match=r"has no tokenizer\.json"):
-        TokenTable.load(tmp_path, 100, [1])
+        load_table(tmp_path, 100, [1])
     byte_level_vocabulary(tmp_path)
     for eos in ([], [BYTE_LEVEL_TOKENS + 1]):
         with pytest.raises(InvalidRequestError, match="has no EOS token"):
-            TokenTable.load(tmp_path, BYTE_LEVEL_TOKENS, eos)
+            load_table(tmp_path, BYTE_LEVEL_TOKENS, eos)
 
 
 def test_a_tokenizer_is_refused_whose_tokens_have_no_bytes(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_tokenizer_is_refused_whose_tokens_have_no_bytes(tmp_path: Path) -> No
     tokenizer.save(str(path))
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="llguidance cannot read") as caught:
-            TokenTable.load(tmp_path, 2, [1])
+            load_table(tmp_path, 2, [1])
         assert len(str(caught.value)) < 800
         path.write_text("{")
 
@@ -100,7 +100,7 @@ def test_a_package_that_is_damaged_or_of_another_release_is_told(
     for name in [name for name in sys.modules if name.partition(".")[0] == "llguidance"]:
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(InvalidRequestError, match=rf"{reason}.*pip install 'llguidance>=1.9,<2'"):
-        TokenTable.load(tmp_path, BYTE_LEVEL_TOKENS, [BYTE_LEVEL_EOS])
+        load_table(tmp_path, BYTE_LEVEL_TOKENS, [BYTE_LEVEL_EOS])
     monkeypatch.delitem(sys.modules, "llguidance", raising=False)
 
 
@@ -110,7 +110,7 @@ def test_a_byte_order_mark_before_the_tokenizer_is_skipped_and_logged(
     byte_level_vocabulary(tmp_path)
     path = tmp_path / "tokenizer.json"
     path.write_bytes(BOM_UTF8 + b"\n" + path.read_bytes())
-    vocabulary = TokenTable.load(tmp_path, BYTE_LEVEL_TOKENS, [BYTE_LEVEL_EOS])
+    vocabulary = load_table(tmp_path, BYTE_LEVEL_TOKENS, [BYTE_LEVEL_EOS])
     assert vocabulary.eos_token_ids == {BYTE_LEVEL_EOS}
     assert f"{path} begins with a byte order mark, which is skipped" in caplog.text
 
@@ -120,4 +120,4 @@ def test_a_tokenizer_that_is_the_path_of_another_is_not_followed(tmp_path: Path)
     other = (tmp_path / "tokenizer.json").rename(tmp_path / "other.json")
     (tmp_path / "tokenizer.json").write_text(str(other))
     with pytest.raises(InvalidRequestError, match="it is not a JSON object"):
-        TokenTable.load(tmp_path, BYTE_LEVEL_TOKENS, [BYTE_LEVEL_EOS])
+        load_table(tmp_path, BYTE_LEVEL_TOKENS, [BYTE_LEVEL_EOS])

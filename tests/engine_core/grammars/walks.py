@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.grammars.compilation import CompiledGrammar, compile_grammar
 from nanocore.engine_core.grammars.matcher import Matcher
-from nanocore.engine_core.grammars.token_table import TokenTable
+from nanocore.engine_core.grammars.token_table import TokenTable, VocabularySource
 from nanocore.protocol.structured_outputs import StructuredOutputs
 
 BYTE_LEVEL_TOKENS = 260
@@ -19,8 +20,19 @@ BYTE_LEVEL_EOS = 259
 DEMO_MODEL = demo_model_folder()
 
 
+def source_of(folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> VocabularySource:
+    """What the engine would load the vocabulary of this folder from."""
+    path = folder / "tokenizer.json"
+    content = path.read_bytes() if path.is_file() else None
+    return VocabularySource(content, str(path), vocab_size, eos_token_ids)
+
+
+def load_table(folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> TokenTable:
+    return TokenTable.load(source_of(folder, vocab_size, eos_token_ids))
+
+
 def demo_vocabulary() -> TokenTable:
-    return TokenTable.load(DEMO_MODEL, 1030, [2])
+    return load_table(DEMO_MODEL, 1030, [2])
 
 
 def byte_level_vocabulary(folder: Path) -> TokenTable:
@@ -32,7 +44,7 @@ def byte_level_vocabulary(folder: Path) -> TokenTable:
     tokenizer.add_special_tokens(["<|end|>"])
     assert tokenizer.get_vocab_size() == BYTE_LEVEL_TOKENS
     tokenizer.save(str(folder / "tokenizer.json"))
-    return TokenTable.load(folder, BYTE_LEVEL_TOKENS + 77, [BYTE_LEVEL_EOS])
+    return load_table(folder, BYTE_LEVEL_TOKENS + 77, [BYTE_LEVEL_EOS])
 
 
 def byte_fallback_vocabulary(folder: Path) -> TokenTable:
@@ -50,7 +62,7 @@ def byte_fallback_vocabulary(folder: Path) -> TokenTable:
     )
     tokenizer.add_special_tokens([AddedToken(name, special=True) for name in pieces[:5]])
     tokenizer.save(str(folder / "tokenizer.json"))
-    return TokenTable.load(folder, len(vocab), [2, 3])
+    return load_table(folder, len(vocab), [2, 3])
 
 
 def compiled(vocabulary: TokenTable, **wanted: object) -> CompiledGrammar:

@@ -21,7 +21,7 @@ from nanocore.worker.loading.gguf.architectures import gguf_tensors
 from nanocore.worker.loading.gguf.gguf_files import gguf_in_folder
 from nanocore.worker.loading.gguf.gguf_format import GgufFormat
 from nanocore.worker.loading.gguf.header import read_header, read_vocabulary
-from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files
+from nanocore.worker.loading.gguf.model_files import gguf_model_files
 from nanocore.worker.loading.model_folder import resolve_model
 from nanocore.worker.loading.weights import Projection
 from nanocore.worker.models import load_model_config

@@ -23,7 +23,7 @@ from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.loading.checkpoint import stored_tensors
 from nanocore.worker.loading.gguf.gguf_format import GgufFormat
-from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files
+from nanocore.worker.loading.gguf.model_files import gguf_model_files
 from nanocore.worker.loading.weights import Projection
 from nanocore.worker.models import load_model_config
 from nanocore.worker.worker import Worker

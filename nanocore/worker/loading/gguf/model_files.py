@@ -71,14 +71,17 @@ def generation_settings(first: Path) -> Settings:
 
 
 def _digest(first: Path, num_bytes: int) -> str:
-    with first.open("rb") as file:
-        digest = hashlib.sha256(file.read(num_bytes))
-    digest.update(_code_digest())
-    beside = tokenizer_beside(first)
-    if beside is not None:
-        logger.info("%s is used in place of the vocabulary of %s", beside, first.name)
-        digest.update(beside.read_bytes())
-    return digest.hexdigest()
+    try:
+        with first.open("rb") as file:
+            digest = hashlib.sha256(file.read(num_bytes))
+        digest.update(_code_digest())
+        beside = tokenizer_beside(first)
+        if beside is not None:
+            logger.info("%s is used in place of the vocabulary of %s", beside, first.name)
+            digest.update(beside.read_bytes())
+        return digest.hexdigest()
+    except OSError as error:
+        raise ModelFileError(f"{error.filename or first}: {error.strerror}") from None
 
 
 @cache
@@ -96,12 +99,7 @@ def _cached(digest: str) -> dict[str, bytes] | None:
     index = _index().read(digest, _MAX_INDEX_BYTES)
     if index is None:
         return None
-    try:
-        files = msgspec.json.decode(index, type=list[_File])
-    except ValueError:
-        logger.warning("the cached entry %s is damaged: it is made again", digest)
-        return None
-    cache = FileCache()
+    files, cache = msgspec.json.decode(index, type=list[_File]), FileCache()
     contents = {
         file.name: cache.read(file.sha256, min(file.num_bytes, _MAX_FILE_BYTES)) for file in files
     }
