@@ -59,7 +59,7 @@ class BaseClient:
         self._manager: SessionManager | None = None
         self._queue = SubmitQueue()
         self.tokenizer_preload: TokenizerPreload | None = None
-        """Of the engine that this client will connect to; set before it is entered, if at all."""
+        """Preload for the engine that this client will connect to; set before it is entered."""
 
     @classmethod
     def launch(

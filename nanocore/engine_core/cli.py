@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Final, Literal, NoReturn, get_args
+from typing import TYPE_CHECKING, Final, Literal, NoReturn, get_args
 
 from nanocore import __version__
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.flags import add_flags
-from nanocore.engine_core.io.served_files import ServedFilesLoad
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.system import standard_streams
@@ -29,8 +28,10 @@ from nanocore.system.flags import WholeFlagParser, unknown_flags
 from nanocore.system.large_stack_threads import any_alive
 from nanocore.system.logs import LogFormat, complain, start_log
 from nanocore.system.other_engines import in_our_words
-from nanocore.worker.loading.model_folder import locate_model
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
+
+if TYPE_CHECKING:
+    from nanocore.engine_core.io.served_files import ServedFilesLoad
 
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
 _MIN_DATA_BYTES: Final = 360 * 10**6
@@ -198,6 +199,8 @@ def _run(config: EngineConfig, check: CheckFormat | None, parent: ParentLink | N
 
         check_engine(config, as_json=check == "json")
         return 0
+    from nanocore.engine_core.io.served_files import ServedFilesLoad  # imports numpy
+
     report = None if parent is None else parent.report_files
     files = ServedFilesLoad(_known_folder(config), report)
     return _import_engine()(config, parent, files)
@@ -205,6 +208,8 @@ def _run(config: EngineConfig, check: CheckFormat | None, parent: ParentLink | N
 
 def _known_folder(config: EngineConfig) -> Path | None:
     """The model's folder or file, if that is known before anything is downloaded."""
+    from nanocore.worker.loading.model_folder import locate_model  # likewise
+
     if config.model is None:
         return demo_model_folder()
     try:

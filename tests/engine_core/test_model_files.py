@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.engine_core.io import control_handler as module
-from nanocore.engine_core.io.control_handler import ServedFiles
+from nanocore.engine_core.io import served_files as module
+from nanocore.engine_core.io.served_files import ServedFiles
 from nanocore.protocol.errors import ModelFileError
 
 

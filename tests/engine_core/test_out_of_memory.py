@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from nanocore.engine_core.mailbox import AddRequest
-from nanocore.engine_core.process.process import StartParts, run_core
+from nanocore.engine_core.process.process import run_core
+from nanocore.engine_core.process.start_parts import StartParts
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
 from nanocore.worker.plan import SchedulerOutput
 from tests.engine_core.core_under_test import CoreUnderTest

@@ -3,11 +3,16 @@
 Clients take turns, each in the order of its requests; equal structured outputs share one
 compilation. llguidance cannot be interrupted: so everything is first compiled in a process that may
 be killed (`compile_process`), and the engine compiles only what was cheap there.
+
+llguidance takes seconds to load 262,144 tokens, in the engine and once more in that process, and
+holds the interpreter's lock meanwhile. No other request needs it. So the vocabulary is loaded in a
+moment in which the engine has nothing to do, or when a request asks for a structured output.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -20,12 +25,14 @@ from typing import Final, Generic, Protocol, TypeVar
 import msgspec
 
 from nanocore.engine_core.grammars.compilation import CompiledGrammar, compile_text, followed
-from nanocore.engine_core.grammars.compile_process import NUM_WORKERS, engine_error
-from nanocore.engine_core.grammars.matcher import Compiled
-from nanocore.engine_core.grammars.token_table import TokenTable
+from nanocore.engine_core.grammars.compile_process import NUM_WORKERS, CompileProcess, engine_error
+from nanocore.engine_core.grammars.matcher import Compiled, GrammarSource, NoGrammars
+from nanocore.engine_core.grammars.token_table import TokenTable, VocabularySource
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from nanocore.system.large_stack_threads import give_way, join_threads, start_thread
+
+logger = logging.getLogger(__name__)
 
 _REFUSAL_BYTES = 2048
 """An entry with its digest and a text of a few lines."""
@@ -328,3 +335,79 @@ class GrammarCompiler:
         """Replace a cached grammar whose masks turned out to be too slow."""
         with self._changed:
             self._cache.put(key, InvalidRequestError(reason))
+
+
+class VocabularyLoad:
+    """Loads a model's vocabulary and starts the compile process, once.
+
+    Implements `Compiler` by that process. Without a vocabulary a model is served all the same, and
+    structured outputs are refused with the reason. Any thread may call it.
+
+    """
+
+    def __init__(self, source: VocabularySource) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._result: TokenTable | Exception | None = None
+        self._process: CompileProcess | None = None
+        self._is_closed = threading.Event()
+
+    def grammars(self) -> GrammarSource:
+        """Return the compiler of structured outputs, or what refuses them."""
+        try:
+            self._source.check()
+        except InvalidRequestError as why:
+            logger.info("%s", why)
+            return NoGrammars(str(why))
+        return GrammarCompiler(self.get, self)
+
+    def get(self, is_urgent: bool = True) -> TokenTable:
+        """Return the vocabulary; load it, if no other thread has.
+
+        The first caller's thread has to live as long as the compile process, which the kernel ends
+        with it. is_urgent: a request waits.
+
+        Raises:
+            InvalidRequestError: there is none. Exception: a bug that its loading met.
+        """
+        with self._lock:
+            if self._result is None:
+                self._result = self._load(is_urgent)
+        if isinstance(self._result, TokenTable):
+            return self._result
+        raise self._result
+
+    def load_and_stay(self) -> None:
+        """Load it for a request to come, and return when this is closed."""
+        try:
+            self.get(is_urgent=False)
+        except Exception as error:
+            logger.info("%s", error)
+        self._is_closed.wait()
+
+    def run(self, place: int, wanted: StructuredOutputs) -> tuple[str, list[str]]:
+        """See `CompileProcess.run`; the vocabulary has been loaded."""
+        if self._process is None:
+            raise EngineOverloadedError("the engine ends: try again later")
+        return self._process.run(place, wanted)
+
+    def close(self) -> None:
+        """End the compile process. Idempotent."""
+        self._is_closed.set()
+        if self._process is not None:
+            self._process.close()
+
+    def _load(self, is_urgent: bool) -> TokenTable | Exception:
+        if self._is_closed.is_set():
+            return InvalidRequestError("the engine ends")
+        start_s = time.monotonic()
+        self._process = CompileProcess(self._source, is_urgent)
+        try:
+            table = TokenTable.load(self._source)
+        except Exception as error:
+            self._process.close()
+            return error
+        logger.info("structured outputs: vocabulary in %.2f s", time.monotonic() - start_s)
+        if self._is_closed.is_set():
+            self._process.close()  # which was closed before there was one
+        return table

@@ -1,7 +1,7 @@
 """The model's tokens for llguidance: their bytes, and which of them end an output.
 
 Read once from tokenizer.json, which takes a second or more for 262,144 tokens with the GIL held
-(see `vocabulary_load`). It is immutable; any number of threads use it. llguidance is imported when
+(see `grammar_compiler`). It is immutable; any number of threads use it. llguidance is imported when
 a vocabulary is loaded: an engine without it serves all else.
 """
 

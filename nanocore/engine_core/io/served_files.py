@@ -12,9 +12,8 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
-from nanocore.engine_core.grammars.token_table import VocabularySource
 from nanocore.protocol.errors import ModelFileError, NanocoreError, StartFile
 from nanocore.protocol.messages import (
     MAX_FILE_BYTES,
@@ -25,9 +24,6 @@ from nanocore.protocol.messages import (
 from nanocore.system.cache_folder import FileCache
 from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.gguf.model_files import gguf_model_files
-
-if TYPE_CHECKING:
-    from nanocore.worker.config.model_config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -85,11 +81,8 @@ class ServedFiles:
         content = self._contents.get(name or "")
         return None if content is None else content[offset : offset + MAX_FILE_CHUNK_BYTES]
 
-    def vocabulary(self, model: ModelConfig) -> VocabularySource:
-        """Return what structured outputs' vocabulary is loaded from."""
-        name = self.folder if is_gguf(self.folder) else self.folder / "tokenizer.json"
-        tokenizer = self._contents.get("tokenizer.json")
-        return VocabularySource(tokenizer, str(name), model.vocab_size, model.eos_token_ids)
+    def content(self, name: ModelFileName) -> bytes | None:
+        return self._contents.get(name)
 
     def put_into_cache(self) -> list[StartFile]:
         """Return the files, whose contents the user's cache has now, if it can be used."""
@@ -107,7 +100,9 @@ class ServedFilesLoad:
         folder: None if it is not known yet. report: None if no client launched the engine.
     """
 
-    def __init__(self, folder: Path | None, report: Callable[[list[StartFile]], None] | None):
+    def __init__(
+        self, folder: Path | None, report: Callable[[list[StartFile]], None] | None
+    ) -> None:
         self._report = report
         self._files: ServedFiles | None = None
         self._thread = Thread(target=self._load, args=(folder,), name="files", daemon=True)

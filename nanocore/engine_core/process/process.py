@@ -14,8 +14,8 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
@@ -25,9 +25,10 @@ from nanocore import __version__
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
+from nanocore.engine_core.grammars.grammar_compiler import VocabularyLoad
 from nanocore.engine_core.grammars.mask_filler import MaskFiller
 from nanocore.engine_core.grammars.matcher import GrammarSource, NoGrammars
-from nanocore.engine_core.grammars.vocabulary_load import VocabularyLoad
+from nanocore.engine_core.grammars.token_table import VocabularySource
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.control_handler import ControlHandler
 from nanocore.engine_core.io.handshake_handler import HandshakeHandler
@@ -49,9 +50,9 @@ from nanocore.engine_core.process.forecast import (
     memory_summary,
     speed_summary,
 )
-from nanocore.engine_core.process.idle_work import IdleWork
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.process.standby import stand_by
+from nanocore.engine_core.process.start_parts import IdleWork, StartParts, process_age_s
 from nanocore.engine_core.process.watchdog import GRACE_S, Watchdog
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_clock import DeadMansSwitch, StepClock
@@ -64,7 +65,6 @@ from nanocore.protocol.errors import (
     ModelFileError,
     StartError,
     is_out_of_memory,
-    memory_errors,
     shorten,
 )
 from nanocore.protocol.messages import ModelCard
@@ -75,6 +75,7 @@ from nanocore.worker.cost.model_cost import MachineSpeed
 from nanocore.worker.device.device import select_device
 from nanocore.worker.executors.executor import Executor, StepExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
+from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.model_folder import model_name, resolve_model
 from nanocore.worker.models import load_model_config
 from nanocore.worker.numerics import numerics_fingerprint
@@ -84,33 +85,11 @@ from nanocore.worker.worker import LocalExecutor
 logger = logging.getLogger(__name__)
 
 
-def process_age_s() -> float:
-    """Seconds since this process began, the interpreter's own start included."""
-    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # after boot; field 22 of proc(5)
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
-
-
 def log_beginning(config: EngineConfig, folder: Path, model: ModelConfig, imports_s: float) -> None:
     name = f"model {folder} ({model.architecture})"
     where = f"{_describe_ranks(config)} | endpoint {config.endpoint}"
     logger.info("nanocore %s | %s | %s", __version__, name, where)
     logger.info("imports %.2f s, since the process began", imports_s)
-
-
-class StartParts(dict[str, float]):
-    """Seconds of a start's parts by name, in their order."""
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[list[str]]:
-        """Measure a part, and log it if it notes something."""
-        notes: list[str] = []
-        start_s = time.monotonic()
-        with memory_errors(f"{name}: "):
-            yield notes
-        self[name] = time.monotonic() - start_s
-        if notes:
-            logger.info("%s %.2f s: %s", name, self[name], ", ".join(notes))
 
 
 def describe_workers(ranks: list[WorkerInfo]) -> str:
@@ -159,9 +138,8 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
         folder = find_model(config)
         with parts.part("files"):
             files = files_load.wait(folder)
-            model_config = load_model_config(
-                folder, config.hf_overrides, config.override_generation_config
-            )
+            overrides = config.hf_overrides, config.override_generation_config
+            model_config = load_model_config(folder, *overrides)
         max_model_len = longest_request(config, model_config)
         log_beginning(config, folder, model_config, imports_s)
         with parts.part("executor"):
@@ -176,32 +154,15 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
                 return lock
             started_s = time.monotonic()
             claimed = claim_resources(config, claims, lock)
-        with parts.part("profile") as notes:
-            ranks = executor.profile()
-            num_bytes = sum(rank.weight_bytes for rank in ranks)
-            notes.append(f"{num_bytes / 1e6:.1f} MB of weights, {describe_workers(ranks)}")
+        ranks = _profile(executor, parts)
         num_blocks, max_model_len = _allocate(config, executor, ranks, max_model_len, parts)
-        logger.info("%s", memory_summary(ranks, num_blocks, config.sizes.block_size))
-        speeds = known_speeds(ranks)
-        utilisation = Utilisation(joined_cost(ranks), None)
-
-        def use_speeds(speeds: list[MachineSpeed]) -> None:
-            utilisation.speed = MachineSpeed.joined(speeds)
-            expected = forecast(
-                config,
-                str(folder),
-                model_config.architecture,
-                ranks,
-                num_blocks,
-                max_model_len,
-                speeds,
-            )
-            logger.info("%s", speed_summary(expected))
-
-        if speeds is not None:
-            use_speeds(speeds)
-        vocabulary = VocabularyLoad(files.vocabulary(model_config))
+        utilisation, later = _machine_use(
+            config, folder, model_config, ranks, num_blocks, max_model_len
+        )
+        vocabulary = VocabularyLoad(_vocabulary_source(folder, files, model_config))
         grammars = stack.enter_context(closing(vocabulary.grammars()))
+        if not isinstance(grammars, NoGrammars):
+            later.append(vocabulary.load_and_stay)
         log_generation_defaults(model_config)
         return serve(
             config,
@@ -215,12 +176,40 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
             parent=parent,
             trace=claimed.trace,
             grammars=grammars,
-            later=[
-                *([] if speeds else [lambda: use_speeds(machine_speeds(ranks))]),
-                *([] if isinstance(grammars, NoGrammars) else [vocabulary.load_and_stay]),
-            ],
+            later=later,
             utilisation=utilisation,
         )
+
+
+def _machine_use(
+    config: EngineConfig,
+    folder: Path,
+    model: ModelConfig,
+    ranks: list[WorkerInfo],
+    num_blocks: int,
+    max_model_len: int,
+) -> tuple[Utilisation, list[Callable[[], None]]]:
+    """Log memory and the best speed; return what adds up steps, and what is left for later."""
+    logger.info("%s", memory_summary(ranks, num_blocks, config.sizes.block_size))
+    utilisation = Utilisation(joined_cost(ranks), None)
+
+    def use(speeds: list[MachineSpeed]) -> None:
+        utilisation.speed = MachineSpeed.joined(speeds)
+        name = model.architecture
+        expected = forecast(config, str(folder), name, ranks, num_blocks, max_model_len, speeds)
+        logger.info("%s", speed_summary(expected))
+
+    known = known_speeds(ranks)
+    if known is None:
+        return utilisation, [lambda: use(machine_speeds(ranks))]
+    use(known)
+    return utilisation, []
+
+
+def _vocabulary_source(folder: Path, files: ServedFiles, model: ModelConfig) -> VocabularySource:
+    name = folder if is_gguf(folder) else folder / "tokenizer.json"
+    content = files.content("tokenizer.json")
+    return VocabularySource(content, str(name), model.vocab_size, model.eos_token_ids)
 
 
 def serve(
@@ -250,10 +239,7 @@ def serve(
     """
     inbox: Inbox = SimpleQueue()
     outbox = Outbox()
-    kv_cache = KVCacheManager(card.num_blocks, card.block_size, config.enable_prefix_caching)
-    if publisher is not None:
-        kv_cache.subscribe(publisher.publish)
-        publisher.start()
+    kv_cache = _kv_cache(config, card, publisher)
     scheduler = Scheduler(config.scheduler_config(card.max_model_len), kv_cache)
     switch = DeadMansSwitch(config.step_timeout_s + 2 * GRACE_S, StartError.exit_code)
     masks = None
@@ -271,23 +257,35 @@ def serve(
     io_thread.start()
     watchdog.start()
     executor.on_failure(lambda reason: inbox.put(Shutdown(reason, failure=True)))
-    with registered(_running(config, card.model, parent)):
+    running = _running(config, card.model, parent)
+    with registered(running), IdleWork(scheduler.is_idle, later):
         logger.info("ready in %.1f s", time.monotonic() - started_s)
         if parent is not None:
             parent.report_ready(parts or {})
-        idle_work = IdleWork(lambda: not scheduler.num_running and not scheduler.num_waiting, later)
-        idle_work.start()
         farewell, exit_code = run_core(core)
-        idle_work.close()
     watchdog.stop()
     if masks is not None:
         masks.close()
     outbox.put(farewell)
     io_thread.join()
+    log_end(farewell, utilisation)
+    return 130 if interrupted and not farewell.failure else exit_code
+
+
+def _kv_cache(
+    config: EngineConfig, card: ModelCard, publisher: KVEventPublisher | None
+) -> KVCacheManager:
+    kv_cache = KVCacheManager(card.num_blocks, card.block_size, config.enable_prefix_caching)
+    if publisher is not None:
+        kv_cache.subscribe(publisher.publish)
+        publisher.start()
+    return kv_cache
+
+
+def log_end(farewell: Farewell, utilisation: Utilisation | None) -> None:
     for line in utilisation.summary() if utilisation else ():
         logger.info("%s", line)
     logger.info("stopped: %s", farewell.reason)
-    return 130 if interrupted and not farewell.failure else exit_code
 
 
 def _running(config: EngineConfig, model: str, parent: ParentLink | None) -> Running:
@@ -304,6 +302,14 @@ def _running(config: EngineConfig, model: str, parent: ParentLink | None) -> Run
         launched_by=None if parent is None else os.getppid(),
         step_trace=absolute(config.step_trace or None),
     )
+
+
+def _profile(executor: Executor, parts: StartParts) -> list[WorkerInfo]:
+    with parts.part("profile") as notes:
+        ranks = executor.profile()
+        num_bytes = sum(rank.weight_bytes for rank in ranks)
+        notes.append(f"{num_bytes / 1e6:.1f} MB of weights, {describe_workers(ranks)}")
+    return ranks
 
 
 def _allocate(

@@ -91,6 +91,10 @@ class Scheduler:
         """Return the requests that have not ended, by arrival. Any thread may call this."""
         return list(self._requests.values())
 
+    def is_idle(self) -> bool:
+        """Whether it has no request. Any thread may ask."""
+        return not self.num_running and not self.num_waiting
+
     @property
     def num_running(self) -> int:
         return len(self.running)

@@ -66,7 +66,7 @@ class HttpService:
         self._server = HttpServer(self._app, server_settings)
         self._client: AsyncEngineClient | None = None
         self.tokenizer_preload: TokenizerPreload | None = None
-        """Of an engine that starts."""
+        """Preload for an engine that starts."""
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Accept connections; the sockets are closed by this service."""

@@ -32,8 +32,8 @@ _MAX_INDEX_BYTES: Final = 4096
 _MAX_FILE_BYTES: Final = 256 * 2**20
 
 _lock = threading.Lock()
-_known: dict[tuple[Path, int, int], dict[str, bytes]] = {}
-"""The last model's, by path, size and time of change."""
+_known: dict[tuple[Any, ...], dict[str, bytes]] = {}
+"""The last model's, by its path and the state of its files."""
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -50,8 +50,7 @@ def gguf_model_files(first: Path, in_process: bool = True) -> dict[str, bytes]:
     Raises ModelFileError: see `convert_model_files`.
     """
     header = read_headers(first)[0]
-    info = first.stat()
-    key = (first.absolute(), info.st_size, info.st_mtime_ns)
+    key = (first.absolute(), *map(_state, (first, tokenizer_beside(first))))
     with _lock:
         if key not in _known:
             digest = _digest(first, header.num_bytes)
@@ -68,6 +67,11 @@ def generation_settings(first: Path) -> Settings:
     """generation_config.json's. Raises ModelFileError: the vocabulary is damaged."""
     source = f"{first} (settings as generation_config.json has them)"
     return Settings(source, msgspec.json.decode(gguf_model_files(first)["generation_config.json"]))
+
+
+def _state(path: Path | None) -> tuple[int, int] | None:
+    info = None if path is None else path.stat()
+    return None if info is None else (info.st_size, info.st_mtime_ns)
 
 
 def _digest(first: Path, num_bytes: int) -> str:

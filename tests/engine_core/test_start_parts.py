@@ -7,8 +7,8 @@ from queue import SimpleQueue
 
 import pytest
 
-from nanocore.engine_core.process import idle_work as module
-from nanocore.engine_core.process.idle_work import NUM_IDLE_POLLS, IdleWork
+from nanocore.engine_core.process import start_parts as module
+from nanocore.engine_core.process.start_parts import NUM_IDLE_POLLS, IdleWork
 
 
 @pytest.fixture(autouse=True)
@@ -26,19 +26,18 @@ def test_each_work_waits_until_polls_in_a_row_have_found_nothing_to_do() -> None
         num_polls += 1
         return next(polls)
 
-    IdleWork(
-        is_idle, [lambda: done.put(("a", num_polls)), lambda: done.put(("b", num_polls))]
-    ).start()
-    assert done.get(timeout=60) == ("a", 2 * NUM_IDLE_POLLS)
-    assert done.get(timeout=60) == ("b", 3 * NUM_IDLE_POLLS)
+    works = [lambda: done.put(("a", num_polls)), lambda: done.put(("b", num_polls))]
+    with IdleWork(is_idle, works):
+        assert done.get(timeout=60) == ("a", 2 * NUM_IDLE_POLLS)
+        assert done.get(timeout=60) == ("b", 3 * NUM_IDLE_POLLS)
 
 
 def test_a_work_that_fails_is_told_and_the_next_one_is_done(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     done: SimpleQueue[None] = SimpleQueue()
-    IdleWork(lambda: True, [lambda: 1 / 0, lambda: done.put(None)]).start()  # type: ignore[list-item]
-    done.get(timeout=60)
+    with IdleWork(lambda: True, [lambda: 1 / 0, lambda: done.put(None)]):  # type: ignore[list-item]
+        done.get(timeout=60)
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -48,10 +47,10 @@ def test_nothing_begins_once_it_is_closed() -> None:
 
     def is_idle() -> bool:
         asked.put(None)
-        work.close()
+        work.__exit__()
         return True
 
     work = IdleWork(is_idle, [lambda: begun.append(1)])
-    work.start()
-    asked.get(timeout=60)
+    with work:
+        asked.get(timeout=60)
     assert begun == []

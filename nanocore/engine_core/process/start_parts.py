@@ -1,4 +1,4 @@
-"""What a start leaves for later: done in moments in which the engine has no request.
+"""The parts of a start, measured; and what it leaves for moments in which there is no request.
 
 The machine's speed is measured, for the log and the metrics of its use, and structured outputs'
 vocabulary is loaded. Either would delay requests if it came before the engine is ready, and the
@@ -8,13 +8,41 @@ first ones if it came just after: requests tend to follow each other.
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable, Sequence
-from typing import Final
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, Self
 
+from nanocore.protocol.errors import memory_errors
 from nanocore.system.large_stack_threads import start_thread
 
 logger = logging.getLogger(__name__)
+
+
+def process_age_s() -> float:
+    """Seconds since this process began, the interpreter's own start included."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # after boot; field 22 of proc(5)
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+
+
+class StartParts(dict[str, float]):
+    """Seconds of a start's parts by name, in their order."""
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[list[str]]:
+        """Measure a part, and log it if it notes something."""
+        notes: list[str] = []
+        start_s = time.monotonic()
+        with memory_errors(f"{name}: "):
+            yield notes
+        self[name] = time.monotonic() - start_s
+        if notes:
+            logger.info("%s %.2f s: %s", name, self[name], ", ".join(notes))
+
 
 POLL_S: Final = 0.25
 NUM_IDLE_POLLS: Final = 3
@@ -23,6 +51,8 @@ NUM_IDLE_POLLS: Final = 3
 
 class IdleWork:
     """A thread that does one work after the other, each when the engine has been idle a while.
+
+    A context manager, at whose end no further work begins.
 
     Args:
         is_idle: whether the engine has no request; called by the thread.
@@ -33,11 +63,11 @@ class IdleWork:
         self._works = works
         self._is_closed = threading.Event()
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         start_thread(self._run, "idle-work")
+        return self
 
-    def close(self) -> None:
-        """Begin no further work."""
+    def __exit__(self, *_: object) -> None:
         self._is_closed.set()
 
     def _run(self) -> None:
