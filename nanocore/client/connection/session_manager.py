@@ -35,7 +35,7 @@ from nanocore.protocol.errors import (
     ProtocolError,
 )
 from nanocore.protocol.messages import Welcome
-from nanocore.protocol.sockets import ClientKeys
+from nanocore.protocol.sockets.curve import ClientKeys
 
 Result = TypeVar("Result")
 REOPEN_TIMEOUT_S: Final = 10.0

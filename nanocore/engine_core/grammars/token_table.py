@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from nanocore.protocol.errors import InvalidRequestError, ModelFileError, shorten
 from nanocore.worker.config.json_settings import note_oddity
 from nanocore.worker.loading.gguf.gguf_files import is_gguf
-from nanocore.worker.loading.gguf.tokenizer_files import tokenizer_json
 
 if TYPE_CHECKING:
     import llguidance
@@ -73,6 +72,8 @@ class TokenTable:
                 f"{_WHY}its folder {str(folder)!r} has no tokenizer.json, which defines the text "
                 "of its tokens; add it"
             )
+        from nanocore.worker.loading.gguf.tokenizer_files import tokenizer_json  # tokenizers
+
         try:
             content = tokenizer_json(folder) if is_gguf(folder) else path.read_bytes()
         except (ModelFileError, OSError) as error:

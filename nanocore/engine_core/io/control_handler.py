@@ -28,7 +28,6 @@ from nanocore.protocol.messages import (
     Reply,
 )
 from nanocore.worker.loading.gguf.gguf_files import is_gguf
-from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +46,8 @@ class ServedFiles:
         self._contents: dict[str, bytes] = {}
         self.entries: list[ModelFile] = []
         if is_gguf(folder):
+            from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files  # tokenizers
+
             for name, content in gguf_model_files(folder).items():
                 self._add(name, content)
             return
