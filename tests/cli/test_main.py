@@ -94,10 +94,10 @@ def test_missing_packages_are_named_with_all_extras_that_the_command_needs(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "uvicorn" else name)
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "httptools" else name)
     assert exit_code("serve", *flags) == 2
     assert capsys.readouterr().err == (
-        "nanocore serve: serving HTTP needs uvicorn: in the repository, "
+        "nanocore serve: serving HTTP needs httptools: in the repository, "
         f"pip install '.[{extras}]'\n"
     )
 
@@ -123,7 +123,7 @@ def test_help_needs_neither_torch_nor_a_server() -> None:
         "import sys\nfrom nanocore.cli.main import main\n"
         "try:\n    main(['serve', '--help'])\n"
         "except SystemExit as end:\n"
-        "    print(end.code, *{'uvicorn', 'uvloop', 'zmq', 'torch', 'asyncio'} & set(sys.modules))"
+        "    print(end.code, *{'httptools', 'zmq', 'torch', 'asyncio'} & set(sys.modules))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

@@ -14,7 +14,7 @@ from nanocore.system.logs import start_log
 
 logger = logging.getLogger(__name__)
 
-_PACKAGES: Final = ("uvicorn", "httptools", "uvloop", "prometheus_client")
+_PACKAGES: Final = ("httptools", "uvloop", "prometheus_client")
 _OTEL_PACKAGES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
@@ -32,7 +32,7 @@ def _serve(options: ServeOptions) -> int:
     for notice in options.engine.notices:
         logger.info("%s", notice)
     raise_descriptor_limit()
-    from nanocore.cli.serve.supervisor import Supervisor  # imports uvicorn
+    from nanocore.cli.serve.supervisor import Supervisor  # imports asyncio
 
     sockets = _listen(options)
     try:

@@ -1,6 +1,5 @@
 """HttpServer: serves one ASGI app at listening sockets, in this event loop.
 
-It uses uvicorn's connections but not its Server, which would handle signals and end the process.
 While it drains, new connections still get responses: the app refuses them.
 """
 
@@ -10,21 +9,20 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from email.utils import formatdate
-from typing import Any, Final
-
-from uvicorn.config import Config
+from typing import Final
 
 from nanocore.http.server.http_connection import HttpConnection, ServerConnections
+from nanocore.http.server.listening import BACKLOG
+from nanocore.http.server.request_cycle import AsgiApp
+from nanocore.http.server.tls import tls_context
 from nanocore.http.server_settings import ServerSettings
-from nanocore.protocol.errors import ConfigError, counted
+from nanocore.protocol.errors import counted
 
 logger = logging.getLogger(__name__)
 
-AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
-BACKLOG: Final = 2048
 TLS_HANDSHAKE_TIMEOUT_S: Final = 10.0
 DISCONNECT_TIMEOUT_S: Final = 2.0
 """Limit for requests to end after their connections were cut."""
@@ -41,8 +39,8 @@ class HttpServer:
     """
 
     def __init__(self, app: AsgiApp, settings: ServerSettings) -> None:
-        self.state = ServerConnections(settings.limits)
-        self._config = _uvicorn_config(app, settings)
+        self.state = ServerConnections(app, settings.limits, settings.access_log)
+        self._tls = tls_context(settings)
         self._listeners: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None
 
@@ -50,13 +48,13 @@ class HttpServer:
         """Accept connections at these sockets, which the server closes."""
         loop = asyncio.get_running_loop()
         self._update_date()
-        timeout_s = None if self._config.ssl is None else TLS_HANDSHAKE_TIMEOUT_S
+        timeout_s = None if self._tls is None else TLS_HANDSHAKE_TIMEOUT_S
         for listening in sockets:
             self._listeners.append(
                 await loop.create_server(
-                    lambda: HttpConnection(self._config, self.state, {}, loop),
+                    lambda: HttpConnection(self.state, loop),
                     sock=listening,
-                    ssl=self._config.ssl,
+                    ssl=self._tls,
                     backlog=BACKLOG,
                     ssl_handshake_timeout=timeout_s,
                 )
@@ -93,9 +91,8 @@ class HttpServer:
             connection.transport.abort()
         if self.state.tasks:
             _, pending = await asyncio.wait(self.state.tasks, timeout=DISCONNECT_TIMEOUT_S)
-            if pending:  # a bug; uvicorn would also log each cancellation as an error
+            if pending:  # a bug
                 logger.error("%s outlived the connection", counted(len(pending), "request"))
-                logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
 
     def _close_idle(self) -> None:
         # A connection with a running response closes after it.
@@ -110,43 +107,3 @@ class HttpServer:
     def _update_date(self) -> None:
         self.state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
         self._clock = asyncio.get_running_loop().call_later(1.0, self._update_date)
-
-
-def _uvicorn_config(app: AsgiApp, settings: ServerSettings) -> Config:
-    files = {
-        f"--{name.replace('_', '-')}": path
-        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
-        if (path := getattr(settings, name)) is not None
-    }
-    for flag, path in files.items():  # OpenSSL's error does not say which file it is about
-        try:
-            open(path, "rb").close()
-        except OSError as error:
-            raise ConfigError(f"{flag} {path}: {error.strerror}") from None
-    config = Config(
-        app,
-        http=HttpConnection,
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        access_log=settings.access_log,
-        proxy_headers=False,
-        server_header=False,
-        workers=1,
-        timeout_keep_alive=settings.limits.keep_alive_timeout_s,  # type: ignore[arg-type]
-        ssl_keyfile=settings.ssl_keyfile,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile_password=settings.ssl_keyfile_password,
-        ssl_ca_certs=settings.ssl_ca_certs,
-        ssl_cert_reqs=settings.ssl_cert_reqs,
-    )
-    try:
-        config.load()
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        given = " ".join(f"{flag} {path}" for flag, path in files.items())
-        raise ConfigError(
-            f"{given}: {reason}: TLS needs PEM files, and a key that belongs to the certificate"
-        ) from None
-    return config

@@ -194,7 +194,7 @@ def refusing(*headers: tuple[bytes, bytes]) -> Any:
 
 @in_uvloop
 async def test_a_body_that_comes_after_its_answer_is_read_and_the_connection_goes_on() -> None:
-    """And is closed in the end: uvicorn forgets it."""
+    """And is closed in the end."""
     async with connected(refusing(), keep_alive_timeout_s=0.3) as (_, client):
         message = post("/", bytes(1_000_000))
         client.writer.write(message[:1000])
