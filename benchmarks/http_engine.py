@@ -22,7 +22,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.process.process import serve
 from nanocore.protocol.messages import ModelCard
-from nanocore.protocol.sockets import bind_engine_socket
+from nanocore.protocol.sockets.engine_socket import bind_engine_socket
 from nanocore.worker.models import load_model_config
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 

@@ -153,7 +153,7 @@ def main() -> None:
     """Measure, print and write."""
     arguments = _parse_arguments()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-    report = describe_run(("nanocore", "uvicorn", "httptools", "uvloop", "msgspec"))
+    report = describe_run(("nanocore", "httptools", "uvloop", "msgspec"))
     values: dict[str, dict[str, dict[str, list[float]]]] = {}
     with _sides(arguments) as (bench, sides):
         for side in sides:  # imports, templates, caches

@@ -10,9 +10,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -141,6 +142,6 @@ class FakeGraphRecorder:
 
 
 def _tensors(result: object) -> list[Tensor]:
-    """Those in a dataclass."""
-    values = [getattr(result, field.name) for field in fields(result)]  # type: ignore[arg-type]
+    """Those in a Struct."""
+    values = msgspec.structs.astuple(result)  # type: ignore[arg-type]
     return [value for value in values if isinstance(value, Tensor)]

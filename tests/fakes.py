@@ -35,7 +35,7 @@ from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import Message
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.sockets.options import SendResult
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from nanocore.worker.plan import (
     NO_TOKEN,

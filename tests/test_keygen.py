@@ -11,7 +11,7 @@ import pytest
 
 from nanocore.keygen import main
 from nanocore.protocol.errors import KeyFileError
-from nanocore.protocol.sockets import ClientKeys, EngineKeys
+from nanocore.protocol.sockets.curve import ClientKeys, EngineKeys
 
 
 def tree(folder: Path) -> dict[str, int]:

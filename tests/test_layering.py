@@ -228,6 +228,54 @@ def test_imports_stay_light(modules: str, absent: str) -> None:
     assert result.stdout.strip() == ""
 
 
+IMPORTS = """
+import sys, {before}
+known = set(sys.modules)
+import {module}
+ours, packages = [], set()
+for name in sys.modules.keys() - known:
+    top = name.partition(".")[0]
+    if top == "nanocore":
+        ours.append(name)
+    elif top not in sys.stdlib_module_names and getattr(sys.modules[name], "__file__", None):
+        packages.add(top)
+slow = sum(
+    isinstance(value, type) and value.__module__ == name and hasattr(value, "__dataclass_fields__")
+    for name in ours
+    for value in vars(sys.modules[name]).values()
+)
+print(len(ours), slow, *packages)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "module", "packages", "max_modules", "max_dataclasses"),
+    [
+        ("torch", "nanocore.engine_core.process.process",
+         "msgspec numpy safetensors xxhash", 205, 20),
+        ("os", "nanocore.cli.serve.supervisor", "msgspec typing_extensions uvloop", 32, 0),
+        ("nanocore.cli.serve.supervisor", "nanocore.http.server.service",
+         "click h11 httptools tokenizers uvicorn zmq", 105, 5),
+    ],
+    ids=["engine", "server until it launches an engine", "what serves HTTP"],
+)  # fmt: skip
+def test_a_start_imports_little(
+    before: str, module: str, packages: str, max_modules: int, max_dataclasses: int
+) -> None:
+    """A start takes as long as its imports: what few starts need is imported where it is used.
+
+    To define a dataclass takes 1 to 2 ms, a hundred times as long as to define a Struct.
+    """
+    script = IMPORTS.format(before=before, module=module)
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    num_modules, num_dataclasses, *found = result.stdout.split()
+    assert set(found) <= set(packages.split())
+    assert int(num_modules) <= max_modules
+    assert int(num_dataclasses) <= max_dataclasses
+
+
 def test_no_source_names_what_runs_foreign_code() -> None:
     for path in sources():
         text = path.read_text()

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from nanocore.protocol.errors import ConfigError, StartError
-from nanocore.protocol.sockets import bind_engine_socket, client_keys
+from nanocore.protocol.sockets.curve import client_keys
+from nanocore.protocol.sockets.engine_socket import bind_engine_socket
 from nanocore.system.endpoint_lock import EndpointLock
 from nanocore_conformance import __version__
 from nanocore_conformance.client_scenarios import CLIENT_SCENARIOS

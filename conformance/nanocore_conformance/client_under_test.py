@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from nanocore.protocol.sockets import EngineSocket
+from nanocore.protocol.sockets.engine_socket import EngineSocket
 from nanocore_conformance.played_engine import PROMPT, PlayedEngine
 from nanocore_conformance.report import Check, Checks, Result, run_check
 

@@ -9,7 +9,7 @@ import zmq
 
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.sockets.curve import ClientKeys
-from nanocore.protocol.sockets.options import receive_frames, socket_options
+from nanocore.protocol.sockets.libzmq import receive_frames, socket_options
 
 
 class PeerSocket:

@@ -23,7 +23,8 @@ import msgspec
 from nanocore.protocol.codec import InvalidSubmitError, engine_decoder, pack_int32, unpack_int32
 from nanocore.protocol.errors import ConfigError, ProtocolError
 from nanocore.protocol.messages import Bye, Hello, Message, Op, Ping, Pong, Submit
-from nanocore.protocol.sockets import EngineSocket, SendResult
+from nanocore.protocol.sockets.engine_socket import EngineSocket
+from nanocore.protocol.sockets.options import SendResult
 from nanocore_conformance.report import BrokenError, require
 
 Expected = TypeVar("Expected", bound=Message)

@@ -1,77 +1,22 @@
-"""The SDK: text in, text out, over the wire. Needs no torch; imports only `nanocore.protocol`."""
+"""The SDK: text in, text out, over the wire. Needs no torch; imports only `nanocore.protocol`.
 
-from nanocore.client.async_client import AsyncEngineClient
-from nanocore.client.chat.events import ChatAnswer, ToolCall, collect
-from nanocore.client.chat.renderer import RenderProcessError
-from nanocore.client.connection.control_calls import EngineHealth
-from nanocore.client.llm import LLM
-from nanocore.client.requests.logprob_views import Logprob
-from nanocore.client.requests.request_outputs import (
-    CompletionOutput,
-    EmbeddingOutput,
-    RequestMetrics,
-    RequestOutput,
-    Resume,
-)
-from nanocore.client.requests.scoring import ScoreOutput
-from nanocore.protocol.errors import (
-    ClientStateError,
-    ConfigError,
-    ContextLengthError,
-    EngineDeadError,
-    EngineDrainingError,
-    EngineOverloadedError,
-    EngineStartError,
-    InvalidRequestError,
-    KeyFileError,
-    NanocoreError,
-    ProtocolError,
-)
-from nanocore.protocol.messages import ModelCard
-from nanocore.protocol.metrics import (
-    Metric,
-    MetricSample,
-    RecentSteps,
-    RequestPhases,
-    Stats,
-    StepColumns,
-)
-from nanocore.protocol.sampling import SamplingParams
-from nanocore.protocol.structured_outputs import StructuredOutputsParams
+Its names are imported when they are first used: `nanocore serve` launches its engine with a module
+of this package before it imports a client.
+"""
 
-__all__ = [
-    "LLM",
-    "AsyncEngineClient",
-    "ChatAnswer",
-    "ClientStateError",
-    "CompletionOutput",
-    "ConfigError",
-    "ContextLengthError",
-    "EmbeddingOutput",
-    "EngineDeadError",
-    "EngineDrainingError",
-    "EngineHealth",
-    "EngineOverloadedError",
-    "EngineStartError",
-    "InvalidRequestError",
-    "KeyFileError",
-    "Logprob",
-    "Metric",
-    "MetricSample",
-    "ModelCard",
-    "NanocoreError",
-    "ProtocolError",
-    "RecentSteps",
-    "RenderProcessError",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestPhases",
-    "Resume",
-    "SamplingParams",
-    "ScoreOutput",
-    "Stats",
-    "StepColumns",
-    "StructuredOutputsParams",
-    "ToolCall",
-    "collect",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanocore.client.sdk import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") and name != "__all__":  # asked for by the import system
+        raise AttributeError(name)
+    return getattr(import_module("nanocore.client.sdk"), name)
+
+
+def __dir__() -> list[str]:
+    names: list[str] = __getattr__("__all__")
+    return names

@@ -25,7 +25,7 @@ from nanocore.client.requests.submission import SubmitQueue
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ClientStateError, ConfigError, InvalidRequestError
 from nanocore.protocol.messages import Limits, ModelCard
-from nanocore.protocol.sockets import ClientKeys, client_keys
+from nanocore.protocol.sockets.curve import ClientKeys, client_keys
 from nanocore.system.endpoint_lock import own_default_endpoint
 
 Result = TypeVar("Result")

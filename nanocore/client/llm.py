@@ -11,8 +11,6 @@ from functools import partial
 from os import PathLike
 from typing import Any, Generic, Self, TypeVar, Unpack, cast
 
-from tqdm import tqdm
-
 from nanocore.client.arguments import EngineArgument, check_sampling_params
 from nanocore.client.async_client import AsyncEngineClient
 from nanocore.client.chat.chat_request import ChatOptions, prepare_chat
@@ -252,6 +250,8 @@ class LLM:
     async def _all(
         self, calls: Sequence[Callable[[], Awaitable[Result]]], use_tqdm: bool
     ) -> list[Result]:
+        from tqdm import tqdm  # imports much, and a server's client shows no progress
+
         in_flight = asyncio.Semaphore(QUEUE_FACTOR * self._client.limits.max_num_seqs)
         with tqdm(total=len(calls), unit="request", disable=not use_tqdm) as progress:
 

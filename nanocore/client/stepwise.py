@@ -11,8 +11,9 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from nanocore.client.async_client import AsyncEngineClient
 from nanocore.client.requests.request_outputs import RequestOutput
@@ -24,14 +25,13 @@ QUEUE_FACTOR: Final = 4
 """Requests in flight per engine row: enough to keep it full, few enough to bound its queue."""
 
 
-@dataclass(slots=True, eq=False)
-class _Request:
+class _Request(msgspec.Struct, eq=False):
     """One request. news: output that no step has taken yet. taken: set by the step that takes
     it."""
 
     task: asyncio.Task[None] | None = None
     news: RequestOutput | Exception | None = None
-    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
 
 class StepwiseRequests:

@@ -8,9 +8,11 @@ workers', with every default resolved; both are filled by name.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from nanocore.engine_core.flags import check_fields, require
 from nanocore.engine_core.parameters import (
@@ -34,8 +36,7 @@ from nanocore.protocol.messages import Capability
 from nanocore.worker.rank_messages import MAX_PROMPT_LOGPROBS, WorkerConfig
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerConfig:
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of one step and of the running set.
 
     max_num_seqs: rows, the requests that can run at once. max_num_batched_tokens: a step's token
@@ -227,7 +228,7 @@ class EngineConfig(EngineParameters):
             "num_speculative_tokens": 0,
             "max_prompt_logprobs": MAX_PROMPT_LOGPROBS,
         }
-        names = (field.name for field in fields(SchedulerConfig))
+        names = SchedulerConfig.__struct_fields__
         return SchedulerConfig(**{name: self._value(name, given) for name in names})
 
     def worker_config(self, folder: str, max_model_len: int) -> WorkerConfig:

@@ -16,7 +16,7 @@ import reprlib
 import types
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from decimal import Decimal
 from typing import (
     TYPE_CHECKING,
@@ -131,8 +131,7 @@ def _range(meta: msgspec.Meta) -> str:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class _Flag:
+class _Flag(msgspec.Struct, frozen=True):
     group: str
     help: str
     aliases: tuple[str, ...]

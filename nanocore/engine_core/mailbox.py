@@ -11,9 +11,10 @@ import os
 import select
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final
+
+import msgspec
 
 from nanocore.engine_core.grammars.matcher import Compiled
 from nanocore.engine_core.requests.request import Request
@@ -25,8 +26,7 @@ SIGNAL_POLL_S: Final = 1.0
 and the wait in the system is handled only after that."""
 
 
-@dataclass(frozen=True, slots=True)
-class AddRequest:
+class AddRequest(msgspec.Struct, frozen=True):
     """To the step loop: a validated request. arrival: steps before it came, if it waited since
     then.
     """
@@ -35,8 +35,7 @@ class AddRequest:
     arrival: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AbortRequests:
+class AbortRequests(msgspec.Struct, frozen=True):
     """To the step loop: end these. Handles that have ended are ignored.
 
     reason, message: what their clients are told.
@@ -47,8 +46,7 @@ class AbortRequests:
     message: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ControlCall:
+class ControlCall(msgspec.Struct, frozen=True):
     """To the step loop: an operation to run between steps."""
 
     client: int
@@ -56,8 +54,7 @@ class ControlCall:
     operation: ControlOperation
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown:
+class Shutdown(msgspec.Struct, frozen=True):
     """To the step loop: end every request and return. Put by signal handlers, too.
 
     failure: not on purpose.
@@ -67,23 +64,20 @@ class Shutdown:
     failure: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BeginDrain:
+class BeginDrain(msgspec.Struct, frozen=True):
     """To the io thread: finish open requests, then end the engine. Put by signal handlers, too."""
 
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class ControlReply:
+class ControlReply(msgspec.Struct, frozen=True):
     """To the io thread: the reply to a ControlCall."""
 
     client: int
     reply: Reply
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarDone:
+class GrammarDone(msgspec.Struct, frozen=True):
     """To the io thread, from a compiling thread: the result for a request.
 
     handle: of its first sample.
@@ -93,8 +87,7 @@ class GrammarDone:
     compiled: Compiled
 
 
-@dataclass(frozen=True, slots=True)
-class Farewell:
+class Farewell(msgspec.Struct, frozen=True):
     """To the io thread, as the last event: tell every client and return. failure: see
     `Shutdown`.
     """

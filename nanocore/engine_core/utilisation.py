@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from nanocore.engine_core.scheduling.columns import IntArray
@@ -24,8 +24,7 @@ _Note = tuple[float, IntArray, IntArray | None, list[Chunk], int]
 plan, which change no more; and how many rows complete their tokens with it."""
 
 
-@dataclass(slots=True)
-class StepTotals:
+class StepTotals(msgspec.Struct):
     """Totals of one kind of steps since the start. num_bytes: read from memory."""
 
     num_steps: int = 0

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
+RESUME_TIMEOUT_S: Final = 60.0
 MAX_BODY_BYTES: Final = 8 * 2**20
 KEEP_ALIVE_S: Final = 15.0
 STORED_RESPONSES_BYTES: Final = 64 * 2**20
@@ -82,3 +83,16 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def scheme(self) -> str:
         return "http" if self.ssl_certfile is None else "https"
+
+
+class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """Endpoints of the engine and what its client needs. It travels to worker processes as JSON.
+
+    endpoints: of one engine, or of several that serve the same model; one of them is used.
+    resume_timeout_s: how long requests wait for an engine that continues them.
+    """
+
+    endpoints: tuple[str, ...]
+    curve_dir: str | None = None
+    tokenizer: str | None = None
+    resume_timeout_s: float = RESUME_TIMEOUT_S

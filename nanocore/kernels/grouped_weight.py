@@ -8,10 +8,11 @@ that all kernels are compared with.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 _ROWS_AT_ONCE = 64
@@ -20,8 +21,7 @@ SUPER_BLOCK = 256
 """Inputs whose groups share a scale of their scales (K-quants of llama.cpp)."""
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedWeight:
+class GroupedWeight(msgspec.Struct, frozen=True):
     """A weight [O, I] of unsigned numbers, G groups of inputs for each output.
 
     values_OI: uint8, below 2 ** bits; signed ones are stored with half of the range added.
@@ -116,8 +116,7 @@ class GroupedWeight:
         return of_OG.repeat_interleave(group_size, 1)[:, : self.in_features]
 
 
-@dataclass(frozen=True, slots=True)
-class Float8Weight:
+class Float8Weight(msgspec.Struct, frozen=True):
     """A weight [O, I] of E4M3 numbers: w = value * scale.
 
     values_OI: float8_e4m3fn. scale: float32 [O, 1], or of blocks

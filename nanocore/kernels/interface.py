@@ -16,6 +16,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -64,8 +65,7 @@ class AttentionMetadata:
     scratch: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class KVCache:
+class KVCache(msgspec.Struct, frozen=True):
     """One layer's K and V, each [num_blocks, block_size, kv_heads, head_dim].
 
     Within a block a backend may keep values in an order of its own; zeros are zeros in any.
@@ -91,8 +91,7 @@ class KVCache:
         return self.k_NSKD.stride(0) * self.k_NSKD.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSpec:
+class AttentionSpec(msgspec.Struct, frozen=True):
     """A layer's kind of attention, the same in every step.
 
     scale: what q k^T is multiplied by, above 0. window: a token attends to itself and the
@@ -106,8 +105,7 @@ class AttentionSpec:
     softcap: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Noise:
+class Noise(msgspec.Struct, frozen=True):
     """Noise of R rows. temperature_R: float32, 0 is greedy. seed_R, position_R: int64."""
 
     temperature_R: Tensor
@@ -121,8 +119,7 @@ class Noise:
         return Noise(*(x.contiguous() for x in (self.temperature_R, self.seed_R, self.position_R)))
 
 
-@dataclass(frozen=True, slots=True)
-class Filters:
+class Filters(msgspec.Struct, frozen=True):
     """Sampling filters of R rows. top_k_R: int32, V or more is off. top_p_R, min_p_R: float32.
 
     In this order: a token stays if its probability, as a share of the best token's, reaches min_p;
@@ -149,8 +146,7 @@ class Replay(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class QKNorm:
+class QKNorm(msgspec.Struct, frozen=True):
     """Norms of each head of Q and of K. weights: [D]; for their dtype see `Kernels.rms_norm`."""
 
     q_weight: Tensor
@@ -158,8 +154,7 @@ class QKNorm:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class Rotary:
+class Rotary(msgspec.Struct, frozen=True):
     """Rotary embedding (half-split): cos and sin of every position, [L, rotary_dim / 2].
 
     The first rotary_dim <= D dimensions of a head are turned and the rest passes through (partial
@@ -170,8 +165,7 @@ class Rotary:
     sin: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Routing:
+class Routing(msgspec.Struct, frozen=True):
     """Choice of experts: a token's C most likely ones, by the softmax of logits_TX in float32.
 
     Their probabilities, the greatest first, are their weights, rounded to x's dtype; is_normalized:
@@ -184,16 +178,14 @@ class Routing:
     is_normalized: bool
 
 
-@dataclass(frozen=True, slots=True)
-class SharedExpert:
+class SharedExpert(msgspec.Struct, frozen=True):
     """Expert that every token passes beside those it chose: sigmoid(gate_T1) out_TE is added."""
 
     gate_T1: Tensor
     out_TE: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobTensors:
+class LogprobTensors(msgspec.Struct, frozen=True):
     """Log probabilities, logit - logsumexp(row), of each row's token and the K most likely ones.
 
     token_ids_NC: int32 [N, 1 + K], the row's own token and then the K first by logit, falling; of

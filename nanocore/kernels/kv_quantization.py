@@ -10,14 +10,12 @@ another matter: `scale_dtype`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class KVCacheFormat:
+class KVCacheFormat(msgspec.Struct, frozen=True):
     """Storage format of K and V. scale_dtype: None for values that are stored as they are."""
 
     dtype: torch.dtype

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -63,8 +64,7 @@ def in_segments(weights: Sequence[LinearWeight]) -> LinearWeight:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEmbedding:
+class TokenEmbedding(msgspec.Struct, frozen=True):
     """Lookup of hidden states in dtype: rows token_id - first_token times factor.
 
     Tokens that the weight lacks (another rank has them, or they are none) become zeros.
@@ -143,8 +143,7 @@ Experts = object
 """What a backend made of a layer's experts: its own, see `Kernels.pack_experts`."""
 
 
-@dataclass(slots=True)
-class ExpertWeights:
+class ExpertWeights(msgspec.Struct):
     """X experts' projections, packed as those of linear layers; whoever stacks them empties it."""
 
     gates: list[LinearWeight]
@@ -152,8 +151,7 @@ class ExpertWeights:
     downs: list[LinearWeight]
 
 
-@dataclass(frozen=True, slots=True)
-class StackedExperts:
+class StackedExperts(msgspec.Struct, frozen=True):
     """gate_up_XIE: [X, 2 I, E], gate before up. down_XEI: [X, E, I]."""
 
     gate_up_XIE: Tensor

@@ -8,14 +8,12 @@ Shape suffixes: see `interface`; further, N entries of a list, M masks of W word
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
+import msgspec
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLists:
+class TokenLists(msgspec.Struct, frozen=True):
     """Token ids that R rows name, row behind row; int32, but for biases, which are float32.
 
     starts (A = R + 1): of each row the first entry, and behind the last row the number of entries.
@@ -38,7 +36,7 @@ class TokenLists:
     @classmethod
     def of(cls, column: Tensor, sizes: list[int]) -> TokenLists:
         """Views of one int32 column that holds them all, in the order above; sizes: of each."""
-        parts = dict(zip((f.name for f in fields(cls)), column.split(sizes), strict=True))
+        parts = dict(zip(cls.__struct_fields__, column.split(sizes), strict=True))
         parts["biases_N"] = parts["biases_N"].view(torch.float32)
         return cls(**parts)
 
@@ -47,8 +45,7 @@ class TokenLists:
         return len(self.allowed_starts_A) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class LogitEdits:
+class LogitEdits(msgspec.Struct, frozen=True):
     """Edits of the logits of R rows; see `interface.Kernels.edit_logits`.
 
     token_table: int32 [rows, L]; rows_R: int64, which of its rows. num_prompt_tokens_R,
@@ -68,8 +65,7 @@ class LogitEdits:
     lists: TokenLists
 
 
-@dataclass(frozen=True, slots=True)
-class TokenMask:
+class TokenMask(msgspec.Struct, frozen=True):
     """Masks of R rows, where the logits are.
 
     words_MW: int32, contiguous; token t may be sampled if bit t % 32 of word t // 32 is set, 0

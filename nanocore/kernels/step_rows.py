@@ -7,13 +7,11 @@ kernels that do it in one launch. Shape suffixes: see `interface`; further, W ap
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class StepRows:
+class StepRows(msgspec.Struct, frozen=True):
     """Places of a step's tokens and blocks in the tables.
 
     token_table: int32 [rows, max_model_len + 1]. block_table: int32 [rows, M], of blocks of
@@ -44,8 +42,7 @@ class StepRows:
         return self.token_table[self.rows_T, self.positions_T].long()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenPlaces:
+class TokenPlaces(msgspec.Struct, frozen=True):
     """Places of sampled tokens in the token table; rows_R, positions_R: int64."""
 
     token_table: Tensor

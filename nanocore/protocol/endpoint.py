@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from nanocore.protocol.errors import ConfigError
 
@@ -22,8 +23,7 @@ MAX_IPC_PATH_BYTES: Final = 107  # sun_path in Linux's sockaddr_un, without its 
 _LOCK_SUFFIX: Final = ".lock"
 
 
-@dataclass(frozen=True, slots=True)
-class IpcAddress:
+class IpcAddress(msgspec.Struct, frozen=True):
     """A Unix socket; path is absolute."""
 
     path: Path
@@ -34,8 +34,7 @@ class IpcAddress:
         return self.path.with_suffix(_LOCK_SUFFIX)
 
 
-@dataclass(frozen=True, slots=True)
-class TcpAddress:
+class TcpAddress(msgspec.Struct, frozen=True):
     """An IP address (no host name, no brackets) and a port that an engine listens at."""
 
     host: str

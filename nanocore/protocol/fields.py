@@ -12,7 +12,6 @@ import functools
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Final, get_args, get_origin, get_type_hints
 
@@ -26,8 +25,7 @@ _HIGHS: Final = ("maximum", "maxLength", "maxItems")
 _LENGTHS: Final = {"minLength", "maxLength", "minItems", "maxItems"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Limit:
+class _Limit(msgspec.Struct, frozen=True):
     """Limits of a number, or of a str's or list's length. Infinity and NaN are never allowed."""
 
     field: str

@@ -9,7 +9,6 @@ not depend on them; where they do, there is no fingerprint.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, Final
 
 import msgspec
@@ -45,7 +44,7 @@ def rank_numerics(
     """
     if not _is_batch_invariant(config, model, kernels):
         return None
-    names = (field.name for field in fields(model) if field.name != "generation")
+    names = (name for name in model.__struct_fields__ if name != "generation")
     return _digest(
         {
             "versions": [__version__, str(torch.__version__), KV_LAYOUT_VERSION],

@@ -7,9 +7,9 @@ known.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import ClassVar, Final, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -41,8 +41,7 @@ class PendingOutput(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DoneOutput:
+class DoneOutput(msgspec.Struct, frozen=True):
     """Implements `PendingOutput` for a step that is over."""
 
     output: ModelRunnerOutput

@@ -21,6 +21,7 @@ def directory_of(log: list[str]) -> Path:
 
 def test_a_server_answers_while_its_engine_loads_and_ends_it() -> None:
     with serving("--max-num-seqs", "8", "--served-model-name", "demo") as server:
+        assert "launching an engine" in server.log[0]  # before what serves HTTP is imported
         assert server.get("/livez")[0] == 200
         assert server.get("/readyz")[0] == 503
         ready = server.line("ready: ")
@@ -78,7 +79,7 @@ def test_the_engines_last_death_ends_the_server_with_its_cause(num_workers: int)
 @pytest.mark.campaign
 def test_a_signal_while_the_engine_loads_ends_both() -> None:
     with serving() as server:
-        server.line("(engine pid=")
+        server.wait_until_logged("(engine pid=")
         below = Descendants(server.pid)
         server.signal(signal.SIGINT)
         assert server.exit() == 130

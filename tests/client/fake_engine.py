@@ -35,7 +35,9 @@ from nanocore.protocol.messages import (
     Welcome,
 )
 from nanocore.protocol.sampling import SamplingParams
-from nanocore.protocol.sockets import EngineKeys, SendResult, bind_engine_socket
+from nanocore.protocol.sockets.curve import EngineKeys
+from nanocore.protocol.sockets.engine_socket import bind_engine_socket
+from nanocore.protocol.sockets.options import SendResult
 from tests.client.running import PATIENCE_S
 from tests.protocol.samples import LIMITS, MODEL_CARD, WELCOME
 

@@ -46,7 +46,9 @@ from nanocore.protocol.messages import (
 )
 from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.sockets import EngineKeys, SendResult, bind_engine_socket
+from nanocore.protocol.sockets.curve import EngineKeys
+from nanocore.protocol.sockets.engine_socket import bind_engine_socket
+from nanocore.protocol.sockets.options import SendResult
 from tests.conformance.fake_grammar import UncompilableError
 from tests.conformance.fake_model import (
     CHUNK_BYTES,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.protocol.sockets import EngineSocket, bind_engine_socket
+from nanocore.protocol.sockets.engine_socket import EngineSocket, bind_engine_socket
 from nanocore_conformance.client_scenarios import CLIENT_SCENARIOS
 from nanocore_conformance.client_under_test import ClientUnderTest
 from tests.conformance import stream_client

@@ -24,7 +24,7 @@ from nanocore.engine_core.cli import parse_config
 from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.process import process
 from nanocore.protocol.messages import ModelCard
-from nanocore.protocol.sockets import bind_engine_socket
+from nanocore.protocol.sockets.engine_socket import bind_engine_socket
 from nanocore.system.standard_streams import LogHandler
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 

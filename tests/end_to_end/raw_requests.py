@@ -19,7 +19,7 @@ from nanocore.protocol.messages import (
     TokenLogprobs,
     Welcome,
 )
-from nanocore.protocol.sockets import ClientSocket
+from nanocore.protocol.sockets.client_socket import ClientSocket
 
 
 @dataclass

@@ -35,7 +35,7 @@ from nanocore.client.connection.engine_connection import EngineConnection
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Ping, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.sockets import ClientKeys
+from nanocore.protocol.sockets.curve import ClientKeys
 
 async def main(endpoint, keys, num, patience_ms):
     connection = await EngineConnection.open(endpoint, 120, ClientKeys.load(Path(keys)))
@@ -60,7 +60,7 @@ WATCHER = """
 import asyncio, sys
 from pathlib import Path
 from nanocore.client.connection.engine_connection import EngineConnection
-from nanocore.protocol.sockets import ClientKeys
+from nanocore.protocol.sockets.curve import ClientKeys
 
 async def main(endpoint, keys):
     connection = await EngineConnection.open(endpoint, 120, ClientKeys.load(Path(keys)))

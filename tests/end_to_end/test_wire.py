@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from nanocore.protocol.messages import PROTOCOL_VERSION, Op
-from nanocore.protocol.sockets import ClientSocket
+from nanocore.protocol.sockets.client_socket import ClientSocket
 from tests.end_to_end.forked import Engine, engine
 from tests.protocol_files.__main__ import DOCUMENT
 from tests.tiny_models import VOCAB_SIZE

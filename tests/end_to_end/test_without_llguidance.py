@@ -10,7 +10,7 @@ from pathlib import Path
 from nanocore.demo_model import demo_model_folder
 
 ABSENT = (
-    "llguidance", "uvicorn", "httptools", "uvloop", "prometheus_client", "opentelemetry",
+    "llguidance", "httptools", "uvloop", "prometheus_client", "opentelemetry",
     "matplotlib", "prompt_toolkit", "rich", "aiohttp", "transformers",
 )  # fmt: skip
 SCRIPT = """

@@ -21,7 +21,7 @@ from nanocore.engine_core.mailbox import ControlCall, ControlReply
 from nanocore.protocol.codec import client_decoder, encode, unpack_output
 from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.messages import Accepted, Error, Message, Op, Output, Reply
-from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.sockets.options import SendResult
 from tests.engine_core.scripted_io import Io, waiting_siblings
 
 PEERS: Final = [b"a", b"b", b"c"]

@@ -26,7 +26,7 @@ from nanocore.protocol.messages import (
     Submit,
     Welcome,
 )
-from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.sockets.options import SendResult
 from tests.engine_core.scripted_io import SHUTDOWN_TIMEOUT_S, Io, columns
 from tests.engine_core.test_io_thread import Threaded
 

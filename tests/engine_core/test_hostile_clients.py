@@ -27,7 +27,7 @@ from nanocore.protocol.messages import (
     Submit,
     Welcome,
 )
-from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.sockets.options import SendResult
 from tests.engine_core.scripted_io import MAX_NUM_CLIENTS, Io, columns
 
 

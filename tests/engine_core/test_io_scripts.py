@@ -18,7 +18,7 @@ from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.mailbox import AddRequest
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Abort, Bye, Op, Submit
-from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.sockets.options import SendResult
 from tests.campaign import examples
 from tests.engine_core.io_script import Kind, Record, ScriptRunner
 from tests.engine_core.scripted_io import Io

@@ -25,7 +25,7 @@ from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.requests.step_log import SchedulerCounters
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Bye, Error, Output, Ping, Pong, Submit
-from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.sockets.options import SendResult
 from tests.engine_core.scripted_io import CARD, SHUTDOWN_TIMEOUT_S, Io, columns, step_output
 from tests.engine_core.test_stats_log import REST
 from tests.fakes import FakePeers

@@ -22,7 +22,7 @@ from nanocore.kv_cache.events import (
 )
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.errors import AddressInUseError, ConfigError
-from nanocore.protocol.sockets import MAX_OBSERVERS
+from nanocore.protocol.sockets.options import MAX_OBSERVERS
 from tests.kv_event_peers import Peers, numbered, peers, untyped
 from tests.protocol.zmtp_peer import ZmtpPeer
 

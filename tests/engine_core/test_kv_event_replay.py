@@ -8,7 +8,7 @@ import pytest
 
 from nanocore.engine_core.io.kv_event_publisher import REPLAY_TIMEOUT_S, ReplayRing, ReplayServer
 from nanocore.protocol.kv_events import pack_sequence, replay_end_frames
-from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.sockets.options import SendResult
 
 
 class FakeRouter:

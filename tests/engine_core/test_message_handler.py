@@ -30,7 +30,7 @@ from nanocore.protocol.messages import (
 )
 from nanocore.protocol.metrics import RecentSteps
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.sockets.options import SendResult
 from nanocore.worker.plan import ModelRunnerOutput
 from tests.engine_core.scripted_io import MAX_NUM_QUEUED_REQS, Io, columns
 

@@ -43,7 +43,7 @@ from nanocore.protocol.messages import (
     Welcome,
 )
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.sockets.options import SendResult
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.campaign import examples
 from tests.engine_core.scripted_io import MAX_NUM_CLIENTS, Io

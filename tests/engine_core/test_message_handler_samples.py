@@ -16,7 +16,7 @@ from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.messages import Event, Output, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.sockets.options import SendResult
 from tests.engine_core.scripted_io import Io
 
 FILES = ServedFiles(demo_model_folder())

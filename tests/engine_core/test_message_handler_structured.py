@@ -23,7 +23,7 @@ from nanocore.protocol.messages import (
     Submit,
 )
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.sockets.options import SendResult
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.engine_core.scripted_io import MAX_NUM_QUEUED_REQS, Io
 from tests.engine_core.test_admission import admission, submit

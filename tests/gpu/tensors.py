@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, Final
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -22,9 +23,12 @@ def close(actual: Tensor, expected: Tensor, max_error: float = MAX_ERROR) -> Non
 
 
 def there(value: Any, dtype: torch.dtype | None = None) -> Any:
-    """A tensor, or all in a dataclass, on the device; floats in this dtype."""
+    """A tensor, or all in a Struct or a dataclass, on the device; floats in this dtype."""
     if isinstance(value, Tensor):
         return value.to(DEVICE, dtype if dtype and value.dtype == torch.float32 else None)
+    if isinstance(value, msgspec.Struct):
+        fields_there = {n: there(getattr(value, n), dtype) for n in value.__struct_fields__}
+        return msgspec.structs.replace(value, **fields_there)
     if is_dataclass(value) and not isinstance(value, type):
         return replace(
             value, **{f.name: there(getattr(value, f.name), dtype) for f in fields(value) if f.init}

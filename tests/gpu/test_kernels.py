@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -242,7 +243,7 @@ def test_what_is_before_the_layers(kernels: TritonKernels, quantization: str | N
     )  # fmt: skip
     packed = REFERENCE.pack_linear(draw(512, 1536), quantization)
     embedding = TokenEmbedding(packed, 100, 1.5, DTYPE)
-    ours, theirs = rows, replace(rows, block_table=rows.block_table.clone())
+    ours, theirs = rows, msgspec.structs.replace(rows, block_table=rows.block_table.clone())
     (table, x), (expected_table, expected_x) = (
         k.begin_step(r, embedding) for k, r in ((kernels, ours), (REFERENCE, theirs))
     )
@@ -266,7 +267,7 @@ def test_sampling(kernels: TritonKernels, scale: float) -> None:
         torch.where(rows % 3 == 0, 0.9, 1.0),
         torch.where(rows % 5 == 0, 0.02, 0.0),
     )
-    greedy = replace(noise, temperature_R=heat * 0)
+    greedy = msgspec.structs.replace(noise, temperature_R=heat * 0)
     assert torch.equal(kernels.best_token(logits, 0, greedy)[1], logits.argmax(1))
     table = torch.zeros(num_rows, 4, dtype=torch.int32, device=DEVICE)
     places = TokenPlaces(table, rows, rows % 4)

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 import uvloop
 
 from nanocore.demo_model import demo_model_folder
-from nanocore.http.server.service import EngineAddress, HttpService
-from nanocore.http.server_settings import AppSettings, ServerSettings
+from nanocore.http.server.service import HttpService
+from nanocore.http.server_settings import AppSettings, EngineAddress, ServerSettings
 from tests.end_to_end.forked import engine
 
 DEMO = demo_model_folder()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -276,7 +277,7 @@ def test_windows_softcaps_quantized_caches_and_padding_equal_dense_attention(
 def test_pieces_of_any_size_give_what_one_piece_gives(
     monkeypatch: pytest.MonkeyPatch, softcap: float
 ) -> None:
-    case = PagedCase(MIXED, spec=replace(PLAIN, softcap=softcap), seed=3)
+    case = PagedCase(MIXED, spec=msgspec.structs.replace(PLAIN, softcap=softcap), seed=3)
     whole = case.run()
     monkeypatch.setattr(torch_attention, "MAX_GATHERED_BYTES", 1 << 13)
     monkeypatch.setattr(torch_attention, "MAX_SCORES", 300)
@@ -285,7 +286,9 @@ def test_pieces_of_any_size_give_what_one_piece_gives(
 
 def test_a_window_reads_only_the_blocks_it_reaches() -> None:
     window, block_size = 6, 4
-    case = PagedCase([(31, 1), (30, 5)], block_size, spec=replace(PLAIN, window=window))
+    case = PagedCase(
+        [(31, 1), (30, 5)], block_size, spec=msgspec.structs.replace(PLAIN, window=window)
+    )
     case.run()
     for i, (length, count) in enumerate(case.seqs):
         oldest = length - count - window + 1
@@ -311,5 +314,5 @@ def test_the_scores_of_a_softcapped_chunk_are_written_out_in_bounded_pieces(
 
     monkeypatch.setattr(torch_attention, "softcapped_attention", watch)
     monkeypatch.setattr(torch_attention, "MAX_SCORES", 2000)
-    PagedCase([(200, 150)], spec=replace(PLAIN, softcap=2.0)).run()
+    PagedCase([(200, 150)], spec=msgspec.structs.replace(PLAIN, softcap=2.0)).run()
     assert 1000 < largest <= 2000

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanocore.keygen import create_client, create_engine
-from nanocore.protocol.sockets import ClientKeys, EngineKeys
+from nanocore.protocol.sockets.curve import ClientKeys, EngineKeys
 
 
 @dataclass(frozen=True)

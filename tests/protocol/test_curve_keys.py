@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.protocol.errors import ConfigError, KeyFileError
-from nanocore.protocol.sockets import ClientKeys, EngineKeys, client_keys
+from nanocore.protocol.sockets.curve import ClientKeys, EngineKeys, client_keys
 from tests.protocol.keys import KeyFolders, make_key_folders
 
 TCP = "tcp://127.0.0.1:5555"

@@ -17,8 +17,9 @@ from zmq.auth.base import Authenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from nanocore.protocol.errors import AddressInUseError, ConfigError
-from nanocore.protocol.sockets import EngineSocket, SendResult, bind_engine_socket
 from nanocore.protocol.sockets.curve_router import CurveRouter
+from nanocore.protocol.sockets.engine_socket import EngineSocket, bind_engine_socket
+from nanocore.protocol.sockets.options import SendResult
 from nanocore_conformance.peer_socket import PeerSocket
 from tests.port_scanner import PROBES, scan
 from tests.protocol.keys import KeyFolders, free_port, make_key_folders

@@ -9,7 +9,7 @@ import pytest
 
 from nanocore.protocol.endpoint import TcpAddress, default_endpoint, ipc_address, listen_address
 from nanocore.protocol.errors import ConfigError
-from nanocore.protocol.sockets import bind_engine_socket
+from nanocore.protocol.sockets.engine_socket import bind_engine_socket
 
 
 def test_the_default_endpoint_is_in_the_users_runtime_dir(monkeypatch: pytest.MonkeyPatch) -> None:

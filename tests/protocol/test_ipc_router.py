@@ -18,9 +18,14 @@ import pytest
 import zmq
 
 from nanocore.protocol.errors import AddressInUseError, ConfigError
-from nanocore.protocol.sockets import MAX_FRAME_BYTES, IpcRouter, SendResult
 from nanocore.protocol.sockets import ipc_router as module
-from nanocore.protocol.sockets.options import MAX_FRAMES, PEER_HIGH_WATER_MARK
+from nanocore.protocol.sockets.ipc_router import IpcRouter
+from nanocore.protocol.sockets.options import (
+    MAX_FRAME_BYTES,
+    MAX_FRAMES,
+    PEER_HIGH_WATER_MARK,
+    SendResult,
+)
 from nanocore.protocol.sockets.zmtp import (
     MAX_MESSAGE_BYTES,
     ROUTER,
@@ -325,7 +330,7 @@ def test_what_a_peer_said_before_it_left_arrives(router: IpcRouter, endpoint: st
 FEW_DESCRIPTORS = """
 import resource, sys
 from pathlib import Path
-from nanocore.protocol.sockets import IpcRouter
+from nanocore.protocol.sockets.ipc_router import IpcRouter
 router = IpcRouter(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 print("ready", flush=True)

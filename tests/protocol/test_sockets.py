@@ -11,13 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.protocol.sockets import (
-    MAX_FRAME_BYTES,
-    ClientSocket,
-    EngineSocket,
-    SendResult,
-    bind_engine_socket,
-)
+from nanocore.protocol.sockets.client_socket import ClientSocket
+from nanocore.protocol.sockets.engine_socket import EngineSocket, bind_engine_socket
+from nanocore.protocol.sockets.options import MAX_FRAME_BYTES, SendResult
 from nanocore_conformance.peer_socket import PeerSocket
 
 PATIENCE_MS = 10_000

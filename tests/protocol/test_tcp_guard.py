@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.protocol.sockets import SendResult, bind_engine_socket
 from nanocore.protocol.sockets import tcp_guard as guard
+from nanocore.protocol.sockets.engine_socket import bind_engine_socket
+from nanocore.protocol.sockets.options import SendResult
 from tests.protocol.keys import free_port, make_key_folders
 from tests.protocol.test_curve_sockets import receive
 
@@ -19,7 +20,7 @@ SWEEP_S = guard.SWEEP_INTERVAL_S
 SLOW_READER = """
 import sys
 from pathlib import Path
-from nanocore.protocol.sockets import ClientKeys
+from nanocore.protocol.sockets.curve import ClientKeys
 from nanocore_conformance.peer_socket import PeerSocket
 peer = PeerSocket(sys.argv[1], ClientKeys.load(Path(sys.argv[2])))
 peer.send([b"hello"])

@@ -15,14 +15,16 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from nanocore.protocol.sockets import ClientSocket, SendResult, bind_engine_socket
+from nanocore.protocol.sockets.client_socket import ClientSocket
+from nanocore.protocol.sockets.engine_socket import bind_engine_socket
+from nanocore.protocol.sockets.options import SendResult
 
 HEARTBEAT_S = 0.7  # longer than the interval of any heartbeat that the sockets might have
 FLOOD = 5000  # more messages than all high-water marks together
 
 BUSY_ENGINE = """
 import sys
-from nanocore.protocol.sockets import bind_engine_socket
+from nanocore.protocol.sockets.engine_socket import bind_engine_socket
 engine = bind_engine_socket(sys.argv[1])
 print("ready", flush=True)
 sys.stdin.readline()
@@ -32,7 +34,7 @@ engine.close()
 
 BUSY_CLIENT = """
 import asyncio, sys
-from nanocore.protocol.sockets import ClientSocket
+from nanocore.protocol.sockets.client_socket import ClientSocket
 async def main():
     client = ClientSocket(sys.argv[1])
     await client.send([b"hello"])

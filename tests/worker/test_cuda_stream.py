@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -28,8 +29,7 @@ Kernel = Callable[[], object]
 tensor_copy, torch_empty = Tensor.copy_, torch.empty
 
 
-@dataclass
-class Result:
+class Result(msgspec.Struct):
     """As a step's."""
 
     logits: Tensor

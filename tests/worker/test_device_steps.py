@@ -8,7 +8,7 @@ model on the host, one request at a time.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -281,7 +281,7 @@ def test_inputs_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
     shape = StepShape(size + 7, size, size + 1, 2 * size, is_uniform=False)
     memory = torch.zeros(num_bytes(shape), dtype=torch.uint8)
     step = StepFields.of(memory, shape)
-    views = [getattr(step, field.name) for field in fields(step) if field.name != "sampling"]
+    views = [getattr(step, name) for name in StepFields.__struct_fields__ if name != "sampling"]
     views += step.sampling.values()
     for i, view in enumerate(views):
         assert (view.data_ptr() - memory.data_ptr()) % 16 == 0

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.grouped_weight import CheckpointWeight

@@ -32,7 +32,7 @@ def _serve(options: ServeOptions) -> int:
     for notice in options.engine.notices:
         logger.info("%s", notice)
     raise_descriptor_limit()
-    from nanocore.cli.serve.supervisor import Supervisor  # imports uvicorn
+    from nanocore.cli.serve.supervisor import Supervisor  # imports asyncio
 
     sockets = _listen(options)
     try:

@@ -18,7 +18,8 @@ import msgspec
 import uvloop
 
 from nanocore.cli.serve.worker_pool import WorkerStart
-from nanocore.http.server.service import EngineAddress, HttpService, freeze_startup
+from nanocore.http.server.service import HttpService
+from nanocore.http.server_settings import EngineAddress
 from nanocore.protocol.errors import NanocoreError, StartError
 from nanocore.system.child_process import signal_at_parent_death
 from nanocore.system.logs import start_log
@@ -85,7 +86,6 @@ async def _hear(link: _Link, service: HttpService) -> None:
                     said = str(error)
                     logger.error("%s; trying again", said)
                 await asyncio.sleep(RETRY_S)
-        freeze_startup()
         await link.say_serving()
         await link.line()
     except Exception:

@@ -14,23 +14,22 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Coroutine
-from typing import Any, Final, TypeVar
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import uvloop
 
 from nanocore import __version__
 from nanocore.cli.serve.flags import ServeOptions
-from nanocore.cli.serve.worker_pool import WorkerPool
 from nanocore.client.connection.engine_supervisor import EngineSupervisor
-from nanocore.http.server.service import (
-    RESUME_TIMEOUT_S,
-    EngineAddress,
-    HttpService,
-    freeze_startup,
-)
+from nanocore.http.server.tls import tls_context
+from nanocore.http.server_settings import RESUME_TIMEOUT_S, EngineAddress
 from nanocore.protocol.errors import EngineDeadError, NanocoreError
 from nanocore.system.running import Running, registered
+
+if TYPE_CHECKING:
+    from nanocore.cli.serve.worker_pool import WorkerPool
+    from nanocore.http.server.service import HttpService
 
 logger = logging.getLogger(__name__)
 
@@ -47,19 +46,17 @@ class _SignalError(Exception):
 
 
 class Supervisor:
-    """sockets: listening, a list for each process."""
+    """sockets: listening, a list for each process.
+
+    Raises:
+        ConfigError: the TLS files are invalid.
+    """
 
     def __init__(self, options: ServeOptions, sockets: list[list[socket.socket]]) -> None:
         self._options = options
         self._sockets = sockets
-        self._front: HttpService | WorkerPool
-        if options.http_workers == 1:
-            self._front = HttpService(options.app, options.server)
-        else:
-            HttpService(options.app, options.server)  # reports TLS errors here, once
-            self._front = WorkerPool(
-                options.app, options.server, options.shutdown_timeout_s, options.log_format
-            )
+        tls_context(options.server)  # reports errors once, before an engine is launched
+        self._front: HttpService | WorkerPool | None = None
         self._engine: EngineSupervisor | None = None
         self._engine_end: asyncio.Future[NanocoreError]
         self._signal: asyncio.Future[int]
@@ -76,14 +73,15 @@ class Supervisor:
     async def _run(self) -> int:
         self._handle_signals()
         url = self._url()
+        starting = asyncio.create_task(self._start_engine())
         try:
-            await self._start_front()
+            await asyncio.sleep(0)  # the engine is launched, and loads while HTTP is imported
+            front = await self._start_front()
             logger.info("nanocore %s | listening at %s", __version__, url)
-            engine = await self._start_engine()
+            engine = await self._unless_over(starting)
             is_launched = self._engine is not None
             timeout_s = CONNECT_TIMEOUT_S if is_launched else self._options.engine.start_timeout_s
-            card = await self._unless_over(self._front.connect(engine, timeout_s))
-            freeze_startup()
+            card = await self._unless_over(front.connect(engine, timeout_s))
             name = next(iter(self._options.app.served_model_names), card.model)
             with registered(self._running(engine, name, url)):
                 endpoints = ", ".join(engine.endpoints)
@@ -95,18 +93,32 @@ class Supervisor:
             await self._drain(signal.Signals(number).name)
             return INTERRUPTED if number == signal.SIGINT else 0
         except EngineDeadError:
-            await self._front.drain(FAREWELL_TIMEOUT_S)
+            if self._front is not None:
+                await self._front.drain(FAREWELL_TIMEOUT_S)
             raise
         finally:
-            await self._front.close()
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            if self._front is not None:
+                await self._front.close()
             if self._engine is not None:
                 await self._engine.stop()
 
-    async def _start_front(self) -> None:
-        if isinstance(self._front, WorkerPool):
-            await self._front.start(self._sockets)
-        else:
-            await self._front.start(self._sockets[0])
+    async def _start_front(self) -> HttpService | WorkerPool:
+        options = self._options
+        # In a thread, so that signals are handled meanwhile.
+        service_class, pool_class = await self._unless_over(asyncio.to_thread(_import_fronts))
+        if options.http_workers == 1:
+            self._front = service = service_class(options.app, options.server)
+            if self._engine is not None:
+                service.tokenizer_preload = self._engine.tokenizer_preload
+            await service.start(self._sockets[0])
+            return service
+        self._front = pool = pool_class(
+            options.app, options.server, options.shutdown_timeout_s, options.log_format
+        )
+        await pool.start(self._sockets)
+        return pool
 
     async def _start_engine(self) -> EngineAddress:
         choice = self._options.engine
@@ -117,10 +129,8 @@ class Supervisor:
             keeper.on_ready(self._on_ready)
             keeper.on_ended(self._engine_end.set_result)
             self._engine = keeper
-            if isinstance(self._front, HttpService):
-                self._front.tokenizer_preload = keeper.tokenizer_preload
             start_s = time.monotonic()
-            await self._unless_over(keeper.start(choice.start_timeout_s))
+            await keeper.start(choice.start_timeout_s)
             endpoints = (keeper.endpoint,)
             # A restart takes as long, or longer beside other work: until then requests wait.
             resume_timeout_s += 2 * (time.monotonic() - start_s)
@@ -137,9 +147,9 @@ class Supervisor:
         gap_s = keeper.last_ready_s - keeper.last_death_s
         logger.info("ready: serving again %.2f s after the engine's end", gap_s)
 
-    async def _unless_over(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    async def _unless_over(self, awaitable: Awaitable[Result]) -> Result:
         """Return the result, unless a signal or the engine's final end comes first."""
-        task = asyncio.create_task(coroutine)
+        task = asyncio.ensure_future(awaitable)
         ends: set[asyncio.Future[Any]] = {self._signal, self._engine_end}
         try:
             await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
@@ -156,7 +166,7 @@ class Supervisor:
 
     async def _drain(self, cause: str) -> None:
         timeout_s = self._options.shutdown_timeout_s
-        if isinstance(self._front, HttpService) and not self._front.num_running:
+        if self._front is None or self._front.is_idle:
             logger.info("stopping: %s", cause)
         else:
             logger.info(
@@ -164,7 +174,7 @@ class Supervisor:
                 cause,
                 timeout_s,
             )
-        if not await self._front.drain(timeout_s):
+        if self._front is not None and not await self._front.drain(timeout_s):
             logger.info("some responses were incomplete after %g s and were cut", timeout_s)
 
     def _handle_signals(self) -> None:
@@ -206,3 +216,11 @@ class Supervisor:
             chat_template=self._options.app.chat_template,
             served_model_names=self._options.app.served_model_names,
         )
+
+
+def _import_fronts() -> tuple[type[HttpService], type[WorkerPool]]:
+    """Import what serves HTTP, which takes long beside the rest of this module."""
+    from nanocore.cli.serve.worker_pool import WorkerPool
+    from nanocore.http.server.service import HttpService
+
+    return HttpService, WorkerPool

@@ -19,8 +19,8 @@ from typing import Final
 
 import msgspec
 
-from nanocore.http.server.service import EngineAddress
-from nanocore.http.server_settings import AppSettings, ServerSettings
+from nanocore.http.server.service import engine_client, freeze_startup
+from nanocore.http.server_settings import AppSettings, EngineAddress, ServerSettings
 from nanocore.protocol.errors import EngineDeadError
 from nanocore.protocol.messages import ModelCard
 from nanocore.system.child_process import module_command
@@ -115,7 +115,7 @@ class WorkerPool:
         Raises:
             NanocoreError: see `AsyncEngineClient.connect`.
         """
-        async with engine.client(timeout_s) as client:  # reports errors here, once
+        async with engine_client(engine, timeout_s) as client:  # reports errors here, once
             card = client.model_card
         self._engine.set_result(engine)
         try:
@@ -126,7 +126,13 @@ class WorkerPool:
             raise EngineDeadError(
                 f"{len(self._sockets)} HTTP workers did not reach the engine in {timeout_s:g} s"
             ) from None
+        freeze_startup()
         return card
+
+    @property
+    def is_idle(self) -> bool:
+        """See `HttpService.is_idle`; only the workers know."""
+        return False
 
     async def drain(self, timeout_s: float) -> bool:
         """Let workers finish their responses and exit; return whether all did in time."""

@@ -6,8 +6,9 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
+
+import msgspec
 
 from nanocore.protocol.errors import EngineDeadError, NanocoreError
 from nanocore.protocol.messages import Control, ControlOperation, Message, Ping, Pong, Reply
@@ -16,8 +17,7 @@ ReplyMessage = TypeVar("ReplyMessage", bound=Message)
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineHealth:
+class EngineHealth(msgspec.Struct, frozen=True):
     """Reply of an engine to a PING.
 
     latency_s: round trip. num_steps: the engine's step counter. step_age_s: time since the current

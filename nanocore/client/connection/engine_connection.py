@@ -39,7 +39,8 @@ from nanocore.protocol.messages import (
     Submit,
     Welcome,
 )
-from nanocore.protocol.sockets import ClientKeys, ClientSocket, ConnectionLostError
+from nanocore.protocol.sockets.client_socket import ClientSocket, ConnectionLostError
+from nanocore.protocol.sockets.curve import ClientKeys
 
 ENGINE_TIMEOUT_S: Final = 10.0
 TCP_ENGINE_TIMEOUT_S: Final = 1.8  # over TCP, silence is the only sign of a lost machine

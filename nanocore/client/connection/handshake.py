@@ -14,7 +14,8 @@ from nanocore import __version__
 from nanocore.protocol.codec import client_decoder, encode
 from nanocore.protocol.errors import EngineDeadError, EngineOverloadedError, ProtocolError
 from nanocore.protocol.messages import PROTOCOL_VERSION, Hello, Message, Refused, Welcome
-from nanocore.protocol.sockets import ClientKeys, ClientSocket, ConnectionLostError
+from nanocore.protocol.sockets.client_socket import ClientSocket, ConnectionLostError
+from nanocore.protocol.sockets.curve import ClientKeys
 
 _RETRY_S: Final = 0.05
 """Pause before another attempt, if the connection closed before a reply."""

@@ -15,9 +15,9 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 from msgspec.structs import replace
 
 from nanocore.client.connection.client_session import ClientSession
@@ -50,8 +50,7 @@ MAX_REFUSAL_S: Final = 1.0
 """Longest pause before a busy or draining engine is tried again, even if it asks for more."""
 
 
-@dataclass(slots=True, eq=False)
-class _LostRequest:
+class _LostRequest(msgspec.Struct, eq=False):
     """Samples of one request that has lost its engine.
 
     welcome: of the lost engine. was_killed: that engine had not announced its end.
@@ -61,8 +60,8 @@ class _LostRequest:
     welcome: Welcome
     error: NanocoreError
     was_killed: bool
-    lost_s: float = field(default_factory=time.monotonic)
-    parts: list[OpenRequest] = field(default_factory=list)
+    lost_s: float = msgspec.field(default_factory=time.monotonic)
+    parts: list[OpenRequest] = msgspec.field(default_factory=list)
 
     @property
     def samples(self) -> list[Sample]:

@@ -36,7 +36,7 @@ from nanocore.protocol.errors import (
     ProtocolError,
 )
 from nanocore.protocol.messages import Welcome
-from nanocore.protocol.sockets import ClientKeys
+from nanocore.protocol.sockets.curve import ClientKeys
 from nanocore.system.cache_folder import FileCache
 
 Result = TypeVar("Result")

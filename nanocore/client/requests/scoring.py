@@ -9,7 +9,6 @@ cache.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
 from itertools import chain
 from operator import index
 
@@ -47,8 +46,7 @@ class ScoreOutput(msgspec.Struct, frozen=True):
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreRequest:
+class ScoreRequest(msgspec.Struct, frozen=True):
     """Request that scores a continuation. Neither part is empty."""
 
     context_ids: list[int]

@@ -15,7 +15,7 @@ from nanocore.protocol.messages import (
     Refused,
     Welcome,
 )
-from nanocore.protocol.sockets import MAX_FRAME_BYTES
+from nanocore.protocol.sockets.options import MAX_FRAME_BYTES
 
 PING_INTERVAL_S: Final = 1.0
 SESSION_TIMEOUT_S: Final = 30.0

@@ -20,7 +20,7 @@ from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.metrics import Stats
-from nanocore.protocol.sockets import EngineSocket
+from nanocore.protocol.sockets.engine_socket import EngineSocket
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+import msgspec
 import xxhash
 
 from nanocore.kv_cache import events
@@ -30,7 +30,9 @@ from nanocore.protocol import kv_events as wire
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.kv_events import replay_end_frames, replay_frames, replay_start
-from nanocore.protocol.sockets import MAX_OBSERVERS, IpcRouter, PublisherSocket, SendResult
+from nanocore.protocol.sockets.ipc_router import IpcRouter
+from nanocore.protocol.sockets.options import MAX_OBSERVERS, SendResult
+from nanocore.protocol.sockets.publisher_socket import PublisherSocket
 from nanocore.system.endpoint_lock import EndpointLock
 
 logger = logging.getLogger(__name__)
@@ -80,8 +82,7 @@ def _sequence_of(entry: tuple[int, bytes]) -> int:
     return entry[0]
 
 
-@dataclass(slots=True)
-class _Replay:
+class _Replay(msgspec.Struct):
     """A client's request for the batches from `next` up to `end` - 1."""
 
     next: int

@@ -13,7 +13,6 @@ import resource
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import msgspec
@@ -29,8 +28,7 @@ MIN_UNADMITTED: Final = 8
 _KEPT_BACK: Final = 24  # model files, graphs, ranks, logs: what is opened while serving
 
 
-@dataclass(frozen=True, slots=True)
-class ClientLimit:
+class ClientLimit(msgspec.Struct, frozen=True):
     """Limit of clients: as many as asked for, and as file descriptors allow.
 
     Every connection is a descriptor, and the process needs some for itself. Connections without a

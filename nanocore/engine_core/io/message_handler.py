@@ -52,7 +52,7 @@ from nanocore.protocol.messages import (
     Submit,
 )
 from nanocore.protocol.metrics import Stats
-from nanocore.protocol.sockets import SendResult
+from nanocore.protocol.sockets.options import SendResult
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
 import numpy as np
 
 from nanocore.engine_core.io.output_frames import output_frames
@@ -23,17 +23,16 @@ from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.messages import Event
 
 
-@dataclass(slots=True)
-class TokenLog:
+class TokenLog(msgspec.Struct):
     """Tokens for a slow client, appended step by step, merged by request when it reads.
 
     Tokens are kept in flat columns in order of arrival, eight bytes a token. Log probabilities name
     their owners, so they are merged as they are.
     """
 
-    _handles: bytearray = field(default_factory=bytearray)
-    _token_ids: bytearray = field(default_factory=bytearray)
-    _logprobs: list[LogprobColumns] = field(default_factory=list)
+    _handles: bytearray = msgspec.field(default_factory=bytearray)
+    _token_ids: bytearray = msgspec.field(default_factory=bytearray)
+    _logprobs: list[LogprobColumns] = msgspec.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self._token_ids) // TOKEN_DTYPE.itemsize
@@ -139,8 +138,7 @@ _LOOK_BYTES: Final = 2**20
 _MESSAGE_OVERHEAD_BYTES: Final = 250  # of the objects that hold a message
 
 
-@dataclass(slots=True)
-class Backlog:
+class Backlog(msgspec.Struct):
     """Unsent messages of a slow client: encoded replies in order, and tokens merged by request.
 
     client: its number. since_s: when it last took something. num_bytes: replies, log probabilities
@@ -151,11 +149,11 @@ class Backlog:
     since_s: float
     num_bytes: int = 0
     logprobs_bytes: int = 0
-    _answers: deque[list[bytes]] = field(default_factory=deque)
-    _tokens: TokenLog = field(default_factory=TokenLog)
-    _events: list[Event] = field(default_factory=list)
-    _prompt_logprobs: list[LogprobColumns] = field(default_factory=list)
-    _outputs: deque[list[bytes]] = field(default_factory=deque)
+    _answers: deque[list[bytes]] = msgspec.field(default_factory=deque)
+    _tokens: TokenLog = msgspec.field(default_factory=TokenLog)
+    _events: list[Event] = msgspec.field(default_factory=list)
+    _prompt_logprobs: list[LogprobColumns] = msgspec.field(default_factory=list)
+    _outputs: deque[list[bytes]] = msgspec.field(default_factory=deque)
     _unsent_logprobs_bytes: int = 0  # of _outputs
 
     def add_answer(self, frames: list[bytes]) -> bool:
@@ -216,8 +214,7 @@ class Backlog:
         return before // _LOOK_BYTES != self.num_bytes // _LOOK_BYTES
 
 
-@dataclass(slots=True)
-class Session:
+class Session(msgspec.Struct):
     """One client, from HELLO to BYE, its disconnection, or the engine's end.
 
     client: number in the engine, never reused. requests: handles of open samples, by request id.
@@ -229,8 +226,8 @@ class Session:
     routing_id: bytes
     client: int
     last_seen_s: float
-    session_id: str = field(default_factory=lambda: secrets.token_hex(8))
-    requests: dict[str, list[int]] = field(default_factory=dict)
+    session_id: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
+    requests: dict[str, list[int]] = msgspec.field(default_factory=dict)
     is_admin: bool = True
     num_calls: int = 0
     has_paused: bool = False

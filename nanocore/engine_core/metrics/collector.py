@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, TypeVar, get_args
 
 import msgspec
@@ -33,8 +32,7 @@ from nanocore.protocol.metrics import (
 )
 
 
-@dataclass
-class IoCounts:
+class IoCounts(msgspec.Struct):
     """Counts of the io thread.
 
     num_compiling: requests that wait for their structured output. num_aborts: of those.
@@ -48,7 +46,7 @@ class IoCounts:
     backlog_bytes: int = 0
     is_draining: bool = False
     is_paused: bool = False
-    closed: Mapping[str, int] = field(default_factory=dict)
+    closed: Mapping[str, int] = msgspec.field(default_factory=dict)
 
 
 def stats_of(scheduler: Scheduler, is_paused: bool) -> Stats:

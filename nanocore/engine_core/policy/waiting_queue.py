@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Final, TypeAlias
+
+import msgspec
 
 from nanocore.engine_core.policy.order import Precedence, PrecedenceKey
 from nanocore.engine_core.requests.request import Request
@@ -78,8 +79,7 @@ class RequestHeap:
             heapq.heapify(self._heap)
 
 
-@dataclass(slots=True)
-class _Account:
+class _Account(msgspec.Struct):
     """One session's share. num_tokens: charged, below one quantum. is_listed: in `_absent`."""
 
     turn: Turn

@@ -17,7 +17,6 @@ from nanocore.engine_core.io.served_files import ServedFiles
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.process.forecast import forecast, machine_speeds, table
 from nanocore.engine_core.process.process import describe_workers, find_model
-from nanocore.protocol.sockets import EngineKeys
 from nanocore.worker.device.device import select_device
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.models import load_model_config
@@ -35,6 +34,8 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
         StartError: it would not start.
     """
     if config.curve_dir is not None:
+        from nanocore.protocol.sockets.curve import EngineKeys  # imports zmq
+
         EngineKeys.load(Path(config.curve_dir))
     config = config.for_device(select_device(config.device).type)
     folder = find_model(config)

@@ -17,7 +17,7 @@ from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.io.limits import ClientLimit
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.endpoint import TcpAddress
-from nanocore.protocol.sockets import EngineKeys, EngineSocket, bind_engine_socket
+from nanocore.protocol.sockets.engine_socket import EngineSocket, bind_engine_socket
 from nanocore.system.endpoint_lock import EndpointLock
 from nanocore.worker.device.device import select_device
 
@@ -58,6 +58,8 @@ def _engine_socket(config: EngineConfig, lock: EndpointLock | None) -> Iterator[
         address = config.address
         if isinstance(address, TcpAddress):
             assert config.curve_dir is not None, "the configuration was checked"
+            from nanocore.protocol.sockets.curve import EngineKeys  # imports zmq
+
             keys = EngineKeys.load(Path(config.curve_dir))
             if address.is_every_interface:
                 logger.warning(

@@ -68,7 +68,7 @@ from nanocore.protocol.errors import (
     shorten,
 )
 from nanocore.protocol.messages import ModelCard
-from nanocore.protocol.sockets import EngineSocket
+from nanocore.protocol.sockets.engine_socket import EngineSocket
 from nanocore.system.running import Running, registered
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.cost.model_cost import MachineSpeed

@@ -45,7 +45,7 @@ class StartParts(dict[str, float]):
 
 
 POLL_S: Final = 0.25
-NUM_IDLE_POLLS: Final = 3
+NUM_IDLE_POLLS: Final = 12
 """Consecutive polls that find nothing to do."""
 
 

@@ -24,8 +24,7 @@ TOKEN_DTYPE = np.dtype("<i4")
 """Token ids, rows and block ids in columns, on the wire and in memory."""
 
 
-@dataclass(slots=True)
-class RequestTimes:
+class RequestTimes(msgspec.Struct):
     """When a request reached each point, in seconds of the scheduler's clock; 0: not yet.
 
     Args:
@@ -42,7 +41,7 @@ class RequestTimes:
     last_token_s: float = 0.0
     num_tokens: int = 0
     num_preemptions: int = 0
-    phases: list[tuple[Phase, float]] = field(default_factory=list)
+    phases: list[tuple[Phase, float]] = msgspec.field(default_factory=list)
 
     def admit(self, now_s: float) -> None:
         self.admitted_s = self.admitted_s or now_s

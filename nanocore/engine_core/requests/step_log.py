@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
@@ -79,8 +78,7 @@ class EndedRequest(NamedTuple):
     num_samples: int
 
 
-@dataclass(slots=True)
-class SchedulerCounters:
+class SchedulerCounters(msgspec.Struct):
     """Totals since the start. Each sample counts as a request.
 
     dequeued_*: requests that left the queue for good; their submitted tokens, and the bytes that
@@ -121,17 +119,16 @@ class SchedulerCounters:
             self.dequeued_bytes += request.num_bytes
 
 
-@dataclass(slots=True)
-class StepLog:
+class StepLog(msgspec.Struct):
     """Queues of entries that nobody has taken yet.
 
     intervals: inter-token times, as (seconds, number of rows that share it) or one per row.
     """
 
-    steps: deque[StepEntry] = field(default_factory=deque)
-    intervals: deque[tuple[float, int] | NDArray[np.float64]] = field(default_factory=deque)
-    first_tokens: deque[FirstToken] = field(default_factory=deque)
-    ended: deque[EndedRequest] = field(default_factory=deque)
+    steps: deque[StepEntry] = msgspec.field(default_factory=deque)
+    intervals: deque[tuple[float, int] | NDArray[np.float64]] = msgspec.field(default_factory=deque)
+    first_tokens: deque[FirstToken] = msgspec.field(default_factory=deque)
+    ended: deque[EndedRequest] = msgspec.field(default_factory=deque)
 
     def begin(self, request: Request, now_s: float) -> None:
         """Log a request's first token, or its embedding."""

@@ -10,9 +10,9 @@ and merging is concatenation; those of one owner are in the order of its tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -49,8 +49,7 @@ _INT = np.dtype("<i4")
 _FLOAT = np.dtype("<f4")
 
 
-@dataclass(slots=True)
-class LogprobColumns:
+class LogprobColumns(msgspec.Struct):
     """Log probabilities of tokens: one entry per token, with its candidates.
 
     owners: integers [entries]. ranks, counts: int [entries]. token_ids: int32 [candidates],
@@ -82,7 +81,7 @@ class LogprobColumns:
         fits = len(columns.ranks) == len(columns.counts) == num_entries
         fits = fits and len(columns.token_ids) == len(columns.logprobs) == num_candidates
         if not fits or (columns.counts < 1).any():
-            lengths = {field.name: len(getattr(columns, field.name)) for field in fields(cls)}
+            lengths = {name: len(getattr(columns, name)) for name in cls.__struct_fields__}
             raise ValueError(
                 f"the logprobs of a step do not fit together: columns of {lengths}, counts of "
                 f"{num_candidates} in all"
@@ -95,8 +94,12 @@ class LogprobColumns:
         parts = list(parts)
         if len(parts) == 1:
             return parts[0]
-        names = [field.name for field in fields(cls)]
-        return cls(*[np.concatenate([getattr(part, name) for part in parts]) for name in names])
+        return cls(
+            *[
+                np.concatenate([getattr(part, name) for part in parts])
+                for name in cls.__struct_fields__
+            ]
+        )
 
     def __len__(self) -> int:
         return len(self.owners)
@@ -150,8 +153,7 @@ class LogprobColumns:
         )
 
 
-@dataclass(slots=True)
-class TokenColumns:
+class TokenColumns(msgspec.Struct):
     """Tokens by owner.
 
     Args:

@@ -7,10 +7,11 @@ slow client.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from nanocore.engine_core.scheduling.columns import (
     IntArray,
@@ -21,13 +22,12 @@ from nanocore.engine_core.scheduling.columns import (
 from nanocore.protocol.messages import Event
 
 
-@dataclass(slots=True)
-class ClientOutput:
+class ClientOutput(msgspec.Struct):
     """One client's share of a step. Owners of tokens and of prompt_logprobs are handles, uint32."""
 
     client: int
     tokens: TokenColumns
-    events: list[Event] = field(default_factory=list)
+    events: list[Event] = msgspec.field(default_factory=list)
     prompt_logprobs: LogprobColumns | None = None
 
     @property

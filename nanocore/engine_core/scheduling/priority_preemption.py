@@ -8,7 +8,8 @@ suffice. Its prompt is then computed before the rest of theirs. Only priority pr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from nanocore.engine_core.policy.order import Precedence, PrecedenceKey
 from nanocore.engine_core.policy.waiting_queue import RequestHeap
@@ -17,8 +18,7 @@ from nanocore.engine_core.scheduling.running_set import RunningSet
 from nanocore.kv_cache import KVCacheManager
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(msgspec.Struct, frozen=True):
     """What a waiting request needs now. num_blocks: free ones, with those that must stay free."""
 
     has_row: bool

@@ -9,7 +9,6 @@ import msgspec
 
 from nanocore import __version__
 from nanocore.http.exchange import Exchange
-from nanocore.http.exposition import CONTENT_TYPE, exposition
 from nanocore.http.http_errors import DRAINING, RETRY_LATER_S, unavailable
 from nanocore.protocol.errors import NanocoreError
 
@@ -65,6 +64,8 @@ async def version(exchange: Exchange) -> None:
 
 
 async def metrics(exchange: Exchange) -> None:
+    from nanocore.http.exposition import CONTENT_TYPE, exposition  # imports prometheus_client
+
     metrics = await exchange.client.metrics()
     namespace = exchange.state.settings.metrics_namespace
     await exchange.reply(200, exposition(metrics, exchange.model_name, namespace), CONTENT_TYPE)

@@ -18,13 +18,14 @@ from typing import Any, Final
 from uvicorn.config import Config
 
 from nanocore.http.server.http_connection import HttpConnection, ServerConnections
+from nanocore.http.server.listening import BACKLOG
+from nanocore.http.server.tls import tls_context
 from nanocore.http.server_settings import ServerSettings
-from nanocore.protocol.errors import ConfigError, counted
+from nanocore.protocol.errors import counted
 
 logger = logging.getLogger(__name__)
 
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
-BACKLOG: Final = 2048
 TLS_HANDSHAKE_TIMEOUT_S: Final = 10.0
 DISCONNECT_TIMEOUT_S: Final = 2.0
 """Limit for requests to end after their connections were cut."""
@@ -43,6 +44,7 @@ class HttpServer:
     def __init__(self, app: AsgiApp, settings: ServerSettings) -> None:
         self.state = ServerConnections(settings.limits)
         self._config = _uvicorn_config(app, settings)
+        self._tls = tls_context(settings)
         self._listeners: list[asyncio.Server] = []
         self._clock: asyncio.TimerHandle | None = None
 
@@ -50,13 +52,13 @@ class HttpServer:
         """Accept connections at these sockets, which the server closes."""
         loop = asyncio.get_running_loop()
         self._update_date()
-        timeout_s = None if self._config.ssl is None else TLS_HANDSHAKE_TIMEOUT_S
+        timeout_s = None if self._tls is None else TLS_HANDSHAKE_TIMEOUT_S
         for listening in sockets:
             self._listeners.append(
                 await loop.create_server(
                     lambda: HttpConnection(self._config, self.state, {}, loop),
                     sock=listening,
-                    ssl=self._config.ssl,
+                    ssl=self._tls,
                     backlog=BACKLOG,
                     ssl_handshake_timeout=timeout_s,
                 )
@@ -113,16 +115,6 @@ class HttpServer:
 
 
 def _uvicorn_config(app: AsgiApp, settings: ServerSettings) -> Config:
-    files = {
-        f"--{name.replace('_', '-')}": path
-        for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
-        if (path := getattr(settings, name)) is not None
-    }
-    for flag, path in files.items():  # OpenSSL's error does not say which file it is about
-        try:
-            open(path, "rb").close()
-        except OSError as error:
-            raise ConfigError(f"{flag} {path}: {error.strerror}") from None
     config = Config(
         app,
         http=HttpConnection,
@@ -135,18 +127,6 @@ def _uvicorn_config(app: AsgiApp, settings: ServerSettings) -> Config:
         server_header=False,
         workers=1,
         timeout_keep_alive=settings.limits.keep_alive_timeout_s,  # type: ignore[arg-type]
-        ssl_keyfile=settings.ssl_keyfile,
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile_password=settings.ssl_keyfile_password,
-        ssl_ca_certs=settings.ssl_ca_certs,
-        ssl_cert_reqs=settings.ssl_cert_reqs,
     )
-    try:
-        config.load()
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        given = " ".join(f"{flag} {path}" for flag, path in files.items())
-        raise ConfigError(
-            f"{given}: {reason}: TLS needs PEM files, and a key that belongs to the certificate"
-        ) from None
+    config.load()
     return config

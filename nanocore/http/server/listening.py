@@ -17,9 +17,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from nanocore.http.server.http_server import BACKLOG
 from nanocore.protocol.errors import AddressInUseError, ConfigError
 
+BACKLOG: Final = 2048
 Address = tuple[socket.AddressFamily, str]
 _NOT_HERE: Final = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 _ATTEMPTS: Final = 20

@@ -11,47 +11,32 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-import msgspec
-
 from nanocore.client import AsyncEngineClient
 from nanocore.client.connection.tokenizer_loader import TokenizerPreload
 from nanocore.http.app import App
 from nanocore.http.http_errors import RETRY_LATER_S, unavailable
 from nanocore.http.server.http_server import HttpServer
-from nanocore.http.server_settings import AppSettings, ServerSettings
+from nanocore.http.server_settings import AppSettings, EngineAddress, ServerSettings
 from nanocore.protocol.errors import NanocoreError
 from nanocore.protocol.messages import ModelCard
 
-RESUME_TIMEOUT_S: Final = 60.0
 FLUSH_TIMEOUT_S: Final = 1.0
 """Limit for clients to read the error that ends their response."""
 
 
-class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Endpoints of the engine and what its client needs. It travels to worker processes as JSON.
+def engine_client(engine: EngineAddress, timeout_s: float) -> AsyncEngineClient:
+    """Return a client that is not entered yet.
 
-    endpoints: of one engine, or of several that serve the same model; one of them is used.
-    resume_timeout_s: how long requests wait for an engine that continues them.
+    Raises:
+        ConfigError: the endpoint or its keys are invalid.
     """
-
-    endpoints: tuple[str, ...]
-    curve_dir: str | None = None
-    tokenizer: str | None = None
-    resume_timeout_s: float = RESUME_TIMEOUT_S
-
-    def client(self, timeout_s: float) -> AsyncEngineClient:
-        """Return a client that is not entered yet.
-
-        Raises:
-            ConfigError: the endpoint or its keys are invalid.
-        """
-        return AsyncEngineClient.connect(
-            self.endpoints,
-            curve_dir=self.curve_dir,
-            tokenizer=self.tokenizer,
-            timeout_s=timeout_s,
-            resume_timeout_s=self.resume_timeout_s,
-        )
+    return AsyncEngineClient.connect(
+        engine.endpoints,
+        curve_dir=engine.curve_dir,
+        tokenizer=engine.tokenizer,
+        timeout_s=timeout_s,
+        resume_timeout_s=engine.resume_timeout_s,
+    )
 
 
 class HttpService:
@@ -83,19 +68,20 @@ class HttpService:
         Raises:
             NanocoreError: see `AsyncEngineClient.connect`.
         """
-        client = engine.client(timeout_s)
+        client = engine_client(engine, timeout_s)
         client.tokenizer_preload = self.tokenizer_preload
         await client.__aenter__()
         self._client = client
         with suppress(NanocoreError):  # a request that needs it hears why
             await client.get_tokenizer()
         self._app.state.client = client
+        freeze_startup()
         return client.model_card
 
     @property
-    def num_running(self) -> int:
-        """Number of requests whose response is not complete."""
-        return self._server.num_running
+    def is_idle(self) -> bool:
+        """Whether no request waits for its response or for the rest of it."""
+        return not self._server.num_running
 
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait for the running ones; return whether all have finished.

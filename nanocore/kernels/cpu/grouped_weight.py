@@ -6,10 +6,11 @@ that are larger than the kernels' largest are cut, since parts of a group may ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.cpu.library import GroupedRowsStruct, GroupFormatStruct

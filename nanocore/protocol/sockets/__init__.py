@@ -1,4 +1,4 @@
-"""The sockets of the protocol, and the only package that imports zmq.
+"""The sockets of the protocol, and the only package that imports zmq: an engine on ipc does not.
 
 The engine binds, clients are DEALERs. On ipc the engine's side is `IpcRouter`: ZMTP over a Unix
 socket, with a bound for everything a peer can make it keep. TCP needs CURVE keys on both sides and
@@ -9,25 +9,3 @@ a silent loss), finite high-water marks and a frame size limit. Three options ar
   reading is held up (libzmq #4364). Our PING replaces them.
 - IMMEDIATE on clients drops received, unread messages when the engine goes: its last words.
 """
-
-from nanocore.protocol.sockets.client_socket import ClientSocket, ConnectionLostError
-from nanocore.protocol.sockets.curve import ClientKeys, EngineKeys, client_keys
-from nanocore.protocol.sockets.engine_socket import EngineSocket, bind_engine_socket
-from nanocore.protocol.sockets.ipc_router import IpcRouter
-from nanocore.protocol.sockets.options import MAX_FRAME_BYTES, MAX_OBSERVERS, SendResult
-from nanocore.protocol.sockets.publisher_socket import PublisherSocket
-
-__all__ = [
-    "MAX_FRAME_BYTES",
-    "MAX_OBSERVERS",
-    "ClientKeys",
-    "ClientSocket",
-    "ConnectionLostError",
-    "EngineKeys",
-    "EngineSocket",
-    "IpcRouter",
-    "PublisherSocket",
-    "SendResult",
-    "bind_engine_socket",
-    "client_keys",
-]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from nanocore.protocol.endpoint import TCP
 from nanocore.protocol.errors import ConfigError, EngineDeadError
 from nanocore.protocol.sockets.curve import ClientKeys
-from nanocore.protocol.sockets.options import receive_frames, send_frames, socket_options
+from nanocore.protocol.sockets.libzmq import receive_frames, send_frames, socket_options
 
 _EVENTS: Final = (
     zmq.EVENT_CONNECTED
@@ -21,6 +21,8 @@ _EVENTS: Final = (
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED
 )
+_MONITOR_EVENT: Final = struct.Struct("=Hi")
+"""First frame of a monitor's message: event and value. zmq.utils.monitor imports zmq.asyncio."""
 
 
 class ConnectionLostError(EngineDeadError):
@@ -148,9 +150,10 @@ class ClientSocket:
     def _take_events(self) -> None:
         while self._lost is None:
             try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                head, _ = self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            event, _ = _MONITOR_EVENT.unpack(head)
             if event == zmq.EVENT_CONNECTED:
                 self._is_accepted = True
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

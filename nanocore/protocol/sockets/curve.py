@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Final, Self
 
 import zmq
-from zmq.auth.certs import create_certificates, load_certificate
 
 from nanocore.protocol.endpoint import TCP
 from nanocore.protocol.errors import ConfigError, KeyFileError
@@ -137,6 +136,8 @@ def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
     Raises:
         KeyFileError: one of them exists, or cannot be written.
     """
+    from zmq.auth.certs import create_certificates  # for TCP alone
+
     public, secret = folder / f"{name}.key", folder / f"{name}.key_secret"
     for path in (public, secret):
         if path.exists():
@@ -155,6 +156,8 @@ def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:
+    from zmq.auth.certs import load_certificate  # for TCP alone
+
     try:
         if not path.exists():
             raise KeyFileError(f"key file {path} is missing: nanocore-keygen makes it")

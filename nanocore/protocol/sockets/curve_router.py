@@ -16,14 +16,13 @@ from zmq.auth.thread import ThreadAuthenticator
 from nanocore.protocol.endpoint import TCP
 from nanocore.protocol.errors import AddressInUseError, ConfigError, KeyFileError
 from nanocore.protocol.sockets.curve import ZAP_DOMAIN, EngineKeys, load_public_key
+from nanocore.protocol.sockets.libzmq import send_frames, socket_options
 from nanocore.protocol.sockets.options import (
     BACKLOG,
     LINGER_S,
     MAX_FRAMES,
     PEER_HIGH_WATER_MARK,
     SendResult,
-    send_frames,
-    socket_options,
 )
 from nanocore.protocol.sockets.tcp_guard import SWEEP_INTERVAL_S, TcpGuard
 

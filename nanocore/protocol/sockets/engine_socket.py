@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nanocore.protocol.endpoint import IPC, ipc_address
-from nanocore.protocol.sockets.curve import EngineKeys
-from nanocore.protocol.sockets.curve_router import CurveRouter
 from nanocore.protocol.sockets.ipc_router import IpcRouter
 from nanocore.protocol.sockets.options import SendResult
+
+if TYPE_CHECKING:
+    from nanocore.protocol.sockets.curve import EngineKeys
+    from nanocore.protocol.sockets.curve_router import CurveRouter
 
 
 class EngineSocket(Protocol):
@@ -78,4 +80,6 @@ def bind_engine_socket(endpoint: str, keys: EngineKeys | None = None) -> IpcRout
     """
     if endpoint.startswith(IPC) and keys is None:
         return IpcRouter(ipc_address(endpoint).path)
+    from nanocore.protocol.sockets.curve_router import CurveRouter  # imports zmq
+
     return CurveRouter(endpoint, keys)

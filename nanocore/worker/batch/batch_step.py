@@ -5,8 +5,7 @@ Shape suffixes: see `nanocore.kernels.interface`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -18,8 +17,7 @@ from nanocore.worker.plan import SchedulerOutput
 _INT32 = np.dtype("<i4")
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
+class StepInputs(msgspec.Struct, frozen=True):
     """Inputs of a step. token_ids_T: int64 where the model runs.
 
     sample_index_R: which of the T tokens' hidden states sample.
@@ -30,8 +28,7 @@ class StepInputs:
     sample_index_R: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class StepOrder:
+class StepOrder(msgspec.Struct, frozen=True):
     """A step's rows in the order of its tokens, and what follows from their counts alone.
 
     is_decode_only: these are all rows of the group, with a token each. The order is the same in
@@ -84,8 +81,7 @@ class StepOrder:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class BatchStep:
+class BatchStep(msgspec.Struct, frozen=True):
     """One step's rows, positions and slots, on the host.
 
     group: of the plan. all_sample: every row of the order does. seq_lens_B: contexts with this

@@ -9,8 +9,7 @@ Shape suffixes: see `nanocore.kernels.interface`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -20,16 +19,14 @@ SPARE_COLUMNS = 64
 """Extra columns of a copy, for blocks that its rows take before it must be made again."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Selection:
+class _Selection(msgspec.Struct, frozen=True):
     """Some rows' table. place: of every row its index in B, -1 for others; None for a view."""
 
     table_BM: Tensor
     place: NDArray[np.int64] | None
 
 
-@dataclass(frozen=True, slots=True)
-class AppendedBlocks:
+class AppendedBlocks(msgspec.Struct, frozen=True):
     """Blocks and their places in the table; all int32 of the same length."""
 
     rows: NDArray[np.int32]

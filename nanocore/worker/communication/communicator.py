@@ -7,9 +7,9 @@ in the same order; a rank that stops is noticed by the executor, which watches o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -53,8 +53,7 @@ class Channel(Protocol):
     def recv(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor: ...
 
 
-@dataclass(frozen=True, slots=True)
-class StageLinks:
+class StageLinks(msgspec.Struct, frozen=True):
     """A rank's connections to the stages before and after its own, where there are any."""
 
     receive: Channel | None = None

@@ -9,7 +9,8 @@ say otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.json_settings import MAX_SIZE, Range, Settings
@@ -96,15 +97,13 @@ def _layer_type(settings: Settings, name: str) -> LayerType:
     raise settings.error("layer_types", f"is not implemented; known: {', '.join(LAYER_TYPES)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Softcap:
+class Softcap(msgspec.Struct, frozen=True):
     """A family that can cap logits, and the cap where a file does not say, None for none."""
 
     default: float | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Rules and defaults of one model family.
 
     First the defaults of settings that a file may leave out; num_kv_heads and head_dim of None

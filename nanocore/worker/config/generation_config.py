@@ -7,10 +7,10 @@ the file asks for and nanocore cannot do is listed, so that it can be logged.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from nanocore.protocol.errors import ConfigError, InvalidRequestError, ModelFileError, shorten
 from nanocore.protocol.sampling import DefaultSampling
@@ -38,14 +38,13 @@ _NEUTRAL: dict[str, Any] = {
 """Values that ask for nothing; those of other settings are 0, false, null and empty."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationDefaults:
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters for requests that do not set them.
 
     given: what the file sets, by name. ignored: "name = value" of what cannot be honoured.
     """
 
-    given: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = msgspec.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
 
     def sampling(self) -> DefaultSampling:

@@ -12,7 +12,6 @@ import codecs
 import functools
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -69,8 +68,7 @@ MAX_SIZE: Final = 2**31 - 1
 """Sizes, positions and token ids are 32-bit numbers in kernels and on the wire."""
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(msgspec.Struct, frozen=True):
     """Numbers from low to high; low itself is none of them if it is to be exceeded."""
 
     low: float

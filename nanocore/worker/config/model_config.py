@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from nanocore.kernels import Activation
 from nanocore.worker.config.generation_config import GenerationDefaults
 from nanocore.worker.config.rope_config import LayerType, RopeConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeConfig:
+class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A mixture of experts in place of some layers' MLPs.
 
     intermediate_size: of one expert. norm_topk_prob: the chosen experts' weights are scaled to sum
@@ -27,8 +27,7 @@ class MoeConfig:
     shared_intermediate_size: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder-only transformer.
 
     max_model_len: positions that the model serves if nobody asks for more, and longest_model_len if

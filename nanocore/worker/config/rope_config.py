@@ -7,16 +7,16 @@ assumed where nothing is said, follows transformers. An unknown key is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
+
+import msgspec
 
 from nanocore.worker.config.json_settings import MAX_SIZE, Range, Settings
 
 RopeKind = Literal["default", "linear", "ntk", "dynamic", "yarn", "longrope", "llama3"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
+class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters that turn positions into angles.
 
     rotary_dim: how many of a head's leading values rotate; even.

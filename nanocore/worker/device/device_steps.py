@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -52,8 +52,7 @@ from nanocore.worker.sampling.requested_outputs import RequestedOutputs
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class PendingStep:
+class PendingStep(msgspec.Struct, frozen=True):
     """A step that was begun to its end. Implements `pending_output.PendingOutput`."""
 
     rows: NDArray[np.int64]
@@ -71,8 +70,7 @@ class PendingStep:
         return make_output(self.rows, self.sampled.wait(), self.requested)
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceQueue:
+class DeviceQueue(msgspec.Struct, frozen=True):
     """Work queue of a device beside the host. graph_capture: None to run kernel by kernel."""
 
     stream: Stream
@@ -306,8 +304,7 @@ class DeviceSteps:
         return SamplingMetadata(step.sampling, self._rows.places(step), lists)
 
 
-@dataclass(frozen=True, slots=True)
-class _Computed:
+class _Computed(msgspec.Struct, frozen=True):
     """Results of a step on the device, behind its plain tokens.
 
     numbers, tokens: see `_Extra`; the tokens end with the rows' lists.
@@ -319,8 +316,7 @@ class _Computed:
     tokens: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
+class _Begun(msgspec.Struct, frozen=True):
     """A step on the host. compute: enqueues it as far as plain tokens; None: it samples none."""
 
     rows: NDArray[np.int64]
@@ -332,8 +328,7 @@ class _Begun:
         return PendingStep(self.rows, sampled, self.requested)
 
 
-@dataclass(frozen=True, slots=True)
-class _Extra:
+class _Extra(msgspec.Struct, frozen=True):
     """Inputs that only some steps have, staged behind the fields, which end aligned.
 
     numbers: what is asked for beside tokens. tokens: those of rows that begin, and then those

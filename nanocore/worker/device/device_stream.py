@@ -12,10 +12,11 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Final, Protocol, TypeVar
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
@@ -39,8 +40,7 @@ class Pending(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class StagingBuffer:
+class StagingBuffer(msgspec.Struct):
     """One of the ring. memory: on the host, uint8. reader: work that may read it.
 
     scratch: what its writer made of this memory, for it to find when the buffer comes round again;
@@ -49,7 +49,7 @@ class StagingBuffer:
 
     memory: Tensor
     reader: Pending | None = None
-    scratch: dict[Hashable, Any] = field(default_factory=dict)
+    scratch: dict[Hashable, Any] = msgspec.field(default_factory=dict)
 
 
 class Stream(ABC):
@@ -203,19 +203,19 @@ class CudaGraphCapture:
 
 
 def _borrowed(result: R) -> R:
-    """The same tensors, of a dataclass, without a claim to their memory.
+    """The same tensors, of a Struct, without a claim to their memory.
 
     It stays the graph's, but the next ones may use it too: what a replay leaves is read before the
     next one. Logits of every graph side by side would take gigabytes.
     """
-    if not is_dataclass(result) or isinstance(result, type):
+    if not isinstance(result, msgspec.Struct):
         return result
     return replace(
         result,
         **{
-            field.name: torch.as_tensor(_Span(tensor), device=tensor.device)
-            for field in fields(result)
-            if isinstance(tensor := getattr(result, field.name), Tensor)
+            name: torch.as_tensor(_Span(tensor), device=tensor.device)
+            for name in result.__struct_fields__
+            if isinstance(tensor := getattr(result, name), Tensor)
         },
     )
 

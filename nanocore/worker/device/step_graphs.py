@@ -13,9 +13,9 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -47,8 +47,7 @@ class GraphCapture(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class HostBounds:
+class HostBounds(msgspec.Struct, frozen=True):
     """Bounds of a step that kernels get from the host: see `AttentionMetadata`."""
 
     num_decodes: int
@@ -70,8 +69,7 @@ class HostBounds:
         return cls(num_seqs, starts, [max_model_len] * num_seqs)
 
 
-@dataclass(frozen=True, slots=True)
-class Graph(Generic[R]):
+class Graph(msgspec.Struct, Generic[R], frozen=True):
     """One of them. fields: its inputs, on the device. result: where a replay leaves it."""
 
     shape: StepShape

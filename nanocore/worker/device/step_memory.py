@@ -10,10 +10,10 @@ step can be begun before the host has seen them (mini-sglang's token table). Sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from functools import partial
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -26,8 +26,7 @@ from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.sampling.columns import COLUMNS, SampledRows
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(msgspec.Struct, frozen=True):
     """Numbers of tokens, sequences, sampling rows and appended blocks of a step.
 
     is_uniform: every sequence is a decode.
@@ -52,8 +51,7 @@ class StepShape:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StepFields:
+class StepFields(msgspec.Struct, frozen=True):
     """The inputs, as views of the memory.
 
     rows_T, rows_B: rows of the persistent batch. sample_index_R: which of the T tokens sample;
@@ -155,8 +153,7 @@ def num_bytes(shape: StepShape) -> int:
     return _aligned(_layout(shape)[-1][2])
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
+class _Field(msgspec.Struct, frozen=True):
     """dim: the suffix that says how many there are."""
 
     name: str
@@ -191,9 +188,9 @@ _ALIGNMENT: Final = 16
 _INT32: Final = frozenset(("seq_lens_B", "query_start_A", "num_decodes_1", "block_ids_W"))
 _FIELDS: Final = [
     *(
-        _Field(f.name, torch.int32 if f.name in _INT32 else torch.int64, f.name[-1])
-        for f in fields(StepFields)
-        if f.name != "sampling"
+        _Field(name, torch.int32 if name in _INT32 else torch.int64, name[-1])
+        for name in StepFields.__struct_fields__
+        if name != "sampling"
     ),
     *(_Field(column.name, column.dtype, "R") for column in COLUMNS),
 ]
@@ -203,8 +200,7 @@ _PADDING: Final = {"slots_T": -1} | {column.name: column.default for column in C
 """And 0 elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
+class NewTokens(msgspec.Struct, frozen=True):
     """Tokens and blocks that the host knows and the device does not, as one int32 column.
 
     rows: (row, tokens, blocks) of rows that begin, in the order of the column: for each its tokens

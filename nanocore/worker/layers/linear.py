@@ -8,8 +8,8 @@ range only; ranges are equal but for the last, so any vocabulary can be split.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
+import msgspec
+from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.interface import AttentionMetadata, Kernels, Rotary
@@ -20,8 +20,7 @@ from nanocore.worker.loading.weights import Entries, LoadedSlice, Projection, Te
 from nanocore.worker.placement import Placement
 
 
-@dataclass(frozen=True, slots=True)
-class StepContext:
+class StepContext(msgspec.Struct, frozen=True):
     """rotary: of all positions, by what `ModelConfig.rotation` says of a layer."""
 
     kernels: Kernels
@@ -29,8 +28,7 @@ class StepContext:
     rotary: dict[str, Rotary]
 
 
-@dataclass(frozen=True, slots=True)
-class RowShard:
+class RowShard(msgspec.Struct, frozen=True):
     """Rows of a projection that this rank keeps: `size` of `total`, from `start` on."""
 
     total: int

@@ -8,10 +8,11 @@ there and the backend has packed it: only a few weights are both at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from itertools import groupby
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.group_quantization import MAX_INT4, packed_bytes
@@ -32,8 +33,7 @@ from nanocore.worker.placement import Placement
 from nanocore.worker.rank_messages import Quantization
 
 
-@dataclass(frozen=True, slots=True)
-class MetaWeight:
+class MetaWeight(msgspec.Struct, frozen=True):
     """Stand-in for a quantized weight whose values are not known: its shape, form and size."""
 
     out_features: int
@@ -46,8 +46,7 @@ Pack = Callable[[list[CheckpointWeight | MetaWeight]], LinearWeight]
 """One of `WeightPacker`'s methods."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
+class _Run(msgspec.Struct, frozen=True):
     """Neighbouring rows of a weight. shape: theirs. buffers: by the names of slots.
 
     stored: how to read them; None for floats, which are in one buffer as they are.

@@ -12,11 +12,11 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import torch
+from msgspec.structs import replace
 
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.config.model_config import ModelConfig

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -30,8 +29,7 @@ _HEADER_START = 8  # bytes: the header's length, little-endian
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointTensor:
+class CheckpointTensor(msgspec.Struct, frozen=True):
     """One entry of a file's header. dtype: as safetensors spells it; offset: bytes in the file."""
 
     path: Path

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, TypeVar
 
+import msgspec
 import torch
 import xxhash
 from safetensors import safe_open
@@ -57,8 +57,7 @@ _KEEPING_THE_BASE: Final = ("gaussian", "eva", "orthogonal")
 _EVERYTHING: Final = "all-linear"
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterConfig:
+class AdapterConfig(msgspec.Struct, frozen=True):
     """The settings of an adapter.
 
     target_modules, exclude_modules: ends of modules' names, or a pattern of whole names; None: all
@@ -204,8 +203,7 @@ _BASE: Final = ".base_layer.weight"
 _EXPERTS: Final = (".experts.", ".mlp.experts")
 
 
-@dataclass(frozen=True, slots=True)
-class LowRank:
+class LowRank(msgspec.Struct, frozen=True):
     """Product that is added to a weight [O, I]: scale * B A.
 
     where: the file and the module, as messages name them. base: the weight itself, as PEFT saves
@@ -240,8 +238,7 @@ class LowRank:
         weight.addmm_(b, a, alpha=self.scale)
 
 
-@dataclass(frozen=True, slots=True)
-class Adapter:
+class Adapter(msgspec.Struct, frozen=True):
     """One adapter. modules: by projections' names. digest: of both its files."""
 
     folder: Path

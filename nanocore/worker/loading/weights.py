@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.grouped_weight import CheckpointWeight
@@ -68,8 +69,7 @@ def _memory(outline: Tensor, device: torch.device) -> Tensor:
     return words.view(outline.dtype).view(outline.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedSlice:
+class LoadedSlice(msgspec.Struct, frozen=True):
     """A slice of a checkpoint's tensor, and what it fills: a view of a parameter.
 
     buffer: if there is one, target is a view of its outline, and has no memory itself.
@@ -87,8 +87,7 @@ class LoadedSlice:
         return self.target if self.buffer is None else self.buffer.view(self.target)
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(msgspec.Struct, frozen=True):
     """One tensor of a checkpoint.
 
     shape: of the whole tensor. parts: what this rank keeps of it; empty if nothing.
@@ -98,7 +97,7 @@ class TensorEntry:
     """
 
     shape: tuple[int, ...]
-    parts: list[LoadedSlice] = field(default_factory=list)
+    parts: list[LoadedSlice] = msgspec.field(default_factory=list)
     offset: float = 0.0
     dtype: torch.dtype | None = None
     num_params: int | None = None
@@ -182,8 +181,7 @@ class PendingOwners:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Projection:
+class Projection(msgspec.Struct, frozen=True):
     """Slice that a rank keeps of a projection of the checkpoint.
 
     name: "model.layers.0.self_attn.q_proj"; floats are in `{name}.weight`. shape: of the whole
@@ -209,8 +207,7 @@ class Projection:
         return self.columns.stop - self.columns.start
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(msgspec.Struct, frozen=True):
     """A tensor of the checkpoint, of which a rank keeps a slice as it is stored.
 
     shape: of the whole tensor. dtype: the one that it must have. index: what is kept.
@@ -223,8 +220,7 @@ class Slot:
     is_exact: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class CheckpointProjection:
+class CheckpointProjection(msgspec.Struct, frozen=True):
     """One projection's slice in a checkpoint.
 
     slots: by the tensor's name after the projection's and a dot ("qweight", "scales", ...).

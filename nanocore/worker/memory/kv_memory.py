@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,16 +32,14 @@ _CROWDING_BYTES: Final = 16 << 10
 _MAX_STAGGER_SHARE: Final = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class KVSpec:
+class KVSpec(msgspec.Struct, frozen=True):
     """Shape of a token's K and V in a layer: heads of this rank, values of each."""
 
     num_kv_heads: int
     head_dim: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(msgspec.Struct, frozen=True):
     """Part of a block: [S, K, D] values of a layer's K or V, or their [S, K] scales."""
 
     start_byte: int

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from difflib import SequenceMatcher
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from msgspec.structs import replace
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.config_json import parse_model_config

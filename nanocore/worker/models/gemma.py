@@ -5,9 +5,9 @@ Norm weights are stored less one. Of models that also see images the text part i
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.interface import KVCache

@@ -6,9 +6,9 @@ or without.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar, Final
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.interface import KVCache

@@ -7,8 +7,9 @@ is divided by its square.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from nanocore.worker.config.family import Family, no_window
 from nanocore.worker.config.json_settings import Range, Settings

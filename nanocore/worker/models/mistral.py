@@ -6,8 +6,9 @@ Ministral (2024), Ministral 3 (2025), and the text part of Mistral Small 3.1 and
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from nanocore.worker.config.family import Family, window_everywhere
 from nanocore.worker.config.json_settings import Range, Settings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from nanocore.worker.config.family import Family, no_window
 from nanocore.worker.config.json_settings import Settings

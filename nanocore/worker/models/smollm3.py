@@ -5,7 +5,7 @@ A window, where one is asked for, is that of the layers without rotation.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from nanocore.worker.config.family import Family
 from nanocore.worker.config.json_settings import Settings

@@ -10,10 +10,10 @@ the step before. A parameter that changes logits is a line in `COLUMNS` or a lis
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -35,8 +35,7 @@ from nanocore.worker.plan import NewRow
 Ints = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class RowLists:
+class RowLists(msgspec.Struct, frozen=True):
     """One row's. biases: the bits of float32. bad: tokens of sequences of these lengths."""
 
     allowed: Ints
@@ -72,8 +71,7 @@ def _ints(values: Sequence[int]) -> Ints:
 NO_LISTS: Final = RowLists(*[_ints(())] * 6)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedLists:
+class PackedLists(msgspec.Struct, frozen=True):
     """Lists of some rows. column: int32; sizes: of its parts, see `TokenLists.of`."""
 
     column: Ints
@@ -83,7 +81,7 @@ class PackedLists:
     def of(cls, rows: Sequence[RowLists]) -> PackedLists:
         """Pack the lists of these rows, of which there is one at least, in their order."""
         allowed, biased, biases, stops, bad_lengths, bad = (
-            [getattr(row, name) for row in rows] for name in RowLists.__slots__
+            [getattr(row, name) for row in rows] for name in RowLists.__struct_fields__
         )
         parts = [
             _starts(allowed), *allowed,
@@ -138,8 +136,7 @@ def _min_tokens(new: NewRow, vocab_size: int) -> int:
     return new.sampling.min_tokens if new.stop_token_ids else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(msgspec.Struct, frozen=True):
     """A number that each row keeps for as long as its request runs.
 
     name: the sampling parameter's, if it comes from one. default: of rows that do not ask for it,
@@ -273,8 +270,7 @@ class RowColumns:
         return SampledRows(columns, np.concatenate((edited, processed[~is_edited])), packed)
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingMetadata:
+class SamplingMetadata(msgspec.Struct, frozen=True):
     """Sampling parameters of R rows; tensors are where the logits are.
 
     columns: by name. places: where the sampled tokens go; what is before them in the rows is known.

@@ -6,9 +6,9 @@ suffixes: see `nanocore.kernels.logit_edits`; further, K rows that are sampled a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,8 +21,7 @@ _ALIGNMENT: Final = 16
 """In bytes, of each part of staged memory: see `device.step_memory`."""
 
 
-@dataclass(frozen=True, slots=True)
-class MaskedRows:
+class MaskedRows(msgspec.Struct, frozen=True):
     """Masks of some of the R rows that a step samples, on the host.
 
     words_MW: int32, read only. index_R: int32, -1 of rows without a mask. plain_K: int64, which of

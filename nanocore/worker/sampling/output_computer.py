@@ -9,9 +9,9 @@ rest. Shape suffixes: see `requested_outputs`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,11 +24,10 @@ from nanocore.worker.sampling.requested_outputs import LogprobRequests, Requeste
 from nanocore.worker.sampling.sampler import TokenSampler
 
 _SAMPLED, _PROMPT, _POOLED = "logprobs", "prompt_logprobs", "pooled"
-_FIELDS: Final = tuple(field.name for field in fields(LogprobTensors))
+_FIELDS: Final = LogprobTensors.__struct_fields__
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """Result of a step: logits, and each row's token, int64.
 
     hidden_NE: hidden states of the tokens that `RequestedOutputs.hidden_index` names.
@@ -39,8 +38,7 @@ class Sampled:
     hidden_NE: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OutputComputer:
+class OutputComputer(msgspec.Struct, frozen=True):
     """Computes them. logits: of hidden states [R, E], this rank's part of the vocabulary.
 
     logits_divisor: by which the last norm divides hidden states, see `DecoderModel.pack`.
@@ -108,8 +106,7 @@ class OutputComputer:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedColumns:
+class RequestedColumns(msgspec.Struct, frozen=True):
     """The fields of `ModelRunnerOutput` that have them."""
 
     logprobs: RowLogprobs | None = None

@@ -8,9 +8,9 @@ see `nanocore.kernels.interface`; further, N tokens of K rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -26,8 +26,7 @@ _LIMIT: Final = 2.0**23
 """No norm gives such numbers: from here on they count as not finite."""
 
 
-@dataclass(slots=True)
-class PooledRow:
+class PooledRow(msgspec.Struct):
     """A row's tokens from position start to stop, and the sum over those whose steps are done."""
 
     row: int
@@ -43,8 +42,7 @@ class PooledRow:
         return np.where(self.sums[-1] == 0, mean, np.nan).astype("<f4")
 
 
-@dataclass(frozen=True, slots=True)
-class StepPooling:
+class StepPooling(msgspec.Struct, frozen=True):
     """Contribution of a step to the sums of rows.
 
     columns: int64 [2, N], which of the step's T tokens, and which of the K rows it belongs to.

@@ -9,9 +9,9 @@ further, N entries, each of a token.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -21,8 +21,7 @@ from nanocore.worker.plan import NewRow
 from nanocore.worker.sampling.pooling import PoolingRows, StepPooling
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedOutputs:
+class RequestedOutputs(msgspec.Struct, frozen=True):
     """Nothing where it is None.
 
     sampled: of tokens that the step samples; one column, which of the R rows. prompt: of tokens of
@@ -104,8 +103,7 @@ _FEW: Final = 63
 """Up to this many tokens a request's size makes no difference."""
 
 
-@dataclass(frozen=True, slots=True)
-class LogprobGroup:
+class LogprobGroup(msgspec.Struct, frozen=True):
     """Entries from start to stop, in the order in which they are computed, with num_top tokens."""
 
     start: int
@@ -144,8 +142,7 @@ class LogprobRequests:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class _Prompt:
+class _Prompt(msgspec.Struct, frozen=True):
     """A prompt with requested log probabilities. start, stop: positions whose logits are needed."""
 
     num_top: int

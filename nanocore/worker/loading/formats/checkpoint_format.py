@@ -17,11 +17,6 @@ import xxhash
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.loading.checkpoint import CheckpointTensor, all_tensors
-from nanocore.worker.loading.formats.awq import AwqFormat
-from nanocore.worker.loading.formats.compressed_tensors import CompressedTensorsFormat
-from nanocore.worker.loading.formats.fp8 import Fp8Format
-from nanocore.worker.loading.formats.gptq import GptqFormat
-from nanocore.worker.loading.formats.quantization_config import CheckpointTensors
 from nanocore.worker.loading.weights import TensorNames, WeightFormat
 
 logger = logging.getLogger(__name__)
@@ -32,12 +27,6 @@ SERVED: Final = (
     "float-quantized) and fp8"
 )
 _NAMES: Final = ("quantization_config", "compression_config")
-_READ: Final[Mapping[str, Callable[[Settings, CheckpointTensors], WeightFormat]]] = {
-    "awq": AwqFormat.read,
-    "gptq": GptqFormat.read,
-    "compressed-tensors": CompressedTensorsFormat.read,
-    "fp8": Fp8Format.read,
-}
 
 
 def folder_format(folder: Path, names: TensorNames, *, log: bool = False) -> WeightFormat | None:
@@ -103,11 +92,24 @@ def read_weight_format(settings: Settings, stored: Mapping[str, CheckpointTensor
     Raises:
         ModelFileError: it is quantized in a way that is not served.
     """
+    # Imported here: a checkpoint of floats, or a GGUF file, needs none of them.
+    from nanocore.worker.loading.formats.awq import AwqFormat
+    from nanocore.worker.loading.formats.compressed_tensors import CompressedTensorsFormat
+    from nanocore.worker.loading.formats.fp8 import Fp8Format
+    from nanocore.worker.loading.formats.gptq import GptqFormat
+    from nanocore.worker.loading.formats.quantization_config import CheckpointTensors
+
+    readers: dict[str, Callable[[Settings, CheckpointTensors], WeightFormat]] = {
+        "awq": AwqFormat.read,
+        "gptq": GptqFormat.read,
+        "compressed-tensors": CompressedTensorsFormat.read,
+        "fp8": Fp8Format.read,
+    }
     method = settings.get("quant_method", str, "")
-    if method not in _READ:
+    if method not in readers:
         raise _with_remedy(settings.error("quant_method", "is not served"))
     try:
-        return _READ[method](settings, CheckpointTensors(stored))
+        return readers[method](settings, CheckpointTensors(stored))
     except ModelFileError as error:
         raise _with_remedy(error) from None
 

@@ -9,11 +9,12 @@ w = scale * (q - zero).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.grouped_weight import GroupedWeight

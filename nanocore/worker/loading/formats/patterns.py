@@ -10,8 +10,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-import regex
-
 from nanocore.protocol.errors import ModelFileError, shorten
 
 MAX_CHARS: Final = 4096
@@ -39,6 +37,8 @@ class Pattern:
             raise self._error(
                 f"has more than {_MAX_REPETITIONS} repetitions, more than any model needs"
             )
+        import regex  # large, and most checkpoints have no patterns
+
         try:
             self._compiled: Any = regex.compile(text)
         except Exception as error:  # besides regex.error some of Python's own

@@ -9,12 +9,11 @@ stretching as tensors: a factor for each pair of values.
 from __future__ import annotations
 
 import math
+import struct
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
-
-import numpy as np
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.json_settings import Settings
@@ -175,8 +174,7 @@ def _factors(headers: list[Header], name: str) -> list[float]:
         raise ModelFileError(f"{info.path}: {error.strerror or error}") from None
     if len(content) < info.num_bytes:
         raise ModelFileError(f"{info.path} became shorter while it was read")
-    factors: list[float] = np.frombuffer(content, "<f4").tolist()
-    return factors
+    return [factor for (factor,) in struct.iter_unpack("<f", content)]
 
 
 _SAMPLING: Final = {

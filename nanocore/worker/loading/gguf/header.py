@@ -15,8 +15,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-import numpy as np
-
 from nanocore.protocol.errors import ModelFileError, shorten
 
 
@@ -275,6 +273,8 @@ def _value(data: HeaderBytes, key: str, keep: bool) -> Any:
         return data.strings(count, key, keep)
     if item not in _NUMBERS:
         raise data.error(f"{key} is an array of type {item}, which is not served")
+    import numpy as np  # large, and commands only find out that a file is GGUF
+
     layout = np.dtype(_NUMBERS[item])
     data.count_items(count, layout.itemsize, key)
     content = data.take(count * layout.itemsize, key)
@@ -285,8 +285,12 @@ def _number(data: HeaderBytes, key: str, kind: int) -> int | float | bool:
     if kind not in _LAYOUTS:
         raise data.error(f"{key} has type {kind}, which is unknown")
     value = data.number(_LAYOUTS[kind], key)
+    if kind != _FLOAT:
+        return value
+    import numpy as np  # see `_value`
+
     # The decimal number that was meant: 1e-6, and not what is nearest to it in float32.
-    return float(str(np.float32(value))) if kind == _FLOAT else value
+    return float(str(np.float32(value)))
 
 
 def _tensor(data: HeaderBytes) -> tuple[str, TensorType, tuple[int, ...], int]:
