@@ -158,7 +158,8 @@ class BaseClient:
             endpoints = self._endpoints
             if self._new_supervisor is not None:
                 self._supervisor = self._new_supervisor()
-                self.tokenizer_preload = self._supervisor.tokenizer_preload
+                self.tokenizer_preload = TokenizerPreload()
+                self._supervisor.on_files(self.tokenizer_preload.begin)
                 await self._supervisor.start(self._timeout_s)
                 endpoints = [self._supervisor.endpoint]
             manager = SessionManager(

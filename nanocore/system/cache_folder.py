@@ -17,10 +17,9 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from nanocore.protocol.errors import ConfigError
 from nanocore.system.private_directory import make_private
@@ -40,8 +39,7 @@ def cache_root() -> Path:
     return Path(home) / "nanocore"
 
 
-@dataclass(frozen=True, slots=True)
-class CacheEntry:
+class CacheEntry(NamedTuple):
     """A file in the cache folder. used_s: time of its last use, in seconds of the epoch."""
 
     path: Path

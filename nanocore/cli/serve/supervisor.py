@@ -111,7 +111,7 @@ class Supervisor:
         if options.http_workers == 1:
             self._front = service = service_class(options.app, options.server)
             if self._engine is not None:
-                service.tokenizer_preload = self._engine.tokenizer_preload
+                self._engine.on_files(service.preload_tokenizer)
             await service.start(self._sockets[0])
             return service
         self._front = pool = pool_class(

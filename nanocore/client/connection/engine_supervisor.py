@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from nanocore.client.connection.engine_process import EngineProcess, LaunchDirectory
-from nanocore.client.connection.tokenizer_loader import TokenizerPreload
 from nanocore.protocol.errors import (
     AddressInUseError,
     CacheMemoryError,
@@ -23,6 +22,7 @@ from nanocore.protocol.errors import (
     EngineStartError,
     NanocoreError,
     StartError,
+    StartFile,
     counted,
 )
 
@@ -51,9 +51,8 @@ class EngineSupervisor:
             first one serves. output_fd: for engines' stdout and stderr; None inherits ours.
 
     Attributes:
-        tokenizer_preload: makes the tokenizer while the first engine loads its model. ended: why
-            there will be no engine any more; None until then. is_restarting: between an engine's
-            death and the next one's readiness, or the end. num_restarts: in total.
+        ended: why there will be no engine any more; None until then. is_restarting: between an
+            engine's death and the next one's readiness, or the end. num_restarts: in total.
             last_death_s, last_ready_s: when the last death was noticed and an engine last became
             ready, by time.monotonic(); 0 before.
     """
@@ -65,12 +64,13 @@ class EngineSupervisor:
         standby: bool = False,
         output_fd: int | None = None,
     ) -> None:
-        self.tokenizer_preload = TokenizerPreload()
         self.ended: NanocoreError | None = None
         self.is_restarting = False
         self.num_restarts = 0
         self.last_death_s = 0.0
         self.last_ready_s = 0.0
+        self._files: list[StartFile] = []
+        self._on_files: list[Callable[[Sequence[StartFile]], None]] = []
         self._on_death: list[Callable[[int], None]] = []
         self._on_ready: list[Callable[[], None]] = []
         self._on_ended: list[Callable[[NanocoreError], None]] = []
@@ -85,6 +85,14 @@ class EngineSupervisor:
         self._processes: list[EngineProcess] = []  # all that may still exist
         self._successor: asyncio.Task[EngineProcess] | None = None
         self._keeping: asyncio.Task[None] | None = None
+
+    def on_files(self, callback: Callable[[Sequence[StartFile]], None]) -> None:
+        """Register a callback for the files that the first engine will offer, long before it
+        serves; see `StartReport`.
+        """
+        self._on_files.append(callback)
+        if self._files:
+            callback(self._files)
 
     def on_death(self, callback: Callable[[int], None]) -> None:
         """Register a callback for deaths of engines; gets the exit code, negative for a signal."""
@@ -112,7 +120,7 @@ class EngineSupervisor:
                 raise EngineStartError(f"no engine process could be started: {error}") from None
             active = self._launch()
             self._active = active
-            await active.wait_ready(timeout_s, self.tokenizer_preload.begin)
+            await active.wait_ready(timeout_s, self._hear_of_files)
         except BaseException:
             await self.stop()
             raise
@@ -165,6 +173,11 @@ class EngineSupervisor:
                 engine.kill()
             if self._directory is not None:
                 self._directory.remove()
+
+    def _hear_of_files(self, files: list[StartFile]) -> None:
+        self._files = files
+        for callback in self._on_files:
+            callback(files)
 
     @property
     def _started(self) -> EngineProcess:

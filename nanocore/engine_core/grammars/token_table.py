@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from codecs import BOM_UTF8
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -27,8 +26,7 @@ _NAMES: Final = ("LLMatcher", "LLParserLimits", "LLTokenizer")
 """Names of llguidance that are used."""
 
 
-@dataclass(frozen=True, slots=True)
-class VocabularySource:
+class VocabularySource(msgspec.Struct, frozen=True):
     """What a vocabulary is loaded from.
 
     tokenizer: content of tokenizer.json as the engine serves it, or None. name: of it, for errors.

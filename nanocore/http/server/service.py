@@ -17,7 +17,7 @@ from nanocore.http.app import App
 from nanocore.http.http_errors import RETRY_LATER_S, unavailable
 from nanocore.http.server.http_server import HttpServer
 from nanocore.http.server_settings import AppSettings, EngineAddress, ServerSettings
-from nanocore.protocol.errors import NanocoreError
+from nanocore.protocol.errors import NanocoreError, StartFile
 from nanocore.protocol.messages import ModelCard
 
 FLUSH_TIMEOUT_S: Final = 1.0
@@ -50,8 +50,7 @@ class HttpService:
         self._app = App(app_settings)
         self._server = HttpServer(self._app, server_settings)
         self._client: AsyncEngineClient | None = None
-        self.tokenizer_preload: TokenizerPreload | None = None
-        """Preload for an engine that starts."""
+        self._tokenizer_preload: TokenizerPreload | None = None
 
     async def start(self, sockets: Sequence[socket.socket]) -> None:
         """Accept connections; the sockets are closed by this service."""
@@ -62,6 +61,11 @@ class HttpService:
             state.spans = otlp_spans(state.settings.otlp_traces_endpoint)
         await self._server.start(sockets)
 
+    def preload_tokenizer(self, files: Sequence[StartFile]) -> None:
+        """Make the tokenizer of an engine that starts; see `TokenizerPreload`."""
+        self._tokenizer_preload = TokenizerPreload()
+        self._tokenizer_preload.begin(files)
+
     async def connect(self, engine: EngineAddress, timeout_s: float) -> ModelCard:
         """Connect to the engine, make its tokenizer, and return its model card.
 
@@ -69,7 +73,7 @@ class HttpService:
             NanocoreError: see `AsyncEngineClient.connect`.
         """
         client = engine_client(engine, timeout_s)
-        client.tokenizer_preload = self.tokenizer_preload
+        client.tokenizer_preload = self._tokenizer_preload
         await client.__aenter__()
         self._client = client
         with suppress(NanocoreError):  # a request that needs it hears why
