@@ -4,8 +4,8 @@
     models.floats, models.quantized("q4_k_m")
 
 A published file that is quantized already has its weights on few levels, which a four-bit format
-may meet again without any error. `move_off_levels` scales inner channels and folds norms into the
-weights behind them: the same function, by other weights, whose groups are as uneven as before.
+may meet again without any error. `move_off_levels` scales inner channels: the same function, by
+other weights, whose groups are about as uneven as before.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ from nanocore.worker.loading.gguf.header import read_header
 Tensors = dict[str, NDArray[np.float32]]
 _SPREAD: Final = 0.4
 """Channels are multiplied by 2 ** x, with x even between minus and plus this."""
+_READERS: Final = {
+    "attn_norm": ("attn_q", "attn_k", "attn_v"),
+    "ffn_norm": ("ffn_gate", "ffn_up"),
+}
+"""What multiplies a norm's output, by names of a layer's tensors."""
 _CARRIED: Final = frozenset(("GGUF.version", "GGUF.tensor_count", "GGUF.kv_count"))
 """Fields that a reader makes up; the architecture's name is written by the writer."""
 
@@ -118,19 +123,18 @@ def write_floats(checkpoint: Path, out: Path, *, moved: bool) -> None:
 def move_off_levels(tensors: Tensors, num_heads: int) -> None:
     """Change weights such that the model computes what it did; for the names of Llama's tensors.
 
-    Norms before projections become ones. Rows of `ffn_up` and of `attn_v` are multiplied by random
+    Rows of `ffn_up` and `attn_v`, and the norms before projections, are multiplied by random
     factors, and the columns that read them are divided by these. num_heads: of queries.
     """
     generator = np.random.default_rng(0)
     layer = 0
     while f"blk.{layer}.attn_norm.weight" in tensors:
         prefix = f"blk.{layer}."
-        for norm, readers in (("attn_norm", "qkv"), ("ffn_norm", ("gate", "up"))):
-            factors_I = tensors[f"{prefix}{norm}.weight"]
+        for norm, readers in _READERS.items():
+            factors_I = _factors(generator, len(tensors[f"{prefix}{norm}.weight"]))
+            tensors[f"{prefix}{norm}.weight"] *= factors_I
             for reader in readers:
-                kind = "attn" if norm == "attn_norm" else "ffn"
-                tensors[f"{prefix}{kind}_{reader}.weight"] *= factors_I
-            tensors[f"{prefix}{norm}.weight"] = np.ones_like(factors_I)
+                tensors[f"{prefix}{reader}.weight"] /= factors_I
         values_OI = tensors[f"{prefix}attn_v.weight"]
         head_dim = tensors[f"{prefix}attn_q.weight"].shape[0] // num_heads
         factors_KD = _factors(generator, len(values_OI)).reshape(-1, head_dim)
