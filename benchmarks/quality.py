@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--moved", action="store_true", help="move weights off their levels")
     parser.add_argument("--only", nargs="*", help="rows of ours")
     parser.add_argument("--peers", nargs="*", default=PEERS, help="llama.cpp's types")
-    parser.add_argument("--chunks", type=int, default=12)
+    parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--cache", type=Path, default=_CACHE, help="folder of the models it makes")
     parser.add_argument("--out", type=Path)

@@ -12,7 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanocore.kernels.group_quantization import LARGEST
+from nanocore.kernels.group_quantization import (
+    LARGEST,
+    quantize_eight_bits,
+    quantize_groups,
+)
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, join_adjacent
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
@@ -303,3 +307,14 @@ def test_a_number_that_no_float16_scale_has_room_for_is_refused(
     weight_OI[3, 5] *= 1.1
     with pytest.raises(ModelFileError, match=f"--quantization {quantization} takes up to 6.5504e"):
         packer.linear([weight_OI])
+
+
+@pytest.mark.parametrize("cuts", [[160], [96, 64], [96, 32, 32], [80, 80], [130, 30]])
+def test_keys_and_values_have_eight_bits_where_queries_have_four(cuts: list[int]) -> None:
+    weight_OI = torch.randn(160, 64, generator=torch.Generator().manual_seed(0))
+    packer = WeightPacker(make_kernels("torch"), torch.float32, "int4")
+    packed = packer.attention(64, list(weight_OI.split(cuts)))
+    rows_OI = TorchKernels().linear(torch.eye(64), packed).t()
+    assert torch.equal(rows_OI[:96], quantize_groups(weight_OI[:96]).dequantize())
+    assert torch.equal(rows_OI[96:], quantize_eight_bits(weight_OI[96:]).dequantize())
+    assert (packer.num_params, packed.out_features) == (160 * 64, 160)

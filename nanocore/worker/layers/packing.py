@@ -7,6 +7,7 @@ there and the backend has packed it: only a few weights are both at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -207,14 +208,20 @@ class WeightPacker:
         These have eight bits where others have four: they are a small part of a model, and of
         what four bits change more than a third is in them (docs/models.md).
         """
-        if self._quantization != "int4" or not isinstance(weights[-1], Tensor):
+        if self._quantization != "int4":
             return self.linear(weights)
-        last_OI = weights[-1]
-        kept: list[CheckpointWeight | MetaWeight] = [last_OI[-num_kept:]]
-        weights[-1:] = [last_OI[:-num_kept]] if len(last_OI) > num_kept else []
-        del last_OI
+        kept: list[CheckpointWeight | MetaWeight] = []
+        while num_kept and weights and isinstance(weights[-1], Tensor):
+            last_OI = weights.pop()
+            assert isinstance(last_OI, Tensor)
+            size = min(num_kept, len(last_OI))
+            kept.insert(0, last_OI[-size:])
+            if len(last_OI) > size:
+                weights.append(last_OI[:-size])
+            num_kept -= size
         segments = [self._pack(weights, "int4")] if weights else []
-        return in_segments([*segments, self._pack(kept, "int8")])
+        segments += [self._pack(kept, "int8")] if kept else []
+        return in_segments(segments)
 
     def head(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
         """Pack the head: fp8 and four bits are for the layers between."""
@@ -283,7 +290,7 @@ class WeightPacker:
             return self._pack_outline(outline)
         if quantization in ("int4", "int8") and weight.numel() and not weight.is_meta:
             largest = max(abs(end.item()) for end in weight.aminmax())
-            if largest > LARGEST:
+            if LARGEST < largest < math.inf:
                 raise ModelFileError(
                     f"a weight of shape {list(weight.shape)} has the number {largest:g}: "
                     f"--quantization {quantization} takes up to {LARGEST:g}, because its scales "
