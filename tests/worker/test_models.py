@@ -220,7 +220,7 @@ def test_int4_weights_are_the_rounded_ones_and_eight_bits_of_activations_change_
     assert 0 < rms(said("cpu", keeps_activations=False) - rounded_RV) < 0.5 * rounding
 
 
-def test_with_int4_weights_both_ends_and_keys_and_values_are_int8_and_routers_as_they_are(
+def test_with_int4_weights_ends_keys_and_values_are_int8_and_routers_as_they_are(
     family: Families,
 ) -> None:
     model = build_model(
