@@ -156,8 +156,9 @@ class EngineParameters:
     quantization: Quantization | None = parameter(
         None,
         _DEVICE,
-        "quantize float weights as they are loaded; fp8 also quantizes activations and needs CUDA "
-        "(compute capability 8.9 or above)",
+        "quantize float weights as they are loaded: int8 as close to them as GGUF's Q8_0, int4 in "
+        "half the memory and further from them (docs/models.md has figures); fp8 also quantizes "
+        "activations and needs CUDA (compute capability 8.9 or above)",
     )
 
     activation_quantization: ActivationQuantization = parameter(

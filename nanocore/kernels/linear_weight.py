@@ -1,9 +1,9 @@
 """The weights of linear layers as backends keep them, and their quantization to int8 or fp8.
 
-Both have a scale for each output feature, and a product is scaled once it is summed up. int8 is
-symmetric, and here weight-only, so the layer's result is exactly that of the rounded weights
-(LLM.int8: Dettmers et al. 2022, has the same scales); the native kernels round activations, too.
-fp8 is E4M3, and activations are too, with a scale for each token.
+int8 has a scale for each 32 inputs of an output feature (on CUDA for all inputs: LLM.int8, Dettmers
+et al. 2022), and is here weight-only, so the layer's result is exactly that of the rounded weights;
+the native kernels round activations, too. fp8 is E4M3 with a scale for each output feature, and
+activations are, too, with one for each token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nanocore.kernels.group_quantization import quantize_groups
+from nanocore.kernels.group_quantization import (
+    GROUP_SIZE,
+    quantize_eight_bits,
+    quantize_groups,
+)
 from nanocore.kernels.grouped_weight import CheckpointWeight
 
 FP8: Final = torch.float8_e4m3fn
@@ -30,7 +34,8 @@ class LinearWeight:
     """A weight [out_features, in_features] as one backend keeps it; see `Kernels.pack_linear`.
 
     data: the backend's own. dtype: of the values in it. scale_O: float32, what quantized values are
-    to be multiplied by, one number for each output feature (perhaps padded); None for others.
+    to be multiplied by, one number for each output feature (perhaps padded); None for others. Of
+    int8 by torch it is float16 [O, G], of groups.
     segments: weights that are too unlike to be one; their outputs, in this order, are this one's,
     which has no data then.
     """
@@ -54,6 +59,7 @@ class LinearWeight:
 
 
 def in_segments(weights: Sequence[LinearWeight]) -> LinearWeight:
+    weights = [segment for weight in weights for segment in weight.segments or (weight,)]
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -99,7 +105,9 @@ def pack_rows(
         weight_OI = weight.dequantize().to(dtype or torch.float32)
     data, scale_O = weight_OI, None
     if quantization == "int8":
-        data, scale_O = quantize_weight(weight_OI)
+        groups = quantize_eight_bits(weight_OI)
+        data = (groups.values_OI.to(torch.int16) - 128).to(torch.int8)
+        scale_O = groups.scale_OG
     elif quantization == "int4":
         data = quantize_groups(weight_OI).dequantize().to(weight_OI.dtype)
     elif quantization == "fp8" and can_multiply_float8(weight_OI):
@@ -111,6 +119,14 @@ def pack_rows(
 def can_multiply_float8(weight_OI: Tensor) -> bool:
     """Whether there are products of E4M3 with a weight of these sizes."""
     return not any(size % _FP8_MULTIPLE for size in weight_OI.shape)
+
+
+def widen(values_RI: Tensor, scale_RG: Tensor) -> Tensor:
+    """float32 [R, I]: rows of an int8 weight. scale_RG: of groups, or [R], of whole rows."""
+    if scale_RG.dim() == 1:
+        return values_RI.float() * scale_RG[:, None]
+    scale_RI = scale_RG.float().repeat_interleave(GROUP_SIZE, 1)[:, : values_RI.shape[1]]
+    return values_RI.float() * scale_RI
 
 
 def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ from nanocore.kernels.linear_weight import (
     pack_rows,
     quantize_rows,
     stack,
+    widen,
 )
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.rank_group import RankGroup
@@ -71,9 +72,9 @@ class TorchKernels:
         if weight.dtype == FP8:
             values_TI, scale_T = quantize_rows(x_TI)
             y_TO = F.linear(values_TI.float(), weight.data.float()) * scale_T[:, None]
+            y_TO = y_TO * weight.scale_O
         else:
-            y_TO = F.linear(x_TI.float(), weight.data.float())
-        y_TO = y_TO * weight.scale_O
+            y_TO = F.linear(x_TI.float(), widen(weight.data, weight.scale_O))
         return (y_TO if bias_O is None else y_TO + bias_O.float()).to(x_TI.dtype)
 
     def _linear_in_segments(
@@ -105,7 +106,7 @@ class TorchKernels:
         local_T = local_T.masked_fill(is_elsewhere_T, 0)
         x_TE = F.embedding(local_T, weight.data)
         if weight.scale_O is not None:
-            x_TE = x_TE * weight.scale_O[local_T, None]
+            x_TE = widen(x_TE, weight.scale_O[local_T])
         x_TE = x_TE.to(embedding.dtype)
         return (x_TE if factor == 1.0 else x_TE * factor).masked_fill_(is_elsewhere_T[:, None], 0)
 

@@ -64,7 +64,7 @@ def assert_close(actual: Tensor, expected: Tensor, rtol: float, atol: Tensor | f
 
 
 def eight_bits(x: Tensor, quantization: Quantization | None) -> Tensor:
-    return quantized_rows(x, 128).float() if quantization == "int8" else x.float()
+    return quantized_rows(x, 32).float() if quantization == "int8" else x.float()
 
 
 @FEW

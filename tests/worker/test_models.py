@@ -220,7 +220,9 @@ def test_int4_weights_are_the_rounded_ones_and_eight_bits_of_activations_change_
     assert 0 < rms(said("cpu", keeps_activations=False) - rounded_RV) < 0.5 * rounding
 
 
-def test_with_int4_weights_both_ends_are_int8_and_routers_as_they_are(family: Families) -> None:
+def test_with_int4_weights_ends_keys_and_values_are_int8_and_routers_as_they_are(
+    family: Families,
+) -> None:
     model = build_model(
         load_model_config(family("qwen3_moe").folder), Placement(torch.float32, CPU)
     )
@@ -245,7 +247,11 @@ def test_with_int4_weights_both_ends_are_int8_and_routers_as_they_are(family: Fa
     router = moe.num_experts, config.hidden_size
     routers = [kind for kind, shape in asked if shape == router]
     assert routers == [None] * len(moe.sparse_layers)
-    assert {kind for kind, shape in asked if shape not in (end, router)} == {"int4", None}
+    keys_and_values = 2 * config.num_kv_heads * config.head_dim, config.hidden_size
+    kinds = [kind for kind, shape in asked if shape == keys_and_values]
+    assert kinds == ["int8"] * config.num_layers
+    others = {kind for kind, shape in asked if shape not in (end, router, keys_and_values)}
+    assert others == {"int4", None}
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gemma3", "phi3"])

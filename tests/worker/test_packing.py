@@ -12,7 +12,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanocore.kernels.group_quantization import MAX_INT4
+from nanocore.kernels.group_quantization import (
+    LARGEST,
+    quantize_eight_bits,
+    quantize_groups,
+)
 from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, join_adjacent
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
@@ -33,6 +37,7 @@ from nanocore.worker.loading.weights import Buffer
 from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
+from nanocore.worker.rank_messages import Quantization
 from tests.model_families import BUILDERS
 from tests.worker.configs import make_worker_config
 from tests.worker.filling import fill
@@ -288,14 +293,28 @@ def test_a_check_reckons_with_the_bytes_that_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-def test_a_number_that_no_scale_of_four_bits_has_room_for_is_refused(backend: str) -> None:
-    packer = WeightPacker(make_kernels(backend), torch.float32, "int4")
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_a_number_that_no_float16_scale_has_room_for_is_refused(
+    quantization: Quantization, backend: str
+) -> None:
+    packer = WeightPacker(make_kernels(backend), torch.float32, quantization)
     weight_OI = torch.ones(32, 64)
-    weight_OI[3, 5] = -0.999 * MAX_INT4
+    weight_OI[3, 5] = -0.999 * LARGEST
     packed = packer.linear([weight_OI.clone()])
     x_TI = torch.zeros(1, 64)
     x_TI[0, 5] = 1
     assert make_kernels(backend).linear(x_TI, packed).isfinite().all()
     weight_OI[3, 5] *= 1.1
-    with pytest.raises(ModelFileError, match="403101: --quantization int4 takes up to 366822"):
+    with pytest.raises(ModelFileError, match=f"--quantization {quantization} takes up to 6.5504e"):
         packer.linear([weight_OI])
+
+
+@pytest.mark.parametrize("cuts", [[160], [96, 64], [96, 32, 32], [80, 80], [130, 30]])
+def test_keys_and_values_have_eight_bits_where_queries_have_four(cuts: list[int]) -> None:
+    weight_OI = torch.randn(160, 64, generator=torch.Generator().manual_seed(0))
+    packer = WeightPacker(make_kernels("torch"), torch.float32, "int4")
+    packed = packer.attention(64, list(weight_OI.split(cuts)))
+    rows_OI = TorchKernels().linear(torch.eye(64), packed).t()
+    assert torch.equal(rows_OI[:96], quantize_groups(weight_OI[:96]).dequantize())
+    assert torch.equal(rows_OI[96:], quantize_eight_bits(weight_OI[96:]).dequantize())
+    assert (packer.num_params, packed.out_features) == (160 * 64, 160)

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.cpu.library import GroupedRowsStruct, GroupFormatStruct
+from nanocore.kernels.group_quantization import GROUP_SIZE
 from nanocore.kernels.grouped_weight import GroupedWeight
 from nanocore.kernels.linear_weight import LinearWeight
 
@@ -49,18 +50,27 @@ class CpuGroupedWeight(LinearWeight):
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def four_bits(out_features: int, in_features: int) -> CpuGroupedWeight:
-    """Weight that floats are quantized to: symmetric groups of 32 with float16 scales."""
+def four_bits(out_features: int, in_features: int, *, keeps_activations: bool) -> CpuGroupedWeight:
+    """Weight that floats are quantized to: groups with scales and minima of two levels."""
     return CpuGroupedWeight(
-        out_features, in_features, torch.uint8, torch.empty(0), scales=_SCALES[torch.float16]
-    )
+        out_features, in_features, torch.uint8, torch.empty(0), group_size=GROUP_SIZE,
+        scales=_TWO_LEVEL_SCALES, minima=_TWO_LEVEL_MINIMA,
+        codebook=_numbers(4, 0) if keeps_activations else None,
+    )  # fmt: skip
 
 
-def eight_bits(out_features: int, in_features: int, scale_O: Tensor) -> CpuGroupedWeight:
-    """Weight of eight bits with a scale for each output feature."""
+def eight_bits(out_features: int, in_features: int, *, keeps_activations: bool) -> CpuGroupedWeight:
+    """Weight of eight bits that floats are quantized to: symmetric groups with float16 scales."""
     return CpuGroupedWeight(
-        out_features, in_features, torch.uint8, torch.empty(0), scale_O, bits=8, group_size=128
-    )
+        out_features, in_features, torch.uint8, torch.empty(0), bits=8, group_size=GROUP_SIZE,
+        scales=_SCALES[torch.float16], codebook=_numbers(8, 128) if keeps_activations else None,
+    )  # fmt: skip
+
+
+def _numbers(bits: int, zero: int) -> Tensor:
+    """The codebook of integers, for activations that are kept: of eight bits it holds the zero."""
+    numbers = torch.arange(16) - zero if bits == 4 else torch.full((16,), zero)
+    return numbers.float()
 
 
 def in_groups_that_fit(weight: GroupedWeight) -> GroupedWeight:
@@ -119,8 +129,7 @@ def described(weight: GroupedWeight, *, keeps_activations: bool) -> CpuGroupedWe
     zero = 0 if minima != _NO_MINIMA else 1 << (weight.bits - 1)
     codebook = weight.codebook
     if codebook is None and keeps_activations:
-        numbers = torch.arange(16) - zero if weight.bits == 4 else torch.full((16,), zero)
-        codebook = numbers.float()
+        codebook = _numbers(weight.bits, zero)
     return CpuGroupedWeight(
         weight.out_features, weight.in_features, torch.uint8, torch.empty(0), scale_O, weight.bits,
         group_size, scales, minima, codebook, weight.permutation_I,

@@ -8,6 +8,10 @@
 
 namespace nanocore {
 
+constexpr int kRanges = 10;  // that are tried for a group of four bits, each this much wider
+constexpr float kLeastRange = 13.5f, kRangeStep = 0.25f;
+constexpr float kMaxSuperScale = 120.0f, kMaxSuperMinimum = 240.0f;  // below 127 and 255: float16 may round down
+
 // values: uint8 [O][K]. scales: [O][G] as the format has them. minima: uint8 [O][G]. super_scales,
 // super_minima: float16 [O][super-blocks]. What the format has not may be null.
 struct GroupedRows {
@@ -104,111 +108,159 @@ inline uint16_t float_to_float16(float value) {
     return sign | static_cast<uint16_t>((bits - 0x38000000u + 0xfffu + (bits >> 13 & 1u)) >> 13);
 }
 
-// Groups of four bits of kLanes columns, x[k][column]: float16 scales and values q with x ~ scale (q - 8).
+// To the nearest integer from 0 to 15.
+NANOCORE_INLINE F four_bits_of(F scaled) {
+    scaled = scaled > 0.0f ? scaled : F{};
+    scaled = scaled < 15.0f ? scaled : broadcast(15.0f);
+    return (scaled + 12582912.0f) - 12582912.0f;
+}
+
+// Scale and minimum of kLanes columns of a group, x[k][column] ~ scale q - minimum; both at least 0.
 //
-// Sixteen scales are tried, by which the largest magnitude becomes -5.6 to -8.6; that of the least
-// squared error is kept, as a float16, and values are rounded with it. (Bettered by least squares they
-// err less, and the demo model's answers are more often wrong.) Each column's numbers are added up in the
-// order of k, so that all machines find the same.
-inline void quantize_columns(const float* x, int64_t group, uint16_t* scales, uint8_t* values) {
-    F extreme = {};
-    I is_finite = ~I{};
+// Some ranges are tried for q, wider and narrower than that of x; for each, scale and minimum are those
+// of the least squared error, and the best are kept. Sums go over k in order, without fused
+// multiply-adds: kernels/group_quantization.py finds the same to the bit. (The search is that of
+// llama.cpp's Q4_K, which weights squares.)
+inline ColumnScales fit_columns(const float* x, int64_t group) {
+    F low = {}, high = broadcast(std::numeric_limits<float>::lowest()), sum = {};
     const auto at = [&](int64_t k) { return load(x + k * kTileColumns); };
-    const auto magnitude = [](F value) { return value < 0.0f ? -value : value; };
     for (int64_t k = 0; k < group; ++k) {
-        is_finite &= magnitude(at(k)) <= std::numeric_limits<float>::max();
-        extreme = magnitude(at(k)) > magnitude(extreme) ? at(k) : extreme;
+        low = at(k) < low ? at(k) : low;
+        high = at(k) > high ? at(k) : high;
+        sum += at(k);
     }
-    // The fourth bit of the range is for numbers of the sign of the largest.
-    const auto number = [](F scaled) {
-        scaled = scaled < -8.0f ? broadcast(-8.0f) : scaled;
-        scaled = scaled > 7.0f ? broadcast(7.0f) : scaled;
-        return (scaled + 12582912.0f) - 12582912.0f;  // to the nearest integer
-    };
-    F most = {}, scale = {};
-    for (int candidate = 0; candidate < 16; ++candidate) {
-        const F end = broadcast(-0.2f * static_cast<float>(28 + candidate)), inverse = end / extreme;
-        F products = {}, squares = {};
+    const F range = high - low, count = broadcast(static_cast<float>(group));
+    F most = {}, scale = {}, minimum = F{} - low;
+    for (int candidate = 0; candidate < kRanges; ++candidate) {
+        const F inverse = broadcast(kLeastRange + kRangeStep * static_cast<float>(candidate)) / range;
+        F numbers = {}, squares = {}, products = {};
         for (int64_t k = 0; k < group; ++k) {
-            const F q = number(at(k) * inverse);
-            products += at(k) * q;
+            const F q = four_bits_of((at(k) - low) * inverse);
+            numbers += q;
             squares += q * q;
+            products += at(k) * q;
         }
-        const F tried = extreme / end;
-        const F gain = tried * (products + products - tried * squares);  // how much is not an error
-        const I is_better = (gain > most) & is_finite;
+        const F divisor = count * squares - numbers * numbers;
+        F slope = (count * products - sum * numbers) / divisor;
+        F offset = (squares * sum - numbers * products) / divisor;
+        slope = offset > 0.0f ? products / squares : slope;
+        offset = offset > 0.0f ? F{} : offset;
+        // How much of the squares is not an error.
+        const F linear = slope * products + offset * sum;
+        const F gain = linear + linear - slope * (slope * squares + (offset + offset) * numbers) -
+                       offset * offset * count;
+        const I is_better = (gain > most) & (slope > 0.0f);
         most = is_better ? gain : most;
-        scale = is_better ? tried : scale;
+        scale = is_better ? slope : scale;
+        minimum = is_better ? F{} - offset : minimum;
     }
-    scale = is_finite ? scale : broadcast(std::numeric_limits<float>::quiet_NaN());
-    F inverse;
-    for (int lane = 0; lane < kLanes; ++lane) {
-        scales[lane] = float_to_float16(scale[lane]);
-        const float kept = float16_to_float(scales[lane]);
-        inverse[lane] = kept == 0.0f || kept != kept ? 0.0f : 1.0f / kept;
-    }
-    for (int64_t k = 0; k < group; ++k) {
-        const F product = at(k) * inverse;
-        const F q = number(product == product ? product : F{}) + 8.0f;
-        for (int lane = 0; lane < kLanes; ++lane)
-            values[lane * kMaxGroup + k] = static_cast<uint8_t>(q[lane]);
+    return {scale, minimum};
+}
+
+// Scale of numbers up to `most` for numbers that are up to `largest`, as a float16.
+inline uint16_t super_scale(float largest, float most) { return float_to_float16(largest / most); }
+
+// The number that stands for `value`.
+inline int super_number(float value, float super, int most) {
+    if (!(super > 0.0f)) return 0;
+    return static_cast<int>(std::min(std::lrintf(value / super), static_cast<long>(most)));
+}
+
+// Packs kTileColumns columns of a super-block, x[k][column], whose first group is `first`. What is not
+// finite makes the super-block's scale NaN.
+inline void pack_super_block(const GroupFormat& format, const float* x, int64_t first, int64_t num_groups,
+                             char* tile) {
+    float scales[kSuperBlock / 16][kTileColumns], minima[kSuperBlock / 16][kTileColumns];
+    for (int64_t g = 0; g < num_groups; ++g)
+        for (int64_t column = 0; column < kTileColumns; column += kLanes) {
+            const ColumnScales of = fit_columns(x + g * format.group * kTileColumns + column, format.group);
+            store(of.scale, scales[g] + column);
+            store(of.minimum, minima[g] + column);
+        }
+    for (int64_t column = 0; column < kTileColumns; ++column) {
+        float scale = 0.0f, minimum = 0.0f;
+        bool is_finite = true;
+        for (int64_t g = 0; g < num_groups; ++g) {
+            scale = std::max(scale, scales[g][column]);
+            minimum = std::max(minimum, minima[g][column]);
+        }
+        for (int64_t k = 0; k < num_groups * format.group; ++k) is_finite &= std::isfinite(x[k * kTileColumns + column]);
+        if (!is_finite) scale = std::numeric_limits<float>::quiet_NaN();
+        auto* supers = reinterpret_cast<uint16_t*>(TileGroup(format, tile, first).header) + column;
+        supers[0] = super_scale(scale, kMaxSuperScale);
+        supers[kTileColumns] = super_scale(minimum, kMaxSuperMinimum);
+        const float of_scales = float16_to_float(supers[0]), of_minima = float16_to_float(supers[kTileColumns]);
+        for (int64_t g = 0; g < num_groups; ++g) {
+            const TileGroup at(format, tile, first + g);
+            const int number = super_number(scales[g][column], of_scales, 127);
+            const int of_minimum = super_number(minima[g][column], of_minima, 255);
+            at.scales[column] = static_cast<char>(number);
+            at.minima[column] = static_cast<char>(of_minimum);
+            const float kept = static_cast<float>(number) * of_scales;
+            const float inverse = kept > 0.0f ? 1.0f / kept : 0.0f;
+            const float taken = static_cast<float>(of_minimum) * of_minima;
+            uint8_t values[kMaxGroup];
+            for (int64_t k = 0; k < format.group; ++k) {
+                const float scaled = (x[(g * format.group + k) * kTileColumns + column] + taken) * inverse;
+                const float q = std::min(scaled > 0.0f ? scaled : 0.0f, 15.0f);
+                values[k] = static_cast<uint8_t>(std::lrintf(q));
+            }
+            pack_values(format, values, format.group, column, at.values);
+        }
     }
 }
 
-// Packs rows of T, [out_features][in_features], as symmetric groups of four bits with float16 scales.
+// Packs rows of T, [out_features][in_features], as groups of four bits with scales and minima of two levels.
 template <typename T>
 inline void pack_four_bits(Pool& pool, const T* from, const LinearWeight& weight, void* to) {
     const GroupFormat& format = weight.format;
-    const int64_t num_k = weight.in_features, group = format.group;
+    const int64_t num_k = weight.in_features, num_groups = format.num_groups(num_k), per = format.groups_of_header();
     loop_tiles(pool, weight, to, [&](char* start, int64_t first, int64_t columns) {
-        for (int64_t index = 0; index < format.num_groups(num_k); ++index) {
-            const int64_t k = index * group, count = std::min(group, num_k - k);
-            alignas(64) float x[kMaxGroup * kTileColumns];
-            if (columns < kTileColumns || count < group) std::memset(x, 0, sizeof x);
+        alignas(64) float x[kSuperBlock * kTileColumns];
+        for (int64_t group = 0; group < num_groups; group += per) {
+            const int64_t k = group * format.group, count = std::min(kSuperBlock, num_k - k);
+            if (columns < kTileColumns || count < kSuperBlock) std::memset(x, 0, sizeof x);
             for (int64_t column = 0; column < columns; ++column)
                 for (int64_t i = 0; i < count; ++i)
                     x[i * kTileColumns + column] = to_float(from[(first + column) * num_k + k + i]);
-            const TileGroup at(format, start, index);
-            for (int64_t column = 0; column < kTileColumns; column += kLanes) {
-                uint8_t values[kLanes * kMaxGroup];
-                quantize_columns(x + column, group, reinterpret_cast<uint16_t*>(at.scales) + column, values);
-                for (int64_t lane = 0; lane < kLanes; ++lane)
-                    pack_values(format, values + lane * kMaxGroup, group, column + lane, at.values);
-            }
+            pack_super_block(format, x, group, std::min(per, num_groups - group), start);
         }
     });
 }
 
-// The same as eight bits with a scale for each output feature: the largest magnitude becomes 127.
-// scale: [num_tiles * 32].
+// The same as eight bits with a float16 scale for each group: the largest magnitude becomes 127.
 template <typename T>
-inline void pack_eight_bits(Pool& pool, const T* from, const LinearWeight& weight, void* to, float* scale) {
+inline void pack_eight_bits(Pool& pool, const T* from, const LinearWeight& weight, void* to) {
     const GroupFormat& format = weight.format;
     const int64_t num_k = weight.in_features, num_groups = format.num_groups(num_k);
     loop_tiles(pool, weight, to, [&](char* start, int64_t first, int64_t columns) {
-        for (int64_t column = 0; column < kTileColumns; ++column) {
-            const int64_t feature = first + column;
-            const bool is_there = column < columns;
-            const T* row = from + (is_there ? feature * num_k : 0);
-            const RowQuantization quantized(row, is_there ? num_k : 0);
-            scale[feature] = quantized.scale;
+        for (int64_t column = 0; column < columns; ++column) {  // those past the last have the scale 0
+            const T* row = from + (first + column) * num_k;
             for (int64_t index = 0; index < num_groups; ++index) {
                 const int64_t k = index * format.group, count = std::min(format.group, num_k - k);
+                const TileGroup at(format, start, index);
+                const uint16_t scale = float_to_float16(RowQuantization(row + k, count).scale);
+                const float kept = float16_to_float(scale);
+                const float inverse = kept == 0.0f || kept != kept ? 0.0f : 1.0f / kept;
                 uint8_t values[kMaxGroup] = {};
-                for (int64_t i = 0; is_there && i < count; ++i)
-                    values[i] = static_cast<uint8_t>(128 + quantized.value(row[k + i]));
-                pack_values(format, values, count, column, TileGroup(format, start, index).values);
+                for (int64_t i = 0; i < count; ++i) {
+                    // A scale that was rounded down would need a few more numbers than there are.
+                    const float scaled = std::min(std::max(to_float(row[k + i]) * inverse, -127.0f), 127.0f);
+                    values[i] = static_cast<uint8_t>(128 + (inverse == 0.0f ? 0 : std::lrintf(scaled)));
+                }
+                reinterpret_cast<uint16_t*>(at.scales)[column] = scale;
+                pack_values(format, values, count, column, at.values);
             }
         }
     });
 }
 
-// Packs rows of T as the weight's kind and format say; scale: [num_tiles * 32], of eight bits.
+// Packs rows of T as the weight's kind and format say; scale: [num_tiles * 32], of kind int8.
 template <typename T>
 inline void pack_weight(Pool& pool, const T* from, const LinearWeight& weight, void* to, float* scale) {
     if (!weight.has_groups()) pack_rows_of_weight(pool, from, weight, to, scale);
     else if (weight.format.bits == 4) pack_four_bits(pool, from, weight, to);
-    else pack_eight_bits(pool, from, weight, to, scale);
+    else pack_eight_bits(pool, from, weight, to);
 }
 
 // One column's weights of a group; see groups.h.

@@ -101,15 +101,8 @@ class WeightPacking:
         out_features, in_features = weight_OI.shape
         if quantization is None:
             return LinearWeight(out_features, in_features, weight_OI.dtype, torch.empty(0))
-        if quantization == "int4":
-            described = grouped_weight.four_bits(out_features, in_features)
-            if self._keeps_activations:
-                return replace(described, codebook=torch.arange(16.0) - 8.0)
-            return described
-        scale_O = torch.empty(-(-out_features // TILE_COLUMNS) * TILE_COLUMNS)
-        if self._keeps_activations:
-            return LinearWeight(out_features, in_features, torch.int8, torch.empty(0), scale_O)
-        return grouped_weight.eight_bits(out_features, in_features, scale_O)
+        make = {"int4": grouped_weight.four_bits, "int8": grouped_weight.eight_bits}[quantization]
+        return make(out_features, in_features, keeps_activations=self._keeps_activations)
 
     def _pack_groups(self, weight: GroupedWeight) -> LinearWeight:
         weight = grouped_weight.in_groups_that_fit(weight)

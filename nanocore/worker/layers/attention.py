@@ -6,6 +6,8 @@ partial rotary embeddings are settings of the model's configuration.
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from nanocore.kernels.interface import AttentionSpec, Kernels, KVCache, QKNorm
@@ -69,7 +71,8 @@ class Attention:
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
-        self.qkv_proj.pack(packer)
+        num_kept = sum(self.qkv_proj.sizes[1:])
+        self.qkv_proj.weight.pack(partial(packer.attention, num_kept))
         self.o_proj.pack(packer)
 
     def project(self, x_TE: Tensor, kernels: Kernels) -> Tensor:

@@ -7,6 +7,7 @@ there and the backend has packed it: only a few weights are both at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from itertools import groupby
 
@@ -15,7 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from nanocore.kernels.group_quantization import MAX_INT4, packed_bytes
+from nanocore.kernels.group_quantization import LARGEST, packed_bytes
 from nanocore.kernels.grouped_weight import CheckpointWeight, QuantizedForm, join_adjacent
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import FP8, Experts, ExpertWeights, LinearWeight, in_segments
@@ -198,6 +199,29 @@ class WeightPacker:
         """The weight of a linear layer, whose rows are those of all; the caller gives them up."""
         return self._pack(weights, self._quantization)
 
+    def attention(
+        self, num_kept: int, weights: list[CheckpointWeight | MetaWeight]
+    ) -> LinearWeight:
+        """Pack Q, K and V as one weight, of which the last num_kept rows are K and V.
+
+        These have eight bits where others have four: they are a small part of a model, and of
+        what four bits change more than a third is in them (docs/models.md).
+        """
+        if self._quantization != "int4":
+            return self.linear(weights)
+        kept: list[CheckpointWeight | MetaWeight] = []
+        while num_kept and weights and isinstance(weights[-1], Tensor):
+            last_OI = weights.pop()
+            assert isinstance(last_OI, Tensor)
+            size = min(num_kept, len(last_OI))
+            kept.insert(0, last_OI[-size:])
+            if len(last_OI) > size:
+                weights.append(last_OI[:-size])
+            num_kept -= size
+        segments = [self._pack(weights, "int4")] if weights else []
+        segments += [self._pack(kept, "int8")] if kept else []
+        return in_segments(segments)
+
     def head(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
         """Pack the head: fp8 and four bits are for the layers between."""
         return self._pack(weights, "int8" if self._quantization in ("int4", "int8") else None)
@@ -263,13 +287,13 @@ class WeightPacker:
             num_bytes = packed_bytes(out_features, in_features)
             outline = MetaWeight(out_features, in_features, "grouped", num_bytes)
             return self._pack_outline(outline)
-        if quantization == "int4" and weight.numel():
+        if quantization in ("int4", "int8") and weight.numel() and not weight.is_meta:
             largest = max(abs(end.item()) for end in weight.aminmax())
-            if largest > MAX_INT4:
+            if LARGEST < largest < math.inf:
                 raise ModelFileError(
                     f"a weight of shape {list(weight.shape)} has the number {largest:g}: "
-                    f"--quantization int4 takes up to {MAX_INT4:g}, because its scales are "
-                    "float16; use int8, or no quantization"
+                    f"--quantization {quantization} takes up to {LARGEST:g}, because its scales "
+                    "are float16; use no quantization"
                 )
         return self._kernels.pack_linear(weight, quantization, self._dtype)
 
