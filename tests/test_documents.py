@@ -56,8 +56,8 @@ from nanocore.protocol.messages import (
     Op,
 )
 from nanocore.protocol.sampling import SamplingParams
+from nanocore.protocol.sockets.curve_router import MAX_UNANSWERED_S
 from nanocore.protocol.sockets.options import MAX_FRAME_BYTES, PEER_HIGH_WATER_MARK
-from nanocore.protocol.sockets.tcp_guard import MAX_UNANSWERED_S
 from nanocore.tracing.reader import Step
 from nanocore.worker.models import ARCHITECTURES
 from nanocore.worker.plan import ModelRunnerOutput

@@ -19,9 +19,8 @@ from nanocore.bench.dataset_options import (
     TIMED_TRACE,
     DatasetOptions,
 )
-from nanocore.bench.datasets import PromptSource, load_requests
+from nanocore.bench.datasets import PromptSource, PromptVocabulary, load_requests
 from nanocore.bench.load import BenchRequest
-from nanocore.bench.synthetic import PromptVocabulary
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ConfigError
 from tests.bench.conftest import MakeFile

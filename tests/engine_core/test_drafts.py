@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from nanocore.engine_core.io.output_frames import output_frames
-from nanocore.engine_core.io.session import Backlog, TokenLog
+from nanocore.engine_core.io.session import Backlog, TokenLog, output_frames
 from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from nanocore.engine_core.io.output_frames import output_frames
-from nanocore.engine_core.io.session import Backlog
+from nanocore.engine_core.io.session import Backlog, output_frames
 from nanocore.engine_core.scheduling.columns import TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler

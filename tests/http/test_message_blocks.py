@@ -7,8 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from nanocore.http.dialects.anthropic_messages import CountTokensRequest
-from nanocore.http.dialects.message_blocks import chat_messages, is_prefilled
+from nanocore.http.dialects.anthropic_messages import (
+    CountTokensRequest,
+    chat_messages,
+    is_prefilled,
+)
 from nanocore.http.http_errors import HttpError
 
 HI = {"role": "user", "content": "hi"}

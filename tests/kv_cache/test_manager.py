@@ -171,16 +171,14 @@ def test_blocks_held_back_are_found_and_shared() -> None:
     assert kv_cache.num_free_blocks == 1
 
 
-def test_the_hit_rate_is_that_of_recent_requests_and_preempted_ones_are_kept_apart() -> None:
+def test_the_hit_rate_is_that_of_recent_requests() -> None:
     stats = PrefixCacheStats(window_requests=2)
     assert stats.hit_rate == 0.0
-    stats.record(100, 0, resumed=False)
-    stats.record(50, 40, resumed=False)
-    stats.record(50, 30, resumed=False)
-    stats.record(1000, 1000, resumed=True)
+    stats.record(100, 0)
+    stats.record(50, 40)
+    stats.record(50, 30)
     assert stats.hit_rate == 0.7
     assert (stats.queries, stats.hits) == (200, 70)
-    assert (stats.preempted_queries, stats.preempted_hits) == (1000, 1000)
 
 
 def test_what_follows_a_free_block_is_still_found_when_a_held_copy_takes_its_place() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.protocol.sockets import tcp_guard as guard
+from nanocore.protocol.sockets import curve_router as guard
 from nanocore.protocol.sockets.engine_socket import bind_engine_socket
 from nanocore.protocol.sockets.options import SendResult
 from tests.protocol.keys import free_port, make_key_folders

@@ -24,9 +24,14 @@ from nanocore.engine_core.io.handshake_handler import (
     HandshakeHandler,
     max_silent_checks,
 )
-from nanocore.engine_core.io.output_frames import output_frames
 from nanocore.engine_core.io.request_handler import CompilingRequests, RequestHandler
-from nanocore.engine_core.io.session import MAX_BACKLOGS_BYTES, Session, SessionTable, over_limit
+from nanocore.engine_core.io.session import (
+    MAX_BACKLOGS_BYTES,
+    Session,
+    SessionTable,
+    output_frames,
+    over_limit,
+)
 from nanocore.engine_core.mailbox import BeginDrain, ControlReply, Farewell, GrammarDone, Inbox
 from nanocore.engine_core.metrics.collector import IoCounts, completed
 from nanocore.engine_core.scheduling.outputs import ClientOutput

@@ -207,7 +207,8 @@ class RunningSet:
         block_ids = self._kv_cache.allocate(request.handle, end, hits)
         assert block_ids is not None, "the whole prompt fits, so its first chunk does"
         resumed = request.was_admitted
-        self._kv_cache.stats.record(request.num_tokens, num_cached, resumed)
+        if not resumed:
+            self._kv_cache.stats.record(request.num_tokens, num_cached)
         token_ids = request.give_tokens()
         held_tokens = len(block_ids) * block_size
         row = self.table.add(request, token_ids, num_cached, held_tokens, plan.group)

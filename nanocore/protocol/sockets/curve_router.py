@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
+import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
 
 from nanocore.protocol.endpoint import TCP
 from nanocore.protocol.errors import AddressInUseError, ConfigError, KeyFileError
@@ -20,13 +25,27 @@ from nanocore.protocol.sockets.libzmq import send_frames, socket_options
 from nanocore.protocol.sockets.options import (
     BACKLOG,
     LINGER_S,
+    MAX_CONNECTIONS,
+    MAX_FRAME_BYTES,
     MAX_FRAMES,
     PEER_HIGH_WATER_MARK,
     SendResult,
 )
-from nanocore.protocol.sockets.tcp_guard import SWEEP_INTERVAL_S, TcpGuard
 
 logger = logging.getLogger(__name__)
+
+MAX_STALLED_BYTES: Final = 4 * MAX_FRAME_BYTES
+"""Received of a peer since it delivered a message: twice the largest message, twice."""
+SWEEP_INTERVAL_S: Final = 0.1
+MAX_UNANSWERED_S: Final = 1.8
+"""Since something was sent; with PINGs every second a peer's machine is missed within 3 s."""
+_TCP_INFO_BYTES: Final = 192
+_TCP_INFO: Final = struct.Struct("=3xB20xI16xI8xI68xQ")
+"""Linux's struct tcp_info: probes, unacked, last_data_sent, last_ack_recv, bytes_received."""
+_MIN_PROBES: Final = 2
+"""Probes of a closed window; a single one may have been answered too soon after another."""
+_MAX_SKIPPED_FRAMES: Final = 1000  # by one call; about a millisecond
+_NO_WAIT: Final = int(zmq.NOBLOCK)
 
 
 class ClientAllowList:
@@ -94,10 +113,6 @@ class ClientAuthenticator:
             self._authenticator.pipe.close()  # `stop` would wait for the dead thread to read it
             self._authenticator.pipe = None  # type: ignore[assignment]  # as zmq.auth does
         self._authenticator.stop()
-
-
-_MAX_SKIPPED_FRAMES: Final = 1000  # by one call; about a millisecond
-_NO_WAIT: Final = int(zmq.NOBLOCK)
 
 
 class CurveRouter:
@@ -232,3 +247,182 @@ class CurveRouter:
         if self.authenticator is not None:
             self.authenticator.close()
         self._context.term()
+
+
+@dataclass(frozen=True, slots=True)
+class _Received:
+    """Received data and acknowledgements of a connection, as the kernel counts them.
+
+    num_bytes: of data. is_owed: whether what was sent last is not acknowledged.
+
+    last_ack_s: seconds since anything was.
+    """
+
+    num_bytes: int
+    is_owed: bool
+    last_ack_s: float
+
+
+@dataclass(slots=True)
+class _Connection:
+    """State of a connection.
+
+    has_delivered: a message since the last sweep. num_bytes: received when it last had.
+
+    key: the client's public one, Z85 text.
+    unanswered_s: for how long sweeps have found that something was sent and is not acknowledged,
+    and that nothing was since the sweep before.
+    """
+
+    fd: int
+    peer: object
+    routing_id: bytes | None = None
+    key: str = ""
+    has_delivered: bool = False
+    num_bytes: int = 0
+    unanswered_s: float = 0.0
+
+    def note(self, received: _Received, since_s: float) -> None:
+        """Take in what a sweep has seen, since_s after the last one.
+
+        A sweep that comes late counts as one in time: a machine that stood still misses nobody.
+        """
+        if not received.is_owed or received.last_ack_s <= since_s:
+            self.unanswered_s = 0.0
+        else:
+            self.unanswered_s += min(since_s, 2 * SWEEP_INTERVAL_S)
+
+
+class TcpGuard:
+    """Watches the connections of a bound TCP socket of libzmq, and limits what libzmq does not.
+
+    libzmq gathers a message in memory until its last frame has come, however long that is. But it
+    reports the descriptors that it accepts, a message names its descriptor, and the kernel counts
+    the bytes received. So the guard shuts down connections that receive without delivering a
+    message, connections that stay without a session, and peers whose machines do not acknowledge
+    what they are sent (slow readers do acknowledge, and stay). Descriptors remain libzmq's: each is
+    borrowed for a moment, and shut down only after its peer was compared. Belongs to the socket's
+    thread.
+    """
+
+    def __init__(self, watched: zmq.Socket[bytes]) -> None:
+        self.max_connections = MAX_CONNECTIONS
+        self.unadmitted_timeout_s = math.inf
+        self._watched = watched
+        self._monitor = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._connections: dict[int, _Connection] = {}
+        self._by_routing_id: dict[bytes, _Connection] = {}
+        self._unadmitted_s: dict[int, float] = {}  # since when, the oldest first
+        self._gone: list[bytes] = []
+        self._last_sweep_s = -math.inf
+
+    def note(self, routing_id: bytes, fd: int, key: str = "") -> None:
+        """Note a delivered message: its peer, the peer's key, and the descriptor."""
+        connection = self._connections.get(fd)
+        if connection is None or connection.routing_id not in (None, routing_id):
+            self._take_events()  # it has just been accepted
+            connection = self._connections.get(fd)
+            if connection is None:
+                return
+        connection.has_delivered = True
+        connection.routing_id, connection.key = routing_id, key
+        self._by_routing_id[routing_id] = connection
+
+    def key_of(self, routing_id: bytes) -> bytes:
+        """Return the public key, Z85 text, of a peer that has delivered something; else b""."""
+        connection = self._by_routing_id.get(routing_id)
+        return b"" if connection is None else connection.key.encode()
+
+    def admit(self, routing_id: bytes) -> None:
+        if (connection := self._by_routing_id.get(routing_id)) is not None:
+            self._unadmitted_s.pop(connection.fd, None)
+
+    def dismiss(self, routing_id: bytes) -> None:
+        if (connection := self._by_routing_id.get(routing_id)) is not None:
+            self._unadmitted_s.setdefault(connection.fd, time.monotonic())
+
+    def take_gone(self) -> list[bytes]:
+        gone, self._gone = self._gone, []
+        return gone
+
+    def sweep(self) -> None:
+        """Check all connections, at most once in SWEEP_INTERVAL_S."""
+        now_s = time.monotonic()
+        if now_s < self._last_sweep_s + SWEEP_INTERVAL_S:
+            return
+        elapsed_s, self._last_sweep_s = now_s - self._last_sweep_s, now_s
+        self._take_events()
+        for connection in list(self._connections.values()):
+            received = _received(connection.fd)
+            num_bytes = received.num_bytes
+            connection.note(received, elapsed_s)
+            if connection.unanswered_s > MAX_UNANSWERED_S:
+                self._hang_up(connection.fd)
+            elif connection.has_delivered or num_bytes < connection.num_bytes:
+                connection.has_delivered = False
+                connection.num_bytes = num_bytes
+            elif num_bytes - connection.num_bytes > MAX_STALLED_BYTES:
+                self._hang_up(connection.fd)
+        for fd, since_s in list(self._unadmitted_s.items()):
+            if now_s - since_s > self.unadmitted_timeout_s:
+                self._hang_up(fd)
+
+    def close(self) -> None:
+        """Stop watching, before the socket is closed. Idempotent."""
+        if not self._monitor.closed:
+            self._watched.disable_monitor()
+            self._monitor.close()
+
+    def _take_events(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)
+            fd = event["value"]
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._forget(fd)
+                with suppress(OSError), _borrowed(fd) as accepted:
+                    self._connections[fd] = _Connection(fd, accepted.getpeername())
+                    self._unadmitted_s.setdefault(fd, time.monotonic())
+                oldest = next(iter(self._unadmitted_s), None)
+                if len(self._connections) > self.max_connections and oldest is not None:
+                    self._hang_up(oldest)
+            elif event["event"] == zmq.EVENT_DISCONNECTED:
+                self._forget(fd)
+
+    def _forget(self, fd: int) -> None:
+        """Forget a descriptor that libzmq has closed or reused."""
+        connection = self._connections.pop(fd, None)
+        if connection is None:
+            return
+        if connection.routing_id is not None:
+            self._by_routing_id.pop(connection.routing_id, None)
+            if fd not in self._unadmitted_s:  # only peers with a session are reported
+                self._gone.append(connection.routing_id)
+        self._unadmitted_s.pop(fd, None)
+
+    def _hang_up(self, fd: int) -> None:
+        """Shut the connection down, unless the descriptor belongs to another one by now."""
+        with suppress(OSError), socket.socket(fileno=os.dup(fd)) as held:
+            if held.getpeername() == self._connections[fd].peer:
+                held.shutdown(socket.SHUT_RDWR)
+        self._forget(fd)
+
+
+@contextmanager
+def _borrowed(fd: int) -> Iterator[socket.socket]:
+    """Wrap a descriptor of libzmq without closing it."""
+    lent = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
+    try:
+        yield lent
+    finally:
+        lent.detach()
+
+
+def _received(fd: int) -> _Received:
+    with suppress(OSError), _borrowed(fd) as lent:
+        info = lent.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if len(info) >= _TCP_INFO.size:
+            num_probes, num_unacked, sent_ms, ack_ms, num_bytes = _TCP_INFO.unpack_from(info)
+            # A peer that has no room acknowledges each attempt, and there are fewer and fewer.
+            is_owed = num_probes >= _MIN_PROBES or (num_unacked > 0 and sent_ms < ack_ms)
+            return _Received(num_bytes, is_owed, ack_ms / 1e3)
+    return _Received(0, False, 0.0)

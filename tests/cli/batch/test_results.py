@@ -15,8 +15,7 @@ from nanocore.cli.batch.calls import CallResponse
 from nanocore.cli.batch.lines import BadLine, BatchRequest
 from nanocore.cli.batch.pending import PendingLines, ResultIndex
 from nanocore.cli.batch.results import Results, bad_line, response_line
-from nanocore.cli.batch.runner import BatchRunner, default_concurrency
-from nanocore.cli.batch.session import summary
+from nanocore.cli.batch.session import BatchRunner, default_concurrency, summary
 from nanocore.http.exchange import Receive, Scope, Send
 from nanocore.protocol.errors import ConfigError, EngineDeadError, NanocoreError
 from nanocore.protocol.messages import Limits
