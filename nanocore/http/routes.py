@@ -12,12 +12,11 @@ from nanocore import __version__
 from nanocore.http.dialects import (
     anthropic_messages,
     chat_completions,
-    completion_encoders,
     completions,
     message_encoders,
 )
 from nanocore.http.dialects.responses import response_request, stored_responses
-from nanocore.http.endpoints import embeddings, live, page, status, tokenize
+from nanocore.http.endpoints import embeddings, page, status, tokenize
 from nanocore.http.exchange import Exchange
 from nanocore.http.http_errors import HttpError
 from nanocore.http.openapi import Route, openapi_document
@@ -56,8 +55,8 @@ ROUTES: Final[tuple[Route, ...]] = (
     Route("GET", "/metrics", status.metrics, "Metrics for Prometheus.", content_type="text/plain",
         is_open=True),
     Route("GET", "/openapi.json", openapi, "This document.", is_open=True, is_local=True),
-    Route("GET", "/live", live.live, "The engine's last steps, and the phases of its requests.",
-        response=live.LiveView, errors=(400,),
+    Route("GET", "/live", status.live, "The engine's last steps, and the phases of its requests.",
+        response=status.LiveView, errors=(400,),
         query={"after": {"type": "integer", "minimum": 0, "maximum": MAX_EXACT_INT, "default": 0,
                          "description": "Only steps with larger numbers."}}),
     Route("GET", "/v1/models", status.list_models, "All names of the model.",
@@ -78,7 +77,7 @@ ROUTES: Final[tuple[Route, ...]] = (
         is_anthropic=True),
     Route("POST", "/v1/completions", completions.serve,
         "OpenAI's completions, with vLLM's additional fields.", body=completions.CompletionRequest,
-        response=completion_encoders.TextCompletion, is_stream=True, is_work=True,
+        response=completions.TextCompletion, is_stream=True, is_work=True,
         operation="text_completion"),
     Route("POST", "/v1/embeddings", embeddings.serve, "OpenAI's embeddings.",
         body=embeddings.EmbeddingRequest, response=embeddings.EmbeddingList, is_work=True,

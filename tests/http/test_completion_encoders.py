@@ -10,7 +10,7 @@ import pytest
 from nanocore.client.chat.events import ChatEvent, Finished, Logprobs, Started, Text, Usage
 from nanocore.client.requests.logprob_views import Logprob
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.http.dialects.completion_encoders import (
+from nanocore.http.dialects.completions import (
     CompletionEncoder,
     CompletionStreamEncoder,
     CompletionStyle,

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from nanocore.client import AsyncEngineClient, RequestPhases, Stats
 from nanocore.http.app import App
-from nanocore.http.endpoints.live import live_request
+from nanocore.http.endpoints.status import live_request
 from nanocore.http.server_settings import AppSettings
 from tests.client.fake_engine import connected, welcome_message
 from tests.http.asgi import Connection, app_of, scope

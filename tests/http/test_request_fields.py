@@ -16,8 +16,8 @@ from nanocore.http.dialects.chat_completions import ChatCompletionRequest
 from nanocore.http.dialects.completions import CompletionRequest
 from nanocore.http.dialects.prompts import MAX_PROMPTS, num_kept_tokens, read_prompts
 from nanocore.http.dialects.request_fields import SamplingFields
+from nanocore.http.dialects.responses.response_items import read_response_tools
 from nanocore.http.dialects.responses.response_request import ResponsesRequest
-from nanocore.http.dialects.responses.response_tools import read_response_tools
 from nanocore.http.endpoints.tokenize import TokenizeRequest
 from nanocore.http.http_errors import HttpError
 from nanocore.http.server_settings import AppSettings

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.batch import block_table
 from nanocore.worker.batch.batch_step import StepInputs
-from nanocore.worker.batch.block_table import BlockTable
-from nanocore.worker.batch.input_batch import InputBatch
+from nanocore.worker.batch.input_batch import BlockTable, InputBatch
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
 from tests.campaign import examples

@@ -20,12 +20,11 @@ from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.memory import kv_cache_bytes as memory
 from nanocore.worker.memory.host_memory import host_bytes
-from nanocore.worker.memory.largest_step import NUM_PROFILED_GRAPHS, run_largest_steps
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
-from nanocore.worker.worker import Worker
+from nanocore.worker.worker import NUM_PROFILED_GRAPHS, Worker, run_largest_steps
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.worker.configs import make_worker_config
 from tests.worker.device_engine import DeviceKernels, load_model

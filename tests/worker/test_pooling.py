@@ -17,8 +17,7 @@ from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.placement import Placement
-from nanocore.worker.sampling import pooling
-from nanocore.worker.sampling.pooling import PooledRow, pooled_sums
+from nanocore.worker.sampling.requested_outputs import PooledRow, pooled_sums
 from tests.fake_device import FakeStream
 from tests.model_families import BUILDERS, exact_model
 from tests.step_plans import make_plan

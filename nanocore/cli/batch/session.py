@@ -37,6 +37,12 @@ logger = logging.getLogger(__name__)
 
 SOME_FAILED: Final = 1
 _COUNTED_BYTES: Final = 2**20
+MAX_UNAVAILABLE_S: Final = 30.0
+"""Per-request limit for 503 retries, in addition to the client's wait for an engine."""
+_MAX_KINDS: Final = 1000
+"""Kinds of errors that are told apart."""
+_FULL: Final = 429
+_UNAVAILABLE: Final = 503
 
 
 def answer_batch(options: BatchOptions) -> int:
@@ -166,14 +172,6 @@ def _num_lines(file: BinaryIO) -> int | None:
         number += piece.count(b"\n")
     file.seek(0)
     return number
-
-
-MAX_UNAVAILABLE_S: Final = 30.0
-"""Per-request limit for 503 retries, in addition to the client's wait for an engine."""
-_MAX_KINDS: Final = 1000
-"""Kinds of errors that are told apart."""
-_FULL: Final = 429
-_UNAVAILABLE: Final = 503
 
 
 class FrequentError(msgspec.Struct):

@@ -17,9 +17,10 @@ import threading
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import islice
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -32,7 +33,7 @@ from nanocore.protocol.errors import ProtocolError
 from nanocore.protocol.kv_events import replay_end_frames, replay_frames, replay_start
 from nanocore.protocol.sockets.ipc_router import IpcRouter
 from nanocore.protocol.sockets.options import MAX_OBSERVERS, SendResult
-from nanocore.protocol.sockets.publisher_socket import PublisherSocket
+from nanocore.protocol.sockets.zmtp import PUB
 from nanocore.system.endpoint_lock import EndpointLock
 
 logger = logging.getLogger(__name__)
@@ -43,116 +44,11 @@ REPLAY_TIMEOUT_S: Final = 30.0
 REPLAY_RETRY_S: Final = 0.05
 _MAX_REQUESTS: Final = 256  # taken from the socket before events get their turn
 _MAX_BURST: Final = 256  # batches for one client before the others get their turn
-
-
-class ReplayRing:
-    """The latest payloads by sequence number; the oldest are dropped when either limit is
-    exceeded.
-    """
-
-    def __init__(
-        self, max_batches: int = MAX_RING_BATCHES, max_bytes: int = MAX_RING_BYTES
-    ) -> None:
-        self._max_batches, self._max_bytes = max_batches, max_bytes
-        self._entries: deque[tuple[int, bytes]] = deque()
-        self._num_bytes = 0
-
-    @property
-    def last(self) -> int:
-        """Newest sequence number; -1 if there is none."""
-        return self._entries[-1][0] if self._entries else -1
-
-    def append(self, sequence: int, payload: bytes) -> None:
-        """Keep a batch, whose number is higher than all before."""
-        self._entries.append((sequence, payload))
-        self._num_bytes += len(payload)
-        while len(self._entries) > self._max_batches or self._num_bytes > self._max_bytes:
-            self._num_bytes -= len(self._entries.popleft()[1])
-
-    def between(self, start: int, end: int, limit: int) -> list[tuple[int, bytes]]:
-        """Return (sequence number, payload) of at most `limit` batches from `start` up to `end` -
-        1.
-        """
-        first = bisect_left(self._entries, start, key=_sequence_of)
-        last = bisect_left(self._entries, end, key=_sequence_of)
-        return list(islice(self._entries, first, min(last, first + limit)))
-
-
-def _sequence_of(entry: tuple[int, bytes]) -> int:
-    return entry[0]
-
-
-class _Replay(msgspec.Struct):
-    """A client's request for the batches from `next` up to `end` - 1."""
-
-    next: int
-    end: int
-    since_s: float  # when the client last took something
-
-
-class ReplayServer:
-    """Answers replay requests from a ring, a burst per client and turn.
-
-    num_malformed: requests that were none. num_given_up: replays that nobody took.
-    """
-
-    def __init__(self, socket: IpcRouter, ring: ReplayRing, topic: bytes) -> None:
-        self._socket = socket
-        self._topic = topic
-        self._ring = ring
-        self._replays: dict[bytes, _Replay] = {}
-        self.num_malformed = 0
-        self.num_given_up = 0
-
-    def turn(self, now_s: float) -> float | None:
-        """Take requests and send what clients take now.
-
-        Returns the seconds until the next turn is due, or None if only a request makes it due.
-        """
-        waits_s = [0.0] if self._take_requests(now_s) else []
-        for routing_id, replay in list(self._replays.items()):
-            result = self._burst(routing_id, replay, now_s)
-            if result is None:
-                waits_s.append(0.0)
-            elif result is SendResult.FULL and now_s - replay.since_s <= REPLAY_TIMEOUT_S:
-                waits_s.append(REPLAY_RETRY_S)
-            else:
-                del self._replays[routing_id]
-                if result is SendResult.FULL:
-                    self.num_given_up += 1
-                    logger.warning("a KV event replay was abandoned: its client does not read")
-        return min(waits_s, default=None)
-
-    def _take_requests(self, now_s: float) -> bool:
-        """Note new requests, each replacing its client's last; return whether there may be more."""
-        for _ in range(_MAX_REQUESTS):
-            received = self._socket.receive()
-            if received is None:
-                return self._socket.is_busy
-            routing_id, frames = received
-            try:
-                start = replay_start(frames)
-            except ProtocolError:
-                self.num_malformed += 1
-            else:
-                # Up to what is there now: later batches reach the client as a subscriber.
-                self._replays[routing_id] = _Replay(start, self._ring.last + 1, now_s)
-        return True
-
-    def _burst(self, routing_id: bytes, replay: _Replay, now_s: float) -> SendResult | None:
-        """Send a client some missing batches. Returns None if all were taken and there are more."""
-        for sequence, payload in self._ring.between(replay.next, replay.end, _MAX_BURST):
-            result = self._socket.send(routing_id, replay_frames(self._topic, sequence, payload))
-            if result is not SendResult.SENT:
-                return result
-            replay.next, replay.since_s = sequence + 1, now_s
-        if self._ring.between(replay.next, replay.end, 1):
-            return None
-        return self._socket.send(routing_id, replay_end_frames())
-
-
 MAX_QUEUED_BATCHES: Final = 10_000
 _JOIN_TIMEOUT_S: Final = 10.0  # both sockets may linger for a second
+SUBSCRIBER_HIGH_WATER_MARK: Final = 1000
+MAX_SUBSCRIPTIONS: Final = 64  # of one peer
+MAX_TOPIC_BYTES: Final = 1024
 
 
 class KVEventPublisher(threading.Thread):
@@ -325,3 +221,157 @@ def _wire_extra_keys(event: events.BlockStored) -> list[list[str] | None] | None
         return None
     digest = xxhash.xxh3_128_hexdigest(event.extra_keys)
     return [[digest], *[None] * (len(event.block_hashes) - 1)]
+
+
+class ReplayRing:
+    """The latest payloads by sequence number; the oldest are dropped when either limit is
+    exceeded.
+    """
+
+    def __init__(
+        self, max_batches: int = MAX_RING_BATCHES, max_bytes: int = MAX_RING_BYTES
+    ) -> None:
+        self._max_batches, self._max_bytes = max_batches, max_bytes
+        self._entries: deque[tuple[int, bytes]] = deque()
+        self._num_bytes = 0
+
+    @property
+    def last(self) -> int:
+        """Newest sequence number; -1 if there is none."""
+        return self._entries[-1][0] if self._entries else -1
+
+    def append(self, sequence: int, payload: bytes) -> None:
+        """Keep a batch, whose number is higher than all before."""
+        self._entries.append((sequence, payload))
+        self._num_bytes += len(payload)
+        while len(self._entries) > self._max_batches or self._num_bytes > self._max_bytes:
+            self._num_bytes -= len(self._entries.popleft()[1])
+
+    def between(self, start: int, end: int, limit: int) -> list[tuple[int, bytes]]:
+        """Return (sequence number, payload) of at most `limit` batches from `start` up to `end` -
+        1.
+        """
+        first = bisect_left(self._entries, start, key=_sequence_of)
+        last = bisect_left(self._entries, end, key=_sequence_of)
+        return list(islice(self._entries, first, min(last, first + limit)))
+
+
+def _sequence_of(entry: tuple[int, bytes]) -> int:
+    return entry[0]
+
+
+class _Replay(msgspec.Struct):
+    """A client's request for the batches from `next` up to `end` - 1."""
+
+    next: int
+    end: int
+    since_s: float  # when the client last took something
+
+
+class ReplayServer:
+    """Answers replay requests from a ring, a burst per client and turn.
+
+    num_malformed: requests that were none. num_given_up: replays that nobody took.
+    """
+
+    def __init__(self, socket: IpcRouter, ring: ReplayRing, topic: bytes) -> None:
+        self._socket = socket
+        self._topic = topic
+        self._ring = ring
+        self._replays: dict[bytes, _Replay] = {}
+        self.num_malformed = 0
+        self.num_given_up = 0
+
+    def turn(self, now_s: float) -> float | None:
+        """Take requests and send what clients take now.
+
+        Returns the seconds until the next turn is due, or None if only a request makes it due.
+        """
+        waits_s = [0.0] if self._take_requests(now_s) else []
+        for routing_id, replay in list(self._replays.items()):
+            result = self._burst(routing_id, replay, now_s)
+            if result is None:
+                waits_s.append(0.0)
+            elif result is SendResult.FULL and now_s - replay.since_s <= REPLAY_TIMEOUT_S:
+                waits_s.append(REPLAY_RETRY_S)
+            else:
+                del self._replays[routing_id]
+                if result is SendResult.FULL:
+                    self.num_given_up += 1
+                    logger.warning("a KV event replay was abandoned: its client does not read")
+        return min(waits_s, default=None)
+
+    def _take_requests(self, now_s: float) -> bool:
+        """Note new requests, each replacing its client's last; return whether there may be more."""
+        for _ in range(_MAX_REQUESTS):
+            received = self._socket.receive()
+            if received is None:
+                return self._socket.is_busy
+            routing_id, frames = received
+            try:
+                start = replay_start(frames)
+            except ProtocolError:
+                self.num_malformed += 1
+            else:
+                # Up to what is there now: later batches reach the client as a subscriber.
+                self._replays[routing_id] = _Replay(start, self._ring.last + 1, now_s)
+        return True
+
+    def _burst(self, routing_id: bytes, replay: _Replay, now_s: float) -> SendResult | None:
+        """Send a client some missing batches. Returns None if all were taken and there are more."""
+        for sequence, payload in self._ring.between(replay.next, replay.end, _MAX_BURST):
+            result = self._socket.send(routing_id, replay_frames(self._topic, sequence, payload))
+            if result is not SendResult.SENT:
+                return result
+            replay.next, replay.since_s = sequence + 1, now_s
+        if self._ring.between(replay.next, replay.end, 1):
+            return None
+        return self._socket.send(routing_id, replay_end_frames())
+
+
+class PublisherSocket:
+    """The PUB socket: an IpcRouter whose peers subscribe. Belongs to one thread.
+
+    A subscription is a message of one frame: 1, or 0 to end it, and a prefix of topics.
+
+    Raises:
+        ConfigError: it cannot be bound. AddressInUseError: there is a socket already.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.router = IpcRouter(path, PUB, SUBSCRIBER_HIGH_WATER_MARK)
+        self.router.limit(MAX_OBSERVERS, math.inf)
+        self._topics: dict[bytes, set[bytes]] = {}
+
+    def watch(self, fd: int) -> None:
+        """Let `wait` return when this descriptor becomes readable, too."""
+        self.router.watch(fd)
+
+    def wait(self, timeout_ms: int) -> set[int]:
+        """Sleep until a watched descriptor is ready; take in subscriptions. -1: no limit."""
+        ready = self.router.wait(timeout_ms)
+        for _ in range(MAX_SUBSCRIPTIONS):
+            if (received := self.router.receive()) is None:
+                break
+            routing_id, frames = received
+            self.router.admit(routing_id)
+            topics = self._topics.setdefault(routing_id, set())
+            action, topic = frames[0][:1], frames[0][1:]
+            if action == b"\0":
+                topics.discard(topic)
+            elif len(topics) < MAX_SUBSCRIPTIONS and len(topic) <= MAX_TOPIC_BYTES:
+                topics.add(topic)
+        for routing_id in self.router.take_gone():
+            self._topics.pop(routing_id, None)
+        return ready
+
+    def publish(self, frames: Sequence[bytes]) -> None:
+        """Queue a message for subscribers of its topic; those at the high-water mark miss it."""
+        for routing_id, topics in list(self._topics.items()):
+            if any(frames[0].startswith(topic) for topic in topics):
+                if self.router.send(routing_id, frames) is SendResult.GONE:
+                    del self._topics[routing_id]
+
+    def close(self) -> None:
+        """Send what is queued, for at most a second, and close. Idempotent."""
+        self.router.close()

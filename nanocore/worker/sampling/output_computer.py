@@ -19,8 +19,11 @@ from torch import Tensor
 
 from nanocore.kernels.interface import LogprobTensors
 from nanocore.worker.plan import RowLogprobs
-from nanocore.worker.sampling.pooling import pooled_sums
-from nanocore.worker.sampling.requested_outputs import LogprobRequests, RequestedOutputs
+from nanocore.worker.sampling.requested_outputs import (
+    LogprobRequests,
+    RequestedOutputs,
+    pooled_sums,
+)
 from nanocore.worker.sampling.sampler import TokenSampler
 
 _SAMPLED, _PROMPT, _POOLED = "logprobs", "prompt_logprobs", "pooled"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocore.client.chat.parsing.request_parsers import SpecialTextFilter
+from nanocore.client.chat.chat_request import SpecialTextFilter
 from nanocore.client.chat.parsing.stream_reader import OutputParser, StreamReader
 from tests.campaign import examples
 from tests.client.chat.parsed import events_of, joined, parser_of

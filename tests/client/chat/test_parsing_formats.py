@@ -9,6 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanocore.client.chat.chat_request import (
+    NamedToolParser,
+    RequiredToolsParser,
+    SpecialTextFilter,
+)
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
 from nanocore.client.chat.parsing.formats import (
     TOOL_PARSERS,
@@ -20,11 +25,6 @@ from nanocore.client.chat.parsing.formats import (
 )
 from nanocore.client.chat.parsing.json_formats import HermesParser
 from nanocore.client.chat.parsing.reasoning import PlainTextParser, prompt_opens_reasoning
-from nanocore.client.chat.parsing.request_parsers import (
-    NamedToolParser,
-    RequiredToolsParser,
-    SpecialTextFilter,
-)
 from nanocore.protocol.errors import InvalidRequestError
 from tests.campaign import examples
 from tests.client.chat.parsed import TOOLS, events_of, joined, parser_of

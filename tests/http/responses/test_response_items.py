@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from nanocore.http.dialects.responses.response_items import Item, ItemReader, messages_of
-from nanocore.http.dialects.responses.response_tools import read_response_tools
+from nanocore.http.dialects.responses.response_items import (
+    Item,
+    ItemReader,
+    messages_of,
+    read_response_tools,
+)
 from nanocore.http.http_errors import HttpError
 
 HI: Any = {"role": "user", "content": "hi"}

@@ -50,12 +50,12 @@ from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.device.device_stream import Pending, Stream, Tensors, Work
 from nanocore.worker.layers.moe import SparseMLP
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.memory.largest_step import run_largest_steps
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.rank_messages import Quantization, WorkerConfig
+from nanocore.worker.worker import run_largest_steps
 from tests.kernels.triton.model_shapes import SHAPES as PUBLISHED
 from tests.step_plans import make_plan, make_row
 

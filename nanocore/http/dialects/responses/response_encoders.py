@@ -26,8 +26,7 @@ from nanocore.client.chat.events import (
 from nanocore.http.dialects.encoding import COMMENT, UsageSum, WholeEncoder, around, escaped
 from nanocore.http.dialects.encoding import event as named_event
 from nanocore.http.dialects.openai_logprobs import chat_logprobs
-from nanocore.http.dialects.responses.response_items import Item, output_text
-from nanocore.http.dialects.responses.response_tools import CUSTOM_ARGUMENT
+from nanocore.http.dialects.responses.response_items import CUSTOM_ARGUMENT, Item, output_text
 from nanocore.http.http_errors import HttpError
 
 StreamEvent: TypeAlias = dict[str, Any]

@@ -1,8 +1,12 @@
-"""Input items of /v1/responses: reading, checking, and conversion to chat messages.
+"""Input of /v1/responses: items become chat messages, and tools those of a chat.
 
 Items are stored and listed in one form: messages have a role and a list of text parts, calls and
 their outputs a call_id, and all an id. Items of tools that a vendor's servers run (search, computer
 use, remote tools) are skipped; unknown types are refused.
+
+The client runs functions and "custom" tools. Custom tools take a text: a model calls them as
+functions with one argument. Tools that a vendor's servers run are dropped, not refused, because
+agents list them for every server.
 """
 
 from __future__ import annotations
@@ -12,7 +16,9 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
+from nanocore.http.dialects.chat_options import read_allowed_tools
 from nanocore.http.http_errors import HttpError, bad_request
+from nanocore.protocol.errors import quoted
 from nanocore.protocol.type_errors import json_kind
 
 Item: TypeAlias = dict[str, Any]
@@ -35,6 +41,9 @@ _SKIPPED: Final = frozenset(
         "tool_search_output", "web_search_call",
     }
 )  # fmt: skip
+_LEADING = ("system", "developer")
+CUSTOM_ARGUMENT: Final = "input"
+_OURS: Final = ("function", "custom")
 
 
 class ItemReader:
@@ -182,9 +191,6 @@ def _bad(place: str, what: str) -> HttpError:
     return bad_request(f"{place} {what}", place)
 
 
-_LEADING = ("system", "developer")
-
-
 def messages_of(items: Sequence[Item], instructions: str | None) -> list[dict[str, Any]]:
     """Return the chat messages of a conversation, for the template.
 
@@ -275,3 +281,100 @@ def _with_one_head(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         content = message["content"]
         texts += [content] if isinstance(content, str) else texts_in(content)
     return [{"role": "system", "content": "\n\n".join(texts)}, *messages[num:]]
+
+
+class ResponseTools(msgspec.Struct, frozen=True):
+    """Tools of a request.
+
+    tools, choice: for the chat. shown: for the response object. custom: names of custom tools.
+    dropped: unsupported types among the tools.
+    """
+
+    tools: list[dict[str, Any]] | None
+    choice: str | dict[str, Any] | None
+    shown: list[dict[str, Any]]
+    custom: frozenset[str]
+    dropped: list[str]
+
+
+def read_response_tools(
+    given: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None
+) -> ResponseTools:
+    """Read tools and tool_choice. Names and parameters are checked when the chat is prepared.
+
+    Raises:
+        HttpError: tool_choice is invalid.
+    """
+    given = given or []
+    ours = [tool for tool in given if tool.get("type", "function") in _OURS]
+    dropped = [str(tool["type"]) for tool in given if tool.get("type", "function") not in _OURS]
+    allowed, chosen = None, None
+    if ours or not given:  # else the choice refers to dropped tools
+        allowed, chosen = _read_choice(choice, {str(tool.get("name")) for tool in ours}, dropped)
+    tools = [
+        _chat_tool(tool) for tool in ours if allowed is None or str(tool.get("name")) in allowed
+    ]
+    return ResponseTools(
+        tools=tools or None,
+        choice=chosen if tools or chosen != "auto" else None,
+        shown=[_shown(tool) for tool in ours],
+        custom=frozenset(str(tool.get("name")) for tool in ours if tool.get("type") == "custom"),
+        dropped=list(dict.fromkeys(dropped)),
+    )
+
+
+def _read_choice(
+    choice: str | dict[str, Any] | None, names: set[str], dropped: list[str]
+) -> tuple[set[str] | None, str | dict[str, Any] | None]:
+    """Return the names of callable tools (None: all) and the chat's tool_choice."""
+    if not isinstance(choice, dict):
+        return None, choice
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        return read_allowed_tools(choice, names)
+    if kind in _OURS:
+        return None, {"type": "function", "function": {"name": choice.get("name")}}
+    if kind in dropped:
+        return None, "auto"
+    raise bad_request(
+        "tool_choice is none, auto, required, or an object of type function, custom or "
+        f"allowed_tools, not {quoted(choice)}",
+        "tool_choice",
+    )
+
+
+def _chat_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") == "custom":
+        return {"type": "function", "function": _custom_function(tool)}
+    function = {
+        key: value
+        for key in ("name", "description", "parameters", "strict")
+        if (value := tool.get(key)) is not None
+    }
+    return {"type": "function", "function": function}
+
+
+def _custom_function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    description = str(tool.get("description") or "")
+    form = tool.get("format")
+    if isinstance(form, dict) and form.get("type") == "grammar":
+        syntax, definition = form.get("syntax"), form.get("definition")
+        description += f"\n\nThe input matches this {syntax} grammar:\n{definition}"
+    return {
+        "name": tool.get("name"),
+        "description": description.strip(),
+        "parameters": {
+            "type": "object",
+            "properties": {CUSTOM_ARGUMENT: {"type": "string"}},
+            "required": [CUSTOM_ARGUMENT],
+            "additionalProperties": False,
+        },
+    }
+
+
+def _shown(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") == "custom":
+        return dict(tool)
+    # Clients expect all fields.
+    blank = {"description": None, "parameters": None, "strict": None}
+    return {"type": "function", "name": None, **blank, **tool}

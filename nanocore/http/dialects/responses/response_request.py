@@ -25,8 +25,13 @@ from nanocore.http.dialects.responses.response_encoders import (
     ResponseStreamEncoder,
     ResponseStyle,
 )
-from nanocore.http.dialects.responses.response_items import Item, ItemReader, messages_of
-from nanocore.http.dialects.responses.response_tools import ResponseTools, read_response_tools
+from nanocore.http.dialects.responses.response_items import (
+    Item,
+    ItemReader,
+    ResponseTools,
+    messages_of,
+    read_response_tools,
+)
 from nanocore.http.exchange import Exchange
 from nanocore.http.http_errors import bad_request
 from nanocore.http.server_settings import AppSettings
