@@ -283,8 +283,8 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     which every token's logits are looked at.
 
     All their KV blocks are the same one: what is computed makes no sense, and takes the room it
-    would. The model's KV cache is gone afterwards, and the persistent batch is to be allocated anew. The
-    captured graphs stay until then.
+    would. The model's KV cache is gone afterwards, and the persistent batch is to be allocated
+    anew. The captured graphs stay until then.
     """
     max_len = config.max_model_len
     num_tokens = min(config.max_num_batched_tokens, max_len - 1)

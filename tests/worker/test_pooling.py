@@ -17,6 +17,7 @@ from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.placement import Placement
+from nanocore.worker.sampling import requested_outputs
 from nanocore.worker.sampling.requested_outputs import PooledRow, pooled_sums
 from tests.fake_device import FakeStream
 from tests.model_families import BUILDERS, exact_model
@@ -150,8 +151,8 @@ def test_nothing_is_made_where_no_row_asks(
         raise AssertionError("nobody requested")
 
     run(native, write_plans(REQUESTS, 64))
-    monkeypatch.setattr(pooling, "StepPooling", refuse)
-    monkeypatch.setattr(pooling, "PooledRow", refuse)
+    monkeypatch.setattr(requested_outputs, "StepPooling", refuse)
+    monkeypatch.setattr(requested_outputs, "PooledRow", refuse)
     plain = [Asking(one.prompt, EngineSamplingParams()) for one in REQUESTS]
     assert len(run(native, write_plans(plain, 7)).tokens) == len(plain)
 
@@ -219,7 +220,7 @@ def test_the_order_of_tokens_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     generator = torch.Generator().manual_seed(4)
     hidden_NE = torch.randn(500, 16, generator=generator) * 1e3
     whole = pooled_sums(hidden_NE, torch.zeros(500, dtype=torch.int64), 1)
-    monkeypatch.setattr(pooling, "MAX_TOKENS", 3)
+    monkeypatch.setattr(requested_outputs, "MAX_POOLED_TOKENS", 3)
     order = torch.randperm(500, generator=generator)
     assert torch.equal(pooled_sums(hidden_NE[order], torch.zeros_like(order), 1), whole)
 

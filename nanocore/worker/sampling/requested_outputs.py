@@ -31,7 +31,7 @@ MAX_ROWS: Final = 64
 _NOT_REQUESTED: Final = -1
 _FEW: Final = 63
 """Up to this many tokens a request's size makes no difference."""
-MAX_TOKENS: Final = 128
+MAX_POOLED_TOKENS: Final = 128
 """Added up at once: it bounds memory."""
 
 _HIGH, _LOW = 2.0**16, 2.0**40
@@ -353,8 +353,8 @@ def pooled_sums(hidden_NE: Tensor, row_N: Tensor, num_rows: int, scale: float = 
     """
     size = 2 * hidden_NE.shape[1] + 1
     sums_KI = hidden_NE.new_zeros((num_rows, size), dtype=torch.int64)
-    for start in range(0, len(hidden_NE), MAX_TOKENS):
-        some = slice(start, start + MAX_TOKENS)
+    for start in range(0, len(hidden_NE), MAX_POOLED_TOKENS):
+        some = slice(start, start + MAX_POOLED_TOKENS)
         x_NE = hidden_NE[some].double() * scale
         is_bad_NE = ~(x_NE.abs() < _LIMIT)  # NaN is not
         x_NE = x_NE.masked_fill_(is_bad_NE, 0.0).mul_(_HIGH)
