@@ -5,10 +5,10 @@ from nanocore.client.chat.events import ChatAnswer, ToolCall, collect
 from nanocore.client.chat.renderer import RenderProcessError
 from nanocore.client.connection.control_calls import EngineHealth
 from nanocore.client.llm import LLM
-from nanocore.client.requests.logprob_views import Logprob
 from nanocore.client.requests.request_outputs import (
     CompletionOutput,
     EmbeddingOutput,
+    Logprob,
     RequestMetrics,
     RequestOutput,
     Resume,

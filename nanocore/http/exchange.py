@@ -23,7 +23,7 @@ from nanocore.http.http_errors import (
 from nanocore.http.request_record import DISCONNECTED, RequestRecord
 from nanocore.http.state import ServerState
 from nanocore.protocol.errors import NanocoreError
-from nanocore.protocol.type_errors import field_error, json_kind
+from nanocore.protocol.fields import field_error, json_kind
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]

@@ -15,7 +15,7 @@ from nanocore.http.dialects import (
     completions,
     message_encoders,
 )
-from nanocore.http.dialects.responses import response_request, stored_responses
+from nanocore.http.dialects.responses import response_request
 from nanocore.http.endpoints import embeddings, page, status, tokenize
 from nanocore.http.exchange import Exchange
 from nanocore.http.http_errors import HttpError
@@ -94,17 +94,17 @@ ROUTES: Final[tuple[Route, ...]] = (
         "OpenAI's responses, with vLLM's additional sampling fields.",
         body=response_request.ResponsesRequest, response=_RESPONSE, is_stream=True, is_work=True,
         operation="chat"),
-    Route("GET", "/v1/responses/{id}", stored_responses.get, "A stored response.", is_local=True,
+    Route("GET", "/v1/responses/{id}", response_request.get, "A stored response.", is_local=True,
         response=_RESPONSE, errors=(400,)),
-    Route("DELETE", "/v1/responses/{id}", stored_responses.delete, "Delete a stored response.",
+    Route("DELETE", "/v1/responses/{id}", response_request.delete, "Delete a stored response.",
         response={"id": str, "object": Literal["response"], "deleted": bool}, is_local=True),
-    Route("GET", "/v1/responses/{id}/input_items", stored_responses.list_input_items,
-        "Input items of a stored response.", response=stored_responses.ItemList, is_local=True,
+    Route("GET", "/v1/responses/{id}/input_items", response_request.list_input_items,
+        "Input items of a stored response.", response=response_request.ItemList, is_local=True,
         errors=(400,),
         query={"order": {"enum": ["asc", "desc"], "default": "desc"},
                "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
                "after": {"type": "string"}}),
-    Route("POST", "/v1/responses/{id}/cancel", stored_responses.cancel,
+    Route("POST", "/v1/responses/{id}/cancel", response_request.cancel,
         "Always refused: background responses are not supported.", is_local=True, is_refused=True,
         errors=(400,)),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 A block's digest is computed over its parent's digest and its own content, so equal digests mean
 equal prefixes, apart from collisions. The digest (xxh3-128) is not cryptographic: it tells where to
-look, and `prefix_index` confirms each hit.
+look, and `PrefixIndex` confirms each hit.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from nanocore.client import ProtocolError, SamplingParams
-from nanocore.client.requests.logprob_views import LogprobTable, SampleLogprobs
+from nanocore.client.requests.request_outputs import LogprobTable, SampleLogprobs
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.codec import pack_uint32, unpack_logprobs
 from nanocore.protocol.messages import Event, TokenLogprobs

@@ -18,7 +18,7 @@ from nanocore.client.chat.events import (
     ToolBegin,
     Usage,
 )
-from nanocore.client.requests.logprob_views import Logprob
+from nanocore.client.requests.request_outputs import Logprob
 from nanocore.http.dialects.chat_completions import (
     ChatCompletionEncoder,
     ChatStreamEncoder,

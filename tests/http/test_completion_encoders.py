@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nanocore.client.chat.events import ChatEvent, Finished, Logprobs, Started, Text, Usage
-from nanocore.client.requests.logprob_views import Logprob
+from nanocore.client.requests.request_outputs import Logprob
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.http.dialects.completions import (
     CompletionEncoder,

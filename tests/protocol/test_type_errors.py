@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
-from nanocore.protocol.type_errors import field_error
+from nanocore.protocol.fields import field_error
 
 
 class Part(msgspec.Struct):

@@ -18,8 +18,7 @@ from typing import Final
 import msgspec
 
 from nanocore.cli.batch.calls import CallResponse
-from nanocore.cli.batch.lines import DUPLICATE_CODE, BadLine, BatchRequest
-from nanocore.cli.batch.pending import ResultIndex
+from nanocore.cli.batch.pending import DUPLICATE_CODE, BadLine, BatchRequest, ResultIndex
 from nanocore.protocol.errors import ConfigError, NanocoreError
 
 STANDARD: Final = "-"

@@ -24,8 +24,7 @@ from tqdm import tqdm
 
 from nanocore.cli.batch.calls import AsgiApp, CallResponse, ask, relay
 from nanocore.cli.batch.flags import SERVER_CONCURRENCY, BatchOptions
-from nanocore.cli.batch.lines import BadLine, BatchRequest, read_lines
-from nanocore.cli.batch.pending import PendingLines, ResultIndex
+from nanocore.cli.batch.pending import BadLine, BatchRequest, PendingLines, ResultIndex, read_lines
 from nanocore.cli.batch.results import STANDARD, ResultError, Results, bad_line, response_line
 from nanocore.cli.command import INTERRUPTED
 from nanocore.cli.engine_choice import engine_client

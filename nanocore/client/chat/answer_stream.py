@@ -24,8 +24,7 @@ from nanocore.client.chat.events import (
 )
 from nanocore.client.chat.parsing.stream_reader import OutputParser, ParsedEvent
 from nanocore.client.chat.tools import ToolPrompt
-from nanocore.client.requests.logprob_views import SampleLogprobs
-from nanocore.client.requests.request_outputs import Resume
+from nanocore.client.requests.request_outputs import Resume, SampleLogprobs
 from nanocore.client.requests.request_stream import RequestStream
 from nanocore.client.requests.sample import Sample
 from nanocore.client.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from nanocore.client.requests.logprob_views import Logprob, PromptLogprobs
+from nanocore.client.requests.request_outputs import Logprob, PromptLogprobs
 from nanocore.protocol.errors import NanocoreError
 
 ChatFinishReason: TypeAlias = Literal["stop", "length", "tool_calls", "abort", "timeout", "error"]

@@ -11,9 +11,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from nanocore.client.requests.logprob_views import PromptLogprobs
 from nanocore.client.requests.progress import Progress
-from nanocore.client.requests.request_outputs import RequestOutput, Resume
+from nanocore.client.requests.request_outputs import PromptLogprobs, RequestOutput, Resume
 from nanocore.client.requests.sample import Sample
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import NanocoreError

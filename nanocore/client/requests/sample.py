@@ -12,9 +12,8 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 
 from nanocore.client.detokenizer import SampleText
-from nanocore.client.requests.logprob_views import LogprobTable, SampleLogprobs
 from nanocore.client.requests.progress import Progress
-from nanocore.client.requests.request_outputs import CompletionOutput
+from nanocore.client.requests.request_outputs import CompletionOutput, LogprobTable, SampleLogprobs
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.codec import UnpackedLogprobs, unpack_float32
 from nanocore.protocol.errors import ProtocolError

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from nanocore.client.detokenizer import IncrementalDetokenizer
-from nanocore.client.requests.logprob_views import Logprob
+from nanocore.client.requests.request_outputs import Logprob
 from nanocore.client.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS: Final = 20

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from nanocore.cli.batch.command import parse
-from nanocore.cli.batch.lines import (
+from nanocore.cli.batch.pending import (
     ENVELOPE_BYTES,
     MAX_CUSTOM_ID_CHARS,
     BadLine,

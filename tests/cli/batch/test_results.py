@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from nanocore.cli.batch.calls import CallResponse
-from nanocore.cli.batch.lines import BadLine, BatchRequest
-from nanocore.cli.batch.pending import PendingLines, ResultIndex
+from nanocore.cli.batch.pending import BadLine, BatchRequest, PendingLines, ResultIndex
 from nanocore.cli.batch.results import Results, bad_line, response_line
 from nanocore.cli.batch.session import BatchRunner, default_concurrency, summary
 from nanocore.http.exchange import Receive, Scope, Send

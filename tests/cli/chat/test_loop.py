@@ -24,8 +24,7 @@ from prompt_toolkit.output import DummyOutput
 
 from nanocore.cli.chat.commands import CHAT_SAMPLING
 from nanocore.cli.chat.conversation import Conversation
-from nanocore.cli.chat.interactive import CommandCompleter, Prompt
-from nanocore.cli.chat.loop import ChatLoop
+from nanocore.cli.chat.interactive import ChatLoop, CommandCompleter, Prompt
 from nanocore.cli.chat.session import ask_once, with_input
 from nanocore.cli.interrupts import Interrupts
 from nanocore.client.chat.events import Failed, Finished, Started, Text, ToolBegin, Usage
@@ -272,7 +271,7 @@ def test_signals_that_end_the_chat_leave_the_answer(number: signal.Signals) -> N
 
 
 def test_an_answer_that_waits_for_an_engine_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanocore.cli.chat.loop._LOST_POLL_S", 0.001)
+    monkeypatch.setattr("nanocore.cli.chat.interactive._LOST_POLL_S", 0.001)
     target = FakeTarget()
     waits = asyncio.Event()
 

@@ -15,6 +15,7 @@ from nanocore.client.chat.chat_request import (
     SpecialTextFilter,
 )
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
+from nanocore.client.chat.parsing.call_formats import HermesParser
 from nanocore.client.chat.parsing.formats import (
     TOOL_PARSERS,
     Formats,
@@ -23,7 +24,6 @@ from nanocore.client.chat.parsing.formats import (
     marks_of,
     wrap_in_reasoning,
 )
-from nanocore.client.chat.parsing.json_formats import HermesParser
 from nanocore.client.chat.parsing.reasoning import PlainTextParser, prompt_opens_reasoning
 from nanocore.protocol.errors import InvalidRequestError
 from tests.campaign import examples

@@ -22,7 +22,7 @@ from nanocore.client.chat.events import (
     ToolBegin,
     Usage,
 )
-from nanocore.client.requests.logprob_views import Logprob
+from nanocore.client.requests.request_outputs import Logprob
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.http.dialects.responses.response_encoders import (
     ResponseEncoder,

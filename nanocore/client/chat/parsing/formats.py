@@ -10,14 +10,14 @@ from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from nanocore.client.chat.parsing.harmony import HarmonyParser
-from nanocore.client.chat.parsing.json_formats import (
+from nanocore.client.chat.parsing.call_formats import (
     DeepseekV3Parser,
     HermesParser,
     Llama3JsonParser,
     MistralParser,
+    PythonicParser,
 )
-from nanocore.client.chat.parsing.pythonic import PythonicParser
+from nanocore.client.chat.parsing.harmony import HarmonyParser
 from nanocore.client.chat.parsing.qwen3_coder import Qwen3CoderParser, SeedOssParser
 from nanocore.client.chat.parsing.reasoning import (
     DEEPSEEK_TURN,

@@ -19,7 +19,7 @@ import msgspec
 from nanocore.http.dialects.chat_options import read_allowed_tools
 from nanocore.http.http_errors import HttpError, bad_request
 from nanocore.protocol.errors import quoted
-from nanocore.protocol.type_errors import json_kind
+from nanocore.protocol.fields import json_kind
 
 Item: TypeAlias = dict[str, Any]
 ROLES: Final = ("user", "assistant", "system", "developer")
