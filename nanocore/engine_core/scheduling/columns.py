@@ -1,4 +1,4 @@
-"""Tokens and log probabilities in columns, with the numpy index arithmetic that they need.
+"""Tokens and log probabilities in columns, their index arithmetic, and one output per client.
 
 A step's tokens are read side by side: the first owner has the first counts[0] tokens, the second
 the next counts[1], and so on. An owner is a row, or later the handle of a request. With one token
