@@ -22,7 +22,7 @@ from nanocore.client import AsyncEngineClient
 
 
 class Published(NamedTuple):
-    """A model's file, whose pieces are each the largest member of a package, in this order."""
+    """A model's file, in pieces: the largest member of each package, in the order of names."""
 
     file: str
     sha256: str
