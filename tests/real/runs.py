@@ -34,7 +34,7 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
     "float32": {"dtype": "float32", "activation_quantization": "none"},
     "bfloat16": {"activation_quantization": "none"},
     "as it is": {},
-    "int8 KV": {"activation_quantization": "none", "kv_cache_dtype": "int8"},
+    "int8 KV": {"kv_cache_dtype": "int8"},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
 }
