@@ -25,7 +25,8 @@ from nanocore.client.requests.request_stream import RequestStream
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.session import output_frames
-from nanocore.engine_core.scheduling.columns import ClientOutput, TokenColumns
+from nanocore.engine_core.scheduling.columns import TokenColumns
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import (
     client_decoder,
     encode,

@@ -23,7 +23,7 @@ from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.mailbox import Outbox
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.scheduling.columns import ClientOutput
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.protocol.sampling import EngineSamplingParams

@@ -29,7 +29,7 @@ from nanocore.engine_core.mailbox import (
 from nanocore.engine_core.metrics.collector import stats_of
 from nanocore.engine_core.requests.ends import end_outside_a_step
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.scheduling.columns import split_events
+from nanocore.engine_core.scheduling.outputs import split_events
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_clock import StepClock
 from nanocore.engine_core.step_trace import StepTrace

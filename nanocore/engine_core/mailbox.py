@@ -18,7 +18,7 @@ import msgspec
 
 from nanocore.engine_core.grammars.matcher import Compiled
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.scheduling.columns import ClientOutput
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.messages import ControlOperation, FinishReason, Reply
 
 SIGNAL_POLL_S: Final = 1.0

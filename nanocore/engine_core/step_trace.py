@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
-from nanocore.engine_core.scheduling.columns import ClientOutput
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.errors import ConfigError
 

@@ -6,7 +6,9 @@ size and addressed by id (PagedAttention: Kwon et al., SOSP 2023).
 
 from nanocore.kv_cache.block_key import BlockKey, KeyChain
 from nanocore.kv_cache.block_pool import Block, BlockPool
-from nanocore.kv_cache.manager import KVCacheManager, PrefixCacheStats, PrefixIndex
+from nanocore.kv_cache.manager import KVCacheManager
+from nanocore.kv_cache.prefix_index import PrefixIndex
+from nanocore.kv_cache.stats import PrefixCacheStats
 
 __all__ = [
     "Block",

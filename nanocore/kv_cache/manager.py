@@ -8,13 +8,13 @@ flight may still write are fenced: they are not handed out until that step is co
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from nanocore.kv_cache.block_key import BlockKey
 from nanocore.kv_cache.block_pool import Block, BlockPool
 from nanocore.kv_cache.events import EventLog, KVEventSubscriber
-
-WINDOW_REQUESTS = 1000
+from nanocore.kv_cache.prefix_index import PrefixIndex
+from nanocore.kv_cache.stats import PrefixCacheStats
 
 
 class _Holding:
@@ -255,105 +255,3 @@ class KVCacheManager:
         if self._events is not None:
             self._events.removed([block.key for block in blocks if block.key])
         self._index.remove(blocks)
-
-
-class PrefixCacheStats:
-    """Tokens looked up and found: totals, and the hit rate of recent requests.
-
-    First admissions only: to find one's own blocks again says nothing of the workload.
-    """
-
-    def __init__(self, window_requests: int = WINDOW_REQUESTS) -> None:
-        self.queries = 0
-        self.hits = 0
-        self._window: deque[tuple[int, int]] = deque()
-        self._window_requests = window_requests
-        self._window_queries = 0
-        self._window_hits = 0
-
-    def record(self, num_queries: int, num_hits: int) -> None:
-        """Count a request's first admission."""
-        self.queries += num_queries
-        self.hits += num_hits
-        self._window.append((num_queries, num_hits))
-        self._window_queries += num_queries
-        self._window_hits += num_hits
-        if len(self._window) > self._window_requests:
-            old_queries, old_hits = self._window.popleft()
-            self._window_queries -= old_queries
-            self._window_hits -= old_hits
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of tokens found, 0 to 1, over the most recent requests."""
-        return self._window_hits / self._window_queries if self._window_queries else 0.0
-
-
-class PrefixIndex:
-    """Finds the block that holds given tokens after a given prefix. One per digest of its key.
-
-    The digest is not cryptographic, so every hit is confirmed by comparing the tokens and the
-    parent. The parent is compared by identity: blocks of equal prefixes share one key object, so by
-    induction the whole prefix is compared. A digest collision can cost a hit, but it can never
-    serve another prompt's KV.
-
-    Several blocks may have the same content, because block ids in running block tables must not
-    change; only one of the copies is in the index.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: dict[bytes, Block] = {}
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def find_prefix(self, keys: Iterable[BlockKey]) -> list[Block]:
-        """Return the blocks that hold this prefix, up to the first that is missing."""
-        hits: list[Block] = []
-        parent: BlockKey | None = None
-        find = self._blocks.get
-        for digest, content in keys:
-            block = find(digest)
-            # A parent that was evicted and computed again has another key object: no hit.
-            if block is None or block.parent is not parent:
-                break
-            parent = block.key
-            assert parent is not None
-            if parent[1] != content:
-                break
-            hits.append(block)
-        return hits
-
-    def get(self, key: BlockKey) -> Block | None:
-        """Return the block with this key's digest, whatever its content."""
-        return self._blocks.get(key[0])
-
-    def put(
-        self, blocks: Sequence[Block], parent: BlockKey | None, keys: Sequence[BlockKey]
-    ) -> int:
-        """Add consecutive blocks with the content they have, or will have after the planned step.
-
-        Stops at the first digest that is in the index already; returns how many were added.
-        """
-        index = self._blocks
-        num_before = len(index)
-        for block, key in zip(blocks, keys, strict=True):
-            digest = key[0]
-            if digest in index:
-                break
-            index[digest] = block
-            block.key = key
-            block.parent = parent
-            parent = key
-        return len(index) - num_before
-
-    def remove(self, blocks: Iterable[Block]) -> None:
-        """Remove blocks whose memory is about to be reused."""
-        index = self._blocks
-        for block in blocks:
-            assert block.key is not None
-            del index[block.key[0]]
-            block.key = block.parent = None
-
-    def clear(self) -> None:
-        self.remove(list(self._blocks.values()))

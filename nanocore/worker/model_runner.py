@@ -6,19 +6,18 @@ On a CPU the step is over when `begin` returns; on a device beside the host, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata, Kernels, Replay
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.worker.batch.batch_step import BatchStep, ints
 from nanocore.worker.batch.input_batch import InputBatch
 from nanocore.worker.communication.communicator import StageLinks
 from nanocore.worker.device.device_steps import DeviceQueue, DeviceSteps
+from nanocore.worker.device.stage_replay import StageReplay, capture_stage
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.model_stage import ModelStage
@@ -34,9 +33,6 @@ from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.sampling.masked_rows import MaskedRows
 from nanocore.worker.sampling.output_computer import Sampled
 from nanocore.worker.sampling.requested_outputs import RequestedOutputs
-
-CapturablePart = Callable[[Tensor | None, Tensor, AttentionMetadata, Tensor], Tensor]
-"""Called with hidden states (None on the first stage) and a step's inputs: see `Replay`."""
 
 
 class ModelRunner:
@@ -221,51 +217,3 @@ class ModelRunner:
                 requested, torch.from_numpy(requested.column), sampled, self.token_table
             )
         return DoneOutput(make_output(step.sample_rows, result, requested))
-
-
-class StageReplay:
-    """A stage's part on the host, captured once and replayed between other stages' messages.
-
-    What ranks of one stage exchange is captured, too, where they share memory.
-
-    Args:
-        received_TE: memory from which a later stage's part reads its hidden states.
-    """
-
-    def __init__(self, replay: Replay, links: StageLinks, received_TE: Tensor | None) -> None:
-        self._replay = replay
-        self._links = links
-        self._received_TE = received_TE
-
-    def __call__(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
-    ) -> Tensor | None:
-        """The last stage's logits, valid until the next call; None of a stage before it."""
-        if self._links.receive is not None and self._received_TE is not None:
-            x_TE = self._received_TE[: len(token_ids_T)]
-            x_TE.copy_(self._links.receive.recv(tuple(x_TE.shape), x_TE.dtype))
-        result = self._replay(token_ids_T, metadata, sample_index_R)
-        if self._links.send is None:
-            return result
-        self._links.send.send(result)
-        return None
-
-
-def capture_stage(
-    kernels: Kernels,
-    compute: CapturablePart,
-    links: StageLinks,
-    largest_TE: Tensor,
-    max_samples: int,
-) -> StageReplay | None:
-    """`compute`, a rank's part of any step, to be replayed; None if the backend cannot.
-
-    largest_TE: has the shape and dtype of the largest step's hidden states, on whatever device.
-    """
-    received_TE = None if links.receive is None else torch.empty_like(largest_TE, device="cpu")
-
-    def part(token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
-        return compute(received_TE, token_ids_T, metadata, sample_index_R)
-
-    replay = kernels.capture(part, len(largest_TE), max_samples)
-    return None if replay is None else StageReplay(replay, links, received_TE)

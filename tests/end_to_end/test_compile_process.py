@@ -37,6 +37,7 @@ def trial_process(engine_pid: int) -> int:
 def test_an_engine_outlives_its_trials_and_ends_in_order_while_one_runs() -> None:
     async def main(endpoint: str, pid: int) -> list[int]:
         async with AsyncEngineClient.connect(endpoint, timeout_s=WAIT_S, resume=False) as client:
+            await client.complete("Say it", wanting(choice=["no"]))  # starts the process
             os.kill(trial_process(pid), signal.SIGKILL)
             text = None
             while text is None:

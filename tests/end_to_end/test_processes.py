@@ -284,7 +284,7 @@ def test_the_log_names_each_phase_once(tiny_model: Path) -> None:
     with forked.engine(tiny_model) as running:
         run(main(running.endpoint))
         log = running.stderr.read_text()
-    phases = ("nanocore 0.1.0 | model ", "load ", "kv cache ", "structured outputs ", "ready in ")
+    phases = ("nanocore 0.1.0 | model ", "load ", "kv cache ", "ready in ")
     for phase in phases:
         assert log.count(phase) == 1
 

@@ -25,6 +25,8 @@ def test_an_engine_tells_what_it_could_do_and_what_it_did(
     async def complete() -> None:
         async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
             await client.complete(list(range(5, 25)), PARAMS)
+        while " ms a prompt at " not in log.read_text():  # when it has had nothing to do a while
+            await asyncio.sleep(0.05)
 
     process = forked.start(log, (*flags, "--tp", str(tp_size)))
     try:

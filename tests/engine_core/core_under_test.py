@@ -8,7 +8,7 @@ from typing import Any
 
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.mailbox import ControlReply, Inbox, Outbox, Shutdown
-from nanocore.engine_core.scheduling.columns import ClientOutput
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.messages import Event, Reply
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks

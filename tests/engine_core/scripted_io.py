@@ -21,7 +21,8 @@ from nanocore.engine_core.io.request_handler import CompilingRequests
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES, MAX_BACKLOGS_BYTES, Session
 from nanocore.engine_core.mailbox import AddRequest, GrammarDone, Inbox, Outbox
 from nanocore.engine_core.metrics.collector import EngineMetrics
-from nanocore.engine_core.scheduling.columns import ClientOutput, TokenColumns
+from nanocore.engine_core.scheduling.columns import TokenColumns
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Event, Hello, Message, ModelCard, Output, Submit, Welcome
 from nanocore.protocol.sampling import EngineSamplingParams

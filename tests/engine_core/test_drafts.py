@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from nanocore.engine_core.io.session import Backlog, TokenLog, output_frames
-from nanocore.engine_core.scheduling.columns import ClientOutput, LogprobColumns, TokenColumns
+from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.codec import client_decoder, unpack_output
 from nanocore.protocol.errors import ConfigError

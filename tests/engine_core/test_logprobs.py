@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from nanocore.engine_core.io.session import output_frames
-from nanocore.engine_core.scheduling.columns import ClientOutput, LogprobColumns, TokenColumns
+from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Event, Output, TokenLogprobs

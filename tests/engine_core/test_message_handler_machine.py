@@ -22,7 +22,8 @@ from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.io.handshake_handler import SESSION_TIMEOUT_S
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlCall, ControlReply
-from nanocore.engine_core.scheduling.columns import ClientOutput, TokenColumns
+from nanocore.engine_core.scheduling.columns import TokenColumns
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import encode, unpack_output
 from nanocore.protocol.messages import (
     Abort,

@@ -11,7 +11,8 @@ from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest
-from nanocore.engine_core.scheduling.columns import ClientOutput, LogprobColumns, TokenColumns
+from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.messages import Event, Output, Submit
 from nanocore.protocol.sampling import EngineSamplingParams

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanocore.engine_core.scheduling.columns import (
-    ClientOutput,
-    LogprobColumns,
-    TokenColumns,
-    split_by_client,
-    split_events,
-)
+from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
+from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client, split_events
 from nanocore.protocol.messages import Event
 
 

@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from nanocore.engine_core.io.session import Backlog, output_frames
-from nanocore.engine_core.scheduling.columns import ClientOutput, TokenColumns
+from nanocore.engine_core.scheduling.columns import TokenColumns
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.messages import Event, Output

@@ -16,7 +16,7 @@ from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.grammars.mask_filler import MaskFiller
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlCall, Inbox, Outbox
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.scheduling.columns import ClientOutput
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.messages import Event
 from nanocore.protocol.structured_outputs import StructuredOutputs

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest
-from nanocore.engine_core.scheduling.columns import ClientOutput
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.step_trace import StepTrace
 from tests.engine_core.core_under_test import CoreUnderTest
 from tests.fakes import expected_tokens, make_request

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.batch import input_batch
+from nanocore.worker.batch import block_table
 from nanocore.worker.batch.batch_step import StepInputs
-from nanocore.worker.batch.input_batch import BlockTable, InputBatch
+from nanocore.worker.batch.block_table import BlockTable
+from nanocore.worker.batch.input_batch import InputBatch
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
 from tests.campaign import examples
@@ -275,7 +276,7 @@ def make_table() -> BlockTable:
 @given(st.data())
 def test_selected_rows_hold_the_blocks_they_were_given(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(input_batch, "SPARE_COLUMNS", 1)
+        patch.setattr(block_table, "SPARE_COLUMNS", 1)
         table = make_table()
         expected: list[list[int]] = [[] for _ in range(NUM_ROWS)]
         rows_B, block_id = np.arange(NUM_ROWS), 0
@@ -326,7 +327,7 @@ def test_a_table_is_kept_until_it_is_forgotten(rows: list[int]) -> None:
 
 
 def test_a_copy_that_is_full_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_batch, "SPARE_COLUMNS", 1)
+    monkeypatch.setattr(block_table, "SPARE_COLUMNS", 1)
     table, rows_B = make_table(), np.array([0, 2])
     assert table.select_kept(0, rows_B).shape == (2, 1)
     table.append(ids(0, 0, 2), ids(4, 5, 6))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from codecs import BOM_UTF8
 from collections.abc import Collection
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -55,6 +56,8 @@ class VocabularySource(msgspec.Struct, frozen=True):
                 f"{_WHY}it has no tokenizer.json, which defines the text of its tokens; add "
                 f"{self.name!r}"
             )
+        if not _is_installed():
+            _require_llguidance()
         return eos
 
 
@@ -131,6 +134,14 @@ class TokenTable:
         bits = np.zeros(self.num_words * 32, dtype=np.uint8)
         bits[list(tokens)] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _is_installed() -> bool:
+    """Whether llguidance can be found; what it does when it is imported is seen later."""
+    try:
+        return find_spec("llguidance") is not None
+    except ValueError:  # hidden by None in sys.modules
+        return False
 
 
 def _require_llguidance() -> None:

@@ -17,7 +17,7 @@ from typing import Final
 from nanocore.engine_core.io.handshake_handler import PING_INTERVAL_S, SESSION_TIMEOUT_S
 from nanocore.engine_core.io.message_handler import MessageHandler
 from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
-from nanocore.engine_core.scheduling.columns import ClientOutput
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sockets.engine_socket import EngineSocket

@@ -34,7 +34,7 @@ from nanocore.engine_core.io.session import (
 )
 from nanocore.engine_core.mailbox import BeginDrain, ControlReply, Farewell, GrammarDone, Inbox
 from nanocore.engine_core.metrics.collector import IoCounts, completed
-from nanocore.engine_core.scheduling.columns import ClientOutput
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import (
     InvalidSubmitError,
     encode,

@@ -19,7 +19,7 @@ from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.io.session import Session, SessionTable
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, GrammarDone, Inbox
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.scheduling.columns import ClientOutput, split_events
+from nanocore.engine_core.scheduling.outputs import ClientOutput, split_events
 from nanocore.protocol.codec import abort_handles, returned_id
 from nanocore.protocol.errors import (
     ContextLengthError,

@@ -18,12 +18,12 @@ import numpy as np
 
 from nanocore.engine_core.requests.request import TOKEN_DTYPE
 from nanocore.engine_core.scheduling.columns import (
-    ClientOutput,
     IntArray,
     LogprobColumns,
     TokenColumns,
     places_of,
 )
+from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Event, Output, TokenLogprobs
 

@@ -258,7 +258,7 @@ def serve(
     watchdog.start()
     executor.on_failure(lambda reason: inbox.put(Shutdown(reason, failure=True)))
     running = _running(config, card.model, parent)
-    with registered(running), IdleWork(scheduler.is_idle, later):
+    with registered(running), IdleWork(lambda: is_idle(scheduler), later):
         logger.info("ready in %.1f s", time.monotonic() - started_s)
         if parent is not None:
             parent.report_ready(parts or {})
@@ -280,6 +280,10 @@ def _kv_cache(
         kv_cache.subscribe(publisher.publish)
         publisher.start()
     return kv_cache
+
+
+def is_idle(scheduler: Scheduler) -> bool:
+    return not scheduler.num_running and not scheduler.num_waiting
 
 
 def log_end(farewell: Farewell, utilisation: Utilisation | None) -> None:

@@ -1,4 +1,4 @@
-"""Tokens and log probabilities in columns, their index arithmetic, and one output per client.
+"""Tokens and log probabilities in columns, with the numpy index arithmetic that they need.
 
 A step's tokens are read side by side: the first owner has the first counts[0] tokens, the second
 the next counts[1], and so on. An owner is a row, or later the handle of a request. With one token
@@ -9,16 +9,13 @@ and merging is concatenation; those of one owner are in the order of its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from nanocore.protocol.messages import Event
 from nanocore.worker.plan import RowLogprobs
 
 IntArray = NDArray[np.integer]
@@ -219,84 +216,3 @@ class TokenColumns(msgspec.Struct):
     def owner_of_each(self) -> IntArray:
         """Return the owner of each token; integers [tokens]."""
         return self.owners if self.counts is None else np.repeat(self.owners, self.counts)
-
-
-class ClientOutput(msgspec.Struct):
-    """One client's share of a step. Owners of tokens and of prompt_logprobs are handles, uint32.
-
-    Built on the step loop; the io thread encodes and sends it, or merges those of a slow client.
-    """
-
-    client: int
-    tokens: TokenColumns
-    events: list[Event] = msgspec.field(default_factory=list)
-    prompt_logprobs: LogprobColumns | None = None
-
-    @property
-    def num_logprobs_bytes(self) -> int:
-        """Size of logprobs and embeddings on the wire."""
-        tokens, prompts = self.tokens.logprobs, self.prompt_logprobs
-        num_bytes = sum([len(event.embedding or b"") for event in self.events])
-        num_bytes += 0 if tokens is None else tokens.num_bytes
-        return num_bytes if prompts is None else num_bytes + prompts.num_bytes
-
-
-def split_by_client(
-    clients: IntArray | int,
-    tokens: TokenColumns,
-    events: list[tuple[int, Event]],
-    prompt_logprobs: Sequence[tuple[int, LogprobColumns]] = (),
-) -> list[ClientOutput]:
-    """Group a step's tokens, (client, event) pairs and (client, logprobs) pairs by client.
-
-    clients: the client of each owner of tokens, or the one client of all.
-    """
-    outputs: dict[int, ClientOutput] = {}
-    if isinstance(clients, int):
-        if len(tokens.owners):
-            outputs[clients] = ClientOutput(clients, tokens)
-    elif len(clients):
-        # Sort once and cut, instead of one mask per client: there may be hundreds.
-        order = np.argsort(clients, kind="stable")
-        bare = tokens if tokens.logprobs is None else replace(tokens, logprobs=None)
-        sorted_clients = clients[order]
-        starts = np.flatnonzero(np.diff(sorted_clients, prepend=-1))
-        for start, end in pairwise([*starts.tolist(), len(order)]):
-            client = int(sorted_clients[start])
-            outputs[client] = ClientOutput(client, bare.take(order[start:end]))
-        if tokens.logprobs is not None:
-            _split_logprobs(outputs, clients, tokens.owners, tokens.logprobs)
-    for client, entries in prompt_logprobs:
-        output = _output(outputs, client)
-        parts = [one for one in (output.prompt_logprobs, entries) if one is not None]
-        output.prompt_logprobs = LogprobColumns.joined(parts)
-    _add_events(outputs, events)
-    return list(outputs.values())
-
-
-def split_events(events: list[tuple[int, Event]]) -> list[ClientOutput]:
-    """Group (client, event) pairs by client, as outputs without tokens."""
-    outputs: dict[int, ClientOutput] = {}
-    _add_events(outputs, events)
-    return list(outputs.values())
-
-
-def _split_logprobs(
-    outputs: dict[int, ClientOutput], clients: IntArray, owners: IntArray, entries: LogprobColumns
-) -> None:
-    """Add logprobs to the outputs. clients: the client of each owner."""
-    clients_of_each = clients[places_of(entries.owners, owners)]
-    for client in np.unique(clients_of_each).tolist():
-        outputs[client].tokens.logprobs = entries.take(clients_of_each == client)
-
-
-def _add_events(outputs: dict[int, ClientOutput], events: list[tuple[int, Event]]) -> None:
-    for client, event in events:
-        _output(outputs, client).events.append(event)
-
-
-def _output(outputs: dict[int, ClientOutput], client: int) -> ClientOutput:
-    if client not in outputs:
-        nothing = TokenColumns(np.zeros(0, np.uint32), np.zeros(0, np.int32))
-        outputs[client] = ClientOutput(client, nothing)
-    return outputs[client]

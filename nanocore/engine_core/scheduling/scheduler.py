@@ -23,7 +23,7 @@ from nanocore.engine_core.policy.step_budget import StepBudget, chunk_limit
 from nanocore.engine_core.policy.waiting_queue import WaitingQueue
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.requests.step_log import SchedulerCounters, StepLog
-from nanocore.engine_core.scheduling.columns import ClientOutput, split_by_client
+from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
 from nanocore.engine_core.scheduling.priority_preemption import Need, PriorityPreemption
 from nanocore.engine_core.scheduling.running_set import RunningSet
 from nanocore.engine_core.scheduling.step_plan import StepOutcome, StepPlan
@@ -90,10 +90,6 @@ class Scheduler:
     def open_requests(self) -> list[Request]:
         """Return the requests that have not ended, by arrival. Any thread may call this."""
         return list(self._requests.values())
-
-    def is_idle(self) -> bool:
-        """Whether it has no request. Any thread may ask."""
-        return not self.num_running and not self.num_waiting
 
     @property
     def num_running(self) -> int:

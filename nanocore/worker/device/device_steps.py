@@ -23,7 +23,8 @@ from torch import Tensor
 from nanocore.kernels.interface import AttentionMetadata
 from nanocore.kernels.logit_edits import TokenLists, TokenMask
 from nanocore.worker.batch.batch_step import BatchStep
-from nanocore.worker.batch.input_batch import AppendedBlocks, InputBatch
+from nanocore.worker.batch.block_table import AppendedBlocks
+from nanocore.worker.batch.input_batch import InputBatch
 from nanocore.worker.device.device_stream import Pending, StagingBuffer, Stream, Tensors
 from nanocore.worker.device.step_graphs import (
     GraphCapture,

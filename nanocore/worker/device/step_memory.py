@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nanocore.kernels.step_rows import StepRows, TokenPlaces
 from nanocore.worker.batch.batch_step import BatchStep, ints
-from nanocore.worker.batch.input_batch import AppendedBlocks
+from nanocore.worker.batch.block_table import AppendedBlocks
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.sampling.columns import COLUMNS, SampledRows
 

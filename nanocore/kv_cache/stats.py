@@ -1,0 +1,39 @@
+"""Prefix-cache statistics: totals since the start, and the hit rate of recent requests."""
+
+from __future__ import annotations
+
+from collections import deque
+
+WINDOW_REQUESTS = 1000
+
+
+class PrefixCacheStats:
+    """Tokens looked up and found: totals, and the hit rate of recent requests.
+
+    First admissions only: to find one's own blocks again says nothing of the workload.
+    """
+
+    def __init__(self, window_requests: int = WINDOW_REQUESTS) -> None:
+        self.queries = 0
+        self.hits = 0
+        self._window: deque[tuple[int, int]] = deque()
+        self._window_requests = window_requests
+        self._window_queries = 0
+        self._window_hits = 0
+
+    def record(self, num_queries: int, num_hits: int) -> None:
+        """Count a request's first admission."""
+        self.queries += num_queries
+        self.hits += num_hits
+        self._window.append((num_queries, num_hits))
+        self._window_queries += num_queries
+        self._window_hits += num_hits
+        if len(self._window) > self._window_requests:
+            old_queries, old_hits = self._window.popleft()
+            self._window_queries -= old_queries
+            self._window_hits -= old_hits
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of tokens found, 0 to 1, over the most recent requests."""
+        return self._window_hits / self._window_queries if self._window_queries else 0.0
