@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.loading.gguf.tokenizer_files import tokenizer_json
+from nanocore.worker.loading.gguf.model_files import gguf_model_files
 from nanocore.worker.models import load_model_config
 from nanocore.worker.plan import NewRow, SchedulerOutput
 from nanocore.worker.worker import LocalExecutor
@@ -100,7 +100,7 @@ def tokenized(model: Path, text: str, num_chunks: int, chunk_tokens: int) -> Ten
     Raises:
         ValueError: the text is shorter.
     """
-    tokenizer = Tokenizer.from_buffer(tokenizer_json(model))
+    tokenizer = Tokenizer.from_buffer(gguf_model_files(model)["tokenizer.json"])
     token_ids = torch.tensor(tokenizer.encode(text).ids)
     wanted = num_chunks * chunk_tokens
     if len(token_ids) < wanted:
