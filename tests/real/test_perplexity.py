@@ -13,17 +13,26 @@ from collections.abc import Callable
 import pytest
 
 from tests.real.checkpoints import MARKS, MODELS
-from tests.real.llama_cpp import FILE, KV_TYPES, TEXT_FILE
+from tests.real.llama_cpp import FILE, TEXT_FILE
 from tests.real.runs import Run
 
 pytestmark = MARKS
-BESIDE_LLAMA_CPP = 0.01
-"""Limit of |ratio - 1|."""
-COST = {"as it is": 0.02, "int8 KV": 0.02, "int8": 0.03, "int4": 0.3}
-"""Limit of the ratio to bfloat16, less one."""
+BESIDE_LLAMA_CPP = {
+    "as it is": (-0.017, 0.017),
+    "int8 KV": (-0.012, 0.012),
+    "int8": (-0.024, 0.024),
+    "int4": (-0.2, 0.0),
+}
+"""Range of the ratio, less one. Set after measuring both models once, with AVX2: the larger
+difference, a quarter more, and 0.005 for the rounding of other instruction sets. int4 must not be
+worse than Q4_0, which has the same layout: on weights that had been rounded to four bits before,
+both cost much, and ours cost less (13.6 beside 14.1, and 18.3 beside 19.9)."""
+COST = {"as it is": 0.012, "int8 KV": 0.015, "int8": 0.03, "int4": 0.51}
+"""Limit of the ratio to our bfloat16, less one, by the same rule; the larger costs were 0.5 %, 0.7 %,
+1.9 % and 40 %. To be derived anew when quantization changes."""
 
 
-@pytest.mark.parametrize("way", KV_TYPES)
+@pytest.mark.parametrize("way", BESIDE_LLAMA_CPP)
 def test_perplexity_is_llama_cpps(
     run_of: Callable[[str], Run],
     model_name: str,
@@ -36,7 +45,8 @@ def test_perplexity_is_llama_cpps(
     theirs = recorded[model_name]["perplexity"][way]
     ours = run_of(way).perplexity
     record_property("perplexity", f"{ours:.4f}, llama.cpp's {theirs:.4f}")
-    assert abs(ours / theirs - 1) < BESIDE_LLAMA_CPP
+    least, most = BESIDE_LLAMA_CPP[way]
+    assert least < ours / theirs - 1 < most
 
 
 @pytest.mark.parametrize("way", COST)
