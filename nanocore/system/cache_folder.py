@@ -10,9 +10,11 @@ without it and says so in a line.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -106,12 +108,15 @@ class _Folder:
             return None
         path = self._directory / name
         try:
-            with path.open("rb") as file:
+            # Not blocking: a pipe in an entry's place would wait for a writer.
+            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    raise OSError(errno.EINVAL, "not a file")
                 content = file.read(max_bytes + 1)
         except FileNotFoundError:
             return None
         except OSError as error:
-            logger.warning("%s: %s; %s", path, error.strerror, self._purpose)
+            _warn_once(f"{path}: {error.strerror}; {self._purpose}")
             return None
         with suppress(OSError):
             os.utime(path)  # it was used
@@ -134,7 +139,7 @@ class _Folder:
                 Path(temporary).unlink(missing_ok=True)
                 raise
         except OSError as error:
-            logger.warning("%s: %s; %s", self._directory, error.strerror, self._purpose)
+            _warn_once(f"{self._directory}: {error.strerror}; {self._purpose}")
         self._keep_limit(name)
 
     def _keep_limit(self, written: str) -> None:
@@ -157,9 +162,18 @@ class _Folder:
                 raise ConfigError(f"the cache folder {directory} is no absolute path")
             make_private(directory, "the cache folder")
         except ConfigError as error:
-            logger.warning("%s: %s", error, self._purpose)
+            _warn_once(f"{error}: {self._purpose}")
             return None
         return directory
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        logger.warning("%s", text)
 
 
 class CacheFolder:

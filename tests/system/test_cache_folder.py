@@ -130,3 +130,17 @@ def test_a_damaged_entry_is_told_and_is_none(
     cache.write("a", b"content")
     assert cache.read("a", 100) == b"content"
     assert cache.read("a", 5) is None, "it is larger than any entry of its kind"
+
+
+def test_a_pipe_in_an_entrys_place_is_no_entry_and_nobody_waits_for_its_writer(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = CacheFolder("kind", PURPOSE)
+    cache.write("a", b"x")
+    (root / "kind" / "a").unlink()
+    os.mkfifo(root / "kind" / "a")
+    for _ in range(2):
+        assert cache.read("a", 1) is None
+    assert [record.message.endswith(PURPOSE) for record in caplog.records] == [True], "told once"
+    cache.write("a", b"x")
+    assert cache.read("a", 1) == b"x"
