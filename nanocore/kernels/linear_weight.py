@@ -129,6 +129,13 @@ def widen(values_RI: Tensor, scale_RG: Tensor) -> Tensor:
     return values_RI.float() * scale_RI
 
 
+def pack_output_scales(weight_OI: Tensor) -> LinearWeight:
+    """The weight in int8 with a scale for each output feature, as the kernels for CUDA take it."""
+    out_features, in_features = weight_OI.shape
+    values_OI, scale_O = quantize_weight(weight_OI)
+    return LinearWeight(out_features, in_features, values_OI.dtype, values_OI, scale_O)
+
+
 def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
     """(int8 values [O, I], float32 scales [O]); weight ~ value * scale."""
     largest_O = weight_OI.float().abs().amax(dim=1)

@@ -241,7 +241,7 @@ def test_what_is_before_the_layers(kernels: TritonKernels, quantization: str | N
             block_ids_W=torch.tensor([5, 6, 7]).int(),
         )
     )  # fmt: skip
-    packed = REFERENCE.pack_linear(draw(512, 1536), quantization)
+    packed = kernels.pack_linear(draw(512, 1536), quantization)
     embedding = TokenEmbedding(packed, 100, 1.5, DTYPE)
     ours, theirs = rows, msgspec.structs.replace(rows, block_table=rows.block_table.clone())
     (table, x), (expected_table, expected_x) = (

@@ -40,8 +40,8 @@ from nanocore.kernels.linear_weight import (
     StackedExperts,
     TokenEmbedding,
     can_multiply_float8,
+    pack_output_scales,
     pack_rows,
-    quantize_weight,
 )
 from nanocore.kernels.step_rows import StepRows
 from nanocore.kernels.torch_backend import TorchKernels
@@ -130,9 +130,7 @@ class TritonKernels(TorchKernels):
         if quantization == "int4":
             return pack_groups(quantize_groups(weight))
         if quantization == "int8":
-            values_OI, scale_O = quantize_weight(weight)
-            out_features, in_features = weight.shape
-            return LinearWeight(out_features, in_features, torch.int8, values_OI, scale_O)
+            return pack_output_scales(weight)
         return pack_rows(weight, quantization, dtype)
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.linear_weight import TokenEmbedding, pack_output_scales
 from nanocore.kernels.step_rows import StepRows
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import begin_step as module
@@ -65,7 +65,8 @@ def make_embedding(
     dtype: torch.dtype = torch.float32,
 ) -> TokenEmbedding:
     weight = torch.randn(VOCAB, size, generator=torch.Generator().manual_seed(1)).to(dtype)
-    packed = REFERENCE.pack_linear(weight[tokens].clone(), quantization)
+    pack = REFERENCE.pack_linear if quantization is None else pack_output_scales
+    packed = pack(weight[tokens].clone())
     return TokenEmbedding(packed, tokens.start, factor, dtype)
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from nanocore.kernels.interface import Kernels, Noise
+from nanocore.kernels.linear_weight import quantize_weight, widen
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
@@ -337,7 +338,8 @@ def test_int8_weights_give_what_the_reference_gives() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(rows, 40, generator=generator) for rows in (3, 48))
     reference, kernels = select_kernels("torch", CPU), select_kernels("triton", CPU)
-    theirs, ours = (k.pack_linear(weight.clone(), "int8") for k in (reference, kernels))
+    ours = kernels.pack_linear(weight.clone(), "int8")  # a scale for each output
+    theirs = reference.pack_linear(widen(*quantize_weight(weight)))
 
     def check(actual: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
