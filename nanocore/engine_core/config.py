@@ -68,7 +68,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_chunk(self) -> int:
         """Limit of prompt tokens per request and step."""
-        return self.long_prefill_token_threshold or self.max_num_batched_tokens
+        # A threshold beyond the budget is none: a prompt that fits it would wait for a step that
+        # has room for all of it, and never come.
+        threshold = self.long_prefill_token_threshold or self.max_num_batched_tokens
+        return min(threshold, self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:
         most, drafts = f"--max-num-seqs ({self.max_num_seqs})", self.num_speculative_tokens

@@ -164,6 +164,29 @@ DECODES_TAKE_WHAT_AN_URGENT_PROMPT_NEEDS = {
 }  # fmt: skip
 
 
+A_THRESHOLD_IS_BEYOND_THE_BUDGET = {
+    "limits": {
+        "num_blocks": 25,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 6,
+        "max_model_len": MAX_MODEL_LEN,
+        "long_prefill_token_threshold": 8,
+        "policy": "priority",
+        "max_num_partial_prefills": 1,
+        "enable_prefix_caching": True,
+    },
+    "requests": [
+        ([0] * 5, 1, 7, None, None, 1, None),
+        ([0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0], 18, 0, None, "a", 1, None),
+        ([0] * 7, 13, 9, None, None, 2, 1),
+        ([0, 0, 0, 0, 0, 0, 0, 3, 0, 3, 2, 2, 0, 2, 0, 0, 0], 11, 6, 9, "a", 4, None),
+        ([0, 0, 0, 0, 0, 0, 0, 3, 0, 2, 3, 1, 3, 0, 1, 1, 0], 17, 10, 9, None, 1, None),
+    ],
+}
+
+
+@example(A_THRESHOLD_IS_BEYOND_THE_BUDGET, 2)
 @example(DECODES_TAKE_WHAT_AN_URGENT_PROMPT_NEEDS, 1)
 @settings(max_examples=examples(120), deadline=None)
 @given(workloads(), st.sampled_from([1, 2, 3]))
