@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.client.tokenizer import Tokenizer
-from nanocore.worker.loading.gguf.tokenizer_files import gguf_model_files
+from nanocore.worker.loading.gguf.model_files import gguf_model_files
 from tests.real.checkpoints import MODELS, checkpoint_path
 from tests.real.reference import write_dequantized
 from tests.real.runs import Run, run
