@@ -28,8 +28,8 @@ difference, a quarter more, and 0.005 for the rounding of other instruction sets
 worse than Q4_0, which has the same layout: on weights that had been rounded to four bits before,
 both cost much, and ours cost less (13.6 beside 14.1, and 18.3 beside 19.9)."""
 COST = {"as it is": 0.012, "int8 KV": 0.015, "int8": 0.03, "int4": 0.51}
-"""Limit of the ratio to our bfloat16, less one, by the same rule; the larger costs were 0.5 %, 0.7 %,
-1.9 % and 40 %. To be derived anew when quantization changes."""
+"""Limit of the ratio to our bfloat16, less one, by the same rule; the larger costs were 0.5 %,
+0.7 %, 1.9 % and 40 %. To be derived anew when quantization changes."""
 
 
 @pytest.mark.parametrize("way", BESIDE_LLAMA_CPP)
