@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,8 +97,7 @@ def test_experts_windows_and_softcaps_give_the_tokens_of_a_cpu(
     assert engine.run(wishes) == expected(load_model(folder), wishes)
 
 
-@dataclass(frozen=True)
-class Reduced:
+class Reduced(msgspec.Struct, frozen=True):
     """Sums over ranks, and then products of them from every rank."""
 
     sum_TE: Tensor

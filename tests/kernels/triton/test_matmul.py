@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import LinearWeight, pack_output_scales
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import matmul
 from nanocore.kernels.triton.matmul import Tile, choose_tile, gated_linear, linear
@@ -26,7 +26,8 @@ def draw(*shape: int) -> Tensor:
 
 
 def pack(out_features: int, in_features: int, quantization: str | None = None) -> LinearWeight:
-    return REFERENCE.pack_linear(draw(out_features, in_features) / 4, quantization)
+    pack_weight = REFERENCE.pack_linear if quantization is None else pack_output_scales
+    return pack_weight(draw(out_features, in_features) / 4)
 
 
 def exact(x: Tensor, weight: LinearWeight, bias: Tensor | None) -> Tensor:
