@@ -199,7 +199,8 @@ def _run(config: EngineConfig, check: CheckFormat | None, parent: ParentLink | N
 
         check_engine(config, as_json=check == "json")
         return 0
-    from nanocore.engine_core.io.served_files import ServedFilesLoad  # imports numpy
+    with _missing_packages_told():
+        from nanocore.engine_core.io.served_files import ServedFilesLoad  # imports numpy
 
     report = None if parent is None else parent.report_files
     files = ServedFilesLoad(_known_folder(config), report)
