@@ -17,13 +17,13 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import ConfigError, StartFile
 from nanocore.system.private_directory import make_private
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ def limit_bytes() -> int:
     if text.isdecimal():
         return int(text)
     if text:
-        logger.warning("%s=%s is no number of bytes: 2 GB is the limit", LIMIT_NAME, text)
+        _warn_once(f"{LIMIT_NAME}={text} is no number of bytes: 2 GB is the limit")
     return _DEFAULT_LIMIT_BYTES
 
 
@@ -144,13 +144,13 @@ class _Folder:
 
     def _keep_limit(self, written: str) -> None:
         assert self._directory is not None
-        entries = cache_entries(self._directory.parent)
+        entries, most = cache_entries(self._directory.parent), limit_bytes()
         num_bytes = sum(entry.num_bytes for entry in entries)
         for entry in entries:
             if entry.is_unfinished:
                 is_old = entry.used_s < time.time() - _MAX_UNFINISHED_S
             else:
-                is_old = num_bytes > limit_bytes() and entry.path.name != written
+                is_old = num_bytes > most and entry.path.name != written
             if is_old and entry.delete():
                 num_bytes -= entry.num_bytes
 
@@ -222,6 +222,16 @@ class FileCache:
             )
             return None
         return content
+
+    def read_all(self, files: Iterable[StartFile]) -> dict[str, bytes] | None:
+        """Return the contents of these files by name, or None if one is not cached."""
+        contents: dict[str, bytes] = {}
+        for file in files:
+            content = self.read(file.sha256, file.num_bytes)
+            if content is None:
+                return None
+            contents[file.name] = content
+        return contents
 
     def has(self, sha256: str) -> bool:
         """Whether there is such an entry, damaged or not."""

@@ -46,15 +46,10 @@ class TokenizerPreload:
 
 
 def _from_cache(files: Sequence[StartFile]) -> Tokenizer | None:
-    cache, by_name = FileCache(), {file.name: file for file in files}
-    contents: dict[str, bytes] = {}
-    for name in needed_files(by_name):
-        content = cache.read(by_name[name].sha256, by_name[name].num_bytes)
-        if content is None:
-            return None
-        contents[name] = content
+    by_name = {file.name: file for file in files}
+    contents = FileCache().read_all(by_name[name] for name in needed_files(by_name))
     try:
-        return Tokenizer(contents, "the launched engine")
+        return None if contents is None else Tokenizer(contents, "the launched engine")
     except InvalidRequestError:
         return None  # the first who needs it hears why
 

@@ -342,7 +342,6 @@ class VocabularyLoad:
 
     Implements `Compiler` by that process. Without a vocabulary a model is served all the same, and
     structured outputs are refused with the reason. Any thread may call it.
-
     """
 
     def __init__(self, source: VocabularySource) -> None:

@@ -42,8 +42,7 @@ def machine_speeds(ranks: list[WorkerInfo], stretch_s: float = STRETCH_S) -> lis
 
     stretch_s: see `measure_speed`.
     """
-    measured = [rank.speed for rank in ranks if rank.speed is not None]
-    if measured:
+    if measured := _measured_by_ranks(ranks):
         return measured
     device, dtype, read_bytes = torch.device(ranks[0].device), ranks[0].dtype, _read_bytes(ranks)
     if device.type != "cpu":
@@ -60,13 +59,16 @@ def known_speeds(ranks: list[WorkerInfo]) -> list[MachineSpeed] | None:
     """Return `machine_speeds` that were measured before: by a GPU's ranks, or of this CPU since it
     was booted. None if there are none.
     """
-    measured = [rank.speed for rank in ranks if rank.speed is not None]
-    if measured:
+    if measured := _measured_by_ranks(ranks):
         return measured
     known = _cache().read(_speed_name(ranks[0].dtype, sum(_read_bytes(ranks))), _MAX_SPEED_BYTES)
     if known is None:
         return None
     return [msgspec.json.decode(known, type=MachineSpeed).shared(len(ranks))] * len(ranks)
+
+
+def _measured_by_ranks(ranks: list[WorkerInfo]) -> list[MachineSpeed]:
+    return [rank.speed for rank in ranks if rank.speed is not None]
 
 
 def _read_bytes(ranks: list[WorkerInfo]) -> list[int]:
@@ -206,7 +208,7 @@ def forecast(
         kernels=ranks[0].kernels,
         num_params=whole.num_params,
         active_params=whole.active_params,
-        kv_token_bytes=sum(rank.kv_block_bytes for rank in ranks) / block_size,
+        kv_token_bytes=_kv_token_bytes(ranks, block_size),
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
@@ -223,6 +225,10 @@ def joined_cost(ranks: list[WorkerInfo]) -> ModelCost:
 
 def _costs(ranks: list[WorkerInfo]) -> list[ModelCost]:
     return [rank.cost for rank in ranks if rank.cost is not None]
+
+
+def _kv_token_bytes(ranks: list[WorkerInfo], block_size: int) -> float:
+    return sum(rank.kv_block_bytes for rank in ranks) / block_size
 
 
 def _rank_memory(rank: WorkerInfo, num_blocks: int) -> RankMemory:
@@ -318,7 +324,7 @@ def memory_summary(workers: list[WorkerInfo], num_blocks: int, block_size: int) 
         )
     )
     where = "on each rank, " if len(ranks) > 1 else ""
-    kv_token_bytes = sum(rank.kv_block_bytes for rank in workers) / block_size
+    kv_token_bytes = _kv_token_bytes(workers, block_size)
     return f"memory {where}{parts}; {kv_token_bytes:,.0f} bytes of KV a token"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -18,9 +19,9 @@ from typing import Any, Final
 
 import msgspec
 
-from nanocore.protocol.errors import ModelFileError
+from nanocore.protocol.errors import ModelFileError, StartFile
 from nanocore.system.cache_folder import CacheFolder, FileCache
-from nanocore.system.child_process import module_command
+from nanocore.system.child_process import module_command, signal_at_parent_death
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.loading.gguf.gguf_files import read_headers
 from nanocore.worker.loading.gguf.tokenizer_files import convert_model_files, tokenizer_beside
@@ -29,17 +30,10 @@ logger = logging.getLogger(__name__)
 
 _COMMAND: Final = module_command("nanocore.worker.loading.gguf.model_files")
 _MAX_INDEX_BYTES: Final = 4096
-_MAX_FILE_BYTES: Final = 256 * 2**20
 
 _lock = threading.Lock()
 _known: dict[tuple[Any, ...], dict[str, bytes]] = {}
 """The last model's, by its path and the state of its files."""
-
-
-class _File(msgspec.Struct, frozen=True):
-    name: str
-    num_bytes: int
-    sha256: str
 
 
 def gguf_model_files(first: Path, in_process: bool = True) -> dict[str, bytes]:
@@ -103,12 +97,7 @@ def _cached(digest: str) -> dict[str, bytes] | None:
     index = _index().read(digest, _MAX_INDEX_BYTES)
     if index is None:
         return None
-    files, cache = msgspec.json.decode(index, type=list[_File]), FileCache()
-    contents = {
-        file.name: cache.read(file.sha256, min(file.num_bytes, _MAX_FILE_BYTES)) for file in files
-    }
-    found = {name: content for name, content in contents.items() if content is not None}
-    return found if len(found) == len(files) else None
+    return FileCache().read_all(msgspec.json.decode(index, type=list[StartFile]))
 
 
 def _keep(digest: str, files: dict[str, bytes]) -> None:
@@ -116,7 +105,7 @@ def _keep(digest: str, files: dict[str, bytes]) -> None:
     for name, content in files.items():
         sha256 = hashlib.sha256(content).hexdigest()
         cache.write(sha256, content)
-        entries.append(_File(name, len(content), sha256))
+        entries.append(StartFile(name, len(content), sha256))
     _index().write(digest, msgspec.json.encode(entries))
 
 
@@ -130,6 +119,9 @@ def _converted_aside(first: Path) -> dict[str, bytes]:
 
 
 def main() -> None:
+    # It ends with the engine, and Ctrl-C is for the engine.
+    signal_at_parent_death(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         files: dict[str, Any] = convert_model_files(Path(sys.argv[1]))
     except ModelFileError:
