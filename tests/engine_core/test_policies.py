@@ -283,6 +283,32 @@ def test_a_prompt_that_stepped_aside_keeps_its_precedence(urgency: int, order: l
     assert handles(engine.completed.new) == order
 
 
+def test_nobody_is_preempted_for_a_prompt_that_the_partial_prefill_limit_holds_back() -> None:
+    # 1 is in chunks of 8 for four steps. 3 is set aside, and then 2's cached blocks leave only four
+    # of its tokens: all that it lacks is 2's row, but 1 is in chunks still.
+    engine = Engine(
+        policy="priority",
+        block_size=4,
+        max_num_seqs=2,
+        max_num_batched_tokens=34,
+        long_prefill_token_threshold=8,
+        max_num_partial_prefills=1,
+    )
+    engine.add(1, [1] * 26, 2, priority=-1)
+    engine.add(2, [2] * 8, 9, priority=1)
+    engine.add(3, [2] * 12, 2)
+    engine.step()
+    assert handles(engine.scheduler.waiting.deferred) == [3]
+    for _ in range(3):
+        engine.step()
+        assert not engine.completed.preempted
+    engine.step()  # 1's last chunk was in the step before
+    assert handles(engine.completed.preempted) == [2]
+    assert handles(engine.completed.new) == [3]
+    engine.run()
+    assert engine.tokens[2] == expected_tokens([2] * 8, 9)
+
+
 def test_the_order_stays_right_when_most_of_the_queue_was_removed() -> None:
     queue = RequestHeap(precedence_key("priority", 0))
     requests = [make_request(i, [1], 1, priority=i * 37 % 211) for i in range(210)]

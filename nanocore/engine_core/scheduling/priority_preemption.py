@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from nanocore.engine_core.policy.order import Precedence, PrecedenceKey
+from nanocore.engine_core.policy.order import Precedence
 from nanocore.engine_core.policy.waiting_queue import RequestHeap
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.running_set import RunningSet
@@ -30,24 +30,16 @@ class PriorityPreemption:
 
     Args:
         running, kv_cache: the scheduler's.
-        precedence: sort key of requests.
         num_groups: groups of rows; a request is preempted only for one of its group.
     """
 
-    def __init__(
-        self,
-        running: RunningSet,
-        kv_cache: KVCacheManager,
-        precedence: PrecedenceKey,
-        num_groups: int,
-    ) -> None:
+    def __init__(self, running: RunningSet, kv_cache: KVCacheManager, num_groups: int) -> None:
         def last_first(request: Request) -> Precedence:
-            first, arrival, handle = precedence(request)
+            first, arrival, handle = running.precedence(request)
             return -first, -arrival, -handle
 
         self._running = running
         self._kv_cache = kv_cache
-        self._precedence = precedence
         self._running_heaps = [RequestHeap(last_first) for _ in range(num_groups)]
 
     def admitted(self, request: Request) -> None:
@@ -98,5 +90,5 @@ class PriorityPreemption:
 
     def _may_preempt(self, running: Request, waiting: Request) -> bool:
         # A lower priority whose age has made up for the difference stays.
-        is_lower = running.priority > waiting.priority
-        return is_lower and self._precedence(running) > self._precedence(waiting)
+        is_lower, precedence = running.priority > waiting.priority, self._running.precedence
+        return is_lower and precedence(running) > precedence(waiting)

@@ -82,7 +82,7 @@ class RunningSet:
         self._removed_rows: list[int] = []
         self._sampled: list[TokenColumns] = []  # for pipeline stages that do not sample
         self._kv_cache = kv_cache
-        self._precedence = precedence
+        self.precedence = precedence
         self._by_priority = config.policy == "priority"
 
     def __len__(self) -> int:
@@ -339,9 +339,9 @@ class RunningSet:
         chunks: list[tuple[int, int]] = []
         rows: Sequence[int] = table.prefilling
         if self._by_priority:
-            rows = sorted(rows, key=lambda row: self._precedence(table.request(row)))
+            rows = sorted(rows, key=lambda row: self.precedence(table.request(row)))
         for row in rows:
-            if reserved and not num_reserved and self._precedence(table.request(row)) > reserved[0]:
+            if reserved and not num_reserved and self.precedence(table.request(row)) > reserved[0]:
                 num_reserved = min(reserved[1], budget)
                 budget -= num_reserved
             limit = chunk_limit(self._config, table, table.request(row), chunks)
@@ -387,7 +387,7 @@ class RunningSet:
         if num_needed <= kv_cache.num_free_blocks + kv_cache.num_fenced_blocks + num_held:
             plan.stalled.add(row)
             return
-        last = next_preempted(table, self._precedence)
+        last = next_preempted(table, self.precedence)
         # The plan must forget the row: it was given blocks or stalled in an earlier pass. A stalled
         # row that no request owns would never leave `_stalled`, and nobody would be admitted again.
         plan.blocks.pop(last.row, None)

@@ -63,9 +63,8 @@ class Scheduler:
         self.running = RunningSet(config, kv_cache, self.precedence, self.step_log)
         self._priority_preemption: PriorityPreemption | None = None
         if config.policy == "priority":
-            self._priority_preemption = PriorityPreemption(
-                self.running, kv_cache, self.precedence, config.num_groups
-            )
+            preemption = PriorityPreemption(self.running, kv_cache, config.num_groups)
+            self._priority_preemption = preemption
         self.counters = SchedulerCounters(num_free_rows=config.max_num_seqs)
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
         self.completed = StepOutcome(StepPlan(0, 0))
@@ -187,14 +186,15 @@ class Scheduler:
         self._last_group = group
         # The order matters: first priority preemption, which changes who runs, then running rows,
         # then admission with the budget and blocks that are left.
-        preempted, reserved = self._preempt_for_head(group)
+        head = self.waiting.head(self._may_be_partial)
+        preempted, reserved = self._preempt_for_head(head, group)
         token_budget = self._token_budget(group)
         plan, budget = running.compute(counters.num_steps, group, token_budget, reserved)
         # The blocks of rows that `compute` preempted are for running rows: admission could give
         # them back to the preempted. Asked before those are added that were preempted for the head,
         # which must be admitted.
         may_admit = not plan.preempted and not running.is_short_of_blocks
-        plan.preempt_first(preempted, self.waiting.peek() if preempted else None)
+        plan.preempt_first(preempted, head)
         for request in plan.preempted:
             self.waiting.push(request)  # with its old precedence, so it keeps its place in line
             request.times.preempt(self.clock())
@@ -241,7 +241,7 @@ class Scheduler:
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
 
     def _can_admit(self, group: int) -> bool:
-        head = self.waiting.head()
+        head = self.waiting.head(self._may_be_partial)
         may_fit = head is not None and not self.is_still_blocked(head)
         return may_fit and not self.running.is_short_of_blocks and self.num_admissible(group) > 0
 
@@ -264,7 +264,9 @@ class Scheduler:
         prompts = [int(running.table.num_computed[row]) for row in running.table.prefilling]
         return self.budget.num_tokens(num_decodes, context, max(prompts, default=0))
 
-    def _preempt_for_head(self, group: int) -> tuple[list[Request], tuple[Precedence, int] | None]:
+    def _preempt_for_head(
+        self, head: Request | None, group: int
+    ) -> tuple[list[Request], tuple[Precedence, int] | None]:
         """Preempt lower priorities for the head of the queue, if that lets it be admitted.
 
         With steps in flight the victims' blocks are fenced: then the head is admitted by a later
@@ -272,13 +274,12 @@ class Scheduler:
 
         Returns (preempted requests, (precedence, tokens) to reserve of the budget for the head).
         """
-        if self._priority_preemption is None or (head := self.waiting.head()) is None:
+        preemption = self._priority_preemption
+        if preemption is None or head is None or not preemption.may_preempt_for(head, group):
             return [], None
         failed = self._failed_preemption.get(group, NO_SHORTAGE)
         is_same = failed.num_free_blocks == self.kv_cache.num_free_blocks
         if is_same and failed.persists(self.kv_cache, head):
-            return [], None
-        if not self._priority_preemption.may_preempt_for(head, group):
             return [], None
         hits = self._find_prefix(head)
         num_uncached = head.num_tokens - len(hits) * self.kv_cache.block_size
@@ -290,7 +291,7 @@ class Scheduler:
             num_blocks = self.kv_cache.num_free_needed(head.handle, head.num_tokens, hits)
             return Need(self.num_admissible(group) > 0, num_blocks + self._num_reserved_blocks)
 
-        preempted = self._priority_preemption.preempt_for(head, group, need)
+        preempted = preemption.preempt_for(head, group, need)
         is_admitted = need().has_row and self._fits(head, hits)
         if not (preempted or is_admitted):
             self._failed_preemption[group] = BlockShortage.of(self.kv_cache, head, hits)
@@ -384,6 +385,5 @@ class Scheduler:
         self._last_update_s = now_s
         if self.budget.has_target:
             self.budget.observe(plan.num_tokens, plan.context, seconds)
-        rows = len(self.running.table)
-        num_waiting, num_free = len(self._requests) - rows, self.kv_cache.num_free_blocks
-        self.step_log.steps.append(plan.log_entry(now_s, seconds, rows, num_waiting, num_free))
+        rows, num_free = len(self.running), self.kv_cache.num_free_blocks
+        self.step_log.steps.append(plan.log_entry(now_s, seconds, rows, self.num_waiting, num_free))
