@@ -11,7 +11,6 @@ namespace nanocore {
 template <typename T, typename Groups>
 struct GroupedProducts {
     static constexpr int kPanelRows = kMaxRows;
-    static constexpr bool kWidens = false;
     const LinearWeight& weight;
     Groups groups;
 

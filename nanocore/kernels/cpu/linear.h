@@ -47,7 +47,7 @@ __attribute__((noinline)) void multiply_tile(const float* packed_rows, const voi
     for (int first = 0; first < kTileColumns / kLanes; first += C) {
         F acc[R][C] = {};
         multiply<T, kind, R, C>(
-            PackedRows<R>{packed_rows}, [&](int k, int c) { return tile_address<kind>(tile, k, first + c); },
+            PackedRows<R>{packed_rows}, [&](int k, int c) { return tile_address(tile, k, first + c); },
             num_k, acc, ahead);
         for (int r = 0; r < R; ++r)
             for (int c = 0; c < C; ++c)
@@ -107,12 +107,10 @@ __attribute__((noinline)) void finish_gated(const float* gates, const float* val
 // Products are how rows of T are packed, so many to a panel at most, and multiplied with a weight's
 // tiles: results are [rows][32]. They are copied for each use by a thread.
 
-// Of a weight of floats or of int8.
+// Of a weight of floats.
 template <typename T, Kind kind>
 struct FloatProducts {
     static constexpr int kPanelRows = kMaxRows;
-    static constexpr bool kWidens = kind == Kind::kInt8;
-    typedef FloatProducts<T, Kind::kBFloat16> Widened;
     const LinearWeight& weight;
 
     int64_t panel_bytes() const { return kMaxRows * num_units<T, kind>(weight.in_features) * 4; }
@@ -139,9 +137,7 @@ inline void with_products(const LinearWeight& weight, const Body& body) {
         body(GroupedProducts<T, decltype(groups)>{weight, groups});
     };
     if constexpr (kMayHaveAmx && sizeof(T) == 2)
-        if (!weight.has_groups() && has_amx())
-            return weight.kind == Kind::kInt8 ? body(MatrixProducts<Kind::kInt8>{weight})
-                                              : body(MatrixProducts<Kind::kBFloat16>{weight});
+        if (!weight.has_groups() && has_amx()) return body(MatrixProducts{weight});
     switch (weight.kind) {
         case Kind::kIntegers:
             return with_integers(weight.format.bits, [&](auto bits, auto vnni) {
@@ -153,7 +149,6 @@ inline void with_products(const LinearWeight& weight, const Body& body) {
             return weight.format.bits == 4
                        ? with_groups(CodebookGroups<T, 4>{Codebook(weight.codebook)})
                        : with_groups(CodebookGroups<T, 8>{Codebook(weight.codebook)});
-        case Kind::kInt8: return body(FloatProducts<T, Kind::kInt8>{weight});
         // Others are kept in the type of activations.
         default: body(FloatProducts<T, sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32>{weight});
     }
@@ -201,7 +196,7 @@ struct LinearCall {
         const int64_t block = std::max<int64_t>(1, kRowBlockBytes / panel_bytes);
         const int64_t num_blocks = (num_panels + block - 1) / block;
         const int64_t num_tiles = part_tiles(), num_groups = (num_tiles + group - 1) / group;
-        workspace.pool.loop(num_blocks * num_groups, [&](int64_t item, int thread) {
+        workspace.pool.loop(num_blocks * num_groups, [&](int64_t item, int) {
             Products own = products;
             const int64_t first = item / num_groups * block, index = item % num_groups;
             const int64_t last = std::min(first + block, num_panels);
@@ -210,7 +205,7 @@ struct LinearCall {
                 // After the item, the other threads are expected to take one each first.
                 const int64_t next =
                     tile + 1 < stop ? tile + 1 : (index + workspace.pool.num_threads()) * group;
-                times_tile(own, packed, first, last, tile, next, workspace.panel[thread]);
+                times_tile(own, packed, first, last, tile, next);
             }
         });
     }
@@ -232,27 +227,10 @@ struct LinearCall {
     }
 
     template <typename Products>
-    void times_tile(Products& products, const char* packed, int64_t first, int64_t last,
-                    int64_t tile, int64_t next, Scratch& scratch) const {
+    void times_tile(Products& with, const char* packed, int64_t first, int64_t last, int64_t tile,
+                    int64_t next) const {
         const void* columns[2];
         for (int part = 0; part < num_parts(); ++part) columns[part] = tile_or_after(tile, part);
-        if constexpr (Products::kWidens)
-            if (last - first > 1) {  // widened once for all panels
-                const int64_t pairs = weight.padded_in() / 2 * kTileColumns;
-                uint32_t* wide = reinterpret_cast<uint32_t*>(scratch.of(num_parts() * pairs * 4));
-                for (int part = 0; part < num_parts(); ++part, wide += pairs) {
-                    widen_tile(static_cast<const int8_t*>(columns[part]), weight.padded_in(), wide);
-                    columns[part] = wide;
-                }
-                typename Products::Widened widened{weight};
-                return times_panels(widened, packed, first, last, tile, next, columns);
-            }
-        times_panels(products, packed, first, last, tile, next, columns);
-    }
-
-    template <typename Products>
-    void times_panels(Products& with, const char* packed, int64_t first, int64_t last, int64_t tile,
-                      int64_t next, const void* const* columns) const {
         constexpr int kPanelRows = Products::kPanelRows;
         const int64_t column = tile * kTileColumns, panel_bytes = with.panel_bytes();
         alignas(64) float products[2][kPanelRows * kTileColumns];

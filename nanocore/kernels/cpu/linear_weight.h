@@ -1,8 +1,7 @@
 // A linear layer's weight as tiles of columns, which are packed once.
 //
-// Packed weights are tiles of 32 output features (padded with zeros), each [K][32] of float32 or
-// int8, or [K / 2][32][2] of bfloat16, or groups of integers (groups.h): a tile is one stream of
-// memory. int8 has a scale for each output feature.
+// Packed weights are tiles of 32 output features (padded with zeros), each [K][32] of float32,
+// [K / 2][32][2] of bfloat16, or groups of integers (groups.h): a tile is one stream of memory.
 
 #pragma once
 
@@ -19,7 +18,7 @@ constexpr int64_t kItemsPerThread = 8;         // at least, so that threads end 
 struct LinearWeight {
     Kind kind;
     const void* packed;
-    const float* scale;  // of each output feature; of eight bits only
+    const float* scale;  // of each output feature; of groups of eight bits only
     int64_t in_features;
     int64_t out_features;
     GroupFormat format;  // of kIntegers and kCodebook
@@ -31,7 +30,7 @@ struct LinearWeight {
         return kind == Kind::kFloat32 ? in_features : (in_features + 1) / 2 * 2;
     }
     int64_t element_bytes() const {
-        return kind == Kind::kFloat32 ? 4 : kind == Kind::kBFloat16 ? 2 : 1;
+        return kind == Kind::kFloat32 ? 4 : 2;
     }
     int64_t tile_bytes() const {
         if (has_groups()) return format.tile_bytes(in_features);
@@ -53,28 +52,18 @@ struct LinearWeight {
     }
 };
 
-// How a row becomes integers of eight bits: its largest magnitude is 127.
-struct RowQuantization {
-    float scale, inverse = 0.0f;
-
-    template <typename T>
-    RowQuantization(const T* row, int64_t num_k) {
-        float largest = 0.0f;
-        bool is_finite = true;
-        for (int64_t k = 0; k < num_k; ++k) {
-            const float value = std::fabs(to_float(row[k]));
-            largest = std::max(largest, value);
-            is_finite &= std::isfinite(value);
-        }
+// Scale with which the largest magnitude of some values is 127.
+template <typename T>
+inline float eight_bit_scale(const T* values, int64_t count) {
+    float largest = 0.0f;
+    for (int64_t k = 0; k < count; ++k) {
+        const float value = std::fabs(to_float(values[k]));
         // No integer stands for such a weight: all that it touches shall show it.
-        if (!is_finite) largest = std::numeric_limits<float>::quiet_NaN();
-        scale = largest / 127.0f;
-        if (largest > 0.0f) inverse = 127.0f / largest;
+        if (!std::isfinite(value)) return std::numeric_limits<float>::quiet_NaN();
+        largest = std::max(largest, value);
     }
-
-    template <typename T>
-    int value(T x) const { return inverse == 0.0f ? 0 : static_cast<int>(std::lrintf(to_float(x) * inverse)); }
-};
+    return largest / 127.0f;
+}
 
 // body(memory of a tile, all zeros; its first feature; how many it has), for every tile in `to`.
 template <typename Body>
@@ -87,26 +76,17 @@ inline void loop_tiles(Pool& pool, const LinearWeight& weight, void* to, const B
     });
 }
 
-// Packs rows of T, [out_features, in_features], into `to`; with kind int8 they are quantized.
-// scale: [num_tiles * 32], of int8.
+// Packs rows of T, [out_features, in_features], into `to`.
 template <typename T>
-inline void pack_rows_of_weight(Pool& pool, const T* from, const LinearWeight& weight, void* to, float* scale) {
+inline void pack_rows_of_weight(Pool& pool, const T* from, const LinearWeight& weight, void* to) {
     const int64_t num_k = weight.in_features;
     loop_tiles(pool, weight, to, [&](char* start, int64_t first, int64_t columns) {
-        for (int64_t column = 0; column < kTileColumns; ++column) {
-            const int64_t feature = first + column;
-            const bool is_there = column < columns;
-            const T* row = from + (is_there ? feature * num_k : 0);
-            if (weight.kind == Kind::kInt8) {
-                const RowQuantization quantized(row, is_there ? num_k : 0);
-                scale[feature] = quantized.scale;
-                for (int64_t k = 0; is_there && k < num_k; ++k)
-                    reinterpret_cast<int8_t*>(start)[k * kTileColumns + column] =
-                        static_cast<int8_t>(quantized.value(row[k]));
-            } else if (is_there && weight.kind == Kind::kFloat32) {
+        for (int64_t column = 0; column < columns; ++column) {
+            const T* row = from + (first + column) * num_k;
+            if (weight.kind == Kind::kFloat32) {
                 for (int64_t k = 0; k < num_k; ++k)
                     reinterpret_cast<float*>(start)[k * kTileColumns + column] = to_float(row[k]);
-            } else if (is_there) {
+            } else {
                 for (int64_t k = 0; k < num_k; ++k)
                     from_float(to_float(row[k]),
                                reinterpret_cast<BFloat16*>(start) +
@@ -116,23 +96,9 @@ inline void pack_rows_of_weight(Pool& pool, const T* from, const LinearWeight& w
     });
 }
 
-// Where the columns of vector `vector` of a tile begin, at k; see Kind.
-template <Kind kind>
-NANOCORE_INLINE const void* tile_address(const void* tile, int64_t k, int vector) {
-    const int64_t index = k * kTileColumns + vector * kLanes;
-    if constexpr (kind == Kind::kInt8) return static_cast<const int8_t*>(tile) + index;
-    else return static_cast<const float*>(tile) + index;
-}
-
-// An int8 tile as bfloat16, exactly.
-inline void widen_tile(const int8_t* tile, int64_t num_k, uint32_t* to) {
-    for (int64_t k = 0; k < num_k; k += 2)
-        for (int vector = 0; vector < kTileColumns / kLanes; ++vector) {
-            const int8_t* from = tile + k * kTileColumns + vector * kLanes;
-            U pair = (reinterpret_cast<U>(load(from)) >> 16) |
-                     reinterpret_cast<U>(load(from + kTileColumns));
-            *reinterpret_cast<UAny*>(to + k / 2 * kTileColumns + vector * kLanes) = pair;
-        }
+// Where the columns of vector `vector` of a tile of floats begin, at a unit of k; see Kind.
+NANOCORE_INLINE const void* tile_address(const void* tile, int64_t unit, int vector) {
+    return static_cast<const float*>(tile) + unit * kTileColumns + vector * kLanes;
 }
 
 }  // namespace nanocore

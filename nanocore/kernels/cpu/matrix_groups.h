@@ -13,7 +13,6 @@ namespace nanocore {
 template <typename T, int kBits, bool kVnni>
 struct MatrixGroups {
     static constexpr int kPanelRows = kMatrixRows;
-    static constexpr bool kWidens = false;
     static constexpr bool kSigned = kBits == 4;  // whether weights are, when they are multiplied
     static constexpr int kTogether = 4;          // groups that go into the chain at once
     typedef GroupedProducts<T, IntegerGroups<kBits, kVnni>> Few;

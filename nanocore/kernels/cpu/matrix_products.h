@@ -8,11 +8,8 @@
 namespace nanocore {
 
 // As `FloatProducts`: panels of up to 32 rows, whose lines are as many as there are rows.
-template <Kind kind>
 struct MatrixProducts {
     static constexpr int kPanelRows = kMatrixRows;
-    static constexpr bool kWidens = kind == Kind::kInt8;
-    typedef MatrixProducts<Kind::kBFloat16> Widened;
     static constexpr int64_t kChunkValues = 2 * kChunk;  // of k, that one instruction takes
 
     const LinearWeight& weight;
@@ -61,14 +58,12 @@ struct MatrixProducts {
         store_sums<kBoth>(unit, products, kApart);
     }
 
-    // Chunk i of a tile, from which on there are `left` k; in `space` if it is not whole or is int8.
+    // Chunk i of a tile, from which on there are `left` k; in `space` if it is not whole.
     static NANOCORE_INLINE const char* columns_of(const void* tile, int64_t i, int64_t left, uint32_t* space) {
-        const void* from = tile_address<kind>(tile, kWidens ? i * kChunkValues : i * kChunk, 0);
-        if (!kWidens && left >= kChunkValues) return static_cast<const char*>(from);
-        const int64_t some = std::min(left, kChunkValues);
-        if (some < kChunkValues) std::memset(space, 0, kChunkValues * kTileColumns * 2);
-        if constexpr (kWidens) widen_tile(static_cast<const int8_t*>(from), some, space);
-        else std::memcpy(space, from, some * kTileColumns * 2);
+        const void* from = tile_address(tile, i * kChunk, 0);
+        if (left >= kChunkValues) return static_cast<const char*>(from);
+        std::memset(space, 0, kChunkValues * kTileColumns * 2);
+        std::memcpy(space, from, left * kTileColumns * 2);
         return reinterpret_cast<const char*>(space);
     }
 };

@@ -52,20 +52,6 @@ inline int64_t line_bytes_of(const LinearWeight& weight) {
     return bytes;
 }
 
-// A panel times one tile: products[R][32]. is_wide: the tile is bfloat16 and the weight int8.
-template <typename T>
-inline void multiply_panel(const LinearWeight& weight, const char* lines, int rows, const void* tile,
-                           bool is_wide, const Prefetch& ahead, float* products) {
-    with_products<T>(weight, [&](auto with) {
-        if constexpr (with.kWidens)
-            if (is_wide) {
-                typename decltype(with)::Widened widened{weight};
-                return widened.multiply(lines, rows, tile, ahead, products);
-            }
-        with.multiply(lines, rows, tile, ahead, products);
-    });
-}
-
 // Products of some rows with one tile, scaled, times their weights, onto the sums of their tokens.
 inline void add_products(const float* products, const ExpertPanel& panel, const RoutedRows& routed,
                          int num_chosen, const float* scale, float* sums, int64_t stride) {
@@ -86,29 +72,17 @@ struct ExpertTile {
     const LinearWeight& weight;
     int64_t index;
     const char* next;
-    bool is_wide;
-    const void* columns;  // in `weight`, or widened in `space`
 
-    // space: of num_wide_bytes.
-    ExpertTile(const LinearWeight& of, int64_t tile, const char* then, int64_t num_panels, float* space)
-        : weight(of), index(tile), next(then), is_wide(of.kind == Kind::kInt8 && num_panels > 1) {
-        columns = is_wide ? static_cast<const void*>(space) : of.tile(tile);
-        if (is_wide)
-            widen_tile(reinterpret_cast<const int8_t*>(of.tile(tile)), of.padded_in(),
-                       reinterpret_cast<uint32_t*>(space));
-    }
-
-    static int64_t num_wide_bytes(const LinearWeight& of) {
-        return of.kind == Kind::kInt8 ? of.padded_in() * kTileColumns * 2 : 0;
-    }
     const float* scale() const {
         return weight.scale ? weight.scale + index * kTileColumns : nullptr;
     }
 
+    // A panel times the tile: to[R][32].
     template <typename T>
     void multiply(const char* lines, int rows, int64_t panel, int64_t num_panels, float* to) const {
-        multiply_panel<T>(weight, lines, rows, columns, is_wide,
-                          prefetch_beside(weight, weight.tile(index), next, panel, num_panels), to);
+        const char* columns = weight.tile(index);
+        const Prefetch ahead = prefetch_beside(weight, columns, next, panel, num_panels);
+        with_products<T>(weight, [&](auto with) { with.multiply(lines, rows, columns, ahead, to); });
     }
 };
 
@@ -234,7 +208,6 @@ struct MoeCall {
             1, std::min(kItemBytes / (2 * experts.gates->tile_bytes()),
                         num_blocks * num_tiles / (kItemsPerThread * num_threads)));
         const int64_t per_block = (num_tiles + group - 1) / group, count = num_blocks * per_block;
-        const int64_t wide = ExpertTile::num_wide_bytes(*experts.gates);
         const int64_t then = down_group(workspace, num_tokens);
         // The first tile of an item; past the last of the down projections.
         const auto start_of = [&](const LinearWeight* weights, int64_t item) {
@@ -242,21 +215,18 @@ struct MoeCall {
                 return weights[blocks[item / per_block].expert].tile(item % per_block * group);
             return experts.downs[blocks[0].expert].tile((item - count) * then);
         };
-        workspace.pool.loop(count, [&](int64_t item, int thread) {
+        workspace.pool.loop(count, [&](int64_t item, int) {
             const ChosenExpert& block = blocks[item / per_block];
             const int64_t first = item % per_block * group, stop = std::min(first + group, num_tiles);
             const int64_t num_panels = block.last_panel - block.first_panel;
-            float* space = workspace.panel[thread].of(2 * wide);
             for (int64_t index = first; index < stop; ++index) {
-                const auto tile = [&](const LinearWeight* weights, float* wide_tile) {
+                const auto tile = [&](const LinearWeight* weights) {
                     const LinearWeight& weight = weights[block.expert];
-                    return ExpertTile(weight, index,
+                    return ExpertTile{weight, index,
                                       index + 1 < stop ? weight.tile(index + 1)
-                                                       : start_of(weights, item + num_threads),
-                                      num_panels, wide_tile);
+                                                       : start_of(weights, item + num_threads)};
                 };
-                const ExpertTile of_gates = tile(experts.gates, space);
-                const ExpertTile of_values = tile(experts.values, space + wide / 4);
+                const ExpertTile of_gates = tile(experts.gates), of_values = tile(experts.values);
                 const int64_t column = index * kTileColumns;
                 const int width = static_cast<int>(std::min<int64_t>(kTileColumns, inner() - column));
                 alignas(64) float products[2][kMaxRows * kTileColumns];
@@ -279,12 +249,10 @@ struct MoeCall {
             workspace.routed.blocks(kRowBlockBytes / (rows_of.line_bytes * kMaxRows));
         const int64_t num_blocks = blocks.size(), num_tiles = experts.downs->num_tiles();
         const int64_t group = down_group(workspace, num_tokens), count = (num_tiles + group - 1) / group;
-        const int64_t wide = ExpertTile::num_wide_bytes(*experts.downs);
         workspace.pool.loop(count, [&](int64_t item, int thread) {
             const int64_t first = item * group, stop = std::min(first + group, num_tiles);
             const int64_t width = (stop - first) * kTileColumns, next = item + workspace.pool.num_threads();
-            float* space = workspace.panel[thread].of(wide + num_tokens * width * 4);
-            float* sums = space + wide / 4;
+            float* sums = workspace.panel[thread].of(num_tokens * width * 4);
             std::memset(sums, 0, num_tokens * width * 4);
             for (int64_t b = 0; b < num_blocks; ++b) {
                 const ChosenExpert& block = blocks[b];
@@ -296,7 +264,7 @@ struct MoeCall {
                         : b + 1 < num_blocks ? experts.downs[blocks[b + 1].expert].tile(first)
                         : next < count ? experts.downs[blocks[0].expert].tile(next * group)
                                        : after->first + (next - count) * after->item_bytes;
-                    const ExpertTile tile(weight, index, then, num_panels, space);
+                    const ExpertTile tile{weight, index, then};
                     alignas(64) float products[kMaxRows * kTileColumns];
                     for (int64_t p = 0; p < num_panels; ++p) {
                         const ExpertPanel& panel = routed.panels[block.first_panel + p];

@@ -239,7 +239,7 @@ inline void pack_eight_bits(Pool& pool, const T* from, const LinearWeight& weigh
             for (int64_t index = 0; index < num_groups; ++index) {
                 const int64_t k = index * format.group, count = std::min(format.group, num_k - k);
                 const TileGroup at(format, start, index);
-                const uint16_t scale = float_to_float16(RowQuantization(row + k, count).scale);
+                const uint16_t scale = float_to_float16(eight_bit_scale(row + k, count));
                 const float kept = float16_to_float(scale);
                 const float inverse = kept == 0.0f || kept != kept ? 0.0f : 1.0f / kept;
                 uint8_t values[kMaxGroup] = {};
@@ -255,10 +255,10 @@ inline void pack_eight_bits(Pool& pool, const T* from, const LinearWeight& weigh
     });
 }
 
-// Packs rows of T as the weight's kind and format say; scale: [num_tiles * 32], of kind int8.
+// Packs rows of T as the weight's kind and format say.
 template <typename T>
-inline void pack_weight(Pool& pool, const T* from, const LinearWeight& weight, void* to, float* scale) {
-    if (!weight.has_groups()) pack_rows_of_weight(pool, from, weight, to, scale);
+inline void pack_weight(Pool& pool, const T* from, const LinearWeight& weight, void* to) {
+    if (!weight.has_groups()) pack_rows_of_weight(pool, from, weight, to);
     else if (weight.format.bits == 4) pack_four_bits(pool, from, weight, to);
     else pack_eight_bits(pool, from, weight, to);
 }
@@ -314,16 +314,11 @@ inline void unpack_feature(const LinearWeight& weight, int64_t feature, float fa
     }
     const int64_t tile = feature / kTileColumns, column = feature % kTileColumns;
     const char* start = weight.tile(tile);
-    const float scale = weight.scale ? weight.scale[feature] : 1.0f;
     for (int64_t k = 0; k < weight.in_features; ++k) {
-        float value;
-        if (weight.kind == Kind::kFloat32)
-            value = reinterpret_cast<const float*>(start)[k * kTileColumns + column];
-        else if (weight.kind == Kind::kBFloat16)
-            value = to_float(reinterpret_cast<const BFloat16*>(
-                start)[(k / 2 * kTileColumns + column) * 2 + k % 2]);
-        else
-            value = scale * reinterpret_cast<const int8_t*>(start)[k * kTileColumns + column];
+        const float value =
+            weight.kind == Kind::kFloat32
+                ? reinterpret_cast<const float*>(start)[k * kTileColumns + column]
+                : to_float(reinterpret_cast<const BFloat16*>(start)[(k / 2 * kTileColumns + column) * 2 + k % 2]);
         from_float(value, to + k);
         if (factor != 1.0f) from_float(to_float(to[k]) * factor, to + k);
     }

@@ -131,7 +131,7 @@ NANOCORE_API void nanocore_pack(void* workspace, int dtype, const void* from,
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         pack_weight(static_cast<Workspace*>(workspace)->pool, static_cast<const T*>(from), *weight,
-                    const_cast<void*>(weight->packed), const_cast<float*>(weight->scale));
+                    const_cast<void*>(weight->packed));
     });
 }
 

@@ -32,7 +32,6 @@ from nanocore.kernels.rank_group import SharedMemoryGroup
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 """Numbers of the activations' dtypes in the kernels."""
-_KINDS: Final = {**DTYPES, torch.int8: 2}
 _INTEGERS, _CODEBOOK = 3, 4
 """Numbers of further kinds of packed weights."""
 
@@ -50,7 +49,7 @@ def weight_struct(weight: LinearWeight) -> LinearWeightStruct:
         struct.codebook = _address(weight.codebook)
         struct.permutation = _address(weight.permutation_I)
     else:
-        struct.kind = _KINDS[weight.dtype]
+        struct.kind = DTYPES[weight.dtype]
     return struct
 
 
