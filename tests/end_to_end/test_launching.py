@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.client.connection.engine_process import LaunchDirectory
+from nanocore.client.connection import engine_process
+from nanocore.client.connection.engine_process import EngineProcess, LaunchDirectory
 
 EXIT_TIMEOUT_S = 60.0
 
@@ -115,6 +117,15 @@ llm = LLM(sys.argv[1])
 """
 )
 
+# An engine of which nothing is in the cache folder: its model has no tokenizer, say.
+STARTING = """
+import socket, sys
+descriptor = int(sys.argv[1].removeprefix("--parent-fd="))
+link = socket.socket(fileno=descriptor)
+link.sendall(b'{"files": []}\\n{"parts": {"weights": 1.0}}\\n')
+link.recv(4096), link.recv(1)
+"""
+
 
 def launching(script: str, model: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -180,3 +191,23 @@ def test_an_llm_that_nobody_closes_ends_with_its_process(tiny_model: Path) -> No
         wait_until_it_ends(os.pidfd_open(int(pid)))
     assert client.returncode == 0
     assert not Path(endpoint.removeprefix("ipc://")).parent.exists()
+
+
+def test_an_engine_that_offers_no_files_is_not_ready_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "COMMAND", [sys.executable, "-c", STARTING])
+    directory = LaunchDirectory()
+    heard: list[object] = []
+
+    async def start() -> dict[str, float]:
+        process = EngineProcess([], directory)
+        try:
+            await process.wait_ready(EXIT_TIMEOUT_S, heard.append)
+        finally:
+            process.kill()
+        return process.start_parts
+
+    try:
+        assert asyncio.run(start()) == {"weights": 1.0}
+    finally:
+        directory.remove()
+    assert heard == [[]]

@@ -144,7 +144,7 @@ class EngineProcess:
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 while (report := await self._read_report()) is not None:
-                    if report.files:
+                    if report.files is not None:
                         on_files(report.files)
                     elif report.standing_by:
                         self.stands_by = True
