@@ -108,6 +108,14 @@ def tokenized(model: Path, text: str, num_chunks: int, chunk_tokens: int) -> Ten
     return token_ids[:wanted].view(num_chunks, chunk_tokens)
 
 
+def begun(model: Path, chunks_NC: Tensor) -> Tensor:
+    """The same chunks, begun with BOS if a GGUF file's model wants it, as llama-perplexity does."""
+    tokenizer = Tokenizer.from_buffer(gguf_model_files(model)["tokenizer.json"])
+    first = torch.tensor(tokenizer.encode("").ids[:1], dtype=torch.int64)
+    num_first = len(first)
+    return torch.cat([first.expand(len(chunks_NC), -1), chunks_NC[:, num_first:]], dim=1)
+
+
 def read_peer_logprobs(path: Path, chunks_NC: Tensor) -> Tensor:
     """float32 [N, S, V] from a file of `llama-perplexity --save-all-logits`.
 

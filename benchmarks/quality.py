@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from model_logprobs import (
+    begun,
     divergence,
     engine_logprobs,
     read_peer_logprobs,
@@ -99,7 +100,8 @@ def measure(
     """
     floats = models.floats
     chunks_NC = tokenized(floats, text(), arguments.chunks, arguments.chunk_tokens)
-    reference = engine_logprobs(floats, chunks_NC, dtype="float32")[0]
+    begun_NC = begun(floats, chunks_NC)
+    reference = engine_logprobs(floats, begun_NC, dtype="float32")[0]
     said: dict[str, Any] = {}
 
     def add(name: str, logprobs: Tensor, bits: float) -> None:
@@ -112,11 +114,11 @@ def measure(
 
     for name, parameters in OURS.items():
         if arguments.only is None or name in arguments.only:
-            logprobs, num_bytes = engine_logprobs(floats, chunks_NC, dtype="bfloat16", **parameters)
+            logprobs, num_bytes = engine_logprobs(floats, begun_NC, dtype="bfloat16", **parameters)
             add(name, logprobs, 8 * num_bytes / num_weights(floats))
     if not arguments.moved:
         bits = bits_per_weight(models.checkpoint)
-        add("file", engine_logprobs(models.checkpoint, chunks_NC, dtype="bfloat16")[0], bits)
+        add("file", engine_logprobs(models.checkpoint, begun_NC, dtype="bfloat16")[0], bits)
     if tools is not None:
         for kind in arguments.peers:
             path = floats if kind == "bf16" else models.quantized(kind)

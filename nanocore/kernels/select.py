@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -23,23 +23,32 @@ def select_kernels(
     batch_invariant: bool = False,
     *,
     keeps_activations: bool = False,
+    cores: Sequence[int] | None = None,
 ) -> Kernels:
     """The backend of this name; "auto" takes the best one that this device can run.
 
     Args:
         batch_invariant: its results for a token must not depend on the rest of the batch.
         keeps_activations: none may be quantized for the sake of a product.
+        cores: on which native kernels run, see `CpuKernels`.
 
     Raises:
         ValueError: there is no such backend, or it cannot run here.
     """
     if name == "auto":
         name = _best(device)
-    if name not in _BACKENDS:
-        raise ValueError(f"unknown kernel backend {name!r}; known: auto, {', '.join(_BACKENDS)}")
     if batch_invariant and name not in ("cpu", "triton"):
         raise ValueError("its results depend on the batch; --batch-invariant needs cpu or triton")
-    return _BACKENDS[name](device, batch_invariant, keeps_activations)
+    match name:
+        case "cpu":
+            return _cpu(device, keeps_activations, cores)
+        case "triton":
+            return _triton(device, batch_invariant, keeps_activations)
+        case "flash":
+            return _flash(device, keeps_activations)
+        case "torch":
+            return TorchKernels()
+    raise ValueError(f"unknown kernel backend {name!r}; known: auto, cpu, triton, flash, torch")
 
 
 def _best(device: torch.device) -> str:
@@ -53,17 +62,14 @@ def _best(device: torch.device) -> str:
     return best
 
 
-def _torch(device: torch.device, batch_invariant: bool, keeps_activations: bool) -> Kernels:
-    return TorchKernels()
-
-
-def _cpu(device: torch.device, batch_invariant: bool, keeps_activations: bool) -> Kernels:
+def _cpu(device: torch.device, keeps_activations: bool, cores: Sequence[int] | None) -> Kernels:
     if device.type != "cpu":
         raise ValueError(f"the device is {device}; use auto")
     library = find_library()
     if library is None:
         raise ValueError(_REMEDY)
-    return CpuKernels(library, keeps_activations=keeps_activations)  # always batch-invariant
+    # Always batch-invariant.
+    return CpuKernels(library, cores, keeps_activations=keeps_activations)
 
 
 def _triton_lacks(device: torch.device) -> str:
@@ -88,7 +94,7 @@ def _triton(device: torch.device, batch_invariant: bool, keeps_activations: bool
     return TritonKernels(device, batch_invariant, keeps_activations=keeps_activations)
 
 
-def _flash(device: torch.device, batch_invariant: bool, keeps_activations: bool) -> Kernels:
+def _flash(device: torch.device, keeps_activations: bool) -> Kernels:
     if lacks := _triton_lacks(device):  # all but attention is Triton's
         raise ValueError(lacks)
     from nanocore.kernels.triton.flash_backend import FlashKernels
@@ -100,9 +106,3 @@ _MIN_CAPABILITY: Final = (8, 0)
 _REMEDY: Final = (
     "this package has no compiled kernels: install g++ if it is missing, and reinstall nanocore"
 )
-_BACKENDS: Final[dict[str, Callable[[torch.device, bool, bool], Kernels]]] = {
-    "cpu": _cpu,
-    "triton": _triton,
-    "flash": _flash,
-    "torch": _torch,
-}

@@ -25,6 +25,7 @@ from nanocore.protocol.errors import (
     is_out_of_memory,
 )
 from nanocore.system.child_process import signal_at_parent_death
+from nanocore.system.cpu_cores import FLOATING
 from nanocore.system.logs import start_log
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard
@@ -78,7 +79,8 @@ def _run(pipe: Pipe[ToRank]) -> None:
     config, rank = start.config, start.rank
     start_log(f"rank {rank} of {config.num_ranks}", config.log_format)
     # Ranks that reduce spin for each other; two on one core take twice as long, measured.
-    os.sched_setaffinity(0, start.cores)
+    if FLOATING not in start.cores:
+        os.sched_setaffinity(0, start.cores)
     import torch  # seconds, and the engine's death must be noticed meanwhile
 
     from nanocore.worker.worker import Worker

@@ -142,7 +142,7 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     """The first message to a rank.
 
     rank: its number; stage times tensor_parallel_size plus its number in the stage.
-    cores: the CPU cores that are its own, each for one thread.
+    cores: CPU cores for its threads, see `kernel_cores`.
     board_fd: shared memory of the `StatusBoard`. reduce_fd: shared memory of the stage's ranks.
     receive_fd, send_fd: shared memory for hidden states from the stage before and to the next one;
     -1 where there is none. These three serve on a CPU.

@@ -23,6 +23,7 @@ from nanocore.kernels.logit_edits import TokenLists, TokenMask
 from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.protocol.fields import MAX_STOP_TOKEN_IDS
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.system.cpu_cores import kernel_cores
 from nanocore.worker.communication.links import RankLinks, connect
 from nanocore.worker.cost.machine_speed import measure_speed
 from nanocore.worker.cost.model_cost import MachineSpeed
@@ -96,7 +97,7 @@ class Worker:
             pp_size=config.pipeline_parallel_size,
             weight_format=read_weight_format(config, model_config, dtype, self._progress),
         )
-        self._kernels = make_kernels(config, device)
+        self._kernels = make_kernels(config, device, start.cores if start else kernel_cores()[0])
         check_quantized_linear(config.quantization, self._kernels, dtype, device)
         check_batch_invariance(config, model_config, self._kernels)
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)

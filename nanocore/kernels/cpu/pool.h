@@ -26,7 +26,7 @@ class OnCore {
    public:
     explicit OnCore(int core) {
 #if defined(__linux__)
-        is_moved_ = sched_getaffinity(0, sizeof before_, &before_) == 0 && pin(core);
+        is_moved_ = core >= 0 && sched_getaffinity(0, sizeof before_, &before_) == 0 && pin(core);
 #endif
     }
     OnCore(const OnCore&) = delete;
@@ -37,8 +37,9 @@ class OnCore {
         if (is_moved_) sched_setaffinity(0, sizeof before_, &before_);
     }
 
-    // For good; whether it could be done.
+    // For good; whether it could be done. Below 0 it is not asked for.
     static bool pin(int core) {
+        if (core < 0) return false;
         cpu_set_t set;
         CPU_ZERO(&set);
         CPU_SET(core, &set);
@@ -56,7 +57,8 @@ class OnCore {
 
 class Pool {
    public:
-    // One thread for each core but the first, which is the caller's; each is pinned.
+    // One thread for each core but the first, which is the caller's; each is pinned, unless its core
+    // is below 0.
     explicit Pool(const std::vector<int>& cores)
         : callers_core_(cores[0]), num_threads_(static_cast<int>(cores.size())) {
         for (int i = 1; i < num_threads_; ++i)

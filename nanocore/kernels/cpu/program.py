@@ -37,7 +37,8 @@ class NotCapturable(Exception):
 class Workspace:
     """The native threads and their memory; for one caller at a time.
 
-    cores: where they run, one on each; by default, all that this process may use.
+    cores: where they run, one on each, or anywhere if below 0; by default, all that this process
+        may use.
     """
 
     def __init__(self, library: Library, cores: Sequence[int] | None = None) -> None:

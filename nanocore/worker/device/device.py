@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -129,8 +130,10 @@ def steps_in_flight(config: WorkerConfig, device: torch.device) -> int:
     return max(config.pipeline_parallel_size, 2 if overlaps else 1)
 
 
-def make_kernels(config: WorkerConfig, device: torch.device) -> Kernels:
-    """The kernel backend that a rank is to use.
+def make_kernels(
+    config: WorkerConfig, device: torch.device, cores: Sequence[int] | None = None
+) -> Kernels:
+    """The kernel backend that a rank is to use, on a CPU on these cores.
 
     Raises ConfigError: it cannot run here, or not with these blocks.
     """
@@ -141,6 +144,7 @@ def make_kernels(config: WorkerConfig, device: torch.device) -> Kernels:
             device,
             config.batch_invariant,
             keeps_activations=config.activation_quantization == "none",
+            cores=cores,
         )
     except ValueError as error:
         raise ConfigError(f"--attention-backend {name}: {error}") from None

@@ -28,6 +28,7 @@ from nanocore.protocol.errors import (
     WorkerError,
 )
 from nanocore.system.child_process import module_command
+from nanocore.system.cpu_cores import kernel_cores
 from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_buffer_bytes
 from nanocore.worker.communication.shared_memory import (
     BUFFER_BYTES,
@@ -145,6 +146,7 @@ class ProcessExecutor:
         self.max_concurrent_steps = steps_in_flight(config, device)
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         """Where ranks on CUDA devices meet."""
+        self._cores = kernel_cores(config.num_ranks)
         self._board_fd = StatusBoard.create(config.num_ranks)
         self._board = StatusBoard(self._board_fd, config.num_ranks)
         tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
@@ -250,7 +252,7 @@ class ProcessExecutor:
         return RankStart(
             config=self.config,
             rank=rank,
-            cores=_cores_of(rank, self.config.num_ranks),
+            cores=self._cores[rank],
             board_fd=self._board_fd,
             reduce_fd=self._reduce_fds[stage],
             receive_fd=channels[stage - 1][number] if stage > 0 else -1,
@@ -325,12 +327,3 @@ class ProcessExecutor:
         ended = select.select(list(ranks), [], [])[0]
         if not self._closing.is_set():
             report(str(ranks[ended[0]].death()))
-
-
-def _cores_of(rank: int, num_ranks: int) -> list[int]:
-    """A rank's share of the cores that the engine may use; one that it shares if they are few."""
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // num_ranks
-    if share == 0:
-        return [cores[rank % len(cores)]]
-    return cores[rank * share : (rank + 1) * share]

@@ -7,15 +7,15 @@ count as free, as they do in MemAvailable. Imports no torch, so that it can be a
 
 from __future__ import annotations
 
-import os
 import re
 import resource
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Final
 
 from nanocore.protocol.errors import ConfigError
+from nanocore.system.cgroups import cgroup_folders
 
 _V1_FILES: Final = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 _V2_FILES: Final = ("memory.max", "memory.high"), "memory.current", "inactive_file"
@@ -65,41 +65,14 @@ def _system_bytes(root: Path) -> int:
 
 
 def _cgroup_bytes(root: Path) -> Iterator[int]:
-    for mount, cgroup, is_v2 in _memory_cgroups(root):
+    for folder, is_v2 in cgroup_folders("memory", root):
         limit_names, usage_name, reclaimable_name = _V2_FILES if is_v2 else _V1_FILES
-        for folder in (cgroup, *cgroup.parents):
-            path = root / mount / folder
-            with suppress(OSError, ValueError, KeyError):
-                stat = _fields(path / "memory.stat")
-                used = int((path / usage_name).read_text()) - stat.get(reclaimable_name, 0)
-                for name in limit_names:
-                    with suppress(OSError, ValueError):  # absent, or "max"
-                        yield int((path / name).read_text()) - used
-
-
-def _memory_cgroups(root: Path) -> Iterator[tuple[PurePosixPath, PurePosixPath, bool]]:
-    """(where a hierarchy is mounted, our cgroup in it, whether it is version 2)."""
-    ours: dict[bool, str] = {}
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers or "memory" in controllers.split(","):
-                ours[not controllers] = path
-        for line in (root / "proc/self/mountinfo").read_text().splitlines():
-            before, _, after = line.partition(" - ")
-            mounted, mount = before.split(" ")[3:5]
-            kind, _, options = after.split(" ", 2)
-            is_v2 = kind == "cgroup2"
-            if is_v2 in ours and (is_v2 or (kind == "cgroup" and "memory" in options.split(","))):
-                # Of a hierarchy of which we see a part, our path may begin at its true root.
-                cgroup = PurePosixPath(ours[is_v2])
-                inside = cgroup.relative_to(mounted) if cgroup.is_relative_to(mounted) else cgroup
-                mount = re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), mount)
-                yield _relative(mount), _relative(str(inside)), is_v2
-
-
-def _relative(path: str) -> PurePosixPath:
-    return PurePosixPath(os.path.normpath("/" + path).lstrip("/"))
+        with suppress(OSError, ValueError, KeyError):
+            stat = _fields(folder / "memory.stat")
+            used = int((folder / usage_name).read_text()) - stat.get(reclaimable_name, 0)
+            for name in limit_names:
+                with suppress(OSError, ValueError):  # absent, or "max"
+                    yield int((folder / name).read_text()) - used
 
 
 def _fields(path: Path) -> dict[str, int]:
