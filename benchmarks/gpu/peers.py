@@ -43,17 +43,20 @@ NANO_VLLM: Final = "nano-vllm"
 """Also the folder of its carried source; it runs with our stand-in for flash_attn."""
 VLLM: Final = "vllm"
 """Its package is carried, too, and the packages that it imports; see `carry_vllm`."""
+INDUCTOR: Final = "vllm-inductor"
+"""vLLM as it is by default: compiled by Inductor."""
 DRIVERS: Final = {
     NANO_VLLM: ["nano_vllm_driver.py"],
     VLLM: ["vllm_driver.py"],
+    INDUCTOR: ["vllm_driver.py", "--inductor"],
     "transformers": ["transformers_driver.py", "--batching", "continuous"],
 }
 """Of each peer, with flags of its own."""
 
 
 def measure(results: Results, part: str) -> None:
-    """`bench`: ours, the smaller model; `bench-large`: the larger. `vllm`: beside ours, both
-    models. Others: a peer beside ours, the smaller model.
+    """`bench`: ours, the smaller model; `bench-large`: the larger. `vllm`,
+    `vllm-inductor`: beside ours, both models. Others: a peer beside ours, the smaller model.
     """
     needs_s = 40.0 if results.session.on_gpu else 1.0
     results.run(measurements(results, part), needs_s=needs_s, hangs_s=400)
@@ -62,7 +65,8 @@ def measure(results: Results, part: str) -> None:
 def measurements(results: Results, part: str) -> Measurements:
     """By name."""
     small, large = models(results.session)
-    chosen = {"bench-large": [large], VLLM: [small, large]}.get(part, [small])
+    both = [small, large]
+    chosen = {"bench-large": [large], VLLM: both, INDUCTOR: both}.get(part, [small])
     return {f"{part}/{model.name}": partial(_measure, results, part, model) for model in chosen}
 
 
@@ -77,8 +81,10 @@ def _measure(results: Results, part: str, model: Model) -> dict[str, Any]:
         ready, engines = {}, []
         # One after the other: each sizes its KV cache by the memory that it finds.
         for number, command in enumerate(commands):
+            begun_s = time.monotonic()
             engine = stack.enter_context(PeerProcess(command, Path(name) / f"{number}.log"))
-            ready[engine.name] = engine.wait_ready(session.remaining_s)
+            found = engine.wait_ready(session.remaining_s)
+            ready[engine.name] = found | {"start_s": round(time.monotonic() - begun_s, 1)}
             print(f"{engine.name} is ready", flush=True)
             engines.append(engine)
         rounds = Rounds(results, part, model, engines)
@@ -185,7 +191,7 @@ def _peer_command(results: Results, name: str, folder: Path) -> PeerCommand:
     session, path = results.session, list[Path]()
     if name == NANO_VLLM:
         path = [_carried(session, name), STAND_INS]
-    elif name == VLLM:
+    elif name in (VLLM, INDUCTOR):
         packages = _carried(session, carry_vllm.SITE)
         carry_vllm.join(packages.parent)
         path = [packages.parent, packages]

@@ -1,13 +1,14 @@
 """vLLM behind the line protocol, on a CPU or a GPU: V1, engine core in a process of its own.
 
     path/to/python-with-vllm vllm_driver.py --model FOLDER --threads 2 --kv-cache-gib 2
-    path/to/python-with-vllm vllm_driver.py --model FOLDER --device cuda --random-weights
+    path/to/python-with-vllm vllm_driver.py --model FOLDER --device cuda --random-weights --inductor
 
 On a CPU all cores compute: vLLM's default keeps one back for its own scheduler. Intel's OpenMP and
 tcmalloc are preloaded, as vLLM's documentation advises; what is not found is said in `settings`.
 
-On a GPU decode steps are CUDA graphs and torch.compile is off: Inductor would compile for a minute.
-Norms, activations and rotary embeddings are vLLM's own kernels, attention is FlashAttention 3.
+On a GPU attention is FlashAttention 3. With `--inductor` vLLM compiles and records graphs as it
+does by default, which takes up to a minute. Without, torch.compile is off, decode steps are CUDA
+graphs, and norms, activations and rotary embeddings are vLLM's own kernels.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import ctypes.util
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,9 @@ _STARTED = "NANOCORE_COMPARE_PRELOADED"
 
 def main() -> None:
     """Start again with what must be in the environment of a new process, then serve."""
-    arguments = driver_parser().parse_args()
+    parser = driver_parser()
+    parser.add_argument("--inductor", action="store_true", help="compile, on a GPU")
+    arguments = parser.parse_args()
     if _STARTED not in os.environ:
         os.execve(sys.executable, [sys.executable, *sys.argv], _environment(arguments))
     answers = claim_stdout()
@@ -59,7 +63,7 @@ def _serve(answers: Any, arguments: argparse.Namespace) -> None:
             enable_prefix_caching=not on_gpu,
             load_format="dummy" if arguments.random_weights else "auto",
             disable_log_stats=True,
-            **(_gpu_options(arguments.memory_share) if on_gpu else {}),
+            **(_gpu_options(arguments) if on_gpu else {}),
         ),
         enable_multiprocessing=True,
     )
@@ -75,11 +79,12 @@ def _serve(answers: Any, arguments: argparse.Namespace) -> None:
     )
 
 
-def _gpu_options(memory_share: float) -> dict[str, Any]:
+def _gpu_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Arguments of the engine that only a GPU needs."""
+    plain = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     return {
-        "gpu_memory_utilization": memory_share,
-        "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        "gpu_memory_utilization": arguments.memory_share,
+        "compilation_config": {} if arguments.inductor else plain,
         "attention_config": {"backend": "FLASH_ATTN", "flash_attn_version": 3},
     }
 
@@ -145,7 +150,12 @@ def _environment(arguments: argparse.Namespace) -> dict[str, str]:
         # Process groups of one process: they need no network but the loopback device.
         network = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         absent = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-        return os.environ | common | network | absent
+        # What it compiles is apart from our kernels, which a day keeps.
+        folder = Path(tempfile.gettempdir()) / f"nanocore-vllm-{os.getuid()}"
+        names = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor",
+                 "TRITON_CACHE_DIR": "triton"}  # fmt: skip
+        caches = {name: str(folder / part) for name, part in names.items()}
+        return os.environ | common | network | absent | caches
     intel_openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
     found = [str(intel_openmp)] if intel_openmp.exists() else []
     tcmalloc = ctypes.util.find_library("tcmalloc_minimal")

@@ -66,7 +66,7 @@ def names_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, l
     }
     steps = ("speed", "large", "variants")
     found |= {part: engine_speed.measurements(engine, part) for part in steps}
-    others = ("bench", "bench-large", "nano-vllm", "transformers", "vllm")
+    others = ("bench", "bench-large", "nano-vllm", "transformers", "vllm-inductor", "vllm")
     found |= {part: peers.measurements(results, part) for part in others}
     names = {part: list(measurements) for part, measurements in found.items()}
     for part in ("attention", "products"):

@@ -92,8 +92,12 @@ class LLMEngine:
         if self.is_on_gpu:
             assert args["gpu_memory_utilization"] == 0.44
             assert args["attention_config"]["flash_attn_version"] == 3
-            compilation.mode = SimpleNamespace(name={0: "NONE"}[compilation.mode])
-            compilation.cudagraph_mode = SimpleNamespace(name=compilation.cudagraph_mode)
+            chosen = args["compilation_config"] or {"mode": 3, "cudagraph_mode": "DEFAULT"}
+            mode = {0: "NONE", 3: "VLLM_COMPILE"}[chosen["mode"]]
+            compilation.mode = SimpleNamespace(name=mode)
+            compilation.cudagraph_mode = SimpleNamespace(name=chosen["cudagraph_mode"])
+            for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+                assert "/nanocore-vllm-" in os.environ[name]
         self.vllm_config = SimpleNamespace(
             compilation_config=compilation,
             scheduler_config=SimpleNamespace(async_scheduling=True),
@@ -149,7 +153,7 @@ def run_part(part: str, folder: Path, *flags: str) -> Records:
     return Records("rehearsal.jsonl", (folder,))
 
 
-@pytest.mark.parametrize("peer", ["nano-vllm", "transformers", "vllm"])
+@pytest.mark.parametrize("peer", ["nano-vllm", "transformers", "vllm", "vllm-inductor"])
 def test_a_peer_takes_turns_with_ours(peer: str, tmp_path: Path) -> None:
     carry_fakes(tmp_path / "carried")
     found = run_part(peer, tmp_path)
@@ -161,18 +165,25 @@ def test_a_peer_takes_turns_with_ours(peer: str, tmp_path: Path) -> None:
         assert figures[engine]["versions"]
 
 
-def test_vllm_runs_on_a_gpu_with_graphs_and_without_a_compiler(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "compilation", "graphs"),
+    [([], "NONE", "FULL_DECODE_ONLY"), (["--inductor"], "VLLM_COMPILE", "DEFAULT")],
+    ids=["plain", "inductor"],
+)
+def test_vllm_runs_on_a_gpu_with_graphs_and_compiles_if_it_is_told_to(
+    flags: list[str], compilation: str, graphs: str, tmp_path: Path
+) -> None:
     """Its driver by itself: what it asks of a fake engine, and what it says of it."""
     carry_fake_vllm(tmp_path)
     driver = [sys.executable, str(ROOT / "benchmarks" / "peers" / "vllm_driver.py")]
-    flags = ["--model", "folder", "--temperature", "0.6", "--device", "cuda", "--random-weights"]
-    command = [*driver, *flags, "--memory-share", "0.44"]
+    model = ["--model", "folder", "--temperature", "0.6", "--device", "cuda", "--random-weights"]
+    command = [*driver, *model, "--memory-share", "0.44", *flags]
     vllm = PeerCommand("vllm", command, {"PYTHONPATH": str(tmp_path)})
     with PeerProcess(vllm, tmp_path / "log") as peer:
         ready = peer.wait_ready(60)
         run = peer.run([BenchmarkRequest((1, 2), 3), BenchmarkRequest((3,), 1)], 60)
     assert ready["settings"] == {
-        "dtype": "bfloat16", "compilation": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY",
+        "dtype": "bfloat16", "compilation": compilation, "cudagraph_mode": graphs,
         "async_scheduling": True, "num_gpu_blocks": 7,
     }  # fmt: skip
     assert run.num_output_tokens == [3, 1]

@@ -426,10 +426,10 @@ def sets() -> dict[str, Callable[[Launches], list[str]]]:
 
 
 DAY: Final = (
-    "smoke", "speed", "8b", "check", "attention", "products", "tiles",
-    *(f"{model.name}/{name}" for model in MODELS for name in _VARIANTS),
+    "smoke", "speed", "8b", "check", "attention", "products",
+    *(f"{MODELS[0].name}/{name}" for name in _VARIANTS),
 )  # fmt: skip
-"""Sets of all that a day of benchmarks/gpu launches, but for tests/gpu."""
+"""Sets of what a day of benchmarks/gpu launches, but for `tiles` and tests/gpu."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -441,8 +441,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     names = [*arguments.names]
     if "day" in names:
-        day = [name for name in DAY if not (name == "tiles" and arguments.no_pdl)]
-        names[names.index("day") : names.index("day") + 1] = day
+        names[names.index("day") : names.index("day") + 1] = DAY
     if unknown := {*names} - found.keys():
         parser.error(f"{', '.join(sorted(unknown))}: choose from {', '.join(found)}")
     driver.set_active(_Driver())
