@@ -276,6 +276,24 @@ def test_a_start_imports_little(
     assert int(num_dataclasses) <= max_dataclasses
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_quantized_start_imports_no_compiler_of_torch(quantization: str) -> None:
+    # Some operations on meta tensors import it, which takes longer than the rest of a start.
+    script = (
+        "import sys\nfrom nanocore.demo_model import demo_model_folder\n"
+        "from nanocore.engine_core.config import EngineConfig\n"
+        "from nanocore.worker.worker import LocalExecutor\n"
+        f"config = EngineConfig(device='cpu', quantization={quantization!r})\n"
+        "executor = LocalExecutor(config.worker_config(str(demo_model_folder()), 64))\n"
+        "executor.load_model()\nexecutor.close()\n"
+        "print(*sys.modules.keys() & {'torch._dynamo', 'sympy'})\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == []
+
+
 def test_no_source_names_what_runs_foreign_code() -> None:
     for path in sources():
         text = path.read_text()

@@ -104,7 +104,13 @@ def pack_rows(
     else:
         weight_OI = weight.dequantize().to(dtype or torch.float32)
     data, scale_O = weight_OI, None
-    if quantization == "int8":
+    if weight_OI.is_meta and quantization in ("int8", "int4"):
+        # Sizes are enough; some operations on meta tensors import torch's compiler, for seconds.
+        if quantization == "int8":
+            num_groups = -(-weight_OI.shape[1] // GROUP_SIZE)
+            data = weight_OI.new_empty(weight_OI.shape, dtype=torch.int8)
+            scale_O = weight_OI.new_empty((weight_OI.shape[0], num_groups), dtype=torch.float16)
+    elif quantization == "int8":
         groups = quantize_eight_bits(weight_OI)
         data = (groups.values_OI.to(torch.int16) - 128).to(torch.int8)
         scale_O = groups.scale_OG

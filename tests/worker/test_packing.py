@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanocore.kernels.group_quantization import (
     LARGEST,
+    SMALLEST,
     quantize_eight_bits,
     quantize_groups,
 )
@@ -305,8 +306,26 @@ def test_a_number_that_no_float16_scale_has_room_for_is_refused(
     x_TI[0, 5] = 1
     assert make_kernels(backend).linear(x_TI, packed).isfinite().all()
     weight_OI[3, 5] *= 1.1
-    with pytest.raises(ModelFileError, match=f"--quantization {quantization} takes up to 6.5504e"):
+    with pytest.raises(ModelFileError, match=f"--quantization {quantization} takes 0.000244141 to 6.5504e"):
         packer.linear([weight_OI])
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("quantization", ["int4", "int8"])
+def test_numbers_that_float16_scales_would_round_to_zero_are_refused(
+    quantization: Quantization, backend: str
+) -> None:
+    packer = WeightPacker(make_kernels(backend), torch.float32, quantization)
+    weight_OI = torch.rand(32, 64, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    weight_OI[0, 0] = 1
+    x_TI = torch.eye(64)
+    exact_TO = x_TI @ weight_OI.t()
+    packed = packer.linear([1.01 * SMALLEST * weight_OI])
+    y_TO = make_kernels(backend).linear(x_TI, packed) / (1.01 * SMALLEST)
+    assert (y_TO - exact_TO).abs().max() < 0.15  # a fifteenth of the range, and four steps more
+    with pytest.raises(ModelFileError, match="scales are float16"):
+        packer.linear([0.99 * SMALLEST * weight_OI])
+    assert make_kernels(backend).linear(x_TI, packer.linear([0 * weight_OI])).eq(0).all()
 
 
 @pytest.mark.parametrize("cuts", [[160], [96, 64], [96, 32, 32], [80, 80], [130, 30]])

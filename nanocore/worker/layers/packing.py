@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from nanocore.kernels.group_quantization import LARGEST, packed_bytes
+from nanocore.kernels.group_quantization import LARGEST, SMALLEST, packed_bytes
 from nanocore.kernels.grouped_weight import CheckpointWeight, QuantizedForm, join_adjacent
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import FP8, Experts, ExpertWeights, LinearWeight, in_segments
@@ -289,11 +289,11 @@ class WeightPacker:
             return self._pack_outline(outline)
         if quantization in ("int4", "int8") and weight.numel() and not weight.is_meta:
             largest = max(abs(end.item()) for end in weight.aminmax())
-            if LARGEST < largest < math.inf:
+            if LARGEST < largest < math.inf or 0 < largest < SMALLEST:
                 raise ModelFileError(
-                    f"a weight of shape {list(weight.shape)} has the number {largest:g}: "
-                    f"--quantization {quantization} takes up to {LARGEST:g}, because its scales "
-                    "are float16; use no quantization"
+                    f"the largest number of a weight of shape {list(weight.shape)} is {largest:g}: "
+                    f"--quantization {quantization} takes {SMALLEST:g} to {LARGEST:g}, because its "
+                    "scales are float16; use no quantization"
                 )
         return self._kernels.pack_linear(weight, quantization, self._dtype)
 
