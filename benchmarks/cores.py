@@ -140,7 +140,14 @@ def _measure(arguments: argparse.Namespace, cores: set[int]) -> dict[str, Any]:
     figures: dict[str, Any] = {"cores": sorted(cores), "rates": asdict(rates), "workloads": {}}
     with tempfile.TemporaryDirectory(prefix="nanocore-cores-") as name:
         write_config(shape, Path(name, "model"))
-        flags = ["--device", "cpu", "--load-format", "dummy", "--kv-cache-memory-bytes", f"{2 << 30}"]
+        flags = [
+            "--device",
+            "cpu",
+            "--load-format",
+            "dummy",
+            "--kv-cache-memory-bytes",
+            f"{2 << 30}",
+        ]
         command = [str(_DRIVER), "--model", f"{name}/model", "--max-model-len", "2048", *flags]
         peer = PeerCommand("nanocore", _pinned(cores, command), _environment())
         with PeerProcess(peer, Path(name, "log")) as engine:

@@ -221,10 +221,7 @@ async def _first_model(
 
 
 async def _tokenizer(
-    session: aiohttp.ClientSession,
-    destination: Destination,
-    root: str | None,
-    closing: ExitStack,
+    session: aiohttp.ClientSession, destination: Destination, root: str | None, closing: ExitStack
 ) -> tuple[Tokenizer | None, str | None]:
     """Return the named tokenizer, else the engine's, the server's, or that of a local folder."""
     path = destination.tokenizer

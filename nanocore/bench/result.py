@@ -125,11 +125,7 @@ def totals(
 
 def is_within(outcome: Outcome, goodput_ms: Mapping[str, float]) -> bool:
     """Whether a request kept all limits. A request of one token has a TPOT of 0."""
-    measured_s = {
-        "ttft": outcome.ttft_s,
-        "tpot": outcome.tpot_s or 0.0,
-        "e2el": outcome.latency_s,
-    }
+    measured_s = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2el": outcome.latency_s}
     return all(measured_s[name] * 1e3 <= most_ms for name, most_ms in goodput_ms.items())
 
 

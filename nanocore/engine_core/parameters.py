@@ -137,9 +137,7 @@ class EngineParameters:
     )
 
     max_logprobs: _Logprobs = parameter(
-        20,
-        _MODEL,
-        "limit of log probabilities per token that a request may ask for; -1: no limit",
+        20, _MODEL, "limit of log probabilities per token that a request may ask for; -1: no limit"
     )
 
     seed: _Seed = parameter(0, _MODEL, "seed for requests without one, and for dummy weights")

@@ -54,10 +54,7 @@ class Delivery:
     """
 
     def __init__(
-        self,
-        exchange: Exchange,
-        streams: Sequence[AnswerStream],
-        encoder: Encoder,
+        self, exchange: Exchange, streams: Sequence[AnswerStream], encoder: Encoder
     ) -> None:
         self._exchange = exchange
         self._send = exchange.send

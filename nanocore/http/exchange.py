@@ -71,12 +71,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        state: ServerState,
-        request_id: str,
+        self, scope: Scope, receive: Receive, send: Send, state: ServerState, request_id: str
     ) -> None:
         self.scope = scope
         self.receive = receive

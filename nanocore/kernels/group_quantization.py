@@ -22,7 +22,7 @@ _SUPER_SCALE, _SUPER_MINIMUM = 120.0, 240.0  # below the largest: float16 may ro
 LARGEST: Final = 100 * 65504.0
 """The largest magnitude whose scales are finite, with four bits and with eight."""
 SMALLEST: Final = 2.0**-12
-"""Of a weight's largest magnitude: below it, scales of four bits are few steps of float16, or 0."""
+"""The least that a weight's largest magnitude may be, so that scales are not rounded to zero."""
 _VALUES_AT_ONCE: Final = 1 << 24
 """Limits the memory of the few copies in float32 that exist meanwhile."""
 

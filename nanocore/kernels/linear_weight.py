@@ -16,11 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nanocore.kernels.group_quantization import (
-    GROUP_SIZE,
-    quantize_eight_bits,
-    quantize_groups,
-)
+from nanocore.kernels.group_quantization import GROUP_SIZE, quantize_eight_bits, quantize_groups
 from nanocore.kernels.grouped_weight import CheckpointWeight
 
 FP8: Final = torch.float8_e4m3fn

@@ -66,11 +66,8 @@ class CpuCores(msgspec.Struct, frozen=True):
             parts.append(f"a CPU quota of {self.quota:g} allows {self.num_threads} threads")
         if num_ranks > self.num_threads:
             parts.append(f"{num_ranks} ranks share them, which is slow: use fewer")
-        elif num_ranks % len(self.nodes):
-            parts.append(
-                f"they are of {len(self.nodes)} NUMA nodes: with --tp {len(self.nodes)} each rank "
-                "reads memory of its own node"
-            )
+        elif num_ranks % (num_nodes := len(self.nodes)):
+            parts.append(f"with --tp {num_nodes} each rank reads memory of its own NUMA node")
         return f"{num_cores} CPU cores: {'; '.join(parts)}" if parts else ""
 
 
@@ -95,21 +92,16 @@ def read_cores(root: Path = Path("/"), allowed: Iterable[int] | None = None) -> 
         folder = root / f"sys/devices/system/cpu/cpu{core}/topology"
         first_of[core] = min(_cores_in(folder / "thread_siblings_list") & allowed, default=core)
     physical = set(first_of.values())
-    folders = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=_number)
-    nodes = [sorted(_cores_in(folder / "cpulist") & physical) for folder in folders]
+    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
+    nodes = sorted(sorted(_cores_in(folder / "cpulist") & physical) for folder in folders)
     rest = sorted(physical.difference(*nodes))
     return CpuCores([node for node in (*nodes, rest) if node], len(allowed), _quota(root))
 
 
 def _shares(cores: list[int], num_ranks: int) -> list[list[int]]:
-    share = len(cores) // num_ranks
-    if share == 0:
+    if not (share := len(cores) // num_ranks):
         return [[cores[rank % len(cores)]] for rank in range(num_ranks)]
     return [cores[rank * share : (rank + 1) * share] for rank in range(num_ranks)]
-
-
-def _number(folder: Path) -> int:
-    return int(folder.name.removeprefix("node"))
 
 
 def _cores_in(path: Path) -> set[int]:

@@ -55,7 +55,7 @@ def test_a_thread_runs_on_each_physical_core_and_a_rank_has_cores_of_one_node(
     assert found.of_ranks(2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert found.of_ranks(4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert "8 hyperthreads are left to other work" in found.describe(2)
-    assert "with --tp 2 each rank reads memory of its own node" in found.describe(1)
+    assert "with --tp 2 each rank reads memory of its own NUMA node" in found.describe(1)
     assert "NUMA" not in found.describe(2)
     assert "NUMA" not in found.describe(4)
 
@@ -74,7 +74,7 @@ def test_nodes_of_different_sizes_give_their_ranks_what_they_have(machine: Machi
     assert found.of_ranks(3) == [[0], [1], [2]]
 
 
-def test_ten_nodes_are_in_the_order_of_their_numbers(machine: Machine) -> None:
+def test_nodes_are_in_the_order_of_their_first_cores(machine: Machine) -> None:
     machine.cores([str(core) for core in range(11)], [str(core) for core in range(11)])
     assert read_cores(machine.root, range(11)).nodes == [[core] for core in range(11)]
 

@@ -306,7 +306,9 @@ def test_a_number_that_no_float16_scale_has_room_for_is_refused(
     x_TI[0, 5] = 1
     assert make_kernels(backend).linear(x_TI, packed).isfinite().all()
     weight_OI[3, 5] *= 1.1
-    with pytest.raises(ModelFileError, match=f"--quantization {quantization} takes 0.000244141 to 6.5504e"):
+    with pytest.raises(
+        ModelFileError, match=f"--quantization {quantization} takes 0.000244141 to 6.5504e"
+    ):
         packer.linear([weight_OI])
 
 

@@ -35,10 +35,7 @@ COMMANDS: Final = {
     "new": CommandHelp("", "forget the conversation (also /clear)"),
     "retry": CommandHelp("", "ask the last question again"),
     "undo": CommandHelp("", "remove the last question and its response"),
-    "set": CommandHelp(
-        "[NAME[=VALUE]]",
-        "show or set sampling parameters; no VALUE: the default",
-    ),
+    "set": CommandHelp("[NAME[=VALUE]]", "show or set sampling parameters; no VALUE: the default"),
     "save": CommandHelp("FILE", "write the conversation to a file"),
     "load": CommandHelp("FILE", "continue the conversation of a file"),
     "exit": CommandHelp("", "end the chat, as Ctrl-D does (also /bye, /quit)"),

@@ -18,13 +18,7 @@ import msgspec
 from msgspec.structs import replace
 
 from nanocore.cli.chat.files import EngineLog
-from nanocore.cli.chat.target import (
-    FALLBACK_NOTE,
-    FALLBACK_TEMPLATE,
-    Message,
-    Resumed,
-    TargetEvent,
-)
+from nanocore.cli.chat.target import FALLBACK_NOTE, FALLBACK_TEMPLATE, Message, Resumed, TargetEvent
 from nanocore.cli.engine_choice import EngineChoice, engine_client
 from nanocore.client import AsyncEngineClient
 from nanocore.client.chat.chat_messages import ChatMessage

@@ -22,11 +22,7 @@ from nanocore.cli.engine_choice import (
     find_engine,
     parse_with_model,
 )
-from nanocore.cli.response_flags import (
-    add_chat_template_flag,
-    check_tokenizer,
-    read_chat_template,
-)
+from nanocore.cli.response_flags import add_chat_template_flag, check_tokenizer, read_chat_template
 from nanocore.cli.serve.api_keys import check_key
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 from nanocore.system.endpoint_lock import own_default_endpoint
@@ -78,10 +74,7 @@ def parse_run(arguments: list[str], environment: Mapping[str, str]) -> ChatSetti
 
 
 def _parse(
-    parser: FlagParser,
-    arguments: list[str],
-    environment: Mapping[str, str],
-    question: str | None,
+    parser: FlagParser, arguments: list[str], environment: Mapping[str, str], question: str | None
 ) -> ChatSettings:
     given, model, others = parse_with_model(parser, arguments)
     found = None

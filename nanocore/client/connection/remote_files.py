@@ -17,11 +17,7 @@ import re
 from typing import Final
 
 from nanocore.client.connection.engine_connection import EngineConnection
-from nanocore.protocol.errors import (
-    EngineDeadError,
-    InvalidRequestError,
-    ProtocolError,
-)
+from nanocore.protocol.errors import EngineDeadError, InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import MAX_FILE_BYTES, ModelFile
 from nanocore.system.cache_folder import FileCache
 

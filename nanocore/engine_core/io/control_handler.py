@@ -16,12 +16,7 @@ from nanocore.engine_core.io.session import Session
 from nanocore.engine_core.mailbox import ControlCall, Inbox
 from nanocore.engine_core.metrics.collector import EngineMetrics, IoCounts
 from nanocore.protocol.errors import shorten
-from nanocore.protocol.messages import (
-    ADMIN_OPERATIONS,
-    Control,
-    ControlOperation,
-    Reply,
-)
+from nanocore.protocol.messages import ADMIN_OPERATIONS, Control, ControlOperation, Reply
 
 logger = logging.getLogger(__name__)
 

@@ -35,16 +35,8 @@ from nanocore.engine_core.io.session import (
 from nanocore.engine_core.mailbox import BeginDrain, ControlReply, Farewell, GrammarDone, Inbox
 from nanocore.engine_core.metrics.collector import IoCounts, completed
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.protocol.codec import (
-    InvalidSubmitError,
-    encode,
-    engine_decoder,
-)
-from nanocore.protocol.errors import (
-    ErrorCode,
-    ProtocolError,
-    counted,
-)
+from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder
+from nanocore.protocol.errors import ErrorCode, ProtocolError, counted
 from nanocore.protocol.messages import (
     Abort,
     Bye,

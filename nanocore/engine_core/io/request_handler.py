@@ -85,10 +85,7 @@ class CompilingRequests:
     """
 
     def __init__(
-        self,
-        grammars: GrammarSource,
-        queue_limit: QueueLimit,
-        done: Callable[[GrammarDone], None],
+        self, grammars: GrammarSource, queue_limit: QueueLimit, done: Callable[[GrammarDone], None]
     ) -> None:
         self.num_aborts = 0
         self._grammars = grammars

@@ -103,10 +103,7 @@ def histograms(max_model_len: int) -> dict[str, tuple[str, tuple[float, ...]]]:
         "request_params_max_tokens": ("Limit of output tokens of a request (max_tokens).", tokens),
         "request_params_n": ("Samples of a request (n).", NUM_SAMPLES_BOUNDS),
         "request_num_preemptions": ("Preemptions of a request.", PREEMPTIONS_BOUNDS),
-        "request_prefill_kv_computed_tokens": (
-            "Uncached prompt tokens of a request.",
-            tokens,
-        ),
+        "request_prefill_kv_computed_tokens": ("Uncached prompt tokens of a request.", tokens),
     }
 
 

@@ -242,7 +242,6 @@ class RowTable:
         for token_id in request.stop_token_ids:
             if token_id + 2 > len(self.stop_counts):
                 self.stop_counts = np.append(
-                    self.stop_counts[:-1],
-                    np.zeros(token_id + 3 - len(self.stop_counts), np.int32),
+                    self.stop_counts[:-1], np.zeros(token_id + 3 - len(self.stop_counts), np.int32)
                 )
             self.stop_counts[token_id] += change

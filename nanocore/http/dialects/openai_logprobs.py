@@ -49,9 +49,7 @@ def _entry(token_id: int, found: Logprob, as_token_ids: bool) -> dict[str, Any]:
     }
 
 
-def prompt_logprobs(
-    tokens: Sequence[Mapping[int, Logprob] | None],
-) -> list[dict[str, Any] | None]:
+def prompt_logprobs(tokens: Sequence[Mapping[int, Logprob] | None]) -> list[dict[str, Any] | None]:
     """Return vLLM's logprobs of prompt tokens: by token id; null for the first token."""
     return [
         None
@@ -150,9 +148,7 @@ class LogprobsShown(msgspec.Struct, frozen=True):
         return self.tokenizer.token_text(token_id).text
 
     def add(
-        self,
-        columns: TextLogprobs,
-        tokens: Iterable[tuple[int, Mapping[int, Logprob] | None, int]],
+        self, columns: TextLogprobs, tokens: Iterable[tuple[int, Mapping[int, Logprob] | None, int]]
     ) -> None:
         """Append tokens, given as (id, candidates, offset); a prompt's first has no candidates."""
         name_of = self.name

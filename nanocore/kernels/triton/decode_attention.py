@@ -314,8 +314,7 @@ def decode_attention(
     group, table_BM = num_heads // num_kv_heads, metadata.block_table_BM
     group_pad = triton.next_power_of_2(group)
     plan = plan_decodes(
-        metadata,
-        Decodes(metadata.num_decodes, num_kv_heads, tiles.keys, spec.window, num_programs),
+        metadata, Decodes(metadata.num_decodes, num_kv_heads, tiles.keys, spec.window, num_programs)
     )
     shape, device = (len(plan.parts_P8), num_kv_heads, group), q_THD.device
     sums = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)

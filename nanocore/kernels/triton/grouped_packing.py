@@ -21,10 +21,7 @@ from nanocore.kernels.linear_weight import LinearWeight
 
 Scales = Literal["float16", "bfloat16", "float32", "super"]
 _PLANES: Final = (64, 32, 16)
-_HALVES: Final[dict[torch.dtype, Scales]] = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-}
+_HALVES: Final[dict[torch.dtype, Scales]] = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,11 +153,7 @@ def moe(
 
 
 def choose_tile(
-    num_pairs: int,
-    num_experts: int,
-    is_gated: bool,
-    batch_invariant: bool,
-    max_shared_bytes: int,
+    num_pairs: int, num_experts: int, is_gated: bool, batch_invariant: bool, max_shared_bytes: int
 ) -> Tile:
     """Choose a tile for half precision: about as many rows as an expert has on average."""
     halves = 2 if is_gated else 1

@@ -65,10 +65,7 @@ def _full_tiles(first, last, WINDOW: tl.constexpr, TILE: tl.constexpr) -> tuple:
     return begin, end
 
 
-@triton.jit(
-    do_not_specialize=["table_stride"],
-    do_not_specialize_on_alignment=["block_table"],
-)
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["block_table"])
 def prefill_attention_kernel(
     q, k_cache, v_cache, k_scale, v_scale, out, sums, log_sums,
     parts, block_table, q_stride, table_stride,

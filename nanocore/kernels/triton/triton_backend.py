@@ -203,24 +203,14 @@ class TritonKernels(TorchKernels):
     ) -> Tensor:
         assert isinstance(experts, StackedExperts)
         return moe(
-            x_TE,
-            experts,
-            *route(routing),
-            activation,
-            shared,
-            batch_invariant=self.batch_invariant,
+            x_TE, experts, *route(routing), activation, shared, batch_invariant=self.batch_invariant
         )
 
     def paged_attention(
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         return paged_attention.paged_attention(
-            q_THD,
-            cache,
-            metadata,
-            spec,
-            num_sms=self.num_sms,
-            batch_invariant=self.batch_invariant,
+            q_THD, cache, metadata, spec, num_sms=self.num_sms, batch_invariant=self.batch_invariant
         )
 
     def _has_fp8(self, values_OI: Tensor) -> bool:

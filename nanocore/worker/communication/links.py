@@ -8,11 +8,7 @@ from typing import Final
 
 import torch
 
-from nanocore.worker.communication.communicator import (
-    Communicator,
-    SingleRank,
-    StageLinks,
-)
+from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
 from nanocore.worker.communication.shared_memory import BUFFER_BYTES, ShmChannel, ShmCommunicator
 from nanocore.worker.rank_messages import RankStart, WorkerConfig
 

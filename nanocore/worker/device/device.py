@@ -16,11 +16,7 @@ from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.rank_messages import Quantization, WorkerConfig
 
 _FP8_CAPABILITY: Final = (8, 9)
-_DTYPES: Final = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def select_device(name: str, rank: int = 0) -> torch.device:

@@ -308,9 +308,5 @@ async def list_input_items(exchange: Exchange) -> None:
 def _stored(exchange: Exchange) -> StoredResponse:
     stored = exchange.state.responses.get(exchange.path_id)
     if stored is None:
-        raise HttpError(
-            404,
-            f"the response {exchange.path_id[:200]!r} is not stored",
-            "not_found",
-        )
+        raise HttpError(404, f"the response {exchange.path_id[:200]!r} is not stored", "not_found")
     return stored

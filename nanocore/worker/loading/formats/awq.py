@@ -61,11 +61,7 @@ class AwqFormat:
         version = settings.get("version", str, "gemm").lower()
         if version != "gemm":
             raise settings.error("version", "is not served: of AWQ's packings gemm alone is")
-        return cls(
-            group_size(settings),
-            settings.get("zero_point", bool, True),
-            stored,
-        )
+        return cls(group_size(settings), settings.get("zero_point", bool, True), stored)
 
     def __str__(self) -> str:
         return f"AWQ: four bits, {groups_in_words(self.group_size)}"
