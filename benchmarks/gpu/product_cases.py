@@ -17,7 +17,7 @@ from benchmarks.gpu.kernels import KernelCase, draw, dtype_of
 from benchmarks.gpu.results import Session, UnavailableError
 from benchmarks.gpu.shapes import Model, models, weight_bytes
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.linear_weight import LinearWeight
+from nanocore.kernels.linear_weight import LinearWeight, pack_output_scales
 from nanocore.kernels.torch_backend import TorchKernels
 
 FORMS: Final = (None, "int8", "int4", "fp8")
@@ -64,6 +64,8 @@ def _case(
             weight, reference = (k.pack_linear(plain, form) for k in (kernels, TorchKernels()))
         except ValueError as refusal:
             raise UnavailableError(str(refusal)) from refusal
+        if form == "int8":  # with a scale for each output here, and for 32 inputs in torch's
+            reference = pack_output_scales(plain)
         return Operands(draw(session, rows, num_in), weight, reference, plain)
 
     def by_torch(s: Operands) -> Callable[[], Tensor]:
