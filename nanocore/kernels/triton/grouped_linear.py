@@ -69,10 +69,10 @@ _BARRIER_BYTES: Final = 256
 
 FUSED_GATE_ROWS: Final = 16
 
-DEQUANTIZED_ROWS: Final = 512
-"""From so many on weights are dequantized for cuBLAS, which takes longer than their product saves
-below. From an H100's figures at 256 rows, where 8B's gate and up take 150 us and 186 us with
-cuBLAS, of which 96 us do not grow with the rows."""
+DEQUANTIZED_ROWS: Final = {False: 512, True: 64}
+"""From so many on weights without and with minima are dequantized for cuBLAS, which takes longer
+than the product saves below. From an H100's figures for 8B's gate and up at 256 rows: 150 us, 682
+us with minima, and 186 us with cuBLAS, of which 96 us do not grow with the rows."""
 
 FLOAT32_TILE: Final = GroupedTile(16, 32, num_warps=4, num_stages=2)
 """Without tensor cores, for small models and tests."""
@@ -177,7 +177,8 @@ def linear(
     batch_invariant: bool = False,
 ) -> Tensor:
     """x W^T + b, rounded once to out_dtype, which is x's if not given; [T, O]."""
-    if len(x_TI) >= DEQUANTIZED_ROWS and not batch_invariant and x_TI.is_cuda:
+    is_many = len(x_TI) >= DEQUANTIZED_ROWS[weight.layout.has_minima]
+    if is_many and not batch_invariant and x_TI.is_cuda:
         return by_cublas(x_TI, weight, bias_O, out_dtype or x_TI.dtype)
     return _launch(x_TI, weight, bias_O, out_dtype or x_TI.dtype, None, batch_invariant)
 

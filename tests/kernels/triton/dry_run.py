@@ -226,7 +226,8 @@ def on_hopper(has_pdl: bool = True) -> Iterator[None]:
         batch_invariant: bool = False,
     ) -> Tensor:
         out_dtype = out_dtype or x_TI.dtype
-        if len(x_TI) >= grouped_linear.DEQUANTIZED_ROWS and not batch_invariant:
+        least = grouped_linear.DEQUANTIZED_ROWS[weight.layout.has_minima]
+        if len(x_TI) >= least and not batch_invariant:
             return grouped_linear.by_cublas(x_TI, weight, bias_O, out_dtype)
         return launch(x_TI, weight, bias_O, out_dtype, None, batch_invariant)
 
