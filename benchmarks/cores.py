@@ -2,8 +2,8 @@
 
     nice -n -15 python benchmarks/cores.py [--model small] [--counts 1 2 4 8 16]
 
-Each count is an engine of its own, whose affinity mask has so many physical cores, NUMA node by
-node; "16+16" are 16 cores with their hyperthreads. Beside it stand rates on the same cores: reading
+Each count is an engine of its own, whose affinity mask has so many cores: NUMA node by node, and
+hyperthreads of a core side by side. Beside it stand rates on the same cores: reading
 weights for one row, products of 512 rows, and what a loop costs the thread pool that has next to
 nothing to do. `expected` is made of these and of the model's size (see `Rates`). Weights are
 random. Writes results/cores.json.
@@ -88,7 +88,7 @@ def main() -> None:
     """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=SHAPES, default="small")
-    parser.add_argument("--counts", nargs="+", help="numbers of cores; 8+8: with hyperthreads")
+    parser.add_argument("--counts", nargs="+", type=int, help="numbers of cores")
     parser.add_argument(
         "--workloads", nargs="+", choices=WORKLOAD_NAMES, default=["W1", "W2", "W5"]
     )
@@ -102,36 +102,23 @@ def main() -> None:
         return
     found, start_s = read_cores(), time.monotonic()
     report: dict[str, Any] = {**describe_run(), "model": arguments.model, "counts": {}}
-    report["cores"] = {"nodes": found.nodes, "logical": found.num_logical, "quota": found.quota}
-    physical = [core for node in found.nodes for core in node]
-    for count in arguments.counts or default_counts(len(physical), found.num_logical):
+    report["cores"] = {"nodes": found.nodes, "quota": found.quota}
+    cores = [core for node in found.nodes for core in node]
+    for count in arguments.counts or default_counts(len(cores)):
         if time.monotonic() - start_s > arguments.limit_s:
             break
-        cores = mask_of(count, physical)
-        if cores is None:
-            print(f"{count}: not that many cores", file=sys.stderr)
+        if not 0 < count <= len(cores):
+            print(f"{count}: there are {len(cores)} cores", file=sys.stderr)
             continue
-        report["counts"][count] = _measure(arguments, cores)
-        print(f"{count}: {report['counts'][count]}", file=sys.stderr, flush=True)
+        report["counts"][str(count)] = _measure(arguments, set(cores[:count]))
+        print(f"{count}: {report['counts'][str(count)]}", file=sys.stderr, flush=True)
         write_report(arguments.out, report)
     print(markdown(report))
 
 
-def default_counts(num_physical: int, num_logical: int) -> list[str]:
-    """Powers of two, all physical cores, and these with their hyperthreads."""
-    counts = [2**i for i in range(10) if 2**i < num_physical] + [num_physical]
-    more = num_logical - num_physical
-    return [*map(str, counts), *([f"{num_physical}+{more}"] if more else [])]
-
-
-def mask_of(count: str, physical: list[int]) -> set[int] | None:
-    """The affinity mask of a count, or None if there are not that many."""
-    number, _, more = count.partition("+")
-    if int(number) > len(physical):
-        return None
-    if more:
-        return set(os.sched_getaffinity(0))
-    return set(physical[: int(number)])
+def default_counts(num_cores: int) -> list[int]:
+    """Powers of two, and all cores."""
+    return [*(2**i for i in range(10) if 2**i < num_cores), num_cores]
 
 
 def _measure(arguments: argparse.Namespace, cores: set[int]) -> dict[str, Any]:

@@ -45,19 +45,17 @@ TWO_SOCKETS = ["0,8", "1,9", "2,10", "3,11", "4,12", "5,13", "6,14", "7,15"] * 2
 NODES = ["0-3,8-11", "4-7,12-15"]
 
 
-def test_a_thread_runs_on_each_physical_core_and_a_rank_has_cores_of_one_node(
-    machine: Machine,
-) -> None:
+def test_a_rank_has_cores_of_one_node_and_all_hyperthreads_of_a_core(machine: Machine) -> None:
     machine.cores(TWO_SOCKETS, NODES)
     found = read_cores(machine.root, range(16))
-    assert found.nodes == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert found.of_ranks(1) == [[0, 1, 2, 3, 4, 5, 6, 7]]
-    assert found.of_ranks(2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert found.of_ranks(4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert "8 hyperthreads are left to other work" in found.describe(2)
-    assert "with --tp 2 each rank reads memory of its own NUMA node" in found.describe(1)
-    assert "NUMA" not in found.describe(2)
-    assert "NUMA" not in found.describe(4)
+    first, second = [0, 8, 1, 9, 2, 10, 3, 11], [4, 12, 5, 13, 6, 14, 7, 15]
+    assert found.nodes == [first, second]
+    assert found.of_ranks(1) == [first + second]
+    assert found.of_ranks(2) == [first, second]
+    assert found.of_ranks(4) == [[0, 8, 1, 9], [2, 10, 3, 11], [4, 12, 5, 13], [6, 14, 7, 15]]
+    told = "16 CPU cores: with --tp 2 each rank reads memory of its own NUMA node"
+    assert found.describe(1) == told
+    assert found.describe(2) == found.describe(4) == ""
 
 
 def test_nodes_whose_cores_alternate_are_told_apart(machine: Machine) -> None:
@@ -79,22 +77,20 @@ def test_nodes_are_in_the_order_of_their_first_cores(machine: Machine) -> None:
     assert read_cores(machine.root, range(11)).nodes == [[core] for core in range(11)]
 
 
-def test_a_mask_that_leaves_one_hyperthread_of_a_core_uses_that(machine: Machine) -> None:
+def test_only_cores_of_the_mask_are_used(machine: Machine) -> None:
     machine.cores(TWO_SOCKETS, NODES)
-    found = read_cores(machine.root, [9, 10, 2, 13])
-    assert found.nodes == [[2, 9], [13]]
-    assert found.num_logical == 4
+    assert read_cores(machine.root, [9, 10, 2, 13]).nodes == [[9, 2, 10], [13]]
 
 
 @pytest.mark.parametrize(
     ("of_parent", "of_own", "num_threads"),
     [
-        ("max 100000", "max 100000", 8),
+        ("max 100000", "max 100000", 16),
         ("max 100000", "350000 100000", 3),
         ("200000 100000", "350000 100000", 2),
         ("max 100000", "50000 100000", 1),
-        ("max 100000", "1600000 100000", 8),
-        ("max 100000", "", 8),
+        ("max 100000", "1600000 100000", 16),
+        ("max 100000", "", 16),
     ],
 )
 def test_a_quota_allows_fewer_threads_which_are_not_pinned(
@@ -105,8 +101,8 @@ def test_a_quota_allows_fewer_threads_which_are_not_pinned(
     found = read_cores(machine.root, range(16))
     cores = found.of_ranks(1)[0]
     assert len(cores) == found.num_threads == num_threads
-    assert all(core == FLOATING for core in cores) is (num_threads < 8)
-    assert ("a CPU quota of" in found.describe(1)) is (num_threads < 8)
+    assert all(core == FLOATING for core in cores) is (num_threads < 16)
+    assert ("a CPU quota of" in found.describe(1)) is (num_threads < 16)
 
 
 def test_a_quota_of_version_1_counts_too(machine: Machine) -> None:
