@@ -1,6 +1,6 @@
 """The CPU cores that native kernels run on: one thread on each.
 
-Only cores of the affinity mask count, which `taskset`, `numactl` and cpusets narrow. Cores are given
+Only cores of the affinity mask count, which `taskset`, `numactl` and cpusets narrow. They are given
 out NUMA node by node, so that a rank has cores of one node, and with them the memory that it
 touches first, wherever numbers allow it; hyperthreads of a core go to the same rank. All of them
 are used: on a virtual Xeon two that seem to share a core read 1.9 times as fast as one, and
