@@ -37,12 +37,12 @@ class NotCapturable(Exception):
 class Workspace:
     """The native threads and their memory; for one caller at a time.
 
-    cores: where they run, one on each, or anywhere if below 0; by default, all that this process
-        may use.
+    cores: where they run, one on each, or anywhere if below 0; without any, on all that this
+        process may use.
     """
 
     def __init__(self, library: Library, cores: Sequence[int] | None = None) -> None:
-        cores = sorted(os.sched_getaffinity(0)) if cores is None else cores
+        cores = cores or sorted(os.sched_getaffinity(0))
         self.library = library
         self.handle = library.call("workspace_new", (ctypes.c_int * len(cores))(*cores), len(cores))
         weakref.finalize(self, library.call, "workspace_free", self.handle)
