@@ -170,17 +170,7 @@ def _cache(arguments: list[str]) -> int:
             raise ConfigError(f"{left[0].path} and {len(left) - 1} others cannot be deleted")
         return 0
     if given.json:
-        _write_json(
-            [
-                {
-                    "kind": one.kind,
-                    "path": str(one.path),
-                    "num_bytes": one.num_bytes,
-                    "used_s": one.used_s,
-                }
-                for one in entries
-            ]
-        )
+        _write_json([{"kind": one.kind, **one._asdict(), "path": str(one.path)} for one in entries])
         return 0
     if not entries:
         complain(f"nothing is cached in {cache_root()}")

@@ -127,7 +127,10 @@ class _Folder:
 
     def write(self, name: str, content: bytes) -> None:
         """Store a file, if that is possible and it fits the limit."""
-        if self._directory is None or len(content) > limit_bytes():
+        if self._directory is None:
+            return
+        if len(content) > limit_bytes():
+            self._keep_limit(name)  # the limit may be less than it was
             return
         try:
             descriptor, temporary = tempfile.mkstemp(dir=self._directory, prefix=".")

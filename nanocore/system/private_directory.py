@@ -19,6 +19,8 @@ def make_private(directory: Path, what: str) -> None:
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)
         info, parent = directory.lstat(), directory.parent.stat()
+    except FileExistsError as error:
+        raise ConfigError(f"{what} {directory}: {error.filename} is not a directory") from None
     except OSError as error:
         raise ConfigError(f"{what} {directory}: {error.strerror}") from None
     problem = None

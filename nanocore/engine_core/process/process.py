@@ -142,12 +142,11 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
             model_config = load_model_config(folder, *overrides)
         max_model_len = longest_request(config, model_config)
         log_beginning(config, folder, model_config, imports_s)
-        with parts.part("executor"):
+        with parts.part("executor", "kernels chosen, ranks started"):
             executor = _executor(config, folder, model_config, max_model_len)
             stack.callback(executor.close)
-        with parts.part("load") as notes:
+        with parts.part("load", "weights"):
             executor.load_model()
-            notes.append("weights")
         if claimed is None:
             lock = stand_by(config.endpoint, executor, parent)
             if isinstance(lock, int):

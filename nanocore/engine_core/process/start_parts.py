@@ -33,9 +33,9 @@ class StartParts(dict[str, float]):
     """Seconds of a start's parts by name, in their order."""
 
     @contextmanager
-    def part(self, name: str) -> Iterator[list[str]]:
-        """Measure a part, and log it if it notes something."""
-        notes: list[str] = []
+    def part(self, name: str, *given: str) -> Iterator[list[str]]:
+        """Measure a part, and log it if there are notes on it: given ones, or its own."""
+        notes = list(given)
         start_s = time.monotonic()
         with memory_errors(f"{name}: "):
             yield notes

@@ -230,8 +230,8 @@ def read_rope(settings: Settings, family: Family, head_dim: int) -> dict[LayerTy
             )
         if rope.rotary_dim != head_dim and not family.partial_rotary:
             raise ModelFileError(
-                f"{settings.source}: a partial_rotary_factor other than 1 is not implemented for "
-                "this architecture"
+                f"{settings.source}: partial_rotary_factor = {rope.rotary_dim / head_dim:g}, and "
+                "this architecture is served with 1"
             )
     return ropes
 

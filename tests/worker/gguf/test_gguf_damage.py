@@ -103,9 +103,9 @@ def header(*parts: tuple[str, Any]) -> bytes:
         (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 97), ("I", 9), ("I", 9), ("Q", 1)),
          "array of type 9"),
         (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 97), ("I", 9), ("I", 8),
-                ("Q", 2**60)), "but the file ends at"),
+                ("Q", 2**60)), "and the file has"),
         (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 97), ("I", 9), ("I", 10),
-                ("Q", 2**61)), "but the file ends at"),
+                ("Q", 2**61)), "and the file has"),
         (header(("I", 3), ("Q", 0), ("Q", 1), ("Q", 1), ("B", 0xFF)), "UTF-8"),
     ],
 )  # fmt: skip

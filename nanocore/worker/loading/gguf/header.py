@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from nanocore.protocol.errors import ModelFileError, shorten
+from nanocore.protocol.errors import ModelFileError, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class HeaderBytes:
     def offset(self) -> int:
         return self._start + self._position
 
-    def error(self, why: str) -> ModelFileError:
-        return ModelFileError(f"{self._path}: at byte {self.offset} {why}")
+    def error(self, why: str, remedy: str = "it is damaged; download it again") -> ModelFileError:
+        return ModelFileError(f"{self._path}, at byte {self.offset}: {why}: {remedy}")
 
     def take(self, count: int, what: str) -> bytes:
         """Take the next `count` bytes. what: names them in the error that the file is too short."""
@@ -96,11 +96,11 @@ class HeaderBytes:
         """The next text: its length in bytes, and these."""
         count = self.number(_U64, f"the length of {what}")
         if count > _MAX_STRING_BYTES:
-            raise self.error(f"{what} has {count} bytes: at most {_MAX_STRING_BYTES} are read")
+            raise self.error(f"{what} has {count} bytes, and at most {_MAX_STRING_BYTES} are read")
         try:
             return self.take(count, what).decode()
         except UnicodeDecodeError as error:
-            raise self.error(f"{what} is no UTF-8 ({error.reason})") from None
+            raise self.error(f"{what} is not UTF-8 ({error.reason})") from None
 
     def strings(self, count: int, what: str, keep: bool) -> list[str]:
         """Take `count` texts; skips them and returns none unless `keep`."""
@@ -117,20 +117,23 @@ class HeaderBytes:
         self.require(count, item_bytes, what)
         self._num_items += count
         if self._num_items > MAX_ITEMS:
-            raise self.error(f"{what} has {count} items: at most {MAX_ITEMS} are read of a file")
+            raise self.error(
+                f"{what} has {count} items, and at most {MAX_ITEMS} are read of a file"
+            )
 
     def require(self, count: int, item_bytes: int, what: str) -> None:
         if count * item_bytes > self.num_bytes - self.offset:
             raise self.error(
-                f"{count} of {what} should follow, but the file ends at {self.num_bytes} bytes: "
-                "its download is incomplete, or it is damaged; download it again"
+                f"{what} takes {count * item_bytes} bytes or more, and the file has "
+                f"{self.num_bytes - self.offset} more",
+                "its download is incomplete, or it is damaged; download it again",
             )
 
     def _have(self, count: int, what: str) -> int:
         if self._position + count > len(self._buffer):
-            self.require(count, 1, f"the bytes of {what}")
+            self.require(count, 1, what)
             if self.offset + count > MAX_HEADER_BYTES:
-                raise self.error(f"a header goes on, and at most {MAX_HEADER_BYTES} bytes are read")
+                raise self.error(f"its header has more than {MAX_HEADER_BYTES} bytes")
             rest = self._buffer[self._position :]
             wanted = max(_CHUNK_BYTES, count) - len(rest)
             self._start, self._position = self.offset, 0
@@ -232,26 +235,26 @@ def _parse(path: Path, data: HeaderBytes, keep: Callable[[str], bool]) -> Header
     if version not in _VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         if swapped in _VERSIONS:
-            raise data.error("the file is big-endian: download one for this machine's byte order")
-        raise data.error(f"GGUF version {version} is not served; known: 2, 3")
+            raise data.error("it is big-endian", "download one for this machine's byte order")
+        raise data.error(f"GGUF version {version} is not served", "convert it to version 3")
     num_tensors = data.number(_U64, "the number of tensors")
     num_keys = data.number(_U64, "the number of settings")
     if num_tensors > _MAX_TENSORS or num_keys > _MAX_KEYS:
         raise data.error(
-            f"it announces {num_tensors} tensors and {num_keys} settings: at most {_MAX_TENSORS} "
-            f"and {_MAX_KEYS} are read"
+            f"it announces {num_tensors} tensors and {num_keys} settings, and at most "
+            f"{_MAX_TENSORS} and {_MAX_KEYS} are read"
         )
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = data.string("a setting's name")
         if key in metadata:
-            raise data.error(f"{shorten(key)} is there twice")
-        metadata[key] = _value(data, shorten(key), keep(key))
+            raise data.error(f"the setting {quoted(key)} occurs twice")
+        metadata[key] = _value(data, quoted(key), keep(key))
     entries = [_tensor(data) for _ in range(num_tensors)]
     num_bytes = data.offset
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment % 8:
-        raise data.error(f"general.alignment = {alignment!r} is no multiple of 8")
+        raise data.error(f"general.alignment = {quoted(alignment)} is no multiple of 8")
     start = -(-num_bytes // alignment) * alignment
     tensors = [
         TensorInfo(path, name, kind, shape, start + offset, _size(kind, shape))
@@ -267,12 +270,12 @@ def _value(data: HeaderBytes, key: str, keep: bool) -> Any:
         return data.string(key)
     if kind != _ARRAY:
         return _number(data, key, kind)
-    item = data.number(_U32, f"the type of {key}'s items")
-    count = data.number(_U64, f"the number of {key}'s items")
+    item = data.number(_U32, f"the items' type of {key}")
+    count = data.number(_U64, f"the number of items of {key}")
     if item == _STRING:
         return data.strings(count, key, keep)
     if item not in _NUMBERS:
-        raise data.error(f"{key} is an array of type {item}, which is not served")
+        raise data.error(f"{key} is an array of type {item}, which is unknown")
     import numpy as np  # large, and commands only find out that a file is GGUF
 
     layout = np.dtype(_NUMBERS[item])
@@ -295,7 +298,7 @@ def _number(data: HeaderBytes, key: str, kind: int) -> int | float | bool:
 
 def _tensor(data: HeaderBytes) -> tuple[str, TensorType, tuple[int, ...], int]:
     name = data.string("a tensor's name")
-    shown = f"tensor {shorten(repr(name))}"
+    shown = f"tensor {quoted(name)}"
     num_dims = data.number(_U32, f"the dimensions of {shown}")
     if not 1 <= num_dims <= _MAX_DIMS:
         raise data.error(f"{shown} has {num_dims} dimensions: 1 to {_MAX_DIMS} are served")
@@ -306,7 +309,7 @@ def _tensor(data: HeaderBytes) -> tuple[str, TensorType, tuple[int, ...], int]:
         raise data.error(f"{shown} has type {number}, which is unknown")
     kind = TENSOR_TYPES[number]
     if not all(sizes) or math.prod(sizes) >= 2**62:
-        raise data.error(f"{shown} has shape {sizes[::-1]}")
+        raise data.error(f"{shown} has shape {sizes[::-1]}, with a size of 0 or too many numbers")
     if sizes[0] % kind.block_numel:
         raise data.error(
             f"{shown} is {kind.name}, whose blocks of {kind.block_numel} do not fill rows of "
@@ -325,7 +328,7 @@ def _check_places(
     seen: set[str] = set()
     end = start
     for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
-        where = f"{path}: tensor {shorten(repr(tensor.name))}"
+        where = f"{path}: tensor {quoted(tensor.name)}"
         if tensor.name in seen:
             raise ModelFileError(f"{where} occurs twice: download the file again")
         seen.add(tensor.name)
