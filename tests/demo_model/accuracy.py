@@ -110,7 +110,10 @@ def table(outcomes: dict[str, Outcome]) -> str:
 
 
 def main() -> None:
-    """Evaluate all conditions; exit with 1 if they differ by more than a point somewhere."""
+    """Evaluate all conditions; exit with 1 if two differ by more than a point somewhere.
+
+    Four bits may: they cost what the table says.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--count", type=int, default=1000, help="examples per task")
     parser.add_argument("--seed", type=int, default=1)
@@ -123,8 +126,8 @@ def main() -> None:
     if args.json:
         accuracy = {name: outcome.accuracy for name, outcome in outcomes.items()}
         write_report(args.json, {**describe_run(), "count": args.count, **accuracy})
-    worst = max(spread(outcomes).values())
-    print(f"\nlargest difference between conditions: {100 * worst:.1f} points")
+    worst = max(spread({k: o for k, o in outcomes.items() if "int4" not in k}).values())
+    print(f"\nlargest difference between conditions without int4: {100 * worst:.1f} points")
     sys.exit(worst > 0.0101)
 
 

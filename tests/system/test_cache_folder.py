@@ -51,6 +51,9 @@ def test_beyond_its_limit_what_was_used_longest_ago_is_deleted_whatever_its_kind
     assert names() == [("new", "b")]
     new.write("c", bytes(31))
     assert names() == [("new", "b")], "what exceeds the limit alone displaces nothing"
+    monkeypatch.setenv(LIMIT_NAME, "20")
+    new.write("d", bytes(30))
+    assert names() == [], "the limit became less"
 
 
 def test_a_limit_that_is_no_number_is_told_and_the_usual_one_counts(
@@ -104,6 +107,15 @@ def test_a_folder_that_cannot_be_used_is_told_once_and_takes_nothing(
     assert [PURPOSE in record.message for record in caplog.records] == [True]
     assert cache_root() == root
     assert names() == []
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_or_a_dangling_link_in_the_folders_place_is_called_no_directory(
+    root: Path, caplog: pytest.LogCaptureFixture, is_link: bool
+) -> None:
+    root.symlink_to("nowhere") if is_link else root.write_bytes(b"")
+    CacheFolder("kind", PURPOSE).write("a", b"x")
+    assert f"the cache folder {root / 'kind'}: {root} is not a directory: {PURPOSE}" in caplog.text
 
 
 def test_symbolic_links_in_it_are_neither_listed_nor_followed_when_it_is_emptied(
