@@ -184,9 +184,9 @@ def _cache(arguments: list[str]) -> int:
         for one in entries
     ]
     num_bytes = sum(one.num_bytes for one in entries)
-    limit = f"of at most {limit_bytes() / 1e6:,.0f} MB"
     _write_table(("KIND", "NAME", "SIZE", "LAST USED"), rows)
-    print(f"{num_bytes / 1e6:,.1f} MB {limit}, in {harmless(str(cache_root()))}")
+    sizes = f"{num_bytes / 1e6:,.1f} MB of at most {limit_bytes() / 1e6:,.0f} MB"
+    print(f"{sizes}, in {harmless(str(cache_root()))}")
     return 0
 
 

@@ -124,7 +124,7 @@ def check_tokenizer(folder: str | None) -> None:
     if folder is None:
         return
     if not Path(folder).is_dir():
-        raise ConfigError(f"--tokenizer {folder}: no such folder")
+        raise ConfigError(f"--tokenizer {folder}: no such folder (with a tokenizer.json)")
     from nanocore.client.tokenizer import Tokenizer
 
     try:

@@ -68,10 +68,6 @@ class KVCacheManager:
         """References to fenced blocks: a shared block counts once for each."""
         return sum(len(blocks) for _, blocks in self._fenced)
 
-    def fenced_block_ids(self) -> list[int]:
-        """Return the ids of fenced blocks, one per reference."""
-        return [block.block_id for _, blocks in self._fenced for block in blocks]
-
     @property
     def handles(self) -> list[int]:
         return list(self._holdings)

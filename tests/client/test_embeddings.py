@@ -35,6 +35,7 @@ from tests.client.fake_engine import FakeEngine, connected, served, welcome_mess
 from tests.client.logprob_columns import logprobs_of
 from tests.client.running import run
 from tests.client.trained_tokenizers import TRAINED
+from tests.protocol.samples import MODEL_CARD
 from tests.tiny_models import VOCAB_SIZE, write_byte_tokenizer
 
 ABLE = replace(welcome_message(), capabilities=["embeddings"])
@@ -207,7 +208,7 @@ def joined(folder: Path, context: Any, continuation: Any) -> ScoreRequest:
     files: RemoteFiles = NO_FILES
 
     async def scenario() -> ScoreRequest:
-        loader = TokenizerLoader(folder, files, "test")
+        loader = TokenizerLoader(folder, files, MODEL_CARD)
         return await score_request(loader, context, continuation, VOCAB_SIZE)
 
     return run(scenario())

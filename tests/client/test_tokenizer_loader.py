@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from nanocore.client import (
@@ -19,7 +20,11 @@ from nanocore.client import (
     collect,
 )
 from nanocore.client import tokenizer as module
-from nanocore.client.connection.tokenizer_loader import NUM_THREADS, TokenizerPreload
+from nanocore.client.connection.tokenizer_loader import (
+    NUM_THREADS,
+    TokenizerLoader,
+    TokenizerPreload,
+)
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
 from nanocore.client.tokenizer_files import make_tokenizer_json
 from nanocore.protocol.codec import unpack_int32
@@ -29,6 +34,7 @@ from nanocore.system.cache_folder import FileCache, cache_entries
 from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, file_entry, welcome_message
 from tests.client.running import PATIENCE_S, run
 from tests.client.vocabulary_folders import write_byte_level
+from tests.protocol.samples import MODEL_CARD
 
 NUM_FILES = 2  # of the byte tokenizer, each of one chunk
 
@@ -116,6 +122,20 @@ async def test_a_folder_that_is_named_wins(
     async with _serving(endpoint, damaged, tokenizer=tokenizer_folder) as (_, client):
         tokenizer = await client.get_tokenizer()
         assert tokenizer.decode(tokenizer.encode("é")) == "é"
+
+
+@pytest.mark.parametrize(("num_missing", "is_told"), [(0, False), (1, True)])
+async def test_a_folder_with_more_tokens_than_the_model_is_told(
+    tokenizer_folder: Path, caplog: pytest.LogCaptureFixture, num_missing: int, is_told: bool
+) -> None:
+    size = Tokenizer.from_folder(tokenizer_folder).backend.get_vocab_size()
+    card = msgspec.structs.replace(MODEL_CARD, vocab_size=size - num_missing)
+    no_files: Any = None
+    loader = TokenizerLoader(tokenizer_folder, no_files, card)
+    await loader.get()
+    await loader.close()
+    message = f"{size} tokens, and {card.model} {size - 1}: is it of another model?"
+    assert (message in caplog.text) == is_told
 
 
 async def test_the_vocabulary_of_a_model_without_a_tokenizer_comes_from_the_engine(

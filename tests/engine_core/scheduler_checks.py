@@ -187,7 +187,7 @@ def check_blocks(scheduler: Scheduler) -> None:
         for block_id in block_ids:
             holders[block_id] += 1
             owners.setdefault(block_id, set()).add(request.handle)
-    for block_id in kv_cache.fenced_block_ids():
+    for block_id in (block.block_id for _, blocks in kv_cache._fenced for block in blocks):
         holders[block_id] += 1
     blocks = kv_cache.pool.blocks
     assert [block.ref_count for block in blocks] == holders

@@ -125,7 +125,7 @@ def test_what_a_rank_does_not_keep_is_not_read_and_must_be_there(tmp_path: Path)
     entries = one() | {"b": TensorEntry((9,))}
     assert load_weights(tmp_path, entries, str) == 2 * 4
     assert check_weights(tmp_path, entries, str) == (2 + 9) * 4
-    assert "'b' has shape [9], config.json implies [8]" in refusal(
+    assert "'b' has shape [9], and by the model's settings [8]" in refusal(
         tmp_path, one() | {"b": TensorEntry((8,))}
     )
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
@@ -175,7 +175,8 @@ def test_a_dtype_that_is_not_read_is_named(tmp_path: Path) -> None:
 def test_a_wrong_shape_names_file_tensor_and_both_shapes(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2, 3)}, tmp_path / "model.safetensors")
     assert refusal(tmp_path, one((3, 2))) == (
-        "model.safetensors: tensor 'a' has shape [2, 3], config.json implies [3, 2]"
+        "model.safetensors: tensor 'a' has shape [2, 3], and by the model's settings [3, 2]: are "
+        "they of another model?"
     )
 
 

@@ -84,7 +84,7 @@ def test_a_folder_has_no_revisions(tmp_path: Path) -> None:
         resolve_model(str(tmp_path), "v1")
 
 
-@pytest.mark.parametrize("name", ["/no/such", "./no", "../no/such", "~/no-such"])
+@pytest.mark.parametrize("name", ["/no/such", "./no", "../no/such", "~/no-such", "no/such.gguf"])
 def test_a_path_that_is_not_there_is_refused(name: str) -> None:
     with pytest.raises(ModelFileError, match=r"there is no such file or folder$"):
         resolve_model(name)
@@ -93,8 +93,8 @@ def test_a_path_that_is_not_there_is_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "why"),
     [("x" * 5000, "File name too long"), ("/" + "x/" * 5000, "File name too long"),
-     ("~nobody_of_this_name/model", "home directory")],
-    ids=["name", "path", "home"],
+     ("~nobody_of_this_name/model", "home directory"), ("bad\udcff.gguf", "surrogates")],
+    ids=["name", "path", "home", "no UTF-8"],
 )  # fmt: skip
 def test_a_path_that_cannot_be_looked_at_is_refused(name: str, why: str) -> None:
     with pytest.raises(ModelFileError, match=why) as error:
@@ -105,7 +105,7 @@ def test_a_path_that_cannot_be_looked_at_is_refused(name: str, why: str) -> None
 def test_a_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.touch()
-    with pytest.raises(ModelFileError, match="is a file: give the folder that it is in"):
+    with pytest.raises(ModelFileError, match=r"give a folder, or a file named \*\.gguf"):
         resolve_model(str(path))
 
 

@@ -323,4 +323,4 @@ def _pause_s(num_before: int) -> float:
 def _look_at(successor: asyncio.Task[EngineProcess]) -> None:
     # Retrieve the failure, so that asyncio does not report it; it is raised when it is needed.
     if not successor.cancelled() and (error := successor.exception()) is not None:
-        logger.warning("no standby is ready to take over: %s", error)
+        logger.warning("the next engine could not start: %s", error)

@@ -252,7 +252,7 @@ class SessionManager:
         if self._resume_timeout_s is not None:
             connection.request_session_timeout(SESSION_TIMEOUT_MS)
         files, card = RemoteFiles(connection, FileCache()), connection.welcome.model
-        tokenizer = TokenizerLoader(self._tokenizer_folder, files, card.model, self._preload)
+        tokenizer = TokenizerLoader(self._tokenizer_folder, files, card, self._preload)
         old = self._session
         if old is not None and old.tokenizer.is_loaded:
             before = old.connection.welcome.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,10 @@ from nanocore.client.chat.chat_messages import LONG_CHARS
 from nanocore.client.connection.remote_files import RemoteFiles
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer, needed_files
 from nanocore.protocol.errors import InvalidRequestError, StartFile
+from nanocore.protocol.messages import ModelCard
 from nanocore.system.cache_folder import FileCache
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 NUM_THREADS: Final = 2
@@ -59,7 +63,7 @@ class TokenizerLoader:
 
     Args:
         folder: of the tokenizer's files; None reads them from the engine.
-        files: the engine's. model: name of the engine's model, for error messages.
+        files, model: the engine's.
         preload: may have made it.
     """
 
@@ -67,12 +71,12 @@ class TokenizerLoader:
         self,
         folder: Path | None,
         files: RemoteFiles,
-        model: str,
+        model: ModelCard,
         preload: TokenizerPreload | None = None,
     ) -> None:
         self._folder = folder
         self._files = files
-        self._model = model
+        self._model, self._vocab_size = model.model, model.vocab_size
         self._preload = preload
         self._loading: asyncio.Task[Tokenizer] | None = None
         self._threads = ThreadPoolExecutor(NUM_THREADS, "nanocore-text")
@@ -144,7 +148,11 @@ class TokenizerLoader:
             # In a thread, because a file may be large. `tokenizers` 0.23 holds the interpreter's
             # lock while it makes a vocabulary, so that part still blocks the event loop.
             if self._folder is not None:
-                return await asyncio.to_thread(Tokenizer.from_folder, self._folder)
+                own = await asyncio.to_thread(Tokenizer.from_folder, self._folder)
+                if (size := own.backend.get_vocab_size()) > self._vocab_size:
+                    sizes = f"{size} tokens, and {self._model} {self._vocab_size}"
+                    logger.warning("%s has %s: is it of another model?", self._folder, sizes)
+                return own
             if self._preload is not None:
                 made = await self._preload.take(self._files.digests)
                 if made is not None:

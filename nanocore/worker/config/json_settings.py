@@ -104,7 +104,7 @@ class Settings:
         try:
             return cls(path, read_json(path, dict[str, Any], MAX_SETTINGS_BYTES))
         except FileNotFoundError:
-            raise ModelFileError(f"{path} is missing") from None
+            raise ModelFileError(f"{path} is missing: is that the folder of a model?") from None
 
     def with_values(self, values: dict[str, Any], name: str | None = None) -> Settings:
         """Other values in the same place of the same file, or under a name in it."""

@@ -169,8 +169,8 @@ def _check_layers(
     num_layers = max(layers, default=-1) + 1
     if num_layers != config.num_layers:
         raise ModelFileError(
-            f"{folder}: num_hidden_layers is {config.num_layers} in config.json, and the files "
-            f"have weights of {num_layers} layers: they are not of the same model"
+            f"{folder}: its settings say {config.num_layers} layers, and its files have weights of "
+            f"{num_layers}: they are not of the same model"
         )
 
 

@@ -230,12 +230,10 @@ def _expected_tensors(
         if entry is None:
             if name.endswith(".bias") and _is_zero(stored):
                 continue  # AutoGPTQ wrote one for every layer
-            raise ModelFileError(f"{where} is not part of this model: is it what config.json says?")
+            raise ModelFileError(f"{where} is not part of this model by its settings")
         if stored.shape != entry.shape:
-            implied = list(entry.shape)
-            raise ModelFileError(
-                f"{where} has shape {list(stored.shape)}, config.json implies {implied}"
-            )
+            shapes = f"{list(stored.shape)}, and by the model's settings {list(entry.shape)}"
+            raise ModelFileError(f"{where} has shape {shapes}: are they of another model?")
         if _DTYPES.get(stored.dtype) not in ([entry.dtype] if entry.dtype else _FLOATS.values()):
             raise ModelFileError(_wrong_dtype(where, stored.dtype, entry.dtype))
         if name in found:
@@ -248,7 +246,7 @@ def _expected_tensors(
     if missing:
         raise ModelFileError(
             f"{folder}: {len(missing)} of {len(entries)} tensors are missing, "
-            f"e.g. {missing[0]!r}: is it what config.json says?"
+            f"e.g. {missing[0]!r}: are its settings of another model?"
             + (" tie_word_embeddings would make the embedding the head" * (missing == [HEAD]))
         )
     return found
@@ -268,7 +266,7 @@ def _is_zero(stored: CheckpointTensor) -> bool:
 def _wrong_dtype(where: str, dtype: str, needed: torch.dtype | None) -> str:
     if needed is not None:
         name = next(name for name, known in _DTYPES.items() if known == needed)
-        return f"{where} is {dtype}, and {name} is needed: is it what config.json says?"
+        return f"{where} is {dtype}, and {name} is needed: are its settings of another model?"
     return (
         f"{where} is {dtype}, and one of {', '.join(_FLOATS)} is needed: by config.json it is not "
         "quantized"

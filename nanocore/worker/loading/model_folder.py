@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from nanocore.protocol.errors import ConfigError, ModelFileError, shorten
+from nanocore.protocol.errors import ConfigError, ModelFileError, quoted
 from nanocore.worker.loading.gguf.gguf_files import first_file, gguf_in_folder, is_gguf
 from nanocore.worker.loading.hub import download
 
@@ -46,22 +46,23 @@ def locate_model(name: str, revision: str | None = None) -> Path | HubModel:
         ModelFileError: neither folder, file nor id; not accessible.
     """
     try:
+        name.encode()  # messages are UTF-8
         path = Path(name).expanduser()
         is_folder, is_there = path.is_dir(), path.exists()
-    except (OSError, RuntimeError) as error:  # no permission, too long, no such user's home
+    except (OSError, RuntimeError, UnicodeError) as error:  # no permission, no such user's home
         why = getattr(error, "strerror", None) or error
-        raise ModelFileError(f"--model {shorten(name)}: {why}") from None
+        raise ModelFileError(f"--model {quoted(name)}: {why}") from None
     if name and is_folder:
         if revision is not None:
             raise ConfigError(f"--revision {revision}: {path} is a folder, which has no revisions")
         return gguf_in_folder(path) or path
     if name and is_there:
         if not is_gguf(path):
-            raise ModelFileError(f"--model {name} is a file: give the folder that it is in")
+            raise ModelFileError(f"--model {name}: give a folder, or a file named *.gguf")
         if revision is not None:
             raise ConfigError(f"--revision {revision}: {path} is a file, which has no revisions")
         return first_file(path)
-    if name.startswith(("/", "./", "../", "~")):
+    if name.startswith(("/", "./", "../", "~")) or (name.endswith(".gguf") and ":" not in name):
         raise ModelFileError(f"--model {name}: there is no such file or folder")
     found = _HUB_ID.fullmatch(name)
     if found is None or "--" in found[1] or ".." in name:

@@ -154,6 +154,12 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ModelFileError, match="'a' occurs twice"):
         gguf_model_files(path)
+    path = write(
+        tmp_path / "pieces.gguf", tokenizer__ggml__model="gpt2", tokenizer__ggml__pre="qwen2",
+        tokenizer__ggml__tokens=["a", "b"],
+    )  # fmt: skip
+    with pytest.raises(ModelFileError, match=r"merges is missing: put .* tokenizer\.json beside"):
+        gguf_model_files(path)
 
 
 @pytest.mark.parametrize("name", ["eos", "eot", "eom"])

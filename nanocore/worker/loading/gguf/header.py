@@ -254,7 +254,7 @@ def _parse(path: Path, data: HeaderBytes, keep: Callable[[str], bool]) -> Header
     num_bytes = data.offset
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment % 8:
-        raise data.error(f"general.alignment = {quoted(alignment)} is no multiple of 8")
+        raise data.error(f"general.alignment = {quoted(alignment)}, not a multiple of 8")
     start = -(-num_bytes // alignment) * alignment
     tensors = [
         TensorInfo(path, name, kind, shape, start + offset, _size(kind, shape))

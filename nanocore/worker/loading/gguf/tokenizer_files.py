@@ -122,6 +122,8 @@ def adds_bos(vocabulary: GgufVocabulary) -> bool:
 
 def _byte_level(vocabulary: GgufVocabulary) -> dict[str, Any]:
     pre = _pre_tokenizer(vocabulary)
+    if not vocabulary.merges:
+        raise ModelFileError(f"{vocabulary.path}: tokenizer.ggml.merges is missing: {_REMEDY}")
     known = set(vocabulary.tokens)
     merges = [_pair(vocabulary, merge, known) for merge in vocabulary.merges]
     return {
@@ -151,7 +153,7 @@ def _pair(vocabulary: GgufVocabulary, merge: str, known: set[str]) -> tuple[str,
     if end < 0:
         raise ModelFileError(
             f"{vocabulary.path}: tokenizer.ggml.merges has {shorten(repr(merge))}, which is not a "
-            "pair"
+            f"pair: {_REMEDY}"
         )
     left, right = merge[:end], merge[end + 1 :]
     for token in (left, right, left + right):
