@@ -129,6 +129,16 @@ def test_the_comparisons_tables_are_those_of_the_reports() -> None:
     assert [row[0] for row in pairs] == [" : ".join(pair) for pair in PAIRS]
 
 
+def test_the_table_with_avx2_alone_is_that_of_its_report() -> None:
+    report = read("compare-qwen3-0.6b-four-bits-avx2")
+    found, (table,) = report["workloads"], tables(SPEED, "With AVX2 alone")
+    assert table == [
+        [name, *(rate(found[workload]["engines"][name], workload) for workload in sorted(found))]
+        for name in found["W1"]["engines"]
+    ]
+    assert f"commit {report['commit'][:7]}" in " ".join(SPEED.split())
+
+
 def test_the_tables_with_amx_are_those_of_their_reports() -> None:
     report = read("compare-small-amx")
     small, large = (r["workloads"] for r in (report, read("compare-qwen3-0.6b-amx")))
