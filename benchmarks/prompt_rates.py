@@ -95,15 +95,14 @@ def measure_attention(
 ) -> dict[str, Any]:
     """GFLOP/s by side, and the share of our products of as many rows."""
     generator = torch.Generator().manual_seed(0)
-    cache = KVCache(*torch.zeros(2, length // _BLOCK_SIZE, _BLOCK_SIZE, num_kv, size).bfloat16())
-    for values in (cache.k_NSKD, cache.v_NSKD):
-        values.copy_(torch.randn(values.shape, generator=generator))
+    spec, metadata = AttentionSpec(size**-0.5), _one_prompt(length)
+    cache_shape = (2, metadata.block_table_BM.shape[1], _BLOCK_SIZE, num_kv, size)
+    cache = KVCache(*torch.randn(cache_shape, generator=generator).bfloat16())
     q_THD = torch.randn(length, num_heads, size, generator=generator).bfloat16()
     q, k, v = (
         torch.randn(1, heads, length, size, generator=generator).bfloat16()
         for heads in (num_heads, num_kv, num_kv)
     )
-    spec, metadata = AttentionSpec(size**-0.5), _one_prompt(length)
     inputs, outputs = num_heads * size, 4 * num_heads * size
     x, weight = torch.randn(length, inputs).bfloat16(), torch.randn(outputs, inputs).bfloat16()
     packed = kernels.pack_linear(weight, None)
@@ -134,7 +133,7 @@ def _one_prompt(length: int) -> AttentionMetadata:
         num_decodes_1=torch.tensor([0], dtype=torch.int32),
         query_start_A=torch.tensor([0, length], dtype=torch.int32),
         seq_lens_B=torch.tensor([length], dtype=torch.int32),
-        block_table_BM=torch.arange(length // _BLOCK_SIZE, dtype=torch.int32)[None],
+        block_table_BM=torch.arange(-(-length // _BLOCK_SIZE), dtype=torch.int32)[None],
         positions_T=positions_T,
         slot_mapping_T=positions_T.clone(),
     )

@@ -36,3 +36,12 @@ def test_rates_are_work_by_seconds_and_shares_are_of_one_round(
     # Of the squares of tokens by tokens that Q K^T and P V have, half are computed.
     work, product_work = 2 * 4 * 32 * 16 * 16, 2 * 16 * 128 * 512
     assert figures["share"]["values"] == [pytest.approx(work / product_work, abs=1e-4)] * 2
+
+
+def test_a_prompt_may_end_within_a_block() -> None:
+    rates: Any = import_module("prompt_rates")
+    assert rates._one_prompt(20).block_table_BM.tolist() == [[0, 1]]
+    library = find_library()
+    assert library is not None
+    figures = rates.measure_attention(rates.CpuKernels(library), 4, 2, 32, 20, 1)
+    assert len(figures["attention"]["values"]) == 1
