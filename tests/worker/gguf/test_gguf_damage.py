@@ -160,6 +160,12 @@ def test_what_is_not_served_is_refused_by_name(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(ModelFileError, match=r"merges is missing: put .* tokenizer\.json beside"):
         gguf_model_files(path)
+    path = write(
+        tmp_path / "unscored.gguf", tokenizer__ggml__model="llama",
+        tokenizer__ggml__tokens=["a", "b", "ab"],
+    )  # fmt: skip
+    with pytest.raises(ModelFileError, match="3 tokens, 3 types and 0 scores: it is damaged"):
+        gguf_model_files(path)
 
 
 @pytest.mark.parametrize("name", ["eos", "eot", "eom"])

@@ -78,9 +78,10 @@ class GgufVocabulary:
                     f"{path}: tokenizer.ggml.{name}_token_id = {ids[name]} is not among its "
                     f"{len(tokens)} tokens: a text would never end; download it again"
                 )
-        default = [int(TokenType.NORMAL)] * len(tokens)
-        types = _take(path, values, "tokenizer.ggml.token_type", list, default)
-        scores = _take(path, values, "tokenizer.ggml.scores", list, [0.0] * len(tokens))
+        normal = [int(TokenType.NORMAL)] * len(tokens)
+        types = _take(path, values, "tokenizer.ggml.token_type", list, normal)
+        num_default = 0 if values.get("tokenizer.ggml.model") == "llama" else len(tokens)
+        scores = _take(path, values, "tokenizer.ggml.scores", list, [0.0] * num_default)
         if not len(tokens) == len(types) == len(scores):
             raise ModelFileError(
                 f"{path}: tokenizer.ggml has {len(tokens)} tokens, {len(types)} types and "
