@@ -212,8 +212,8 @@ async def test_what_an_engine_that_was_killed_has_started_is_killed(engines: Eng
 
 STANDS_BY = """
 if "--standby" in sys.argv:
-    os.write(link, b'{"standing_by":true}\\n')
     open(os.path.join(folder, f"stands by {number}"), "w").close()
+    os.write(link, b'{"standing_by":true}\\n')
     while not os.path.exists(os.path.join(folder, f"go {number}")):
         time.sleep(0.001)
 """
