@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.gpu.goals import GOALS, NOT_MEASURED, goals_table
 from tests.demo_model.accuracy import CONDITIONS
 
 ROOT = Path(__file__).parents[1]
@@ -315,6 +316,17 @@ def test_the_table_of_what_measuring_costs_is_that_of_its_report() -> None:
     )
     assert report["host"]["cpu"] in section
     assert 1e6 / costs["http"]["median"] == pytest.approx(30_000, rel=0.15)  # "some 30,000"
+
+
+def test_the_gpu_benchmarks_readme_has_the_table_of_goals() -> None:
+    """The H100 was beside vLLM on another day."""
+    h100, beside_vllm, h200 = map(read, ("gpu-h100", "gpu-h100-inductor", "gpu-h200"))
+    compared = {name: found for name, found in beside_vllm["figures"].items() if "vllm" in name}
+    h100["figures"] |= compared
+    readme = (ROOT / "benchmarks" / "gpu" / "README.md").read_text("utf-8")
+    assert goals_table(h100, h200) in readme
+    nothing: dict[str, Any] = {"figures": {}, "errors": {}, "device": {"name": "NVIDIA H100"}}
+    assert goals_table(nothing).count(NOT_MEASURED) == len(GOALS)
 
 
 @pytest.mark.parametrize(("title", "key"), GPU_STEPS)

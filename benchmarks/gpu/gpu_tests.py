@@ -26,6 +26,7 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = Path("tests/gpu")
 _MAX_PROCESSES: Final = 8
 _REPORT_FD: Final = "NANOCORE_GPU_TEST_REPORTS"
+_WORKER: Final = "PYTEST_XDIST_WORKER"
 """Names the file descriptor that the plugin writes to."""
 _FLAGS: Final = (
     "-q", "-p", __name__, "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=",
@@ -57,11 +58,13 @@ def run_tests(results: Results, part: str, path: Path) -> dict[str, Any]:
             flags += ["--deselect", name.removeprefix(f"{part}/")]
     reader, writer = os.pipe()
     changes = {"TRITON_INTERPRET": "0" if session.on_gpu else "1", _REPORT_FD: str(writer)}
+    # Where this runs in a test of pytest-xdist, the run below is no worker of that one.
+    inherited = {name: value for name, value in os.environ.items() if name != _WORKER}
     if session.carried is not None:
         changes[FOLDER_VARIABLE] = str(session.carried)
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", str(path), *flags], cwd=ROOT, pass_fds=(writer,),
-        env=os.environ | changes,
+        env=inherited | changes,
     )  # fmt: skip
     os.close(writer)
     limit_s = min(session.remaining_s, threading.TIMEOUT_MAX)
@@ -94,7 +97,7 @@ def _record(results: Results, part: str, report: dict[str, str], counts: dict[st
 
 def pytest_runtest_logreport(report: Any) -> None:
     """Tell of a test that ended, or could not begin: pytest's hook, in the process that leads."""
-    if "PYTEST_XDIST_WORKER" in os.environ or _REPORT_FD not in os.environ:
+    if _WORKER in os.environ or _REPORT_FD not in os.environ:
         return
     if report.when == "call" or report.outcome != "passed":
         text = report.longreprtext[-10_000:] if report.failed else ""
