@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from attention_step import make_metadata
 from report import describe_run, spread, table, with_range, write_report
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
@@ -111,32 +112,23 @@ def measure_attention(
         "torch": lambda: torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=True
         ),
+        "products": lambda: kernels.linear(x, packed),
     }
-    products = {"products": lambda: kernels.linear(x, packed)}
-    seconds = _in_turns({**sides, **products}, rounds)
+    seconds = _in_turns(sides, rounds)
+    products_s = seconds.pop("products")
     work, product_work = 2 * num_heads * size * length * length, 2 * length * inputs * outputs
     factor = work / product_work
-    pairs = zip(seconds["products"], seconds["attention"], strict=True)
+    pairs = zip(products_s, seconds["attention"], strict=True)
     return {
-        **_rates({name: seconds[name] for name in sides}, work),
-        **_rates({"products": seconds["products"]}, product_work),
+        **_rates(seconds, work),
+        **_rates({"products": products_s}, product_work),
         "share": spread([product_s * factor / own_s for product_s, own_s in pairs]),
     }
 
 
 def _one_prompt(length: int) -> AttentionMetadata:
-    positions_T = torch.arange(length)
-    return AttentionMetadata(
-        num_decodes=0,
-        query_start=[0, length],
-        seq_lens=[length],
-        num_decodes_1=torch.tensor([0], dtype=torch.int32),
-        query_start_A=torch.tensor([0, length], dtype=torch.int32),
-        seq_lens_B=torch.tensor([length], dtype=torch.int32),
-        block_table_BM=torch.arange(-(-length // _BLOCK_SIZE), dtype=torch.int32)[None],
-        positions_T=positions_T,
-        slot_mapping_T=positions_T.clone(),
-    )
+    table_BM = torch.arange(-(-length // _BLOCK_SIZE), dtype=torch.int32)[None]
+    return make_metadata([(length, length)], table_BM, _BLOCK_SIZE)
 
 
 def _in_turns(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:

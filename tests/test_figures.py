@@ -321,8 +321,7 @@ def test_the_table_of_what_measuring_costs_is_that_of_its_report() -> None:
 def test_the_gpu_benchmarks_readme_has_the_table_of_goals() -> None:
     """The H100 was beside vLLM on another day."""
     h100, beside_vllm, h200 = map(read, ("gpu-h100", "gpu-h100-inductor", "gpu-h200"))
-    compared = {name: found for name, found in beside_vllm["figures"].items() if "vllm" in name}
-    h100["figures"] |= compared
+    h100["figures"] |= {k: found for k, found in beside_vllm["figures"].items() if "vllm" in k}
     readme = (ROOT / "benchmarks" / "gpu" / "README.md").read_text("utf-8")
     assert goals_table(h100, h200) in readme
     nothing: dict[str, Any] = {"figures": {}, "errors": {}, "device": {"name": "NVIDIA H100"}}

@@ -120,7 +120,7 @@ def _ratio(found: dict[str, Any]) -> float:
 
 def _ratio_note(found: dict[str, Any]) -> str:
     ratio = found["times_slower_than_ours"]
-    if len(ratio.get("values", ())) == 1:
+    if len(ratio["values"]) == 1:
         return ", one round"
     return f" ({ratio['min']:.2f}-{ratio['max']:.2f})"
 

@@ -26,8 +26,8 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 FOLDER: Final = Path("tests/gpu")
 _MAX_PROCESSES: Final = 8
 _REPORT_FD: Final = "NANOCORE_GPU_TEST_REPORTS"
-_WORKER: Final = "PYTEST_XDIST_WORKER"
 """Names the file descriptor that the plugin writes to."""
+_WORKER: Final = "PYTEST_XDIST_WORKER"
 _FLAGS: Final = (
     "-q", "-p", __name__, "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=",
     "--import-mode=importlib", "--tb=short", "--maxfail=20", "--color=no",
@@ -58,10 +58,10 @@ def run_tests(results: Results, part: str, path: Path) -> dict[str, Any]:
             flags += ["--deselect", name.removeprefix(f"{part}/")]
     reader, writer = os.pipe()
     changes = {"TRITON_INTERPRET": "0" if session.on_gpu else "1", _REPORT_FD: str(writer)}
-    # Where this runs in a test of pytest-xdist, the run below is no worker of that one.
-    inherited = {name: value for name, value in os.environ.items() if name != _WORKER}
     if session.carried is not None:
         changes[FOLDER_VARIABLE] = str(session.carried)
+    # Where this runs in a test of pytest-xdist, the run below is no worker of that one.
+    inherited = {name: value for name, value in os.environ.items() if name != _WORKER}
     process = subprocess.Popen(
         [sys.executable, "-m", "pytest", str(path), *flags], cwd=ROOT, pass_fds=(writer,),
         env=inherited | changes,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import nanocore.kernels.cpu
+from benchmarks.attention_step import make_metadata
 from nanocore.kernels.cpu import library
 from nanocore.kernels.cpu.build import (
     COMPILE_FLAGS,
@@ -248,24 +249,6 @@ class PagedCase:
         # Sequences that are not there yet have no row; others may have one without tokens.
         order = [entry for entry in order if entry[2] or (keeps_empty and entry[1])]
         order.sort(key=lambda entry: entry[2] != 1)
-        starts, positions, slots = [0], [], []
-        for i, past, count in order:
-            starts.append(starts[-1] + count)
-            of_seq = torch.arange(past, past + count)
-            blocks = table[i].long()[of_seq // self.block_size]
-            positions.append(of_seq)
-            slots.append(blocks * self.block_size + of_seq % self.block_size)
-        lengths = [past + count for _, past, count in order]
-        zeros = torch.zeros(self.num_padding, dtype=torch.int64)
-        num_decodes = sum(count == 1 for _, _, count in order)
-        return order, AttentionMetadata(
-            num_decodes=num_decodes,
-            query_start=starts,
-            seq_lens=lengths,
-            num_decodes_1=torch.tensor([num_decodes], dtype=torch.int32),
-            query_start_A=torch.tensor(starts, dtype=torch.int32),
-            seq_lens_B=torch.tensor(lengths, dtype=torch.int32),
-            block_table_BM=table[[i for i, _, _ in order]],
-            positions_T=torch.cat([*positions, zeros]),
-            slot_mapping_T=torch.cat([*slots, zeros - 1]),
-        )
+        seqs = [(past + count, count) for _, past, count in order]
+        rows_BM = table[[i for i, _, _ in order]]
+        return order, make_metadata(seqs, rows_BM, self.block_size, self.num_padding)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from benchmarks.attention_step import make_metadata
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.kv_quantization import kv_cache_format, quantize
 from nanocore.kernels.select import select_kernels
@@ -73,25 +74,7 @@ class PagedCase:
         return blocks * self.block_size + positions % self.block_size
 
     def metadata(self) -> AttentionMetadata:
-        starts = [0]
-        for _, count in self.seqs:
-            starts.append(starts[-1] + count)
-        lengths = [length for length, _ in self.seqs]
-        slots = [self.slots(i, n - c, n) for i, (n, c) in enumerate(self.seqs)]
-        positions = [torch.arange(n - c, n) for n, c in self.seqs]
-        return AttentionMetadata(
-            num_decodes=sum(count == 1 for _, count in self.seqs),
-            query_start=starts,
-            seq_lens=lengths,
-            num_decodes_1=torch.tensor(
-                [sum(count == 1 for _, count in self.seqs)], dtype=torch.int32
-            ),
-            query_start_A=torch.tensor(starts, dtype=torch.int32),
-            seq_lens_B=torch.tensor(lengths, dtype=torch.int32),
-            block_table_BM=self.block_table,
-            positions_T=torch.cat([*positions, torch.zeros(self.num_padding, dtype=torch.int64)]),
-            slot_mapping_T=torch.cat([*slots, torch.full((self.num_padding,), -1)]),
-        )
+        return make_metadata(self.seqs, self.block_table, self.block_size, self.num_padding)
 
     def run(self) -> Tensor:
         """Attention of the step, [T, H, D], after storing what earlier steps and this one wrote."""

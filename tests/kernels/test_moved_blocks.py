@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.attention_step import make_metadata
 from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, Kernels, Rotary
 from nanocore.kernels.kv_quantization import QUANTIZED_KV_CACHES, KVCacheFormat, kv_cache_format
@@ -42,20 +43,9 @@ def make_memory(dtype: str, kernels: Kernels) -> KVMemory:
     return memory
 
 
-def make_metadata(blocks: list[int]) -> AttentionMetadata:
-    positions_T, table = torch.arange(LENGTH), torch.tensor([blocks], dtype=torch.int32)
-    slots_T = table[0].long()[positions_T // BLOCK_SIZE] * BLOCK_SIZE + positions_T % BLOCK_SIZE
-    return AttentionMetadata(
-        num_decodes=0,
-        query_start=[0, LENGTH],
-        seq_lens=[LENGTH],
-        num_decodes_1=torch.tensor([0], dtype=torch.int32),
-        query_start_A=torch.tensor([0, LENGTH], dtype=torch.int32),
-        seq_lens_B=torch.tensor([LENGTH], dtype=torch.int32),
-        block_table_BM=table,
-        positions_T=positions_T,
-        slot_mapping_T=slots_T,
-    )
+def metadata_of(blocks: list[int]) -> AttentionMetadata:
+    table_BM = torch.tensor([blocks], dtype=torch.int32)
+    return make_metadata([(LENGTH, LENGTH)], table_BM, BLOCK_SIZE)
 
 
 def store(kernels: Kernels, memory: KVMemory, layer: int, metadata: AttentionMetadata) -> Tensor:
@@ -80,7 +70,7 @@ def store(kernels: Kernels, memory: KVMemory, layer: int, metadata: AttentionMet
 )
 def test_a_block_is_moved_by_one_copy(backend: str, dtype: str) -> None:
     kernels = make_kernels(backend)
-    memory, metadata = make_memory(dtype, kernels), make_metadata([4, 1, 3])
+    memory, metadata = make_memory(dtype, kernels), metadata_of([4, 1, 3])
     q = [store(kernels, memory, layer, metadata) for layer in range(len(SPECS))]
 
     def attend(metadata: AttentionMetadata) -> list[Tensor]:
@@ -116,7 +106,7 @@ def test_a_layer_is_written_where_it_lies_and_nowhere_else(
 ) -> None:
     kernels = make_kernels(backend)
     memory = make_memory(dtype, kernels)
-    store(kernels, memory, layer, make_metadata([4, 1, 3]))
+    store(kernels, memory, layer, metadata_of([4, 1, 3]))
     for x in parts(memory.layer(layer)):
         x.view(torch.uint8).fill_(255)
     assert all((memory.block(block_id) == 255).all() for block_id in range(NUM_BLOCKS))
