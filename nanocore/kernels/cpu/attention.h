@@ -42,7 +42,7 @@ struct AttentionCall {
     static constexpr int kStepUnits = kPaired ? 1 : kStep;
     static constexpr int kLine = kPaired ? 2 * kChunk : kChunk;
 
-    static constexpr int kPanelRows = kMatrix ? kMatrixRows : kMaxRows;
+    static constexpr int kPanelRows = kMatrix ? kMatrixRows : kMaxQueries;
     static constexpr int kPanels = kMatrix ? 2 : 4;
     static constexpr int kQueryRows = kPanels * kPanelRows;  // of one item, if its query heads allow
 
@@ -91,7 +91,7 @@ struct AttentionCall {
 
     template <typename Body>
     static void with_panel_rows(int rows, const Body& body) {
-        if constexpr (!kMatrix) with_rows(rows, body);
+        if constexpr (!kMatrix) with_rows<kMaxQueries>(rows, body);
         else if (rows <= 4) body(std::integral_constant<int, 4>{});
         else if (rows <= kTileRows) body(std::integral_constant<int, kTileRows>{});
         else body(std::integral_constant<int, kMatrixRows>{});

@@ -41,44 +41,67 @@ struct RowGroup {
     }
 };
 
-// acc + four products of each lane's unsigned bytes w and signed bytes a.
-// kBits: of w; two products of eight bits would not fit the 16 bits that the fallback has for them.
-template <bool kVnni, int kBits>
-NANOCORE_INLINE I dot_bytes(U w, U a, I acc) {
-#if defined(__AVX512F__)
-    if constexpr (kVnni) {
-        // (GCC 12 spills accumulators around the intrinsic.)
-        asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(w), "v"(a));
-        return acc;
-    }
-    const auto sums = [&](U x) {
-        return reinterpret_cast<I>(_mm512_madd_epi16(
-            _mm512_maddubs_epi16(reinterpret_cast<__m512i>(x), reinterpret_cast<__m512i>(a)),
-            _mm512_set1_epi16(1)));
-    };
-#elif defined(__AVX2__)
-    if constexpr (kVnni) {
-        asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc) : "x"(w), "x"(a));
-        return acc;
-    }
-    const auto sums = [&](U x) {
-        return reinterpret_cast<I>(_mm256_madd_epi16(
-            _mm256_maddubs_epi16(reinterpret_cast<__m256i>(x), reinterpret_cast<__m256i>(a)),
-            _mm256_set1_epi16(1)));
-    };
-#else
-    const auto sums = [&](U x) {
-        I sum = {};
-        for (int byte = 0; byte < 4; ++byte)
-            sum += reinterpret_cast<I>((x >> (8 * byte)) & 255u) *
-                   (reinterpret_cast<I>(a << (24 - 8 * byte)) >> 24);
-        return sum;
-    };
+// Whether weights of eight bits are taken as signed: two products of 128 and 127 fit the 16 bits that
+// AVX2 has for them, those of 255 and 127 do not. AVX-512 has no instruction that moves a sign.
+template <int kBits, bool kVnni>
+constexpr bool kSigned = kBits == 8 && !kVnni && kLanes == 8;
+
+// Four unsigned bytes of each lane, to be multiplied with several rows.
+template <int kBits, bool kVnni>
+struct Bytes {
+    U values;
+    U magnitudes;  // of signed ones
+
+    NANOCORE_INLINE explicit Bytes(U unsigned_values) : values(unsigned_values) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        if constexpr (!kSigned<kBits, kVnni>) return;
+        values ^= 0x80808080u;  // 128 less
+        magnitudes = reinterpret_cast<U>(_mm256_abs_epi8(reinterpret_cast<__m256i>(values)));
 #endif
-    if constexpr (kBits == 8)
-        return acc + (sums((w >> 4) & 0x0f0f0f0fu) << 4) + sums(w & 0x0f0f0f0fu);
-    else return acc + sums(w);
-}
+    }
+
+    // sum + four products of each lane with the signed bytes of a row; signed values are 128 less.
+    NANOCORE_INLINE I dot(U row, I sum) const {
+#if defined(__AVX512F__)
+        if constexpr (kVnni) {
+            // (GCC 12 spills accumulators around the intrinsic.)
+            asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(values), "v"(row));
+            return sum;
+        }
+        const auto products = [&](U w) {
+            return reinterpret_cast<I>(_mm512_madd_epi16(
+                _mm512_maddubs_epi16(reinterpret_cast<__m512i>(w), reinterpret_cast<__m512i>(row)),
+                _mm512_set1_epi16(1)));
+        };
+#elif defined(__AVX2__)
+        if constexpr (kVnni) {
+            asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(values), "x"(row));
+            return sum;
+        }
+        const auto a = reinterpret_cast<__m256i>(row);
+        const auto add = [&](U w, __m256i with) {
+            const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(w), with);
+            return sum + reinterpret_cast<I>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        };
+        if constexpr (kSigned<kBits, kVnni>)
+            return add(magnitudes, _mm256_sign_epi8(a, reinterpret_cast<__m256i>(values)));
+        else return add(values, a);
+#else
+        const auto products = [&](U w) {
+            I found = {};
+            for (int byte = 0; byte < 4; ++byte)
+                found += reinterpret_cast<I>((w >> (8 * byte)) & 255u) *
+                         (reinterpret_cast<I>(row << (24 - 8 * byte)) >> 24);
+            return found;
+        };
+#endif
+#if defined(__AVX512F__) || !defined(__AVX2__)
+        if constexpr (kBits == 8)
+            return sum + (products((values >> 4) & 0x0f0f0f0fu) << 4) + products(values & 0x0f0f0f0fu);
+        else return sum + products(values);
+#endif
+    }
+};
 
 // Whether this machine multiplies bytes in one instruction, which no library was compiled to need.
 // NANOCORE_CPU_VNNI=0 says no, for tests.
@@ -162,28 +185,24 @@ struct IntegerGroups {
         for (int64_t k = 0; k < group; k += 8) {
 #pragma GCC unroll 2
             for (int i = 0; i < kBits / 4; ++i) ahead.advance();
-            U low[C], high[C];
-#pragma GCC unroll 2
-            for (int c = 0; c < C; ++c) {
-                if constexpr (kBits == 4) {
-                    const U both = load(reinterpret_cast<const uint32_t*>(values) + c * kLanes);
-                    low[c] = both & 0x0f0f0f0fu;
-                    high[c] = (both >> 4) & 0x0f0f0f0fu;
-                } else {
-                    low[c] = load(reinterpret_cast<const uint32_t*>(values) + c * kLanes);
-                    high[c] = load(reinterpret_cast<const uint32_t*>(values) + kTileColumns + c * kLanes);
-                }
-            }
-            values += kTileColumns * kBits;
+            const auto bytes = [&](int half, int c) {
+                const auto* from = reinterpret_cast<const uint32_t*>(values) + c * kLanes;
+                if constexpr (kBits == 8) return Bytes<kBits, kVnni>(load(from + half * kTileColumns));
+                else return Bytes<kBits, kVnni>((load(from) >> (4 * half)) & 0x0f0f0f0fu);
+            };
+            const Bytes<kBits, kVnni> columns[2][C] = {{bytes(0, 0), bytes(0, 1)}, {bytes(1, 0), bytes(1, 1)}};
 #pragma GCC unroll 12
             for (int r = 0; r < R; ++r) {
-                const U first = broadcast(a.four(r, k)), second = broadcast(a.four(r, k + 4));
+                const U four[] = {broadcast(a.four(r, k)), broadcast(a.four(r, k + 4))};
 #pragma GCC unroll 2
-                for (int c = 0; c < C; ++c) {
-                    sums[0][r][c] = dot_bytes<kVnni, kBits>(low[c], first, sums[0][r][c]);
-                    sums[kChains - 1][r][c] = dot_bytes<kVnni, kBits>(high[c], second, sums[kChains - 1][r][c]);
-                }
+                for (int c = 0; c < C; ++c)
+#pragma GCC unroll 2
+                    for (int half = 0; half < 2; ++half) {
+                        I& sum = sums[half * (kChains - 1)][r][c];
+                        sum = columns[half][c].dot(four[half], sum);
+                    }
             }
+            values += kTileColumns * kBits;
         }
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r)
@@ -210,7 +229,8 @@ struct IntegerGroups {
             const int8_t* from = values + k % shared;
             const int32_t sum = sum_bytes(from, group);
             reinterpret_cast<float*>(header)[r] = scale;
-            reinterpret_cast<int32_t*>(header)[rows + r] = -format.zero() * sum;
+            const int zero = format.zero() - (kSigned<kBits, kVnni> ? 128 : 0);
+            reinterpret_cast<int32_t*>(header)[rows + r] = -zero * sum;
             reinterpret_cast<float*>(header)[2 * rows + r] = -scale * static_cast<float>(sum);
             body(from, header);
         }

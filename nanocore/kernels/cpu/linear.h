@@ -10,6 +10,7 @@
 
 #include "gate.h"
 #include "codebook.h"
+#include "float_products.h"
 #include "matrix_groups.h"
 #include "matrix_products.h"
 #include "workspace.h"
@@ -17,6 +18,7 @@
 namespace nanocore {
 
 constexpr int64_t kRowBlockBytes = 512 << 10;  // of packed rows; half of a second-level cache
+constexpr int64_t kSharedRows = 192;           // that share a block of k
 constexpr int64_t kPrefetchBytes = 8 << 10;    // how far ahead in a stream of weights
 constexpr int64_t kInlineBytes = 64 << 10;     // of rows packed sooner than threads are told
 
@@ -38,22 +40,6 @@ struct NextItems {
     const char* first = nullptr;
     int64_t item_bytes = 0;
 };
-
-// R packed rows times one tile: products[R][32].
-template <typename T, Kind kind, int R>
-__attribute__((noinline)) void multiply_tile(const float* packed_rows, const void* tile, int num_k,
-                                             const Prefetch& ahead, float* products) {
-    constexpr int C = std::min(kColumns<R>, kTileColumns / kLanes);
-    for (int first = 0; first < kTileColumns / kLanes; first += C) {
-        F acc[R][C] = {};
-        multiply<T, kind, R, C>(
-            PackedRows<R>{packed_rows}, [&](int k, int c) { return tile_address(tile, k, first + c); },
-            num_k, acc, ahead);
-        for (int r = 0; r < R; ++r)
-            for (int c = 0; c < C; ++c)
-                store(acc[r][c], products + r * kTileColumns + (first + c) * kLanes);
-    }
-}
 
 // Products of some rows with one tile of `columns` features, scaled, with the bias, as results.
 template <typename T, typename Out>
@@ -104,32 +90,6 @@ __attribute__((noinline)) void finish_gated(const float* gates, const float* val
     }
 }
 
-// Products are how rows of T are packed, so many to a panel at most, and multiplied with a weight's
-// tiles: results are [rows][32]. They are copied for each use by a thread.
-
-// Of a weight of floats.
-template <typename T, Kind kind>
-struct FloatProducts {
-    static constexpr int kPanelRows = kMaxRows;
-    const LinearWeight& weight;
-
-    int64_t panel_bytes() const { return kMaxRows * num_units<T, kind>(weight.in_features) * 4; }
-
-    void pack(const T* x, int64_t stride, int rows, char* to) const {
-        with_rows(rows, [&](auto R) {
-            if (rows < R) std::memset(to, 0, R * num_units<T, kind>(weight.in_features) * sizeof(float));
-            pack_rows<T, kind>(x, stride, rows, weight.in_features, R, reinterpret_cast<float*>(to));
-        });
-    }
-
-    void multiply(const char* packed, int rows, const void* tile, const Prefetch& ahead, float* products) const {
-        with_rows(rows, [&](auto R) {
-            multiply_tile<T, kind, R>(reinterpret_cast<const float*>(packed), tile,
-                                      static_cast<int>(weight.padded_in()), ahead, products);
-        });
-    }
-};
-
 // body(Products), by what the weight's tiles hold and how rows of T are multiplied with them.
 template <typename T, typename Body>
 inline void with_products(const LinearWeight& weight, const Body& body) {
@@ -153,6 +113,12 @@ inline void with_products(const LinearWeight& weight, const Body& body) {
         default: body(FloatProducts<T, sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32>{weight});
     }
 }
+
+// Whether many rows take a block of k after the other.
+template <typename Products>
+constexpr bool in_blocks = false;
+template <typename T, Kind kind>
+constexpr bool in_blocks<FloatProducts<T, kind>> = FloatProducts<T, kind>::kBlock > 0;
 
 // With a gate the weight's first half gates the second, both of whole tiles, and out has half as
 // many columns.
@@ -193,13 +159,14 @@ struct LinearCall {
             for (int64_t panel = 0; panel < num_panels; ++panel) pack(panel, 0);
         else workspace.pool.loop(num_panels, pack);
 
-        const int64_t block = std::max<int64_t>(1, kRowBlockBytes / panel_bytes);
+        int64_t block = std::max<int64_t>(1, kRowBlockBytes / panel_bytes);
+        if constexpr (in_blocks<Products>) block = kSharedRows / kPanelRows;
         const int64_t num_blocks = (num_panels + block - 1) / block;
         const int64_t num_tiles = part_tiles(), num_groups = (num_tiles + group - 1) / group;
         workspace.pool.loop(num_blocks * num_groups, [&](int64_t item, int) {
             Products own = products;
-            const int64_t first = item / num_groups * block, index = item % num_groups;
-            const int64_t last = std::min(first + block, num_panels);
+            const int64_t index = item % num_groups, first = item / num_groups * num_panels / num_blocks;
+            const int64_t last = (item / num_groups + 1) * num_panels / num_blocks;
             const int64_t tiles = index * group, stop = std::min(tiles + group, num_tiles);
             for (int64_t tile = tiles; tile < stop; ++tile) {
                 // After the item, the other threads are expected to take one each first.
@@ -233,6 +200,8 @@ struct LinearCall {
         for (int part = 0; part < num_parts(); ++part) columns[part] = tile_or_after(tile, part);
         constexpr int kPanelRows = Products::kPanelRows;
         const int64_t column = tile * kTileColumns, panel_bytes = with.panel_bytes();
+        if constexpr (in_blocks<Products>)
+            if (last - first > 1) return times_blocks(with, packed, first, last, columns, column);
         alignas(64) float products[2][kPanelRows * kTileColumns];
         for (int64_t panel = first; panel < last; ++panel) {
             const int count = panel_rows<Products>(panel);
@@ -241,6 +210,28 @@ struct LinearCall {
                               prefetch(tile, next, part, panel - first, last - first), products[part]);
             finish(products[0], products[1], count, column, out + panel * kPanelRows * out_stride + column);
         }
+    }
+
+    // The same, a block of k after the other.
+    template <typename Products>
+    void times_blocks(const Products& with, const char* packed, int64_t first, int64_t last,
+                      const void* const* columns, int64_t column) const {
+        constexpr int kPanelRows = Products::kPanelRows, kSums = kPanelRows * kTileColumns;
+        alignas(64) float block[Products::kBlock * kTileColumns];
+        alignas(64) float sums[2][kSharedRows * kTileColumns];
+        for (int part = 0; part < num_parts(); ++part) {
+            std::memset(sums[part], 0, (last - first) * kSums * sizeof(float));
+            for (int64_t k = 0; k < weight.padded_in(); k += Products::kBlock) {
+                const int count = std::min<int64_t>(Products::kBlock, weight.padded_in() - k);
+                const float* some = with.block_of(columns[part], k, count, block);
+                for (int64_t panel = first; panel < last; ++panel)
+                    with.add(packed + panel * with.panel_bytes(), panel_rows<Products>(panel), k, some, count,
+                             sums[part] + (panel - first) * kSums);
+            }
+        }
+        for (int64_t panel = first; panel < last; ++panel)
+            finish(sums[0] + (panel - first) * kSums, sums[1] + (panel - first) * kSums,
+                   panel_rows<Products>(panel), column, out + panel * kPanelRows * out_stride + column);
     }
 
     void finish(const float* products, const float* values, int count, int64_t column, Out* to) const {

@@ -29,7 +29,7 @@ struct MatrixGroups {
         if (rows <= kMaxRows) return few.pack(x, stride, rows, to);
         const int64_t chunk = chunk_bytes(), group = weight.format.group;
         for (int r = 0; r < rows; ++r)
-            IntegerGroups<kBits, kVnni>::loop_groups(
+            IntegerGroups<kBits, true>::loop_groups(  // the unit takes unsigned weights, too
                 Inputs<T>{x + r * stride, weight.permutation}, weight.format, weight.in_features, to, rows, r,
                 group_bytes(rows), [&](const int8_t* from, char* header) {
                     char* lines = header + header_bytes(rows) + r * chunk;

@@ -24,7 +24,10 @@ enum class Kind : int { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kIntegers = 3, k
 constexpr int kTileColumns = 32;  // of a linear layer's weight
 
 // Rows that a tile has at most: as many accumulators as there are registers for.
-constexpr int kMaxRows = kLanes == 16 ? 12 : 4;
+constexpr int kMaxRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
+
+// The same of attention, which has the halves of a pair of bfloat16 in registers, too.
+constexpr int kMaxQueries = kLanes == 8 ? 4 : kMaxRows;
 
 // Vectors of columns that a tile of R rows has: several chains of additions hide their latency.
 template <int R>
@@ -179,17 +182,16 @@ NANOCORE_INLINE void multiply(const Rows& a, const Address& b, int num_k, F (&ac
 }
 
 // body(std::integral_constant<int, R>), with the least R that tiles are compiled for and that is
-// not below `rows`.
-template <typename Body>
+// not below `rows`; these are `most` at most.
+template <int most = kMaxRows, typename Body>
 NANOCORE_INLINE void with_rows(int rows, const Body& body) {
     if (rows == 1) return body(std::integral_constant<int, 1>{});
     if (rows == 2) return body(std::integral_constant<int, 2>{});
-    if constexpr (kMaxRows == 4) return body(std::integral_constant<int, 4>{});
-    else {
-        if (rows <= 4) return body(std::integral_constant<int, 4>{});
-        if (rows <= 8) return body(std::integral_constant<int, 8>{});
-        return body(std::integral_constant<int, 12>{});
+    if constexpr (most > 4) {
+        if (rows > 8) return body(std::integral_constant<int, most>{});
+        if (rows > 4) return body(std::integral_constant<int, std::min(most, 8)>{});
     }
+    return body(std::integral_constant<int, 4>{});
 }
 
 template <typename T, Kind kind>
