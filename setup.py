@@ -42,7 +42,7 @@ class BuildExt(build_ext):
         given = [shlex.split(os.environ.get(name, "")) for name in ("CXX", "CFLAGS", "CXXFLAGS")]
         known = "g++" if shutil.which("g++") else sysconfig.get_config_var("CXX") or "c++"
         compiler = given[0] or shlex.split(known)
-        compile_one = [*compiler, "-fPIC", "-fwrapv", *given[1], *given[2]]
+        compile_one = [*compiler, "-fPIC", *given[1], *given[2]]
         link_one = [*compiler, "-shared", *shlex.split(os.environ.get("LDFLAGS", ""))]
         for name in ("compiler_so", "compiler_so_cxx"):
             self.compiler.set_executable(name, compile_one)
