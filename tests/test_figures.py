@@ -130,14 +130,42 @@ def test_the_comparisons_tables_are_those_of_the_reports() -> None:
     assert [row[0] for row in pairs] == [" : ".join(pair) for pair in PAIRS]
 
 
-def test_the_table_with_avx2_alone_is_that_of_its_report() -> None:
-    report = read("compare-qwen3-0.6b-four-bits-avx2")
-    found, (table,) = report["workloads"], tables(SPEED, "With AVX2 alone")
-    assert table == [
-        [name, *(rate(found[workload]["engines"][name], workload) for workload in sorted(found))]
-        for name in found["W1"]["engines"]
+def prompt_rates(report: dict[str, Any]) -> str:
+    """What docs/speed.md says of the rates of prompts."""
+    products = [
+        figures
+        for place, figures in report["products"].items()
+        if int(place.split(", ")[1].removesuffix(" rows")) >= 256
     ]
-    assert f"commit {report['commit'][:7]}" in " ".join(SPEED.split())
+
+    def of(side: str, digits: int = 0) -> str:
+        medians = [figures[side]["median"] for figures in products]
+        return f"{min(medians):.{digits}f} to {max(medians):.{digits}f}"
+
+    shares = [100 * figures["share"]["median"] for figures in report["attention"].values()]
+    return (
+        f"take {of('bf16')} GFLOP/s in bf16, {of('int8')} in int8 and {of('int4')} in int4; "
+        f"torch's take {of('torch bf16')} in bf16 and {of('torch float32')} in float32. Beside "
+        f"torch's faster ones ours in bf16 are {of('beside', 2)} times as fast. Attention reaches "
+        f"{min(shares):.0f} to {max(shares):.0f} % of the rate of products (commit "
+        f"{report['commit'][:7]},"
+    )
+
+
+def test_the_tables_with_avx2_alone_are_those_of_their_reports() -> None:
+    names = "compare-small-avx2", "compare-qwen3-0.6b-four-bits-avx2"
+    said = " ".join(SPEED.split())
+    for report, table in zip(map(read, names), tables(SPEED, "With AVX2 alone"), strict=True):
+        found = report["workloads"]
+        assert table == [
+            [
+                side,
+                *(rate(found[workload]["engines"][side], workload) for workload in sorted(found)),
+            ]
+            for side in found["W1"]["engines"]
+        ]
+        assert f"commit {report['commit'][:7]}" in said
+    assert prompt_rates(read("prompt-rates")) in said
 
 
 def test_the_tables_with_amx_are_those_of_their_reports() -> None:

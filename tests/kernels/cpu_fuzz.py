@@ -34,8 +34,9 @@ def draw(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def linear_layers(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None:
-    rows = rng.choice([0, 1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 24, 30, 61])
-    in_features, out_features = rng.randint(1, 140), rng.choice([64, 128, rng.randint(1, 140)])
+    rows = rng.choice([0, 1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 24, 30, 61, 200])
+    in_features = rng.choice([rng.randint(1, 140), 257])
+    out_features = rng.choice([64, 128, rng.randint(1, 140)])
     weight = draw(out_features, in_features, dtype=dtype)
     packed = kernels.pack_linear(weight, rng.choice([None, "int8", "int4"]))
     apart = in_features + rng.randint(0, 5)
