@@ -28,7 +28,7 @@ from compare_engines import add_arguments, engine_commands, quantizer
 from compare_report import Runs, markdown, summarize
 from models import SHAPES, model_folder
 from peer_process import PeerError, PeerProcess
-from report import describe_run, write_report
+from report import describe_run, positive, write_report
 from workloads import WORKLOAD_NAMES, BenchmarkRequest, Workload, make_workload, workload_names
 
 _RESULTS: Final = Path(__file__).resolve().parent / "results"
@@ -133,7 +133,7 @@ def _parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model", default="small", help=f"folder, or one of {', '.join(SHAPES)}")
     parser.add_argument("--workloads", type=workload_names, default=list(WORKLOAD_NAMES),
                         metavar="W1,W2,...")  # fmt: skip
-    parser.add_argument("--reps", type=int, default=3, help="repetitions (default: 3)")
+    parser.add_argument("--reps", type=positive, default=3, help="repetitions (default: 3)")
     parser.add_argument("--out", type=Path, help="default: results/compare-MODEL.json beside this")
     add_arguments(parser)
     arguments, engine_flags = parser.parse_known_args()

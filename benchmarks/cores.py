@@ -26,7 +26,7 @@ from typing import Any, Final
 
 from models import SHAPES, ModelShape, write_config
 from peer_process import PeerCommand, PeerError, PeerProcess
-from report import describe_run, spread, table, with_range, write_report
+from report import describe_run, positive, spread, table, with_range, write_report
 from workloads import WORKLOAD_NAMES, Workload, make_workload
 
 from nanocore.system.cpu_cores import read_cores
@@ -88,11 +88,11 @@ def main() -> None:
     """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=SHAPES, default="small")
-    parser.add_argument("--counts", nargs="+", type=int, help="numbers of cores")
+    parser.add_argument("--counts", nargs="+", type=positive, help="numbers of cores")
     parser.add_argument(
         "--workloads", nargs="+", choices=WORKLOAD_NAMES, default=["W1", "W2", "W5"]
     )
-    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--reps", type=positive, default=3)
     parser.add_argument("--limit-s", type=float, default=600.0, help="begin no count after that")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--rates", action="store_true", help="measure rates on this mask's cores")
@@ -113,6 +113,8 @@ def main() -> None:
         report["counts"][str(count)] = _measure(arguments, set(cores[:count]))
         print(f"{count}: {report['counts'][str(count)]}", file=sys.stderr, flush=True)
         write_report(arguments.out, report)
+    if not report["counts"]:
+        sys.exit(f"cores.py: nothing was measured: there are {len(cores)} cores; see --limit-s")
     print(markdown(report))
 
 

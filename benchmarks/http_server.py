@@ -35,7 +35,7 @@ from typing import Any, Final, NamedTuple
 from http_sides import FLOOR, OURS, VLLM, Side, start_floor, start_ours, start_vllm
 from no_model import write_pace
 from overhead_wire import TEXT, demo_folder
-from report import describe_run, spread, table, with_range, write_report
+from report import describe_run, positive, spread, table, with_range, write_report
 
 from nanocore.client.tokenizer import Tokenizer
 
@@ -195,7 +195,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(CASES),
                         metavar="A,B", help="beginnings of keys")  # fmt: skip
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter that has vLLM")
-    parser.add_argument("--passes", type=int, default=3, help="of all cases, alternately")
+    parser.add_argument("--passes", type=positive, default=3, help="of all cases, alternately")
     parser.add_argument("--scale", type=float, default=1.0,
                         help="of the numbers of streams, tokens and requests")  # fmt: skip
     parser.add_argument("--out", type=Path, default=RESULTS / "http.json")

@@ -26,7 +26,7 @@ from typing import Any, Final
 import httpx2
 from http_sides import start_ours
 from no_model import write_pace
-from report import describe_run, spread, table, with_range, write_report
+from report import describe_run, positive, spread, table, with_range, write_report
 
 from nanocore.bench.http_target import open_server
 from nanocore.bench.load import BenchRequest, run_load
@@ -119,10 +119,10 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--streams", type=positive, default=64)
+    parser.add_argument("--tokens", type=positive, default=200)
     parser.add_argument("--pace-ms", type=float, default=20.0)
-    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--reps", type=positive, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     report = describe_run(("nanocore", "aiohttp", "httpx2"))

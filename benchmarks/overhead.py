@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple
 
 from overhead_engine import admit_us, step_us
 from overhead_wire import client_us_per_token, demo_folder, outputs_us, submit_us
-from report import describe_run, spread, table, with_range, write_report
+from report import describe_run, positive, spread, table, with_range, write_report
 
 RESULTS: Final = Path(__file__).parent / "results"
 OURS: Final = "nanocore"
@@ -93,8 +93,8 @@ def _parse_arguments() -> argparse.Namespace:
                         metavar="A,B", help="beginnings of keys")  # fmt: skip
     parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout to compare with")
     parser.add_argument("--vllm-python", metavar="PATH", help="interpreter that has vLLM")
-    parser.add_argument("--passes", type=int, default=3, help="of all sides, alternately")
-    parser.add_argument("--repeats", type=int, default=5, help="of each figure in a pass")
+    parser.add_argument("--passes", type=positive, default=3, help="of all sides, alternately")
+    parser.add_argument("--repeats", type=positive, default=5, help="of each figure in a pass")
     parser.add_argument("--out", type=Path, default=RESULTS / "overhead.json")
     parser.add_argument("--as-child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -34,7 +34,7 @@ from typing import Any, Final
 
 import numpy as np
 from models import model_folder
-from report import describe_run, spread, table, with_range, write_report
+from report import describe_run, positive, spread, table, with_range, write_report
 
 from nanocore.client import AsyncEngineClient, EngineOverloadedError, SamplingParams
 
@@ -312,7 +312,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="small")
     for name, value in asdict(Load()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--reps", type=positive, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 

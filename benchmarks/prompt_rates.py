@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 from attention_step import make_metadata
-from report import describe_run, spread, table, with_range, write_report
+from report import describe_run, positive, spread, table, with_range, write_report
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
@@ -46,8 +46,8 @@ _MIN_S: Final = 0.02
 def main() -> None:
     """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024, 2048])
+    parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--rows", type=positive, nargs="+", default=[64, 256, 1024, 2048])
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()

@@ -28,7 +28,7 @@ from model_logprobs import (
 )
 from peer_process import PeerError
 from quality_models import QualityModels, bits_per_weight, num_weights
-from report import describe_run, table, write_report
+from report import describe_run, positive, table, write_report
 from torch import Tensor
 
 _ROOT: Final = Path(__file__).resolve().parent.parent
@@ -77,8 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--moved", action="store_true", help="move weights off their levels")
     parser.add_argument("--only", nargs="*", help="rows of ours")
     parser.add_argument("--peers", nargs="*", default=PEERS, help="llama.cpp's types")
-    parser.add_argument("--chunks", type=int, default=8)
-    parser.add_argument("--chunk-tokens", type=int, default=512)
+    parser.add_argument("--chunks", type=positive, default=8)
+    parser.add_argument("--chunk-tokens", type=positive, default=512)
     parser.add_argument("--cache", type=Path, default=_CACHE, help="folder of the models it makes")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--docs", action="store_true", help="write the table into docs/models.md")

@@ -10,10 +10,12 @@ so that every interpreter and every folder of benchmarks can use it. Linux only.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -28,6 +30,14 @@ COMMIT_VARIABLE: Final = "NANOCORE_COMMIT"
 """Names the commit where the code that runs is no repository."""
 
 _REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def positive(text: str) -> int:
+    """A count of a command line, from 1 on."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not above 0")
+    return number
 
 
 def describe_run(packages: Sequence[str] = ("nanocore", "torch", "numpy")) -> dict[str, Any]:
@@ -51,10 +61,10 @@ def describe_run(packages: Sequence[str] = ("nanocore", "torch", "numpy")) -> di
         "load_average": os.getloadavg(),
     }
     # Absolute paths are cut to their last component.
-    words = (re.sub(r"(^|[=\s])/(?:[^/\s]*/)*(?=[^/])", r"\1", word) for word in sys.argv)
+    words = [re.sub(r"(^|[=\s])/(?:[^/\s]*/)*(?=[^/])", r"\1", word) for word in sys.argv]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": f"python {' '.join(words)}",
+        "command": f"python {shlex.join(words)}",
         **describe_commit(),
         "host": host,
         "versions": versions,

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from kill_storm import PARTS, Storm, Tally, WatchedClient, stream_kinds
 from models import model_folder
-from report import describe_run, table, write_report
+from report import describe_run, positive, table, write_report
 
 RESULTS: Final = Path(__file__).parent / "results" / "resume.json"
 LOAD_S: Final = 3.0  # of each rank of an engine that stands by, generously
@@ -61,9 +61,9 @@ def main() -> None:
     """Measure, print, and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="a shape of models.py or a folder (default: the demo)")
-    parser.add_argument("--kills", type=int, default=50, help="of each engine")
+    parser.add_argument("--kills", type=positive, default=50, help="of each engine")
     parser.add_argument("--ranks", default="1,2", help="by commas")
-    parser.add_argument("--tokens", type=int, default=900, help="of each stream")
+    parser.add_argument("--tokens", type=positive, default=900, help="of each stream")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     ranks = [int(number) for number in arguments.ranks.split(",")]

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Final
 
 import numpy as np
-from report import describe_run, spread, table, with_range, write_report
+from report import describe_run, positive, spread, table, with_range, write_report
 
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
@@ -75,7 +75,7 @@ def run(executor: LocalExecutor, added: list[NewRow] | None = None, removed: byt
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--repeats", type=positive, default=20)
     parser.add_argument("--out", type=Path, default=RESULTS / "sampled_step.json")
     arguments = parser.parse_args()
     folder = demo_model_folder()

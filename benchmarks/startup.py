@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from report import describe_run, spread, table, with_range, write_report
+from report import describe_run, positive, spread, table, with_range, write_report
 
 RESULTS: Final = Path(__file__).parent / "results" / "startup.json"
 OURS: Final = f"{shlex.quote(sys.executable)} -m nanocore.cli serve {{model}} --port {{port}}"
@@ -104,7 +104,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("models", type=Path, nargs="+", metavar="MODEL.gguf")
-    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--reps", type=positive, default=5)
     parser.add_argument("--server", action="append", default=[], metavar="NAME=COMMAND")
     given = parser.parse_args()
     servers = dict(text.split("=", 1) for text in given.server)

@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import numpy as np
 from models import model_folder
-from report import describe_run, spread, table, with_range, write_report
+from report import describe_run, positive, spread, table, with_range, write_report
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from nanocore.client import (
@@ -229,8 +229,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="small")
     parser.add_argument("--parts", default="step,schema,evil")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--schemas", type=int, default=200)
+    parser.add_argument("--repeats", type=positive, default=5)
+    parser.add_argument("--schemas", type=positive, default=200)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     name = Path(arguments.model).name

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 from models import model_folder
-from report import describe_run, spread, table, with_range, write_report
+from report import describe_run, positive, spread, table, with_range, write_report
 
 from nanocore.bench.load import BenchRequest, LoadRun, run_load
 from nanocore.bench.targets import EngineTarget
@@ -159,10 +159,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="small")
     for name, value in asdict(Load()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
-    parser.add_argument("--chunk-tokens", type=int, default=512, help="budget of `chunked`")
+    parser.add_argument("--chunk-tokens", type=positive, default=512, help="budget of `chunked`")
     parser.add_argument("--targets", default="200", help="milliseconds, by commas")
-    parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--reps", type=int, default=3)
+    parser.add_argument("--max-num-seqs", type=positive, default=64)
+    parser.add_argument("--reps", type=positive, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args()
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from report import describe_run, spread, table, with_range, write_report
+from report import describe_run, positive, spread, table, with_range, write_report
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
@@ -41,10 +41,12 @@ KINDS: Final = {
 def main() -> None:
     """Parse the command line, measure, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--outputs", type=int, default=16384, help="of a weight")
-    parser.add_argument("--inputs", type=int, default=4096, help="of a weight")
-    parser.add_argument("--mib", type=int, default=1024, help="the least, of all weights of a kind")
+    parser.add_argument("--rounds", type=positive, default=15)
+    parser.add_argument("--outputs", type=positive, default=16384, help="of a weight")
+    parser.add_argument("--inputs", type=positive, default=4096, help="of a weight")
+    parser.add_argument(
+        "--mib", type=positive, default=1024, help="the least, of all weights of a kind"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     library = find_library()

@@ -60,7 +60,7 @@ class CpuCores(msgspec.Struct, frozen=True):
         """One line, or "" if there is nothing that a user would not expect."""
         num_cores, parts = sum(map(len, self.nodes)), []
         if self.num_threads < num_cores:
-            parts.append(f"a CPU quota of {self.quota:g} allows {self.num_threads} threads")
+            parts.append(f"a CPU quota of {self.quota:g} allows {self.num_threads} thread(s)")
         if num_ranks > self.num_threads:
             parts.append(f"{num_ranks} ranks share them, which is slow: use fewer")
         elif num_ranks % (num_nodes := len(self.nodes)):
