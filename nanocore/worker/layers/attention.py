@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionSpec, Kernels, KVCache, QKNorm
+from nanocore.kernels.interface import AttentionSpec, KVCache, QKNorm
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.linear import (
     ColumnParallelLinear,
@@ -75,9 +75,9 @@ class Attention:
         self.qkv_proj.weight.pack(partial(packer.attention, num_kept))
         self.o_proj.pack(packer)
 
-    def project(self, x_TE: Tensor, kernels: Kernels) -> Tensor:
+    def project(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """Heads of Q, of K and of V, [T, (H + 2 K) D]; the caller may write over them."""
-        return self.qkv_proj(x_TE, kernels)
+        return self.qkv_proj(x_TE, context)
 
     def __call__(self, x_TE: Tensor, cache: KVCache, context: StepContext) -> Tensor:
         kernels, metadata = context.kernels, context.metadata
@@ -85,7 +85,7 @@ class Attention:
         if self.q_norm and self.k_norm:
             qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         q_THD = kernels.rope_and_store_kv(
-            self.project(x_TE, kernels),
+            self.project(x_TE, context),
             self.num_heads,
             qk_norm,
             context.rotary[self.rotation],
@@ -93,4 +93,4 @@ class Attention:
             metadata,
         )
         out_THD = kernels.paged_attention(q_THD, cache, metadata, self.spec)
-        return self.o_proj(out_THD.flatten(1), kernels)
+        return self.o_proj(out_THD.flatten(1), context)

@@ -12,6 +12,7 @@ import msgspec
 from msgspec.structs import replace
 from torch import Tensor
 
+from nanocore.kernels import Activation
 from nanocore.kernels.interface import AttentionMetadata, Kernels, Rotary
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step_rows import StepRows
@@ -21,7 +22,11 @@ from nanocore.worker.placement import Placement
 
 
 class StepContext(msgspec.Struct, frozen=True):
-    """rotary: of all positions, by what `ModelConfig.rotation` says of a layer."""
+    """What layers see of a step; handed down the call, to linear layers too.
+
+    kernels: the backend. metadata: the step as attention takes it. rotary: of all positions, by
+    what `ModelConfig.rotation` says of a layer.
+    """
 
     kernels: Kernels
     metadata: AttentionMetadata
@@ -100,8 +105,12 @@ class ColumnParallelLinear:
     def pack(self, packer: WeightPacker) -> None:
         self.weight.pack(packer.linear)
 
-    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
-        return kernels.linear(x, self.weight.packed, self.bias)
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
+        return context.kernels.linear(x, self.weight.packed, self.bias)
+
+    def gated(self, x: Tensor, activation: Activation, context: StepContext) -> Tensor:
+        """act(first half) * second half of the result; see `Kernels.gated_linear`."""
+        return context.kernels.gated_linear(x, self.weight.packed, self.bias, activation)
 
     def _projection(self, name: str, rows: RowShard, num_rows: int) -> Projection:
         shape = num_rows, self.in_features
@@ -143,14 +152,14 @@ class RowParallelLinear:
     def pack(self, packer: WeightPacker) -> None:
         self.weight.pack(packer.linear)
 
-    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         is_alone = self.tp.size == 1  # then the bias is added before the result is rounded
-        y = kernels.linear(x, self.weight.packed, self.bias if is_alone else None)
-        return kernels.all_reduce(y, self.tp, None if is_alone else self.bias)
+        y = context.kernels.linear(x, self.weight.packed, self.bias if is_alone else None)
+        return context.kernels.all_reduce(y, self.tp, None if is_alone else self.bias)
 
-    def partial_sum(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def partial_sum(self, x: Tensor, context: StepContext) -> Tensor:
         """This rank's summand, for callers that have more to add before reducing it."""
-        return kernels.linear(x, self.weight.packed)
+        return context.kernels.linear(x, self.weight.packed)
 
 
 class VocabParallelEmbedding:

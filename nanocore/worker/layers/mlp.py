@@ -46,17 +46,14 @@ class GatedMLP:
         self.down_proj.pack(packer)
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        return self.down_proj(self._inner(x_TE, context), context.kernels)
+        return self.down_proj(self._inner(x_TE, context), context)
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """This rank's summand of the result, before biases."""
-        return self.down_proj.partial_sum(self._inner(x_TE, context), context.kernels)
+        return self.down_proj.partial_sum(self._inner(x_TE, context), context)
 
     def _inner(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        gate_up = self.gate_up_proj
-        return context.kernels.gated_linear(
-            x_TE, gate_up.weight.packed, gate_up.bias, self.activation
-        )
+        return self.gate_up_proj.gated(x_TE, self.activation, context)
 
 
 class PlainMLP:
@@ -84,7 +81,5 @@ class PlainMLP:
         self.down_proj.pack(packer)
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        kernels = context.kernels
-        return self.down_proj(
-            kernels.activate(self.up_proj(x_TE, kernels), self.activation), kernels
-        )
+        inner_TI = context.kernels.activate(self.up_proj(x_TE, context), self.activation)
+        return self.down_proj(inner_TI, context)

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import Kernels, KVCache
+from nanocore.kernels.interface import KVCache
 from nanocore.worker.config.family import Family, no_window
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.attention import Attention
@@ -47,8 +47,8 @@ class Olmo2Attention(Attention):
             **self.whole_k_norm.entries(f"{prefix}k_norm"),
         }
 
-    def project(self, x_TE: Tensor, kernels: Kernels) -> Tensor:
-        qkv = super().project(x_TE, kernels)
+    def project(self, x_TE: Tensor, context: StepContext) -> Tensor:
+        kernels, qkv = context.kernels, super().project(x_TE, context)
         q_rows, k_rows, v_rows = self.qkv_proj.parts
         of_ranks = self.tp.all_gather(qkv[:, : -v_rows.size])
         q, k = of_ranks.split((q_rows.size, k_rows.size), dim=2)
