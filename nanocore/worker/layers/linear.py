@@ -22,11 +22,7 @@ from nanocore.worker.placement import Placement
 
 
 class StepContext(msgspec.Struct, frozen=True):
-    """What layers see of a step; handed down the call, to linear layers too.
-
-    kernels: the backend. metadata: the step as attention takes it. rotary: of all positions, by
-    what `ModelConfig.rotation` says of a layer.
-    """
+    """What layers see of a step. rotary: of all positions, by `ModelConfig.rotation`."""
 
     kernels: Kernels
     metadata: AttentionMetadata

@@ -46,14 +46,12 @@ class GatedMLP:
         self.down_proj.pack(packer)
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        return self.down_proj(self._inner(x_TE, context), context)
+        return self.down_proj(self.gate_up_proj.gated(x_TE, self.activation, context), context)
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """This rank's summand of the result, before biases."""
-        return self.down_proj.partial_sum(self._inner(x_TE, context), context)
-
-    def _inner(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        return self.gate_up_proj.gated(x_TE, self.activation, context)
+        inner_TI = self.gate_up_proj.gated(x_TE, self.activation, context)
+        return self.down_proj.partial_sum(inner_TI, context)
 
 
 class PlainMLP:
