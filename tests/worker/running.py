@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.attention_step import make_metadata
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.interface import Kernels
@@ -38,6 +39,7 @@ from nanocore.worker.communication.shared_memory import (
 )
 from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
+from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.loading.formats.checkpoint_format import folder_format
 from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.gguf.gguf_format import GgufFormat
@@ -181,6 +183,13 @@ def make_kernels(backend: str, *, keeps_activations: bool = False) -> Kernels:
     assert library is not None, "nanocore was installed without a C++ compiler"
     cores = sorted(os.sched_getaffinity(0))[:1]
     return CpuKernels(library, cores, keeps_activations=keeps_activations)
+
+
+def step_of(kernels: Kernels) -> StepContext:
+    """A step for layers that see nothing but its kernels."""
+    return StepContext(
+        kernels, make_metadata([(1, 1)], torch.zeros(1, 1, dtype=torch.int32), 16), {}
+    )
 
 
 def run_script(

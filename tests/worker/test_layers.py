@@ -10,14 +10,13 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from benchmarks.attention_step import make_metadata
 from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.layers.linear import RowParallelLinear, StepContext
+from nanocore.worker.layers.linear import RowParallelLinear
 from nanocore.worker.layers.norm import LayerNorm, RMSNorm
 from nanocore.worker.layers.packing import Weight, WeightPacker
 from nanocore.worker.loading.weights import Projection
@@ -26,6 +25,7 @@ from nanocore.worker.models.gemma import Gemma2Model
 from nanocore.worker.placement import Placement
 from tests.model_families import BUILDERS
 from tests.worker.filling import fill, fill_with
+from tests.worker.running import step_of
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -106,8 +106,7 @@ def test_weights_are_filled_then_packed_once_and_filled_no_more(name: str, tmp_p
 def test_a_weight_that_is_not_packed_multiplies_nothing() -> None:
     placement = Placement(torch.float32, CPU)
     layer = RowParallelLinear(placement, 4, 3, "the size")
-    step = make_metadata([(2, 2)], torch.zeros(1, 1, dtype=torch.int32), 16)
-    context = StepContext(TorchKernels(), step, {})
+    context = step_of(TorchKernels())
     with pytest.raises(AssertionError, match="not packed yet"):
         layer(torch.ones(2, 4), context)
     fill_with(2)(layer.entries("a"))

@@ -42,7 +42,7 @@ from nanocore.worker.rank_messages import Quantization
 from tests.model_families import BUILDERS
 from tests.worker.configs import make_worker_config
 from tests.worker.filling import fill
-from tests.worker.running import make_kernels
+from tests.worker.running import make_kernels, step_of
 from tests.worker.toy_format import ToyFormat, stored_tensors
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_projections_are_one_weight_where_they_are_alike_and_segments_elsewhere(
     assert len(layer.weight.packed.segments) == num_segments
     x = random_rows(5, IN_FEATURES)
     expected = x @ torch.cat(list(meaning.values())).t()
-    assert relative_error(layer(x, kernels), expected) < tolerance(kernels, kinds)
+    assert relative_error(layer(x, step_of(kernels)), expected) < tolerance(kernels, kinds)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -141,12 +141,12 @@ def test_ranks_have_their_rows_and_columns_of_what_is_stored(kinds: dict[str, st
         fill(layer.entries(*PARTS), stored)
         x = random_rows(3, IN_FEATURES)
         own = torch.cat([weight.chunk(2)[rank] for weight in meaning.values()])
-        torch.testing.assert_close(layer(x, kernels), x @ own.t())
+        torch.testing.assert_close(layer(x, step_of(kernels)), x @ own.t())
         row_layer = RowParallelLinear(placement, 2 * IN_FEATURES, 48, "the size")
         row_layer.pack(WeightPacker(kernels, torch.float32))
         fill(row_layer.entries("o"), out)
         own = out_meaning.chunk(2, dim=1)[rank]
-        torch.testing.assert_close(row_layer(x, kernels), x @ own.t())
+        torch.testing.assert_close(row_layer(x, step_of(kernels)), x @ own.t())
 
 
 @pytest.mark.parametrize("kind", [None, "four", "float8"])
@@ -164,7 +164,7 @@ def test_projections_that_a_checkpoint_stacks_are_cut_apart(kind: str | None) ->
         assert sum(entry.counted_params for entry in entries.values()) == total * IN_FEATURES
         own = torch.cat([part.chunk(2)[rank] for part in meaning.split([*PARTS.values()])])
         x = random_rows(3, IN_FEATURES)
-        torch.testing.assert_close(layer(x, kernels), x @ own.t())
+        torch.testing.assert_close(layer(x, step_of(kernels)), x @ own.t())
 
 
 def test_a_stored_tensor_of_another_dtype_is_refused(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_what_is_stored_is_loaded_from_files(tmp_path: Path) -> None:
     assert num_bytes == sum(tensor.nbytes for tensor in stored.values())
     x = random_rows(3, IN_FEATURES)
     expected = x @ torch.cat(list(meaning.values())).t()
-    torch.testing.assert_close(layer(x, TorchKernels()), expected)
+    torch.testing.assert_close(layer(x, step_of(TorchKernels())), expected)
 
 
 def test_block_scales_are_joined_only_where_blocks_end() -> None:
