@@ -17,6 +17,7 @@ from typing import Final
 
 from checkpoints import KINDS, Checkpoints
 from peer_process import PeerCommand, PeerError
+from report import positive
 
 _BENCHMARKS: Final = Path(__file__).resolve().parent
 _DRIVERS: Final = _BENCHMARKS / "peers"
@@ -43,10 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                              "are the model in that form: --model {awq}")  # fmt: skip
     parser.add_argument("--driver", action="append", default=[], metavar="NAME=COMMAND",
                         help="another engine, by a driver of yours (see peers/)")  # fmt: skip
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)),
+    parser.add_argument("--threads", type=positive, default=len(os.sched_getaffinity(0)),
                         help="of every engine (default: one per core)")  # fmt: skip
-    parser.add_argument("--max-model-len", type=int, default=2048, help="of ours and of vLLM")
-    parser.add_argument("--kv-cache-gib", type=int, default=2,
+    parser.add_argument("--max-model-len", type=positive, default=2048, help="of ours and of vLLM")
+    parser.add_argument("--kv-cache-gib", type=positive, default=2,
                         help="of ours, of vLLM and of OpenVINO")  # fmt: skip
 
 

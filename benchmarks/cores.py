@@ -114,7 +114,7 @@ def main() -> None:
         print(f"{count}: {report['counts'][str(count)]}", file=sys.stderr, flush=True)
         write_report(arguments.out, report)
     if not report["counts"]:
-        sys.exit(f"cores.py: nothing was measured: there are {len(cores)} cores; see --limit-s")
+        sys.exit(f"cores.py: no count was measured: it may be 1 to {len(cores)}; see --limit-s")
     print(markdown(report))
 
 

@@ -48,12 +48,12 @@ class Olmo2Attention(Attention):
         }
 
     def project(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        kernels, qkv = context.kernels, super().project(x_TE, context)
+        qkv = super().project(x_TE, context)
         q_rows, k_rows, v_rows = self.qkv_proj.parts
         of_ranks = self.tp.all_gather(qkv[:, : -v_rows.size])
         q, k = of_ranks.split((q_rows.size, k_rows.size), dim=2)
-        q = self.whole_q_norm(_joined(q, q_rows), kernels)[:, q_rows.kept]
-        k = self.whole_k_norm(_joined(k, k_rows), kernels)[:, k_rows.kept]
+        q = self.whole_q_norm(_joined(q, q_rows), context.kernels)[:, q_rows.kept]
+        k = self.whole_k_norm(_joined(k, k_rows), context.kernels)[:, k_rows.kept]
         return torch.cat((q, k, qkv[:, -v_rows.size :]), dim=1)
 
 
