@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata
+from nanocore.kernels.attention import AttentionMetadata
 
 
 def make_metadata(

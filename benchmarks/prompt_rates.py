@@ -21,9 +21,9 @@ import torch
 from attention_step import make_metadata
 from report import describe_run, positive, spread, table, with_range, write_report
 
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
-from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
 
 RESULTS: Final = Path(__file__).parent / "results" / "prompt-rates.json"
 LAYERS: Final = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.logit_edits import LogitEdits
-from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.sampling import TokenPlaces
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.plan import NewRow
 from nanocore.worker.sampling.columns import RowColumns, SampledRows, SamplingMetadata

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.gumbel_noise import gumbel_noise
-from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.sampling import TokenPlaces
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.sampling.columns import RowColumns, SampledRows, SamplingMetadata
 from tests.step_plans import make_row

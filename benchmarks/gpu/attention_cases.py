@@ -19,7 +19,8 @@ from torch import Tensor
 from benchmarks.gpu import fa3
 from benchmarks.gpu.kernels import KernelCase, draw, dtype_of
 from benchmarks.gpu.results import Session
-from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, Kernels, KVCache
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format, quantize
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory, KVSpec
 

@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import Kernels, Noise
 from nanocore.kernels.logit_edits import TokenMask
+from nanocore.kernels.sampling import Noise, SamplingKernels
 
 MAX_TOKEN_ID: Final = 0x7FFFFFFF
 NO_TOKEN: Final = -1
@@ -65,7 +65,7 @@ def sampled_token_ids(chosen_R: Tensor) -> Tensor:
 def best_candidate(
     logits_RV: Tensor,
     first_token: int,
-    kernels: Kernels,
+    kernels: SamplingKernels,
     noise: Noise | None = None,
     mask: TokenMask | None = None,
 ) -> Tensor:

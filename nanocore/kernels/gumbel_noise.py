@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import Noise
+from nanocore.kernels.sampling import Noise
 
 _CACHED_VALUES: Final = 1 << 18
 """Logits worked on at a time on a CPU, about what its cache holds with all intermediate results."""
@@ -28,7 +28,7 @@ def cached_rows(x_RV: Tensor) -> Iterator[slice]:
 
 
 def best_with_noise(logits_RV: Tensor, first_token: int, noise: Noise) -> tuple[Tensor, Tensor]:
-    """(the greatest value, its column) of each row with noise; see `interface.Kernels.best_token`.
+    """(the greatest value, its column) of each row with noise; see `SamplingKernels.best_token`.
 
     A value that is not a number is the greatest.
     """

@@ -46,7 +46,7 @@ class TokenLists(msgspec.Struct, frozen=True):
 
 
 class LogitEdits(msgspec.Struct, frozen=True):
-    """Edits of the logits of R rows; see `interface.Kernels.edit_logits`.
+    """Edits of the logits of R rows; see `SamplingKernels.edit_logits`.
 
     token_table: int32 [rows, L]; rows_R: int64, which of its rows. num_prompt_tokens_R,
     num_tokens_R: int64, how many tokens a row's prompt has, and the row in all; what is behind

@@ -21,25 +21,6 @@ class RankGroup(Protocol):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over ranks, the same bits on every rank; x may be overwritten and returned."""
-        ...
-
-
-class RankKernels(Protocol):
-    """Kernels that join a rank's part with those of others; see `interface.Kernels`.
-
-    Shape suffixes: see `interface`.
-    """
-
-    def all_reduce(self, x_TE: Tensor, group: RankGroup, bias_E: Tensor | None = None) -> Tensor:
-        """The sum of x over ranks, rounded to its dtype, and then plus the bias if there is one.
-
-        The same bits on every rank; x may be written over.
-        """
-        ...
-
-    def add(self, x_TE: Tensor, residual_TE: Tensor) -> Tensor:
-        """x + residual: what a stage of layers hands to the next one."""
-        ...
 
 
 class SharedMemoryGroup:

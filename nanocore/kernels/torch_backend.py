@@ -11,22 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels import Activation
+from nanocore.kernels.attention import AttentionMetadata, KVCache, QKNorm, Rotary
 from nanocore.kernels.candidates import NO_TOKEN
 from nanocore.kernels.grouped_weight import QuantizedForm
 from nanocore.kernels.gumbel_noise import best_with_noise, cached_rows
-from nanocore.kernels.interface import (
-    AttentionMetadata,
-    Filters,
-    GraphSupport,
-    KVCache,
-    LogprobTensors,
-    Noise,
-    QKNorm,
-    Replay,
-    Rotary,
-    Routing,
-    SharedExpert,
-)
+from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import (
     FP8,
     Experts,
@@ -41,7 +30,8 @@ from nanocore.kernels.linear_weight import (
 )
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.rank_group import RankGroup
-from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.sampling import Filters, LogprobTensors, Noise, TokenPlaces
+from nanocore.kernels.step import GraphSupport, Replay, StepRows
 from nanocore.kernels.torch_attention import paged_attention, store_kv
 from nanocore.kernels.torch_sampling import edit_logits, filtered, logprobs
 
@@ -261,7 +251,7 @@ def moe(
     weights_TC: Tensor,
     activation: Activation = "silu",
 ) -> Tensor:
-    """The weighted sum of each token's C experts, [T, E]; see `interface.Kernels.moe`.
+    """The weighted sum of each token's C experts, [T, E]; see `LinearKernels.moe`.
 
     expert_ids_TC: int64, below X. weights_TC: rounded to x's dtype.
     """

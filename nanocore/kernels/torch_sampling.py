@@ -3,7 +3,7 @@
 Nothing here waits for a device: shapes follow from what the host knows. Forbidding a token is
 adding minus infinity, so a logit that is not a number stays one, and the row has no token. Adding
 -0.0 changes nothing, not even a zero. Filters sort the whole row; their rules are
-`interface.Filters`, weights are float32 and their sums float64. Shape suffixes: see `interface` and
+`sampling.Filters`, weights are float32 and their sums float64. Shape suffixes: see `interface` and
 `logit_edits`; further, C some of R.
 """
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nanocore.kernels.candidates import logits_of, make_candidates, token_ids_of
 from nanocore.kernels.gumbel_noise import cached_rows
-from nanocore.kernels.interface import Filters, LogprobTensors, Noise
 from nanocore.kernels.logit_edits import LogitEdits, TokenLists
+from nanocore.kernels.sampling import Filters, LogprobTensors, Noise
 
 _SLICE_VALUES: Final = 1 << 22
 """Logits, or tokens of rows, that penalties are worked out for at a time: about 150 MB."""

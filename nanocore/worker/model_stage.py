@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata, Kernels, KVCache, Rotary
-from nanocore.kernels.step_rows import StepRows
+from nanocore.kernels.attention import AttentionMetadata, KVCache, Rotary
+from nanocore.kernels.interface import Kernels
+from nanocore.kernels.step import StepRows
 from nanocore.worker.batch.batch_step import StepInputs
 from nanocore.worker.communication.communicator import StageLinks
 from nanocore.worker.layers.decoder import DecoderModel

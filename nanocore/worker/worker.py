@@ -20,7 +20,7 @@ import xxhash
 
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.kernels.logit_edits import TokenLists, TokenMask
-from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.sampling import TokenPlaces
 from nanocore.protocol.fields import MAX_STOP_TOKEN_IDS
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.system.cpu_cores import kernel_cores

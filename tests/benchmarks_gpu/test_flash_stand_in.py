@@ -20,12 +20,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import fa3
-from nanocore.kernels.interface import (
-    AttentionMetadata,
-    AttentionSpec,
-    GraphSupport,
-    KVCache,
-)
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.step import GraphSupport
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import flash_backend
 from nanocore.kernels.triton.flash_backend import FlashKernels

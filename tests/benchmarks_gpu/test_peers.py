@@ -16,7 +16,7 @@ from benchmarks.gpu import carry_vllm, fa3
 from benchmarks.gpu.results import Records
 from benchmarks.peer_process import PeerCommand, PeerError, PeerProcess
 from benchmarks.workloads import BenchmarkRequest
-from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_backend import TorchKernels
 from tests.kernels.paged_case import PagedCase
 

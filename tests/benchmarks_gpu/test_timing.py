@@ -15,7 +15,7 @@ from benchmarks.gpu.attention_cases import attention_cases
 from benchmarks.gpu.kernels import measure_case
 from benchmarks.gpu.results import Session
 from benchmarks.gpu.shapes import CARDS
-from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch_backend import TorchKernels
 
 CUDA = torch.device("cuda")

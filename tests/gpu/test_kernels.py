@@ -14,20 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanocore.kernels.attention import KVCache, QKNorm, Rotary
 from nanocore.kernels.gumbel_noise import gumbel_noise
-from nanocore.kernels.interface import (
-    Filters,
-    KVCache,
-    Noise,
-    QKNorm,
-    Rotary,
-    Routing,
-    SharedExpert,
-)
 from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import StackedExperts, TokenEmbedding
 from nanocore.kernels.logit_edits import TokenMask
-from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.sampling import Filters, Noise, TokenPlaces
+from nanocore.kernels.step import StepRows
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.paged_attention import paged_attention
 from nanocore.kernels.triton.triton_backend import TritonKernels

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import nanocore.kernels.cpu
 from benchmarks.attention_step import make_metadata
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache, QKNorm, Rotary
 from nanocore.kernels.cpu import library
 from nanocore.kernels.cpu.build import (
     COMPILE_FLAGS,
@@ -26,14 +27,7 @@ from nanocore.kernels.cpu.build import (
     make_once,
 )
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
-from nanocore.kernels.interface import (
-    AttentionMetadata,
-    AttentionSpec,
-    Kernels,
-    KVCache,
-    QKNorm,
-    Rotary,
-)
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.torch_backend import TorchKernels
 from tests.kernels.layered_cache import layered
 

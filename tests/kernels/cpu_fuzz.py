@@ -16,10 +16,10 @@ from torch import Tensor
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library
-from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.rank_group import SharedMemoryGroup
+from nanocore.kernels.sampling import Filters, Noise
 from tests.kernels.cpu_case import PagedCase
 from tests.kernels.moe_case import MoeCase, pack_experts
 from tests.logit_edits_reference import draw_row, edit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanocore.kernels.interface import KVCache
+from nanocore.kernels.attention import KVCache
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory, KVSpec
 

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.logit_edits import TokenMask
+from nanocore.kernels.sampling import Filters, Noise
 
 Result = tuple[Tensor, Tensor]
 

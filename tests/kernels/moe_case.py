@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.grouped_weight import CheckpointWeight, GroupedWeight
-from nanocore.kernels.interface import Kernels, Routing, SharedExpert
+from nanocore.kernels.interface import Kernels
+from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import Experts, ExpertWeights, StackedExperts
 from nanocore.kernels.torch_backend import TorchKernels
 

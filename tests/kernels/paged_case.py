@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_step import make_metadata
-from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.kv_quantization import kv_cache_format, quantize
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch_attention import store_kv

@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanocore.kernels import Activation
+from nanocore.kernels.attention import KVCache, QKNorm, Rotary
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
-from nanocore.kernels.interface import Kernels, KVCache, QKNorm, Rotary
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.worker.rank_messages import Quantization

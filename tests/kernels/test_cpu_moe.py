@@ -7,8 +7,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from nanocore.kernels.attention import AttentionMetadata
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
-from nanocore.kernels.interface import AttentionMetadata, Routing
+from nanocore.kernels.linear import Routing
 from nanocore.kernels.linear_weight import Experts, TokenEmbedding
 from tests.campaign import in_campaign
 from tests.kernels.cpu_case import PagedCase, runnable_libraries

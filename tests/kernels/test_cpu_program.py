@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nanocore.kernels.attention import AttentionMetadata
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.program import (
     SAMPLES,
@@ -18,8 +19,8 @@ from nanocore.kernels.cpu.program import (
     ProgramCapture,
     capture_program,
 )
-from nanocore.kernels.interface import AttentionMetadata, Replay
 from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.step import Replay
 from tests.kernels.cpu_case import PagedCase
 from tests.kernels.layered_cache import layered, parts
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.gumbel_noise import gumbel_noise
-from nanocore.kernels.interface import Filters, Kernels, Noise
+from nanocore.kernels.interface import Kernels
+from nanocore.kernels.sampling import Filters, Noise
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import filtered_sampling
 from nanocore.kernels.triton.triton_backend import TritonKernels

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocore.kernels.interface import AttentionSpec
+from nanocore.kernels.attention import AttentionSpec
 from nanocore.kernels.kv_quantization import (
     QUANTIZED_KV_CACHES,
     KVCacheFormat,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nanocore.kernels import torch_sampling
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
-from nanocore.kernels.interface import Kernels, LogprobTensors
+from nanocore.kernels.interface import Kernels
+from nanocore.kernels.sampling import LogprobTensors
 from nanocore.kernels.torch_backend import TorchKernels
 from tests.campaign import examples
 from tests.kernels.cpu_case import reference_or_backend

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_step import make_metadata
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, Rotary
 from nanocore.kernels.cpu.library import find_library
-from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, Kernels, Rotary
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import QUANTIZED_KV_CACHES, KVCacheFormat, kv_cache_format
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.triton.triton_backend import TritonKernels

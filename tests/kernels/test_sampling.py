@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
-from nanocore.kernels.interface import Kernels, Noise
-from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.interface import Kernels
+from nanocore.kernels.sampling import Noise, TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from tests.campaign import in_campaign

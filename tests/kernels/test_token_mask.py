@@ -18,7 +18,7 @@ from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.logit_edits import TokenMask
-from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.sampling import TokenPlaces
 from tests.kernels.cpu_case import reference_or_backend, runnable_libraries
 from tests.kernels.mask_case import MaskedRows, draw_filters, draw_noise, pack
 

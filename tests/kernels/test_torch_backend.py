@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanocore.kernels import torch_attention
-from nanocore.kernels.interface import AttentionSpec
+from nanocore.kernels.attention import AttentionSpec
 from nanocore.kernels.linear_weight import StackedExperts
 from nanocore.kernels.torch_attention import store_kv
 from nanocore.kernels.torch_backend import TorchKernels, rope

@@ -16,18 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.engine_core.requests.request import Request
-from nanocore.kernels.interface import (
-    AttentionMetadata,
-    AttentionSpec,
-    GraphSupport,
-    Kernels,
-    KVCache,
-    Noise,
-)
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.logit_edits import TokenMask
-from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.sampling import Noise, TokenPlaces
+from nanocore.kernels.step import GraphSupport, StepRows
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step

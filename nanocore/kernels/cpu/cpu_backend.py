@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels import Activation
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache, QKNorm, Rotary
 from nanocore.kernels.cpu.library import Library, NormWeightStruct, StepStruct
 from nanocore.kernels.cpu.program import (
     SAMPLES,
@@ -41,23 +42,12 @@ from nanocore.kernels.cpu.structs import (
 )
 from nanocore.kernels.cpu.weight_packing import TILE_COLUMNS, WeightPacking
 from nanocore.kernels.grouped_weight import CheckpointWeight
-from nanocore.kernels.interface import (
-    AttentionMetadata,
-    AttentionSpec,
-    Filters,
-    KVCache,
-    LogprobTensors,
-    Noise,
-    QKNorm,
-    Replay,
-    Rotary,
-    Routing,
-    SharedExpert,
-)
+from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight, TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.rank_group import RankGroup, SharedMemoryGroup
-from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.sampling import Filters, LogprobTensors, Noise, TokenPlaces
+from nanocore.kernels.step import Replay
 from nanocore.kernels.torch_backend import TorchKernels
 
 logger = logging.getLogger(__name__)

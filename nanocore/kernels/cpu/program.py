@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from nanocore.kernels.attention import AttentionMetadata
 from nanocore.kernels.cpu.library import Library, StepStruct
 from nanocore.kernels.cpu.structs import step_struct
-from nanocore.kernels.interface import AttentionMetadata
 
 TOKENS: Final = -1
 SAMPLES: Final = -2
@@ -145,7 +145,7 @@ class Unknown:
 
 
 class Captured:
-    """Implements `interface.Replay`. rows: of the result, TOKENS or SAMPLES."""
+    """Implements `step.Replay`. rows: of the result, TOKENS or SAMPLES."""
 
     def __init__(self, program: Program, result: Tensor, rows: int) -> None:
         self.program = program

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanocore.kernels.attention import AttentionMetadata, KVCache
 from nanocore.kernels.cpu.grouped_weight import CpuGroupedWeight
 from nanocore.kernels.cpu.library import (
     CacheLayoutStruct,
@@ -25,7 +26,7 @@ from nanocore.kernels.cpu.library import (
     TokenListStruct,
     TokenMaskStruct,
 )
-from nanocore.kernels.interface import AttentionMetadata, KVCache, Routing, SharedExpert
+from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import ExpertWeights, LinearWeight
 from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.rank_group import SharedMemoryGroup

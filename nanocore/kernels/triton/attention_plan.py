@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata
+from nanocore.kernels.attention import AttentionMetadata
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 PART: Final = tl.constexpr(8)

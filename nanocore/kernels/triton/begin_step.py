@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.linear_weight import TokenEmbedding
-from nanocore.kernels.step_rows import StepRows
+from nanocore.kernels.step import StepRows
 
 BLOCK: Final = 1024
 NUM_WARPS: Final = 4

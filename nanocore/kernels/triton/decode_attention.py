@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.triton.attention_plan import (
     MERGE,
     MERGE_BLOCK,

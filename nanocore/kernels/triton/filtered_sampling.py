@@ -7,7 +7,7 @@ that the filters cannot cut below, and put the tokens down to there together in 
 cuts among them (`choose_kernel`), eight ways at a time, on integers that are ordered as the logits
 are, and takes the best kept token with its noise. Sums of weights are float32 within a program's
 threads, and in an order that depends on the row alone. (Cuts by search: FlashInfer, Ye et al. 2024,
-has it for probabilities.) The rules are those of `interface.Filters`.
+has it for probabilities.) The rules are those of `sampling.Filters`.
 
 Tokens that a mask forbids are minus infinity, and such tokens are nowhere counted: none is sampled.
 """
@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.logit_edits import TokenMask
+from nanocore.kernels.sampling import Filters, Noise
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 from nanocore.kernels.triton.sampling import (
     allowed,

@@ -22,7 +22,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, GraphSupport, KVCache
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.step import GraphSupport
 from nanocore.kernels.triton.triton_backend import TritonKernels
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels import Activation
-from nanocore.kernels.interface import SharedExpert
+from nanocore.kernels.linear import SharedExpert
 from nanocore.kernels.linear_weight import StackedExperts
 from nanocore.kernels.triton.gate import apply_gate
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
@@ -117,7 +117,7 @@ def moe(
     *,
     batch_invariant: bool = False,
 ) -> Tensor:
-    """See `interface.Kernels.moe`; experts and weights are those of `route`.
+    """See `LinearKernels.moe`; experts and weights are those of `route`.
 
     With batch_invariant the tile does not depend on T.
     """

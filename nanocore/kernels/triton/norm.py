@@ -2,7 +2,7 @@
 
 A row is read once where it fits registers.
 
-Statistics are float32. The order of rounding is that of `interface.Kernels.rms_norm`: x / rms(x) to
+Statistics are float32. The order of rounding is that of `StepKernels.rms_norm`: x / rms(x) to
 the weight's dtype, times the weight, to x's dtype; the sum of a residual is rounded to x's dtype
 before it is looked at, and takes the residual's place unless rows are selected: one may be selected
 twice. Rows are independent of each other. (Zhang and Sennrich 2019.)

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.triton.attention_plan import (
     Items,
     PartSums,
@@ -183,7 +183,7 @@ def paged_attention(
     num_sms: int,
     batch_invariant: bool,
 ) -> Tensor:
-    """See `interface.Kernels.paged_attention`. q_THD may have gaps between tokens.
+    """See `AttentionKernels.paged_attention`. q_THD may have gaps between tokens.
 
     Padding within the step, sequences of length 0, gets zeros from the kernels.
     """

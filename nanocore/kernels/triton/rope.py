@@ -4,7 +4,7 @@ Q and K are normed head by head, if the model does so, and turned by their posit
 et al. 2021; dimension i of the first half that is turned pairs with i of the second); K and V go to
 their slots, quantized if the cache is. A program takes some heads of one token, all of Q, of K or
 of V. A head is three pieces, the two halves and what is not turned, for they need not be powers of
-two. Computed in float32; rounded where `interface.Kernels.rms_norm` says, and once after turning.
+two. Computed in float32; rounded where `StepKernels.rms_norm` says, and once after turning.
 
 Q is written over the product, whose memory is at hand, and nothing is allocated. That is safe: only
 the thread that writes a number reads it. Each token's results depend on that token alone.
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata, KVCache, QKNorm, Rotary
+from nanocore.kernels.attention import AttentionMetadata, KVCache, QKNorm, Rotary
 from nanocore.kernels.triton.attention_tile import block_offset
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.interface import Routing
+from nanocore.kernels.linear import Routing
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 PLAN_WARPS: Final = 8
@@ -148,7 +148,7 @@ def plan_kernel(
 
 
 def route(routing: Routing) -> tuple[Tensor, Tensor]:
-    """(expert ids, int32 [T, C]; their weights, float32 [T, C]); see `interface.Routing`."""
+    """(expert ids, int32 [T, C]; their weights, float32 [T, C]); see `Routing`."""
     logits_TX, num_chosen = routing.logits_TX, routing.num_chosen
     num_tokens, num_experts = logits_TX.shape
     assert logits_TX.stride(1) == 1

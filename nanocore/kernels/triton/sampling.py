@@ -17,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nanocore.kernels.interface import Noise
 from nanocore.kernels.logit_edits import TokenMask
-from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.sampling import Noise, TokenPlaces
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 _PART: Final = 2048

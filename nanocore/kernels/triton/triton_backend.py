@@ -23,16 +23,10 @@ import triton
 from torch import Tensor
 
 from nanocore.kernels import Activation
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.group_quantization import quantize_groups
 from nanocore.kernels.grouped_weight import CheckpointWeight, Float8Weight, GroupedWeight
-from nanocore.kernels.interface import (
-    AttentionMetadata,
-    AttentionSpec,
-    GraphSupport,
-    KVCache,
-    Routing,
-    SharedExpert,
-)
+from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import (
     FP8,
     Experts,
@@ -43,7 +37,7 @@ from nanocore.kernels.linear_weight import (
     pack_output_scales,
     pack_rows,
 )
-from nanocore.kernels.step_rows import StepRows
+from nanocore.kernels.step import GraphSupport, StepRows
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import (
     filtered_sampling,

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata
+from nanocore.kernels.attention import AttentionMetadata
 from nanocore.worker.plan import SchedulerOutput
 
 _INT32 = np.dtype("<i4")

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata
-from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.attention import AttentionMetadata
+from nanocore.kernels.sampling import TokenPlaces
 from nanocore.worker.batch.batch_step import BatchStep, StepInputs, StepOrder, ints, running_counts
 from nanocore.worker.batch.block_table import AppendedBlocks, BlockTable
 from nanocore.worker.plan import NewRow, SchedulerOutput

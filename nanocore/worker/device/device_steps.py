@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata
+from nanocore.kernels.attention import AttentionMetadata
 from nanocore.kernels.logit_edits import TokenLists, TokenMask
 from nanocore.worker.batch.batch_step import BatchStep
 from nanocore.worker.batch.block_table import AppendedBlocks

@@ -11,7 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata, Kernels, Replay
+from nanocore.kernels.attention import AttentionMetadata
+from nanocore.kernels.interface import Kernels
+from nanocore.kernels.step import Replay
 from nanocore.worker.communication.communicator import StageLinks
 
 CapturablePart = Callable[[Tensor | None, Tensor, AttentionMetadata, Tensor], Tensor]

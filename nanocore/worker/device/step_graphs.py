@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import GraphSupport
+from nanocore.kernels.step import GraphSupport
 from nanocore.protocol.errors import WorkerError
 from nanocore.worker.batch.batch_step import BatchStep
 from nanocore.worker.device.step_memory import StagedColumns, StepFields, StepShape, num_bytes

@@ -19,7 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.step_rows import StepRows, TokenPlaces
+from nanocore.kernels.sampling import TokenPlaces
+from nanocore.kernels.step import StepRows
 from nanocore.worker.batch.batch_step import BatchStep, ints
 from nanocore.worker.batch.block_table import AppendedBlocks
 from nanocore.worker.plan import SchedulerOutput

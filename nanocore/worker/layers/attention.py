@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionSpec, KVCache, QKNorm
+from nanocore.kernels.attention import AttentionSpec, KVCache, QKNorm
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.linear import (
     ColumnParallelLinear,

@@ -13,8 +13,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import Kernels, KVCache, Rotary
-from nanocore.kernels.step_rows import StepRows
+from nanocore.kernels.attention import KVCache, Rotary
+from nanocore.kernels.interface import Kernels
+from nanocore.kernels.step import StepRows
 from nanocore.worker.config.family import Family
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.attention import Attention

@@ -13,9 +13,10 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels import Activation
-from nanocore.kernels.interface import AttentionMetadata, Kernels, Rotary
+from nanocore.kernels.attention import AttentionMetadata, Rotary
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import TokenEmbedding
-from nanocore.kernels.step_rows import StepRows
+from nanocore.kernels.step import StepRows
 from nanocore.worker.layers.packing import Weight, WeightPacker
 from nanocore.worker.loading.weights import Entries, LoadedSlice, Projection, TensorEntry, whole
 from nanocore.worker.placement import Placement

@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from nanocore.kernels.grouped_weight import CheckpointWeight
-from nanocore.kernels.interface import Routing, SharedExpert
+from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.decoder import MLP, DecoderLayer

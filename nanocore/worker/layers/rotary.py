@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import Rotary
+from nanocore.kernels.attention import Rotary
 from nanocore.worker.config.rope_config import RopeConfig
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import KVCache
+from nanocore.kernels.attention import KVCache
 from nanocore.kernels.kv_quantization import KVCacheFormat
 
 ALIGNMENT_BYTES: Final = 64

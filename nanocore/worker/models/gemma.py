@@ -10,7 +10,7 @@ from typing import Any, Final
 from msgspec.structs import replace
 from torch import Tensor
 
-from nanocore.kernels.interface import KVCache
+from nanocore.kernels.attention import KVCache
 from nanocore.worker.config.family import Family, Softcap, no_window, window_with_gaps
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig

@@ -11,7 +11,7 @@ from typing import ClassVar, Final
 from msgspec.structs import replace
 from torch import Tensor
 
-from nanocore.kernels.interface import KVCache
+from nanocore.kernels.attention import KVCache
 from nanocore.worker.config.family import Family, no_window
 from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.config.model_config import ModelConfig

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import KVCache
+from nanocore.kernels.attention import KVCache
 from nanocore.worker.config.family import Family, no_window
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.attention import Attention

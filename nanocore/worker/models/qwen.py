@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanocore.kernels.interface import SharedExpert
+from nanocore.kernels.linear import SharedExpert
 from nanocore.worker.config.family import Family, window_if_asked
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.decoder import DecoderModel

@@ -19,9 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.interface import Filters, Noise
 from nanocore.kernels.logit_edits import LogitEdits, TokenLists
-from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.sampling import Filters, Noise, TokenPlaces
 from nanocore.protocol.fields import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.interface import LogprobTensors
+from nanocore.kernels.sampling import LogprobTensors
 from nanocore.worker.plan import RowLogprobs
 from nanocore.worker.sampling.requested_outputs import (
     LogprobRequests,

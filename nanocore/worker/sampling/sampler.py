@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.candidates import best_candidate, sampled_token_ids
-from nanocore.kernels.interface import Kernels, LogprobTensors, Noise
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.logit_edits import TokenMask
-from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.sampling import LogprobTensors, Noise, TokenPlaces
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 

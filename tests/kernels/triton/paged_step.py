@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format, quantize
 from nanocore.kernels.torch_attention import store_kv
 from nanocore.kernels.triton.paged_attention import paged_attention

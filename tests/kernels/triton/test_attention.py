@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import KVCache
+from nanocore.kernels.attention import KVCache
 from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
 from nanocore.kernels.triton.paged_attention import (
     PrefillTiles,

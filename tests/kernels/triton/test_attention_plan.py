@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
-from nanocore.kernels.interface import AttentionMetadata, AttentionSpec
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec
 from nanocore.kernels.triton import attention_plan, decode_attention
 from nanocore.kernels.triton import paged_attention as chunks_module
 from nanocore.kernels.triton.attention_plan import Items, plan_step

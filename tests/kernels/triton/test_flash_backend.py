@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionSpec
+from nanocore.kernels.attention import AttentionSpec
 from nanocore.kernels.triton import flash_backend
 from nanocore.kernels.triton.flash_backend import FlashKernels
 from nanocore.protocol.errors import ConfigError

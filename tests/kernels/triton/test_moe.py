@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels import torch_backend
-from nanocore.kernels.interface import Routing, SharedExpert
+from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import StackedExperts
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.moe import choose_tile, moe

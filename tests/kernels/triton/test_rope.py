@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.interface import AttentionMetadata, KVCache, QKNorm, Rotary
+from nanocore.kernels.attention import AttentionMetadata, KVCache, QKNorm, Rotary
 from nanocore.kernels.kv_quantization import QUANTIZED_KV_CACHES, scale_dtype
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton.rope import rope_and_store_kv

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels import torch_backend
-from nanocore.kernels.interface import Routing
+from nanocore.kernels.linear import Routing
 from nanocore.kernels.triton import routing as module
 from nanocore.kernels.triton.routing import plan, route
 

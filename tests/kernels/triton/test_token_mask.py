@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanocore.kernels.step_rows import TokenPlaces
+from nanocore.kernels.sampling import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import filtered_sampling, sampling
 from tests.campaign import in_campaign

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
-from nanocore.kernels.interface import Kernels, Noise
+from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import quantize_weight, widen
+from nanocore.kernels.sampling import Noise, TokenPlaces
 from nanocore.kernels.select import select_kernels
-from nanocore.kernels.step_rows import TokenPlaces
 from nanocore.kernels.torch_backend import TorchKernels
 from nanocore.kernels.triton import decode_attention, triton_backend
 from nanocore.kernels.triton.triton_backend import TritonKernels
