@@ -21,7 +21,7 @@ from benchmarks.gpu.shapes import Rates, rates
 from benchmarks.gpu.timing import synchronize, time_call
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.select import select_kernels
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 
 MAX_ERROR: Final = 0.02
 """bfloat16 operands and results: 1e-3 to 1e-2 of the norm."""

@@ -18,7 +18,7 @@ from benchmarks.gpu.results import Session, UnavailableError
 from benchmarks.gpu.shapes import Model, models, weight_bytes
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import LinearWeight, pack_output_scales
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 
 FORMS: Final = (None, "int8", "int4", "fp8")
 

@@ -25,7 +25,7 @@ from benchmarks.gpu.attention_cases import Heads, make_step
 from benchmarks.gpu.engine import LocalEngine
 from benchmarks.gpu.kernels import MAX_ERROR, kernels_of
 from benchmarks.gpu.results import Measurements, Results, Session, uses_pdl
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.worker.device.device_stream import CudaGraphCapture
 
 ROOT: Final = Path(__file__).resolve().parents[2]

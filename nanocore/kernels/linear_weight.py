@@ -48,10 +48,13 @@ class LinearWeight:
         own = self.data.nbytes + (self.scale_O.nbytes if self.scale_O is not None else 0)
         return own + sum(segment.num_bytes for segment in self.segments)
 
-    def bias_of(self, bias_O: Tensor | None) -> list[Tensor | None]:
-        if bias_O is None:
-            return [None] * len(self.segments)
-        return list(bias_O.split([segment.out_features for segment in self.segments]))
+    def parts(self, bias_O: Tensor | None) -> list[tuple[LinearWeight, Tensor | None]]:
+        """The segments, or the weight itself, each with its part of the bias."""
+        weights = self.segments or (self,)
+        if bias_O is None or not self.segments:
+            return [(weight, bias_O) for weight in weights]
+        sizes = [weight.out_features for weight in weights]
+        return list(zip(weights, bias_O.split(sizes), strict=True))
 
 
 def in_segments(weights: Sequence[LinearWeight]) -> LinearWeight:

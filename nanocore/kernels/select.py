@@ -12,7 +12,7 @@ import torch
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 
 logger = logging.getLogger(__name__)
 

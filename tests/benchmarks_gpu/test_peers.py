@@ -17,7 +17,7 @@ from benchmarks.gpu.results import Records
 from benchmarks.peer_process import PeerCommand, PeerError, PeerProcess
 from benchmarks.workloads import BenchmarkRequest
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from tests.kernels.paged_case import PagedCase
 
 pytestmark = pytest.mark.campaign

@@ -17,7 +17,7 @@ from benchmarks.gpu.product_cases import product_cases
 from benchmarks.gpu.results import Session, UnavailableError
 from benchmarks.gpu.tile_shapes import TileCase, cases, measure_case
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.grouped_packing import GroupedLinear
 from nanocore.kernels.triton.paged_attention import PrefillTiles
 from nanocore.kernels.triton.triton_backend import TritonKernels

@@ -16,7 +16,7 @@ from benchmarks.gpu.kernels import measure_case
 from benchmarks.gpu.results import Session
 from benchmarks.gpu.shapes import CARDS
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 
 CUDA = torch.device("cuda")
 CALL, FLUSH = "call", "flush"

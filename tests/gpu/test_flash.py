@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.gpu import fa3
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.flash_backend import FlashKernels
 from nanocore.worker.device.device_stream import CudaGraphCapture
 from tests.gpu.targets import CUDA_MARKS, Target

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.device.device import check_quantized_linear
 from nanocore.worker.device.device_stream import CudaGraphCapture

@@ -22,7 +22,7 @@ from nanocore.kernels.linear_weight import StackedExperts, TokenEmbedding
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.sampling import Filters, Noise, TokenPlaces
 from nanocore.kernels.step import StepRows
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.paged_attention import paged_attention
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from tests.gpu.targets import CUDA_MARKS

@@ -28,7 +28,7 @@ from nanocore.kernels.cpu.build import (
 )
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from tests.kernels.layered_cache import layered
 
 SOURCE = Path(nanocore.kernels.cpu.__file__).parent / "program.cpp"

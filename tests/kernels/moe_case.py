@@ -12,7 +12,7 @@ from nanocore.kernels.grouped_weight import CheckpointWeight, GroupedWeight
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import Experts, ExpertWeights, StackedExperts
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 
 Stored = list[tuple[CheckpointWeight, CheckpointWeight, CheckpointWeight]]
 """Gate, up and down of each expert."""

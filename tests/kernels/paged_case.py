@@ -12,7 +12,7 @@ from benchmarks.attention_step import make_metadata
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.kv_quantization import kv_cache_format, quantize
 from nanocore.kernels.select import select_kernels
-from nanocore.kernels.torch_attention import store_kv
+from nanocore.kernels.torch.attention import store_kv
 from tests.kernels.layered_cache import layered
 
 HEAD_DIM = 16

@@ -26,7 +26,7 @@ from nanocore.kernels.attention import KVCache, QKNorm, Rotary
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import TokenEmbedding
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.worker.rank_messages import Quantization
 from tests.campaign import examples
 from tests.kernels import cpu_case

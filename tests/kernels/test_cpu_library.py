@@ -15,7 +15,7 @@ from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library, find_library
 from nanocore.kernels.select import select_kernels
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.device.device import make_kernels
 from tests.kernels import cpu_case

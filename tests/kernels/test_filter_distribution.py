@@ -27,8 +27,8 @@ from transformers.generation.logits_process import (
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.kernels.sampling import Filters, Noise
-from nanocore.kernels.torch_backend import TorchKernels
-from nanocore.kernels.torch_sampling import filtered
+from nanocore.kernels.torch.backend import TorchKernels
+from nanocore.kernels.torch.sampling import filtered
 from nanocore.protocol.fields import MAX_INT32
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler

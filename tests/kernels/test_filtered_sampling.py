@@ -15,7 +15,7 @@ from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.gumbel_noise import gumbel_noise
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.sampling import Filters, Noise
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import filtered_sampling
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from tests.campaign import examples, in_campaign

@@ -15,7 +15,7 @@ from nanocore.kernels.kv_quantization import (
     quantize,
     scale_dtype,
 )
-from nanocore.kernels.torch_attention import store_kv
+from nanocore.kernels.torch.attention import store_kv
 from tests.kernels.paged_case import PagedCase
 
 INT8, FP8 = (kv_cache_format(name, torch.bfloat16) for name in ("int8", "fp8"))

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels import torch_sampling
 from nanocore.kernels.candidates import NO_TOKEN
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch import sampling as torch_sampling
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler

@@ -22,7 +22,7 @@ from transformers import (
 
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.select import select_kernels
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.logit_edits_reference import EditedRow, edit
 

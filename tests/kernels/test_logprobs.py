@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanocore.kernels import torch_sampling
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.sampling import LogprobTensors
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch import sampling as torch_sampling
+from nanocore.kernels.torch.backend import TorchKernels
 from tests.campaign import examples
 from tests.kernels.cpu_case import reference_or_backend
 

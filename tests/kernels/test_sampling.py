@@ -11,7 +11,7 @@ from torch import Tensor
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.sampling import Noise, TokenPlaces
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from tests.campaign import in_campaign
 from tests.kernels.cpu_case import runnable_libraries

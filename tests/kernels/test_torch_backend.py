@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nanocore.kernels import torch_attention
 from nanocore.kernels.attention import AttentionSpec
 from nanocore.kernels.linear_weight import StackedExperts
-from nanocore.kernels.torch_attention import store_kv
-from nanocore.kernels.torch_backend import TorchKernels, rope
-from nanocore.kernels.torch_backend import moe as moe_of
+from nanocore.kernels.torch import attention as torch_attention
+from nanocore.kernels.torch.attention import rope, store_kv
+from nanocore.kernels.torch.backend import TorchKernels
+from nanocore.kernels.torch.linear import weighted_experts
 from tests.campaign import examples
 from tests.kernels.layered_cache import layered
 from tests.kernels.paged_case import HEAD_DIM, PLAIN, PagedCase
@@ -128,7 +128,7 @@ def test_gelu_gates_by_the_tanh_approximation() -> None:
 
 
 def moe(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> Tensor:
-    return moe_of(x, StackedExperts(gate_up, down), *rest)
+    return weighted_experts(x, StackedExperts(gate_up, down), *rest)
 
 
 def make(tokens: int, experts: int, chosen: int, hidden: int, inner: int) -> list[Tensor]:

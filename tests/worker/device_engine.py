@@ -23,7 +23,7 @@ from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.sampling import Noise, TokenPlaces
 from nanocore.kernels.step import GraphSupport, StepRows
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.protocol.sampling import EngineSamplingParams

@@ -26,7 +26,7 @@ from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.sampling import TokenPlaces
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.batch.batch_step import BatchStep
 from nanocore.worker.batch.input_batch import InputBatch

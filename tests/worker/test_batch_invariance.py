@@ -25,7 +25,7 @@ from torch import Tensor
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.dry_run import dry_run

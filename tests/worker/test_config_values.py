@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanocore.kernels.torch_backend import gated
+from nanocore.kernels.torch.linear import gated
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.config_json import MAX_EXPERTS, MAX_LAYERS
 from nanocore.worker.config.json_settings import Settings

@@ -14,7 +14,7 @@ from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import FP8, LinearWeight
 from nanocore.kernels.select import select_kernels
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.cost.rank_cost import rank_cost

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear_weight import LinearWeight
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.config.model_config import ModelConfig

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.device import step_graphs
 from nanocore.worker.device.device_steps import DeviceQueue

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanocore.kernels.linear_weight import LinearWeight
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.dry_run import dry_run

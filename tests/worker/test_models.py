@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear_weight import LinearWeight
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights

@@ -16,7 +16,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 
 from nanocore.kernels.kv_quantization import kv_cache_format
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.worker.communication.shared_memory import BUFFER_BYTES, create_group_region
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.loading.loader import load_weights

@@ -22,7 +22,7 @@ from nanocore.kernels.grouped_weight import Float8Weight, GroupedWeight, join_ad
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import FP8
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.cost.model_cost import ModelCost

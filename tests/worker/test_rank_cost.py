@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanocore.demo_model import demo_model_folder
-from nanocore.kernels import torch_backend
 from nanocore.kernels.kv_quantization import kv_cache_format
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch import linear as torch_linear
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.worker.cost.model_cost import (
     AttentionCost,
     MachineSpeed,
@@ -68,7 +68,7 @@ def test_the_demo_model_by_hand() -> None:
 def test_torch_counts_as_many_operations(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_backend, "_can_be_grouped", lambda *_: False)
+    monkeypatch.setattr(torch_linear, "_can_be_grouped", lambda *_: False)
     folder = BUILDERS[name](tmp_path)
     num_prompt, num_output = 20, 3
     script = write_script([list(range(5, 5 + num_prompt))], [[7] * num_output])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanocore.kernels.torch_backend import rope
+from nanocore.kernels.torch.attention import rope
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.rope_config import RopeConfig, read_shared_rope
 from nanocore.worker.layers.rotary import (

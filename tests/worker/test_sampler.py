@@ -18,7 +18,7 @@ from nanocore.kernels.candidates import logits_of, make_candidates, token_ids_of
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.sampling import TokenPlaces
 from nanocore.kernels.select import select_kernels
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 from nanocore.worker.sampling.sampler import TokenSampler

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler
 from tests.sampling_reference import Settings, filter_logits, make_rows, places_at

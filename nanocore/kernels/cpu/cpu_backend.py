@@ -48,7 +48,7 @@ from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.rank_group import RankGroup, SharedMemoryGroup
 from nanocore.kernels.sampling import Filters, LogprobTensors, Noise, TokenPlaces
 from nanocore.kernels.step import Replay
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +173,7 @@ class CpuKernels(TorchKernels):
         self._run("select", out_RE, x_TE.data_ptr(), x_TE.shape[1], out_RE.data_ptr())
         return out_RE
 
-    def pack_experts(self, weights: ExpertWeights) -> PackedExperts:
+    def pack_experts(self, weights: ExpertWeights) -> PackedExperts:  # type: ignore[override]
         return PackedExperts(weights)
 
     def moe(
@@ -323,10 +323,8 @@ class CpuKernels(TorchKernels):
     ) -> Tensor:
         width = weight.out_features // 2 if gate else weight.out_features
         out_TO = self._empty(x_TI, width, out_dtype)
-        segments = weight.segments or (weight,)
-        biases = weight.bias_of(bias_O) if weight.segments else [bias_O]
         start = out_TO.data_ptr()
-        for segment, bias in zip(segments, biases, strict=True):
+        for segment, bias in weight.parts(bias_O):
             self._run(
                 "linear", x_TI, x_TI.data_ptr(), x_TI.stride(0), byref(weight_struct(segment)),
                 None if bias is None else bias.data_ptr(), gate, DTYPES[out_dtype], start,

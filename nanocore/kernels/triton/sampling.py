@@ -74,7 +74,7 @@ def first_best(values, columns) -> tuple:
 
 @triton.jit
 def column_or_none(best, column) -> tl.tensor:
-    """int64; -1 (`torch_backend.NO_TOKEN`) where the best value is not finite."""
+    """int64; -1 (`candidates.NO_TOKEN`) where the best value is not finite."""
     return tl.where(tl.abs(best) < float("inf"), column.to(tl.int64), -1)
 
 

@@ -38,7 +38,7 @@ from nanocore.kernels.linear_weight import (
     pack_rows,
 )
 from nanocore.kernels.step import GraphSupport, StepRows
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import (
     filtered_sampling,
     gate,
@@ -129,7 +129,8 @@ class TritonKernels(TorchKernels):
 
     def linear(self, x_TI: Tensor, weight: LinearWeight, bias_O: Tensor | None = None) -> Tensor:
         if weight.segments:
-            return self._linear_in_segments(x_TI, weight, bias_O)
+            parts = weight.parts(bias_O)
+            return torch.cat([self.linear(x_TI, *part) for part in parts], dim=1)
         if isinstance(weight, GroupedLinear):
             return grouped_linear.linear(x_TI, weight, bias_O, batch_invariant=self.batch_invariant)
         if weight.dtype == FP8:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.cost.model_cost import AttentionCost, ModelCost
 from nanocore.worker.layers.decoder import DecoderModel

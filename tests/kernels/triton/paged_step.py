@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format, quantize
-from nanocore.kernels.torch_attention import store_kv
+from nanocore.kernels.torch.attention import store_kv
 from nanocore.kernels.triton.paged_attention import paged_attention
 from tests.kernels.layered_cache import layered
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanocore.kernels.linear_weight import TokenEmbedding, pack_output_scales
 from nanocore.kernels.step import StepRows
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import begin_step as module
 from nanocore.kernels.triton.begin_step import begin_step
 from tests.campaign import in_campaign

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.linear_weight import FP8, LinearWeight, quantize_rows
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.fp8_linear import fp8_linear, quantize_tokens
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from tests.kernels.fp8_numbers import E4M3, rounded

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.linear_weight import FP8, TokenEmbedding
-from nanocore.kernels.torch_backend import gated
+from nanocore.kernels.torch.linear import gated
 from nanocore.kernels.triton import grouped_linear
 from nanocore.kernels.triton.grouped_linear import choose_tile, gated_linear, linear
 from nanocore.kernels.triton.grouped_packing import GroupedLinear, pack_float8, pack_groups

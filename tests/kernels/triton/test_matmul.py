@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanocore.kernels.linear_weight import LinearWeight, pack_output_scales
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import matmul
 from nanocore.kernels.triton.matmul import Tile, choose_tile, gated_linear, linear
 from tests.campaign import in_campaign

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels import torch_backend
 from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import StackedExperts
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
+from nanocore.kernels.torch.linear import add_shared, weighted_experts
 from nanocore.kernels.triton.moe import choose_tile, moe
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from tests.campaign import in_campaign
@@ -37,7 +37,7 @@ def make(tokens: int, experts: int, chosen: int, hidden: int, inner: int) -> lis
 
 
 def assert_as_reference(args: list[Any]) -> None:
-    torch.testing.assert_close(moe(*args), torch_backend.moe(*args), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(moe(*args), weighted_experts(*args), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("hidden", "inner"), [*in_campaign((16, 8), (7, 5)), (40, 35)])
@@ -52,7 +52,7 @@ def test_each_token_gets_its_experts_by_its_weights(
 def test_experts_may_have_another_activation() -> None:
     args = make(20, 4, 2, 16, 8)
     out = moe(*args, "gelu")
-    torch.testing.assert_close(out, torch_backend.moe(*args, "gelu"), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, weighted_experts(*args, "gelu"), atol=1e-5, rtol=1e-5)
     assert not torch.allclose(out, moe(*args), atol=1e-2)
 
 
@@ -67,7 +67,7 @@ def test_the_shared_expert_is_added_behind_its_gate(dtype: torch.dtype) -> None:
     shared = SharedExpert(gate, out[:, :16])
     chosen = moe(*args)
     with_shared = moe(*args, shared=shared)
-    expected = torch_backend.add_shared(chosen, shared)
+    expected = add_shared(chosen, shared)
     torch.testing.assert_close(with_shared, expected)
     assert not torch.allclose(with_shared, chosen, atol=1e-2)
 

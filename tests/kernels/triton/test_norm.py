@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import norm
 
 REFERENCE = TorchKernels()

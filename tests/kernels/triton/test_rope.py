@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata, KVCache, QKNorm, Rotary
 from nanocore.kernels.kv_quantization import QUANTIZED_KV_CACHES, scale_dtype
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.rope import rope_and_store_kv
 from tests.campaign import in_campaign
 from tests.kernels.layered_cache import layered

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanocore.kernels import torch_backend
 from nanocore.kernels.linear import Routing
+from nanocore.kernels.torch import linear as torch_linear
 from nanocore.kernels.triton import routing as module
 from nanocore.kernels.triton.routing import plan, route
 
@@ -45,7 +45,7 @@ def test_tokens_choose_the_experts_that_transformers_chooses(
     if logits.max() <= 1.0 and logits.min() >= 0.0:
         pytest.fail("these are probabilities, and not what our routing begins with")
     routing = Routing(logits.detach(), chosen, is_normalized)
-    for chosen_ids, chosen_weights in (route(routing), torch_backend.route(routing)):
+    for chosen_ids, chosen_weights in (route(routing), torch_linear.route(routing)):
         assert torch.equal(chosen_ids.long(), ids)
         torch.testing.assert_close(chosen_weights, weights.float())
 
@@ -59,7 +59,7 @@ def test_of_equal_experts_the_smaller_numbers_come_first(experts: int) -> None:
     assert ids.tolist() == [[0, 1, 2], [1, 4, 0], [0, 1, 2]]
     probs = logits.softmax(-1)
     torch.testing.assert_close(weights, probs.gather(1, ids.long()))
-    expected = torch_backend.route(Routing(logits, 3, is_normalized=False))[1]
+    expected = torch_linear.route(Routing(logits, 3, is_normalized=False))[1]
     torch.testing.assert_close(weights, expected)  # whichever torch takes
 
 
@@ -87,7 +87,7 @@ def test_a_token_that_is_not_a_number_takes_experts_that_there_are(garbage: floa
 def test_logits_may_lie_apart_and_be_of_half_precision() -> None:
     logits = draw(4, 20).half()[:, :10]
     ids, weights = route(Routing(logits, 2, is_normalized=True))
-    expected_ids, expected_weights = torch_backend.route(Routing(logits, 2, is_normalized=True))
+    expected_ids, expected_weights = torch_linear.route(Routing(logits, 2, is_normalized=True))
     assert torch.equal(ids.long(), expected_ids)
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights, expected_weights)

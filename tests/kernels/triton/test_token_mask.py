@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanocore.kernels.sampling import TokenPlaces
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import filtered_sampling, sampling
 from tests.campaign import in_campaign
 from tests.kernels.mask_case import MaskedRows, draw_filters, draw_noise

@@ -20,7 +20,7 @@ from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import quantize_weight, widen
 from nanocore.kernels.sampling import Noise, TokenPlaces
 from nanocore.kernels.select import select_kernels
-from nanocore.kernels.torch_backend import TorchKernels
+from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import decode_attention, triton_backend
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.device import step_graphs

@@ -1,4 +1,4 @@
-"""Sampling's reference in plain torch: edits of logits, filters, log probabilities.
+"""Sampling in plain torch: edits of logits, noise, filters, log probabilities.
 
 Nothing here waits for a device: shapes follow from what the host knows. Forbidding a token is
 adding minus infinity, so a logit that is not a number stays one, and the row has no token. Adding
@@ -14,10 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from nanocore.kernels.candidates import logits_of, make_candidates, token_ids_of
-from nanocore.kernels.gumbel_noise import cached_rows
-from nanocore.kernels.logit_edits import LogitEdits, TokenLists
-from nanocore.kernels.sampling import Filters, LogprobTensors, Noise
+from nanocore.kernels.candidates import NO_TOKEN, logits_of, make_candidates, token_ids_of
+from nanocore.kernels.gumbel_noise import best_with_noise, cached_rows
+from nanocore.kernels.logit_edits import LogitEdits, TokenLists, TokenMask
+from nanocore.kernels.sampling import Filters, LogprobTensors, Noise, TokenPlaces
 
 _SLICE_VALUES: Final = 1 << 22
 """Logits, or tokens of rows, that penalties are worked out for at a time: about 150 MB."""
@@ -114,6 +114,43 @@ def _penalise(logits_CV: Tensor, edits: LogitEdits, some: slice) -> None:
     logits_CV.copy_(less_CV.where(counts_CV > 0, logits_CV))
 
 
+def best_token(
+    logits_RV: Tensor,
+    first_token: int,
+    noise: Noise | None = None,
+    places: TokenPlaces | None = None,
+    mask: TokenMask | None = None,
+) -> tuple[Tensor, Tensor]:
+    logits_RV = allowed_logits(logits_RV, first_token, mask)
+    if noise is None:
+        value_R, column_R = logits_RV.max(dim=1)
+    else:
+        value_R, column_R = best_with_noise(logits_RV, first_token, noise)
+    column_R = column_R.masked_fill(~value_R.isfinite(), NO_TOKEN)
+    if places is not None:
+        places.write(column_R)
+    return value_R, column_R
+
+
+def best_filtered_token(
+    logits_RV: Tensor, noise: Noise, filters: Filters, mask: TokenMask | None = None
+) -> tuple[Tensor, Tensor]:
+    logits_RV = allowed_logits(logits_RV, 0, mask)
+    return best_token(filtered(logits_RV, noise, filters), 0, noise)
+
+
+def allowed_logits(logits_RV: Tensor, first_token: int, mask: TokenMask | None) -> Tensor:
+    """A copy that has minus infinity for what the mask forbids; without one the same."""
+    if mask is None:
+        return logits_RV
+    allowed_RV = torch.empty_like(logits_RV)
+    for rows in cached_rows(logits_RV):
+        of_rows = TokenMask(mask.words_MW, mask.index_R[rows])
+        is_allowed_CV = of_rows.is_allowed(first_token, logits_RV.shape[1])
+        allowed_RV[rows] = logits_RV[rows].masked_fill(~is_allowed_CV, -torch.inf)
+    return allowed_RV
+
+
 def filtered(logits_RV: Tensor, noise: Noise, filters: Filters) -> Tensor:
     """The logits of tokens that stay, and minus infinity in place of the others', [R, V].
 
@@ -150,11 +187,14 @@ _MAX_VALUES: Final = 1 << 23
 """Logits that are ordered at once, which takes 16 bytes for each."""
 
 
-def logprobs(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> LogprobTensors:
-    num_rows, width = logits_RV.shape
+def logprobs(
+    logits_RV: Tensor, token_ids_N: Tensor, num_top: int, index_N: Tensor | None = None
+) -> LogprobTensors:
+    logits_NV = logits_RV if index_N is None else logits_RV[index_N]
+    num_rows, width = logits_NV.shape
     size = max(1, _MAX_VALUES // width)
     parts = [
-        _of_few(logits_RV[start : start + size], token_ids_R[start : start + size], num_top)
+        _of_few(logits_NV[start : start + size], token_ids_N[start : start + size], num_top)
         for start in range(0, max(1, num_rows), size)
     ]
     if len(parts) == 1:
@@ -177,3 +217,12 @@ def _of_few(logits_RV: Tensor, token_ids_R: Tensor, num_top: int) -> tuple[Tenso
     # The best one's distance is 0 and its logarithm alone is left, whose digits are all kept so.
     logprobs_RC = logits_of(chosen_RC).double().sub_(best_R1).sub_(log_sum_R1).float()
     return token_ids_of(chosen_RC).int(), logprobs_RC, rank_R
+
+
+class TorchSampling:
+    """Implements `SamplingKernels`."""
+
+    best_token = staticmethod(best_token)
+    edit_logits = staticmethod(edit_logits)
+    best_filtered_token = staticmethod(best_filtered_token)
+    logprobs = staticmethod(logprobs)

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache, QKNorm, Rotary
 from nanocore.kernels.kv_quantization import quantize
+from nanocore.kernels.torch.step import rms_norm
 
 MAX_GATHERED_BYTES = 1 << 21
 """K and V that one gather of decodes copies, if a single context is not more.
@@ -259,3 +260,37 @@ def repeating_writer(slot_mapping_T: Tensor, block_size: int) -> Write:
         cache_NS[places] = torch.where(is_new, values_T[source_T], cache_NS[places])
 
     return write
+
+
+def rope_and_store_kv(
+    qkv: Tensor,
+    num_heads: int,
+    qk_norm: QKNorm | None,
+    rotary: Rotary,
+    cache: KVCache,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    num_kv_heads, head_dim = cache.k_NSKD.shape[2:]
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    q_THD, k_TKD, v_TKD = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if qk_norm is not None:
+        q_THD = rms_norm(q_THD, qk_norm.q_weight, qk_norm.eps)
+        k_TKD = rms_norm(k_TKD, qk_norm.k_weight, qk_norm.eps)
+    cos_TR, sin_TR = rotary.cos[metadata.positions_T], rotary.sin[metadata.positions_T]
+    store_kv(rope(k_TKD, cos_TR, sin_TR), v_TKD, cache, metadata.slot_mapping_T)
+    return rope(q_THD, cos_TR, sin_TR)
+
+
+def rope(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotary embedding in the half-split layout; cos and sin of each token, in x's dtype."""
+    cos, sin = cos_TR[:, None], sin_TR[:, None]
+    first, second, *rest = x_THD.split(cos_TR.shape[-1], dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, *rest), dim=-1)
+
+
+class TorchAttention:
+    """Implements `AttentionKernels`."""
+
+    block_multiple = 1
+    rope_and_store_kv = staticmethod(rope_and_store_kv)
+    paged_attention = staticmethod(paged_attention)
