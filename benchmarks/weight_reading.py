@@ -23,7 +23,7 @@ from report import describe_run, positive, spread, table, with_range, write_repo
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
-from nanocore.kernels.cpu.weight_packing import huge_pages
+from nanocore.kernels.cpu.linear import huge_pages
 from nanocore.kernels.linear_weight import LinearWeight
 
 RESULTS: Final = Path(__file__).parent / "results" / "weight-reading.json"

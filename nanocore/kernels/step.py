@@ -7,6 +7,7 @@ the order of the steps (`nanocore.worker.device.step_memory` owns them). Shape s
 
 from __future__ import annotations
 
+import ctypes
 from typing import Literal, Protocol
 
 import msgspec
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata
 from nanocore.kernels.linear_weight import TokenEmbedding
-from nanocore.kernels.rank_group import RankGroup
 
 GraphSupport = Literal["never", "decodes", "always"]
 """Steps that a graph can be captured of: none, those with nothing but decodes, or all."""
@@ -51,6 +51,41 @@ class StepRows(msgspec.Struct, frozen=True):
     def token_ids(self) -> Tensor:
         """Token ids of the step, from the token table, int64 [T]."""
         return self.token_table[self.rows_T, self.positions_T].long()
+
+
+class RankGroup(Protocol):
+    """Ranks that each have a part of a sum, and make the same calls in the same order."""
+
+    @property
+    def size(self) -> int: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum over ranks, the same bits on every rank; x may be overwritten and returned."""
+
+
+class SharedMemoryGroup:
+    """A group as one of its ranks sees it, which gives exchanges a number each, from 1 on.
+
+    Kernels exchange through it as well as `worker/communication` does: either may come after the
+    other.
+
+    Args:
+        rank, size: this rank, and how many there are. buffer_bytes: of a buffer.
+        counters: [8 * size] words of 64 bits; a rank's is every eighth, and says which exchange it
+        has entered. buffers: uint8, [2, size, buffer_bytes], of even exchanges and of odd ones.
+
+    entered: what this rank's counter was set to, which nobody else writes.
+    """
+
+    def __init__(
+        self, rank: int, size: int, buffer_bytes: int, counters: Tensor, buffers: Tensor
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.buffer_bytes = buffer_bytes
+        self.counters = counters
+        self.buffers = buffers
+        self.entered = ctypes.c_uint64(0)
 
 
 class Replay(Protocol):

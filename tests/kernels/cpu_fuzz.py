@@ -18,8 +18,8 @@ from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.logit_edits import TokenMask
-from nanocore.kernels.rank_group import SharedMemoryGroup
 from nanocore.kernels.sampling import Filters, Noise
+from nanocore.kernels.step import SharedMemoryGroup
 from tests.kernels.cpu_case import PagedCase
 from tests.kernels.moe_case import MoeCase, pack_experts
 from tests.logit_edits_reference import draw_row, edit
@@ -167,7 +167,7 @@ def main() -> None:
     library = Library(path, "sanitized")
     backends = [CpuKernels(library, keeps_activations=keeps) for keeps in (False, True)]
     for kernels in backends:
-        kernels.packing.memory.take = exactly  # type: ignore[method-assign]
+        kernels.memory.take = exactly  # type: ignore[method-assign]
     rng = random.Random(0)
     torch.manual_seed(0)
     for i in range(num_rounds):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.rank_group import RankGroup
+from nanocore.kernels.step import RankGroup
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.worker.communication.shared_memory import (
     ShmCommunicator,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from nanocore.kernels.cpu import weight_packing
-from nanocore.kernels.cpu.weight_packing import WeightMemory
+from nanocore.kernels.cpu import linear
+from nanocore.kernels.cpu.linear import WeightMemory
 
 MIB = 1 << 20
 
@@ -24,7 +24,7 @@ def test_before_a_new_piece_is_begun_freed_memory_goes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trimmed: list[int] = []
-    monkeypatch.setattr(weight_packing, "_trim", trimmed.append)
+    monkeypatch.setattr(linear, "_trim", trimmed.append)
     weights = WeightMemory()
     for _ in range(12):  # of 10 MiB each, of which six fit a piece
         weights.take(10 * MIB)

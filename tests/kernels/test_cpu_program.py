@@ -17,7 +17,6 @@ from nanocore.kernels.cpu.program import (
     TOKENS,
     NotCapturable,
     ProgramCapture,
-    capture_program,
 )
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step import Replay
@@ -190,6 +189,14 @@ def test_views_are_recorded(kernels: CpuKernels) -> None:
     )
 
 
+def captured(
+    kernels: CpuKernels, max_tokens: int, run: Callable[[ProgramCapture], Tensor]
+) -> Tensor:
+    """What is captured of steps of at most four samples."""
+    with ProgramCapture(kernels.workspace, max_tokens, 4) as capturing:
+        return run(capturing)
+
+
 def test_memory_is_used_again_once_no_view_is_left(kernels: CpuKernels) -> None:
     addresses = []
 
@@ -199,7 +206,7 @@ def test_memory_is_used_again_once_no_view_is_left(kernels: CpuKernels) -> None:
             addresses.append(result.data_ptr())
         return result
 
-    capture_program(kernels.workspace, 4, 4, run)
+    captured(kernels, 4, run)
     # A result is let go of when its name gets the next one.
     assert len(set(addresses)) == 2
 
@@ -218,7 +225,7 @@ def test_memory_is_not_used_again_while_a_view_lives(kernels: CpuKernels) -> Non
         assert capturing.empty(4, torch.float32).untyped_storage().data_ptr() != freed
         return kept[0]
 
-    capture_program(kernels.workspace, 4, 4, run)
+    captured(kernels, 4, run)
 
 
 def test_a_recording_has_fewer_buffers_than_results(kernels: CpuKernels) -> None:
@@ -245,11 +252,9 @@ def test_rows_of_a_recording_are_the_most_a_step_can_have(kernels: CpuKernels) -
         capturing.rows = SAMPLES
         return capturing.empty(3, torch.float32)
 
-    assert capture_program(kernels.workspace, 9, 4, run)[1].shape == (4, 3)
+    assert captured(kernels, 9, run).shape == (4, 3)
 
 
 def test_the_refusal_names_the_operation(kernels: CpuKernels) -> None:
     with pytest.raises(NotCapturable, match=r"torch's .*mean"):
-        capture_program(
-            kernels.workspace, 4, 4, lambda capturing: capturing.empty(3, torch.float32).mean()
-        )
+        captured(kernels, 4, lambda capturing: capturing.empty(3, torch.float32).mean())

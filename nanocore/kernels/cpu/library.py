@@ -128,8 +128,7 @@ class StepStruct(ctypes.Structure):
     )  # fmt: skip
 
 
-_KERNEL: Final = (c_void_p, c_int64, c_int)  # program, rows, dtype
-_SIGNATURES: Final = {
+_FUNCTIONS: Final = {
     "is_supported": (c_int, ()),
     "uses_amx": (c_int, ()),
     "workspace_new": (c_void_p, (POINTER(c_int), c_int)),
@@ -140,57 +139,38 @@ _SIGNATURES: Final = {
     "packed_bytes": (c_int64, (POINTER(LinearWeightStruct),)),
     "pack": (None, (c_void_p, c_int, c_void_p, POINTER(LinearWeightStruct))),
     "pack_groups": (None, (c_void_p, POINTER(GroupedRowsStruct), POINTER(LinearWeightStruct))),
-    "embedding": (
-        None,
-        (*_KERNEL, POINTER(LinearWeightStruct), c_int64, c_float, c_void_p),
-    ),
-    "rms_norm": (
-        None,
-        (*_KERNEL, c_void_p, c_int64, c_void_p, POINTER(NormWeightStruct), c_int64, c_void_p),
-    ),
-    "linear": (
-        None,
-        (*_KERNEL, c_void_p, c_int64, POINTER(LinearWeightStruct), c_void_p, c_int, c_int, c_void_p,
-         c_int64),
-    ),
-    "moe": (
-        None,
-        (*_KERNEL, c_void_p, c_int64, POINTER(ExpertWeightsStruct), POINTER(ExpertOperandsStruct),
-         c_int, c_void_p),
-    ),
-    "gate": (None, (*_KERNEL, c_void_p, c_int64, c_int, c_void_p)),
-    "add": (None, (*_KERNEL, c_void_p, c_void_p, c_int64, c_void_p)),
-    "all_reduce": (None, (*_KERNEL, POINTER(RankGroupStruct), c_void_p, c_int64, c_void_p)),
-    "rope": (
-        None,
-        (*_KERNEL, c_void_p, c_int64, POINTER(CacheLayoutStruct), POINTER(NormWeightStruct),
-         POINTER(NormWeightStruct), c_void_p, c_void_p, c_int64),
-    ),
-    "attention": (
-        None,
-        (*_KERNEL, c_void_p, c_int64, c_int64, POINTER(CacheLayoutStruct), c_float, c_int64,
-         c_float, c_void_p),
-    ),
-    "select": (None, (*_KERNEL, c_void_p, c_int64, c_void_p)),
-    "best_token": (
-        None,
-        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, POINTER(TokenMaskStruct), c_void_p,
-         c_void_p, c_void_p, c_void_p, c_void_p),
-    ),
-    "best_filtered_token": (
-        None,
-        (c_void_p, c_int64, c_void_p, c_int64, c_int64, POINTER(TokenMaskStruct), c_void_p,
-         c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
-    ),
-    "edit_logits": (None, (c_void_p, c_int64, POINTER(EditLogitsStruct))),
-    "logprobs": (
-        None,
-        (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p,
-         c_void_p, c_void_p),
-    ),
-    "softcap": (None, (c_void_p, c_int64, c_void_p, c_int64, c_float)),
+}
+"""Result and arguments of `nanocore_*` in program.cpp, but for kernels."""
+_KERNELS: Final = {
+    "embedding": (POINTER(LinearWeightStruct), c_int64, c_float, c_void_p),
+    "rms_norm": (c_void_p, c_int64, c_void_p, POINTER(NormWeightStruct), c_int64, c_void_p),
+    "linear": (c_void_p, c_int64, POINTER(LinearWeightStruct), c_void_p, c_int, c_int, c_void_p,
+               c_int64),
+    "moe": (c_void_p, c_int64, POINTER(ExpertWeightsStruct), POINTER(ExpertOperandsStruct), c_int,
+            c_void_p),
+    "gate": (c_void_p, c_int64, c_int, c_void_p),
+    "add": (c_void_p, c_void_p, c_int64, c_void_p),
+    "all_reduce": (POINTER(RankGroupStruct), c_void_p, c_int64, c_void_p),
+    "rope": (c_void_p, c_int64, POINTER(CacheLayoutStruct), POINTER(NormWeightStruct),
+             POINTER(NormWeightStruct), c_void_p, c_void_p, c_int64),
+    "attention": (c_void_p, c_int64, c_int64, POINTER(CacheLayoutStruct), c_float, c_int64, c_float,
+                  c_void_p),
+    "select": (c_void_p, c_int64, c_void_p),
 }  # fmt: skip
-"""Result and arguments of `nanocore_*` in program.cpp."""
+"""Arguments of kernels on rows of activations, behind the program, the rows and their dtype."""
+LOGIT_KERNELS: Final = {
+    "best_token": (c_void_p, c_int64, c_int64, c_int64, POINTER(TokenMaskStruct), *[c_void_p] * 5),
+    "best_filtered_token": (c_void_p, c_int64, c_int64, POINTER(TokenMaskStruct), *[c_void_p] * 8),
+    "edit_logits": (POINTER(EditLogitsStruct),),
+    "logprobs": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 3),
+    "softcap": (c_void_p, c_int64, c_float),
+}
+"""The same of kernels on rows of logits, which are float32 always: they take no dtype."""
+_SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
+    **_FUNCTIONS,
+    **{name: (None, (c_void_p, c_int64, c_int, *rest)) for name, rest in _KERNELS.items()},
+    **{name: (None, (c_void_p, c_int64, *rest)) for name, rest in LOGIT_KERNELS.items()},
+}
 
 
 class Library:

@@ -13,7 +13,7 @@ import ctypes
 import os
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from nanocore.kernels.attention import AttentionMetadata
-from nanocore.kernels.cpu.library import Library, StepStruct
-from nanocore.kernels.cpu.structs import step_struct
+from nanocore.kernels.cpu.library import LOGIT_KERNELS, Library, StepStruct
+from nanocore.kernels.cpu.structs import DTYPES, step_struct
 
 TOKENS: Final = -1
 SAMPLES: Final = -2
@@ -58,8 +58,12 @@ class Program:
         weakref.finalize(self, self._library.call, "program_free", self._handle)
 
     def append(self, kernel: str, rows: int, *arguments: Any) -> None:
-        """Add a kernel: `nanocore_*` of program.cpp without its first argument."""
-        self._library.call(kernel, self._handle, rows, *arguments)
+        """Add a kernel: `nanocore_*` of program.cpp without its first argument.
+
+        Tensors are given as addresses, structs are copied.
+        """
+        operands = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+        self._library.call(kernel, self._handle, rows, *operands)
 
     def keep(self, *memory: Any) -> None:
         """Let these live as long as the program."""
@@ -73,6 +77,7 @@ class Program:
 class ProgramCapture(TorchFunctionMode):
     """A program in the making; while it is entered, torch computes nothing.
 
+    rows: of what is captured, TOKENS or SAMPLES. Raises NotCapturable: no kernel was called.
     (A TorchDispatchMode would say the same by schema, and takes a second and a half to enter.)
     """
 
@@ -124,17 +129,38 @@ class ProgramCapture(TorchFunctionMode):
             return torch.from_numpy(lease).view(dtype).view(max_rows, width)
 
 
-def capture_program(
-    workspace: Workspace, max_tokens: int, max_samples: int, run: Callable[[ProgramCapture], Tensor]
-) -> tuple[Program, Tensor, int]:
-    """The program of the kernels that `run` calls, its result, and that one's rows.
+class NativeKernels:
+    """What the parts of `CpuKernels` share: a workspace, and what captures a step meanwhile."""
 
-    Raises NotCapturable: it called what is no kernel.
-    """
-    capturing = ProgramCapture(workspace, max_tokens, max_samples)
-    with capturing:
-        result = run(capturing)
-    return capturing.program, result, capturing.rows
+    def __init__(self, library: Library, cores: Sequence[int] | None = None) -> None:
+        self.library = library
+        self.workspace = Workspace(library, cores)
+        self.capturing: ProgramCapture | None = None
+
+    def empty(self, like: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """A result with as many rows as `like`."""
+        if self.capturing is not None:
+            return self.capturing.empty(width, dtype)
+        return torch.empty(len(like), width, dtype=dtype)
+
+    def run(
+        self, kernel: str, rows: Tensor, *arguments: Any, step: StepStruct | None = None
+    ) -> None:
+        """Capture a kernel, or run it at once on the rows of this tensor."""
+        head = () if kernel in LOGIT_KERNELS else (DTYPES[rows.dtype],)
+        if self.capturing is not None:
+            self.capturing.program.append(kernel, self.capturing.rows, *head, *arguments)
+            return
+        program = Program(self.workspace)
+        program.append(kernel, len(rows), *head, *arguments)
+        program.run(step or StepStruct())
+
+    def step(self, metadata: AttentionMetadata) -> StepStruct | None:
+        return None if self.capturing is not None else step_struct(metadata)
+
+    def refuse_capture(self, what: str) -> None:
+        if self.capturing is not None:
+            raise NotCapturable(what)
 
 
 class Unknown:

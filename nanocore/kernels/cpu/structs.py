@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from msgspec.structs import astuple
 from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata, KVCache
@@ -29,7 +30,7 @@ from nanocore.kernels.cpu.library import (
 from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import ExpertWeights, LinearWeight
 from nanocore.kernels.logit_edits import LogitEdits, TokenMask
-from nanocore.kernels.rank_group import SharedMemoryGroup
+from nanocore.kernels.step import SharedMemoryGroup
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 """Numbers of the activations' dtypes in the kernels."""
@@ -65,8 +66,7 @@ def norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
 def cache_struct(cache: KVCache) -> CacheLayoutStruct:
     """Addresses of one layer's K and V, and of their scales if they are quantized."""
     _, block_size, num_heads, head_dim = cache.k_NSKD.shape
-    tensors = cache.k_NSKD, cache.v_NSKD, cache.k_scale_NSK, cache.v_scale_NSK
-    addresses = (None if x is None else x.data_ptr() for x in tensors)
+    addresses = map(_address, astuple(cache))
     return CacheLayoutStruct(*addresses, num_heads, head_dim, block_size, cache.block_bytes)
 
 

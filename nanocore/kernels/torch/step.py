@@ -7,8 +7,7 @@ from torch import Tensor
 
 from nanocore.kernels.linear import LinearKernels
 from nanocore.kernels.linear_weight import TokenEmbedding
-from nanocore.kernels.rank_group import RankGroup
-from nanocore.kernels.step import GraphSupport, Replay, StepRows
+from nanocore.kernels.step import GraphSupport, RankGroup, Replay, StepRows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

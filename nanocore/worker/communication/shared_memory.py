@@ -22,7 +22,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nanocore.kernels.rank_group import SharedMemoryGroup
+from nanocore.kernels.step import SharedMemoryGroup
 from nanocore.protocol.errors import ConfigError
 
 _CACHE_LINE_BYTES = 64
