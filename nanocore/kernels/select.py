@@ -42,10 +42,8 @@ def select_kernels(
     match name:
         case "cpu":
             return _cpu(device, keeps_activations, cores)
-        case "triton":
-            return _triton(device, batch_invariant, keeps_activations)
-        case "flash":
-            return _flash(device, keeps_activations)
+        case "triton" | "flash":
+            return _triton(name, device, batch_invariant, keeps_activations)
         case "torch":
             return TorchKernels()
     raise ValueError(f"unknown kernel backend {name!r}; known: auto, cpu, triton, flash, torch")
@@ -85,21 +83,19 @@ def _triton_lacks(device: torch.device) -> str:
     return ""
 
 
-def _triton(device: torch.device, batch_invariant: bool, keeps_activations: bool) -> Kernels:
-    if lacks := _triton_lacks(device):
+def _triton(
+    name: str, device: torch.device, batch_invariant: bool, keeps_activations: bool
+) -> Kernels:
+    if lacks := _triton_lacks(device):  # for flash, too: all but attention is Triton's
         raise ValueError(lacks)
     # Imported here: it takes a moment, which a CPU's start can do without.
+    if name == "flash":
+        from nanocore.kernels.triton.flash_backend import FlashKernels
+
+        return FlashKernels(device, keeps_activations=keeps_activations)
     from nanocore.kernels.triton.triton_backend import TritonKernels
 
     return TritonKernels(device, batch_invariant, keeps_activations=keeps_activations)
-
-
-def _flash(device: torch.device, keeps_activations: bool) -> Kernels:
-    if lacks := _triton_lacks(device):  # all but attention is Triton's
-        raise ValueError(lacks)
-    from nanocore.kernels.triton.flash_backend import FlashKernels
-
-    return FlashKernels(device, keeps_activations=keeps_activations)
 
 
 _MIN_CAPABILITY: Final = (8, 0)

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step import StepRows
+from nanocore.kernels.triton.grouped_packing import GroupedLinear
+from nanocore.kernels.triton.grouped_rows import embed
 
 BLOCK: Final = 1024
 NUM_WARPS: Final = 4
@@ -121,6 +123,8 @@ def begin_step_kernel(
 
 
 def begin_step(rows: StepRows, embedding: TokenEmbedding | None) -> tuple[Tensor, Tensor | None]:
+    if embedding is not None and isinstance(embedding.weight, GroupedLinear):
+        return begin_step(rows, None)[0], embed(rows.token_ids(), embedding)
     num_columns, token_stride = rows.block_table.shape[1], rows.token_table.shape[1]
     assert rows.block_table.is_contiguous()
     assert rows.token_table.is_contiguous()

@@ -24,7 +24,10 @@ from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.step import GraphSupport
-from nanocore.kernels.triton.triton_backend import TritonKernels
+from nanocore.kernels.triton.linear import TritonLinear
+from nanocore.kernels.triton.paged_attention import paged_attention
+from nanocore.kernels.triton.rope import rope_and_store_kv
+from nanocore.kernels.triton.triton_backend import TritonDevice, TritonSampling, TritonStep
 
 logger = logging.getLogger(__name__)
 
@@ -87,14 +90,13 @@ _BUILDS: Final = (
 """Builds that are looked for, the best one first."""
 
 
-class FlashKernels(TritonKernels):
-    """Implements `interface.Kernels`. version: of flash-attn.
+class FlashAttention(TritonDevice):
+    """Implements `AttentionKernels`. version: of flash-attn.
 
-    Raises ValueError: no flash-attn can be used here, or see `TritonKernels`.
+    Raises ValueError: no flash-attn can be used here, or see `TritonDevice`.
     """
 
-    name = "flash"
-    graph_support: GraphSupport = "decodes"
+    rope_and_store_kv = staticmethod(rope_and_store_kv)
 
     def __init__(self, device: torch.device, *, keeps_activations: bool = False) -> None:
         super().__init__(device, keeps_activations=keeps_activations)
@@ -111,7 +113,9 @@ class FlashKernels(TritonKernels):
         head_dim = q_THD.shape[-1]
         is_theirs = cache.k_scale_NSK is None and cache.k_NSKD.dtype in DTYPES
         if not is_theirs or head_dim > self._max_head_dim or head_dim % 8:
-            return super().paged_attention(q_THD, cache, metadata, spec)
+            return paged_attention(
+                q_THD, cache, metadata, spec, num_sms=self.num_sms, batch_invariant=False
+            )
         out_THD = torch.empty_like(q_THD)
         num_tokens = metadata.query_start[-1]
         out_THD[num_tokens:] = 0  # padding
@@ -121,6 +125,13 @@ class FlashKernels(TritonKernels):
         else:
             _attend_2(self._module, *operands)
         return out_THD
+
+
+class FlashKernels(TritonLinear, FlashAttention, TritonSampling, TritonStep):
+    """Implements `interface.Kernels`."""
+
+    name = "flash"
+    graph_support: GraphSupport = "decodes"
 
 
 def _find(device: torch.device) -> tuple[_Build, ModuleType]:

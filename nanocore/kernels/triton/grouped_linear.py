@@ -168,39 +168,6 @@ def grouped_linear_kernel(
     tl.store(to, result, mask=is_row[None, :] & is_column[:, None])
 
 
-def linear(
-    x_TI: Tensor,
-    weight: GroupedLinear,
-    bias_O: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    *,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """x W^T + b, rounded once to out_dtype, which is x's if not given; [T, O]."""
-    is_many = len(x_TI) >= DEQUANTIZED_ROWS[weight.layout.has_minima]
-    if is_many and not batch_invariant and x_TI.is_cuda:
-        return by_cublas(x_TI, weight, bias_O, out_dtype or x_TI.dtype)
-    return _launch(x_TI, weight, bias_O, out_dtype or x_TI.dtype, None, batch_invariant)
-
-
-def gated_linear(
-    x_TI: Tensor,
-    weight: GroupedLinear,
-    bias_O: Tensor | None = None,
-    activation: Activation = "silu",
-    *,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """act(first half) * second half of the linear layer; [T, O / 2].
-
-    One kernel for a few rows; for more, both halves would not find room in registers.
-    """
-    is_fused = len(x_TI) <= FUSED_GATE_ROWS and x_TI.dtype != torch.float32
-    if batch_invariant or not is_fused:
-        return gated(linear(x_TI, weight, bias_O, batch_invariant=batch_invariant), activation)
-    return _launch(x_TI, weight, bias_O, x_TI.dtype, activation, batch_invariant)
-
-
 def by_cublas(
     x_TI: Tensor, weight: GroupedLinear, bias_O: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
@@ -277,16 +244,29 @@ def _measured_tile(num_rows: int, num_columns: int, layout: Layout, is_gated: bo
     return GroupedTile(16, 16, num_warps=1, num_stages=6)
 
 
-def _launch(
+def linear(
     x_TI: Tensor,
     weight: GroupedLinear,
-    bias_O: Tensor | None,
-    out_dtype: torch.dtype,
-    activation: Activation | None,
-    batch_invariant: bool,
+    bias_O: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Tensor:
+    """x W^T + b, rounded once to out_dtype, which is x's if not given; [T, O].
+
+    With an activation it is act(first half) * second half of that, [T, O / 2]: one kernel for a few
+    rows; for more, both halves would not find room in registers.
+    """
+    out_dtype, is_gated = out_dtype or x_TI.dtype, activation is not None
+    is_fused = len(x_TI) <= FUSED_GATE_ROWS and x_TI.dtype != torch.float32
+    if activation is not None and (batch_invariant or not is_fused):
+        whole_TO = linear(x_TI, weight, bias_O, out_dtype, batch_invariant=batch_invariant)
+        return gated(whole_TO, activation)
+    is_many = not is_gated and len(x_TI) >= DEQUANTIZED_ROWS[weight.layout.has_minima]
+    if is_many and not batch_invariant and x_TI.is_cuda:
+        return by_cublas(x_TI, weight, bias_O, out_dtype)
     num_rows, num_inputs = x_TI.shape
-    is_gated = activation is not None
     num_columns = weight.out_features // 2 if is_gated else weight.out_features
     assert weight.in_features == num_inputs
     out = torch.empty(num_rows, num_columns, dtype=out_dtype, device=x_TI.device)

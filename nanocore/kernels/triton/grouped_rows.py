@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanocore.kernels.grouped_weight import SUPER_BLOCK
 from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.torch import linear as torch_linear
 from nanocore.kernels.triton.grouped_packing import GroupedLinear, Layout
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
@@ -79,11 +80,8 @@ def scale_of(
 @triton.jit
 def minimum_of(
     words,
-    INDEX: tl.constexpr,
-    SCALES: tl.constexpr,
-    NUM_SCALES: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-) -> tl.tensor:
+    INDEX: tl.constexpr, SCALES: tl.constexpr, NUM_SCALES: tl.constexpr, NUM_WORDS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """float32, what is taken off the scaled numbers."""
     if SCALES == "float32":
         minimum = words[NUM_SCALES + INDEX].to(tl.float32, bitcast=True)
@@ -96,12 +94,9 @@ def minimum_of(
 @triton.jit
 def zero_of(
     words,
-    INDEX: tl.constexpr,
-    BITS: tl.constexpr,
-    NUM_WORDS: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
+    INDEX: tl.constexpr, BITS: tl.constexpr, NUM_WORDS: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_MINIMA: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """int32, what is taken off the stored numbers."""
     zero = words[0] & 0
     if HAS_ZEROS:
@@ -141,15 +136,10 @@ def _float8(pairs, SHIFT: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def numbers_of(
-    words,
-    zero,
-    INDEX: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    PLANE: tl.constexpr,
-    BITS: tl.constexpr,
-    IS_FLOAT8: tl.constexpr,
-    dtype: tl.constexpr,
-) -> tl.tensor:
+    words, zero,
+    INDEX: tl.constexpr, BLOCK_O: tl.constexpr, PLANE: tl.constexpr, BITS: tl.constexpr,
+    IS_FLOAT8: tl.constexpr, dtype: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """[BLOCK_O, PLANE] in dtype, exactly: one plane of words [BLOCK_O, PLANE / 2] less zeros."""
     # What makes half a word a float16 of 1024 and more, or a bfloat16 of 128 and more.
     OFFSET: tl.constexpr = (
@@ -219,28 +209,22 @@ def grouped_rows_kernel(
 
 def dequantize(weight: GroupedLinear, dtype: torch.dtype) -> Tensor:
     """The whole weight [O, I], its columns in the order in which they are stored."""
-    return _rows(weight, None, weight.out_features, 0, 1.0, dtype)
+    return _rows(weight, None, 0, 1.0, dtype)
 
 
 def embed(token_ids_T: Tensor, embedding: TokenEmbedding) -> Tensor:
     weight = embedding.weight
-    assert isinstance(weight, GroupedLinear)
+    if not isinstance(weight, GroupedLinear):
+        return torch_linear.embedding(token_ids_T, embedding)
     assert weight.permutation_I is None, "an embedding's columns are in order"
-    num_tokens = len(token_ids_T)
-    return _rows(
-        weight, token_ids_T.contiguous(), num_tokens, embedding.first_token, embedding.factor,
-        embedding.dtype,
-    )  # fmt: skip
+    token_ids_T = token_ids_T.contiguous()
+    return _rows(weight, token_ids_T, embedding.first_token, embedding.factor, embedding.dtype)
 
 
 def _rows(
-    weight: GroupedLinear,
-    row_ids: Tensor | None,
-    num_rows: int,
-    first_row: int,
-    factor: float,
-    dtype: torch.dtype,
+    weight: GroupedLinear, row_ids: Tensor | None, first_row: int, factor: float, dtype: torch.dtype
 ) -> Tensor:
+    num_rows = weight.out_features if row_ids is None else len(row_ids)
     out = torch.empty(num_rows, weight.in_features, dtype=dtype, device=weight.data.device)
     num_chunks = weight.data.shape[1] // (weight.layout.plane // 2)
     if num_rows:

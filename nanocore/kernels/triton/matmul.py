@@ -70,17 +70,10 @@ FLOAT32_TILE: Final = Tile(32, 32, 32, num_warps=4, num_stages=2)
 
 @triton.jit
 def multiply(
-    x_rows,
-    is_row,
-    w_rows,
-    up_rows,
-    num_inputs,
-    BLOCK_T: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    IS_EVEN: tl.constexpr,
+    x_rows, is_row, w_rows, up_rows, num_inputs,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, IS_EVEN: tl.constexpr,
     IS_GATED: tl.constexpr,
-) -> tuple:
+) -> tuple:  # fmt: skip
     """Rows of x times rows of a weight, and if gated times others; float32 [T, O] each.
 
     x_rows, w_rows, up_rows: pointers to where rows begin. IS_EVEN: BLOCK_I divides num_inputs.
@@ -131,23 +124,10 @@ def _place(num_tiles_t, num_tiles_o) -> tuple:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def linear_kernel(
-    x,
-    weight,
-    scale,
-    bias,
-    out,
-    num_rows,
-    num_columns,
-    num_inputs,
-    x_stride,
-    BLOCK_T: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_GELU: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x, weight, scale, bias, out, num_rows, num_columns, num_inputs, x_stride,
+    BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_I: tl.constexpr, IS_EVEN: tl.constexpr,
+    IS_GATED: tl.constexpr, IS_GELU: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     wait_for_inputs(PDL)
     tile_t, tile_o = _place(tl.cdiv(num_rows, BLOCK_T), tl.cdiv(num_columns, BLOCK_O))
     rows = (tile_t * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -156,48 +136,16 @@ def linear_kernel(
     # Columns that are not there repeat the last one and are not stored.
     weight_rows = tl.minimum(columns, num_columns - 1)
     sums, up = multiply(
-        x + rows * x_stride,
-        is_row,
-        weight + weight_rows.to(tl.int64) * num_inputs,
+        x + rows * x_stride, is_row, weight + weight_rows.to(tl.int64) * num_inputs,
         weight + (weight_rows.to(tl.int64) + num_columns) * num_inputs,
-        num_inputs,
-        BLOCK_T,
-        BLOCK_O,
-        BLOCK_I,
-        IS_EVEN,
-        IS_GATED,
-    )
+        num_inputs, BLOCK_T, BLOCK_O, BLOCK_I, IS_EVEN, IS_GATED,
+    )  # fmt: skip
     result = _finish(sums, scale, bias, weight_rows).to(out.dtype.element_ty)
     if IS_GATED:
         up = _finish(up, scale, bias, num_columns + weight_rows).to(out.dtype.element_ty)
         result = apply_gate(result, up, IS_GELU)
     to = out + rows[:, None] * num_columns + columns[None, :]
     tl.store(to, result, mask=is_row[:, None] & is_column[None, :])
-
-
-def linear(
-    x_TI: Tensor,
-    weight: LinearWeight,
-    bias_O: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    *,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """x W^T + b, rounded once to out_dtype, which is x's if not given; [T, O]."""
-    out_dtype = out_dtype or x_TI.dtype
-    return _launch(x_TI, weight, bias_O, out_dtype, None, batch_invariant)
-
-
-def gated_linear(
-    x_TI: Tensor,
-    weight: LinearWeight,
-    bias_O: Tensor | None = None,
-    activation: Activation = "silu",
-    *,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """act(first half) * second half of the linear layer, in one kernel; [T, O / 2]."""
-    return _launch(x_TI, weight, bias_O, x_TI.dtype, activation, batch_invariant)
 
 
 @remember
@@ -272,33 +220,31 @@ def _measured_tile(num_rows: int, num_columns: int, is_gated: bool) -> Tile | No
     return None
 
 
-def _launch(
+def linear(
     x_TI: Tensor,
     weight: LinearWeight,
-    bias_O: Tensor | None,
-    out_dtype: torch.dtype,
-    activation: Activation | None,
-    batch_invariant: bool,
+    bias_O: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    activation: Activation | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> Tensor:
+    """x W^T + b, rounded once to out_dtype, which is x's if not given; [T, O].
+
+    With an activation it is act(first half) * second half of that, [T, O / 2].
+    """
     num_rows, num_inputs = x_TI.shape
     is_gated = activation is not None
     num_columns = weight.out_features // 2 if is_gated else weight.out_features
     assert (weight.in_features, x_TI.stride(1)) == (num_inputs, 1)
     assert weight.data.is_contiguous()
-    out = torch.empty(num_rows, num_columns, dtype=out_dtype, device=x_TI.device)
+    out = torch.empty(num_rows, num_columns, dtype=out_dtype or x_TI.dtype, device=x_TI.device)
     if num_rows == 0:
         return out
     tile = FLOAT32_TILE
     if x_TI.dtype != torch.float32:
-        weight_bytes = weight.data.element_size()
-        tile = choose_tile(
-            num_rows,
-            num_columns,
-            weight_bytes,
-            is_gated,
-            batch_invariant,
-            max_shared_bytes(x_TI.device),
-        )
+        weight_bytes, room = weight.data.element_size(), max_shared_bytes(x_TI.device)
+        tile = choose_tile(num_rows, num_columns, weight_bytes, is_gated, batch_invariant, room)
     grid = (triton.cdiv(num_rows, tile.block_t) * triton.cdiv(num_columns, tile.block_o),)
     linear_kernel[grid](
         x_TI, weight.data, weight.scale_O, bias_O, out, num_rows, num_columns, num_inputs,

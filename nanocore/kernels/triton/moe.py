@@ -31,24 +31,11 @@ _FLOAT32_TILE: Final = Tile(16, 32, 32, num_warps=4, num_stages=2)
 
 @triton.jit
 def grouped_kernel(
-    x,
-    weight,
-    out,
-    pair_of_row,
-    expert_of_tile,
-    num_tiles,
-    num_columns,
-    num_inputs,
-    x_stride,
-    PAIRS_PER_ROW: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_GELU: tl.constexpr,
+    x, weight, out, pair_of_row, expert_of_tile, num_tiles, num_columns, num_inputs, x_stride,
+    PAIRS_PER_ROW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr, IS_EVEN: tl.constexpr, IS_GATED: tl.constexpr, IS_GELU: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Row pair // PAIRS_PER_ROW of x by the weight of the pair's expert, to row `pair` of out."""
     wait_for_inputs(PDL)
     tile_o, tile_t = tl.program_id(0), tl.program_id(1)
@@ -61,17 +48,10 @@ def grouped_kernel(
     width = 2 * num_columns if IS_GATED else num_columns
     weight_rows = expert * width + tl.minimum(columns, num_columns - 1)
     sums, up = multiply(
-        x + pairs // PAIRS_PER_ROW * x_stride,
-        is_row,
-        weight + weight_rows * num_inputs,
+        x + pairs // PAIRS_PER_ROW * x_stride, is_row, weight + weight_rows * num_inputs,
         weight + (weight_rows + num_columns) * num_inputs,
-        num_inputs,
-        BLOCK_T,
-        BLOCK_O,
-        BLOCK_I,
-        IS_EVEN,
-        IS_GATED,
-    )
+        num_inputs, BLOCK_T, BLOCK_O, BLOCK_I, IS_EVEN, IS_GATED,
+    )  # fmt: skip
     result = sums.to(out.dtype.element_ty)
     if IS_GATED:
         result = apply_gate(result, up.to(out.dtype.element_ty), IS_GELU)

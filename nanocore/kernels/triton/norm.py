@@ -48,20 +48,10 @@ def _store_normed(out_row, weight, x, inverse, columns, mask) -> None:
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
 def rms_norm_kernel(
-    x,
-    residual,
-    index,
-    weight,
-    out,
-    eps,
-    x_stride,
-    residual_stride,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_SUM: tl.constexpr,
-    KEEPS_SUM: tl.constexpr,
+    x, residual, index, weight, out, eps, x_stride, residual_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, IS_SUM: tl.constexpr, KEEPS_SUM: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """index: which row each program takes; None: its own."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)

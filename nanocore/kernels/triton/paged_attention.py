@@ -197,31 +197,21 @@ def paged_attention(
     num_kv_heads = cache.k_NSKD.shape[2]
     num_shares = 1 if batch_invariant else choose_num_shares(num_kv_heads, num_sms)
     if num_decodes and not batch_invariant:
-        tiles = decode_tiles(head_dim, cache.k_NSKD.itemsize, capability)
-        num_programs = choose_num_programs(num_decodes, num_kv_heads, num_sms, tiles.per_sm)
-        decode_attention(q_THD, cache, metadata, spec, out_THD, tiles, num_programs)
+        shape = decode_tiles(head_dim, cache.k_NSKD.itemsize, capability)
+        num_programs = choose_num_programs(num_decodes, num_kv_heads, num_sms, shape.per_sm)
+        decode_attention(q_THD, cache, metadata, spec, out_THD, shape, num_programs)
     if num_tokens > (0 if batch_invariant else num_decodes):
         # In a step to be replayed all could be chunks, as the host's bounds tell: see
         # `HostBounds.of_shape`. In others decodes are apart, and programs for them would cost time.
         is_apart = not batch_invariant and metadata.query_start[num_decodes] == num_decodes
         apart = num_decodes if is_apart else 0
+        is_plain = cache.k_NSKD.dtype == q_THD.dtype and cache.k_NSKD.shape[1] % 64 == 0
+        tiles = prefill_tiles(head_dim, q_THD.itemsize, capability, is_plain=is_plain)
         prefill_attention(
-            q_THD,
-            cache,
-            metadata,
-            spec,
-            out_THD,
-            prefill_tiles(
-                head_dim,
-                q_THD.itemsize,
-                capability,
-                is_plain=cache.k_NSKD.dtype == q_THD.dtype and cache.k_NSKD.shape[1] % 64 == 0,
-            ),
-            num_shares,
-            max_tokens=num_tokens - apart,
-            max_seqs=len(metadata.seq_lens) - apart,
+            q_THD, cache, metadata, spec, out_THD, tiles, num_shares,
+            max_tokens=num_tokens - apart, max_seqs=len(metadata.seq_lens) - apart,
             has_decodes=batch_invariant,
-        )
+        )  # fmt: skip
     return out_THD
 
 

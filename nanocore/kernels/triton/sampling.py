@@ -15,6 +15,7 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
+from msgspec.structs import astuple
 from torch import Tensor
 
 from nanocore.kernels.logit_edits import TokenMask
@@ -108,22 +109,10 @@ def allowed(mask, token_ids, is_token) -> tl.tensor:
     do_not_specialize_on_alignment=["mask_words", "mask_index"],
 )
 def best_of_part_kernel(
-    logits,
-    mask_words,
-    mask_index,
-    num_words,
-    temperature,
-    seed,
-    position,
-    part_value,
-    part_column,
-    first_token,
-    num_columns,
-    stride,
-    HAS_NOISE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits, mask_words, mask_index, num_words, temperature, seed, position, part_value, part_column,
+    first_token, num_columns, stride,
+    HAS_NOISE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     wait_for_inputs(PDL)
     row, part = tl.program_id(0), tl.program_id(1)
     columns = part * BLOCK + tl.arange(0, BLOCK)
@@ -145,18 +134,9 @@ def best_of_part_kernel(
 
 @triton.jit(do_not_specialize=["num_parts"], do_not_specialize_on_alignment=["rows", "positions"])
 def best_of_parts_kernel(
-    part_value,
-    part_column,
-    value,
-    column,
-    token_table,
-    rows,
-    positions,
-    num_parts,
-    token_stride,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    part_value, part_column, value, column, token_table, rows, positions, num_parts, token_stride,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """token_table: None if the columns are to go nowhere else."""
     wait_for_inputs(PDL)
     row = tl.program_id(0)
@@ -199,21 +179,16 @@ def best_token(
     column_R = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
         return value_R, column_R
-    rows: tuple[Tensor | None, ...] = (None, None, None)
-    if noise is not None:
-        noise = noise.contiguous()
-        rows = (noise.temperature_R, noise.seed_R, noise.position_R)
+    drawn = (None, None, None) if noise is None else astuple(noise.contiguous())
     best_of_part_kernel[(num_rows, num_parts)](
-        logits_RV, *mask_operands(mask), *rows, part_value, part_column, first_token, width,
+        logits_RV, *mask_operands(mask), *drawn, part_value, part_column, first_token, width,
         logits_RV.stride(0), HAS_NOISE=noise is not None, BLOCK=_PART, num_warps=4,
         **pdl(logits_RV.device),
     )  # fmt: skip
-    table: tuple[Tensor | None, ...] = (None, None, None)
-    token_stride = 1
+    table, token_stride = (None, None, None), 1
     if places is not None:
         assert places.token_table.stride(1) == 1
-        table = (places.token_table, places.rows_R, places.positions_R)
-        token_stride = places.token_table.stride(0)
+        table, token_stride = astuple(places), places.token_table.stride(0)
     best_of_parts_kernel[(num_rows,)](
         part_value, part_column, value_R, column_R, *table, num_parts, token_stride,
         BLOCK=triton.next_power_of_2(num_parts), num_warps=1, **pdl(logits_RV.device),

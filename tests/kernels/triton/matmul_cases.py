@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nanocore.kernels.triton.linear import FUSED_GATE_TOKENS
 from nanocore.kernels.triton.matmul import FLOAT32_TILE, Tile, choose_tile, linear_kernel
-from nanocore.kernels.triton.triton_backend import FUSED_GATE_TOKENS
 from tests.kernels.triton.compilation import SHARED_BYTES, Case
 from tests.kernels.triton.model_shapes import Product, products
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from nanocore.kernels.linear_weight import LinearWeight, pack_output_scales
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import matmul
-from nanocore.kernels.triton.matmul import Tile, choose_tile, gated_linear, linear
+from nanocore.kernels.triton.matmul import Tile, choose_tile, linear
 from tests.campaign import in_campaign
 from tests.kernels.triton import matmul_cases
 from tests.kernels.triton.compilation import SHARED_BYTES
@@ -62,7 +63,7 @@ def test_gated_linear_is_that_of_the_reference(
 ) -> None:
     x, weight, bias = draw(rows, ins), pack(outs, ins, quantization), draw(outs)
     expected = REFERENCE.gated_linear(x, weight, bias, activation)
-    out = gated_linear(x, weight, bias, activation)
+    out = linear(x, weight, bias, activation=activation)
     torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -82,10 +83,11 @@ def test_many_tiles_of_rows_are_each_computed_once() -> None:
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_row_has_the_same_bits_alone_and_in_a_crowd(quantization: str | None) -> None:
     x, weight = draw(70, 130), pack(40, 130, quantization)
-    outs, gated = (compute(x, weight, batch_invariant=True) for compute in (linear, gated_linear))
-    for rows in (slice(0, 1), slice(69, 70), slice(20, 40)):
-        assert torch.equal(linear(x[rows], weight, batch_invariant=True), outs[rows])
-        assert torch.equal(gated_linear(x[rows], weight, batch_invariant=True), gated[rows])
+    for activation in (None, "silu"):
+        compute = partial(linear, activation=activation, batch_invariant=True)
+        outs = compute(x, weight)
+        for rows in (slice(0, 1), slice(69, 70), slice(20, 40)):
+            assert torch.equal(compute(x[rows], weight), outs[rows])
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
@@ -136,10 +138,10 @@ def test_a_tile_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     x, weight = draw(40, 16).half(), draw(10, 16).half()
     packed = REFERENCE.pack_linear(weight)
-    expected = gated_linear(x, packed)
+    expected = linear(x, packed, activation="silu")
     monkeypatch.setattr(matmul, "max_shared_bytes", room)
     monkeypatch.setattr(matmul, "choose_tile", choosing)
-    torch.testing.assert_close(gated_linear(x, packed), expected)
+    torch.testing.assert_close(linear(x, packed, activation="silu"), expected)
     assert rooms == [x.device]
     assert chosen == [Tile(64, 16, 128, num_warps=4, num_stages=4)]
 
@@ -152,12 +154,12 @@ def test_logits_can_be_float32_of_anything() -> None:
 
 def test_a_row_of_nan_spoils_no_other() -> None:
     x, weight = draw(5, 33), pack(34, 33)
-    expected, gated = linear(x, weight), gated_linear(x, weight)
+    expected, gated = linear(x, weight), linear(x, weight, activation="silu")
     x[1] = torch.nan
     assert torch.equal(linear(x, weight)[2:], expected[2:])
-    assert torch.equal(gated_linear(x, weight)[2:], gated[2:])
+    assert torch.equal(linear(x, weight, activation="silu")[2:], gated[2:])
 
 
 def test_no_rows_are_no_work() -> None:
     assert linear(draw(1, 8)[:0], pack(6, 8)).shape == (0, 6)
-    assert gated_linear(draw(1, 8)[:0], pack(6, 8)).shape == (0, 3)
+    assert linear(draw(1, 8)[:0], pack(6, 8), activation="silu").shape == (0, 3)

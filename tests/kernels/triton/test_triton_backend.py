@@ -21,7 +21,7 @@ from nanocore.kernels.linear_weight import quantize_weight, widen
 from nanocore.kernels.sampling import Noise, TokenPlaces
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch.backend import TorchKernels
-from nanocore.kernels.triton import decode_attention, triton_backend
+from nanocore.kernels.triton import decode_attention, linear
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.device import step_graphs
 from nanocore.worker.layers.decoder import DecoderModel
@@ -155,7 +155,7 @@ def test_a_decode_step_launches_few_kernels_a_layer_and_one_plan(
     kernels = TritonKernels(CPU)
     monkeypatch.setattr(decode_attention, "FEW_SEQS", 8 if is_few else 0)
     if is_large:  # products and their gate are two launches
-        monkeypatch.setattr(triton_backend, "FUSED_GATE_TOKENS", 0)
+        monkeypatch.setattr(linear, "FUSED_GATE_TOKENS", 0)
     engine = Engine(model, 1, kernels=kernels)
     engine.scheduler.add(make_wishes(5, max_tokens=9)[0].request(0))
     engine.deliveries.take(engine.scheduler, engine.runner.execute(engine.scheduler.schedule()))
