@@ -107,6 +107,24 @@ def test_a_public_class_name_occurs_once() -> None:
     assert {name for name, n in names.items() if n > 1} == SAME_IDEA
 
 
+def test_a_backend_is_put_together_from_parts_and_inherits_from_no_other() -> None:
+    classes = [
+        node
+        for path, tree in trees().items()
+        if path.is_relative_to(PACKAGE / "kernels")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    ]
+    implements = re.compile(r"Implements `interface\.Kernels`")
+    backends = {n.name: n for n in classes if implements.match(ast.get_docstring(n) or "")}
+    assert backends.keys() == {"CpuKernels", "FlashKernels", "TorchKernels", "TritonKernels"}
+    parts = {name: [ast.unparse(base) for base in n.bases] for name, n in backends.items()}
+    assert {len(bases) for bases in parts.values()} == {4}
+    assert not backends.keys() & {ast.unparse(base) for n in classes for base in n.bases}
+    of_torch = {name for name, bases in parts.items() if any("Torch" in base for base in bases)}
+    assert of_torch == {"TorchKernels"}
+
+
 def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
     """Docstrings of constants and fields, too."""
     odd = [
