@@ -39,6 +39,7 @@ from benchmarks.gpu.results import Session, UnavailableError
 from benchmarks.gpu.shapes import MODELS
 from benchmarks.models import SHAPES, ModelShape
 from nanocore.engine_core.config import EngineConfig
+from nanocore.kernels import Activation
 from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import LinearWeight, StackedExperts
@@ -215,21 +216,21 @@ def on_hopper(has_pdl: bool = True) -> Iterator[None]:
     has_pdl: whether launches are programmatic dependent ones, see `launch`.
     """
     options = {"PDL": True, "launch_pdl": True} if has_pdl else {"PDL": False}
-    launch = grouped_linear._launch
+    launch = grouped_linear.linear
 
     def linear(
         x_TI: Tensor,
         weight: GroupedLinear,
         bias_O: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        activation: Activation | None = None,
         *,
         batch_invariant: bool = False,
     ) -> Tensor:
-        out_dtype = out_dtype or x_TI.dtype
         least = grouped_linear.DEQUANTIZED_ROWS[weight.layout.has_minima]
-        if len(x_TI) >= least and not batch_invariant:
-            return grouped_linear.by_cublas(x_TI, weight, bias_O, out_dtype)
-        return launch(x_TI, weight, bias_O, out_dtype, None, batch_invariant)
+        if activation is None and len(x_TI) >= least and not batch_invariant:
+            return grouped_linear.by_cublas(x_TI, weight, bias_O, out_dtype or x_TI.dtype)
+        return launch(x_TI, weight, bias_O, out_dtype, activation, batch_invariant=batch_invariant)
 
     def experts(mlp: SparseMLP) -> StackedExperts:
         num, hidden, inner = mlp.router.out_features, mlp.router.in_features, mlp.rows.size
