@@ -11,15 +11,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-import msgspec
 import torch
 from torch import Tensor
 
-from nanocore.worker.device.device_stream import Pending, StagingBuffer, Stream, Tensors, Work
-
-R = TypeVar("R")
+from nanocore.worker.step.step_memory import Layout
+from nanocore.worker.step.stream import GraphCapture, Pending, Staged, Stream, Tensors, Work
 
 
 @dataclass
@@ -49,8 +46,8 @@ class FakeStream(Stream):
     step: counts what is staged for the first phase of one.
     """
 
-    def __init__(self, depth: int) -> None:
-        super().__init__(depth)
+    def __init__(self, depth: int, graph_capture: GraphCapture | None = None) -> None:
+        super().__init__(depth, graph_capture)
         self.queue: deque[FakePending] = deque()
         self.step = 0
         self.longest = 0
@@ -59,13 +56,13 @@ class FakeStream(Stream):
     def join(self) -> None:
         """There is nothing but this queue."""
 
-    def stage(self, num_bytes: int, phase: int = 0) -> StagingBuffer:
+    def stage(self, layout: Layout, phase: int = 0) -> Staged:
         if phase == 0:
             self.step += 1
-        return super().stage(num_bytes, phase)
+        return super().stage(layout, phase)
 
     def enqueue(self, work: Work) -> Pending:
-        staged = self.staged.memory
+        staged = self.filled.memory
         pending = FakePending(self, work, self.step, staged, staged.clone())
         self.queue.append(pending)
         num_steps = len({pending.step for pending in self.queue})
@@ -111,7 +108,7 @@ class FakeGraphPools:
 
 @dataclass
 class FakeGraphRecorder:
-    """Implements `step_graphs.GraphCapture` on CPU tensors.
+    """Implements `stream.GraphCapture` on CPU tensors.
 
     A replay computes with the host's values of the recording, and leaves what it computes where the
     recording left it. num_records, num_replays: so far.
@@ -125,7 +122,7 @@ class FakeGraphRecorder:
     def begin_set(self) -> None:
         self.pool = self.pools.new_handle()
 
-    def capture(self, work: Callable[[], R]) -> tuple[R, Callable[[], None]]:
+    def capture(self, work: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         self.num_records += 1
         work()
         assert self.pool is not None, "no set was begun"
@@ -133,15 +130,7 @@ class FakeGraphRecorder:
 
         def replay() -> None:
             self.num_replays += 1
-            again = work()
-            for tensor, new in zip(_tensors(result), _tensors(again), strict=True):
-                tensor.copy_(new)
+            result.copy_(work())
 
         self.pools.enter(self.pool, replay)
         return result, replay
-
-
-def _tensors(result: object) -> list[Tensor]:
-    """Those in a Struct."""
-    values = msgspec.structs.astuple(result)  # type: ignore[arg-type]
-    return [value for value in values if isinstance(value, Tensor)]

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.kernels.sampling import TokenPlaces
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.plan import NewRow
-from nanocore.worker.sampling.columns import RowColumns, SampledRows, SamplingMetadata
+from nanocore.worker.sampling.columns import RowColumns, SampledRows
+from tests.sampling_reference import make_metadata
 from tests.step_plans import make_row
 
 F = np.float32
@@ -82,12 +82,10 @@ def edit(kernels: Kernels, logits_RV: Tensor, rows: list[EditedRow]) -> Tensor:
     """What the kernels make of these rows' logits, [R, V]."""
     edited_RV = logits_RV.clone()
     sampled = sampled_rows(rows, logits_RV.shape[1])
-    metadata = SamplingMetadata(sampled.tensors, places_of(rows), sampled.lists)
-    if sampled.lists is None:
+    edits = make_metadata(sampled, places_of(rows)).of_processed().edits
+    if edits is None:
         return edited_RV
-    index_P = torch.from_numpy(sampled.processed[: sampled.lists.num_rows])
-    edits = metadata.of_rows(index_P).edits
-    assert isinstance(edits, LogitEdits)
+    index_P = torch.from_numpy(sampled.columns["processed_P"][: edits.lists.num_rows])
     of_rows_PV = edited_RV[index_P]
     kernels.edit_logits(of_rows_PV, edits)
     edited_RV[index_P] = of_rows_PV

@@ -29,19 +29,24 @@ def make_rows(rows: list[Settings], vocab_size: int, seeds: list[int] | None = N
 
 
 def places_at(position_R: Tensor) -> TokenPlaces:
-    """Of tokens that will be at these positions, in rows without a table."""
-    return TokenPlaces(torch.zeros(0, 0, dtype=torch.int32), position_R, position_R)
+    """Of tokens that will be at these positions, each in a row of its own."""
+    rows_R = torch.arange(len(position_R))
+    table = torch.zeros(len(position_R), int(position_R.max()) + 1, dtype=torch.int32)
+    return TokenPlaces(table, rows_R, position_R)
 
 
-def make_metadata(rows: SampledRows, position_R: Tensor) -> SamplingMetadata:
-    """How these rows sample tokens for these positions."""
-    return SamplingMetadata(rows.tensors, places_at(position_R), rows.lists)
+def make_metadata(rows: SampledRows, places: TokenPlaces | Tensor) -> SamplingMetadata:
+    """How these rows sample tokens for these places, or positions."""
+    fields = {name: torch.from_numpy(column) for name, column in rows.columns.items()}
+    places = places if isinstance(places, TokenPlaces) else places_at(places)
+    return SamplingMetadata(rows, fields, places)
 
 
 def sample_whole(logits_RV: Tensor, rows: SampledRows, position_R: Tensor) -> Tensor:
     """One token id per row, int64 [R]. Greedy rows take the first of the largest logits."""
+    names = "temperature", "top_k", "top_p", "min_p", "seed"
     temperature_R, top_k_R, top_p_R, min_p_R, seed_R = (
-        rows.tensors[name] for name in ("temperature", "top_k", "top_p", "min_p", "seed")
+        torch.from_numpy(rows.columns[name]) for name in names
     )
     greedy_R = logits_RV.argmax(dim=-1)
     token_ids_V = torch.arange(logits_RV.shape[1])
@@ -49,7 +54,8 @@ def sample_whole(logits_RV: Tensor, rows: SampledRows, position_R: Tensor) -> Te
     scaled_RV = logits_RV / temperature_R[:, None]
     filtered_RV = filter_logits(scaled_RV, top_k_R, top_p_R, min_p_R)
     token_ids_R = (scaled_RV + noise_RV).argmax(dim=-1)
-    token_ids_R[rows.processed] = (filtered_RV + noise_RV).argmax(dim=-1)[rows.processed]
+    processed = rows.columns["processed_P"]
+    token_ids_R[processed] = (filtered_RV + noise_RV).argmax(dim=-1)[processed]
     return greedy_R.where(temperature_R == 0, token_ids_R)
 
 

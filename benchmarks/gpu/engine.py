@@ -27,7 +27,7 @@ from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import KeyChain, KVCacheManager
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.device.device import select_device
+from nanocore.worker.devices import select_device
 from nanocore.worker.models import load_model_config
 from nanocore.worker.worker import LocalExecutor
 

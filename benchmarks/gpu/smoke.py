@@ -26,7 +26,7 @@ from benchmarks.gpu.engine import LocalEngine
 from benchmarks.gpu.kernels import MAX_ERROR, kernels_of
 from benchmarks.gpu.results import Measurements, Results, Session, uses_pdl
 from nanocore.kernels.torch.backend import TorchKernels
-from nanocore.worker.device.device_stream import CudaGraphCapture
+from nanocore.worker.step.cuda_stream import CudaGraphCapture
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 MODEL: Final = ROOT / "demo_model" / "nanocore_demo_model"

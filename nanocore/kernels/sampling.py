@@ -61,6 +61,9 @@ class TokenPlaces(msgspec.Struct, frozen=True):
     rows_R: Tensor
     positions_R: Tensor
 
+    def of_rows(self, rows: Tensor) -> TokenPlaces:
+        return TokenPlaces(self.token_table, self.rows_R[rows], self.positions_R[rows])
+
     def write(self, token_ids_R: Tensor) -> None:
         """Write int64 [R], each to its place; rows are distinct, but for padding."""
         self.token_table[self.rows_R, self.positions_R] = token_ids_R.int()

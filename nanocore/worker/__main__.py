@@ -29,7 +29,6 @@ from nanocore.system.cpu_cores import FLOATING
 from nanocore.system.logs import start_log
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard
-from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.rank_messages import (
     AllocateCache,
     Capture,
@@ -43,6 +42,7 @@ from nanocore.worker.rank_messages import (
     StepResult,
     ToRank,
 )
+from nanocore.worker.step.pending_output import PendingOutput
 
 if TYPE_CHECKING:
     from nanocore.worker.worker import Worker

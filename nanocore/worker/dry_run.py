@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.cost.rank_cost import activation_bytes, rank_cost, table_bytes
-from nanocore.worker.device.device import (
+from nanocore.worker.devices import (
     check_batch_invariance,
     check_quantized_linear,
     dtype_name,

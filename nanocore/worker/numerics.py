@@ -19,7 +19,7 @@ from nanocore import __version__
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.device.device import computed_by_torch
+from nanocore.worker.devices import computed_by_torch
 from nanocore.worker.layers.rotary import attention_scaling, inverse_frequencies
 from nanocore.worker.memory.kv_memory import KV_LAYOUT_VERSION
 from nanocore.worker.rank_messages import WorkerConfig, WorkerInfo

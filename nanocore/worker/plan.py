@@ -10,6 +10,8 @@ integers, so the same structs serve in-process and over a pipe, and neither hold
 from __future__ import annotations
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from nanocore.protocol.sampling import EngineSamplingParams
 
@@ -50,7 +52,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     block_rows, block_ids: int32 columns; the block is appended to the row's table.
     chunk_rows, chunk_counts: int32 columns; the rows whose token count is not one, with that count
     (0: the row is held but takes no part in this step); prompts may be of other groups. Tokens
-    beyond a row's known ones would be the worker's drafts; not used yet.
+    beyond a row's known ones are drafts, which the worker proposes and verifies.
     num_tokens: tokens of the step, over all rows.
     awaits_masks: `TokenMasks` of the step follow, without which it does not sample.
     """
@@ -73,8 +75,9 @@ class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):
     """Token masks of a step that awaits them.
 
     step: of the plan. rows: int32 column of the rows that may not sample every token; they are
-    among those that the step samples, each once, in any order, and there may be none. words: their
-    masks, row by row, as `kernels.logit_edits.TokenMask` has them, for the whole vocabulary.
+    among those that the step samples, in any order, and there may be none. A row with drafts stands
+    there once for each token that it samples, in their order. words: their masks, row by row, as
+    `kernels.logit_edits.TokenMask` has them, for the whole vocabulary.
     """
 
     step: int
@@ -119,3 +122,19 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     prompt_logprobs: RowLogprobs | None = None
     pooled_rows: bytes = b""
     pooled: bytes = b""
+
+
+def ints(column: bytes) -> NDArray[np.int32]:
+    """A plan's column of int32, as an array of its own."""
+    # A copy, because torch warns of numpy arrays that it could not write to.
+    return np.frombuffer(column, "<i4").copy()
+
+
+def running_counts(rows: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return for each entry how many entries before it are of the same row."""
+    order = rows.argsort(kind="stable")
+    is_first = np.diff(rows[order], prepend=-1) != 0
+    starts = np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))
+    counts = np.empty(len(rows), np.int64)
+    counts[order] = np.arange(len(rows)) - starts
+    return counts

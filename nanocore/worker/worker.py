@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from nanocore.kernels.kv_quantization import KVCacheFormat
-from nanocore.kernels.logit_edits import TokenLists, TokenMask
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.sampling import TokenPlaces
 from nanocore.protocol.fields import MAX_STOP_TOKEN_IDS
 from nanocore.protocol.sampling import EngineSamplingParams
@@ -28,7 +28,7 @@ from nanocore.worker.communication.links import RankLinks, connect
 from nanocore.worker.cost.machine_speed import measure_speed
 from nanocore.worker.cost.model_cost import MachineSpeed
 from nanocore.worker.cost.rank_cost import activation_bytes, rank_cost, table_bytes
-from nanocore.worker.device.device import (
+from nanocore.worker.devices import (
     check_batch_invariance,
     check_quantized_linear,
     dtype_name,
@@ -37,8 +37,6 @@ from nanocore.worker.device.device import (
     select_kv_format,
     steps_in_flight,
 )
-from nanocore.worker.device.device_steps import DeviceQueue
-from nanocore.worker.device.device_stream import CudaGraphCapture, CudaStream
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.checked_model import (
     check_files,
@@ -54,15 +52,16 @@ from nanocore.worker.loading.lora import MergedFormat
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model
 from nanocore.worker.numerics import rank_numerics
-from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput, TokenMasks
 from nanocore.worker.rank_messages import MAX_PROMPT_LOGPROBS, RankStart, WorkerConfig, WorkerInfo
 from nanocore.worker.sampling.columns import RowColumns, SamplingMetadata, costliest_sampling
 from nanocore.worker.sampling.sampler import TokenSampler
+from nanocore.worker.step.cuda_stream import CudaGraphCapture, CudaStream
+from nanocore.worker.step.model_runner import ModelRunner
+from nanocore.worker.step.pending_output import PendingOutput
 
 logger = logging.getLogger(__name__)
 NUM_PROFILED_GRAPHS: Final = 2
@@ -109,17 +108,17 @@ class Worker:
         model = build_model(model_config, self._placement)
         self._graph_capture: CudaGraphCapture | None = None
         self._runner = ModelRunner(
-            model, self._kernels, links.stages, self._queue(), config.enforce_eager
+            model, self._kernels, links.stages, self._stream(), config.enforce_eager
         )
 
-    def _queue(self) -> DeviceQueue | None:
+    def _stream(self) -> CudaStream | None:
         if self.device.type != "cuda":
             return None
         torch.cuda.set_device(self.device)
         if not self._config.enforce_eager and self._config.pipeline_parallel_size == 1:
             self._graph_capture = CudaGraphCapture()
         depth = steps_in_flight(self._config, self.device)
-        return DeviceQueue(CudaStream(depth, self.device), self._graph_capture)
+        return CudaStream(depth, self.device, self._graph_capture)
 
     @torch.inference_mode()
     def load_model(self) -> None:
@@ -231,7 +230,7 @@ class Worker:
         logger.info("largest steps, and kernels for them, %.2f s", time.monotonic() - start_s)
         if self._graph_capture is None:
             return 0
-        num_graphs = runner.num_graphs(config.max_num_batched_tokens)
+        num_graphs = len(runner.shapes(config.max_num_batched_tokens))
         return self._graph_capture.last_bytes * max(0, num_graphs - NUM_PROFILED_GRAPHS)
 
 
@@ -324,20 +323,16 @@ def _sample(runner: ModelRunner, sampler: TokenSampler, width: int, rows: list[N
     for new in rows:
         columns.set_row(new)
     sampled, device = columns.of_rows(np.arange(len(rows))), runner.device
+    fields = {name: torch.from_numpy(x).to(device) for name, x in sampled.columns.items()}
     rows_R = torch.arange(len(rows), device=device)
     positions_R = torch.tensor([new.num_prompt_tokens for new in rows], device=device)
-    packed = sampled.packed
-    assert packed is not None, "the costliest rows name tokens"
-    metadata = SamplingMetadata(
-        {name: tensor.to(device) for name, tensor in sampled.tensors.items()},
-        TokenPlaces(runner.token_table, rows_R, positions_R),
-        TokenLists.of(torch.from_numpy(packed.column).to(device), packed.sizes),
-    )
+    places = TokenPlaces(runner.tables.token_table, rows_R, positions_R)
+    sampling = SamplingMetadata(sampled, fields, places)
     logits_RV = torch.zeros(len(rows), width, device=device)
-    sampler.sample_processed(logits_RV, metadata)
+    sampler.sample_processed(logits_RV, sampling)
     words_MW = torch.zeros(1, -(-sampler.vocab_size // 32), dtype=torch.int32, device=device)
     index_R = torch.zeros(len(rows), dtype=torch.int32, device=device)
-    sampler.sample_plain(logits_RV, metadata.noise, mask=TokenMask(words_MW, index_R))
+    sampler.sample_plain(logits_RV, sampling.noise, mask=TokenMask(words_MW, index_R))
 
 
 def _row(

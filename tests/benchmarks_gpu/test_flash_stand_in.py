@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.attention_step import make_metadata
 from benchmarks.gpu import fa3
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.step import GraphSupport
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import flash_backend
 from nanocore.kernels.triton.flash_backend import FlashKernels
-from nanocore.worker.device.device_steps import DeviceQueue
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.kernels.paged_case import HEAD_DIM, PLAIN, PagedCase
 from tests.tiny_models import make_tiny_qwen3
@@ -126,18 +126,12 @@ def attend(call: Arguments) -> Tensor:
     left, right = call["window_size_left"], call["window_size_right"]
     assert (left < 0) == (right < 0)
     spec = AttentionSpec(call["softmax_scale"], max(0, left + 1), call["softcap"])
-    out_THD, unused = torch.zeros_like(q_THD), torch.empty(0, dtype=torch.int64)
+    out_THD = torch.zeros_like(q_THD)
     for i, length in enumerate(lengths):
         tokens = slice(starts[i], starts[i + 1])
         if length:
             count = starts[i + 1] - starts[i]
-            alone = AttentionMetadata(
-                num_decodes=0, query_start=[0, count], seq_lens=[length],
-                num_decodes_1=torch.zeros(1, dtype=torch.int32),
-                query_start_A=torch.tensor([0, count], dtype=torch.int32),
-                seq_lens_B=call["seqused_k"][i : i + 1], block_table_BM=table_BM[i : i + 1],
-                positions_T=unused, slot_mapping_T=unused,
-            )  # fmt: skip
+            alone = make_metadata([(length, count)], table_BM[i : i + 1], num_decodes=0)
             cache = KVCache(call["k"], call["v"])
             out_THD[tokens] = TorchKernels().paged_attention(q_THD[tokens], cache, alone, spec)
     return out_THD
@@ -204,8 +198,8 @@ def test_an_engine_gives_the_tokens_of_the_reference(
     """Graphs keep the host's values of their recording, and make their plans anew in each step."""
     model = load_model(make_tiny_qwen3(tmp_path, head_dim=16))
     graph_capture = FakeGraphRecorder() if has_graphs else None
-    queue = DeviceQueue(FakeStream(2), graph_capture)
-    engine = Engine(model, 2, kernels=FlashAttention(), queue=queue)
+    stream = FakeStream(2, graph_capture)
+    engine = Engine(model, 2, kernels=FlashAttention(), stream=stream)
     wishes = make_wishes(1, 5, 60, 33, 17, max_tokens=9)
     assert engine.run(wishes) == expected(model, wishes)
     assert len(library.calls) == 3 * len(library.plans), "the model has three layers"

@@ -13,10 +13,9 @@ import torch
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.communication.communicator import Communicator
-from nanocore.worker.device.device_steps import DeviceQueue
-from nanocore.worker.device.device_stream import CudaGraphCapture, CudaStream
-from nanocore.worker.device.step_graphs import GraphCapture
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.step.cuda_stream import CudaGraphCapture, CudaStream
+from nanocore.worker.step.stream import Stream
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.worker.device_engine import DeviceKernels, Engine, load_model
 
@@ -37,16 +36,17 @@ class Target:
     ) -> DecoderModel:
         return load_model(folder, str(self.device), dtype, tp=tp)
 
-    def graph_capture(self) -> GraphCapture:
-        return CudaGraphCapture() if self.name == "cuda" else FakeGraphRecorder()
+    def stream(self, depth: int, has_graphs: bool) -> Stream:
+        if self.name == "cuda":
+            return CudaStream(depth, self.device, CudaGraphCapture() if has_graphs else None)
+        return FakeStream(depth, FakeGraphRecorder() if has_graphs else None)
 
     def engine(
         self, model: DecoderModel, depth: int = 2, *, has_graphs: bool = True, num_blocks: int = 200
     ) -> Engine:
         """An engine of a model that was loaded there. depth: steps in flight."""
-        stream = CudaStream(depth, self.device) if self.name == "cuda" else FakeStream(depth)
-        queue = DeviceQueue(stream, self.graph_capture() if has_graphs else None)
-        return Engine(model, depth, num_blocks=num_blocks, kernels=self.make_kernels(), queue=queue)
+        kernels, stream = self.make_kernels(), self.stream(depth, has_graphs)
+        return Engine(model, depth, num_blocks=num_blocks, kernels=kernels, stream=stream)
 
 
 CUDA = Target("cuda", lambda: TritonKernels(torch.device("cuda", 0)))

@@ -19,7 +19,7 @@ from torch import Tensor
 from nanocore.kernels.triton.launch import pdl
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.communication.process_group import ProcessGroupCommunicator
-from nanocore.worker.device import step_graphs
+from nanocore.worker.step import step_graphs
 from tests.gpu.targets import CUDA, CUDA_MARKS, TARGETS, Target
 from tests.model_families import BUILDERS
 from tests.tiny_models import make_tiny_qwen3

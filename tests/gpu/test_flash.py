@@ -22,7 +22,7 @@ from benchmarks.gpu import fa3
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.flash_backend import FlashKernels
-from nanocore.worker.device.device_stream import CudaGraphCapture
+from nanocore.worker.step.cuda_stream import CudaGraphCapture
 from tests.gpu.targets import CUDA_MARKS, Target
 from tests.gpu.tensors import DEVICE, DTYPE, close, there
 from tests.kernels.layered_cache import layered, parts

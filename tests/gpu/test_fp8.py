@@ -13,8 +13,8 @@ from torch import Tensor
 
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
-from nanocore.worker.device.device import check_quantized_linear
-from nanocore.worker.device.device_stream import CudaGraphCapture
+from nanocore.worker.devices import check_quantized_linear
+from nanocore.worker.step.cuda_stream import CudaGraphCapture
 
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 pytestmark = [

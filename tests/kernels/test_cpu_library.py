@@ -17,7 +17,7 @@ from nanocore.kernels.cpu.library import Library, find_library
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.errors import ConfigError
-from nanocore.worker.device.device import make_kernels
+from nanocore.worker.devices import make_kernels
 from tests.kernels import cpu_case
 from tests.kernels.cpu_case import (
     CompilerFailed,

@@ -33,7 +33,7 @@ from nanocore.protocol.fields import MAX_INT32
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler
 from tests.kernels.cpu_case import reference_or_backend
-from tests.sampling_reference import make_rows, places_at
+from tests.sampling_reference import make_metadata, make_rows
 
 VOCAB_SIZE = 60
 NUM_DRAWS = 4000  # of each setting
@@ -166,7 +166,7 @@ def test_rows_that_share_a_step_are_drawn_as_often_as_the_filters_say() -> None:
         seed_R.tolist(),
     )
     sampler = TokenSampler(0, VOCAB_SIZE, SingleRank(), TorchKernels())
-    counts = counted(sampler.sample(logits_RV, sampled, places_at(position_R)))
+    counts = counted(sampler.sample(logits_RV, make_metadata(sampled, position_R)))
     assert counts == counts_of("torch")
 
 

@@ -26,6 +26,7 @@ from tests.logit_edits_reference import (
     places_of,
     sampled_rows,
 )
+from tests.sampling_reference import make_metadata
 
 PROMPT = [1, 2, 3, 4, 2, 2, 9]
 OUTPUT = [5, 6, 2, 5, 5, 6]
@@ -113,8 +114,9 @@ def test_rows_of_logits_may_lie_apart(kernels: Kernels) -> None:
     sampled = sampled_rows([row(**ASKED)] * 3, 20)
     sampler = TokenSampler(0, 20, SingleRank(), kernels)
     places = places_of([row(**ASKED)] * 3)
-    together = sampler.sample(view_RV.contiguous(), sampled, places)
-    assert torch.equal(sampler.sample(view_RV, sampled, places), together)
+    sampling = make_metadata(sampled, places)
+    together = sampler.sample(view_RV.contiguous(), sampling)
+    assert torch.equal(sampler.sample(view_RV, sampling), together)
     check(kernels, view_RV, [row(**ASKED)] * 3)
 
 
@@ -130,7 +132,7 @@ def test_a_logit_that_is_not_a_number_stays_one_even_if_it_is_forbidden(kernels:
     rows = [row(allowed_token_ids=[2, 3]), row(bad_words_token_ids=[[10]])]
     check(kernels, logits_RV, rows)
     sampler = TokenSampler(0, 20, SingleRank(), kernels)
-    tokens = sampler.sample(logits_RV, sampled_rows(rows, 20), places_of(rows))
+    tokens = sampler.sample(logits_RV, make_metadata(sampled_rows(rows, 20), places_of(rows)))
     assert tokens.tolist() == [NO_TOKEN] * 2
 
 
@@ -146,11 +148,11 @@ def test_a_row_whose_every_token_is_forbidden_has_none(
         row(allowed_token_ids=[4], **asked),
     ]
     sampler = TokenSampler(0, 20, SingleRank(), kernels)
-    tokens = sampler.sample(draw(3, 20), sampled_rows(rows, 20), places_of(rows))
+    tokens = sampler.sample(draw(3, 20), make_metadata(sampled_rows(rows, 20), places_of(rows)))
     assert tokens.tolist() == [NO_TOKEN, NO_TOKEN, 4]
 
 
 def test_min_tokens_without_a_stop_ask_for_nothing() -> None:
     sampling = EngineSamplingParams(temperature=0.0, min_tokens=5)
     rows = sampled_rows([EditedRow([1], [], sampling), EditedRow([1], [], sampling, (3,))], 20)
-    assert rows.processed.tolist() == [1]
+    assert rows.columns["processed_P"].tolist() == [1]

@@ -22,21 +22,21 @@ from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.sampling import Noise, TokenPlaces
-from nanocore.kernels.step import GraphSupport, StepRows
+from nanocore.kernels.step import BegunStep, GraphSupport, StepRows
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank
-from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
-from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.rank_messages import Quantization
+from nanocore.worker.step.model_runner import ModelRunner
+from nanocore.worker.step.pending_output import PendingOutput
+from nanocore.worker.step.stream import Stream
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.worker.masked_steps import pack_masks
@@ -77,7 +77,7 @@ class DeviceKernels(TorchKernels):
                 query_start=[0, num_tokens],
                 seq_lens=[length],
                 seq_lens_B=metadata.seq_lens_B[i : i + 1],
-                block_table_BM=metadata.block_table_BM[i : i + 1],
+                block_table=metadata.block_table[i : i + 1],
             )
             out_THD[tokens] = super().paged_attention(q_THD[tokens], cache, alone, spec)
         return out_THD
@@ -91,9 +91,7 @@ class TritonEnds(DeviceKernels):
 
     _interpreter = threading.Lock()
 
-    def begin_step(
-        self, rows: StepRows, embedding: TokenEmbedding | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def begin_step(self, rows: StepRows, embedding: TokenEmbedding | None) -> BegunStep:
         with self._interpreter:
             return begin_step(rows, embedding)
 
@@ -217,8 +215,8 @@ def make_asking_wishes(*kinds: str, max_tokens: int = 8) -> list[Wish]:
 class Engine:
     """The scheduler and a runner.
 
-    depth: steps in flight; 0: a runner on the host. kernels: of a device. queue: of a device that
-    is no fake.
+    depth: steps in flight; 0: a runner on the host. kernels: of a device. stream: of a device
+    that is no fake.
     """
 
     def __init__(
@@ -229,13 +227,13 @@ class Engine:
         num_blocks: int = 200,
         budget: int = BUDGET,
         kernels: Kernels | None = None,
-        queue: DeviceQueue | None = None,
+        stream: Stream | None = None,
     ) -> None:
-        self.stream = FakeStream(max(1, depth))
-        if depth and queue is None:
-            queue = DeviceQueue(self.stream, graph_capture)
+        self.stream = FakeStream(max(1, depth), graph_capture)
+        if depth and stream is None:
+            stream = self.stream
         kernels = (kernels or DeviceKernels()) if depth else TorchKernels()
-        self.runner = ModelRunner(model, kernels, queue=queue)
+        self.runner = ModelRunner(model, kernels, stream=stream)
         self.num_blocks, self.budget = num_blocks, budget
         self.allocate()
         self.scheduler, _ = make_scheduler(

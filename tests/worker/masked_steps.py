@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore.worker.model_runner import ModelRunner
-from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
+from nanocore.worker.step.model_runner import ModelRunner
+from nanocore.worker.step.pending_output import PendingOutput
 from tests.worker.running import record_steps
 
 Allowed = Mapping[int, NDArray[np.bool_]]

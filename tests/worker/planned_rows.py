@@ -17,10 +17,9 @@ import torch
 
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator
-from nanocore.worker.device.device_steps import DeviceQueue
-from nanocore.worker.model_runner import ModelRunner
-from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, RowLogprobs, SchedulerOutput
+from nanocore.worker.step.model_runner import ModelRunner
+from nanocore.worker.step.pending_output import PendingOutput
 from tests.fake_device import FakeStream
 from tests.step_plans import int32, make_plan, make_row
 from tests.worker.device_engine import DeviceKernels
@@ -180,11 +179,11 @@ def run_ranks_of(
 
     def of_rank(rank: Communicator) -> Said:
         placement, links = world.join(rank.rank, torch.float32)
-        kernels, queue = None, None
+        kernels, stream = None, None
         if on_devices:
-            kernels, queue = DeviceKernels(), DeviceQueue(FakeStream(1))
+            kernels, stream = DeviceKernels(), FakeStream(1)
         runner = make_runner(
-            folder, placement, links, backend=backend, kernels=kernels, queue=queue
+            folder, placement, links, backend=backend, kernels=kernels, stream=stream
         )
         return run(runner, plans)
 

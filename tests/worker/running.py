@@ -25,11 +25,8 @@ from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.logit_edits import TokenMask
-from nanocore.kernels.sampling import TokenPlaces
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.batch.batch_step import BatchStep
-from nanocore.worker.batch.input_batch import InputBatch
 from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
 from nanocore.worker.communication.shared_memory import (
     ShmChannel,
@@ -37,7 +34,6 @@ from nanocore.worker.communication.shared_memory import (
     create_channel,
     create_group_region,
 )
-from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
 from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.loading.formats.checkpoint_format import folder_format
@@ -45,13 +41,16 @@ from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.gguf.gguf_format import GgufFormat
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.weights import WeightFormat
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.rank_messages import Quantization
-from nanocore.worker.sampling.columns import SampledRows
+from nanocore.worker.sampling.columns import SamplingMetadata
 from nanocore.worker.sampling.sampler import TokenSampler
+from nanocore.worker.step.batch_step import BatchStep
+from nanocore.worker.step.input_batch import InputBatch
+from nanocore.worker.step.model_runner import ModelRunner
+from nanocore.worker.step.stream import Stream
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.tiny_models import MAX_MODEL_LEN
 from tests.worker.ranks import run_ranks
@@ -149,7 +148,7 @@ def make_runner(
     backend: str = "cpu",
     model: DecoderModel | None = None,
     kernels: Kernels | None = None,
-    queue: DeviceQueue | None = None,
+    stream: Stream | None = None,
     quantization: Quantization | None = None,
     max_model_len: int = MAX_MODEL_LEN,
     enforce_eager: bool = False,
@@ -160,7 +159,7 @@ def make_runner(
     max_model_len: served positions. enforce_eager: steps are not recorded.
     """
     model = model or build_model(load_model_config(folder), placement)
-    runner = ModelRunner(model, kernels or make_kernels(backend), links, queue, enforce_eager)
+    runner = ModelRunner(model, kernels or make_kernels(backend), links, stream, enforce_eager)
     names = model.entry_name
     fill_and_pack(model, runner.kernels, lambda e: load_weights(folder, e, names), quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
@@ -274,11 +273,9 @@ def record_logits(sampler: TokenSampler, logits: list[Tensor]) -> None:
     """Have the sampler append what it samples from to this list."""
     sample = sampler.sample
 
-    def recording(
-        logits_RV: Tensor, rows: SampledRows, places: TokenPlaces, mask: TokenMask | None
-    ) -> Tensor:
-        logits.append(logits_RV.clone())
-        return sample(logits_RV, rows, places, mask)
+    def recording(logits_SV: Tensor, sampling: SamplingMetadata, mask: TokenMask | None) -> Tensor:
+        logits.append(logits_SV.clone())
+        return sample(logits_SV, sampling, mask)
 
     sampler.sample = recording  # type: ignore[method-assign]
 

@@ -31,11 +31,11 @@ from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.rank_messages import KVCacheDtype, Quantization
+from nanocore.worker.step.model_runner import ModelRunner
 from nanocore.worker.worker import Worker
 from tests.campaign import examples, in_campaign
 from tests.fakes import Deliveries, make_request, make_scheduler
@@ -298,7 +298,7 @@ def test_families_whose_layers_call_torch_between_kernels(family: str, tmp_path:
     kernels = CpuKernels(runnable_libraries()[BEST])
     engine = Engine(BUILDERS[family](tmp_path), kernels, torch.float32, None)
     outcome = engine.run(Setting(max_num_batched_tokens=79), range(8, 24))
-    assert engine.runner._replay is None
+    assert not engine.runner.is_captured
     assert num_different(outcome, engine.run(Setting(at_once=1), range(8, 24))) == 0
 
 

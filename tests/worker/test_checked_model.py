@@ -18,7 +18,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.process.check import check_engine
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, ModelFileError, StartError
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.device.device import select_dtype, select_kv_format
+from nanocore.worker.devices import select_dtype, select_kv_format
 from nanocore.worker.loading.checked_model import read_model
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.models import build_model

@@ -14,27 +14,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from nanocore.worker.device.device_stream import CudaGraphCapture, CudaStream, Tensors, Work
+from nanocore.worker.step.cuda_stream import CudaGraphCapture, CudaStream
+from nanocore.worker.step.step_memory import Field, Layout
+from nanocore.worker.step.stream import Tensors, Work
 from tests.fake_device import FakeGraphPools
 
 DEVICE = torch.device("cuda", 0)
 GRAPH_BYTES = 30
 Kernel = Callable[[], object]
 tensor_copy, torch_empty = Tensor.copy_, torch.empty
-
-
-class Result(msgspec.Struct):
-    """As a step's."""
-
-    logits: Tensor
-    token_ids: Tensor
-    name: str = "a step"
 
 
 class FakeCuda:
@@ -237,29 +230,35 @@ def test_work_without_a_result_is_waited_for_like_any(cuda: FakeCuda) -> None:
     assert done == ["it"]
 
 
+def layout_of(num_bytes: int) -> Layout:
+    return Layout([(Field("what", torch.uint8, "N"), num_bytes)])
+
+
 def test_memory_is_pinned_grows_and_is_not_given_out_while_a_step_may_read_it(
     cuda: FakeCuda,
 ) -> None:
     stream, done = CudaStream(1, DEVICE), list[str]()
-    first = stream.stage(100).memory
+    first = stream.stage(layout_of(100)).memory
     stream.run(computing(cuda, [], done, "first"))
-    second = stream.stage(10).memory
+    second = stream.stage(layout_of(10)).memory
     stream.run(computing(cuda, [], done, "second"))
     assert first.data_ptr() != second.data_ptr()
     assert done == []
-    again = stream.stage(100).memory
+    again = stream.stage(layout_of(100)).memory
     assert done == ["first"]
     assert again.data_ptr() == first.data_ptr()
     stream.run(computing(cuda, [], done, "third"))
-    large = stream.stage(1000).memory
+    large = stream.stage(layout_of(1000)).memory
     assert done == ["first", "second"]
-    assert len(large) >= 1000
-    again_later = stream.stage(10)
-    again_later.scratch["what"] = "made of it"
-    stream.stage(10)
-    assert stream.stage(10).scratch == {"what": "made of it"}
-    stream.stage(10)
-    assert stream.stage(len(again_later.memory) + 1).scratch == {}
+    assert len(large) == 1008
+    few, many = layout_of(10), layout_of(5000)
+    kept = stream.stage(few)
+    stream.stage(few)
+    assert stream.stage(few) is kept
+    stream.stage(few)
+    assert stream.stage(many).memory.data_ptr() != kept.memory.data_ptr()
+    stream.stage(few)
+    assert stream.stage(few) is not kept, "its memory is gone"
     assert {memory.data_ptr() for memory in (first, second, large)} <= cuda.pinned
 
 
@@ -288,16 +287,15 @@ def test_a_graph_repeats_its_work_and_leaves_the_result_where_it_was_recorded(
     monkeypatch.setattr(torch, "as_tensor", at_its_address)
     inputs = torch.zeros(2, dtype=torch.int64)
     # The graph's memory, which it keeps whatever becomes of the tensors.
-    logits_memory, ids_memory = np.zeros((2, 3), np.float32), np.zeros(2, np.int64)
+    logits_memory = np.zeros((2, 3), np.float32)
     claims: list[weakref.ref[Tensor]] = []
 
     def kernel() -> None:
-        ids_memory[:] = inputs.numpy() + 1
         logits_memory[:] = inputs.numpy()[:, None]
 
-    def work() -> Result:
-        result = Result(torch.from_numpy(logits_memory), torch.from_numpy(ids_memory))
-        claims.extend(weakref.ref(tensor) for tensor in (result.logits, result.token_ids))
+    def work() -> Tensor:
+        result = torch.from_numpy(logits_memory)
+        claims.append(weakref.ref(result))
         cuda.launch(kernel)
         allocating = threading.Thread(target=lambda: torch.empty(1, pin_memory=True))
         allocating.start()
@@ -312,9 +310,7 @@ def test_a_graph_repeats_its_work_and_leaves_the_result_where_it_was_recorded(
     inputs[:] = torch.tensor([5, 7])
     replay()
     cuda.current.synchronize()
-    assert result.token_ids.tolist() == [6, 8]
-    assert result.logits.tolist() == [[5.0] * 3, [7.0] * 3]
-    assert result.name == "a step"
+    assert result.tolist() == [[5.0] * 3, [7.0] * 3]
     # Other graphs may use that memory too: nothing claims it.
     gc.collect()
     assert all(claim() is None for claim in claims)

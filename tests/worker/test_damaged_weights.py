@@ -24,16 +24,15 @@ from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, StageLinks
-from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading import loader
 from nanocore.worker.loading.loader import load_weights
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
-from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.rank_messages import Quantization
+from nanocore.worker.step.model_runner import ModelRunner
+from nanocore.worker.step.pending_output import PendingOutput
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.fakes import Deliveries, make_request, make_scheduler
 from tests.tiny_models import make_tiny_qwen3
@@ -124,10 +123,9 @@ def make_runner(
 ) -> ModelRunner:
     placement = placement or Placement(way.dtype, torch.device("cpu"))
     model = build_model(load_model_config(folder), placement)
-    stream = FakeStream(max(1, way.depth))
-    device = DeviceQueue(stream, FakeGraphRecorder()) if way.depth else None
+    stream = FakeStream(way.depth, FakeGraphRecorder()) if way.depth else None
     kernels = DeviceKernels() if way.depth else make_kernels(way.backend)
-    runner = ModelRunner(model, kernels, links, device)
+    runner = ModelRunner(model, kernels, links, stream)
     names = model.entry_name
     fill_and_pack(model, kernels, lambda e: load_weights(folder, e, names), way.quantization)
     kv_format = kv_cache_format(way.kv_cache_dtype, way.dtype)

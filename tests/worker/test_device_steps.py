@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 from nanocore.kernels.interface import Kernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator
-from nanocore.worker.device import step_graphs
-from nanocore.worker.device.device_steps import DeviceQueue
-from nanocore.worker.device.step_graphs import graph_shapes
-from nanocore.worker.device.step_memory import StepFields, StepShape, num_bytes
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.step import step_graphs
+from nanocore.worker.step.step_graphs import graph_shapes
+from nanocore.worker.step.step_memory import STEP_FIELDS, StepShape, graph_layout, step_layout
 from tests.campaign import examples, in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.model_families import BUILDERS
@@ -204,8 +203,8 @@ def test_two_ranks_on_devices_say_what_one_does(
 
     def run(rank: Communicator) -> list[tuple[int, int, int]]:
         placement, links = world.join(rank.rank, torch.float32)
-        queue = DeviceQueue(FakeStream(1))
-        runner = make_runner(folder, placement, links, kernels=kernels, queue=queue)
+        stream = FakeStream(1)
+        runner = make_runner(folder, placement, links, kernels=kernels, stream=stream)
         said = []
         for plan, samples in zip(script.plans, script.samples, strict=True):
             result = runner.execute(plan)
@@ -277,18 +276,24 @@ def test_mixed_graphs_have_room_for_every_row_and_for_padding(
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 64])
-def test_inputs_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
+def test_columns_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
     shape = StepShape(size + 7, size, size + 1, 2 * size, is_uniform=False)
-    memory = torch.zeros(num_bytes(shape), dtype=torch.uint8)
-    step = StepFields.of(memory, shape)
-    views = [getattr(step, name) for name in StepFields.__struct_fields__ if name != "sampling"]
-    views += step.sampling.values()
-    for i, view in enumerate(views):
+    sampled = {"sample_rows_S": np.zeros(size + 3), "processed_P": np.zeros(size // 2)}
+    layout = step_layout(shape, sampled)
+    memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
+    views = layout.views(memory)
+    for i, view in enumerate(views.values()):
         assert (view.data_ptr() - memory.data_ptr()) % 16 == 0
         view.fill_(i + 1)
-    for i, view in enumerate(views):
+    for i, view in enumerate(views.values()):
         assert (view == i + 1).all()
-    lengths = [len(x) for x in (step.rows_T, step.rows_B, step.query_start_A)]
-    assert lengths == [size + 7, size, size + 1]
-    assert {len(column) for column in step.sampling.values()} == {size + 1}
-    assert (len(step.block_ids_W), len(step.num_decodes_1)) == (2 * size, 1)
+    lengths = {name: len(view) for name, view in views.items()}
+    expected = {"rows_T": size + 7, "rows_B": size, "query_start_A": size + 1, "num_decodes_1": 1,
+                "sample_index_R": size + 1, "block_ids_W": 2 * size, "temperature": size + 3,
+                "sample_positions_S": size + 3, "processed_P": size // 2, "lists_L": 0}  # fmt: skip
+    assert lengths.items() >= expected.items()
+    # What a graph reads is where it is without the rest.
+    names = [field.name for field in STEP_FIELDS]
+    of_graph = graph_layout(shape).views(memory)
+    assert [*of_graph] == names
+    assert all(of_graph[name].data_ptr() == views[name].data_ptr() for name in names)

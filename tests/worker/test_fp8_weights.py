@@ -18,8 +18,8 @@ from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker.cost.rank_cost import rank_cost
-from nanocore.worker.device import device
-from nanocore.worker.device.device import check_quantized_linear
+from nanocore.worker import devices
+from nanocore.worker.devices import check_quantized_linear
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.models import build_model, load_model_config
@@ -150,7 +150,7 @@ class WithoutProduct(TorchKernels):
 
 def test_a_product_is_tried_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's has been missing on some GPUs that have fp8, and for some dtypes."""
-    monkeypatch.setattr(device, "require_fp8", lambda *_: None)
+    monkeypatch.setattr(devices, "require_fp8", lambda *_: None)
     for kernels in (TorchKernels(), TritonKernels(CPU)):
         check_quantized_linear("fp8", kernels, torch.float16, CPU)
     kernels = WithoutProduct("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling\nmore")

@@ -17,9 +17,9 @@ from nanocore.worker.executors import process_executor
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.process_executor import ProcessExecutor
 from nanocore.worker.executors.status_board import StatusBoard
-from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.rank_messages import Done, FromRank, RankStart, ToRank
+from nanocore.worker.step.pending_output import PendingOutput
 from tests.step_plans import make_plan
 from tests.worker.configs import make_worker_config
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from nanocore.kernels.logit_edits import TokenLists
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.batch import block_table
-from nanocore.worker.batch.batch_step import StepInputs
-from nanocore.worker.batch.block_table import BlockTable
-from nanocore.worker.batch.input_batch import InputBatch
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
+from nanocore.worker.step.batch_step import BatchStep, StepOrder
+from nanocore.worker.step.input_batch import BlockTable, InputBatch
 from tests.campaign import examples
 from tests.fakes import Deliveries, FakeExecutor, make_request, make_scheduler
 from tests.step_plans import make_plan, make_row
@@ -30,32 +30,37 @@ def make_batch(max_num_seqs: int = 4) -> InputBatch:
     return InputBatch(max_num_seqs, MAX_MODEL_LEN, BLOCK_SIZE, 50)
 
 
-def check_inputs(inputs: StepInputs, before: dict[int, int], executor: FakeExecutor) -> None:
+def check_step(
+    batch: InputBatch, step: BatchStep, before: dict[int, int], executor: FakeExecutor
+) -> None:
     counts = {row: executor.rows[row].num_computed - n for row, n in before.items()}
     counts = {row: count for row, count in counts.items() if count}
-    order = [row for row in sorted(counts) if counts[row] == 1]
-    order += [row for row in sorted(counts) if counts[row] > 1]
-    tokens, positions, slots, ends = [], [], [], [0]
-    for row in order:
+    rows = [row for row in sorted(counts) if counts[row] == 1]
+    rows += [row for row in sorted(counts) if counts[row] > 1]
+    of_token, positions, slots, ends = [], [], [], [0]
+    for row in rows:
         state = executor.rows[row]
         for position in range(before[row], before[row] + counts[row]):
-            tokens.append(state.token_ids[position])
+            of_token.append(row)
             positions.append(position)
             block_id = state.block_ids[position // BLOCK_SIZE]
             slots.append(block_id * BLOCK_SIZE + position % BLOCK_SIZE)
-        ends.append(len(tokens))
-    assert inputs.token_ids_T.tolist() == tokens
-    assert inputs.attention.positions_T.tolist() == positions
-    attention = inputs.attention
-    assert attention.slot_mapping_T.tolist() == slots
-    assert attention.query_start == ends
-    assert attention.num_decodes == sum(counts[row] == 1 for row in order)
-    assert attention.seq_lens == [executor.rows[row].num_computed for row in order]
-    assert attention.seq_lens_B.tolist() == attention.seq_lens
-    for i, row in enumerate(order):
-        width = -(-attention.seq_lens[i] // BLOCK_SIZE)
-        table = attention.block_table_BM[i, :width].tolist()
-        assert table == executor.rows[row].block_ids[:width]
+        ends.append(len(positions))
+    order = step.order
+    assert order.rows_B.tolist() == rows
+    assert order.rows_T.tolist() == of_token
+    assert step.positions_T.tolist() == positions
+    assert step.slots_T.tolist() == slots
+    assert order.query_start == order.query_start_A.tolist() == ends
+    assert order.num_decodes == sum(counts[row] == 1 for row in rows)
+    assert step.seq_lens_B.tolist() == [executor.rows[row].num_computed for row in rows]
+    assert step.slot_counts.tolist() == [1] * len(step.sampling_rows)
+    assert [rows[ends.index(i + 1) - 1] for i in step.sample_index.tolist()] == (
+        step.sample_rows.tolist()
+    )
+    for row, length in zip(rows, step.seq_lens_B.tolist(), strict=True):
+        width = -(-length // BLOCK_SIZE)
+        assert batch.blocks.ids[row, :width].tolist() == executor.rows[row].block_ids[:width]
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -83,15 +88,13 @@ def test_inputs_equal_those_derived_the_slow_way(data: st.DataObject) -> None:
         batch.apply(plan)
         if plan.num_tokens:
             step = batch.advance(plan)
-            # The fake worker has sampled already: look at its rows without the new token.
-            check_inputs(batch.inputs(step), before, executor)
-            sampled = dict(zip(*map(ints, (result.rows, result.token_ids)), strict=True))
-            assert set(step.sample_rows.tolist()) == sampled.keys()
-            tokens = [sampled[row] for row in step.sample_rows.tolist()]
+            check_step(batch, step, before, executor)
+            assert set(step.sample_rows.tolist()) == set(ints(result.rows))
+            # The fake worker has sampled already.
             assert step.sample_positions.tolist() == [
                 len(executor.rows[row].token_ids) - 1 for row in step.sample_rows.tolist()
             ]
-            batch.append(step.sample_rows, np.array(tokens))
+            batch.append(step)
         deliveries.take(scheduler, result)
 
 
@@ -112,6 +115,11 @@ def sampling_of(batch: InputBatch, plan: SchedulerOutput) -> SampledRows:
     return batch.sampled_rows(batch.advance(plan))
 
 
+def lists_of(sampled: SampledRows) -> TokenLists:
+    assert sampled.sizes is not None
+    return TokenLists.of(torch.from_numpy(sampled.columns["lists_L"]), sampled.sizes)
+
+
 def test_sampling_columns_follow_their_rows() -> None:
     batch = make_batch()
     plan = plan_adding(
@@ -122,7 +130,7 @@ def test_sampling_columns_follow_their_rows() -> None:
     batch.apply(plan)
     sampled = sampling_of(batch, plan)
     assert not sampled.all_greedy
-    assert sampled.processed.tolist() == [2]
+    assert sampled.columns["processed_P"].tolist() == [2]
     values = {name: column.tolist() for name, column in sampled.columns.items()}
     assert (
         values.items()
@@ -142,14 +150,14 @@ def test_lists_of_tokens_go_with_the_request_that_named_them() -> None:
     named = EngineSamplingParams(temperature=0.0, allowed_token_ids=[3, 4])
     batch.apply(plan := plan_adding((1, EngineSamplingParams()), (2, named), (0, named)))
     sampled = sampling_of(batch, plan)
-    assert sampled.processed.tolist() == [0, 2]
-    assert sampled.lists is not None
-    assert sampled.lists.allowed_starts_A.tolist() == [0, 2, 4]
-    assert sampled.lists.allowed_N.tolist() == [3, 4, 3, 4]
+    lists = lists_of(sampled)
+    assert sampled.columns["processed_P"].tolist() == [0, 2]
+    assert lists.allowed_starts_A.tolist() == [0, 2, 4]
+    assert lists.allowed_N.tolist() == [3, 4, 3, 4]
     columns = RowColumns(1, 50)
     for sampling, is_named in ((named, True), (EngineSamplingParams(), False)):
         columns.set_row(new_row(0, sampling, 0, 0))
-        assert (columns.of_rows(np.zeros(1, np.int64)).lists is not None) == is_named
+        assert (columns.of_rows(np.zeros(1, np.int64)).sizes is not None) == is_named
 
 
 def test_rows_whose_logits_are_edited_come_first_among_those_that_ask() -> None:
@@ -158,9 +166,8 @@ def test_rows_whose_logits_are_edited_come_first_among_those_that_ask() -> None:
     edited = EngineSamplingParams(presence_penalty=1.0)
     batch.apply(plan := plan_adding((0, filtered), (1, EngineSamplingParams()), (2, edited)))
     sampled = sampling_of(batch, plan)
-    assert sampled.processed.tolist() == [2, 0]
-    assert sampled.lists is not None
-    assert sampled.lists.num_rows == 1
+    assert sampled.columns["processed_P"].tolist() == [2, 0]
+    assert lists_of(sampled).num_rows == 1
 
 
 def test_what_follows_from_the_rows_is_made_once_until_one_comes_or_goes() -> None:
@@ -168,25 +175,23 @@ def test_what_follows_from_the_rows_is_made_once_until_one_comes_or_goes() -> No
     batch, sampling = InputBatch(6, MAX_MODEL_LEN, BLOCK_SIZE, 50, num_groups=2), SAMPLING
     seeds: dict[int, int] = {}
 
-    def run(plan: SchedulerOutput) -> tuple[StepInputs, SampledRows]:
+    def run(plan: SchedulerOutput) -> tuple[StepOrder, SampledRows]:
         for row in ints(plan.removed_rows):
             del seeds[row]
         seeds.update({new.row: new.seed for new in plan.added})
         batch.apply(plan)
         step = batch.advance(plan)
-        inputs, sampled = batch.inputs(step), batch.sampled_rows(step)
+        sampled = batch.sampled_rows(step)
         rows = step.order.rows_B.tolist()
         assert set(rows) <= {row for row in seeds if row % 2 == plan.group}
-        assert inputs.attention.block_table_BM[:, 0].tolist() == [seeds[row] for row in rows]
         assert sampled.columns["seed"].tolist() == [seeds[row] for row in rows]
-        batch.append(step.sample_rows, np.ones(len(rows), np.int64))
-        return inputs, sampled
+        batch.append(step)
+        return step.order, sampled
 
-    def kept(before: tuple[StepInputs, SampledRows], group: int, count: int) -> bool:
-        inputs, sampled = run(make_plan(num_tokens=count, group=group))
-        same_table = inputs.attention.block_table_BM is before[0].attention.block_table_BM
-        assert same_table == (sampled is before[1])
-        return same_table
+    def kept(before: tuple[StepOrder, SampledRows], group: int, count: int) -> bool:
+        order, sampled = run(make_plan(num_tokens=count, group=group))
+        assert (order is before[0]) == (sampled is before[1])
+        return order is before[0]
 
     run(
         make_plan(
@@ -227,7 +232,7 @@ def test_filters_of_greedy_rows_do_not_count() -> None:
     batch.apply(plan)
     sampled = sampling_of(batch, plan)
     assert sampled.all_greedy
-    assert sampled.processed.tolist() == []
+    assert sampled.columns["processed_P"].tolist() == []
 
 
 @pytest.mark.parametrize("top_k", [-1, 0, 50, 51, 2**31 - 1])
@@ -235,7 +240,7 @@ def test_a_top_k_that_leaves_every_token_is_no_filter(top_k: int) -> None:
     batch = make_batch()
     plan = plan_adding((0, EngineSamplingParams(top_k=top_k)))
     batch.apply(plan)
-    assert sampling_of(batch, plan).processed.tolist() == []
+    assert sampling_of(batch, plan).num_processed == 0
 
 
 @settings(deadline=None)
@@ -250,10 +255,9 @@ def test_tokens_that_another_stage_sampled_go_to_their_rows_in_order(
     for row, token_id in told:
         places.append(len(expected[row]))
         expected[row].append(token_id)
-    rows, token_ids = (np.array([pair[i] for pair in told], np.int32) for i in range(2))
-    assert batch.append_sampled(rows, token_ids).tolist() == places
-    held = {row: batch.token_ids[row, : batch.num_tokens[row]].tolist() for row in range(4)}
-    assert held == expected
+    rows = np.array([row for row, _ in told], np.int32)
+    assert batch.append_sampled(rows).tolist() == places
+    assert batch.num_tokens[:4].tolist() == [len(held) for held in expected.values()]
 
 
 def test_a_step_of_no_samples_returns_none() -> None:
@@ -274,61 +278,26 @@ def make_table() -> BlockTable:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.data())
-def test_selected_rows_hold_the_blocks_they_were_given(data: st.DataObject) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_table, "SPARE_COLUMNS", 1)
-        table = make_table()
-        expected: list[list[int]] = [[] for _ in range(NUM_ROWS)]
-        rows_B, block_id = np.arange(NUM_ROWS), 0
-        for _ in range(data.draw(st.integers(1, 25))):
-            match data.draw(st.sampled_from(["append", "append", "append", "restart", "choose"])):
-                case "append":
-                    counts = [data.draw(st.integers(0, 2)) for _ in range(NUM_ROWS)]
-                    room = [NUM_COLUMNS - len(held) for held in expected]
-                    rows = [
-                        row for row in range(NUM_ROWS) for _ in range(min(counts[row], room[row]))
-                    ]
-                    new = list(range(block_id, block_id := block_id + len(rows)))
-                    if rows:
-                        table.append(ids(*rows), ids(*new))
-                    for row, value in zip(rows, new, strict=True):
-                        expected[row].append(value)
-                case "restart":
-                    row = data.draw(st.integers(0, NUM_ROWS - 1))
-                    expected[row] = [block_id, block_id + 1]
-                    block_id += 2
-                    table.set_row(row, ids(*expected[row]))
-                    table.clear_kept()
-                case "choose":
-                    chosen = data.draw(st.lists(st.integers(0, NUM_ROWS - 1), unique=True))
-                    rows_B = np.array(chosen or [0], np.int64)
-                    table.clear_kept()
-            for row, held in enumerate(expected):
-                assert table.ids[row, : len(held)].tolist() == held
-            for selected in (table.select_kept(0, rows_B), table.select(rows_B)):
-                assert len(selected) == len(rows_B)
-                for row, row_ids in zip(rows_B.tolist(), selected.tolist(), strict=True):
-                    assert row_ids[: len(expected[row])] == expected[row]
-                    assert set(row_ids) <= set(range(block_id)) | {0}
-
-
-@pytest.mark.parametrize("rows", [[1, 2], [0, 2]])
-def test_a_table_is_kept_until_it_is_forgotten(rows: list[int]) -> None:
-    table, rows_B = make_table(), np.array(rows)
-    first = table.select_kept(0, rows_B)
-    table.append(ids(2), ids(7))
-    assert table.select_kept(0, rows_B) is first
-    assert table.select_kept(1, rows_B[:1]).shape[0] == 1
-    assert table.select(rows_B[:1]).shape[0] == 1
-    assert table.select_kept(0, rows_B) is first
-    assert first[1, 0] == 7
-    table.clear_kept()
-    assert table.select_kept(0, rows_B[1:])[:, 0].tolist() == [7]
-
-
-def test_a_copy_that_is_full_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_table, "SPARE_COLUMNS", 1)
-    table, rows_B = make_table(), np.array([0, 2])
-    assert table.select_kept(0, rows_B).shape == (2, 1)
-    table.append(ids(0, 0, 2), ids(4, 5, 6))
-    assert table.select_kept(0, rows_B)[:, :2].tolist() == [[4, 5], [6, 0]]
+def test_rows_hold_the_blocks_they_were_given(data: st.DataObject) -> None:
+    table = make_table()
+    expected: list[list[int]] = [[] for _ in range(NUM_ROWS)]
+    block_id = 0
+    for _ in range(data.draw(st.integers(1, 25))):
+        if data.draw(st.integers(0, 3)):
+            counts = [data.draw(st.integers(0, 2)) for _ in range(NUM_ROWS)]
+            room = [NUM_COLUMNS - len(held) for held in expected]
+            rows = [row for row in range(NUM_ROWS) for _ in range(min(counts[row], room[row]))]
+            rows = data.draw(st.permutations(rows))
+            new = list(range(block_id, block_id := block_id + len(rows)))
+            appended = table.append(ids(*rows), ids(*new))
+            for row, value in zip(rows, new, strict=True):
+                expected[row].append(value)
+            places = [expected[row].index(value) for row, value in zip(rows, new, strict=True)]
+            assert appended.columns.tolist() == places
+        else:
+            row = data.draw(st.integers(0, NUM_ROWS - 1))
+            expected[row] = [block_id, block_id + 1]
+            block_id += 2
+            table.set_row(row, ids(*expected[row]))
+        for row, held in enumerate(expected):
+            assert table.ids[row, : len(held)].tolist() == held

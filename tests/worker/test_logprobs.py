@@ -18,11 +18,10 @@ from torch import Tensor
 
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.device import step_graphs
-from nanocore.worker.device.device_steps import DeviceQueue
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.placement import Placement
 from nanocore.worker.sampling import requested_outputs
+from nanocore.worker.step import step_graphs
+from nanocore.worker.step.model_runner import ModelRunner
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.step_plans import make_plan
 from tests.tiny_models import VOCAB_SIZE, make_tiny_qwen3
@@ -227,8 +226,8 @@ def test_steps_in_flight_on_a_device_say_the_same(
 ) -> None:
     monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (16, 48))
     graph_capture = FakeGraphRecorder() if has_graphs else None
-    queue = DeviceQueue(FakeStream(depth), graph_capture)
-    runner = make_runner(folder, one_rank(), kernels=DeviceKernels(), queue=queue)
+    stream = FakeStream(depth, graph_capture)
+    runner = make_runner(folder, one_rank(), kernels=DeviceKernels(), stream=stream)
     plans = write_plans(REQUESTS, chunk)
     assert_same(run(runner, plans, depth), said)
     if graph_capture is not None:
@@ -281,9 +280,9 @@ def test_computed_tokens_whose_logprobs_are_not_known_are_refused(native: ModelR
 def test_a_row_without_a_token_has_no_entry_and_its_neighbours_have_theirs(
     folder: Path, said: Said, is_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    queue = DeviceQueue(FakeStream(1)) if is_device else None
+    stream = FakeStream(1) if is_device else None
     kernels = DeviceKernels() if is_device else TorchKernels()
-    runner = make_runner(folder, one_rank(), kernels=kernels, queue=queue)
+    runner = make_runner(folder, one_rank(), kernels=kernels, stream=stream)
     logits = runner.model.compute_logits
     three = [replace(REQUESTS[row], num_tokens=1) for row in (0, 3, 5)]
     three = [

@@ -24,10 +24,9 @@ from nanocore.kernels.candidates import NO_TOKEN
 from nanocore.kernels.logit_edits import LogitEdits
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank
-from nanocore.worker.device.device_steps import DeviceQueue
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput, TokenMasks
+from nanocore.worker.step.model_runner import ModelRunner
 from tests.campaign import in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.logit_edits_reference import EditedRow, places_of
@@ -338,10 +337,9 @@ def test_a_device_its_graphs_and_steps_ahead_change_no_token(
     assert len({plan.awaits_masks for plan in script.plans}) == (1 if rows == "edited" else 2)
 
     def run(rank: Communicator) -> dict[int, list[int]]:
-        stream = FakeStream(depth)
-        queue = DeviceQueue(stream, FakeGraphRecorder() if has_graphs else None)
+        stream = FakeStream(depth, FakeGraphRecorder() if has_graphs else None)
         placement = replace(PLACEMENT, tp=rank)
-        runner = make_runner(folder, placement, kernels=DeviceKernels(), queue=queue)
+        runner = make_runner(folder, placement, kernels=DeviceKernels(), stream=stream)
         outputs = run_script(runner, script, tokens, order, depth)
         assert stream.longest == min(depth, 2)  # masks need the result before
         return outputs
@@ -350,8 +348,8 @@ def test_a_device_its_graphs_and_steps_ahead_change_no_token(
 
 
 def device_runner(folder: Path, depth: int = 1, placement: Placement = PLACEMENT) -> ModelRunner:
-    queue = DeviceQueue(FakeStream(depth), FakeGraphRecorder())
-    return make_runner(folder, placement, kernels=DeviceKernels(), queue=queue)
+    stream = FakeStream(depth, FakeGraphRecorder())
+    return make_runner(folder, placement, kernels=DeviceKernels(), stream=stream)
 
 
 @pytest.mark.campaign
@@ -428,7 +426,7 @@ def test_a_row_that_may_sample_nothing_has_no_token_and_its_neighbours_have_thei
 def test_nothing_is_done_for_masks_in_steps_that_await_none(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain tokens are sampled once, in the first phase; rows with masks anew, and no others."""
+    """Tokens are sampled once, in the second phase if there is one."""
     stream, sampled = FakeStream(1), list[int]()
     staged: list[tuple[int, ...]] = []
     stage = stream.stage
@@ -437,8 +435,7 @@ def test_nothing_is_done_for_masks_in_steps_that_await_none(
         "stage",
         lambda *size, **phase: (staged.append(tuple(phase)), stage(*size, **phase))[1],
     )
-    queue = DeviceQueue(stream)
-    runner = make_runner(folder, PLACEMENT, kernels=DeviceKernels(), queue=queue)
+    runner = make_runner(folder, PLACEMENT, kernels=DeviceKernels(), stream=stream)
     assert runner.sampler is not None
     sample_plain = runner.sampler.sample_plain
 
@@ -453,7 +450,7 @@ def test_nothing_is_done_for_masks_in_steps_that_await_none(
     pending = runner.begin(plan)
     pending.sample(pack_masks(5, {1: TOKENS < 9}))
     pending.wait()
-    assert (sampled, staged) == ([3, 3, 1], [(), (), ("phase",)])
+    assert (sampled, staged) == ([3, 3], [(), (), ("phase",)])
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
@@ -471,10 +468,10 @@ def test_what_an_engine_may_not_do_is_told(folder: Path, where: str) -> None:
     nothing = plan_of([], step=6, awaits_masks=False)
     with pytest.raises(AssertionError, match="step 6: the one before it awaits masks"):
         runner.begin(nothing)
-    with pytest.raises(AssertionError, match="masks of step 7, and 5 awaits some"):
+    with pytest.raises(AssertionError, match="masks of step 7 for step 5"):
         pending.sample(pack_masks(7, {}))
     pending.sample(good)
-    with pytest.raises(AssertionError, match="step 5 has its masks"):
+    with pytest.raises(AssertionError, match="step 5 awaits no masks"):
         pending.sample(good)
     pending.wait()
     with pytest.raises(AssertionError, match="step 6 has no tokens and awaits masks"):
@@ -482,9 +479,11 @@ def test_what_an_engine_may_not_do_is_told(folder: Path, where: str) -> None:
     with pytest.raises(AssertionError, match="step 5 awaits no masks"):
         begun(awaits_masks=False)[1].sample(good)
     bad: dict[str, TokenMasks] = {
-        r"masks of rows \[3\], which it does not sample": pack_masks(5, {0: mask, 3: mask}),
+        r"masks of rows \[3\], more than it samples": pack_masks(5, {0: mask, 3: mask}),
         "11 words of masks of 1 rows, which have 12 each": pack_masks(5, {1: mask[:352]}),
-        "a row has two masks": TokenMasks(step=5, rows=int32([1, 1]), words=good.words * 2),
+        r"masks of rows \[1\], more than it samples": TokenMasks(
+            step=5, rows=int32([1, 1]), words=good.words * 2
+        ),
     }
     for words, masks in bad.items():
         with pytest.raises(AssertionError, match=words):
@@ -512,8 +511,10 @@ def test_steps_stage_and_launch_nothing_for_rows_that_ask_for_nothing(
     stream = FakeStream(1)
     staged: list[int] = []
     stage = stream.stage
-    monkeypatch.setattr(stream, "stage", lambda size: (staged.append(size), stage(size))[1])
-    runner = make_runner(folder, PLACEMENT, kernels=CountingKernels(), queue=DeviceQueue(stream))
+    monkeypatch.setattr(
+        stream, "stage", lambda layout: (staged.append(layout.num_bytes), stage(layout))[1]
+    )
+    runner = make_runner(folder, PLACEMENT, kernels=CountingKernels(), stream=stream)
     row_bytes = []
     for requested in ({}, {"top_p": 0.9}, {"presence_penalty": 1.0}, {"logit_bias": [(3, 1.0)]}):
         row = EditedRow([5, 6, 7], [], EngineSamplingParams(temperature=0.5, **requested))
@@ -522,6 +523,7 @@ def test_steps_stage_and_launch_nothing_for_rows_that_ask_for_nothing(
         runner.execute(plan_of([1], awaits_masks=False))
         row_bytes.append(staged[-1])
         runner.execute(plan_of([], removed=[0], awaits_masks=False))
-    # Starts of four lists of one row, and those of no bad words; then a bias.
-    assert [size - row_bytes[0] for size in row_bytes] == [0, 0, 36, 44]
+    # An index; then starts of four lists of one row, and those of no bad words; then a bias. Each
+    # column takes whole pieces of 16 bytes.
+    assert [size - row_bytes[0] for size in row_bytes] == [0, 16, 16 + 48, 16 + 48]
     assert edited == [1] * 4

@@ -16,14 +16,13 @@ from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.select import select_kernels
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, WorkerError
-from nanocore.worker.device.device_steps import DeviceQueue
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.memory import kv_cache_bytes as memory
 from nanocore.worker.memory.host_memory import host_bytes
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.step.model_runner import ModelRunner
 from nanocore.worker.worker import NUM_PROFILED_GRAPHS, Worker, run_largest_steps
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.worker.configs import make_worker_config
@@ -157,7 +156,7 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
 def test_the_largest_steps_look_at_the_logits_of_all_rows_and_of_a_prompt(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = ModelRunner(load_model(tiny_model), DeviceKernels(), queue=DeviceQueue(FakeStream(1)))
+    runner = ModelRunner(load_model(tiny_model), DeviceKernels(), stream=FakeStream(1))
     config = make_worker_config(
         folder=str(tiny_model), max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=300
     )
@@ -182,14 +181,14 @@ def test_on_a_device_the_largest_graphs_are_recorded_to_be_counted(
     graph_capture = FakeGraphRecorder()
     kv_format = kv_cache_format(kv_cache_dtype, torch.float32, "cuda")
     model = load_model(tiny_model)
-    queue = DeviceQueue(FakeStream(1), graph_capture)
-    runner = ModelRunner(model, DeviceKernels(), queue=queue)
+    stream = FakeStream(1, graph_capture)
+    runner = ModelRunner(model, DeviceKernels(), stream=stream)
     config = make_worker_config(
         folder=str(tiny_model), max_model_len=64, max_num_seqs=8, max_num_batched_tokens=300
     )
     run_largest_steps(runner, kv_format, config)
     assert graph_capture.num_records == NUM_PROFILED_GRAPHS
-    num_graphs = runner.num_graphs(300)
+    num_graphs = len(runner.shapes(300))
     assert num_graphs > NUM_PROFILED_GRAPHS
     assert runner.stage.kv_caches == []
     runner.allocate(kv_format, 20, 16, 8, 64)
@@ -205,8 +204,8 @@ def test_a_graph_that_cannot_be_recorded_is_told_with_a_remedy(
         raise ValueError("out of resource: shared memory")
 
     monkeypatch.setattr(FakeGraphRecorder, "capture", fail)
-    queue = DeviceQueue(FakeStream(1), FakeGraphRecorder())
-    runner = ModelRunner(load_model(tiny_model), DeviceKernels(), queue=queue)
+    stream = FakeStream(1, FakeGraphRecorder())
+    runner = ModelRunner(load_model(tiny_model), DeviceKernels(), stream=stream)
     runner.allocate(kv_cache_format("auto", torch.float32), 20, 16, 8, 64)
     with pytest.raises(WorkerError, match=r"graph of 8 decodes.*shared memory.*--enforce-eager"):
         runner.capture(48)

@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.device.device_steps import DeviceQueue
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.placement import Placement
 from nanocore.worker.sampling import requested_outputs
 from nanocore.worker.sampling.requested_outputs import PooledRow, pooled_sums
+from nanocore.worker.step.model_runner import ModelRunner
 from tests.fake_device import FakeStream
 from tests.model_families import BUILDERS, exact_model
 from tests.step_plans import make_plan
@@ -173,8 +172,8 @@ def test_the_first_rank_of_the_last_stage_says_what_one_does(
 def test_steps_in_flight_on_a_device_say_the_same(
     folder: Path, said: Said, depth: int, chunk: int
 ) -> None:
-    queue = DeviceQueue(FakeStream(depth))
-    runner = make_runner(folder, one_rank(), kernels=DeviceKernels(), queue=queue)
+    stream = FakeStream(depth)
+    runner = make_runner(folder, one_rank(), kernels=DeviceKernels(), stream=stream)
     found = run(runner, write_plans(REQUESTS, chunk), depth)
     assert found.tokens == said.tokens
     assert_close(vectors(found), vectors(said))

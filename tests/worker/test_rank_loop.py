@@ -14,7 +14,6 @@ import pytest
 from nanocore.worker.__main__ import serve
 from nanocore.worker.executors.pipe import Pipe, encode_frame
 from nanocore.worker.executors.status_board import StatusBoard
-from nanocore.worker.pending_output import PendingOutput
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.rank_messages import (
     AllocateCache,
@@ -29,6 +28,7 @@ from nanocore.worker.rank_messages import (
     ToRank,
     WorkerInfo,
 )
+from nanocore.worker.step.pending_output import PendingOutput
 from tests.step_plans import make_plan
 
 

@@ -20,7 +20,7 @@ from nanocore.kernels.sampling import TokenPlaces
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.worker.communication.communicator import Communicator, SingleRank
-from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
+from nanocore.worker.sampling.columns import SampledRows
 from nanocore.worker.sampling.sampler import TokenSampler
 from tests.campaign import examples
 from tests.logit_edits_reference import draw_row, places_of, sampled_rows
@@ -28,7 +28,6 @@ from tests.sampling_reference import (
     Settings,
     make_metadata,
     make_rows,
-    places_at,
     sample_whole,
 )
 from tests.worker.ranks import run_ranks, same_on_every_rank
@@ -56,7 +55,7 @@ def sample_split(
         first = min(tp.rank * range_size, vocab_size)
         columns = logits_RV[:, first : first + range_size].contiguous()
         sampler = TokenSampler(first, vocab_size, tp, kernels)
-        return sampler.sample(columns, rows, places or places_at(positions(logits_RV)))
+        return sampler.sample(columns, make_metadata(rows, places or positions(logits_RV)))
 
     return same_on_every_rank(run_ranks(size, of_rank))
 
@@ -143,7 +142,8 @@ def test_any_split_edits_and_samples_what_whole_rows_do(vocab_size: int, size: i
     rows = [draw_row(rng, vocab_size) for _ in range(12)]
     sampled, places = sampled_rows(rows, vocab_size), places_of(rows)
     logits_RV = torch.randn(12, vocab_size, generator=torch.Generator().manual_seed(1))
-    whole = TokenSampler(0, vocab_size, SingleRank(), KERNELS).sample(logits_RV, sampled, places)
+    sampler = TokenSampler(0, vocab_size, SingleRank(), KERNELS)
+    whole = sampler.sample(logits_RV.clone(), make_metadata(sampled, places))
     assert sample_split(logits_RV, sampled, size, places=places).tolist() == whole.tolist()
 
 
@@ -161,7 +161,7 @@ def test_rows_send_one_number_each_and_those_that_ask_for_more_their_logits_too(
     counting = CountingRank()
     rows = [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0)]
     sampler = TokenSampler(0, 5000, counting, TorchKernels())
-    sampler.sample(torch.zeros(3, 2500), make_rows(rows, 5000), places_at(torch.arange(3)))
+    sampler.sample(torch.zeros(3, 2500), make_metadata(make_rows(rows, 5000), torch.arange(3)))
     assert counting.gathered == [(3,), (1, 2500)]
 
 
@@ -169,7 +169,7 @@ def test_rows_that_all_ask_for_more_send_nothing_but_their_logits() -> None:
     counting = CountingRank()
     sampler = TokenSampler(0, 5000, counting, TorchKernels())
     rows = make_rows([(1.0, 50, 0.9, 0.0)] * 2, 5000)
-    sampler.sample(torch.zeros(2, 2500), rows, places_at(torch.arange(2)))
+    sampler.sample(torch.zeros(2, 2500), make_metadata(rows, torch.arange(2)))
     assert counting.gathered == [(2, 2500)]
 
 
@@ -207,13 +207,12 @@ def test_nothing_waits_for_a_device_to_sample_processed_rows_of_several_ranks() 
 def test_nothing_waits_for_a_device_to_edit_rows() -> None:
     rng = np.random.default_rng(0)
     rows = [draw_row(rng, 300) for _ in range(8)]
-    sampled, places = sampled_rows(rows, 300), places_of(rows)
-    assert sampled.lists is not None
-    index_P = torch.from_numpy(sampled.processed)
-    metadata = SamplingMetadata(sampled.tensors, places, sampled.lists)
+    sampling = make_metadata(sampled_rows(rows, 300), places_of(rows)).of_processed()
+    assert sampling.index is not None
+    assert sampling.edits is not None
     sampler = TokenSampler(0, 300, SingleRank(), TorchKernels())
     with Waits():
-        sampler.sample_processed(torch.zeros(len(index_P), 300), metadata.of_rows(index_P))
+        sampler.sample_processed(torch.zeros(len(sampling.index), 300), sampling)
 
 
 @pytest.mark.parametrize("row", [GREEDY, PLAIN, (1.0, 50, 0.9, 0.0), (1.0, 0, 0.9, 0.1)])

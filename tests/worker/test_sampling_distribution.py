@@ -9,7 +9,7 @@ from torch import Tensor
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.sampling.sampler import TokenSampler
-from tests.sampling_reference import Settings, filter_logits, make_rows, places_at
+from tests.sampling_reference import Settings, filter_logits, make_metadata, make_rows
 
 VOCAB_SIZE = 5
 GREEDY: Settings = (0.0, 0, 1.0, 0.0)
@@ -29,7 +29,7 @@ def draw(rows: list[Settings], logits_RV: Tensor) -> Tensor:
     vocab_size = logits_RV.shape[1]
     sampler = TokenSampler(0, vocab_size, SingleRank(), TorchKernels())
     sampled = make_rows(rows, vocab_size, [0] * len(rows))
-    return sampler.sample(logits_RV, sampled, places_at(torch.arange(len(rows))))
+    return sampler.sample(logits_RV, make_metadata(sampled, torch.arange(len(rows))))
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.device import step_graphs
 from nanocore.worker.rank_messages import Quantization
 from nanocore.worker.sampling.sampler import TokenSampler
+from nanocore.worker.step import step_graphs
 from nanocore.worker.worker import run_largest_steps
 from tests.campaign import in_campaign
 from tests.fake_device import FakeGraphRecorder

@@ -19,7 +19,7 @@ from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.endpoint import TcpAddress
 from nanocore.protocol.sockets.engine_socket import EngineSocket, bind_engine_socket
 from nanocore.system.endpoint_lock import EndpointLock
-from nanocore.worker.device.device import select_device
+from nanocore.worker.devices import select_device
 
 logger = logging.getLogger(__name__)
 

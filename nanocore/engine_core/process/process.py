@@ -72,7 +72,7 @@ from nanocore.protocol.sockets.engine_socket import EngineSocket
 from nanocore.system.running import Running, registered
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.cost.model_cost import MachineSpeed
-from nanocore.worker.device.device import select_device
+from nanocore.worker.devices import select_device
 from nanocore.worker.executors.executor import Executor, StepExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
 from nanocore.worker.loading.gguf.gguf_files import is_gguf

@@ -36,7 +36,7 @@ from nanocore.worker.communication.shared_memory import (
     create_group_region,
     progress,
 )
-from nanocore.worker.device.device import select_device, steps_in_flight
+from nanocore.worker.devices import select_device, steps_in_flight
 from nanocore.worker.executors.pipe import Pipe, encode_frame
 from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.device.device import dtype_name, select_device, select_dtype
+from nanocore.worker.devices import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.checkpoint import CheckpointTensor, all_tensors
 from nanocore.worker.loading.formats.checkpoint_format import folder_format, folder_settings

@@ -10,7 +10,6 @@ the step before. A parameter that changes logits is a line in `COLUMNS` or a lis
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Final, Literal
 
 import msgspec
@@ -190,11 +189,12 @@ def costliest_sampling(vocab_size: int) -> EngineSamplingParams:
 
 
 class SampledRows:
-    """The rows that a step samples, on the host; the same from step to step while the rows are.
+    """The rows of a step's S sample slots, on the host; kept while the same rows decode.
 
-    columns: [R] by name. processed: int64 indices of the R that ask for more than the best token,
-    noise added; first those whose logits are edited. packed: these ones' lists; None: no logits
-    are edited. all_greedy: every row takes its most likely token.
+    columns: what sampling reads: each of `COLUMNS`, [S] by name; processed_P: int64 indices of the
+    S that ask for more than the best token, noise added, first those whose logits are edited;
+    lists_L: the lists of these, of which there are none if no logits are edited. sizes: of its
+    parts. all_greedy: every row takes its most likely token.
     """
 
     def __init__(
@@ -203,20 +203,11 @@ class SampledRows:
         processed: NDArray[np.int64],
         packed: PackedLists | None = None,
     ) -> None:
-        self.columns = columns
-        self.processed = processed
-        self.packed = packed
         self.all_greedy = not columns["temperature"].any()
-
-    @cached_property
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: torch.from_numpy(values) for name, values in self.columns.items()}
-
-    @cached_property
-    def lists(self) -> TokenLists | None:
-        if self.packed is None:
-            return None
-        return TokenLists.of(torch.from_numpy(self.packed.column), self.packed.sizes)
+        self.num_processed = len(processed)
+        self.sizes = None if packed is None else packed.sizes
+        column = _ints(()) if packed is None else packed.column
+        self.columns = columns | {"processed_P": processed, "lists_L": column}
 
 
 class RowColumns:
@@ -270,26 +261,26 @@ class RowColumns:
 
 
 class SamplingMetadata(msgspec.Struct, frozen=True):
-    """Sampling parameters of R rows; tensors are where the logits are.
+    """Sampling parameters of S sample slots; tensors are where the logits are.
 
-    columns: by name. places: where the sampled tokens go; what is before them in the rows is known.
-    lists: of the rows whose logits are edited; None: no row's are. index_R: the R of them that are
-    meant, first those with lists; None: all.
+    rows: on the host. fields: its columns, and perhaps more. places: where the sampled tokens go;
+    what is before them in the rows is known. index: the slots that are meant, first those with
+    lists; None: all.
     """
 
-    columns: Mapping[str, Tensor]
+    rows: SampledRows
+    fields: Mapping[str, Tensor]
     places: TokenPlaces
-    lists: TokenLists | None = None
-    index_R: Tensor | None = None
+    index: Tensor | None = None
 
-    def of_rows(self, index_R: Tensor) -> SamplingMetadata:
-        assert self.index_R is None
-        return SamplingMetadata(self.columns, self.places, self.lists, index_R)
+    def of_processed(self) -> SamplingMetadata:
+        """The slots that ask for more than the best token, noise added."""
+        return SamplingMetadata(self.rows, self.fields, self.places, self.fields["processed_P"])
 
     @property
     def noise(self) -> Noise:
-        position_R = self._chosen(self.places.positions_R)
-        return Noise(self._column("temperature"), self._column("seed"), position_R)
+        position_S = self._chosen(self.places.positions_R)
+        return Noise(self._column("temperature"), self._column("seed"), position_S)
 
     @property
     def filters(self) -> Filters:
@@ -297,29 +288,29 @@ class SamplingMetadata(msgspec.Struct, frozen=True):
 
     @property
     def edits(self) -> LogitEdits | None:
-        """Edits of the logits of the first rows; None: nothing."""
-        if self.lists is None:
+        """Edits of the logits of the first of these slots; None: nothing."""
+        if self.rows.sizes is None:
             return None
-        num_rows = self.lists.num_rows
+        lists = TokenLists.of(self.fields["lists_L"], self.rows.sizes)
 
         def first(values: Tensor) -> Tensor:
-            return self._chosen(values, num_rows)
+            return self._chosen(values, lists.num_rows)
 
         return LogitEdits(
             token_table=self.places.token_table,
             rows_R=first(self.places.rows_R),
             num_tokens_R=first(self.places.positions_R),
-            lists=self.lists,
-            **{f"{name}_R": first(self.columns[name]) for name in _EDITING},
+            lists=lists,
+            **{f"{name}_R": first(self.fields[name]) for name in _EDITING},
         )
 
     def _column(self, name: str) -> Tensor:
-        return self._chosen(self.columns[name])
+        return self._chosen(self.fields[name])
 
-    def _chosen(self, values: Tensor, num_rows: int | None = None) -> Tensor:
-        if self.index_R is None:
-            return values[:num_rows]
-        return values.index_select(0, self.index_R[:num_rows])
+    def _chosen(self, values: Tensor, num_slots: int | None = None) -> Tensor:
+        if self.index is None:
+            return values[:num_slots]
+        return values.index_select(0, self.index[:num_slots])
 
 
 _EDITING: Final = (

@@ -30,15 +30,17 @@ _SAMPLED, _PROMPT, _POOLED = "logprobs", "prompt_logprobs", "pooled"
 _FIELDS: Final = LogprobTensors.__struct_fields__
 
 
-class Sampled(msgspec.Struct, frozen=True):
-    """Result of a step: logits, and each row's token, int64.
+class Computed(msgspec.Struct, frozen=True):
+    """What a step computed, where the model runs, before it samples.
 
-    hidden_NE: hidden states of the tokens that `RequestedOutputs.hidden_index` names.
+    fields: its columns. logits_SV: of its sample slots. hidden_NE: hidden states of the tokens that
+    `RequestedOutputs.hidden_index` names. drafts_D: int32, if there are drafts.
     """
 
-    logits_RV: Tensor
-    token_ids_R: Tensor
+    fields: Mapping[str, Tensor]
+    logits_SV: Tensor
     hidden_NE: Tensor | None = None
+    drafts_D: Tensor | None = None
 
 
 class OutputComputer(msgspec.Struct, frozen=True):
@@ -52,21 +54,25 @@ class OutputComputer(msgspec.Struct, frozen=True):
     logits_divisor: float = 1.0
 
     def compute(
-        self, requested: RequestedOutputs, column: Tensor, result: Sampled, token_table: Tensor
+        self,
+        requested: RequestedOutputs,
+        result: Computed,
+        token_ids_S: Tensor,
+        token_table: Tensor,
     ) -> dict[str, Tensor]:
         """Compute the requested outputs, by name; empty on ranks that do not report.
 
-        column: that of `requested`, where the model runs. token_table: int32, the rows' tokens.
+        token_ids_S: sampled. token_table: int32, the rows' tokens.
         """
-        sampled_1N, prompt_3N, pooled_2N = requested.split(column)
+        sampled_1N, prompt_3N, pooled_2N = requested.split(result.fields["requested_N"])
         found: dict[str, Tensor] = {}
         if requested.sampled is not None:
             index_N = sampled_1N[0]
             found |= self._of_entries(
                 requested.sampled,
                 _SAMPLED,
-                lambda some: (result.logits_RV, index_N[some]),
-                result.token_ids_R[index_N],
+                lambda some: (result.logits_SV, index_N[some]),
+                token_ids_S[index_N],
             )
         if requested.prompt is not None:
             prompt_NE = result.hidden_NE

@@ -19,7 +19,7 @@ from nanocore.kernels.interface import Kernels
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.sampling import LogprobTensors, Noise, TokenPlaces
 from nanocore.worker.communication.communicator import Communicator
-from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
+from nanocore.worker.sampling.columns import SamplingMetadata
 
 
 class TokenSampler:
@@ -39,39 +39,37 @@ class TokenSampler:
         self._kernels = kernels
 
     def sample(
-        self,
-        logits_RV: Tensor,
-        rows: SampledRows,
-        places: TokenPlaces,
-        mask: TokenMask | None = None,
+        self, logits_SV: Tensor, sampling: SamplingMetadata, mask: TokenMask | None = None
     ) -> Tensor:
-        """One token id per row, int64 [R]; NO_TOKEN of a row without a finite best logit.
+        """One token id per sample slot, int64 [S]; NO_TOKEN of one without a finite best logit.
 
-        On the host. Args:
-            logits_RV: float32. rows: how they sample. places: of the sampled tokens. Nothing is
-            written to either. mask: which tokens rows may sample; None: all.
+        logits_SV: float32, perhaps written over. sampling: how slots sample; the tokens are written
+        to its places, too. mask: which tokens they may sample; None: all.
         """
-        if rows.all_greedy:
-            return self.sample_plain(logits_RV, None, mask=mask)
-        metadata = SamplingMetadata(rows.tensors, places, rows.lists)
-        are_all_processed = len(rows.processed) == len(logits_RV)
-        if are_all_processed and rows.lists is None:
-            return self.sample_processed(logits_RV, metadata, mask)
-        # `processed` are the indices of rows with filters or edits; `lists` are edits of any length
-        # (logit bias, penalties), and `of_rows` puts the rows that have some first. As on a device,
-        # all rows get plain tokens, which copies no logits; then these are sampled again.
-        if are_all_processed:
-            token_ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
+        rows, places = sampling.rows, sampling.places
+        if rows.num_processed == 0:
+            noise = None if rows.all_greedy else sampling.noise
+            return self.sample_plain(logits_SV, noise, places, mask)
+        if rows.num_processed == len(logits_SV) and rows.sizes is None:
+            token_ids_S = self.sample_processed(logits_SV, sampling, mask)
+            places.write(token_ids_S)
+            return token_ids_S
+        # Slots with filters or edits are sampled apart, first those with lists, which are edits of
+        # any length (logit bias, penalties). Nothing is written to the rows before: edits look at
+        # the tokens there, and a row's drafts are among them.
+        if rows.num_processed == len(logits_SV):
+            token_ids_S = torch.empty(len(logits_SV), dtype=torch.int64, device=logits_SV.device)
         else:
-            token_ids_R = self.sample_plain(logits_RV, metadata.noise, mask=mask)
-        if len(rows.processed):
-            index_P = torch.from_numpy(rows.processed)
+            token_ids_S = self.sample_plain(logits_SV, sampling.noise, mask=mask)
+        if rows.num_processed:
+            index_P = sampling.fields["processed_P"]
             # `x[index]` would start torch's threads on the cores that our kernels use.
-            logits_PV = logits_RV.index_select(0, index_P)
+            logits_PV = logits_SV.index_select(0, index_P)
             mask_P = None if mask is None else mask.of_rows(index_P)
-            token_ids_P = self.sample_processed(logits_PV, metadata.of_rows(index_P), mask_P)
-            token_ids_R.index_copy_(0, index_P, token_ids_P)
-        return token_ids_R
+            token_ids_P = self.sample_processed(logits_PV, sampling.of_processed(), mask_P)
+            token_ids_S.index_copy_(0, index_P, token_ids_P)
+        places.write(token_ids_S)
+        return token_ids_S
 
     def sample_plain(
         self,

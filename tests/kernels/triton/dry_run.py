@@ -47,15 +47,14 @@ from nanocore.kernels.triton import grouped_linear
 from nanocore.kernels.triton.grouped_packing import GroupedLinear
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.device.device_steps import DeviceQueue
-from nanocore.worker.device.device_stream import Pending, Stream, Tensors, Work
 from nanocore.worker.layers.moe import SparseMLP
 from nanocore.worker.layers.packing import WeightPacker
-from nanocore.worker.model_runner import ModelRunner
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.rank_messages import Quantization, WorkerConfig
+from nanocore.worker.step.model_runner import ModelRunner
+from nanocore.worker.step.stream import Pending, Stream, Tensors, Work
 from nanocore.worker.worker import run_largest_steps
 from tests.kernels.triton.model_shapes import SHAPES as PUBLISHED
 from tests.step_plans import make_plan, make_row
@@ -175,8 +174,8 @@ def run_engine(config: WorkerConfig, launches: Launches) -> list[str]:
     model.entries()
     model.pack(_Packer(backend, dtype, config.quantization))
     model.finish()
-    queue = DeviceQueue(_Stream(2), None if config.enforce_eager else _Recorder())
-    runner = ModelRunner(model, backend, queue=queue, enforce_eager=config.enforce_eager)
+    stream = _Stream(2, None if config.enforce_eager else _Recorder())
+    runner = ModelRunner(model, backend, stream=stream)
     kv_format = kv_cache_format(config.kv_cache_dtype, dtype, TARGET.backend)
     run_largest_steps(runner, kv_format, config)
     sizes = config.block_size, config.max_num_seqs, config.max_model_len

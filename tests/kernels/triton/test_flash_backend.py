@@ -19,7 +19,7 @@ from nanocore.kernels.attention import AttentionSpec
 from nanocore.kernels.triton import flash_backend
 from nanocore.kernels.triton.flash_backend import FlashKernels
 from nanocore.protocol.errors import ConfigError
-from nanocore.worker.device.device import make_kernels
+from nanocore.worker.devices import make_kernels
 from tests.kernels.paged_case import HEAD_DIM, PLAIN, PagedCase
 from tests.worker.configs import make_worker_config
 

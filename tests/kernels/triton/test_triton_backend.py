@@ -23,9 +23,9 @@ from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import decode_attention, linear
 from nanocore.kernels.triton.triton_backend import TritonKernels
-from nanocore.worker.device import step_graphs
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.placement import Placement
+from nanocore.worker.step import step_graphs
 from tests.fake_device import FakeGraphRecorder
 from tests.model_families import BUILDERS, greedy_continuations
 from tests.tiny_models import make_tiny_qwen3

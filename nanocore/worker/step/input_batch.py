@@ -1,29 +1,60 @@
 """The persistent batch: every running row's state, kept between steps and updated incrementally.
 
 A row is fixed for as long as its request runs, and is the same in the engine and on every rank.
-Counts and block tables are numpy columns on the host. Token ids live where the model runs: on a CPU
-in a table here, else in `DeviceRows`. Sampled tokens are written there, so a step's inputs never
-wait for the host to see them. Preparing a step is vectorised and incremental: no Python loop over
-tokens or rows, and nothing that grows with contexts. What depends only on the set of decoding rows
-is kept until a row comes or goes. Shape suffixes: see `nanocore.kernels.interface`.
+Counts and block ids are numpy columns here; token ids are in `RowTables`, where the model runs.
+Sampled tokens are written there, so a step's inputs never wait for the host to see them. Preparing
+a step is vectorised and incremental: no Python loop over tokens or rows, and nothing that grows
+with contexts. What depends only on the set of decoding rows is kept until a row comes or goes.
+Shape suffixes: see `nanocore.kernels.interface`.
 """
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
+from typing import Final
 
-from nanocore.kernels.attention import AttentionMetadata
-from nanocore.kernels.sampling import TokenPlaces
-from nanocore.worker.batch.batch_step import BatchStep, StepInputs, StepOrder, ints, running_counts
-from nanocore.worker.batch.block_table import AppendedBlocks, BlockTable
-from nanocore.worker.plan import NewRow, SchedulerOutput
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from nanocore.worker.plan import NewRow, SchedulerOutput, ints, running_counts
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
 from nanocore.worker.sampling.requested_outputs import RequestedOutputRows, RequestedOutputs
+from nanocore.worker.step.batch_step import BatchStep, StepOrder
 
-_NO_BLOCKS = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))
+
+class AppendedBlocks(msgspec.Struct, frozen=True):
+    """Blocks and their places in the table; all int32 of the same length."""
+
+    rows: NDArray[np.int32]
+    columns: NDArray[np.int32]
+    block_ids: NDArray[np.int32]
+
+
+class BlockTable:
+    """Block ids by row.
+
+    ids: int32 [num_rows, num_columns]; entries past num_blocks of a row are ids that it or another
+    request once had there, or 0.
+    """
+
+    def __init__(self, num_rows: int, num_columns: int) -> None:
+        self.ids = np.zeros((num_rows, num_columns), np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+
+    def set_row(self, row: int, block_ids: NDArray[np.int32]) -> None:
+        """The row has these blocks, from its first token on, and no others."""
+        self.num_blocks[row] = len(block_ids)
+        self.ids[row, : len(block_ids)] = block_ids
+
+    def append(self, rows: NDArray[np.int32], block_ids: NDArray[np.int32]) -> AppendedBlocks:
+        """Append a block to each of these rows, in their order."""
+        columns = self.num_blocks[rows] + running_counts(rows)
+        self.num_blocks[rows] = columns + 1  # of equal rows the last one is kept
+        self.ids[rows, columns] = block_ids
+        return AppendedBlocks(rows, columns.astype(np.int32), block_ids)
+
+
+NO_BLOCKS: Final = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))
 
 
 class InputBatch:
@@ -32,7 +63,10 @@ class InputBatch:
     Args:
         max_num_seqs: rows. max_model_len: tokens per row at most. block_size: tokens per KV block.
         vocab_size: token ids that there are. num_groups: groups that rows are dealt out
-        to, see `nanocore.worker.plan`. has_tokens: False if the rows' tokens are elsewhere.
+        to, see `nanocore.worker.plan`. max_drafts: that a row may compute in a step.
+
+    num_tokens, num_computed: of rows whose drafts are being verified, as many as it may be. owner:
+    counts the requests that had a row.
     """
 
     def __init__(
@@ -42,21 +76,20 @@ class InputBatch:
         block_size: int,
         vocab_size: int,
         num_groups: int = 1,
-        has_tokens: bool = True,
+        max_drafts: int = 0,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.block_size = block_size
+        self.max_drafts = max_drafts
         self.group = np.arange(max_num_seqs) % num_groups
-        # One more than is ever computed: the token that is sampled after a prompt of max_model_len.
-        num_columns = max_model_len + 1 if has_tokens else 0
-        self.token_ids = np.zeros((max_num_seqs, num_columns), np.int32)
-        self.blocks = BlockTable(max_num_seqs, -(-max_model_len // block_size))
+        # A spare row for padding.
+        self.blocks = BlockTable(max_num_seqs + 1, -(-max_model_len // block_size))
         self.is_active = np.zeros(max_num_seqs, bool)
+        self.owner = np.zeros(max_num_seqs, np.int64)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.sampling = RowColumns(max_num_seqs, vocab_size)
         self._requested_rows = RequestedOutputRows(max_num_seqs, vocab_size)
-        self.token_table = torch.from_numpy(self.token_ids)
         self._decode_orders: dict[int, StepOrder] = {}
         self._decode_samples: dict[int, SampledRows] = {}
         """Both by group, and made when they are first needed; see `_clear_kept`."""
@@ -76,7 +109,7 @@ class InputBatch:
         for new in plan.added:
             self._add(new)
         if not plan.block_rows:
-            return _NO_BLOCKS
+            return NO_BLOCKS
         return self.blocks.append(ints(plan.block_rows), ints(plan.block_ids))
 
     def advance(self, plan: SchedulerOutput) -> BatchStep:
@@ -89,44 +122,36 @@ class InputBatch:
         self.num_computed[rows_B] = seq_lens_B
         positions_T = before_B[order.source_T] + order.offset_T
         blocks_T = self.blocks.ids[order.rows_T, positions_T // self.block_size]
-        # A row samples when its last token is computed, be its id known on the host or not; a chunk
-        # that ends before does not.
-        samples_B = seq_lens_B == self.num_tokens[rows_B]
-        all_sample = bool(samples_B.all())
+        # A row samples behind its last token, be its id known on the host or not, and behind each
+        # of its drafts; a chunk that ends before does not.
+        slots_B = np.maximum(seq_lens_B - self.num_tokens[rows_B] + 1, 0)
+        most = int(slots_B.max(initial=0))
+        assert most <= 1 + self.max_drafts, f"step {plan.step}: {most - 1} drafts in a row"
+        sampling = slots_B.nonzero()[0]
+        slot_counts = slots_B[sampling]
+        source_S = np.repeat(sampling, slot_counts) if most > 1 else sampling
+        # How far each slot is before its row's last one.
+        behind_S = np.cumsum(slot_counts).repeat(slot_counts) - 1 - np.arange(len(source_S))
         return BatchStep(
             group=plan.group,
             order=order,
-            all_sample=all_sample,
+            all_sample=len(source_S) == len(sampling) == len(rows_B),
             seq_lens_B=seq_lens_B,
             positions_T=positions_T,
             slots_T=blocks_T.astype(np.int64) * self.block_size + positions_T % self.block_size,
-            sample_index_R=order.last_token_B if all_sample else order.last_token_B[samples_B],
-            sample_rows=rows_B if all_sample else rows_B[samples_B],
-            sample_positions=seq_lens_B if all_sample else seq_lens_B[samples_B],
+            sampling_rows=rows_B[sampling],
+            slot_counts=slot_counts,
+            sample_index=order.last_token_B[source_S] - behind_S,
+            sample_rows=rows_B[source_S],
+            sample_positions=seq_lens_B[source_S] - behind_S,
         )
 
-    def inputs(self, step: BatchStep) -> StepInputs:
-        """The step as kernels on a CPU take it, in the memory of these columns where it can be."""
-        order = step.order
-        token_ids_T = self.token_ids[order.rows_T, step.positions_T].astype(np.int64)
-        return StepInputs(
-            token_ids_T=torch.from_numpy(token_ids_T),
-            attention=AttentionMetadata(
-                num_decodes=order.num_decodes,
-                query_start=order.query_start,
-                seq_lens=step.seq_lens_B.tolist(),
-                num_decodes_1=order.num_decodes_1,
-                query_start_A=order.query_start_A,
-                seq_lens_B=torch.from_numpy(step.seq_lens_B.astype(np.int32)),
-                block_table_BM=self._block_table(step),
-                positions_T=torch.from_numpy(step.positions_T),
-                slot_mapping_T=torch.from_numpy(step.slots_T),
-            ),
-            sample_index_R=torch.from_numpy(step.sample_index_R),
-        )
+    def append(self, step: BatchStep) -> None:
+        """Give rows the tokens that they sample, as many as it may be."""
+        self.num_tokens[step.sampling_rows] += step.slot_counts
 
     def sampled_rows(self, step: BatchStep) -> SampledRows:
-        """Sampling parameters of the rows that the step samples."""
+        """Sampling parameters of the step's sample slots."""
         if not (step.order.is_decode_only and step.all_sample):
             return self.sampling.of_rows(step.sample_rows)
         samples = self._decode_samples.get(step.group)
@@ -144,26 +169,19 @@ class InputBatch:
         computed = order.rows_B, order.counts_B, step.seq_lens_B
         return self._requested_rows.requested(step.sample_rows, decode_group, *computed)
 
-    def places(self, step: BatchStep) -> TokenPlaces:
-        rows_R, positions_R = map(torch.from_numpy, (step.sample_rows, step.sample_positions))
-        return TokenPlaces(self.token_table, rows_R, positions_R)
+    def append_sampled(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Give rows tokens that another stage sampled; a row stands there once for each of its own.
 
-    def append(self, rows: NDArray[np.integer], token_ids_R: NDArray[np.integer] | None) -> None:
-        """Give each of these rows the token it samples; None: it is not known here."""
-        if token_ids_R is not None:
-            self.token_ids[rows, self.num_tokens[rows]] = token_ids_R
-        self.num_tokens[rows] += 1
-
-    def append_sampled(self, rows: NDArray[np.int32], token_ids: NDArray[np.int32]) -> NDArray:
-        """Append tokens that another stage sampled; a row stands there once for each of its own.
-
-        Returns their places in the rows, int32.
+        Returns their places in the rows.
         """
         places = self.num_tokens[rows] + running_counts(rows)
-        if self.token_ids.shape[1]:
-            self.token_ids[rows, places] = token_ids
         np.add.at(self.num_tokens, rows, 1)
         return places.astype(np.int32)
+
+    def correct(self, rows: NDArray[np.int64], excess: NDArray[np.int64]) -> None:
+        """Take back tokens of distinct rows, which were drafts and are wrong."""
+        self.num_tokens[rows] -= excess
+        self.num_computed[rows] -= excess
 
     def _order(self, plan: SchedulerOutput) -> StepOrder:
         order = None if plan.chunk_rows else self._decode_orders.get(plan.group)
@@ -173,25 +191,17 @@ class InputBatch:
                 self._decode_orders[plan.group] = order
         return order
 
-    def _block_table(self, step: BatchStep) -> Tensor:
-        if step.order.is_decode_only:
-            return self.blocks.select_kept(step.group, step.order.rows_B)
-        return self.blocks.select(step.order.rows_B)
-
     def _clear_kept(self) -> None:
         # Called before a row comes or goes: what is kept follows from which rows there are.
         self._decode_orders.clear()
         self._decode_samples.clear()
-        self.blocks.clear_kept()
 
     def _add(self, new: NewRow) -> None:
         row = new.row
-        token_ids = ints(new.token_ids)
         assert not self.is_active[row], f"row {row} is taken"
         self.is_active[row] = True
-        if self.token_ids.shape[1]:
-            self.token_ids[row, : len(token_ids)] = token_ids
-        self.num_tokens[row] = len(token_ids)
+        self.owner[row] += 1
+        self.num_tokens[row] = len(new.token_ids) // 4
         self.num_computed[row] = new.num_computed_tokens
         self.blocks.set_row(row, ints(new.block_ids))
         self.sampling.set_row(new)

@@ -1,4 +1,4 @@
-"""A step as the persistent batch lays it out: its order, positions, slots and inputs.
+"""A step as the persistent batch lays it out: its order, its positions and its sample slots.
 
 Shape suffixes: see `nanocore.kernels.interface`.
 """
@@ -7,25 +7,9 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from nanocore.kernels.attention import AttentionMetadata
-from nanocore.worker.plan import SchedulerOutput
-
-_INT32 = np.dtype("<i4")
-
-
-class StepInputs(msgspec.Struct, frozen=True):
-    """Inputs of a step. token_ids_T: int64 where the model runs.
-
-    sample_index_R: which of the T tokens' hidden states sample.
-    """
-
-    token_ids_T: Tensor
-    attention: AttentionMetadata
-    sample_index_R: Tensor
+from nanocore.worker.plan import SchedulerOutput, ints
 
 
 class StepOrder(msgspec.Struct, frozen=True):
@@ -34,8 +18,7 @@ class StepOrder(msgspec.Struct, frozen=True):
     is_decode_only: these are all rows of the group, with a token each. The order is the same in
     every such step until a row comes or goes, and so is all that follows from it.
     source_T: which of the B each token belongs to; offset_T: its index among its row's tokens.
-    last_token_B: the last token of each row. query_start_A, num_decodes_1: as in
-    `AttentionMetadata`, on the host.
+    last_token_B: the last token of each row. query_start, query_start_A: see `AttentionMetadata`.
     """
 
     is_decode_only: bool
@@ -47,8 +30,7 @@ class StepOrder(msgspec.Struct, frozen=True):
     offset_T: NDArray[np.int64]
     last_token_B: NDArray[np.int64]
     query_start: list[int]
-    query_start_A: Tensor
-    num_decodes_1: Tensor
+    query_start_A: NDArray[np.int64]
 
     @classmethod
     def of_plan(cls, plan: SchedulerOutput, decodes: NDArray[np.bool_]) -> StepOrder:
@@ -76,18 +58,20 @@ class StepOrder(msgspec.Struct, frozen=True):
             offset_T=np.arange(num_tokens) - starts[source_T],
             last_token_B=ends_B - 1,
             query_start=starts.tolist(),
-            query_start_A=torch.from_numpy(starts.astype(np.int32)),
-            num_decodes_1=torch.tensor([len(single)], dtype=torch.int32),
+            query_start_A=starts,
         )
 
 
 class BatchStep(msgspec.Struct, frozen=True):
-    """One step's rows, positions and slots, on the host.
+    """One step's rows, positions and sample slots, on the host; arrays are int64.
 
-    group: of the plan. all_sample: every row of the order does. seq_lens_B: contexts with this
-    step's tokens. slots_T: where their K and V go. sample_index_R: which of the T tokens sample;
-    sample_rows: their rows; sample_positions: the positions that the sampled tokens will take.
-    Arrays are int64.
+    group: of the plan. all_sample: every row of the order has one sample slot. seq_lens_B: contexts
+    with this step's tokens. slots_T: where their K and V go.
+
+    sampling_rows: rows that sample, each once; slot_counts: how many sample slots each has, one
+    more than it has drafts. Of each slot, a row's in their order: sample_index, which of the T
+    tokens it is sampled behind; sample_rows, its row; sample_positions, the position that the
+    sampled token takes.
     """
 
     group: int
@@ -96,22 +80,12 @@ class BatchStep(msgspec.Struct, frozen=True):
     seq_lens_B: NDArray[np.int64]
     positions_T: NDArray[np.int64]
     slots_T: NDArray[np.int64]
-    sample_index_R: NDArray[np.int64]
+    sampling_rows: NDArray[np.int64]
+    slot_counts: NDArray[np.int64]
+    sample_index: NDArray[np.int64]
     sample_rows: NDArray[np.int64]
     sample_positions: NDArray[np.int64]
 
-
-def ints(column: bytes) -> NDArray[np.int32]:
-    """A plan's column of int32, as an array of its own."""
-    # A copy, because torch warns of numpy arrays that it could not write to.
-    return np.frombuffer(column, _INT32).copy()
-
-
-def running_counts(rows: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return for each entry how many entries before it are of the same row."""
-    order = rows.argsort(kind="stable")
-    is_first = np.diff(rows[order], prepend=-1) != 0
-    starts = np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))
-    counts = np.empty(len(rows), np.int64)
-    counts[order] = np.arange(len(rows)) - starts
-    return counts
+    @property
+    def has_drafts(self) -> bool:
+        return len(self.sample_rows) > len(self.sampling_rows)

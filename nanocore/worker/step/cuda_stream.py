@@ -1,105 +1,16 @@
-"""A device's queue of work: work is begun here and its result is waited for later; and CUDA's.
-
-The host runs ahead of the device by a step. So memory that a step's work reads on the host is not
-written again before that step is done: it comes from a ring with a buffer for each step that may be
-in flight, and one to fill. The second phase of a step has a ring of its own.
-"""
+"""CUDA's stream and its graphs: see `stream`."""
 
 from __future__ import annotations
 
 import gc
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
-import msgspec
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
-Tensors = Mapping[str, Tensor]
-"""By name; there may be none."""
-
-_NUM_PHASES: Final = 2
-
-Work = Callable[[], Tensors]
-"""Enqueues what a device is to do, without waiting for it; returns what the host is to have."""
-
-
-class Pending(Protocol):
-    """Work that was begun and whose result may be on its way."""
-
-    def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
-        ...
-
-    def wait(self) -> Tensors:
-        """Wait until the device is done; the result, on the host."""
-        ...
-
-
-class StagingBuffer(msgspec.Struct):
-    """One of the ring. memory: on the host, uint8. reader: work that may read it.
-
-    scratch: what its writer made of this memory, for it to find when the buffer comes round again;
-    gone with the memory when the buffer grows.
-    """
-
-    memory: Tensor
-    reader: Pending | None = None
-    scratch: dict[Hashable, Any] = msgspec.field(default_factory=dict)
-
-
-class Stream(ABC):
-    """Runs work in the order in which it was given. staged: what `stage` gave last.
-
-    Args:
-        depth: how many steps may be in flight at most.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self.depth = depth
-        self._rings = [
-            deque(StagingBuffer(self.allocate(0)) for _ in range(depth + 1))
-            for _ in range(_NUM_PHASES)
-        ]
-        self.staged = self._rings[0][-1]
-
-    def stage(self, num_bytes: int, phase: int = 0) -> StagingBuffer:
-        """Memory of at least num_bytes on the host, that the next work may read.
-
-        phase: 1 for work that is given behind a step's first, to which it belongs.
-        """
-        ring = self._rings[phase]
-        buffer = ring[0]
-        ring.rotate(-1)
-        if buffer.reader is not None:
-            buffer.reader.wait()
-        if len(buffer.memory) < num_bytes:
-            buffer.memory = self.allocate(num_bytes * 5 // 4)
-            buffer.scratch.clear()
-        self.staged = buffer
-        return buffer
-
-    def run(self, work: Work) -> Pending:
-        """Begin work, which may read what `stage` gave last."""
-        self.staged.reader = pending = self.enqueue(work)
-        return pending
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Memory on the host, uint8, that the device can copy from while the host goes on."""
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    @abstractmethod
-    def join(self) -> None:
-        """Have work that is begun from now on wait for what this thread gave the device before."""
-
-    @abstractmethod
-    def enqueue(self, work: Work) -> Pending:
-        """Begin work behind all that was begun before, and do not wait for it."""
-
+from nanocore.worker.step.stream import Pending, Stream, Tensors, Work
 
 R = TypeVar("R")
 
@@ -114,8 +25,10 @@ class CudaStream(Stream):
     there, so that nobody waits for work that was begun later.
     """
 
-    def __init__(self, depth: int, device: torch.device) -> None:
-        super().__init__(depth)
+    def __init__(
+        self, depth: int, device: torch.device, graph_capture: CudaGraphCapture | None = None
+    ) -> None:
+        super().__init__(depth, graph_capture)
         self._stream = torch.cuda.Stream(device)
 
     def join(self) -> None:
@@ -154,7 +67,7 @@ class _CudaPending:
 
 
 class CudaGraphCapture:
-    """Implements `step_graphs.GraphCapture`; all graphs of a set share one pool of memory.
+    """Implements `stream.GraphCapture`; all graphs of a set share one pool of memory.
 
     So they must be captured from the largest on, and no two of them may run at once.
 
@@ -203,34 +116,26 @@ class CudaGraphCapture:
 
 
 def _borrowed(result: R) -> R:
-    """The same tensors, of a Struct, without a claim to their memory.
+    """The same tensor, if it is one, without a claim to its memory.
 
     It stays the graph's, but the next ones may use it too: what a replay leaves is read before the
     next one. Logits of every graph side by side would take gigabytes.
     """
-    if not isinstance(result, msgspec.Struct):
+    if not isinstance(result, Tensor):
         return result
-    return replace(
-        result,
-        **{
-            name: torch.as_tensor(_Span(tensor), device=tensor.device)
-            for name in result.__struct_fields__
-            if isinstance(tensor := getattr(result, name), Tensor)
-        },
-    )
+    return torch.as_tensor(_Span(result), device=result.device)  # type: ignore[return-value]
 
 
 class _Span:
-    """A contiguous tensor's memory, as Numba's CUDA array interface (version 2) tells of it."""
-
-    _TYPES: Final = {torch.float32: "<f4", torch.int64: "<i8"}
+    """A float32 tensor's memory, as Numba's CUDA array interface (version 2) tells of it."""
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous()
+        assert tensor.dtype == torch.float32
         self.__cuda_array_interface__ = {
             "data": (tensor.data_ptr(), False),
             "shape": tuple(tensor.shape),
             "strides": None,
-            "typestr": self._TYPES[tensor.dtype],
+            "typestr": "<f4",
             "version": 2,
         }

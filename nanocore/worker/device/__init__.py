@@ -1,1 +1,0 @@
-"""Steps on a device beside the host: its memory, its queue of work, captured graphs."""

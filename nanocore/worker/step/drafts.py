@@ -1,0 +1,144 @@
+"""Drafts: tokens that a step computes beside a row's last one, and verifies.
+
+A row with d drafts samples behind its last token and behind each draft. What it samples is its own
+as long as every draft before was what it sampled there: so it gets one token to d + 1, the same
+that it would get without drafts (Leviathan et al. 2023, for noise that is a function of seed and
+position). A device keeps how many of the tokens that the host gave a row were wrong, until the host
+knows it too: so a step can be begun before the one before it is verified.
+Shape suffixes: see `nanocore.kernels.interface`; further, C rows that sample, S sample slots,
+D drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanocore.worker.step.batch_step import BatchStep
+from nanocore.worker.step.input_batch import InputBatch
+from nanocore.worker.step.step_memory import NewTokens, RowTables
+
+
+class Proposer(Protocol):
+    """Guesses tokens. max_drafts: of a row in a step."""
+
+    max_drafts: int
+
+    def propose(self, token_table: Tensor, rows_D: Tensor, positions_D: Tensor) -> Tensor:
+        """Guess tokens for these places, int32 [D], where the model runs, without waiting for it.
+
+        Places of a row are in their order, behind its last token; all before is in the table. All
+        ranks must guess the same.
+        """
+        ...
+
+
+def draft_columns(step: BatchStep) -> dict[str, NDArray]:
+    """Columns of a step with drafts: which slots have one behind them, and whose slots they are."""
+    ends_C = np.cumsum(step.slot_counts)
+    has_draft_S = np.ones(len(step.sample_rows), bool)
+    has_draft_S[ends_C - 1] = False
+    return {
+        "drafted_D": has_draft_S.nonzero()[0],
+        "owner_O": np.repeat(np.arange(len(ends_C)), step.slot_counts),
+        "starts_C": ends_C - step.slot_counts,
+        "sampling_rows_C": step.sampling_rows,
+        "slot_counts_C": step.slot_counts,
+    }
+
+
+def verify(
+    token_ids_S: Tensor, drafts_D: Tensor, drafted_D: Tensor, owner_S: Tensor, starts_C: Tensor
+) -> Tensor:
+    """Count how many of its slots' tokens each row gets, int64 [C].
+
+    token_ids_S: sampled. drafts_D: the token that was computed behind slot drafted_D. owner_S:
+    which of the C rows a slot is of; starts_C: the row's first slot.
+    """
+    num_slots = len(token_ids_S)
+    is_last_S = torch.ones_like(token_ids_S, dtype=torch.bool)
+    is_last_S[drafted_D] = token_ids_S[drafted_D] != drafts_D
+    index_S = torch.arange(num_slots, device=token_ids_S.device)
+    last_C = torch.full_like(starts_C, num_slots)
+    last_C.scatter_reduce_(0, owner_S, index_S.masked_fill_(~is_last_S, num_slots), "amin")
+    return last_C - starts_C + 1
+
+
+class Unverified(msgspec.Struct, frozen=True):
+    """A step's rows on the host, until it is known how many tokens they got."""
+
+    rows: NDArray[np.int64]
+    owners: NDArray[np.int64]
+    slot_counts: NDArray[np.int64]
+
+
+class DraftTracker:
+    """Keeps host and device right about rows whose drafts are wrong.
+
+    Args:
+        batch: the host's counts. device: where the model runs.
+
+    excess: int64, of each row, how many of the tokens that the host gave it there are not.
+    """
+
+    def __init__(self, batch: InputBatch, device: torch.device) -> None:
+        self._batch = batch
+        self._num_unverified = 0
+        self._corrections: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        self.excess = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int64, device=device)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the host knows how many tokens every row has."""
+        return self._num_unverified == 0
+
+    def begin(self, step: BatchStep) -> Unverified:
+        """A step with drafts is begun; `settle` ends it."""
+        self._num_unverified += 1
+        rows = step.sampling_rows
+        return Unverified(rows, self._batch.owner[rows], step.slot_counts)
+
+    def settle(self, step: Unverified, counts: NDArray[np.int64]) -> None:
+        """The host hears how many tokens the rows got."""
+        self._num_unverified -= 1
+        # Rows that another request has by now began anew, here and on the device.
+        is_same = self._batch.owner[step.rows] == step.owners
+        rows, excess = step.rows[is_same], (step.slot_counts - counts)[is_same]
+        self._batch.correct(rows, excess)
+        self._corrections.append((rows, excess))
+
+    def take_corrections(self) -> NDArray[np.int64]:
+        """What the device is to forget, as rows and then counts; of rows that are still there."""
+        corrections, self._corrections = self._corrections, []
+        if not corrections:
+            return np.zeros(0, np.int64)
+        return np.concatenate([np.concatenate(part) for part in zip(*corrections, strict=True)])
+
+    def update(
+        self, fields: Mapping[str, Tensor], new: NewTokens, tables: RowTables, is_certain: bool
+    ) -> None:
+        """On the device, before a step: forget what the host knows by now, and rows that begin.
+
+        Unless the host was certain, its positions, slots and lengths, which it gave as if every
+        draft was right, become those of what there is.
+        """
+        rows, counts = fields["corrections_X"].view(2, -1)
+        self.excess.index_add_(0, rows, -counts)
+        for row, *_ in new.rows:
+            self.excess[row] = 0
+        if not is_certain:
+            fields["positions_T"].sub_(self.excess[fields["rows_T"]])
+            fields["seq_lens_B"].sub_(self.excess[fields["rows_B"]])
+            fields["sample_positions_S"].sub_(self.excess[fields["sample_rows_S"]])
+            tables.find_slots(fields)
+
+    def learn(self, fields: Mapping[str, Tensor], counts_C: Tensor) -> None:
+        """On the device, behind a step: its rows got these tokens of those that the host gave."""
+        excess_C = fields["slot_counts_C"] - counts_C
+        self.excess.index_add_(0, fields["sampling_rows_C"], excess_C)

@@ -1,0 +1,339 @@
+"""A step's columns in one piece of memory, declared once; and the rows' tables, which it reads.
+
+Host columns, what is copied to a device, and a step's inputs there follow from the declaration. A
+graph reads its inputs at the addresses it was captured with, so a step that it replays is padded to
+the graph's shape: padding tokens belong to a spare row, have no slot, and make up sequences of
+length 0. A step takes its token ids from the token table and writes the sampled ones to it, so the
+next step can be begun before the host has seen them (mini-sglang's token table). Shape suffixes:
+see `nanocore.kernels.interface`; further, W blocks that were appended, and S sample slots without
+padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Final
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanocore.kernels.sampling import TokenPlaces
+from nanocore.kernels.step import StepInputs, StepRows
+from nanocore.worker.plan import SchedulerOutput, ints
+from nanocore.worker.sampling.columns import COLUMNS
+from nanocore.worker.step.batch_step import BatchStep
+from nanocore.worker.step.input_batch import AppendedBlocks, BlockTable
+
+
+class StepShape(msgspec.Struct, frozen=True):
+    """Numbers of tokens, sequences, sample slots and appended blocks of a step.
+
+    is_uniform: every sequence is a decode.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_samples: int
+    num_blocks: int
+    is_uniform: bool
+
+    @classmethod
+    def of(cls, step: BatchStep, appended: AppendedBlocks) -> StepShape:
+        """The shape of exactly this step, without padding."""
+        num_seqs = len(step.order.rows_B)
+        return cls(
+            num_tokens=len(step.positions_T),
+            num_seqs=num_seqs,
+            num_samples=len(step.sample_rows),
+            num_blocks=len(appended.rows),
+            is_uniform=step.order.num_decodes == num_seqs,
+        )
+
+
+class Field(msgspec.Struct, frozen=True):
+    """A column. dim: the suffix that says how long it is. padding: None for the spare row."""
+
+    name: str
+    dtype: torch.dtype
+    dim: str
+    padding: float | None = 0
+
+
+_LONG, _INT = torch.int64, torch.int32
+
+STEP_FIELDS: Final = (
+    Field("rows_T", _LONG, "T", None),
+    Field("positions_T", _LONG, "T"),
+    Field("slots_T", _LONG, "T", -1),
+    Field("rows_B", _LONG, "B", None),
+    Field("seq_lens_B", _INT, "B"),
+    Field("query_start_A", _INT, "A"),
+    Field("num_decodes_1", _INT, "1"),
+    Field("sample_index_R", _LONG, "R"),
+    Field("block_rows_W", _LONG, "W", None),
+    Field("block_columns_W", _LONG, "W"),
+    Field("block_ids_W", _INT, "W"),
+)
+"""What a graph reads."""
+
+SAMPLE_FIELDS: Final = (
+    Field("sample_rows_S", _LONG, "S"),
+    Field("sample_positions_S", _LONG, "S"),
+    *(Field(column.name, column.dtype, "S") for column in COLUMNS),
+    Field("processed_P", _LONG, "P"),
+    Field("requested_N", _LONG, "N"),
+    Field("lists_L", _INT, "L"),
+    Field("new_tokens_K", _INT, "K"),
+    Field("drafted_D", _LONG, "D"),
+    Field("owner_O", _LONG, "O"),
+    Field("starts_C", _LONG, "C"),
+    Field("sampling_rows_C", _LONG, "C"),
+    Field("slot_counts_C", _LONG, "C"),
+    Field("corrections_X", _LONG, "X"),
+)
+"""What sampling reads, and what only some steps have; behind a step's fields, without padding."""
+
+_DIMS: Final = {field.name: field.dim for field in SAMPLE_FIELDS}
+
+
+class Layout:
+    """Fields with their lengths, one behind the other. num_bytes: of all, a multiple of 16.
+
+    Two are equal if they are the same one: `step_layout` keeps those it makes.
+    """
+
+    def __init__(self, fields: Sequence[tuple[Field, int]]) -> None:
+        self.num_bytes = 0
+        self._places: list[tuple[str, torch.dtype, int, int]] = []
+        for field, length in fields:
+            end = self.num_bytes + length * field.dtype.itemsize
+            self._places.append((field.name, field.dtype, self.num_bytes, end))
+            self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The fields by name, in uint8 memory of at least num_bytes."""
+        return {name: memory[start:end].view(dtype) for name, dtype, start, end in self._places}
+
+
+_ALIGNMENT: Final = 16
+"""Bytes. Triton compiles a kernel anew for pointers that are multiples of it and for those that are
+not, which must not happen in the middle of serving."""
+
+
+@lru_cache(maxsize=256)
+def graph_layout(shape: StepShape) -> Layout:
+    """Layout of what a graph of this shape reads."""
+    return Layout(_step_fields(shape))
+
+
+def step_layout(shape: StepShape, columns: Mapping[str, NDArray]) -> Layout:
+    """Layout of a whole step. shape: of the graph, if there is one. columns: of SAMPLE_FIELDS."""
+    lengths = {_DIMS[name]: len(column) for name, column in columns.items()}
+    return _step_layout(shape, tuple(sorted(lengths.items())))
+
+
+@lru_cache(maxsize=256)
+def _step_layout(shape: StepShape, lengths: tuple[tuple[str, int], ...]) -> Layout:
+    of_dim = dict(lengths)
+    sample_fields = [(field, of_dim.get(field.dim, 0)) for field in SAMPLE_FIELDS]
+    return Layout(_step_fields(shape) + sample_fields)
+
+
+@lru_cache(maxsize=64)
+def mask_layout(num_words: int, num_slots: int) -> Layout:
+    """Layout of a step's token masks: the words of all, and which of them each slot has."""
+    words, index = Field("words", _INT, "M"), Field("index_S", _INT, "S")
+    return Layout([(words, num_words), (index, num_slots)])
+
+
+def _step_fields(shape: StepShape) -> list[tuple[Field, int]]:
+    lengths = {
+        "T": shape.num_tokens,
+        "B": shape.num_seqs,
+        "A": shape.num_seqs + 1,
+        "R": shape.num_samples,
+        "W": shape.num_blocks,
+        "1": 1,
+    }
+    return [(field, lengths[field.dim]) for field in STEP_FIELDS]
+
+
+_PADDING: Final = {field.name: field.padding for field in STEP_FIELDS}
+
+
+def step_columns(step: BatchStep, appended: AppendedBlocks, shape: StepShape) -> dict[str, NDArray]:
+    """The columns of `STEP_FIELDS`. shape: what the step is padded to."""
+    order = step.order
+    return {
+        "rows_T": order.rows_T,
+        "positions_T": step.positions_T,
+        "slots_T": step.slots_T,
+        "rows_B": order.rows_B,
+        "seq_lens_B": step.seq_lens_B,
+        "query_start_A": _query_starts(order.query_start_A, shape),
+        # In a shape of decodes alone, padding counts as decodes too.
+        "num_decodes_1": np.array([shape.num_seqs if shape.is_uniform else order.num_decodes]),
+        "sample_index_R": step.sample_index,
+        "block_rows_W": appended.rows,
+        "block_columns_W": appended.columns,
+        "block_ids_W": appended.block_ids,
+    }
+
+
+def padding_columns(shape: StepShape) -> dict[str, NDArray]:
+    """The columns of a step of nothing but padding: of decodes, or else of chunks."""
+    return {
+        **{field.name: np.zeros(0) for field in STEP_FIELDS},
+        "query_start_A": _query_starts(np.zeros(1, np.int64), shape),
+        "num_decodes_1": np.array([shape.num_seqs if shape.is_uniform else 0]),
+    }
+
+
+def _query_starts(starts_A: NDArray[np.int64], shape: StepShape) -> NDArray[np.int64]:
+    # Each padding sequence gets one of the padding tokens, and the last one the rest.
+    num_padding = shape.num_seqs + 1 - len(starts_A)
+    if num_padding == 0:
+        return starts_A
+    ends = np.minimum(starts_A[-1] + np.arange(1, num_padding + 1), shape.num_tokens)
+    ends[-1] = shape.num_tokens
+    return np.concatenate((starts_A, ends))
+
+
+def write(columns: dict[str, NDArray], values: Mapping[str, NDArray], spare_row: int) -> None:
+    """Write values; what is left of a column becomes padding."""
+    for name, column in values.items():
+        to, length = columns[name], len(column)
+        to[:length] = column
+        if length < len(to):
+            padding = _PADDING[name]
+            to[length:] = spare_row if padding is None else padding
+
+
+class NewTokens(msgspec.Struct, frozen=True):
+    """Tokens and blocks that the tables do not hold yet, as one int32 column.
+
+    rows: (row, tokens, blocks) of rows that begin, in the order of the column: for each its tokens
+    and then its blocks. num_sampled: tokens that another stage sampled; the column ends with their
+    rows, their positions and themselves.
+    """
+
+    column: NDArray[np.int32]
+    rows: list[tuple[int, int, int]] = []
+    num_sampled: int = 0
+
+    @classmethod
+    def of(cls, plan: SchedulerOutput, sampled: list[NDArray[np.int32]]) -> NewTokens:
+        """Collect what is new in a plan. sampled: rows, positions and tokens, or empty."""
+        rows: list[tuple[int, int, int]] = []
+        parts: list[NDArray[np.int32]] = []
+        for new in plan.added:
+            token_ids, block_ids = ints(new.token_ids), ints(new.block_ids)
+            rows.append((new.row, len(token_ids), len(block_ids)))
+            parts += [token_ids, block_ids]
+        parts += sampled
+        if not parts:
+            return _NOTHING_NEW
+        return cls(np.concatenate(parts), rows, len(sampled[0]) if sampled else 0)
+
+
+_NOTHING_NEW: Final = NewTokens(np.zeros(0, np.int32))
+
+
+class RowTables:
+    """Tables of max_num_seqs rows and a spare one, where the model runs.
+
+    token_table: int32 [rows, max_model_len + 1]; the last token is never computed. block_table:
+    int32, as many blocks as max_model_len tokens take; the host's own where it runs there.
+    """
+
+    def __init__(
+        self, blocks: BlockTable, max_model_len: int, block_size: int, device: torch.device | None
+    ) -> None:
+        num_rows, num_blocks = blocks.ids.shape
+        self.spare_row = num_rows - 1
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        if device is None or device.type == "cpu":
+            # Memory from numpy is not touched before it is used.
+            self.token_table = torch.from_numpy(np.zeros((num_rows, max_model_len + 1), np.int32))
+        else:
+            size = num_rows, max_model_len + 1
+            self.token_table = torch.zeros(size, dtype=torch.int32, device=device)
+        self.block_table = torch.from_numpy(blocks.ids)
+        if device is not None:
+            self.block_table = torch.zeros((num_rows, num_blocks), dtype=torch.int32, device=device)
+
+    def take(self, column: Tensor, new: NewTokens) -> None:
+        """Write what is new; column: that of `new`, where the model runs."""
+        if new.num_sampled:
+            column, sampled = column[: -3 * new.num_sampled], column[-3 * new.num_sampled :]
+            rows, positions, token_ids = sampled.view(3, -1)
+            self.token_table[rows.long(), positions.long()] = token_ids
+        for row, num_tokens, num_blocks in new.rows:
+            self.token_table[row, :num_tokens] = column[:num_tokens]
+            self.block_table[row, :num_blocks] = column[num_tokens : num_tokens + num_blocks]
+            column = column[num_tokens + num_blocks :]
+
+    def find_slots(self, fields: Mapping[str, Tensor]) -> None:
+        """Find anew where K and V of a step's tokens go, whose positions have changed."""
+        places = fields["block_rows_W"], fields["block_columns_W"]
+        self.block_table[places] = fields["block_ids_W"]
+        positions_T, slots_T, size = fields["positions_T"], fields["slots_T"], self.block_size
+        blocks_T = self.block_table[fields["rows_T"], positions_T // size]
+        found_T = blocks_T.long() * size + positions_T % size
+        slots_T.copy_(torch.where(slots_T < 0, slots_T, found_T))
+
+    def inputs(self, fields: Mapping[str, Tensor], bounds: HostBounds) -> StepInputs:
+        """Inputs of a step of these fields."""
+        rows = StepRows(
+            token_table=self.token_table,
+            block_table=self.block_table,
+            block_size=self.block_size,
+            **{name: fields[name] for name in _ROW_FIELDS},
+        )
+        return StepInputs(
+            rows=rows,
+            num_decodes=bounds.num_decodes,
+            query_start=bounds.query_start,
+            seq_lens=bounds.seq_lens,
+            num_decodes_1=fields["num_decodes_1"],
+            query_start_A=fields["query_start_A"],
+            slots_T=fields["slots_T"],
+            sample_index_R=fields["sample_index_R"],
+        )
+
+    def places(self, fields: Mapping[str, Tensor]) -> TokenPlaces:
+        """Places of the tokens that the step's slots sample."""
+        return TokenPlaces(self.token_table, fields["sample_rows_S"], fields["sample_positions_S"])
+
+
+_ROW_FIELDS: Final = (
+    "rows_T", "positions_T", "rows_B", "seq_lens_B", "block_rows_W", "block_columns_W",
+    "block_ids_W",
+)  # fmt: skip
+
+
+class HostBounds(msgspec.Struct, frozen=True):
+    """Bounds of a step that kernels get from the host: see `AttentionMetadata`."""
+
+    num_decodes: int
+    query_start: list[int]
+    seq_lens: list[int]
+
+    @classmethod
+    def of_step(cls, step: BatchStep) -> HostBounds:
+        """Exact counts of a step that runs once."""
+        return cls(step.order.num_decodes, step.order.query_start, step.seq_lens_B.tolist())
+
+    @classmethod
+    def of_shape(cls, shape: StepShape, max_model_len: int) -> HostBounds:
+        """Upper bounds of any step of this shape."""
+        num_seqs = shape.num_seqs
+        starts = [0] + [shape.num_tokens] * num_seqs
+        if shape.is_uniform:
+            starts = list(range(num_seqs + 1))
+        return cls(num_seqs, starts, [max_model_len] * num_seqs)
