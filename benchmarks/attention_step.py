@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata
-from nanocore.kernels.step import StepRows
+from nanocore.kernels.step import StepInputs, StepRows
 
 
 def make_metadata(
@@ -58,18 +59,38 @@ def make_metadata(
     )
 
 
-def make_rows(token_ids_T: Tensor, metadata: AttentionMetadata | None = None) -> StepRows:
-    """Rows of a step with these tokens, all from one row of the token table, and no new blocks."""
+def make_inputs(
+    token_ids_T: Tensor,
+    metadata: AttentionMetadata | None = None,
+    sample_index_R: Tensor | None = None,
+) -> StepInputs:
+    """Inputs of a step with these tokens, and no new blocks; without metadata it is a prompt."""
     if metadata is None:
         num_tokens = len(token_ids_T)
         metadata = make_metadata([(num_tokens, num_tokens)], torch.zeros(1, 1, dtype=torch.int32))
+    num_seqs, counts = len(metadata.seq_lens), np.diff(metadata.query_start)
+    rows_T = torch.full_like(token_ids_T, num_seqs)  # of padding
+    rows_T[: metadata.query_start[-1]] = torch.from_numpy(np.repeat(np.arange(num_seqs), counts))
+    positions_T = metadata.positions_T
+    token_table = torch.zeros(num_seqs + 1, int(positions_T.max()) + 1, dtype=torch.int32)
+    token_table[rows_T, positions_T] = token_ids_T.int()
     rows_B = metadata.table_rows_B
-    return StepRows(
-        token_table=token_ids_T[None].int(),
+    rows = StepRows(
+        token_table=token_table,
         block_table=metadata.block_table,
         block_size=16,
-        rows_T=torch.zeros_like(token_ids_T),
-        positions_T=torch.arange(len(token_ids_T)),
-        rows_B=torch.arange(len(metadata.seq_lens)) if rows_B is None else rows_B,
+        rows_T=rows_T,
+        positions_T=positions_T,
+        rows_B=torch.arange(num_seqs) if rows_B is None else rows_B,
         seq_lens_B=metadata.seq_lens_B,
+    )
+    return StepInputs(
+        rows=rows,
+        num_decodes=metadata.num_decodes,
+        query_start=metadata.query_start,
+        seq_lens=metadata.seq_lens,
+        num_decodes_1=metadata.num_decodes_1,
+        query_start_A=metadata.query_start_A,
+        slots_T=metadata.slot_mapping_T,
+        sample_index_R=rows_T if sample_index_R is None else sample_index_R,
     )

@@ -17,8 +17,8 @@ from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.protocol.errors import ConfigError
-from nanocore.worker.cost.rank_cost import rank_cost
 from nanocore.worker import devices
+from nanocore.worker.cost.rank_cost import rank_cost
 from nanocore.worker.devices import check_quantized_linear
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.memory.kv_memory import KVLayout

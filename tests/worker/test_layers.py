@@ -10,7 +10,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from benchmarks.attention_step import make_rows
+from benchmarks.attention_step import make_inputs
 from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch.backend import TorchKernels
@@ -80,7 +80,7 @@ def test_a_bfloat16_layer_norm_rounds_as_transformers_does(tmp_path: Path) -> No
 
 
 def assert_equal_embeddings(model: DecoderModel, token_ids: Tensor, expected: Tensor) -> None:
-    x_TE = model.begin_step(make_rows(token_ids), TorchKernels()).x_TE
+    x_TE = model.begin_step(make_inputs(token_ids).rows, TorchKernels()).x_TE
     assert x_TE is not None
     assert torch.equal(x_TE, expected)
 
