@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nanocore.worker.step.step_memory import Layout
+from nanocore.worker.step.step_memory import StepLayout
 from nanocore.worker.step.stream import GraphCapture, Pending, Staged, Stream, Tensors, Work
 
 
@@ -56,7 +56,7 @@ class FakeStream(Stream):
     def join(self) -> None:
         """There is nothing but this queue."""
 
-    def stage(self, layout: Layout, phase: int = 0) -> Staged:
+    def stage(self, layout: StepLayout, phase: int = 0) -> Staged:
         if phase == 0:
             self.step += 1
         return super().stage(layout, phase)

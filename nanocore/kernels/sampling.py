@@ -65,8 +65,12 @@ class TokenPlaces(msgspec.Struct, frozen=True):
         return TokenPlaces(self.token_table, self.rows_R[rows], self.positions_R[rows])
 
     def write(self, token_ids_R: Tensor) -> None:
-        """Write int64 [R], each to its place; rows are distinct, but for padding."""
-        self.token_table[self.rows_R, self.positions_R] = token_ids_R.int()
+        """Write int64 [R], each to its place; places are distinct."""
+        if self.token_table.is_cpu:  # numpy begins sooner
+            places = self.rows_R.numpy(), self.positions_R.numpy()
+            self.token_table.numpy()[places] = token_ids_R.numpy()
+        else:
+            self.token_table[self.rows_R, self.positions_R] = token_ids_R.int()
 
 
 class SamplingKernels(Protocol):

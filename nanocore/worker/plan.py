@@ -10,8 +10,6 @@ integers, so the same structs serve in-process and over a pipe, and neither hold
 from __future__ import annotations
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from nanocore.protocol.sampling import EngineSamplingParams
 
@@ -122,19 +120,3 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     prompt_logprobs: RowLogprobs | None = None
     pooled_rows: bytes = b""
     pooled: bytes = b""
-
-
-def ints(column: bytes) -> NDArray[np.int32]:
-    """A plan's column of int32, as an array of its own."""
-    # A copy, because torch warns of numpy arrays that it could not write to.
-    return np.frombuffer(column, "<i4").copy()
-
-
-def running_counts(rows: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return for each entry how many entries before it are of the same row."""
-    order = rows.argsort(kind="stable")
-    is_first = np.diff(rows[order], prepend=-1) != 0
-    starts = np.maximum.accumulate(np.where(is_first, np.arange(len(rows)), 0))
-    counts = np.empty(len(rows), np.int64)
-    counts[order] = np.arange(len(rows)) - starts
-    return counts

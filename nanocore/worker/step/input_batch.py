@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore.worker.plan import NewRow, SchedulerOutput, ints, running_counts
+from nanocore.worker.plan import NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
 from nanocore.worker.sampling.requested_outputs import RequestedOutputRows, RequestedOutputs
-from nanocore.worker.step.batch_step import BatchStep, StepOrder
+from nanocore.worker.step.batch_step import BatchStep, StepOrder, ints, running_counts
 
 
 class AppendedBlocks(msgspec.Struct, frozen=True):
@@ -127,23 +127,29 @@ class InputBatch:
         slots_B = np.maximum(seq_lens_B - self.num_tokens[rows_B] + 1, 0)
         most = int(slots_B.max(initial=0))
         assert most <= 1 + self.max_drafts, f"step {plan.step}: {most - 1} drafts in a row"
-        sampling = slots_B.nonzero()[0]
-        slot_counts = slots_B[sampling]
-        source_S = np.repeat(sampling, slot_counts) if most > 1 else sampling
-        # How far each slot is before its row's last one.
-        behind_S = np.cumsum(slot_counts).repeat(slot_counts) - 1 - np.arange(len(source_S))
+        all_sample = most == 1 == int(slots_B.min())
+        sampling_rows, slot_counts = rows_B, slots_B
+        index_S, rows_S, positions_S = order.last_token_B, rows_B, seq_lens_B
+        if not all_sample:
+            sampling = slots_B.nonzero()[0]
+            sampling_rows, slot_counts = rows_B[sampling], slots_B[sampling]
+            source_S = sampling.repeat(slot_counts)
+            # How far each slot is before its row's last one.
+            behind_S = slot_counts.cumsum().repeat(slot_counts) - 1 - np.arange(len(source_S))
+            index_S, rows_S = order.last_token_B[source_S] - behind_S, rows_B[source_S]
+            positions_S = seq_lens_B[source_S] - behind_S
         return BatchStep(
             group=plan.group,
             order=order,
-            all_sample=len(source_S) == len(sampling) == len(rows_B),
+            all_sample=all_sample,
             seq_lens_B=seq_lens_B,
             positions_T=positions_T,
             slots_T=blocks_T.astype(np.int64) * self.block_size + positions_T % self.block_size,
-            sampling_rows=rows_B[sampling],
+            sampling_rows=sampling_rows,
             slot_counts=slot_counts,
-            sample_index=order.last_token_B[source_S] - behind_S,
-            sample_rows=rows_B[source_S],
-            sample_positions=seq_lens_B[source_S] - behind_S,
+            sample_index=index_S,
+            sample_rows=rows_S,
+            sample_positions=positions_S,
         )
 
     def append(self, step: BatchStep) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,19 +28,11 @@ from nanocore.worker.communication.communicator import StageLinks
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.placement import Placement
-from nanocore.worker.plan import (
-    NO_TOKEN,
-    ModelRunnerOutput,
-    SchedulerOutput,
-    TokenMasks,
-    ints,
-    running_counts,
-)
+from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
-from nanocore.worker.sampling.masked_rows import MaskedSlots
 from nanocore.worker.sampling.output_computer import Computed, OutputComputer, requested_columns
 from nanocore.worker.sampling.requested_outputs import RequestedOutputs
-from nanocore.worker.step.batch_step import BatchStep
+from nanocore.worker.step.batch_step import BatchStep, MaskedSlots, ints, running_counts
 from nanocore.worker.step.drafts import DraftTracker, Proposer, Unverified, draft_columns, verify
 from nanocore.worker.step.input_batch import NO_BLOCKS, AppendedBlocks, InputBatch
 from nanocore.worker.step.model_stage import ModelStage
@@ -60,7 +53,6 @@ from nanocore.worker.step.step_memory import (
     mask_layout,
     step_columns,
     step_layout,
-    write,
 )
 from nanocore.worker.step.stream import HostStream, Pending, Staged, Stream, Tensors
 
@@ -234,8 +226,8 @@ class ModelRunner:
             columns |= draft_columns(step)
             unverified = self._drafts.begin(step)
         staged = self._stream.stage(step_layout(shape, columns))
-        write(staged.columns, step_columns(step, appended, shape), self.tables.spare_row)
-        write(staged.columns, columns, self.tables.spare_row)
+        staged.write(step_columns(step, appended, shape), self.tables.spare_row)
+        staged.write(columns)
         return _Launch(step, sampling, requested, new, graph, staged, is_certain, unverified)
 
     def _launch(self, plan: SchedulerOutput, launch: _Launch) -> PendingOutput:
@@ -302,8 +294,7 @@ class ModelRunner:
             return None
         words_MW, index_S = masked.words_MW, masked.index_S
         staged = self._stream.stage(mask_layout(words_MW.size, len(index_S)), phase=1)
-        staged.columns["words"][:] = words_MW.ravel()
-        staged.columns["index_S"][:] = index_S
+        staged.write({"words": words_MW.ravel(), "index_S": index_S})
 
         def on_device() -> TokenMask:
             _, fields = staged.to(self.device)
@@ -370,17 +361,19 @@ def make_output(
     """
     if "token_ids" not in found:
         return NO_OUTPUT
-    token_ids, counts = found["token_ids"].numpy(), b""
-    is_given = np.ones(len(token_ids), bool)
+    token_ids = delivered = found["token_ids"].numpy()
+    is_given: Any = True
+    counts = b""
     if "counts" in found:
         given_C = found["counts"].numpy()
         counts = given_C.astype("<i4").tobytes()
         place_S = running_counts(np.repeat(rows, slot_counts))
         is_given = place_S < np.repeat(given_C, slot_counts)
+        delivered = token_ids[is_given]
     columns = requested_columns(requested, found, is_given & (token_ids != NO_TOKEN))
     return ModelRunnerOutput(
         rows=rows.astype("<i4").tobytes(),
-        token_ids=token_ids[is_given].astype("<i4").tobytes(),
+        token_ids=delivered.astype("<i4").tobytes(),
         counts=counts,
         logprobs=columns.logprobs,
         prompt_logprobs=columns.prompt_logprobs,

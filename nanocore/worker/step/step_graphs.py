@@ -27,9 +27,8 @@ from nanocore.worker.step.step_memory import (
     StepShape,
     graph_layout,
     padding_columns,
-    write,
 )
-from nanocore.worker.step.stream import GraphCapture
+from nanocore.worker.step.stream import GraphCapture, Staged
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +139,7 @@ def padded_steps(
     memory = torch.zeros(max((x.num_bytes for x in layouts), default=0), dtype=torch.uint8)
     on_device = torch.empty_like(memory, device=device)
     for shape, layout in zip(shapes, layouts, strict=True):
-        columns = {name: view.numpy() for name, view in layout.views(memory).items()}
-        write(columns, padding_columns(shape), tables.spare_row)
+        Staged.of(layout, memory).write(padding_columns(shape), tables.spare_row)
         on_device.copy_(memory)
         bounds = HostBounds.of_shape(shape, tables.max_model_len)
         inputs = tables.inputs(layout.views(on_device), bounds)

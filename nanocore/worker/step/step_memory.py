@@ -23,9 +23,9 @@ from torch import Tensor
 
 from nanocore.kernels.sampling import TokenPlaces
 from nanocore.kernels.step import StepInputs, StepRows
-from nanocore.worker.plan import SchedulerOutput, ints
+from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.sampling.columns import COLUMNS
-from nanocore.worker.step.batch_step import BatchStep
+from nanocore.worker.step.batch_step import BatchStep, ints
 from nanocore.worker.step.input_batch import AppendedBlocks, BlockTable
 
 
@@ -97,10 +97,8 @@ SAMPLE_FIELDS: Final = (
 )
 """What sampling reads, and what only some steps have; behind a step's fields, without padding."""
 
-_DIMS: Final = {field.name: field.dim for field in SAMPLE_FIELDS}
 
-
-class Layout:
+class StepLayout:
     """Fields with their lengths, one behind the other. num_bytes: of all, a multiple of 16.
 
     Two are equal if they are the same one: `step_layout` keeps those it makes.
@@ -108,6 +106,7 @@ class Layout:
 
     def __init__(self, fields: Sequence[tuple[Field, int]]) -> None:
         self.num_bytes = 0
+        self.padding = {field.name: field.padding for field, _ in fields}
         self._places: list[tuple[str, torch.dtype, int, int]] = []
         for field, length in fields:
             end = self.num_bytes + length * field.dtype.itemsize
@@ -125,29 +124,28 @@ not, which must not happen in the middle of serving."""
 
 
 @lru_cache(maxsize=256)
-def graph_layout(shape: StepShape) -> Layout:
+def graph_layout(shape: StepShape) -> StepLayout:
     """Layout of what a graph of this shape reads."""
-    return Layout(_step_fields(shape))
+    return StepLayout(_step_fields(shape))
 
 
-def step_layout(shape: StepShape, columns: Mapping[str, NDArray]) -> Layout:
+def step_layout(shape: StepShape, columns: Mapping[str, NDArray]) -> StepLayout:
     """Layout of a whole step. shape: of the graph, if there is one. columns: of SAMPLE_FIELDS."""
-    lengths = {_DIMS[name]: len(column) for name, column in columns.items()}
-    return _step_layout(shape, tuple(sorted(lengths.items())))
+    return _step_layout(shape, tuple((name, len(column)) for name, column in columns.items()))
 
 
 @lru_cache(maxsize=256)
-def _step_layout(shape: StepShape, lengths: tuple[tuple[str, int], ...]) -> Layout:
-    of_dim = dict(lengths)
-    sample_fields = [(field, of_dim.get(field.dim, 0)) for field in SAMPLE_FIELDS]
-    return Layout(_step_fields(shape) + sample_fields)
+def _step_layout(shape: StepShape, lengths: tuple[tuple[str, int], ...]) -> StepLayout:
+    of_name = dict(lengths)
+    sample_fields = [(field, of_name.get(field.name, 0)) for field in SAMPLE_FIELDS]
+    return StepLayout(_step_fields(shape) + sample_fields)
 
 
 @lru_cache(maxsize=64)
-def mask_layout(num_words: int, num_slots: int) -> Layout:
+def mask_layout(num_words: int, num_slots: int) -> StepLayout:
     """Layout of a step's token masks: the words of all, and which of them each slot has."""
     words, index = Field("words", _INT, "M"), Field("index_S", _INT, "S")
-    return Layout([(words, num_words), (index, num_slots)])
+    return StepLayout([(words, num_words), (index, num_slots)])
 
 
 def _step_fields(shape: StepShape) -> list[tuple[Field, int]]:
@@ -160,9 +158,6 @@ def _step_fields(shape: StepShape) -> list[tuple[Field, int]]:
         "1": 1,
     }
     return [(field, lengths[field.dim]) for field in STEP_FIELDS]
-
-
-_PADDING: Final = {field.name: field.padding for field in STEP_FIELDS}
 
 
 def step_columns(step: BatchStep, appended: AppendedBlocks, shape: StepShape) -> dict[str, NDArray]:
@@ -201,16 +196,6 @@ def _query_starts(starts_A: NDArray[np.int64], shape: StepShape) -> NDArray[np.i
     ends = np.minimum(starts_A[-1] + np.arange(1, num_padding + 1), shape.num_tokens)
     ends[-1] = shape.num_tokens
     return np.concatenate((starts_A, ends))
-
-
-def write(columns: dict[str, NDArray], values: Mapping[str, NDArray], spare_row: int) -> None:
-    """Write values; what is left of a column becomes padding."""
-    for name, column in values.items():
-        to, length = columns[name], len(column)
-        to[:length] = column
-        if length < len(to):
-            padding = _PADDING[name]
-            to[length:] = spare_row if padding is None else padding
 
 
 class NewTokens(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.worker.step.step_memory import Layout
+from nanocore.worker.step.step_memory import StepLayout
 
 Tensors = Mapping[str, Tensor]
 """By name; there may be none."""
@@ -77,13 +77,37 @@ class DoneWork(msgspec.Struct, frozen=True):
 class Staged(msgspec.Struct, frozen=True):
     """Columns for a step's work. memory: uint8 on the host, of which the tensors are views.
 
-    columns: the same, to be written.
+    columns: the same, to be written. held: what was written there.
     """
 
-    layout: Layout
+    layout: StepLayout
     memory: Tensor
     tensors: dict[str, Tensor]
     columns: dict[str, NDArray]
+    held: dict[str, NDArray]
+
+    @classmethod
+    def of(cls, layout: StepLayout, memory: Tensor) -> Staged:
+        """Columns in uint8 memory of at least the layout's num_bytes."""
+        memory = memory[: layout.num_bytes]
+        tensors = layout.views(memory)
+        columns = {name: tensor.numpy() for name, tensor in tensors.items()}
+        return cls(layout, memory, tensors, columns, {})
+
+    def write(self, values: Mapping[str, NDArray], spare_row: int = 0) -> None:
+        """Write values, which nobody changes later; what is left of a column becomes padding.
+
+        A column that is there already is not written again: most of a steady step's are.
+        """
+        columns, held = self.columns, self.held
+        for name, values_of in values.items():
+            if held.get(name) is values_of:
+                continue
+            held[name], to, length = values_of, columns[name], len(values_of)
+            to[:length] = values_of
+            if length < len(to):
+                padding = self.layout.padding[name]
+                to[length:] = spare_row if padding is None else padding
 
     def to(self, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
         """(the memory, its views) on a device: one copy, or none where it is the host's own."""
@@ -96,23 +120,24 @@ class Staged(msgspec.Struct, frozen=True):
 class StagingBuffer(msgspec.Struct):
     """One of the ring. memory: on the host, uint8. reader: work that may read it.
 
-    kept: views of this memory; gone with it when the buffer grows.
+    kept: views of this memory, gone with it when the buffer grows. last: the one that is in use.
     """
 
     memory: Tensor
     reader: Pending | None = None
-    kept: dict[Layout, Staged] = {}
+    kept: dict[StepLayout, Staged] = {}
+    last: Staged | None = None
 
-    def staged(self, layout: Layout) -> Staged:
+    def staged(self, layout: StepLayout) -> Staged:
         """Columns of this layout, with whatever was written there before."""
         staged = self.kept.get(layout)
         if staged is None:
             if len(self.kept) == _MAX_LAYOUTS:
                 self.kept.clear()
-            memory = self.memory[: layout.num_bytes]
-            tensors = layout.views(memory)
-            columns = {name: tensor.numpy() for name, tensor in tensors.items()}
-            staged = self.kept[layout] = Staged(layout, memory, tensors, columns)
+            staged = self.kept[layout] = Staged.of(layout, self.memory)
+        if staged is not self.last:  # which lies in the same memory
+            staged.held.clear()
+            self.last = staged
         return staged
 
 
@@ -137,7 +162,7 @@ class Stream(ABC):
         ]
         self.filled = self._rings[0][-1]
 
-    def stage(self, layout: Layout, phase: int = 0) -> Staged:
+    def stage(self, layout: StepLayout, phase: int = 0) -> Staged:
         """Columns on the host, to be written now and read by the next work.
 
         phase: 1 for work that is given behind a step's first, to which it belongs.
