@@ -1,4 +1,4 @@
-"""Attention's metadata of a step with chosen lengths, for benchmarks and tests of kernels."""
+"""A step of chosen lengths as kernels see it, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -9,32 +9,67 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata
+from nanocore.kernels.step import StepRows
 
 
 def make_metadata(
-    seqs: Sequence[tuple[int, int]], table_BM: Tensor, block_size: int, num_padding: int = 0
+    seqs: Sequence[tuple[int, int]],
+    block_table: Tensor,
+    block_size: int = 0,
+    num_padding: int = 0,
+    num_decodes: int | None = None,
+    table_rows_B: Tensor | None = None,
 ) -> AttentionMetadata:
-    """A step on the CPU that stores each of its tokens in its sequence's blocks.
+    """A step that stores each of its tokens in its sequence's blocks, on the table's device.
 
-    seqs: (context length including this step, query tokens) of the table's rows, decodes first.
-    num_padding: tokens at the end of the step that belong to nobody.
+    seqs: (context length including this step, query tokens) of these rows of the table, or of all,
+    decodes first.
+    block_size: 0 stores nothing. num_padding: tokens at the end of the step that belong to nobody.
+    num_decodes: None for those of one token.
     """
     counts, lengths = [count for _, count in seqs], [length for length, _ in seqs]
-    starts, num_decodes = [0, *accumulate(counts)], counts.count(1)
-    positions = [torch.arange(length - count, length) for length, count in seqs]
-    slots = [
-        blocks_M[places // block_size].long() * block_size + places % block_size
-        for blocks_M, places in zip(table_BM, positions, strict=True)
-    ]
-    zeros = torch.zeros(num_padding, dtype=torch.int64)
+    starts = [0, *accumulate(counts)]
+    num_decodes = counts.count(1) if num_decodes is None else num_decodes
+    device = block_table.device
+    nowhere = torch.zeros(num_padding, dtype=torch.int64, device=device)
+    positions = [torch.arange(length - count, length, device=device) for length, count in seqs]
+    slots = [torch.full_like(places, -1) for places in positions]
+    if block_size:
+        table_BM = block_table if table_rows_B is None else block_table[table_rows_B]
+        slots = [
+            blocks_M[places // block_size].long() * block_size + places % block_size
+            for blocks_M, places in zip(table_BM, positions, strict=True)
+        ]
+
+    def on_device(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     return AttentionMetadata(
         num_decodes=num_decodes,
         query_start=starts,
         seq_lens=lengths,
-        num_decodes_1=torch.tensor([num_decodes], dtype=torch.int32),
-        query_start_A=torch.tensor(starts, dtype=torch.int32),
-        seq_lens_B=torch.tensor(lengths, dtype=torch.int32),
-        block_table_BM=table_BM,
-        positions_T=torch.cat([*positions, zeros]),
-        slot_mapping_T=torch.cat([*slots, zeros - 1]),
+        num_decodes_1=on_device([num_decodes]),
+        query_start_A=on_device(starts),
+        seq_lens_B=on_device(lengths),
+        block_table=block_table,
+        positions_T=torch.cat([*positions, nowhere]),
+        slot_mapping_T=torch.cat([*slots, nowhere - 1]),
+        table_rows_B=table_rows_B,
+    )
+
+
+def make_rows(token_ids_T: Tensor, metadata: AttentionMetadata | None = None) -> StepRows:
+    """Rows of a step with these tokens, all from one row of the token table, and no new blocks."""
+    if metadata is None:
+        num_tokens = len(token_ids_T)
+        metadata = make_metadata([(num_tokens, num_tokens)], torch.zeros(1, 1, dtype=torch.int32))
+    rows_B = metadata.table_rows_B
+    return StepRows(
+        token_table=token_ids_T[None].int(),
+        block_table=metadata.block_table,
+        block_size=16,
+        rows_T=torch.zeros_like(token_ids_T),
+        positions_T=torch.arange(len(token_ids_T)),
+        rows_B=torch.arange(len(metadata.seq_lens)) if rows_B is None else rows_B,
+        seq_lens_B=metadata.seq_lens_B,
     )

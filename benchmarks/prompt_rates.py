@@ -97,7 +97,7 @@ def measure_attention(
     """GFLOP/s by side, and the share of our products of as many rows."""
     generator = torch.Generator().manual_seed(0)
     spec, metadata = AttentionSpec(size**-0.5), _one_prompt(length)
-    cache_shape = (2, metadata.block_table_BM.shape[1], _BLOCK_SIZE, num_kv, size)
+    cache_shape = (2, metadata.block_table.shape[1], _BLOCK_SIZE, num_kv, size)
     cache = KVCache(*torch.randn(cache_shape, generator=generator).bfloat16())
     q_THD = torch.randn(length, num_heads, size, generator=generator).bfloat16()
     q, k, v = (

@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from benchmarks.attention_step import make_metadata
 from benchmarks.gpu import fa3
 from benchmarks.gpu.kernels import KernelCase, draw, dtype_of
 from benchmarks.gpu.results import Session
@@ -102,23 +102,7 @@ def make_step(
             drawn, scale = quantize(drawn, values.dtype, scales.dtype)
             scales.copy_(scale)
         values.copy_(drawn)
-    starts = [0, *accumulate(count for _, count in seqs)]
-    num_decodes = sum(count == 1 for _, count in seqs)
-
-    def on_device(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=session.device)
-
-    metadata = AttentionMetadata(
-        num_decodes=num_decodes,
-        query_start=starts,
-        seq_lens=[context for context, _ in seqs],
-        num_decodes_1=on_device([num_decodes]),
-        query_start_A=on_device(starts),
-        seq_lens_B=on_device([context for context, _ in seqs]),
-        block_table_BM=table_BM.to(session.device),
-        positions_T=torch.cat([torch.arange(n - c, n) for n, c in seqs]).to(session.device),
-        slot_mapping_T=torch.full((starts[-1],), -1, device=session.device),
-    )
+    metadata = make_metadata(seqs, table_BM.to(session.device))
     return Step(q_THD, cache, metadata, AttentionSpec(scale=heads.size**-0.5, window=window))
 
 

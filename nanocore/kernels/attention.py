@@ -19,10 +19,11 @@ class AttentionMetadata:
     query_start: B + 1 offsets into T, on the host; query_start_A: the same, int32 on the device.
     seq_lens: B context lengths including this step's tokens, on the host; seq_lens_B: the same,
     int32 on the device. A sequence of length 0 is padding, and its tokens are.
-    block_table_BM: int32 block ids of each sequence; entries past its length are arbitrary valid
-    ids. positions_T: int64, each token's place in its sequence. slot_mapping_T: int64, where its K
-    and V go: block_id * S + slot; -1 is padding: such a token is stored nowhere. Tokens past
-    query_start[-1] are padding too.
+    block_table: int32 [rows, M], block ids; entries past a sequence's length are arbitrary valid
+    ids. table_rows_B: int64, the row of each sequence in it; None: sequence i has row i, as
+    backends for a device beside the host need it. positions_T: int64, each token's place in its
+    sequence. slot_mapping_T: int64, where its K and V go: block_id * S + slot; -1 is padding: such
+    a token is stored nowhere. Tokens past query_start[-1] are padding too.
 
     In a step that a graph replays, what is on the device is that step's, and what is on the host is
     what it was at capture, an upper bound: num_decodes sequences may be decodes, and any sequence
@@ -38,10 +39,23 @@ class AttentionMetadata:
     num_decodes_1: Tensor
     query_start_A: Tensor
     seq_lens_B: Tensor
-    block_table_BM: Tensor
+    block_table: Tensor
     positions_T: Tensor
     slot_mapping_T: Tensor
+    table_rows_B: Tensor | None = None
     scratch: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def block_table_BM(self) -> Tensor:
+        """The table, for kernels that need sequence i to have row i."""
+        assert self.table_rows_B is None, "such a backend's begin_step gathers rows"
+        return self.block_table
+
+    def block_ids(self, sequences: slice) -> Tensor:
+        """Block ids of some of the B sequences, int32 [those, M]."""
+        if self.table_rows_B is None:
+            return self.block_table[sequences]
+        return self.block_table.index_select(0, self.table_rows_B[sequences])
 
 
 class KVCache(msgspec.Struct, frozen=True):

@@ -1,16 +1,18 @@
 """The interface's kernels before, between and after layers, and a step as a whole.
 
-Tables of a device beside the host hold the tokens and the KV blocks of all rows, and are changed in
-the order of the steps (`nanocore.worker.device.step_memory` owns them). Shape suffixes: see
-`interface`; further, W appended blocks.
+Tables hold the tokens and the KV blocks of all rows, and are changed in the order of the steps:
+on the host those of the persistent batch (`nanocore.worker.batch.input_batch`), on a device beside
+it copies of them (`nanocore.worker.device.step_memory`). Shape suffixes: see `interface`; further,
+W appended blocks.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
+import torch
 from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata
@@ -20,14 +22,18 @@ GraphSupport = Literal["never", "decodes", "always"]
 """Steps that a graph can be captured of: none, those with nothing but decodes, or all."""
 
 
+_NO_PLACES: Final = torch.empty(0, dtype=torch.int64)
+
+
 class StepRows(msgspec.Struct, frozen=True):
     """Places of a step's tokens and blocks in the tables.
 
     token_table: int32 [rows, max_model_len + 1]. block_table: int32 [rows, M], of blocks of
     block_size tokens. rows_T, positions_T: int64, the place of each token in the token table.
     rows_B: int64, the row of each sequence; seq_lens_B: see `AttentionMetadata`. block_rows_W,
-    block_columns_W: int64, and block_ids_W: int32, blocks that rows got for this step, theirs or
-    others. Places that are there twice, as padding is, have equal ids.
+    block_columns_W: int64, and block_ids_W: int32, blocks that the table does not know yet, of
+    these rows or others; none where it is the persistent batch's own. Places that are there twice,
+    as padding is, have equal ids.
 
     Its methods are the reference for kernels that do it in one launch.
     """
@@ -39,18 +45,34 @@ class StepRows(msgspec.Struct, frozen=True):
     positions_T: Tensor
     rows_B: Tensor
     seq_lens_B: Tensor
-    block_rows_W: Tensor
-    block_columns_W: Tensor
-    block_ids_W: Tensor
+    block_rows_W: Tensor = _NO_PLACES
+    block_columns_W: Tensor = _NO_PLACES
+    block_ids_W: Tensor = _NO_PLACES.int()
 
-    def append_blocks(self) -> Tensor:
-        """Write the blocks that rows got; then the block ids of the sequences, int32 [B, M]."""
-        self.block_table[self.block_rows_W, self.block_columns_W] = self.block_ids_W
+    def append_blocks(self) -> None:
+        """Write the appended blocks to the table."""
+        if len(self.block_ids_W):
+            self.block_table[self.block_rows_W, self.block_columns_W] = self.block_ids_W
+
+    def block_ids(self) -> Tensor:
+        """Block ids of the sequences, from the block table, int32 [B, M]."""
         return self.block_table.index_select(0, self.rows_B)
 
     def token_ids(self) -> Tensor:
         """Token ids of the step, from the token table, int64 [T]."""
         return self.token_table[self.rows_T, self.positions_T].long()
+
+
+class BegunStep(msgspec.Struct, frozen=True):
+    """What a step's layers begin with.
+
+    block_table, table_rows_B: see `AttentionMetadata`. x_TE: hidden states of the tokens; None
+    without an embedding.
+    """
+
+    block_table: Tensor
+    table_rows_B: Tensor | None
+    x_TE: Tensor | None
 
 
 class RankGroup(Protocol):
@@ -92,9 +114,12 @@ class Replay(Protocol):
     """Captured kernels, to be run again on the inputs of any step."""
 
     def __call__(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+        self, rows: StepRows, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor:
-        """Run on a step's inputs; the result is valid until the next call."""
+        """Run on a step's inputs; the result is valid until the next call.
+
+        metadata: with the table that `StepKernels.begin_step` returns for these rows.
+        """
 
 
 class StepKernels(Protocol):
@@ -102,15 +127,8 @@ class StepKernels(Protocol):
 
     graph_support: GraphSupport
 
-    def begin_step(
-        self, rows: StepRows, embedding: TokenEmbedding | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """All that a step on a device beside the host needs before its layers.
-
-        The blocks that rows got are written to the block table. Returns the table of the step's
-        sequences, see `AttentionMetadata`, and the hidden states of its tokens if there is an
-        embedding.
-        """
+    def begin_step(self, rows: StepRows, embedding: TokenEmbedding | None) -> BegunStep:
+        """All that a step needs before its layers; appended blocks are written to the table."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) * weight over the last dimension; x [..., E], weight [E]; x's dtype.
@@ -145,6 +163,7 @@ class StepKernels(Protocol):
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         """`compute` as a whole that runs without Python, or None if this backend cannot.
 
-        compute calls nothing but this backend's kernels on its operands and views of them; here it
-        runs once on operands of max_tokens rows, without meaning.
+        compute calls `begin_step` first, and then nothing but this backend's kernels on its
+        result and views of it; here it runs once, on rows and metadata that it may only hand on,
+        and hidden states of max_tokens rows without meaning.
         """

@@ -179,7 +179,7 @@ class ModelRunner:
             logits_RV, hidden_NE = self.stage.compute_logits_and_hidden(inputs, requested)
         else:
             compute = self._replay or self.stage.compute_logits
-            logits_RV = compute(inputs.token_ids_T, inputs.attention, inputs.sample_index_R)
+            logits_RV = compute(inputs.rows, inputs.attention, inputs.sample_index_R)
 
         def sample(masks: TokenMasks | None = None) -> PendingOutput:
             return self._sample(step, logits_RV, requested, hidden_NE, masks)

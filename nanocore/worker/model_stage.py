@@ -6,12 +6,14 @@ on; the last one makes logits of those that sample.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata, KVCache, Rotary
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.step import StepRows
+from nanocore.kernels.step import BegunStep, StepRows
 from nanocore.worker.batch.batch_step import StepInputs
 from nanocore.worker.communication.communicator import StageLinks
 from nanocore.worker.layers.decoder import DecoderModel
@@ -43,18 +45,17 @@ class ModelStage:
                 model.head.first_token, model.config.vocab_size, model.placement.tp, kernels
             )
 
-    def begin_step(self, rows: StepRows) -> tuple[Tensor, Tensor | None]:
+    def begin_step(self, rows: StepRows) -> BegunStep:
         """See `Kernels.begin_step`; hidden states are None on a stage that receives them."""
         return self.model.begin_step(rows, self.kernels)
 
     def hidden(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+        self, rows: StepRows, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor | None:
-        """Embed tokens, if this is the first stage, and run its layers: see `forward`."""
-        x_TE = None
-        if self.links.receive is None:
-            x_TE = self.model.embed(token_ids_T, self.kernels)
-        return self.forward(x_TE, metadata, sample_index_R)
+        """Begin the step and run this stage's layers: see `forward`."""
+        begun = self.begin_step(rows)
+        metadata = replace(metadata, block_table=begun.block_table, table_rows_B=begun.table_rows_B)
+        return self.forward(begun.x_TE, metadata, sample_index_R)
 
     def forward(
         self, x_TE: Tensor | None, metadata: AttentionMetadata, sample_index_R: Tensor
@@ -82,10 +83,10 @@ class ModelStage:
         return self.model.compute_logits(hidden_RE, self.kernels)
 
     def compute_logits(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+        self, rows: StepRows, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor | None:
         """Compute a step's logits, kernel by kernel; None as in `forward`."""
-        hidden = self.hidden(token_ids_T, metadata, sample_index_R)
+        hidden = self.hidden(rows, metadata, sample_index_R)
         return None if hidden is None else self.logits(hidden)
 
     def compute_logits_and_hidden(
@@ -95,7 +96,7 @@ class ModelStage:
         num_samples = len(inputs.sample_index_R)
         index = requested.hidden_index(torch.from_numpy(requested.column))
         hidden = self.hidden(
-            inputs.token_ids_T, inputs.attention, torch.cat((inputs.sample_index_R, index))
+            inputs.rows, inputs.attention, torch.cat((inputs.sample_index_R, index))
         )
         assert hidden is not None, "there are rows"
         return self.logits(hidden[:num_samples]), hidden[num_samples:]
@@ -109,11 +110,13 @@ class ModelStage:
         return computer.compute(requested, column, sampled, token_table)
 
     def capturable_part(
-        self, x_TE: Tensor | None, token_ids_T: Tensor, metadata: AttentionMetadata, index_R: Tensor
+        self, x_TE: Tensor | None, rows: StepRows, metadata: AttentionMetadata, index_R: Tensor
     ) -> Tensor:
         """Run what can be captured: between receiving hidden states and sending or sampling."""
         # Nothing but kernels: a capture sees nothing else.
-        x_TE = self.model.embed(token_ids_T, self.kernels) if x_TE is None else x_TE
+        begun = self.begin_step(rows)
+        x_TE = begun.x_TE if x_TE is None else x_TE
+        assert x_TE is not None, "the first stage embeds tokens"
         hidden = self._run_layers(x_TE, metadata, index_R)
         return hidden if self.links.send else self.model.compute_logits(hidden, self.kernels)
 

@@ -40,7 +40,7 @@ def test_rates_are_work_by_seconds_and_shares_are_of_one_round(
 
 def test_a_prompt_may_end_within_a_block() -> None:
     rates: Any = import_module("prompt_rates")
-    assert rates._one_prompt(20).block_table_BM.tolist() == [[0, 1]]
+    assert rates._one_prompt(20).block_table.tolist() == [[0, 1]]
     library = find_library()
     assert library is not None
     figures = rates.measure_attention(rates.CpuKernels(library), 4, 2, 32, 20, 1)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.attention_step import make_metadata
 from benchmarks.gpu import fa3
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.step import GraphSupport
@@ -126,18 +127,12 @@ def attend(call: Arguments) -> Tensor:
     left, right = call["window_size_left"], call["window_size_right"]
     assert (left < 0) == (right < 0)
     spec = AttentionSpec(call["softmax_scale"], max(0, left + 1), call["softcap"])
-    out_THD, unused = torch.zeros_like(q_THD), torch.empty(0, dtype=torch.int64)
+    out_THD = torch.zeros_like(q_THD)
     for i, length in enumerate(lengths):
         tokens = slice(starts[i], starts[i + 1])
         if length:
             count = starts[i + 1] - starts[i]
-            alone = AttentionMetadata(
-                num_decodes=0, query_start=[0, count], seq_lens=[length],
-                num_decodes_1=torch.zeros(1, dtype=torch.int32),
-                query_start_A=torch.tensor([0, count], dtype=torch.int32),
-                seq_lens_B=call["seqused_k"][i : i + 1], block_table_BM=table_BM[i : i + 1],
-                positions_T=unused, slot_mapping_T=unused,
-            )  # fmt: skip
+            alone = make_metadata([(length, count)], table_BM[i : i + 1], num_decodes=0)
             cache = KVCache(call["k"], call["v"])
             out_THD[tokens] = TorchKernels().paged_attention(q_THD[tokens], cache, alone, spec)
     return out_THD

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.attention_step import make_metadata
 from benchmarks.gpu import carry_vllm, fa3
 from benchmarks.gpu.results import Records
 from benchmarks.peer_process import PeerCommand, PeerError, PeerProcess
 from benchmarks.workloads import BenchmarkRequest
-from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
+from nanocore.kernels.attention import AttentionSpec, KVCache
 from nanocore.kernels.torch.backend import TorchKernels
 from tests.kernels.paged_case import PagedCase
 
@@ -229,7 +230,6 @@ def attend(
     key_start_A: Tensor | None = None, num_splits: int = 0,
 ) -> Tensor:  # fmt: skip
     """What FlashAttention 3 computes, by our reference; of its arguments those that count."""
-    starts = query_start_A.tolist()
     if key_start_A is not None:  # as a cache in which each prompt is a block
         lengths = key_start_A.diff().to(torch.int32)
         pages = [torch.zeros(len(lengths), 32, *x.shape[1:]) for x in (k, v)]
@@ -243,13 +243,8 @@ def attend(
     assert max_query == max(counts)
     assert max_context >= int(seq_lens_B.max())
     num_decodes = len(counts) if max_query == 1 else 0
-    empty = torch.empty(0, dtype=torch.int64)
-    metadata = AttentionMetadata(
-        num_decodes=num_decodes, query_start=starts, seq_lens=seq_lens_B.tolist(),
-        num_decodes_1=torch.tensor([num_decodes], dtype=torch.int32),
-        query_start_A=query_start_A, seq_lens_B=seq_lens_B, block_table_BM=block_table_BM,
-        positions_T=empty, slot_mapping_T=empty,
-    )  # fmt: skip
+    seqs = list(zip(seq_lens_B.tolist(), counts, strict=True))
+    metadata = make_metadata(seqs, block_table_BM, num_decodes=num_decodes)
     kernels = TorchKernels()
     return kernels.paged_attention(q_THD, KVCache(k, v), metadata, AttentionSpec(scale=scale))
 

@@ -238,15 +238,13 @@ def test_what_is_before_the_layers(kernels: TritonKernels, quantization: str | N
     packed = kernels.pack_linear(draw(512, 1536), quantization)
     embedding = TokenEmbedding(packed, 100, 1.5, DTYPE)
     ours, theirs = rows, msgspec.structs.replace(rows, block_table=rows.block_table.clone())
-    (table, x), (expected_table, expected_x) = (
-        k.begin_step(r, embedding) for k, r in ((kernels, ours), (REFERENCE, theirs))
-    )
-    assert x is not None
-    assert expected_x is not None
-    torch.testing.assert_close(x, expected_x)
+    begun, expected = kernels.begin_step(ours, embedding), REFERENCE.begin_step(theirs, embedding)
+    assert begun.x_TE is not None
+    torch.testing.assert_close(begun.x_TE, expected.x_TE)
     assert torch.equal(ours.block_table, theirs.block_table)
     for row, num_blocks in enumerate((3000, 1500, 1)):
-        assert torch.equal(table[row, :num_blocks], expected_table[row, :num_blocks])
+        ids, expected_ids = begun.block_table[row], expected.block_table[row]
+        assert torch.equal(ids[:num_blocks], expected_ids[:num_blocks])
 
 
 @pytest.mark.parametrize("scale", [0.05, 8.0], ids=["flat", "peaked"])

@@ -7,10 +7,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from benchmarks.attention_step import make_rows
 from nanocore.kernels.attention import AttentionMetadata
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.linear import Routing
 from nanocore.kernels.linear_weight import Experts, TokenEmbedding
+from nanocore.kernels.step import StepRows
 from tests.campaign import in_campaign
 from tests.kernels.cpu_case import PagedCase, runnable_libraries
 from tests.kernels.moe_case import MoeCase, Stored, pack_experts, relative_error
@@ -193,8 +195,9 @@ def test_a_replay_is_the_kernels_called_one_by_one(kernels: CpuKernels, kind: st
     router, shared = (kernels.pack_linear(case._draw(n, 64)) for n in (8, 64))
     embedding = TokenEmbedding(kernels.pack_linear(case._draw(50, 64)), 0, 1.0, torch.bfloat16)
 
-    def compute(token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
-        x = kernels.embedding(token_ids_T, embedding)
+    def compute(rows: StepRows, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
+        x = kernels.begin_step(rows, embedding).x_TE
+        assert x is not None
         for _ in range(2):
             x = kernels.moe(x, experts, Routing(kernels.linear(x, router), 3, False))
         return kernels.linear(x, shared)
@@ -206,8 +209,9 @@ def test_a_replay_is_the_kernels_called_one_by_one(kernels: CpuKernels, kind: st
             0, torch.zeros(1, 2, dtype=torch.int32), True
         )
         token_ids = torch.arange(num_tokens) * 7 % 50
-        expected = compute(token_ids, metadata, token_ids)
-        assert torch.equal(replay(token_ids, metadata, token_ids), expected)
+        rows = make_rows(token_ids, metadata)
+        expected = compute(rows, metadata, token_ids)
+        assert torch.equal(replay(rows, metadata, token_ids), expected)
 
 
 def test_experts_share_pages(kernels: CpuKernels) -> None:

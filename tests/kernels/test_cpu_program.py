@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 from collections.abc import Callable
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
+from benchmarks.attention_step import make_rows
 from nanocore.kernels.attention import AttentionMetadata
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.program import (
@@ -19,7 +22,7 @@ from nanocore.kernels.cpu.program import (
     ProgramCapture,
 )
 from nanocore.kernels.linear_weight import TokenEmbedding
-from nanocore.kernels.step import Replay
+from nanocore.kernels.step import Replay, StepRows
 from tests.kernels.cpu_case import PagedCase
 from tests.kernels.layered_cache import layered, parts
 
@@ -51,12 +54,12 @@ class TinyStep:
         self.cache = case.make_cache(case.dtype)
 
     def __call__(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+        self, rows: StepRows, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor:
         kernels, case = self.kernels, self.case
-        residual = kernels.embedding(
-            token_ids_T, TokenEmbedding(self.vocabulary, 0, 1.5, case.dtype)
-        )
+        embedding = TokenEmbedding(self.vocabulary, 0, 1.5, case.dtype)
+        residual = kernels.begin_step(rows, embedding).x_TE
+        assert residual is not None
         x = kernels.rms_norm(residual, self.weight, 1e-6)
         qkv = kernels.linear(x, self.qkv, self.bias)
         q = kernels.rope_and_store_kv(
@@ -73,16 +76,28 @@ class TinyStep:
         x = kernels.select_add_rms_norm(x, residual, sample_index_R, self.weight, 1e-6)
         return kernels.logits(x, self.vocabulary, 30.0)
 
-    def run(self, compute: Replay) -> list[Tensor]:
+    def run(self, compute: Replay, appended: Tensor | None = None) -> list[Tensor]:
+        """Logits of the case's steps. appended: the whole table, of which a step gets blocks."""
         for part in parts(self.cache):
             part.zero_()
-        said = []
+        said, table = [], self.table if appended is None else appended
         for step in range(self.case.num_steps):
-            _, metadata = self.case.metadata(step, self.table, keeps_empty=True)
+            _, metadata = self.case.metadata(step, table, keeps_empty=True)
             num_tokens = len(metadata.positions_T)
             token_ids = (torch.arange(num_tokens) * 7 + step) % VOCAB
             sampled = torch.tensor(sorted({end - 1 for end in metadata.query_start[1:]} - {-1}))
-            said.append(compute(token_ids, metadata, sampled).clone())
+            rows = make_rows(token_ids, metadata)
+            if appended is not None:
+                metadata = dataclasses.replace(metadata, block_table=self.table)
+                row_W, column_W = (index.flatten() for index in appended.nonzero().unbind(1))
+                rows = replace(
+                    rows,
+                    block_table=self.table,
+                    block_rows_W=row_W,
+                    block_columns_W=column_W,
+                    block_ids_W=appended[row_W, column_W],
+                )
+            said.append(compute(rows, metadata, sampled).clone())
         return said
 
 
@@ -112,9 +127,39 @@ def test_a_step_without_samples_says_nothing(kernels: CpuKernels) -> None:
     replay = kernels.capture(step, MAX_TOKENS, MAX_SAMPLES)
     assert replay is not None
     _, metadata = step.case.metadata(0, step.table, keeps_empty=True)
-    out = replay(torch.zeros(20, dtype=torch.int64), metadata, torch.empty(0, dtype=torch.int64))
+    rows = make_rows(torch.zeros(20, dtype=torch.int64), metadata)
+    out = replay(rows, metadata, torch.empty(0, dtype=torch.int64))
     assert out.shape == (0, VOCAB)
     assert step.cache.v_NSKD.any()
+
+
+def test_appended_blocks_are_in_the_table_before_a_step_reads_it(kernels: CpuKernels) -> None:
+    step = TinyStep(kernels, PagedCase([(20, 1), (5, 1)]), quantization=False)
+    replay = kernels.capture(step, MAX_TOKENS, MAX_SAMPLES)
+    assert replay is not None
+    expected = step.run(replay)
+    table = step.table.clone()
+    for compute in (step, replay):
+        step.table.zero_()
+        actual = step.run(compute, appended=table)
+        assert torch.equal(step.table, table)
+        assert all(map(torch.equal, actual, expected))
+
+
+def test_a_captured_step_without_an_embedding_reads_no_token_ids(kernels: CpuKernels) -> None:
+    weight, hidden = torch.ones(8), torch.arange(32.0).view(4, 8)
+
+    def compute(rows: StepRows, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
+        assert kernels.begin_step(rows, None).x_TE is None
+        return kernels.rms_norm(hidden, weight, 1e-6)
+
+    replay = kernels.capture(compute, 4, 4)
+    assert replay is not None
+    _, metadata = PagedCase([(3,)]).metadata(0, torch.zeros(1, 1, dtype=torch.int32), True)
+    rows = replace(make_rows(torch.zeros(3, dtype=torch.int64), metadata), token_table=None)
+    assert torch.equal(
+        replay(rows, metadata, rows.rows_T), compute(rows, metadata, rows.rows_T)[:3]
+    )
 
 
 TORCH_OPERATIONS: list[Callable[[Tensor], object]] = [
@@ -138,8 +183,9 @@ def test_an_operation_of_torch_is_not_recorded(
 ) -> None:
     weight = torch.ones(8)
 
-    def compute(token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
-        x = kernels.embedding(token_ids_T, TokenEmbedding(packed, 0, 1.0, torch.float32))
+    def compute(rows: StepRows, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
+        x = kernels.begin_step(rows, TokenEmbedding(packed, 0, 1.0, torch.float32)).x_TE
+        assert x is not None
         operation(x)
         return kernels.rms_norm(x, weight, 1e-6)
 
@@ -165,7 +211,7 @@ def test_what_is_left_to_torch_is_not_recorded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    assert kernels.capture(lambda x, _, __: call(kernels, x), 4, 4) is None
+    assert kernels.capture(lambda _, __, x: call(kernels, x), 4, 4) is None
     assert f"because a step has {what}" in caplog.text
 
 
@@ -175,8 +221,9 @@ SMALL_BLOCKS = layered(torch.zeros(2, 8, 1, 16), torch.zeros(2, 8, 1, 16))
 def test_views_are_recorded(kernels: CpuKernels) -> None:
     packed, weight = kernels.pack_linear(torch.arange(32.0).view(4, 8)), torch.ones(4)
 
-    def compute(token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
-        x = kernels.embedding(token_ids_T, TokenEmbedding(packed, 0, 1.0, torch.float32))
+    def compute(rows: StepRows, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
+        x = kernels.begin_step(rows, TokenEmbedding(packed, 0, 1.0, torch.float32)).x_TE
+        assert x is not None
         first, _ = x.chunk(2, dim=1)
         return kernels.rms_norm(first.unflatten(1, (1, 4)).flatten(1), weight, 0.0)
 
@@ -184,9 +231,8 @@ def test_views_are_recorded(kernels: CpuKernels) -> None:
     assert replay is not None
     _, metadata = PagedCase([(2,)]).metadata(0, torch.zeros(1, 1, dtype=torch.int32), True)
     token_ids = torch.tensor([3, 1])
-    assert torch.equal(
-        replay(token_ids, metadata, token_ids), compute(token_ids, metadata, token_ids)
-    )
+    rows = make_rows(token_ids, metadata)
+    assert torch.equal(replay(rows, metadata, token_ids), compute(rows, metadata, token_ids))
 
 
 def captured(

@@ -86,10 +86,32 @@ def test_a_block_is_moved_by_one_copy(backend: str, dtype: str) -> None:
     assert all(x.isfinite().all() for x in before)
     memory.block(5).copy_(memory.block(1))
     memory.block(1).fill_(1)
-    moved = replace(metadata, block_table_BM=torch.tensor([[4, 5, 3]], dtype=torch.int32))
+    moved = replace(metadata, block_table=torch.tensor([[4, 5, 3]], dtype=torch.int32))
     for result, expected in zip(attend(moved), before, strict=True):
         assert torch.equal(result, expected)
     assert not torch.equal(attend(metadata)[1], before[1])  # it is no longer where it was
+
+
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_sequences_are_rows_of_the_table_wherever_they_are(backend: str, window: int) -> None:
+    kernels = make_kernels(backend)
+    memory = make_memory("float32", kernels)
+    for x in parts(memory.layer(0)):
+        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(1)))
+    seqs, rows_B = [(39, 1), (17, 1), (32, 9), (20, 20)], torch.tensor([5, 0, 6, 2])
+    table = torch.randint(0, NUM_BLOCKS, (7, 4), dtype=torch.int32)
+    there = make_metadata(seqs, table, num_padding=2, table_rows_B=rows_B)
+    gathered = make_metadata(seqs, table[rows_B], num_padding=2)
+    q_THD = torch.randn(33, HEADS, 32)
+    spec = AttentionSpec(0.2, window)
+    out, expected = (
+        kernels.paged_attention(q_THD, memory.layer(0), metadata, spec)
+        for metadata in (there, gathered)
+    )
+    assert torch.equal(out, expected)
+    with pytest.raises(AssertionError, match="gathers rows"):
+        make_kernels("triton").paged_attention(q_THD, memory.layer(0), there, spec)
 
 
 @pytest.mark.parametrize(

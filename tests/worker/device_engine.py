@@ -22,7 +22,7 @@ from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.sampling import Noise, TokenPlaces
-from nanocore.kernels.step import GraphSupport, StepRows
+from nanocore.kernels.step import BegunStep, GraphSupport, StepRows
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step
@@ -77,7 +77,7 @@ class DeviceKernels(TorchKernels):
                 query_start=[0, num_tokens],
                 seq_lens=[length],
                 seq_lens_B=metadata.seq_lens_B[i : i + 1],
-                block_table_BM=metadata.block_table_BM[i : i + 1],
+                block_table=metadata.block_table[i : i + 1],
             )
             out_THD[tokens] = super().paged_attention(q_THD[tokens], cache, alone, spec)
         return out_THD
@@ -91,9 +91,7 @@ class TritonEnds(DeviceKernels):
 
     _interpreter = threading.Lock()
 
-    def begin_step(
-        self, rows: StepRows, embedding: TokenEmbedding | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def begin_step(self, rows: StepRows, embedding: TokenEmbedding | None) -> BegunStep:
         with self._interpreter:
             return begin_step(rows, embedding)
 

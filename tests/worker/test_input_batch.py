@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nanocore.protocol.sampling import EngineSamplingParams
-from nanocore.worker.batch import block_table
 from nanocore.worker.batch.batch_step import StepInputs
 from nanocore.worker.batch.block_table import BlockTable
 from nanocore.worker.batch.input_batch import InputBatch
@@ -44,7 +43,7 @@ def check_inputs(inputs: StepInputs, before: dict[int, int], executor: FakeExecu
             block_id = state.block_ids[position // BLOCK_SIZE]
             slots.append(block_id * BLOCK_SIZE + position % BLOCK_SIZE)
         ends.append(len(tokens))
-    assert inputs.token_ids_T.tolist() == tokens
+    assert inputs.rows.token_ids().tolist() == tokens
     assert inputs.attention.positions_T.tolist() == positions
     attention = inputs.attention
     assert attention.slot_mapping_T.tolist() == slots
@@ -54,8 +53,8 @@ def check_inputs(inputs: StepInputs, before: dict[int, int], executor: FakeExecu
     assert attention.seq_lens_B.tolist() == attention.seq_lens
     for i, row in enumerate(order):
         width = -(-attention.seq_lens[i] // BLOCK_SIZE)
-        table = attention.block_table_BM[i, :width].tolist()
-        assert table == executor.rows[row].block_ids[:width]
+        [blocks_M] = attention.block_ids(slice(i, i + 1))
+        assert blocks_M[:width].tolist() == executor.rows[row].block_ids[:width]
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -177,16 +176,15 @@ def test_what_follows_from_the_rows_is_made_once_until_one_comes_or_goes() -> No
         inputs, sampled = batch.inputs(step), batch.sampled_rows(step)
         rows = step.order.rows_B.tolist()
         assert set(rows) <= {row for row in seeds if row % 2 == plan.group}
-        assert inputs.attention.block_table_BM[:, 0].tolist() == [seeds[row] for row in rows]
+        table_BM = inputs.attention.block_ids(slice(len(rows)))
+        assert table_BM[:, 0].tolist() == [seeds[row] for row in rows]
         assert sampled.columns["seed"].tolist() == [seeds[row] for row in rows]
         batch.append(step.sample_rows, np.ones(len(rows), np.int64))
         return inputs, sampled
 
     def kept(before: tuple[StepInputs, SampledRows], group: int, count: int) -> bool:
-        inputs, sampled = run(make_plan(num_tokens=count, group=group))
-        same_table = inputs.attention.block_table_BM is before[0].attention.block_table_BM
-        assert same_table == (sampled is before[1])
-        return same_table
+        _, sampled = run(make_plan(num_tokens=count, group=group))
+        return sampled is before[1]
 
     run(
         make_plan(
@@ -268,67 +266,30 @@ def ids(*values: int) -> NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
-def make_table() -> BlockTable:
-    return BlockTable(NUM_ROWS, NUM_COLUMNS)
-
-
 @settings(max_examples=examples(100), deadline=None)
 @given(st.data())
-def test_selected_rows_hold_the_blocks_they_were_given(data: st.DataObject) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_table, "SPARE_COLUMNS", 1)
-        table = make_table()
-        expected: list[list[int]] = [[] for _ in range(NUM_ROWS)]
-        rows_B, block_id = np.arange(NUM_ROWS), 0
-        for _ in range(data.draw(st.integers(1, 25))):
-            match data.draw(st.sampled_from(["append", "append", "append", "restart", "choose"])):
-                case "append":
-                    counts = [data.draw(st.integers(0, 2)) for _ in range(NUM_ROWS)]
-                    room = [NUM_COLUMNS - len(held) for held in expected]
-                    rows = [
-                        row for row in range(NUM_ROWS) for _ in range(min(counts[row], room[row]))
-                    ]
-                    new = list(range(block_id, block_id := block_id + len(rows)))
-                    if rows:
-                        table.append(ids(*rows), ids(*new))
-                    for row, value in zip(rows, new, strict=True):
-                        expected[row].append(value)
-                case "restart":
-                    row = data.draw(st.integers(0, NUM_ROWS - 1))
-                    expected[row] = [block_id, block_id + 1]
-                    block_id += 2
-                    table.set_row(row, ids(*expected[row]))
-                    table.clear_kept()
-                case "choose":
-                    chosen = data.draw(st.lists(st.integers(0, NUM_ROWS - 1), unique=True))
-                    rows_B = np.array(chosen or [0], np.int64)
-                    table.clear_kept()
-            for row, held in enumerate(expected):
-                assert table.ids[row, : len(held)].tolist() == held
-            for selected in (table.select_kept(0, rows_B), table.select(rows_B)):
-                assert len(selected) == len(rows_B)
-                for row, row_ids in zip(rows_B.tolist(), selected.tolist(), strict=True):
-                    assert row_ids[: len(expected[row])] == expected[row]
-                    assert set(row_ids) <= set(range(block_id)) | {0}
-
-
-@pytest.mark.parametrize("rows", [[1, 2], [0, 2]])
-def test_a_table_is_kept_until_it_is_forgotten(rows: list[int]) -> None:
-    table, rows_B = make_table(), np.array(rows)
-    first = table.select_kept(0, rows_B)
-    table.append(ids(2), ids(7))
-    assert table.select_kept(0, rows_B) is first
-    assert table.select_kept(1, rows_B[:1]).shape[0] == 1
-    assert table.select(rows_B[:1]).shape[0] == 1
-    assert table.select_kept(0, rows_B) is first
-    assert first[1, 0] == 7
-    table.clear_kept()
-    assert table.select_kept(0, rows_B[1:])[:, 0].tolist() == [7]
-
-
-def test_a_copy_that_is_full_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_table, "SPARE_COLUMNS", 1)
-    table, rows_B = make_table(), np.array([0, 2])
-    assert table.select_kept(0, rows_B).shape == (2, 1)
-    table.append(ids(0, 0, 2), ids(4, 5, 6))
-    assert table.select_kept(0, rows_B)[:, :2].tolist() == [[4, 5], [6, 0]]
+def test_rows_hold_the_blocks_they_were_given(data: st.DataObject) -> None:
+    table = BlockTable(NUM_ROWS, NUM_COLUMNS)
+    expected: list[list[int]] = [[] for _ in range(NUM_ROWS)]
+    block_id = 0
+    for _ in range(data.draw(st.integers(1, 25))):
+        match data.draw(st.sampled_from(["append", "append", "append", "restart"])):
+            case "append":
+                counts = [data.draw(st.integers(0, 2)) for _ in range(NUM_ROWS)]
+                room = [NUM_COLUMNS - len(held) for held in expected]
+                rows = [row for row in range(NUM_ROWS) for _ in range(min(counts[row], room[row]))]
+                new = list(range(block_id, block_id := block_id + len(rows)))
+                if rows:
+                    appended = table.append(ids(*rows), ids(*new))
+                    columns = appended.columns.tolist()
+                    assert table.ids[rows, columns].tolist() == new
+                for row, value in zip(rows, new, strict=True):
+                    expected[row].append(value)
+            case "restart":
+                row = data.draw(st.integers(0, NUM_ROWS - 1))
+                expected[row] = [block_id, block_id + 1]
+                block_id += 2
+                table.set_row(row, ids(*expected[row]))
+        for row, held in enumerate(expected):
+            assert table.table[row, : len(held)].tolist() == held
+            assert set(table.ids[row].tolist()) <= set(range(block_id)) | {0}

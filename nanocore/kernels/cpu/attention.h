@@ -32,6 +32,7 @@ struct AttentionCall {
     const int32_t* seq_lens;
     const int32_t* block_table;
     int64_t block_table_stride;
+    const int64_t* table_rows;  // [num_seqs], or null: the sequences are the table's first rows
     int64_t rows;  // with padding
 
     static constexpr Kind kKind = sizeof(T) == 2 ? Kind::kBFloat16 : Kind::kFloat32;
@@ -130,8 +131,9 @@ struct AttentionCall {
                 });
             }
             float* scores = memory + of_rows;
-            pass_keys(panels, num_panels, block_table + seq * block_table_stride, kv_head, scores,
-                      scores + 2 * kPanelRows * kKeys);
+            const int64_t table_row = table_rows ? table_rows[seq] : seq;
+            pass_keys(panels, num_panels, block_table + table_row * block_table_stride, kv_head,
+                      scores, scores + 2 * kPanelRows * kKeys);
             for (int p = 0; p < num_panels; ++p) finish(panels[p]);
         }
     }

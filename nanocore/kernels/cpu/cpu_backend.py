@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from msgspec.structs import astuple
@@ -25,6 +25,7 @@ from nanocore.kernels.cpu.program import (
     NotCapturable,
     ProgramCapture,
     Unknown,
+    token_ids,
 )
 from nanocore.kernels.cpu.structs import (
     DTYPES,
@@ -34,9 +35,18 @@ from nanocore.kernels.cpu.structs import (
     mask_struct,
     norm_struct,
 )
+from nanocore.kernels.linear import LinearKernels
+from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.sampling import Filters, LogprobTensors, Noise, TokenPlaces
-from nanocore.kernels.step import GraphSupport, RankGroup, Replay, SharedMemoryGroup
+from nanocore.kernels.step import (
+    BegunStep,
+    GraphSupport,
+    RankGroup,
+    Replay,
+    SharedMemoryGroup,
+    StepRows,
+)
 from nanocore.kernels.torch import attention as torch_attention
 from nanocore.kernels.torch import step as torch_step
 
@@ -141,11 +151,27 @@ class CpuSampling(NativeKernels):
         return LogprobTensors(ids_NC, logprobs_NC, rank_N)
 
 
+class _Embeds(LinearKernels, Protocol):
+    """A backend whose step can be captured, and which has an embedding."""
+
+    capturing: ProgramCapture | None
+
+
 class CpuStep(NativeKernels):
     """Implements `StepKernels`. A whole step is captured, but not as a graph of a device."""
 
     graph_support: GraphSupport = "never"
-    begin_step = torch_step.TorchStep.begin_step
+
+    def begin_step(self: _Embeds, rows: StepRows, embedding: TokenEmbedding | None) -> BegunStep:
+        if (capturing := self.capturing) is not None:
+            unknown: Any = Unknown()
+            if embedding is None:
+                return BegunStep(unknown, unknown, None)
+            capturing.takes_token_ids = True
+            return BegunStep(unknown, unknown, self.embedding(capturing.token_ids_T, embedding))
+        rows.append_blocks()
+        x_TE = None if embedding is None else self.embedding(token_ids(rows), embedding)
+        return BegunStep(rows.block_table, rows.rows_B, x_TE)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, None, weight, eps)
@@ -186,18 +212,18 @@ class CpuStep(NativeKernels):
 
     def capture(self, compute: Replay, max_tokens: int, max_samples: int) -> Replay | None:
         assert self.capturing is None, "one capture at a time"
-        placeholder = torch.zeros(max_tokens, dtype=torch.int64)
-
+        unknown: Any = Unknown()
         self.capturing = ProgramCapture(self.workspace, max_tokens, max_samples)
+        index_R = self.capturing.token_ids_T[:max_samples]
         try:
             with self.capturing as capturing:
-                result = compute(placeholder, Unknown(), placeholder)  # type: ignore[arg-type]
+                result = compute(unknown, unknown, index_R)
         except NotCapturable as reason:
             logger.info("no graphs are captured, because a step has %s", reason)
             return None
         finally:
             self.capturing = None
-        return Captured(capturing.program, result, capturing.rows)
+        return Captured(capturing, result)
 
     def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         size = x.shape[-1]

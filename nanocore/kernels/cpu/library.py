@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 13
+ABI_VERSION: Final = 14
 
 
 class GroupFormatStruct(ctypes.Structure):
@@ -124,7 +124,7 @@ class StepStruct(ctypes.Structure):
         ("num_tokens", c_int64), ("num_samples", c_int64), ("num_seqs", c_int64),
         ("token_ids", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
         ("query_start", c_void_p), ("seq_lens", c_void_p), ("block_table", c_void_p),
-        ("block_table_stride", c_int64), ("sample_index", c_void_p),
+        ("block_table_stride", c_int64), ("table_rows", c_void_p), ("sample_index", c_void_p),
     )  # fmt: skip
 
 

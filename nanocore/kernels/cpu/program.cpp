@@ -32,6 +32,7 @@ struct Step {
     const int32_t* seq_lens;
     const int32_t* block_table;
     int64_t block_table_stride;
+    const int64_t* table_rows;
     const int64_t* sample_index;
 };
 
@@ -71,7 +72,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 13; }
+NANOCORE_API int nanocore_abi_version() { return 14; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -293,13 +294,14 @@ NANOCORE_API void nanocore_attention(void* program, int64_t rows, int dtype, con
         const auto append_with = [&](auto is_matrix) {
             AttentionCall<T, is_matrix> call{static_cast<const T*>(q), q_stride, static_cast<T*>(out),
                                              num_heads, cache->of<T>(), scale, window, softcap, 0,
-                                             nullptr, nullptr, nullptr, 0, 0};
+                                             nullptr, nullptr, nullptr, 0, nullptr, 0};
             append(program, rows, call, [](auto& c, const Step& step) {
                 c.num_seqs = step.num_seqs;
                 c.query_start = step.query_start;
                 c.seq_lens = step.seq_lens;
                 c.block_table = step.block_table;
                 c.block_table_stride = step.block_table_stride;
+                c.table_rows = step.table_rows;
             });
         };
         if constexpr (kMayHaveAmx && sizeof(T) == 2)

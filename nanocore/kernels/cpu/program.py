@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from nanocore.kernels.attention import AttentionMetadata
 from nanocore.kernels.cpu.library import LOGIT_KERNELS, Library, StepStruct
 from nanocore.kernels.cpu.structs import DTYPES, step_struct
+from nanocore.kernels.step import StepRows
 
 TOKENS: Final = -1
 SAMPLES: Final = -2
@@ -77,7 +78,8 @@ class Program:
 class ProgramCapture(TorchFunctionMode):
     """A program in the making; while it is entered, torch computes nothing.
 
-    rows: of what is captured, TOKENS or SAMPLES. Raises NotCapturable: no kernel was called.
+    rows: of what is captured, TOKENS or SAMPLES. token_ids_T: what stands for a step's, if it takes
+    any. Raises NotCapturable: no kernel was called.
     (A TorchDispatchMode would say the same by schema, and takes a second and a half to enter.)
     """
 
@@ -95,6 +97,8 @@ class ProgramCapture(TorchFunctionMode):
         super().__init__()
         self.program = Program(workspace)
         self.rows = TOKENS
+        self.token_ids_T = torch.zeros(max_tokens, dtype=torch.int64)
+        self.takes_token_ids = False
         self._max_rows = {TOKENS: max_tokens, SAMPLES: max_samples}
         self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
@@ -164,25 +168,37 @@ class NativeKernels:
 
 
 class Unknown:
-    """Stand-in for a step's metadata during a capture: a look at it ends the capture."""
+    """Stand-in for a step's rows and metadata in a capture: a look at it ends the capture."""
 
     def __getattr__(self, name: str) -> Any:
         raise NotCapturable(f"a look at {name}")
 
 
-class Captured:
-    """Implements `step.Replay`. rows: of the result, TOKENS or SAMPLES."""
+def token_ids(rows: StepRows) -> Tensor:
+    """`StepRows.token_ids`, by numpy, which begins sooner."""
+    table, rows_T, positions_T = rows.token_table, rows.rows_T, rows.positions_T
+    ids_T = table.numpy()[rows_T.numpy(), positions_T.numpy()]
+    return torch.from_numpy(ids_T.astype(np.int64))
 
-    def __init__(self, program: Program, result: Tensor, rows: int) -> None:
-        self.program = program
+
+class Captured:
+    """Implements `step.Replay`. result: of what was captured, which is over."""
+
+    def __init__(self, captured: ProgramCapture, result: Tensor) -> None:
+        self.program = captured.program
+        self._takes_token_ids = captured.takes_token_ids
         self._result = result
-        self._rows = rows
+        self._rows = captured.rows
 
     def __call__(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+        self, rows: StepRows, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor:
+        rows.append_blocks()
         step = step_struct(metadata)
-        step.num_tokens, step.num_samples = len(token_ids_T), len(sample_index_R)
-        step.token_ids, step.sample_index = token_ids_T.data_ptr(), sample_index_R.data_ptr()
+        step.num_tokens, step.num_samples = len(rows.rows_T), len(sample_index_R)
+        step.sample_index = sample_index_R.data_ptr()
+        if self._takes_token_ids:
+            token_ids_T = token_ids(rows)
+            step.token_ids = token_ids_T.data_ptr()
         self.program.run(step)
         return self._result[: step.num_samples if self._rows == SAMPLES else step.num_tokens]

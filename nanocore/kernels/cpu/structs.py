@@ -82,8 +82,9 @@ def group_struct(group: SharedMemoryGroup) -> RankGroupStruct:
 
 
 def step_struct(metadata: AttentionMetadata) -> StepStruct:
-    table_BM = metadata.block_table_BM
-    assert table_BM.stride(1) == 1, "a row's block ids are adjacent"
+    table, table_rows_B = metadata.block_table, metadata.table_rows_B
+    assert table.stride(1) == 1, "a row's block ids are adjacent"
+    assert table_rows_B is None or table_rows_B.is_contiguous()
     query_start = np.array(metadata.query_start, np.int64)
     step = StepStruct(
         num_seqs=len(metadata.seq_lens),
@@ -91,8 +92,9 @@ def step_struct(metadata: AttentionMetadata) -> StepStruct:
         slots=metadata.slot_mapping_T.data_ptr(),
         query_start=query_start.ctypes.data,
         seq_lens=metadata.seq_lens_B.data_ptr(),
-        block_table=table_BM.data_ptr(),
-        block_table_stride=table_BM.stride(0),
+        block_table=table.data_ptr(),
+        block_table_stride=table.stride(0),
+        table_rows=_address(table_rows_B),
     )
     step.kept = query_start
     return step

@@ -46,7 +46,8 @@ def paged_attention(
             out_THD[part] = _decode_attention(q_THD[part], cache, metadata, part, spec)
     for i in range(num_decodes, len(metadata.seq_lens)):
         tokens = slice(metadata.query_start[i], metadata.query_start[i + 1])
-        table_M, seq_len = metadata.block_table_BM[i], metadata.seq_lens[i]
+        [table_M] = metadata.block_ids(slice(i, i + 1))
+        seq_len = metadata.seq_lens[i]
         out_THD[tokens] = _chunk_attention(q_THD[tokens], cache, table_M, seq_len, spec)
     return out_THD
 
@@ -74,7 +75,7 @@ def _decode_attention(
     block_size = cache.k_NSKD.shape[1]
     num_blocks = _num_visible_blocks(max(metadata.seq_lens[part]), cache, spec)
     seq_len_B1 = metadata.seq_lens_B[part, None]
-    table_BM = metadata.block_table_BM[part]
+    table_BM = metadata.block_ids(part)
     position_L = torch.arange(num_blocks * block_size, device=q_BHD.device)
     if spec.window:
         first_B1 = (seq_len_B1 - spec.window).clamp(min=0) // block_size

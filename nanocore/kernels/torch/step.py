@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanocore.kernels.linear import LinearKernels
 from nanocore.kernels.linear_weight import TokenEmbedding
-from nanocore.kernels.step import GraphSupport, RankGroup, Replay, StepRows
+from nanocore.kernels.step import BegunStep, GraphSupport, RankGroup, Replay, StepRows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -53,8 +53,7 @@ class TorchStep:
 
     def begin_step(
         self: LinearKernels, rows: StepRows, embedding: TokenEmbedding | None
-    ) -> tuple[Tensor, Tensor | None]:
-        block_table_BM = rows.append_blocks()
-        if embedding is None:
-            return block_table_BM, None
-        return block_table_BM, self.embedding(rows.token_ids(), embedding)
+    ) -> BegunStep:
+        rows.append_blocks()
+        x_TE = None if embedding is None else self.embedding(rows.token_ids(), embedding)
+        return BegunStep(rows.block_ids(), None, x_TE)

@@ -14,10 +14,10 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from msgspec.structs import replace
 
 from nanocore.kernels.linear_weight import TokenEmbedding
-from nanocore.kernels.step import StepRows
+from nanocore.kernels.step import BegunStep, StepRows
 from nanocore.kernels.triton.grouped_packing import GroupedLinear
 from nanocore.kernels.triton.grouped_rows import embed
 
@@ -122,9 +122,10 @@ def begin_step_kernel(
         )  # fmt: skip
 
 
-def begin_step(rows: StepRows, embedding: TokenEmbedding | None) -> tuple[Tensor, Tensor | None]:
+def begin_step(rows: StepRows, embedding: TokenEmbedding | None) -> BegunStep:
     if embedding is not None and isinstance(embedding.weight, GroupedLinear):
-        return begin_step(rows, None)[0], embed(rows.token_ids(), embedding)
+        begun = begin_step(rows, None)
+        return replace(begun, x_TE=embed(rows.token_ids(), embedding))
     num_columns, token_stride = rows.block_table.shape[1], rows.token_table.shape[1]
     assert rows.block_table.is_contiguous()
     assert rows.token_table.is_contiguous()
@@ -149,4 +150,4 @@ def begin_step(rows: StepRows, embedding: TokenEmbedding | None) -> tuple[Tensor
             token_stride, first_token, num_tokens, factor,
             SIZE=size, BLOCK_SIZE=rows.block_size, BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
-    return block_table_BM, x_TE
+    return BegunStep(block_table_BM, None, x_TE)

@@ -12,18 +12,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata
+from nanocore.kernels.step import StepRows
 from nanocore.worker.plan import SchedulerOutput
 
 _INT32 = np.dtype("<i4")
 
 
 class StepInputs(msgspec.Struct, frozen=True):
-    """Inputs of a step. token_ids_T: int64 where the model runs.
+    """Inputs of a step. sample_index_R: which of the T tokens' hidden states sample."""
 
-    sample_index_R: which of the T tokens' hidden states sample.
-    """
-
-    token_ids_T: Tensor
+    rows: StepRows
     attention: AttentionMetadata
     sample_index_R: Tensor
 

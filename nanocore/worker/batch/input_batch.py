@@ -13,10 +13,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata
 from nanocore.kernels.sampling import TokenPlaces
+from nanocore.kernels.step import StepRows
 from nanocore.worker.batch.batch_step import BatchStep, StepInputs, StepOrder, ints, running_counts
 from nanocore.worker.batch.block_table import AppendedBlocks, BlockTable
 from nanocore.worker.plan import NewRow, SchedulerOutput
@@ -108,19 +108,29 @@ class InputBatch:
     def inputs(self, step: BatchStep) -> StepInputs:
         """The step as kernels on a CPU take it, in the memory of these columns where it can be."""
         order = step.order
-        token_ids_T = self.token_ids[order.rows_T, step.positions_T].astype(np.int64)
+        rows_B, positions_T = torch.from_numpy(order.rows_B), torch.from_numpy(step.positions_T)
+        seq_lens_B = torch.from_numpy(step.seq_lens_B.astype(np.int32))
         return StepInputs(
-            token_ids_T=torch.from_numpy(token_ids_T),
+            rows=StepRows(
+                token_table=self.token_table,
+                block_table=self.blocks.table,
+                block_size=self.block_size,
+                rows_T=torch.from_numpy(order.rows_T),
+                positions_T=positions_T,
+                rows_B=rows_B,
+                seq_lens_B=seq_lens_B,
+            ),
             attention=AttentionMetadata(
                 num_decodes=order.num_decodes,
                 query_start=order.query_start,
                 seq_lens=step.seq_lens_B.tolist(),
                 num_decodes_1=order.num_decodes_1,
                 query_start_A=order.query_start_A,
-                seq_lens_B=torch.from_numpy(step.seq_lens_B.astype(np.int32)),
-                block_table_BM=self._block_table(step),
-                positions_T=torch.from_numpy(step.positions_T),
+                seq_lens_B=seq_lens_B,
+                block_table=self.blocks.table,
+                positions_T=positions_T,
                 slot_mapping_T=torch.from_numpy(step.slots_T),
+                table_rows_B=rows_B,
             ),
             sample_index_R=torch.from_numpy(step.sample_index_R),
         )
@@ -173,16 +183,10 @@ class InputBatch:
                 self._decode_orders[plan.group] = order
         return order
 
-    def _block_table(self, step: BatchStep) -> Tensor:
-        if step.order.is_decode_only:
-            return self.blocks.select_kept(step.group, step.order.rows_B)
-        return self.blocks.select(step.order.rows_B)
-
     def _clear_kept(self) -> None:
         # Called before a row comes or goes: what is kept follows from which rows there are.
         self._decode_orders.clear()
         self._decode_samples.clear()
-        self.blocks.clear_kept()
 
     def _add(self, new: NewRow) -> None:
         row = new.row

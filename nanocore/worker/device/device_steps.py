@@ -250,7 +250,7 @@ class DeviceSteps:
 
         requested, column: what needs hidden states beside those that sample, if anything does.
         """
-        block_table_BM, x_TE = self._stage.begin_step(self._rows.of_step(step))
+        begun = self._stage.begin_step(self._rows.of_step(step))
         metadata = AttentionMetadata(
             num_decodes=bounds.num_decodes,
             query_start=bounds.query_start,
@@ -258,15 +258,16 @@ class DeviceSteps:
             num_decodes_1=step.num_decodes_1,
             query_start_A=step.query_start_A,
             seq_lens_B=step.seq_lens_B,
-            block_table_BM=block_table_BM,
+            block_table=begun.block_table,
             positions_T=step.positions_T,
             slot_mapping_T=step.slots_T,
+            table_rows_B=begun.table_rows_B,
         )
         index, num_samples = step.sample_index_R, len(step.sample_index_R)
         if requested is not None and requested.needs_hidden:
             assert column is not None
             index = torch.cat((index, requested.hidden_index(column)))
-        hidden = self._stage.forward(x_TE, metadata, index)
+        hidden = self._stage.forward(begun.x_TE, metadata, index)
         if hidden is None:
             return None
         assert self._sampler is not None, "a stage with logits samples"

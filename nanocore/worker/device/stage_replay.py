@@ -13,10 +13,10 @@ from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.step import Replay
+from nanocore.kernels.step import Replay, StepRows
 from nanocore.worker.communication.communicator import StageLinks
 
-CapturablePart = Callable[[Tensor | None, Tensor, AttentionMetadata, Tensor], Tensor]
+CapturablePart = Callable[[Tensor | None, StepRows, AttentionMetadata, Tensor], Tensor]
 """Called with hidden states (None on the first stage) and a step's inputs: see `Replay`."""
 
 
@@ -33,13 +33,13 @@ class StageReplay:
         self._received_TE = received_TE
 
     def __call__(
-        self, token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor
+        self, rows: StepRows, metadata: AttentionMetadata, sample_index_R: Tensor
     ) -> Tensor | None:
         """The last stage's logits, valid until the next call; None of a stage before it."""
         if self._links.receive is not None and self._received_TE is not None:
-            x_TE = self._received_TE[: len(token_ids_T)]
+            x_TE = self._received_TE[: len(rows.rows_T)]
             x_TE.copy_(self._links.receive.recv(tuple(x_TE.shape), x_TE.dtype))
-        result = self._replay(token_ids_T, metadata, sample_index_R)
+        result = self._replay(rows, metadata, sample_index_R)
         if self._links.send is None:
             return result
         self._links.send.send(result)
@@ -59,8 +59,8 @@ def capture_stage(
     """
     received_TE = None if links.receive is None else torch.empty_like(largest_TE, device="cpu")
 
-    def part(token_ids_T: Tensor, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
-        return compute(received_TE, token_ids_T, metadata, sample_index_R)
+    def part(rows: StepRows, metadata: AttentionMetadata, sample_index_R: Tensor) -> Tensor:
+        return compute(received_TE, rows, metadata, sample_index_R)
 
     replay = kernels.capture(part, len(largest_TE), max_samples)
     return None if replay is None else StageReplay(replay, links, received_TE)

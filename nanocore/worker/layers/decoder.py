@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nanocore.kernels.attention import KVCache, Rotary
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.step import StepRows
+from nanocore.kernels.step import BegunStep, StepRows
 from nanocore.worker.config.family import Family
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.attention import Attention
@@ -212,12 +212,8 @@ class DecoderModel:
             for name in dict.fromkeys(map(config.rotation, range(config.num_layers)))
         }
 
-    def embed(self, token_ids_T: Tensor, kernels: Kernels) -> Tensor:
-        """Input of the first layer, [T, E]; first stage only."""
-        assert self.embedding is not None, "token ids enter at the first stage"
-        return self.embedding.embed(token_ids_T, self.embedding_factor, kernels)
-
-    def begin_step(self, rows: StepRows, kernels: Kernels) -> tuple[Tensor, Tensor | None]:
+    def begin_step(self, rows: StepRows, kernels: Kernels) -> BegunStep:
+        """Begin a step; only the first stage has hidden states then."""
         if self.embedding is None:
             return kernels.begin_step(rows, None)
         return self.embedding.begin_step(rows, self.embedding_factor, kernels)

@@ -16,7 +16,7 @@ from nanocore.kernels import Activation
 from nanocore.kernels.attention import AttentionMetadata, Rotary
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import TokenEmbedding
-from nanocore.kernels.step import StepRows
+from nanocore.kernels.step import BegunStep, StepRows
 from nanocore.worker.layers.packing import Weight, WeightPacker
 from nanocore.worker.loading.weights import Entries, LoadedSlice, Projection, TensorEntry, whole
 from nanocore.worker.placement import Placement
@@ -181,16 +181,13 @@ class VocabParallelEmbedding:
     def pack_as_embedding(self, packer: WeightPacker) -> None:
         self.weight.pack(packer.embedding)
 
-    def embed(self, token_ids_T: Tensor, factor: float, kernels: Kernels) -> Tensor:
-        """Embeddings times factor, [T, E]."""
-        x_TE = kernels.embedding(token_ids_T, self._tokens(factor))
-        return x_TE if self.tp.size == 1 else kernels.all_reduce(x_TE, self.tp)
-
-    def begin_step(self, rows: StepRows, factor: float, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        """(block ids of the step's sequences, what `embed` says of its tokens)."""
-        block_table_BM, x_TE = kernels.begin_step(rows, self._tokens(factor))
-        assert x_TE is not None, "with an embedding there are hidden states"
-        return block_table_BM, x_TE if self.tp.size == 1 else kernels.all_reduce(x_TE, self.tp)
+    def begin_step(self, rows: StepRows, factor: float, kernels: Kernels) -> BegunStep:
+        """Begin a step, its hidden states embeddings times factor."""
+        begun = kernels.begin_step(rows, self._tokens(factor))
+        assert begun.x_TE is not None, "with an embedding there are hidden states"
+        if self.tp.size == 1:
+            return begun
+        return replace(begun, x_TE=kernels.all_reduce(begun.x_TE, self.tp))
 
     def logits(self, hidden_RE: Tensor, softcap: float, kernels: Kernels) -> Tensor:
         """Logits of this rank's tokens, float32 [R, num_tokens]; see `Kernels.logits`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from benchmarks.attention_step import make_metadata
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format, quantize
 from nanocore.kernels.torch.attention import store_kv
@@ -109,21 +110,11 @@ class PagedStep:
         return kv_cache_format(self.kv_cache, torch.float32, "cuda")
 
     def _metadata(self, table_BM: Tensor) -> AttentionMetadata:
-        counts = torch.tensor([0] + [piece.num_queries for piece in self.pieces])
-        start_A = counts.cumsum(0)
-        seq_lens = [piece.seq_len for piece in self.pieces]
-        unused = torch.empty(0, dtype=torch.int64)
-        return AttentionMetadata(
-            num_decodes=self.num_decodes if self.max_decodes is None else self.max_decodes,
-            query_start=start_A.tolist(),
-            seq_lens=seq_lens,
-            num_decodes_1=torch.tensor([self.num_decodes], dtype=torch.int32),
-            query_start_A=start_A.int(),
-            seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32),
-            block_table_BM=table_BM,
-            positions_T=unused,
-            slot_mapping_T=unused,
-        )
+        seqs = [(piece.seq_len, piece.num_queries) for piece in self.pieces]
+        metadata = make_metadata(seqs, table_BM, num_decodes=self.num_decodes)
+        if self.max_decodes is None:
+            return metadata
+        return replace(metadata, num_decodes=self.max_decodes)
 
     def q_THD(self) -> Tensor:
         """Queries with gaps between tokens, as they lie among keys and values."""

@@ -267,14 +267,14 @@ def test_a_cache_of_more_elements_than_int32_counts(
     step = draw_step(HEADS, [20], block_size=block_size)
     piece = Piece(step.pieces[0].sequence, 20, num_queries)
     step = PagedStep(HEADS, [piece], int(num_queries == 1), HEADS.spec(), block_size)
-    near_BM = step.metadata.block_table_BM.long()
-    step.metadata.block_table_BM.add_(num_blocks - step.cache.k_NSKD.shape[0])
-    far_BM = step.metadata.block_table_BM.long()
+    near_BM = step.metadata.block_table.long()
+    step.metadata.block_table.add_(num_blocks - step.cache.k_NSKD.shape[0])
+    far_BM = step.metadata.block_table.long()
     values[far_BM[0]] = step.cache.k_NSKD[near_BM[0]]
     expected = paged_attention(
         step.q_THD(),
         KVCache(step.cache.k_NSKD, step.cache.k_NSKD),
-        replace(step.metadata, block_table_BM=near_BM.int()),
+        replace(step.metadata, block_table=near_BM.int()),
         step.spec,
         num_sms=1,
         batch_invariant=False,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from triton.runtime.interpreter import GridExecutor
 
+from benchmarks.attention_step import make_metadata
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec
 from nanocore.kernels.triton import attention_plan, decode_attention
 from nanocore.kernels.triton import paged_attention as chunks_module
@@ -183,7 +184,7 @@ def tensors(step: PagedStep) -> list[Tensor]:
     metadata, cache = step.metadata, step.cache
     return [
         metadata.seq_lens_B, metadata.query_start_A, metadata.num_decodes_1,
-        metadata.block_table_BM, cache.k_NSKD, cache.v_NSKD,
+        metadata.block_table, cache.k_NSKD, cache.v_NSKD,
     ]  # fmt: skip
 
 
@@ -230,22 +231,10 @@ def test_layers_of_one_window_share_a_plan_and_others_have_their_own() -> None:
         assert kept[60] is plans[0][60]
 
 
-def make_metadata(decodes: list[int], chunks: list[tuple[int, int]]) -> AttentionMetadata:
-    counts = torch.tensor([0] + [1] * len(decodes) + [count for _, count in chunks])
-    start_A = counts.cumsum(0)
-    seq_lens = decodes + [length for length, _ in chunks]
-    unused = torch.empty(0, dtype=torch.int64)
-    return AttentionMetadata(
-        num_decodes=len(decodes),
-        query_start=start_A.tolist(),
-        seq_lens=seq_lens,
-        num_decodes_1=torch.tensor([len(decodes)], dtype=torch.int32),
-        query_start_A=start_A.int(),
-        seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32),
-        block_table_BM=torch.empty(1, max(seq_lens), dtype=torch.int32),
-        positions_T=unused,
-        slot_mapping_T=unused,
-    )
+def metadata_of(decodes: list[int], chunks: list[tuple[int, int]]) -> AttentionMetadata:
+    seqs = [*((length, 1) for length in decodes), *chunks]
+    table = torch.empty(1, max(length for length, _ in seqs), dtype=torch.int32)
+    return make_metadata(seqs, table, num_decodes=len(decodes))
 
 
 def expected_items(
@@ -284,7 +273,7 @@ def test_each_tile_of_each_item_is_in_one_part_and_no_part_is_long(
 ) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr(attention_plan, "PLAN_BLOCK", rng.choice([8, 16, 1024]))
-    metadata = make_metadata(*random_steps(rng))
+    metadata = metadata_of(*random_steps(rng))
     queries, has_decodes = rng.choice([(4, False), (4, True), (1, False)])
     items = Items(
         queries=queries,
@@ -301,7 +290,7 @@ def test_each_tile_of_each_item_is_in_one_part_and_no_part_is_long(
 
 def test_the_largest_batch_with_contexts_of_a_million_tokens() -> None:
     decodes = [(1 << 20) - i for i in range(3)] + [1000 + i for i in range(1021)]
-    metadata = make_metadata(decodes, [(1 << 20, 16000 - 1024), (0, 3)])
+    metadata = metadata_of(decodes, [(1 << 20, 16000 - 1024), (0, 3)])
     items = Items(
         queries=2, keys=16, window=0, has_decodes=False, max_items=8000 + 1026, block_size=1,
         num_shares=264, min_tiles=1,
@@ -318,7 +307,7 @@ def test_where_one_part_is_always_enough_nothing_is_merged(
     window: int, width: int, can_split: bool
 ) -> None:
     table_BM = torch.empty(2, width, dtype=torch.int32)
-    metadata = replace(make_metadata([5], [(8, 4)]), block_table_BM=table_BM)
+    metadata = replace(metadata_of([5], [(8, 4)]), block_table=table_BM)
     items = Items(4, 16, window, False, 3, block_size=1, num_shares=9, min_tiles=3)
     assert (plan_step(metadata, items).merges_M4 is not None) == can_split
 
@@ -363,7 +352,7 @@ def test_all_programs_of_decodes_have_as_many_tiles(
     monkeypatch.setattr(decode_attention, "FEW_BLOCK", rng.choice([1, 32]))
     monkeypatch.setattr(decode_attention, "FEW_SEQS", rng.choice([0, 1000]))
     decodes, chunks = random_steps(rng)
-    metadata = make_metadata([*decodes, 5], chunks)
+    metadata = metadata_of([*decodes, 5], chunks)
     num_programs, window = rng.choice([1, 2, 7, 49, 396]), rng.choice([0, 1, 50])
     check_decode_plan(metadata, Decodes(len(decodes) + 3, 2, 16, window, num_programs))
 

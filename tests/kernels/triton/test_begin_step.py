@@ -73,17 +73,21 @@ def make_embedding(
 def check(rows: StepRows, embedding: TokenEmbedding | None) -> Tensor | None:
     """Exactly the reference's; ids past a sequence's length are valid ones."""
     ours, theirs = (replace(rows, block_table=rows.block_table.clone()) for _ in range(2))
-    table_BM, x_TE = begin_step(ours, embedding)
-    expected_BM, expected_TE = REFERENCE.begin_step(theirs, embedding)
+    begun, expected = begin_step(ours, embedding), REFERENCE.begin_step(theirs, embedding)
+    assert begun.table_rows_B is expected.table_rows_B is None
+    table_BM, x_TE = begun.block_table, begun.x_TE
+    expected_BM, expected_TE = expected.block_table, expected.x_TE
     assert torch.equal(ours.block_table, theirs.block_table)
     assert (table_BM.shape, table_BM.dtype) == (expected_BM.shape, torch.int32)
     assert table_BM.min() >= 0
     assert table_BM.max() < 1000
-    for ids, expected, length in zip(table_BM, expected_BM, rows.seq_lens_B.tolist(), strict=True):
+    for ids, expected_ids, length in zip(
+        table_BM, expected_BM, rows.seq_lens_B.tolist(), strict=True
+    ):
         num_blocks = -(-length // BLOCK_SIZE)
-        assert torch.equal(ids[:num_blocks], expected[:num_blocks])
+        assert torch.equal(ids[:num_blocks], expected_ids[:num_blocks])
     # Copies may come after the appended blocks are in the table, too.
-    again_BM, _ = begin_step(replace(ours), embedding)
+    again_BM = begin_step(replace(ours), embedding).block_table
     assert torch.equal(again_BM, table_BM)
     if x_TE is None or expected_TE is None:
         assert x_TE is expected_TE
@@ -99,7 +103,7 @@ def test_blocks_appended_in_this_step_are_in_the_table_and_in_the_copy() -> None
         [(3, 9, 900), (5, 20, 901), (2, 7, 902), (2, 8, 903), (4, 2, 904)],
     )
     check(rows, make_embedding())
-    table_BM, _ = begin_step(rows, None)
+    table_BM = begin_step(rows, None).block_table
     assert table_BM[0, 9] == 900
     assert table_BM[3, 7:9].tolist() == [902, 903]
     assert rows.block_table[4, 2] == 904, "a row that waits for more has it in the next step"
@@ -186,6 +190,6 @@ def test_a_later_stage_gets_its_blocks_and_embeds_nothing() -> None:
 
 def test_what_a_row_once_had_past_its_length_is_not_copied() -> None:
     rows = make_rows([(3, 9)], [(3, 2, 900)])
-    table_BM, _ = begin_step(rows, None)
+    table_BM = begin_step(rows, None).block_table
     assert table_BM[0, 2] == 900
     assert not table_BM[0, 3:].any()
