@@ -244,7 +244,7 @@ class PagedCase:
         order = [entry for entry in order if entry[2] or (keeps_empty and entry[1])]
         order.sort(key=lambda entry: entry[2] != 1)
         seqs = [(past + count, count) for _, past, count in order]
-        rows_B = torch.tensor([i for i, _, _ in order])
+        rows_B = torch.tensor([i for i, _, _ in order], dtype=torch.int64)
         return order, make_metadata(
             seqs, table, self.block_size, self.num_padding, table_rows_B=rows_B
         )
