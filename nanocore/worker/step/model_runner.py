@@ -90,6 +90,7 @@ class ModelRunner:
         self.proposer = proposer
         self._stream = stream or HostStream()
         self._enforce_eager = enforce_eager
+        self._beside_host = None if self._stream.is_host else self.device
         self._graphs: Graphs | None = None
         self._last: PendingOutput | None = None
         self._sampled: list[tuple[NDArray[np.int32], ...]] = []
@@ -120,8 +121,7 @@ class ModelRunner:
             self.placement.pp_size,
             0 if self.proposer is None else self.proposer.max_drafts,
         )
-        where = None if self._stream.is_host else self.device
-        self.tables = RowTables(self.batch.blocks, max_model_len, block_size, where)
+        self.tables = RowTables(self.batch.blocks, max_model_len, block_size, self._beside_host)
         self._drafts = DraftTracker(self.batch, self.device)
         self._stream.join()
 
@@ -257,10 +257,10 @@ class ModelRunner:
     def _compute(self, launch: _Launch) -> Computed | None:
         """Run the model, where the stream runs; None if nobody samples here."""
         step, requested = launch.step, launch.requested
-        memory, fields = launch.staged.to(self.device)
+        memory, fields = launch.staged.to(self._beside_host)
+        self.tables.take(fields["new_tokens_K"], launch.new)
         if self.proposer is not None:
             self._drafts.update(fields, launch.new, self.tables, launch.is_certain)
-        self.tables.take(fields["new_tokens_K"], launch.new)
         drafts_D = self._propose(fields) if step.has_drafts else None
         inputs = self.tables.inputs(fields, HostBounds.of_step(step))
         self.stage.receive(len(step.positions_T))
@@ -297,7 +297,7 @@ class ModelRunner:
         staged.write({"words": words_MW.ravel(), "index_S": index_S})
 
         def on_device() -> TokenMask:
-            _, fields = staged.to(self.device)
+            _, fields = staged.to(self._beside_host)
             return TokenMask(fields["words"].view(words_MW.shape), fields["index_S"])
 
         return on_device

@@ -109,11 +109,11 @@ class Staged(msgspec.Struct, frozen=True):
                 padding = self.layout.padding[name]
                 to[length:] = spare_row if padding is None else padding
 
-    def to(self, device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-        """(the memory, its views) on a device: one copy, or none where it is the host's own."""
-        memory = self.memory.to(device, non_blocking=True)
-        if memory is self.memory:
-            return memory, self.tensors
+    def to(self, device: torch.device | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """(a copy of the memory, its views) on a device beside the host; None: the host's own."""
+        if device is None:
+            return self.memory, self.tensors
+        memory = self.memory.to(device, non_blocking=True, copy=True)
         return memory, self.layout.views(memory)
 
 
