@@ -105,7 +105,7 @@ class ModelStage:
     ) -> dict[str, Tensor]:
         """Compute requested log probabilities and embeddings: see `RequestedOutputs`."""
         assert self.sampler is not None, "the last stage samples"
-        computer = OutputComputer(self.sampler, self.logits, self.model.config.logits_divisor)
+        computer = OutputComputer(self.sampler, self.logits, self.model.hidden_factor)
         return computer.compute(requested, column, sampled, token_table)
 
     def capturable_part(

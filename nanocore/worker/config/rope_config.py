@@ -73,20 +73,23 @@ _ATTENTION_FACTOR = Range(1e-3, 1e3)
 _PART = Range(0, 1, exceeds_low=True)
 
 
-def read_shared_rope(settings: Settings, head_dim: int, theta: float = 10_000.0) -> RopeConfig:
-    """The rotation that all layers share. theta: where none is given.
+def read_rope(
+    settings: Settings, head_dim: int, theta: float = 10_000.0
+) -> dict[LayerType, RopeConfig]:
+    """One rotation for all layers. theta: where none is given.
 
     Raises ModelFileError: a kind or key that is unknown, or a value that cannot work.
     """
     name = "rope_scaling" if settings.section("rope_scaling").values else "rope_parameters"
     theta = settings.number("rope_theta", theta, _THETA)
-    return _read(settings, settings.section(name), head_dim, theta)
+    rope = _read(settings, settings.section(name), head_dim, theta)
+    return {"full_attention": rope, "sliding_attention": rope}
 
 
 def read_rope_by_layer_type(settings: Settings, head_dim: int) -> dict[LayerType, RopeConfig]:
     """Gemma 3's two rotations: a long one for full attention, a short one for the window.
 
-    Raises ModelFileError: as `read_shared_rope`, or a schema that does not tell them apart.
+    Raises ModelFileError: as `read_rope`, or a schema that does not tell them apart.
     """
     nested = settings.section("rope_parameters")
     for key in nested.values:
@@ -105,12 +108,14 @@ def read_rope_by_layer_type(settings: Settings, head_dim: int) -> dict[LayerType
     }
 
 
-def served_lengths(rope: RopeConfig, max_position_embeddings: int) -> tuple[int, int]:
+def served_lengths(rope: RopeConfig | None, max_position_embeddings: int) -> tuple[int, int]:
     """Numbers of positions that a model serves by default, and at most.
 
     vLLM's rules. Where more positions bend all of them, only the original ones are served unasked.
     """
     longest = max_position_embeddings  # longrope's and llama3's is already stretched
+    if rope is None:
+        return longest, longest
     if rope.kind in ("linear", "ntk", "dynamic"):
         longest = int(max_position_embeddings * rope.factor)
     if rope.kind == "yarn":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.model_config import MLPConfig
 from nanocore.worker.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -22,17 +22,17 @@ class GatedMLP:
     def __init__(
         self,
         placement: Placement,
-        config: ModelConfig,
-        inner_size: int,
+        config: MLPConfig,
+        hidden_size: int,
         what: str = "intermediate_size",
     ) -> None:
-        self.activation = config.hidden_act
-        rows = RowShard.share(placement, inner_size, what)
+        self.activation = config.activation
+        rows = RowShard.share(placement, config.inner_size, what)
         self.gate_up_proj = ColumnParallelLinear(
-            placement, config.hidden_size, [rows, rows], bias=config.mlp_bias
+            placement, hidden_size, [rows, rows], bias=config.bias
         )
         self.down_proj = RowParallelLinear(
-            placement, inner_size, config.hidden_size, what, bias=config.mlp_bias
+            placement, config.inner_size, hidden_size, what, bias=config.bias
         )
 
     def entries(self, prefix: str) -> Entries:
@@ -57,17 +57,13 @@ class GatedMLP:
 class PlainMLP:
     """One layer's MLP without a gate, down(act(up(x))), split over ranks."""
 
-    def __init__(self, placement: Placement, config: ModelConfig) -> None:
-        inner_size, what = config.intermediate_size, "intermediate_size"
-        self.activation = config.hidden_act
-        self.up_proj = ColumnParallelLinear(
-            placement,
-            config.hidden_size,
-            [RowShard.share(placement, inner_size, what)],
-            bias=config.mlp_bias,
-        )
+    def __init__(self, placement: Placement, config: MLPConfig, hidden_size: int) -> None:
+        inner_size, what = config.inner_size, "intermediate_size"
+        self.activation = config.activation
+        rows = RowShard.share(placement, inner_size, what)
+        self.up_proj = ColumnParallelLinear(placement, hidden_size, [rows], bias=config.bias)
         self.down_proj = RowParallelLinear(
-            placement, inner_size, config.hidden_size, what, bias=config.mlp_bias
+            placement, inner_size, hidden_size, what, bias=config.bias
         )
 
     def entries(self, prefix: str) -> Entries:

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from nanocore.protocol.errors import ModelFileError, shorten
-from nanocore.worker.config.config_json import parse_model_config
+from nanocore.worker.config.config_json import ConfigReader, refuse_other_kinds
 from nanocore.worker.config.generation_config import override_generation
 from nanocore.worker.config.json_settings import Settings, check_all_read, note_oddity, override
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.loading.gguf.architectures import has_whole_norms
 from nanocore.worker.loading.gguf.gguf_config import config_settings, has_bias
 from nanocore.worker.loading.gguf.gguf_files import is_gguf, read_headers
 from nanocore.worker.loading.gguf.model_files import generation_settings
@@ -94,12 +93,10 @@ def _load_model_config(folder: Path, overrides: Mapping[str, Any]) -> ModelConfi
     if is_gguf(folder):
         settings, generation = config_settings(folder), generation_settings(folder)
         settings = override(settings, overrides)
-        config = read_model_config(settings, generation)
-        config = replace(
-            config,
-            norms_are_whole=has_whole_norms(folder),
-            o_proj_bias=config.o_proj_bias and has_bias(read_headers(folder), "attn_output"),
-        )
+        config = read_model_config(settings, generation, is_gguf=True)
+        attention = config.attention
+        has_o_proj_bias = attention.o_proj_bias and has_bias(read_headers(folder), "attn_output")
+        config = replace(config, attention=replace(attention, o_proj_bias=has_o_proj_bias))
         check_all_read(settings, overrides)
         return config
     if not folder.is_dir():
@@ -116,8 +113,10 @@ def _load_model_config(folder: Path, overrides: Mapping[str, Any]) -> ModelConfi
     return config
 
 
-def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
-    """The contents of config.json and generation_config.json.
+def read_model_config(
+    settings: Settings, generation: Settings, is_gguf: bool = False
+) -> ModelConfig:
+    """The contents of config.json and generation_config.json. is_gguf: see `ConfigReader`.
 
     Raises ModelFileError: see `load_model_config`.
     """
@@ -138,8 +137,10 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
             f"{settings.source}: architecture {shorten(repr(architecture))} is unknown"
             f"{_nearest(architecture)}; known: {', '.join(ARCHITECTURES)}"
         )
-    family = model_class(architecture).family
-    return parse_model_config(architecture, family, settings, generation)
+    model = model_class(architecture)
+    settings = model.translate(settings)
+    refuse_other_kinds(settings)
+    return model.read(ConfigReader(architecture, settings, generation, is_gguf))
 
 
 def _by_model_type(settings: Settings) -> list[str]:
