@@ -85,20 +85,20 @@ def load_model_config(
         ModelFileError: a missing or malformed file, an unknown architecture, or a setting that is
             not implemented. ConfigError: an override that nothing reads.
     """
-    config = _load_model_config(folder, overrides or {})
+    if found := is_gguf(folder):
+        stored, generation = config_settings(folder), generation_settings(folder)
+    else:
+        stored, generation = _read_folder(folder)
+    settings = override(stored, overrides or {})
+    config = read_model_config(settings, generation, found)
+    if found and config.attention.o_proj_bias:
+        has_one = has_bias(read_headers(folder), "attn_output")
+        config = replace(config, attention=replace(config.attention, o_proj_bias=has_one))
+    check_all_read(settings, overrides or {})
     return replace(config, generation=override_generation(config.generation, of_generation or {}))
 
 
-def _load_model_config(folder: Path, overrides: Mapping[str, Any]) -> ModelConfig:
-    if is_gguf(folder):
-        settings, generation = config_settings(folder), generation_settings(folder)
-        settings = override(settings, overrides)
-        config = read_model_config(settings, generation, is_gguf=True)
-        attention = config.attention
-        has_o_proj_bias = attention.o_proj_bias and has_bias(read_headers(folder), "attn_output")
-        config = replace(config, attention=replace(attention, o_proj_bias=has_o_proj_bias))
-        check_all_read(settings, overrides)
-        return config
+def _read_folder(folder: Path) -> tuple[Settings, Settings]:
     if not folder.is_dir():
         raise ModelFileError(
             f"model {str(folder)!r} is not a folder: give the path of a folder in Hugging Face "
@@ -107,10 +107,7 @@ def _load_model_config(folder: Path, overrides: Mapping[str, Any]) -> ModelConfi
     path = folder / "generation_config.json"
     is_there = path.exists() or path.is_symlink()  # a link to nothing is an error
     generation = Settings.read(path) if is_there else Settings(path, {})
-    settings = override(Settings.read(folder / "config.json"), overrides)
-    config = read_model_config(settings, generation)
-    check_all_read(settings, overrides)
-    return config
+    return Settings.read(folder / "config.json"), generation
 
 
 def read_model_config(

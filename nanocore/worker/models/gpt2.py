@@ -49,7 +49,7 @@ class GPT2Layer(DecoderLayer):
         linear = {
             **self.attention.qkv_proj.fused_entries(f"{prefix}attn.c_attn"),
             **self.attention.o_proj.entries(f"{prefix}attn.c_proj"),
-            **self.mlp.up_proj.entries(f"{prefix}mlp.c_fc"),
+            **self.mlp.in_proj.entries(f"{prefix}mlp.c_fc"),
             **self.mlp.down_proj.entries(f"{prefix}mlp.c_proj"),
         }
         return {

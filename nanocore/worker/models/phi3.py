@@ -24,7 +24,7 @@ class Phi3Layer(DecoderLayer):
         return {
             **attention.qkv_proj.fused_entries(f"{prefix}self_attn.qkv_proj"),
             **attention.o_proj.entries(f"{prefix}self_attn.o_proj"),
-            **mlp.gate_up_proj.fused_entries(f"{prefix}mlp.gate_up_proj"),
+            **mlp.in_proj.fused_entries(f"{prefix}mlp.gate_up_proj"),
             **mlp.down_proj.entries(f"{prefix}mlp.down_proj"),
             **self.norm_entries(prefix),
         }
