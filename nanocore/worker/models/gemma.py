@@ -15,7 +15,13 @@ from nanocore.kernels.attention import KVCache
 from nanocore.worker.config.config_json import ConfigReader, Windows
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import AttentionConfig, ModelConfig
-from nanocore.worker.config.rope_config import read_rope_by_layer_type
+from nanocore.worker.config.rope_config import (
+    LAYER_TYPES,
+    THETA,
+    LayerType,
+    RopeConfig,
+    read_rotation,
+)
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.layers.norm import Norm, RMSNorm
@@ -116,7 +122,7 @@ class Gemma3Model(Gemma2Model):
     @classmethod
     def read(cls, reader: ConfigReader) -> ModelConfig:
         windows = _windows(reader, reader.settings.size("sliding_window_pattern", 6))
-        config = _read(reader, None, windows=windows, rope=read_rope_by_layer_type, qk_norm=True)
+        config = _read(reader, None, windows=windows, rope=_read_rope, qk_norm=True)
         length = reader.settings.size("max_position_embeddings")  # it is already stretched
         return replace(config, max_model_len=length, longest_model_len=length)
 
@@ -124,6 +130,28 @@ class Gemma3Model(Gemma2Model):
 def _windows(reader: ConfigReader, period: int) -> Windows:
     window = reader.settings.nullable("sliding_window", int, 4096)
     return window, lambda layer: (layer + 1) % period != 0
+
+
+def _read_rope(settings: Settings, head_dim: int) -> dict[LayerType, RopeConfig]:
+    """Two rotations: a long one for full attention, a short one for the window.
+
+    Each has an object of its own, or else the older settings have two names for the base.
+    """
+    nested = settings.section("rope_parameters")
+    for key in nested.values:
+        if key not in LAYER_TYPES:
+            raise nested.error(key, f"is not one of Gemma 3's layer types: {LAYER_TYPES}")
+    full = nested.section("full_attention")
+    old = settings.section("rope_scaling")
+    if old.values:
+        full = old.with_values(full.values | old.values)
+    full_theta = settings.number("rope_theta", 1_000_000.0, THETA)
+    local_theta = settings.number("rope_local_base_freq", 10_000.0, THETA)
+    local = nested.section("sliding_attention")
+    return {
+        "full_attention": read_rotation(settings, full, head_dim, full_theta),
+        "sliding_attention": read_rotation(settings, local, head_dim, local_theta),
+    }
 
 
 def _read(reader: ConfigReader, logits_softcap: float | None, **own: Any) -> ModelConfig:
