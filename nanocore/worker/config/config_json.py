@@ -20,7 +20,7 @@ from nanocore.worker.config.model_config import AttentionConfig, MLPConfig, Mode
 from nanocore.worker.config.rope_config import (
     LAYER_TYPES,
     LayerType,
-    RopeConfig,
+    Ropes,
     read_rope,
     served_lengths,
 )
@@ -47,9 +47,6 @@ _ACTIVATIONS: Final[dict[str, Activation]] = {
 
 Windows = tuple[int | None, Callable[[int], bool]]
 """The window in tokens, None for none, and whether a layer has it."""
-
-RopeReader = Callable[[Settings, int], dict[LayerType, RopeConfig]]
-"""Settings and head_dim to the rotations of both kinds of layers; none if nothing rotates."""
 
 
 class ConfigReader(msgspec.Struct, frozen=True):
@@ -93,7 +90,7 @@ class ConfigReader(msgspec.Struct, frozen=True):
         scale: float | None = None,
         windows: Windows | None = None,
         free_layer_types: bool = False,
-        rope: RopeReader = read_rope,
+        rope: Callable[[Settings, int], Ropes] = read_rope,
         partial_rope: bool = False,
         **own: Any,
     ) -> AttentionConfig:
@@ -104,7 +101,7 @@ class ConfigReader(msgspec.Struct, frozen=True):
             bias: files that say otherwise are refused. o_proj_bias, scale: None follows from bias
                 and from head_dim.
             windows: None for none. free_layer_types: `layer_types` may say otherwise.
-            partial_rope: part of a head may rotate.
+            rope: reads settings, given head_dim. partial_rope: part of a head may rotate.
             own: see `AttentionConfig`.
         """
         settings = self.settings

@@ -11,7 +11,7 @@ import msgspec
 
 from nanocore.kernels import Activation
 from nanocore.worker.config.generation_config import GenerationDefaults
-from nanocore.worker.config.rope_config import LayerType, RopeConfig
+from nanocore.worker.config.rope_config import LayerType, Ropes
 
 
 class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,7 +23,6 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: heads of Q and K are normed.
     layer_types: one per layer. sliding_window: how many tokens a layer of sliding_attention sees,
     the current one included; 0 if there is no such layer.
-    rope: for both layer types, whether or not a layer has them; empty if no layer rotates.
     unrotated_layers: indices of those whose heads do not (NoPE: Kazemnejad et al. 2023).
     """
 
@@ -37,7 +36,7 @@ class AttentionConfig(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = False
     layer_types: tuple[LayerType, ...]
     sliding_window: int
-    rope: dict[LayerType, RopeConfig]
+    rope: Ropes
     unrotated_layers: frozenset[int] = frozenset()
 
     def rotation(self, layer: int) -> LayerType | Literal["none"]:

@@ -49,6 +49,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 LayerType = Literal["full_attention", "sliding_attention"]
 LAYER_TYPES: tuple[LayerType, ...] = get_args(LayerType)
+Ropes = dict[LayerType, RopeConfig]
+"""Rotations of both kinds of layers, whether or not a model has them; none if nothing rotates."""
 
 _KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 _KNOWN = {
@@ -72,9 +74,7 @@ _ATTENTION_FACTOR = Range(1e-3, 1e3)
 _PART = Range(0, 1, exceeds_low=True)
 
 
-def read_rope(
-    settings: Settings, head_dim: int, theta: float = 10_000.0
-) -> dict[LayerType, RopeConfig]:
+def read_rope(settings: Settings, head_dim: int, theta: float = 10_000.0) -> Ropes:
     """One rotation for all layers. theta: where none is given.
 
     Raises ModelFileError: a kind or key that is unknown, or a value that cannot work.

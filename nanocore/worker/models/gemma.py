@@ -15,13 +15,7 @@ from nanocore.kernels.attention import KVCache
 from nanocore.worker.config.config_json import ConfigReader, Windows
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import AttentionConfig, ModelConfig
-from nanocore.worker.config.rope_config import (
-    LAYER_TYPES,
-    THETA,
-    LayerType,
-    RopeConfig,
-    read_rotation,
-)
+from nanocore.worker.config.rope_config import LAYER_TYPES, THETA, Ropes, read_rotation
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.layers.norm import Norm, RMSNorm
@@ -132,7 +126,7 @@ def _windows(reader: ConfigReader, period: int) -> Windows:
     return window, lambda layer: (layer + 1) % period != 0
 
 
-def _read_rope(settings: Settings, head_dim: int) -> dict[LayerType, RopeConfig]:
+def _read_rope(settings: Settings, head_dim: int) -> Ropes:
     """Two rotations: a long one for full attention, a short one for the window.
 
     Each has an object of its own, or else the older settings have two names for the base.

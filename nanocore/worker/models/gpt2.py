@@ -14,7 +14,7 @@ from nanocore.kernels.attention import KVCache
 from nanocore.worker.config.config_json import ConfigReader
 from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.rope_config import LayerType, RopeConfig
+from nanocore.worker.config.rope_config import Ropes
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.layers.mlp import PlainMLP
@@ -29,7 +29,7 @@ _PREFIXES: Final = {
 _EPS: Final = Range(1e-30, 1)
 
 
-def _no_rope(settings: Settings, _head_dim: int) -> dict[LayerType, RopeConfig]:
+def _no_rope(settings: Settings, _head_dim: int) -> Ropes:
     for name in ("rope_parameters", "rope_scaling", "rope_theta"):
         if settings.has(name):
             raise settings.error(name, "is not implemented for this architecture")

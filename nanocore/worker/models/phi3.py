@@ -10,7 +10,7 @@ from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.config_json import ConfigReader
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.config.rope_config import LayerType, RopeConfig, read_rope
+from nanocore.worker.config.rope_config import Ropes, read_rope
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.loading.weights import Entries
@@ -30,7 +30,7 @@ class Phi3Layer(DecoderLayer):
         }
 
 
-def _read_rope(settings: Settings, head_dim: int) -> dict[LayerType, RopeConfig]:
+def _read_rope(settings: Settings, head_dim: int) -> Ropes:
     ropes = read_rope(settings, head_dim)
     kind = ropes["full_attention"].kind
     if kind not in ("default", "longrope"):

@@ -44,7 +44,7 @@ class Sampled(msgspec.Struct, frozen=True):
 class OutputComputer(msgspec.Struct, frozen=True):
     """Computes them. logits: of hidden states [R, E], this rank's part of the vocabulary.
 
-    logits_divisor: see `DecoderModel.hidden_factor`.
+    logits_divisor: by which the last norm divides hidden states, see `DecoderModel.pack`.
     """
 
     sampler: TokenSampler
