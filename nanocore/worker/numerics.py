@@ -71,7 +71,7 @@ def numerics_fingerprint(
     # What this machine computes of the parameters: libraries differ in the last bit of a cosine.
     positions = torch.arange(_NUM_ROTATED, dtype=torch.float32)
     rotations = []
-    for rope in model.rope.values():
+    for rope in model.attention.rope.values():
         angles = torch.outer(positions, inverse_frequencies(rope, max_model_len))
         rotations += [angles.cos().tolist(), angles.sin().tolist(), attention_scaling(rope)]
     return _digest({"ranks": numerics, "rotations": rotations})

@@ -19,7 +19,8 @@ from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.rotary import inverse_frequencies
 from nanocore.worker.loading.checked_model import as_stored
-from nanocore.worker.models import load_model_config, read_model_config
+from nanocore.worker.models import build_model, load_model_config, read_model_config
+from nanocore.worker.placement import Placement
 from tests.model_families import (
     BUILDERS,
     FULL,
@@ -36,6 +37,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 LLAMA3 = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 HUGE = 10**12
+META = torch.device("meta")
 
 OUT_OF_RANGE: list[tuple[str, str, list[Any]]] = [
     ("Llama", "rms_norm_eps", [0, 0.0, 5e-324, -1e-6, 1.5, 1e30, HUGE]),
@@ -173,7 +175,7 @@ def test_every_activation_of_transformers_is_computed_or_refused() -> None:
     served = set()
     for name in ACT2CLS:
         try:
-            activation = parse("Llama", hidden_act=name).hidden_act
+            activation = parse("Llama", hidden_act=name).mlp.activation
         except ModelFileError:
             continue
         served.add(name)
@@ -276,6 +278,7 @@ def first_of(module: Any, *names: str) -> Any:
 def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path) -> None:
     folder = BUILDERS[name](tmp_path)
     config, model = read_folder(folder), load(folder)
+    ours, own = build_model(config, Placement(torch.float32, META)), config.attention
     text_config, decoder = model.config.get_text_config(), text_model(model)
     assert config.architecture == type(model).__name__
     assert config.longest_model_len == MAX_MODEL_LEN
@@ -283,28 +286,28 @@ def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path
     for i, layer in enumerate(first_of(decoder, "layers", "h")):
         attention, mlp = first_of(layer, "self_attn", "attn"), layer.mlp
         assert attention.head_dim == config.head_dim
-        assert attention.scaling == config.query_scale
+        assert attention.scaling == own.scale
         window = getattr(attention, "sliding_window", getattr(text_config, "sliding_window", 0))
-        assert (window or 0) == (config.sliding_window if config.layer_types[i] == SLIDING else 0)
+        assert (window or 0) == own.window(i)
         assert bool(getattr(attention, "use_rope", hasattr(decoder, "rotary_emb"))) == (
-            config.rotation(i) != "none"
+            own.rotation(i) != "none"
         )
         qkv = first_of(attention, "q_proj", "qkv_proj", "c_attn")
-        assert (qkv.bias is not None) == config.attention_bias
+        assert (qkv.bias is not None) == own.bias
         o_proj = first_of(attention, "o_proj", "c_proj")
-        assert (o_proj.bias is not None) == config.o_proj_bias
+        assert (o_proj.bias is not None) == own.o_proj_bias
         is_sparse = hasattr(mlp, "experts")
         assert is_sparse == (config.moe is not None and i in config.moe.sparse_layers)
         if not is_sparse:
             down_proj = first_of(mlp, "down_proj", "c_proj")
-            assert (down_proj.bias is not None) == config.mlp_bias
+            assert (down_proj.bias is not None) == config.mlp.bias
     residual = getattr(text_config, "residual_multiplier", 1.0)  # divides the whole stream
     embedding = model.get_input_embeddings()
     scale = getattr(embedding, "scalar_embed_scale", 1.0)
-    assert config.embedding_scale == getattr(text_config, "embedding_multiplier", scale) / residual
+    assert ours.embedding_factor == getattr(text_config, "embedding_multiplier", scale) / residual
     eps = first_of(text_config, "rms_norm_eps", "layer_norm_epsilon")
-    assert config.rms_norm_eps == eps / residual**2
-    assert config.logits_divisor == getattr(text_config, "logits_scaling", 1.0)
+    assert config.norm_eps == eps / residual**2
+    assert ours.hidden_factor == getattr(text_config, "logits_scaling", 1.0)
     assert config.tie_word_embeddings == (model.lm_head.weight is embedding.weight)
 
 
@@ -312,8 +315,8 @@ def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path
 def test_every_rotation_is_read_as_transformers_builds_it(name: str, tmp_path: Path) -> None:
     folder = BUILDERS[name](tmp_path)
     config, rotary = read_folder(folder), getattr(text_model(load(folder)), "rotary_emb", None)
-    assert bool(config.rope) == (rotary is not None)
-    for layer_type, rope in config.rope.items():
+    assert bool(config.attention.rope) == (rotary is not None)
+    for layer_type, rope in config.attention.rope.items():
         theirs = getattr(rotary, f"{layer_type}_inv_freq", getattr(rotary, "inv_freq", None))
         own_length = MAX_MODEL_LEN // 8  # up to which dynamic NTK is plain, and LongRoPE short
         assert torch.equal(inverse_frequencies(rope, own_length), theirs)
@@ -360,5 +363,5 @@ def test_the_experts_of_a_saved_model_have_tensors_of_their_own(tmp_path: Path) 
         shape = file.get_slice("model.layers.0.mlp.experts.7.down_proj.weight").get_shape()
     moe = read_folder(folder).moe
     assert moe is not None
-    assert shape == [64, moe.intermediate_size]
+    assert shape == [64, moe.inner_size]
     assert "num_local_experts" in json.loads((folder / "config.json").read_text())

@@ -103,7 +103,7 @@ def test_the_two_ends_routers_and_experts_stay_as_they_are(folder: Path) -> None
     if hasattr(mlp, "router"):
         assert mlp.router.packed.dtype == mlp.experts.gate_up_XIE.dtype == torch.float32
     else:
-        assert mlp.gate_up_proj.weight.packed.dtype == mlp.down_proj.weight.packed.dtype == FP8
+        assert mlp.in_proj.weight.packed.dtype == mlp.down_proj.weight.packed.dtype == FP8
 
 
 def test_a_check_reckons_with_the_bytes_that_an_engine_has(folder: Path) -> None:

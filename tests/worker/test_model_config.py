@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers.models.auto import modeling_auto
 
 from nanocore.protocol.errors import ConfigError, ModelFileError
@@ -17,12 +18,16 @@ from nanocore.worker.config.generation_config import read_generation_defaults
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.layers.moe import SparseDecoderLayer
 from nanocore.worker.models import (
     ARCHITECTURES,
     load_model_config,
     model_class,
     read_model_config,
 )
+from nanocore.worker.models.gemma import Gemma2Model, GemmaConfig
+from nanocore.worker.models.qwen import SharedExpertConfig
+from nanocore.worker.placement import Placement
 
 BASE: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -54,7 +59,7 @@ def parse(family: str, without: str = "", **changes: Any) -> ModelConfig:
     """The config of a family; changes with the value None are null in the file."""
     name = f"{family}ForCausalLM"
     values = BASE | {"num_hidden_layers": 8, "architectures": [name]} | changes
-    if model_class(name).family.sparse:
+    if issubclass(model_class(name).layer_class, SparseDecoderLayer):
         values = EXPERTS | values
     values.pop(without, None)
     return read_model_config(
@@ -63,7 +68,7 @@ def parse(family: str, without: str = "", **changes: Any) -> ModelConfig:
 
 
 def sliding(config: ModelConfig) -> list[int]:
-    return [i for i, kind in enumerate(config.layer_types) if kind == SLIDING]
+    return [i for i, kind in enumerate(config.attention.layer_types) if kind == SLIDING]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -72,7 +77,7 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
 
     values = BASE | {"num_hidden_layers": 30, "num_attention_heads": 32, "hidden_size": 256}
     values |= {"vocab_size": 200_000}  # the defaults of eos_token_id are in it
-    values |= EXPERTS if model_class(name).family.sparse else {}
+    values |= EXPERTS if issubclass(model_class(name).layer_class, SparseDecoderLayer) else {}
     del values["num_key_value_heads"]
     config_class = getattr(transformers, name).config_class
     values = {config_class.attribute_map.get(k, k): v for k, v in values.items()}
@@ -84,31 +89,34 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     )
     whole = config_class(**{k: v for k, v in values.items() if k != "architectures"})
     reference = whole.get_text_config()
-    assert config.num_kv_heads == getattr(reference, "num_key_value_heads", 32)
+    attention = config.attention
+    assert attention.num_kv_heads == getattr(reference, "num_key_value_heads", 32)
     assert config.head_dim == (getattr(reference, "head_dim", None) or 256 // 32)
     eps = "rms_norm_eps" if hasattr(reference, "rms_norm_eps") else "layer_norm_epsilon"
-    assert config.rms_norm_eps == getattr(reference, eps)
+    assert config.norm_eps == getattr(reference, eps)
     assert config.tie_word_embeddings == whole.tie_word_embeddings
-    activation = getattr(reference, model_class(name).family.activation_setting)
+    settings = ("activation_function", "hidden_activation", "hidden_act")
+    activation = next(getattr(reference, key) for key in settings if hasattr(reference, key))
     kinds = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
-    assert config.hidden_act == kinds[activation]
+    assert config.mlp.activation == kinds[activation]
     eos = reference.eos_token_id
     assert config.eos_token_ids == (() if eos is None else (eos,))
     ropes = getattr(reference, "rope_parameters", {})
-    assert bool(config.rope) == bool(ropes)
-    for layer_type, rope in config.rope.items():
+    assert bool(attention.rope) == bool(ropes)
+    for layer_type, rope in attention.rope.items():
         theirs = ropes.get(layer_type, ropes)
         assert rope.theta == theirs["rope_theta"]
         assert rope.rotary_dim == int(config.head_dim * theirs.get("partial_rotary_factor", 1.0))
     window = getattr(reference, "sliding_window", None)
     is_listed = bool(getattr(reference, "layer_types", None))
     types = reference.layer_types if is_listed else [SLIDING if window else FULL] * 30
-    assert list(config.layer_types) == types
-    assert config.sliding_window == (window if SLIDING in types else 0)
-    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
-        assert getattr(config, cap) == (getattr(reference, cap, None) or 0.0)
+    assert list(attention.layer_types) == types
+    assert attention.sliding_window == (window if SLIDING in types else 0)
+    assert attention.softcap == (getattr(reference, "attn_logit_softcapping", None) or 0.0)
+    cap = getattr(reference, "final_logit_softcapping", None) or 0.0
+    assert getattr(config, "logits_softcap", 0.0) == cap
     scalar = getattr(reference, "query_pre_attn_scalar", config.head_dim)
-    assert config.query_scale == getattr(reference, "attention_multiplier", scalar**-0.5)
+    assert attention.scale == getattr(reference, "attention_multiplier", scalar**-0.5)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +139,8 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
 )
 def test_biases(family: str, changes: dict, qkv: bool, o_proj: bool, mlp: bool) -> None:
     config = parse(family, **changes)
-    assert (config.attention_bias, config.o_proj_bias, config.mlp_bias) == (qkv, o_proj, mlp)
+    attention = config.attention
+    assert (attention.bias, attention.o_proj_bias, config.mlp.bias) == (qkv, o_proj, mlp)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +178,7 @@ def test_which_layers_have_a_window(
 ) -> None:
     config = parse(family, **changes)
     assert sliding(config) == list(layers)
-    assert config.sliding_window == window
+    assert config.attention.sliding_window == window
 
 
 @pytest.mark.parametrize(
@@ -182,19 +191,22 @@ def test_which_layers_have_a_window(
     ],
 )
 def test_which_layers_do_not_rotate(changes: dict, layers: set[int]) -> None:
-    config = parse("SmolLM3", **changes)
-    assert {i for i in range(8) if config.rotation(i) == "none"} == layers
-    assert parse("Llama", **changes).unrotated_layers == set()
+    attention = parse("SmolLM3", **changes).attention
+    assert {i for i in range(8) if attention.rotation(i) == "none"} == layers
+    assert parse("Llama", **changes).attention.unrotated_layers == set()
 
 
 def test_gemma2_caps_scales_and_ties() -> None:
     config = parse("Gemma2", query_pre_attn_scalar=144, head_dim=16)
-    assert (config.attn_logit_softcapping, config.final_logit_softcapping) == (50.0, 30.0)
-    assert config.query_scale == 144**-0.5
-    assert config.embedding_scale == 8.0
+    model = Gemma2Model(config, Placement(torch.float32, torch.device("meta")))
+    assert (config.attention.softcap, model.logits_softcap) == (50.0, 30.0)
+    assert config.attention.scale == 144**-0.5
+    assert model.embedding_factor == 8.0
     assert config.tie_word_embeddings
-    assert parse("Gemma2", attn_logit_softcapping=None).attn_logit_softcapping == 0.0
-    assert parse("Gemma3", final_logit_softcapping=5).final_logit_softcapping == 5.0
+    assert parse("Gemma2", attn_logit_softcapping=None).attention.softcap == 0.0
+    gemma3 = parse("Gemma3", final_logit_softcapping=5)
+    assert isinstance(gemma3, GemmaConfig)
+    assert gemma3.logits_softcap == 5.0
 
 
 @pytest.mark.parametrize(
@@ -210,15 +222,15 @@ def test_which_layers_have_experts(changes: dict, layers: set[int]) -> None:
     moe = parse("Qwen3Moe", **changes).moe
     assert moe is not None
     assert moe.sparse_layers == layers
-    assert (moe.num_experts, moe.num_experts_per_tok, moe.intermediate_size) == (8, 2, 32)
+    assert (moe.num_experts, moe.num_experts_per_tok, moe.inner_size) == (8, 2, 32)
     assert not moe.norm_topk_prob
-    assert moe.shared_intermediate_size == 0
+    assert not isinstance(moe, SharedExpertConfig)
 
 
 def test_mixtral_has_experts_in_every_layer_and_normalizes_their_weights() -> None:
     moe = parse("Mixtral", num_local_experts=4, num_experts_per_tok=3, norm_topk_prob=False).moe
     assert moe is not None
-    assert (moe.num_experts, moe.num_experts_per_tok, moe.intermediate_size) == (4, 3, 128)
+    assert (moe.num_experts, moe.num_experts_per_tok, moe.inner_size) == (4, 3, 128)
     assert moe.norm_topk_prob
     assert moe.sparse_layers == set(range(8))
     left_out = parse("Mixtral", without="num_experts_per_tok").moe
@@ -280,7 +292,7 @@ def test_ministral3_serves_what_its_queries_do_not_grow_in(beta: float, length: 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh"])
 def test_the_gelu_of_gemma_is_the_tanh_approximation(activation: str) -> None:
-    assert parse("Gemma", hidden_act=activation).hidden_act == "gelu"
+    assert parse("Gemma", hidden_act=activation).mlp.activation == "gelu"
     both = {"hidden_act": activation, "hidden_activation": "gelu_pytorch_tanh"}
     assert parse("Gemma", **both) == parse("Gemma", hidden_activation=None) == parse("Gemma")
 
@@ -372,13 +384,14 @@ def parse_gpt2(without: str = "", **changes: Any) -> ModelConfig:
 
 def test_gpt2s_names_are_read() -> None:
     config = parse_gpt2()
-    assert (config.hidden_size, config.intermediate_size, config.num_layers) == (64, 256, 2)
-    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 4, 16)
+    attention = config.attention
+    assert (config.hidden_size, config.mlp.inner_size, config.num_layers) == (64, 256, 2)
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 4, 16)
     assert config.max_model_len == config.longest_model_len == 128
-    assert (config.rope, config.unrotated_layers) == ({}, {0, 1})
-    assert config.query_scale == 0.25
-    assert parse_gpt2(scale_attn_weights=False).query_scale == 1.0
-    assert parse_gpt2(n_inner=100).intermediate_size == 100
+    assert [attention.rotation(i) for i in range(2)] == ["none", "none"]
+    assert attention.scale == 0.25
+    assert parse_gpt2(scale_attn_weights=False).attention.scale == 1.0
+    assert parse_gpt2(n_inner=100).mlp.inner_size == 100
 
 
 @pytest.mark.parametrize(

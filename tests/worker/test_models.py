@@ -247,7 +247,7 @@ def test_with_int4_weights_ends_keys_and_values_are_int8_and_routers_as_they_are
     router = moe.num_experts, config.hidden_size
     routers = [kind for kind, shape in asked if shape == router]
     assert routers == [None] * len(moe.sparse_layers)
-    keys_and_values = 2 * config.num_kv_heads * config.head_dim, config.hidden_size
+    keys_and_values = 2 * config.attention.num_kv_heads * config.head_dim, config.hidden_size
     of_eight_bits = [shape for kind, shape in asked if kind == "int8" and shape != end]
     assert of_eight_bits == [keys_and_values] * config.num_layers
     assert {kind for kind, shape in asked if shape not in (end, router)} == {"int8", "int4", None}

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.worker.communication.shared_memory import BUFFER_BYTES, create_group_region
+from nanocore.worker.config.generation_config import GenerationDefaults
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.weights import LoadedSlice, TensorEntry, whole
@@ -241,6 +242,10 @@ def test_an_engine_with_experts_has_one(tmp_path: Path) -> None:
     assert fingerprint(folder) != fingerprint(folder, quantization="int8")
 
 
+class Triton(TorchKernels):
+    name = "triton"
+
+
 @pytest.mark.parametrize(
     ("flags", "has_one"),
     [
@@ -254,15 +259,45 @@ def test_an_engine_with_experts_has_one(tmp_path: Path) -> None:
 def test_on_cuda_it_takes_the_flag_and_sums_in_one_order(
     model: Path, flags: dict[str, Any], has_one: bool
 ) -> None:
-    class Triton(TorchKernels):
-        name = "triton"
-
     dtype = torch.bfloat16
     numerics = rank_numerics(
         make_worker_config(**flags), load_model_config(model), dtype, Triton(),
         kv_cache_format("auto", dtype, "cuda"), b"",
     )  # fmt: skip
     assert (numerics is not None) == has_one
+
+
+@pytest.mark.parametrize(
+    ("family", "part", "changes"),
+    [
+        ("granite", "", {"logits_divisor": 5.0}),
+        ("granite", "", {"embedding_scale": 3.0}),
+        ("gemma2", "", {"logits_softcap": 3.0}),
+        ("gemma2", "", {"norms_are_whole": True}),
+        ("gemma2", "attention", {"scale": 3.0}),
+        ("smollm3", "attention", {"unrotated_layers": frozenset()}),
+        ("gpt2", "mlp", {"activation": "silu"}),
+        ("qwen2_moe", "moe", {"shared_inner_size": 3}),
+    ],
+)
+def test_what_one_family_alone_has_changes_it(
+    family: str, part: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = load_model_config(BUILDERS[family](tmp_path))
+    kept = msgspec.structs.replace(config, generation=GenerationDefaults(ignored=("x",)))
+    if part:
+        changes = {part: msgspec.structs.replace(getattr(config, part), **changes)}
+    changed = msgspec.structs.replace(config, **changes)
+    flags = make_worker_config(batch_invariant=True)
+    numerics = [
+        rank_numerics(
+            flags, model, torch.bfloat16, Triton(),
+            kv_cache_format("auto", torch.bfloat16, "cuda"), b"",
+        )
+        for model in (config, kept, changed)
+    ]  # fmt: skip
+    assert None not in numerics
+    assert numerics[0] == numerics[1] != numerics[2]
 
 
 def test_a_digest_is_of_the_slices_that_a_rank_reads(tmp_path: Path) -> None:

@@ -96,16 +96,18 @@ def test_layers_with_a_window_are_counted_apart(tmp_path: Path) -> None:
     folder = BUILDERS["gemma2"](tmp_path)
     model = load_model_config(folder)
     sliding, full = (
-        sum(kind == name for kind in model.layer_types)
+        sum(kind == name for kind in model.attention.layer_types)
         for name in ("sliding_attention", "full_attention")
     )
     assert min(sliding, full) > 0
-    token_bytes = 2 * model.num_kv_heads * model.head_dim * 4
-    flops = 4 * model.num_heads * model.head_dim
+    token_bytes = 2 * model.attention.num_kv_heads * model.head_dim * 4
+    flops = 4 * model.attention.num_heads * model.head_dim
     assert cost_of(folder).attention == [
         AttentionCost(window=0, kv_bytes=full * token_bytes, pair_flops=full * flops),
         AttentionCost(
-            window=model.sliding_window, kv_bytes=sliding * token_bytes, pair_flops=sliding * flops
+            window=model.attention.sliding_window,
+            kv_bytes=sliding * token_bytes,
+            pair_flops=sliding * flops,
         ),
     ]
 
@@ -117,7 +119,7 @@ def test_experts_are_read_as_they_are_chosen_and_the_embedding_is_not(tmp_path: 
     moe = model.moe
     assert moe is not None
     assert not model.tie_word_embeddings
-    expert = 3 * moe.intermediate_size * model.hidden_size
+    expert = 3 * moe.inner_size * model.hidden_size
     assert cost.expert_params == len(moe.sparse_layers) * moe.num_experts * expert
     assert cost.expert_bytes == 4 * cost.expert_params
     assert cost.lookup_bytes == 4 * model.vocab_size * model.hidden_size

@@ -10,7 +10,7 @@ import torch
 
 from nanocore.kernels.torch.attention import rope
 from nanocore.worker.config.json_settings import Settings
-from nanocore.worker.config.rope_config import RopeConfig, read_shared_rope
+from nanocore.worker.config.rope_config import RopeConfig, read_rope
 from nanocore.worker.layers.rotary import (
     attention_scaling,
     inverse_frequencies,
@@ -54,7 +54,7 @@ def llama_config(rope: dict[str, Any]) -> Any:
 
 def read(rope: dict[str, Any], **others: Any) -> RopeConfig:
     values = {"max_position_embeddings": MAX_LEN, "rope_parameters": rope, **others}
-    return read_shared_rope(Settings(Path("config.json"), values), HEAD_DIM)
+    return read_rope(Settings(Path("config.json"), values), HEAD_DIM)["full_attention"]
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=str)

@@ -81,24 +81,25 @@ def test_published_files_are_read_as_transformers_reads_them(name: str) -> None:
     config_class = getattr(transformers, values["architectures"][0]).config_class
     whole = config_class(**{k: v for k, v in values.items() if k != "architectures"})
     text = whole.get_text_config()
-    for ours, theirs in {
-        "vocab_size": "vocab_size", "hidden_size": "hidden_size", "head_dim": "head_dim",
-        "intermediate_size": "intermediate_size", "num_layers": "num_hidden_layers",
-        "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
-        "rms_norm_eps": "rms_norm_eps",
+    attention = config.attention
+    for theirs, ours in {
+        "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+        "head_dim": attention.head_dim, "intermediate_size": config.mlp.inner_size,
+        "num_hidden_layers": config.num_layers, "num_attention_heads": attention.num_heads,
+        "num_key_value_heads": attention.num_kv_heads, "rms_norm_eps": config.norm_eps,
     }.items():  # fmt: skip
         expected = getattr(text, theirs) or text.hidden_size // text.num_attention_heads
-        assert getattr(config, ours) == expected, ours
+        assert ours == expected, theirs
     assert config.tie_word_embeddings == whole.tie_word_embeddings
     assert config.dtype == str(whole.dtype or "").removeprefix("torch.")
     ids = getattr(whole, "eos_token_id", None) or text.eos_token_id
     assert config.eos_token_ids == (tuple(ids) if isinstance(ids, list) else (ids,))
-    assert config.query_scale == getattr(text, "query_pre_attn_scalar", config.head_dim) ** -0.5
+    assert attention.scale == getattr(text, "query_pre_attn_scalar", config.head_dim) ** -0.5
     window = text.sliding_window
     types = getattr(text, "layer_types", None) or [SLIDING if window else FULL] * config.num_layers
-    assert list(config.layer_types) == types
-    assert config.sliding_window == (window or 0)
-    for layer_type, rope in config.rope.items():
+    assert list(attention.layer_types) == types
+    assert attention.sliding_window == (window or 0)
+    for layer_type, rope in attention.rope.items():
         theirs = text.rope_parameters.get(layer_type, text.rope_parameters)
         assert (rope.kind, rope.theta) == (theirs["rope_type"], theirs["rope_theta"])
         assert rope.factor == theirs.get("factor", 1.0)

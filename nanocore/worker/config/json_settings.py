@@ -131,6 +131,10 @@ class Settings:
         """Whether the setting is there and not null."""
         return self.is_set(name) and self.values[name] is not None
 
+    def was_read(self, name: str) -> bool:
+        """Whether anything has asked for the setting."""
+        return self._full(name) in self.read_names
+
     def get(self, name: str, kind: type[T], default: T) -> T:
         """The setting, or the default where it is absent or null."""
         return self._convert(name, kind) if self.has(name) else default

@@ -1,8 +1,7 @@
 """Rotary position embeddings (RoPE: Su et al. 2021): `RopeConfig`, and the readers of its schemas.
 
-Old: `rope_scaling` beside `rope_theta` (and Gemma 3's `rope_local_base_freq`). New:
-`rope_parameters`, for Gemma 3 one object per layer type. Which of two spellings wins, and what is
-assumed where nothing is said, follows transformers. An unknown key is refused.
+Old: `rope_scaling` beside `rope_theta`. New: `rope_parameters`. Which of two spellings wins, and
+what is assumed where nothing is said, follows transformers. An unknown key is refused.
 """
 
 from __future__ import annotations
@@ -50,6 +49,8 @@ class RopeConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 LayerType = Literal["full_attention", "sliding_attention"]
 LAYER_TYPES: tuple[LayerType, ...] = get_args(LayerType)
+Ropes = dict[LayerType, RopeConfig]
+"""Rotations of both kinds of layers, whether or not a model has them; none if nothing rotates."""
 
 _KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 _KNOWN = {
@@ -63,7 +64,7 @@ _KNOWN = {
 _OTHER_NAMES: dict[str, RopeKind] = {"su": "longrope"}  # of the first Phi-3 files
 
 # Far wider than any model, and narrow enough for the formulas to stay finite in float32.
-_THETA = Range(1, 1e15, exceeds_low=True)
+THETA = Range(1, 1e15, exceeds_low=True)
 _FACTOR = Range(1, 1e6)
 _STRETCH = Range(1e-3, 1e6)
 _BAND = Range(1e-3, 1e6)
@@ -73,44 +74,25 @@ _ATTENTION_FACTOR = Range(1e-3, 1e3)
 _PART = Range(0, 1, exceeds_low=True)
 
 
-def read_shared_rope(settings: Settings, head_dim: int, theta: float = 10_000.0) -> RopeConfig:
-    """The rotation that all layers share. theta: where none is given.
+def read_rope(settings: Settings, head_dim: int, theta: float = 10_000.0) -> Ropes:
+    """One rotation for all layers. theta: where none is given.
 
     Raises ModelFileError: a kind or key that is unknown, or a value that cannot work.
     """
     name = "rope_scaling" if settings.section("rope_scaling").values else "rope_parameters"
-    theta = settings.number("rope_theta", theta, _THETA)
-    return _read(settings, settings.section(name), head_dim, theta)
+    theta = settings.number("rope_theta", theta, THETA)
+    rope = read_rotation(settings, settings.section(name), head_dim, theta)
+    return {"full_attention": rope, "sliding_attention": rope}
 
 
-def read_rope_by_layer_type(settings: Settings, head_dim: int) -> dict[LayerType, RopeConfig]:
-    """Gemma 3's two rotations: a long one for full attention, a short one for the window.
-
-    Raises ModelFileError: as `read_shared_rope`, or a schema that does not tell them apart.
-    """
-    nested = settings.section("rope_parameters")
-    for key in nested.values:
-        if key not in LAYER_TYPES:
-            raise nested.error(key, f"is not one of Gemma 3's layer types: {LAYER_TYPES}")
-    full = nested.section("full_attention")
-    old = settings.section("rope_scaling")
-    if old.values:
-        full = old.with_values(full.values | old.values)
-    full_theta = settings.number("rope_theta", 1_000_000.0, _THETA)
-    local_theta = settings.number("rope_local_base_freq", 10_000.0, _THETA)
-    local = nested.section("sliding_attention")
-    return {
-        "full_attention": _read(settings, full, head_dim, full_theta),
-        "sliding_attention": _read(settings, local, head_dim, local_theta),
-    }
-
-
-def served_lengths(rope: RopeConfig, max_position_embeddings: int) -> tuple[int, int]:
+def served_lengths(rope: RopeConfig | None, max_position_embeddings: int) -> tuple[int, int]:
     """Numbers of positions that a model serves by default, and at most.
 
     vLLM's rules. Where more positions bend all of them, only the original ones are served unasked.
     """
     longest = max_position_embeddings  # longrope's and llama3's is already stretched
+    if rope is None:
+        return longest, longest
     if rope.kind in ("linear", "ntk", "dynamic"):
         longest = int(max_position_embeddings * rope.factor)
     if rope.kind == "yarn":
@@ -121,7 +103,8 @@ def served_lengths(rope: RopeConfig, max_position_embeddings: int) -> tuple[int,
     return longest, longest
 
 
-def _read(settings: Settings, rope: Settings, head_dim: int, theta: float) -> RopeConfig:
+def read_rotation(settings: Settings, rope: Settings, head_dim: int, theta: float) -> RopeConfig:
+    """One rotation, as the object `rope` of config.json has it. Raises: see `read_rope`."""
     for key in rope.values:
         if key not in _KNOWN:
             raise rope.error(key, "is an unknown rotary setting")
@@ -134,7 +117,7 @@ def _read(settings: Settings, rope: Settings, head_dim: int, theta: float) -> Ro
     config = RopeConfig(
         kind=kind,
         rotary_dim=int(head_dim * rope.number("partial_rotary_factor", partial, _PART)),
-        theta=rope.number("rope_theta", theta, _THETA),
+        theta=rope.number("rope_theta", theta, THETA),
         factor=rope.number("factor", factor, _FACTOR),
         original_max_position_embeddings=original_length,
         low_freq_factor=rope.number("low_freq_factor", 1.0, _BAND),

@@ -68,11 +68,11 @@ def _attention(model: DecoderModel, layout: KVLayout, block_size: int) -> list[A
 def activation_bytes(model: DecoderModel, config: WorkerConfig) -> int:
     """About: hidden states of the largest step in its widest layer, and logits of every row."""
     model_config, tp_size = model.config, config.tensor_parallel_size
-    heads = 2 * model_config.num_heads + 2 * model_config.num_kv_heads  # Q, K, V and the result
-    inner, moe = model_config.intermediate_size, model_config.moe
+    attention, inner, moe = model_config.attention, model_config.mlp.inner_size, model_config.moe
+    heads = 2 * attention.num_heads + 2 * attention.num_kv_heads  # Q, K, V and the result
     if moe is not None:
-        inner = max(inner, moe.intermediate_size * moe.num_experts_per_tok)
-    widest = max(heads * model_config.head_dim, 3 * inner) // tp_size
+        inner = max(inner, moe.inner_size * moe.num_experts_per_tok)
+    widest = max(heads * attention.head_dim, 3 * inner) // tp_size
     itemsize = model.placement.dtype.itemsize
     num_bytes = config.max_num_batched_tokens * (2 * model_config.hidden_size + widest) * itemsize
     if model.head is not None:
@@ -88,8 +88,9 @@ def table_bytes(model: DecoderModel, config: WorkerConfig) -> int:
 
 
 def _rotary_values(config: ModelConfig) -> int:
-    rotations = set(map(config.rotation, range(config.num_layers)))
-    return sum(2 if name == "none" else config.rope[name].rotary_dim for name in rotations)
+    attention = config.attention
+    rotations = set(map(attention.rotation, range(config.num_layers)))
+    return sum(2 if name == "none" else attention.rope[name].rotary_dim for name in rotations)
 
 
 def _num_bytes(entry: TensorEntry) -> int:

@@ -1,24 +1,24 @@
-"""Grouped-query attention over the paged KV cache, with the variations that families ask for.
+"""Grouped-query attention over the paged KV cache, with what `AttentionConfig` asks for.
 
-Query heads are split over ranks, and KV heads with them. QK-norm, biases, windows, soft-capping and
-partial rotary embeddings are settings of the model's configuration.
+Query heads are split over ranks, and KV heads with them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torch import Tensor
 
 from nanocore.kernels.attention import AttentionSpec, KVCache, QKNorm
-from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.model_config import AttentionConfig
 from nanocore.worker.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
     RowShard,
     StepContext,
 )
-from nanocore.worker.layers.norm import RMSNorm
+from nanocore.worker.layers.norm import Norm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.memory.kv_memory import KVSpec
@@ -26,9 +26,16 @@ from nanocore.worker.placement import Placement
 
 
 class Attention:
-    """One layer's attention. num_heads: on this rank."""
+    """One layer's attention. make_norm: of the family's norm, by size. num_heads: on this rank."""
 
-    def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        config: AttentionConfig,
+        hidden_size: int,
+        layer: int,
+        make_norm: Callable[[int], Norm],
+    ) -> None:
         head_dim = self.head_dim = config.head_dim
         self.num_heads = placement.share(
             config.num_heads, "the number of heads (num_attention_heads)"
@@ -37,23 +44,21 @@ class Attention:
         kv_rows = RowShard.kv_heads(placement, config.num_kv_heads, head_dim)
         self.kv_spec = KVSpec(kv_rows.size // head_dim, head_dim)
         self.qkv_proj = ColumnParallelLinear(
-            placement, config.hidden_size, [q_rows, kv_rows, kv_rows], bias=config.attention_bias
+            placement, hidden_size, [q_rows, kv_rows, kv_rows], bias=config.bias
         )
         self.o_proj = RowParallelLinear(
             placement,
             config.num_heads * head_dim,
-            config.hidden_size,
+            hidden_size,
             "the size of all heads",
             bias=config.o_proj_bias,
         )
-        self.q_norm = RMSNorm(placement, config, head_dim) if config.qk_norm else None
-        self.k_norm = RMSNorm(placement, config, head_dim) if config.qk_norm else None
+        self.q_norm = self.k_norm = None
+        if config.qk_norm:
+            self.q_norm, self.k_norm = make_norm(head_dim), make_norm(head_dim)
         self.rotation = config.rotation(layer)
-        is_sliding = config.layer_types[layer] == "sliding_attention"
         self.spec = AttentionSpec(
-            scale=config.query_scale,
-            window=config.sliding_window if is_sliding else 0,
-            softcap=config.attn_logit_softcapping,
+            scale=config.scale, window=config.window(layer), softcap=config.softcap
         )
 
     @property

@@ -1,6 +1,6 @@
 """A decoder-only transformer: embedding, layers, norm and head, in the parts that one rank holds.
 
-Families differ in how they read config.json (`DecoderModel.family`), in their layers
+Families differ in how they read config.json (`DecoderModel.read`), in their layers
 (`layer_class`), and in what their checkpoints call things. A pipeline stage holds a range of
 layers; hidden states pass between stages with the residual added.
 """
@@ -8,15 +8,16 @@ layers; hidden states pass between stages with the residual added.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, Protocol
 
-import torch
 from torch import Tensor
 
 from nanocore.kernels.attention import KVCache, Rotary
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.step import BegunStep, StepRows
-from nanocore.worker.config.family import Family
+from nanocore.worker.config.config_json import ConfigReader
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.linear import StepContext, VocabParallelEmbedding
@@ -36,34 +37,6 @@ from nanocore.worker.placement import Placement
 from nanocore.worker.rank_messages import Quantization
 
 
-class Layer(Protocol):
-    """One decoder layer. The residual stream is carried apart, so that norms can add it.
-
-    norm_class: of its norms, and of the one after the last layer. attention: what it sees, and at
-    what cost. kv_spec: what it keeps of a token.
-    """
-
-    norm_class: ClassVar[type[Norm]]
-    attention: Attention
-    kv_spec: KVSpec
-
-    def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None: ...
-
-    def entries(self, prefix: str) -> Entries:
-        """Map the checkpoint's tensors with this prefix to this rank's parameters."""
-        ...
-
-    def pack(self, packer: WeightPacker) -> None:
-        """Have the backend pack each weight as soon as it is filled; once."""
-        ...
-
-    def __call__(
-        self, x_TE: Tensor, residual_TE: Tensor | None, cache: KVCache, context: StepContext
-    ) -> tuple[Tensor, Tensor]:
-        """(what is to be added to the residual, the residual)."""
-        ...
-
-
 class MLP(Protocol):
     """The part of a layer behind attention: a gated MLP, or experts; [T, E] to [T, E]."""
 
@@ -77,14 +50,23 @@ class MLP(Protocol):
 
 
 class DecoderLayer:
-    """The common kind: attention and MLP, each after a norm."""
+    """Attention and MLP, each after a norm. The residual stream is apart, so that norms can add it.
+
+    norm_class: of its norms, and of the one after the last layer. kv_spec: what it keeps of tokens.
+    """
 
     attention_class: ClassVar[type[Attention]] = Attention
     norm_class: ClassVar[type[Norm]] = RMSNorm
     mlp: MLP
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
-        self.attention = self.attention_class(placement, config, layer)
+        self.attention = self.attention_class(
+            placement,
+            config.attention,
+            config.hidden_size,
+            layer,
+            partial(self.norm_class, placement, config),
+        )
         self.kv_spec = self.attention.kv_spec
         self.mlp = self.make_mlp(placement, config, layer)
         self.make_norms(placement, config)
@@ -95,9 +77,10 @@ class DecoderLayer:
 
     def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
         """Make this layer's MLP; families with experts override it."""
-        return GatedMLP(placement, config, config.intermediate_size)
+        return GatedMLP(placement, config.mlp, config.hidden_size)
 
     def entries(self, prefix: str) -> Entries:
+        """Map the checkpoint's tensors with this prefix to this rank's parameters."""
         return {
             **self.attention.entries(f"{prefix}self_attn."),
             **self.mlp.entries(f"{prefix}mlp."),
@@ -105,6 +88,7 @@ class DecoderLayer:
         }
 
     def pack(self, packer: WeightPacker) -> None:
+        """Have the backend pack each weight as soon as it is filled; once."""
         self.attention.pack(packer)
         self.mlp.pack(packer)
 
@@ -118,6 +102,7 @@ class DecoderLayer:
     def __call__(
         self, x_TE: Tensor, residual_TE: Tensor | None, cache: KVCache, context: StepContext
     ) -> tuple[Tensor, Tensor]:
+        """(what is to be added to the residual, the residual)."""
         x_TE, residual_TE = self.input_norm.add(x_TE, residual_TE, context.kernels)
         x_TE = self.attention(x_TE, cache, context)
         x_TE, residual_TE = self.post_attention_norm.add(x_TE, residual_TE, context.kernels)
@@ -127,17 +112,20 @@ class DecoderLayer:
 class DecoderModel:
     """One rank's part of the model, its parameters allocated and not yet filled.
 
+    embedding_factor: of embeddings. logits_softcap: see `Kernels.logits`. hidden_factor: what the
+    last norm's results are to be multiplied by, to be those of the checkpoint's model.
+
     Raises ConfigError: the model cannot be split as the placement asks.
     """
 
-    family: ClassVar[Family]
-    layer_class: ClassVar[type[Layer]] = DecoderLayer
+    layer_class: ClassVar[type[DecoderLayer]] = DecoderLayer
+    embedding_factor = 1.0
+    logits_softcap = 0.0
+    hidden_factor = 1.0
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
         self.config = config
         self.placement = placement
-        # Rounded as in training, where the factor had the model's dtype.
-        self.embedding_factor = torch.tensor(config.embedding_scale, dtype=placement.dtype).item()
         self.layer_range = placement.stage_layers(config.num_layers)
         self.layers = [self.layer_class(placement, config, i) for i in self.layer_range]
         self.embedding = self._vocabulary() if placement.is_first_stage else None
@@ -147,6 +135,19 @@ class DecoderModel:
             tied = config.tie_word_embeddings
             self.head = (self.embedding if tied else None) or self._vocabulary()
             self.norm = self.layer_class.norm_class(placement, config, config.hidden_size)
+
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        """Read the family's configuration.
+
+        Raises ModelFileError: a setting that is missing, malformed or not implemented.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def translate(cls, settings: Settings) -> Settings:
+        """Return config.json under the names that most families have; `common_name` of tensors."""
+        return settings
 
     def entries(self) -> Entries:
         """Every tensor the checkpoint must hold; those of other stages have no parts here."""
@@ -198,18 +199,16 @@ class DecoderModel:
                 self.embedding.pack_as_embedding(packer)
 
     def finish(self) -> None:
-        if self.norm is not None and self.config.logits_divisor != 1.0:
-            # Which divides the logits, and costs nothing.
-            self.norm.weight = self.norm.weight / self.config.logits_divisor
+        """Called when all is filled and packed."""
 
     def rotary_tables(self, max_len: int) -> dict[str, Rotary]:
-        """cos and sin for positions below max_len, by `ModelConfig.rotation`."""
-        config, dtype, device = self.config, self.placement.dtype, self.placement.device
+        """cos and sin for positions below max_len, by `AttentionConfig.rotation`."""
+        config, dtype, device = self.config.attention, self.placement.dtype, self.placement.device
         return {
             name: rotary_table(
                 None if name == "none" else config.rope[name], max_len, dtype, device
             )
-            for name in dict.fromkeys(map(config.rotation, range(config.num_layers)))
+            for name in dict.fromkeys(map(config.rotation, range(self.config.num_layers)))
         }
 
     def begin_step(self, rows: StepRows, kernels: Kernels) -> BegunStep:
@@ -236,7 +235,7 @@ class DecoderModel:
     def compute_logits(self, hidden_RE: Tensor, kernels: Kernels) -> Tensor:
         """Logits of this rank's tokens, float32 [R, V / tp], for rows that sample; last stage."""
         assert self.head is not None, "logits leave at the last stage"
-        return self.head.logits(hidden_RE, self.config.final_logit_softcapping, kernels)
+        return self.head.logits(hidden_RE, self.logits_softcap, kernels)
 
     def _vocabulary(self, placement: Placement | None = None) -> VocabParallelEmbedding:
         config = self.config

@@ -23,7 +23,7 @@ from nanocore.worker.placement import Placement
 
 
 class StepContext(msgspec.Struct, frozen=True):
-    """What layers see of a step. rotary: of all positions, by `ModelConfig.rotation`."""
+    """What layers see of a step. rotary: of all positions, by `AttentionConfig.rotation`."""
 
     kernels: Kernels
     metadata: AttentionMetadata

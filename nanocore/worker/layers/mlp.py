@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
-from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.model_config import MLPConfig
 from nanocore.worker.layers.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -19,65 +21,49 @@ from nanocore.worker.placement import Placement
 class GatedMLP:
     """One layer's MLP, split over ranks. what: the inner size's name in config.json."""
 
+    inputs: ClassVar[tuple[str, ...]] = ("gate_proj", "up_proj")
+    """Projections of the input, stacked in `in_proj`."""
+
     def __init__(
         self,
         placement: Placement,
-        config: ModelConfig,
-        inner_size: int,
+        config: MLPConfig,
+        hidden_size: int,
         what: str = "intermediate_size",
     ) -> None:
-        self.activation = config.hidden_act
-        rows = RowShard.share(placement, inner_size, what)
-        self.gate_up_proj = ColumnParallelLinear(
-            placement, config.hidden_size, [rows, rows], bias=config.mlp_bias
-        )
+        self.activation, bias = config.activation, config.bias
+        rows = [RowShard.share(placement, config.inner_size, what)] * len(self.inputs)
+        self.in_proj = ColumnParallelLinear(placement, hidden_size, rows, bias=bias)
         self.down_proj = RowParallelLinear(
-            placement, inner_size, config.hidden_size, what, bias=config.mlp_bias
+            placement, config.inner_size, hidden_size, what, bias=bias
         )
 
     def entries(self, prefix: str) -> Entries:
         return {
-            **self.gate_up_proj.entries(f"{prefix}gate_proj", f"{prefix}up_proj"),
+            **self.in_proj.entries(*(prefix + name for name in self.inputs)),
             **self.down_proj.entries(f"{prefix}down_proj"),
         }
 
     def pack(self, packer: WeightPacker) -> None:
-        self.gate_up_proj.pack(packer)
+        self.in_proj.pack(packer)
         self.down_proj.pack(packer)
 
+    def inner(self, x_TE: Tensor, context: StepContext) -> Tensor:
+        """Input of `down_proj`, [T, I / tp]."""
+        return self.in_proj.gated(x_TE, self.activation, context)
+
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        return self.down_proj(self.gate_up_proj.gated(x_TE, self.activation, context), context)
+        return self.down_proj(self.inner(x_TE, context), context)
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """This rank's summand of the result, before biases."""
-        inner_TI = self.gate_up_proj.gated(x_TE, self.activation, context)
-        return self.down_proj.partial_sum(inner_TI, context)
+        return self.down_proj.partial_sum(self.inner(x_TE, context), context)
 
 
-class PlainMLP:
-    """One layer's MLP without a gate, down(act(up(x))), split over ranks."""
+class PlainMLP(GatedMLP):
+    """An MLP without a gate, down(act(up(x)))."""
 
-    def __init__(self, placement: Placement, config: ModelConfig) -> None:
-        inner_size, what = config.intermediate_size, "intermediate_size"
-        self.activation = config.hidden_act
-        self.up_proj = ColumnParallelLinear(
-            placement,
-            config.hidden_size,
-            [RowShard.share(placement, inner_size, what)],
-            bias=config.mlp_bias,
-        )
-        self.down_proj = RowParallelLinear(
-            placement, inner_size, config.hidden_size, what, bias=config.mlp_bias
-        )
+    inputs = ("up_proj",)
 
-    def entries(self, prefix: str) -> Entries:
-        up_proj, down_proj = f"{prefix}up_proj", f"{prefix}down_proj"
-        return self.up_proj.entries(up_proj) | self.down_proj.entries(down_proj)
-
-    def pack(self, packer: WeightPacker) -> None:
-        self.up_proj.pack(packer)
-        self.down_proj.pack(packer)
-
-    def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        inner_TI = context.kernels.activate(self.up_proj(x_TE, context), self.activation)
-        return self.down_proj(inner_TI, context)
+    def inner(self, x_TE: Tensor, context: StepContext) -> Tensor:
+        return context.kernels.activate(self.in_proj(x_TE, context), self.activation)

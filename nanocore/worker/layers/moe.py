@@ -17,7 +17,7 @@ from torch import Tensor
 from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight
-from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.model_config import MLPConfig, ModelConfig, MoeConfig
 from nanocore.worker.layers.decoder import MLP, DecoderLayer
 from nanocore.worker.layers.linear import RowShard, StepContext
 from nanocore.worker.layers.packing import MetaWeight, Weight, WeightPacker
@@ -26,21 +26,21 @@ from nanocore.worker.placement import Placement
 
 
 class SparseMLP:
-    """One layer's experts and its router.
+    """One layer's experts and its router. mlp: the dense one in whose place they are.
 
     Raises ConfigError: moe_intermediate_size cannot be shared evenly.
     """
 
-    def __init__(self, placement: Placement, config: ModelConfig) -> None:
-        moe, hidden_size = config.moe, config.hidden_size
-        assert moe is not None, "only families with experts have sparse layers"
+    def __init__(
+        self, placement: Placement, config: MoeConfig, mlp: MLPConfig, hidden_size: int
+    ) -> None:
         self.tp = placement.tp
-        self.num_experts_per_tok = moe.num_experts_per_tok
-        self.norm_topk_prob = moe.norm_topk_prob
-        self.activation = config.hidden_act
-        self.rows = RowShard.share(placement, moe.intermediate_size, "moe_intermediate_size")
-        self.router = Weight(placement, moe.num_experts, hidden_size)
-        self._weights = _Weights(placement, moe.num_experts, self.rows.size, hidden_size)
+        self.num_experts_per_tok = config.num_experts_per_tok
+        self.norm_topk_prob = config.norm_topk_prob
+        self.activation = mlp.activation
+        self.rows = RowShard.share(placement, config.inner_size, "moe_intermediate_size")
+        self.router = Weight(placement, config.num_experts, hidden_size)
+        self._weights = _Weights(placement, config.num_experts, self.rows.size, hidden_size)
 
     def entries(self, prefix: str) -> Entries:
         num_experts, hidden_size = self.router.out_features, self.router.in_features
@@ -135,5 +135,5 @@ class SparseDecoderLayer(DecoderLayer):
 
     def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
         if config.moe and layer in config.moe.sparse_layers:
-            return self.sparse_mlp(placement, config)
+            return self.sparse_mlp(placement, config.moe, config.mlp, config.hidden_size)
         return super().make_mlp(placement, config, layer)

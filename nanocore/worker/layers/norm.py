@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,44 +14,39 @@ from nanocore.worker.loading.weights import Entries, whole
 from nanocore.worker.placement import Placement
 
 
-class Norm(Protocol):
-    """A norm of hidden states over their last dimension."""
+class Norm:
+    """A norm of hidden states over their last dimension; not split over ranks.
 
-    weight: Tensor
+    dtype: of the weight; None is the model's. With float32, kernels round the product with it once.
+    """
 
-    def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None: ...
+    dtype: ClassVar[torch.dtype | None] = None
+
+    def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None:
+        self.eps = config.norm_eps
+        self.weight = placement.empty(size, dtype=self.dtype)
 
     def entries(self, name: str) -> Entries:
         """Map the checkpoint's tensors with this name to the parameters."""
-        ...
+        return {f"{name}.weight": whole(self.weight)}
 
-    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor: ...
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        raise NotImplementedError
 
     def add(self, x: Tensor, residual: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); without a residual x is it."""
-        ...
+        total = x if residual is None else residual + x
+        return self(total, kernels), total
 
     def select_add(
         self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, kernels: Kernels
     ) -> Tensor:
         """norm(x + residual) of these rows, [R, E]."""
-        ...
+        return self(residual_TE[index_R] + x_TE[index_R], kernels)
 
 
-class RMSNorm:
-    """x / rms(x) * weight over the last dimension; not split over ranks.
-
-    Where the checkpoint stores weights less an offset (Gemma), they are kept in float32 with it
-    added, which also makes kernels round the product once, as that family does.
-    """
-
-    def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None:
-        self.eps = config.rms_norm_eps
-        self.weight = placement.empty(size, dtype=torch.float32 if config.norm_offset else None)
-        self.offset = 0.0 if config.norms_are_whole else config.norm_offset
-
-    def entries(self, name: str) -> Entries:
-        return {f"{name}.weight": whole(self.weight, self.offset)}
+class RMSNorm(Norm):
+    """x / rms(x) * weight."""
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         return kernels.rms_norm(x, self.weight, self.eps)
@@ -67,25 +62,15 @@ class RMSNorm:
         return kernels.select_add_rms_norm(x_TE, residual_TE, index_R, self.weight, self.eps)
 
 
-class LayerNorm:
-    """(x - mean) / deviation * weight + bias (Ba et al. 2016), likewise."""
+class LayerNorm(Norm):
+    """(x - mean) / deviation * weight + bias (Ba et al. 2016)."""
 
     def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None:
-        self.eps = config.rms_norm_eps
-        self.weight = placement.empty(size)
+        super().__init__(placement, config, size)
         self.bias = placement.empty(size)
 
     def entries(self, name: str) -> Entries:
-        return {f"{name}.weight": whole(self.weight), f"{name}.bias": whole(self.bias)}
+        return {**super().entries(name), f"{name}.bias": whole(self.bias)}
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-    def add(self, x: Tensor, residual: Tensor | None, kernels: Kernels) -> tuple[Tensor, Tensor]:
-        total = x if residual is None else residual + x
-        return self(total, kernels), total
-
-    def select_add(
-        self, x_TE: Tensor, residual_TE: Tensor, index_R: Tensor, kernels: Kernels
-    ) -> Tensor:
-        return self(residual_TE[index_R] + x_TE[index_R], kernels)

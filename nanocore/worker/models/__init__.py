@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 from msgspec.structs import replace
 
 from nanocore.protocol.errors import ModelFileError, shorten
-from nanocore.worker.config.config_json import parse_model_config
+from nanocore.worker.config.config_json import ConfigReader, refuse_other_kinds
 from nanocore.worker.config.generation_config import override_generation
 from nanocore.worker.config.json_settings import Settings, check_all_read, note_oddity, override
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.loading.gguf.architectures import has_whole_norms
 from nanocore.worker.loading.gguf.gguf_config import config_settings, has_bias
 from nanocore.worker.loading.gguf.gguf_files import is_gguf, read_headers
 from nanocore.worker.loading.gguf.model_files import generation_settings
@@ -86,22 +85,20 @@ def load_model_config(
         ModelFileError: a missing or malformed file, an unknown architecture, or a setting that is
             not implemented. ConfigError: an override that nothing reads.
     """
-    config = _load_model_config(folder, overrides or {})
+    if found := is_gguf(folder):
+        stored, generation = config_settings(folder), generation_settings(folder)
+    else:
+        stored, generation = _read_folder(folder)
+    settings = override(stored, overrides or {})
+    config = read_model_config(settings, generation, found)
+    if found and config.attention.o_proj_bias:
+        has_one = has_bias(read_headers(folder), "attn_output")
+        config = replace(config, attention=replace(config.attention, o_proj_bias=has_one))
+    check_all_read(settings, overrides or {})
     return replace(config, generation=override_generation(config.generation, of_generation or {}))
 
 
-def _load_model_config(folder: Path, overrides: Mapping[str, Any]) -> ModelConfig:
-    if is_gguf(folder):
-        settings, generation = config_settings(folder), generation_settings(folder)
-        settings = override(settings, overrides)
-        config = read_model_config(settings, generation)
-        config = replace(
-            config,
-            norms_are_whole=has_whole_norms(folder),
-            o_proj_bias=config.o_proj_bias and has_bias(read_headers(folder), "attn_output"),
-        )
-        check_all_read(settings, overrides)
-        return config
+def _read_folder(folder: Path) -> tuple[Settings, Settings]:
     if not folder.is_dir():
         raise ModelFileError(
             f"model {str(folder)!r} is not a folder: give the path of a folder in Hugging Face "
@@ -110,14 +107,13 @@ def _load_model_config(folder: Path, overrides: Mapping[str, Any]) -> ModelConfi
     path = folder / "generation_config.json"
     is_there = path.exists() or path.is_symlink()  # a link to nothing is an error
     generation = Settings.read(path) if is_there else Settings(path, {})
-    settings = override(Settings.read(folder / "config.json"), overrides)
-    config = read_model_config(settings, generation)
-    check_all_read(settings, overrides)
-    return config
+    return Settings.read(folder / "config.json"), generation
 
 
-def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
-    """The contents of config.json and generation_config.json.
+def read_model_config(
+    settings: Settings, generation: Settings, is_gguf: bool = False
+) -> ModelConfig:
+    """The contents of config.json and generation_config.json. is_gguf: see `ConfigReader`.
 
     Raises ModelFileError: see `load_model_config`.
     """
@@ -138,8 +134,10 @@ def read_model_config(settings: Settings, generation: Settings) -> ModelConfig:
             f"{settings.source}: architecture {shorten(repr(architecture))} is unknown"
             f"{_nearest(architecture)}; known: {', '.join(ARCHITECTURES)}"
         )
-    family = model_class(architecture).family
-    return parse_model_config(architecture, family, settings, generation)
+    model = model_class(architecture)
+    settings = model.translate(settings)
+    refuse_other_kinds(settings)
+    return model.read(ConfigReader(architecture, settings, generation, is_gguf))
 
 
 def _by_model_type(settings: Settings) -> list[str]:

@@ -5,59 +5,82 @@ Norm weights are stored less one. Of models that also see images the text part i
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
+import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.attention import KVCache
-from nanocore.worker.config.family import Family, Softcap, no_window, window_with_gaps
+from nanocore.worker.config.config_json import ConfigReader, Windows
 from nanocore.worker.config.json_settings import Settings
-from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.model_config import AttentionConfig, ModelConfig
+from nanocore.worker.config.rope_config import LAYER_TYPES, THETA, Ropes, read_rotation
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.linear import StepContext
-from nanocore.worker.layers.norm import RMSNorm
-from nanocore.worker.loading.weights import Entries
+from nanocore.worker.layers.norm import Norm, RMSNorm
+from nanocore.worker.loading.weights import Entries, whole
 from nanocore.worker.models.text_part import TextModelPart, read_text_config
 from nanocore.worker.placement import Placement
 
 _GELU = "gelu_pytorch_tanh"
 
 
-def _translate(settings: Settings) -> Settings:
-    # The first files say gelu and mean its tanh approximation; later ones say so by two names.
-    if settings.get("hidden_activation", str, _GELU) != _GELU:
-        raise settings.error("hidden_activation", f"is not implemented; known: {_GELU}")
-    if settings.get("hidden_act", str, _GELU) != "gelu":
-        return settings
-    return settings.with_values(settings.values | {"hidden_act": _GELU})
+class GemmaConfig(ModelConfig, frozen=True, kw_only=True):
+    """logits_softcap: see `Kernels.logits`. norms_are_whole: llama.cpp's converter adds the one."""
+
+    logits_softcap: float = 0.0
+    norms_are_whole: bool
+
+
+class GemmaNorm(RMSNorm):
+    """Keeps the weight with the one added, and rounds the product with it once."""
+
+    dtype = torch.float32
+
+    def __init__(self, placement: Placement, config: GemmaConfig, size: int) -> None:
+        super().__init__(placement, config, size)
+        self.offset = 0.0 if config.norms_are_whole else 1.0
+
+    def entries(self, name: str) -> Entries:
+        return {f"{name}.weight": whole(self.weight, self.offset)}
+
+
+class GemmaLayer(DecoderLayer):
+    norm_class: ClassVar[type[Norm]] = GemmaNorm
 
 
 class GemmaModel(DecoderModel):
     """Gemma: Llama's layer with a gelu."""
 
-    family = Family(
-        num_kv_heads=16,
-        head_dim=256,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        activation=_GELU,
-        bias_setting="attention_bias",
-        biased_o_proj=True,
-        window=no_window,
-        scaled_embedding=True,
-        norm_offset=1.0,
-        translate=_translate,
-    )
+    layer_class = GemmaLayer
+
+    def __init__(self, config: GemmaConfig, placement: Placement) -> None:
+        super().__init__(config, placement)
+        # Rounded as in training, where the factor had the model's dtype.
+        self.embedding_factor = torch.tensor(config.hidden_size**0.5, dtype=placement.dtype).item()
+        self.logits_softcap = config.logits_softcap
+
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        # The first files say gelu and mean its tanh approximation; later ones say so by two names.
+        settings, name = reader.settings, "hidden_act"
+        if settings.get("hidden_activation", str, _GELU) != _GELU:
+            raise settings.error("hidden_activation", f"is not implemented; known: {_GELU}")
+        if settings.get(name, str, _GELU) == "gelu":
+            name = "hidden_activation"
+        bias = reader.flag("attention_bias")
+        attention = reader.attention(num_kv_heads=16, head_dim=256, bias=bias)
+        return _read_model(reader, attention, name)
 
 
-class Gemma2Layer(DecoderLayer):
+class Gemma2Layer(GemmaLayer):
     """Norms on both sides: of the input and of the output of attention and of the MLP."""
 
     def make_norms(self, placement: Placement, config: ModelConfig) -> None:
         super().make_norms(placement, config)
-        self.pre_feedforward_norm = RMSNorm(placement, config, config.hidden_size)
-        self.post_feedforward_norm = RMSNorm(placement, config, config.hidden_size)
+        self.pre_feedforward_norm = self.norm_class(placement, config, config.hidden_size)
+        self.post_feedforward_norm = self.norm_class(placement, config, config.hidden_size)
 
     def norm_entries(self, prefix: str) -> Entries:
         return {
@@ -76,40 +99,82 @@ class Gemma2Layer(DecoderLayer):
         return self.post_feedforward_norm(self.mlp(x_TE, context), kernels), residual_TE
 
 
-class Gemma2Model(DecoderModel):
+class Gemma2Model(GemmaModel):
     """Gemma 2: capped logits, and a window in every other layer."""
 
-    family = Family(
-        num_kv_heads=4,
-        head_dim=256,
-        tie_word_embeddings=True,
-        eos_token_id=1,
-        activation="gelu_pytorch_tanh",
-        activation_setting="hidden_activation",
-        bias_setting="attention_bias",
-        biased_o_proj=True,
-        window=window_with_gaps(2, None),
-        free_layer_types=True,
-        query_pre_attn_scalar=256,
-        attn_logit_softcapping=Softcap(50.0),
-        final_logit_softcapping=Softcap(30.0),
-        scaled_embedding=True,
-        norm_offset=1.0,
-        fits_float16=False,
-    )
     layer_class = Gemma2Layer
+
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        softcap = reader.softcap("attn_logit_softcapping", 50.0)
+        return _read(reader, 30.0, windows=_windows(reader, 2), softcap=softcap)
 
 
 class Gemma3Model(Gemma2Model):
     """Gemma 3: Gemma 2's layer with QK-norm and no caps; windowed layers rotate differently."""
 
-    family = replace(
-        Gemma2Model.family,
-        window=window_with_gaps(6, "sliding_window_pattern"),
-        rope_by_layer_type=True,
-        attn_logit_softcapping=None,  # transformers' Gemma 3 does not cap attention
-        final_logit_softcapping=Softcap(None),
-        qk_norm=True,
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        windows = _windows(reader, reader.settings.size("sliding_window_pattern", 6))
+        config = _read(reader, None, windows=windows, rope=_read_rope, qk_norm=True)
+        length = reader.settings.size("max_position_embeddings")  # it is already stretched
+        return replace(config, max_model_len=length, longest_model_len=length)
+
+
+def _windows(reader: ConfigReader, period: int) -> Windows:
+    window = reader.settings.nullable("sliding_window", int, 4096)
+    return window, lambda layer: (layer + 1) % period != 0
+
+
+def _read_rope(settings: Settings, head_dim: int) -> Ropes:
+    """Two rotations: a long one for full attention, a short one for the window.
+
+    Each has an object of its own, or else the older settings have two names for the base.
+    """
+    nested = settings.section("rope_parameters")
+    for key in nested.values:
+        if key not in LAYER_TYPES:
+            raise nested.error(key, f"is not one of Gemma 3's layer types: {LAYER_TYPES}")
+    full = nested.section("full_attention")
+    old = settings.section("rope_scaling")
+    if old.values:
+        full = old.with_values(full.values | old.values)
+    full_theta = settings.number("rope_theta", 1_000_000.0, THETA)
+    local_theta = settings.number("rope_local_base_freq", 10_000.0, THETA)
+    local = nested.section("sliding_attention")
+    return {
+        "full_attention": read_rotation(settings, full, head_dim, full_theta),
+        "sliding_attention": read_rotation(settings, local, head_dim, local_theta),
+    }
+
+
+def _read(reader: ConfigReader, logits_softcap: float | None, **own: Any) -> ModelConfig:
+    """Gemma 2 or 3. logits_softcap: the default. own: of its attention."""
+    attention = reader.attention(
+        num_kv_heads=4,
+        head_dim=256,
+        bias=reader.flag("attention_bias"),
+        scale=reader.settings.size("query_pre_attn_scalar", 256) ** -0.5,
+        free_layer_types=True,
+        **own,
+    )
+    softcap = reader.softcap("final_logit_softcapping", logits_softcap)
+    return _read_model(
+        reader, attention, "hidden_activation", fits_float16=False, logits_softcap=softcap
+    )
+
+
+def _read_model(
+    reader: ConfigReader, attention: AttentionConfig, activation: str, **own: Any
+) -> ModelConfig:
+    return reader.model(
+        attention,
+        reader.mlp(activation, _GELU),
+        GemmaConfig,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        norms_are_whole=reader.is_gguf,
+        **own,
     )
 
 
@@ -119,11 +184,9 @@ _TEXT_DEFAULTS: Final[dict[str, Any]] = {
 """Settings that published files leave out, in addition to the family's own defaults."""
 
 
-def _translate_text_part(settings: Settings) -> Settings:
-    return read_text_config(settings, {"gemma3_text": _TEXT_DEFAULTS})[1]
-
-
 class Gemma3ImageTextModel(TextModelPart, Gemma3Model):
     """The text part of a Gemma 3 that also sees images."""
 
-    family = replace(Gemma3Model.family, translate=_translate_text_part)
+    @classmethod
+    def translate(cls, settings: Settings) -> Settings:
+        return read_text_config(settings, {"gemma3_text": _TEXT_DEFAULTS})[1]

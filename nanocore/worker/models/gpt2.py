@@ -6,19 +6,19 @@ or without.
 
 from __future__ import annotations
 
-from typing import ClassVar, Final
+from typing import Final
 
-from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.attention import KVCache
-from nanocore.worker.config.family import Family, no_window
+from nanocore.worker.config.config_json import ConfigReader
 from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.rope_config import Ropes
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.layers.mlp import PlainMLP
-from nanocore.worker.layers.norm import LayerNorm, Norm
+from nanocore.worker.layers.norm import LayerNorm
 from nanocore.worker.loading.weights import POSITIONS, Entries, TensorEntry, transposed, whole
 from nanocore.worker.placement import Placement
 
@@ -29,42 +29,27 @@ _PREFIXES: Final = {
 _EPS: Final = Range(1e-30, 1)
 
 
-def _translate(settings: Settings) -> Settings:
-    hidden_size, num_heads = settings.size("n_embd"), settings.size("n_head")
-    common = {
-        "hidden_size": hidden_size,
-        "intermediate_size": settings.size("n_inner", 4 * hidden_size),
-        "num_hidden_layers": settings.size("n_layer"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads,
-        "max_position_embeddings": settings.size("n_positions"),
-        "rms_norm_eps": settings.number("layer_norm_epsilon", 1e-5, _EPS),
-    }
-    for name in ("add_cross_attention", "scale_attn_by_inverse_layer_idx"):
-        if settings.get(name, bool, False):
-            raise settings.error(name)
-    return settings.with_values(settings.values | common)
-
-
-def _finish(settings: Settings, config: ModelConfig) -> ModelConfig:
-    is_scaled = settings.get("scale_attn_weights", bool, True)
-    return replace(config, mlp_bias=True, query_scale=config.query_scale if is_scaled else 1.0)
+def _no_rope(settings: Settings, _head_dim: int) -> Ropes:
+    for name in ("rope_parameters", "rope_scaling", "rope_theta"):
+        if settings.has(name):
+            raise settings.error(name, "is not implemented for this architecture")
+    return {}
 
 
 class GPT2Layer(DecoderLayer):
     """The common layer of other parts, under other names."""
 
-    norm_class: ClassVar[type[Norm]] = LayerNorm
+    norm_class = LayerNorm
     mlp: PlainMLP
 
     def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> PlainMLP:
-        return PlainMLP(placement, config)
+        return PlainMLP(placement, config.mlp, config.hidden_size)
 
     def entries(self, prefix: str) -> Entries:
         linear = {
             **self.attention.qkv_proj.fused_entries(f"{prefix}attn.c_attn"),
             **self.attention.o_proj.entries(f"{prefix}attn.c_proj"),
-            **self.mlp.up_proj.entries(f"{prefix}mlp.c_fc"),
+            **self.mlp.in_proj.entries(f"{prefix}mlp.c_fc"),
             **self.mlp.down_proj.entries(f"{prefix}mlp.c_proj"),
         }
         return {
@@ -85,18 +70,6 @@ def _is_matrix(entry: TensorEntry) -> bool:
 class GPT2Model(DecoderModel):
     """The first stage knows the positions."""
 
-    family = Family(
-        tie_word_embeddings=True,
-        eos_token_id=50256,
-        activation="gelu_new",
-        activation_setting="activation_function",
-        attention_bias=True,
-        biased_o_proj=True,
-        window=no_window,
-        rope_kinds=(),
-        translate=_translate,
-        finish=_finish,
-    )
     layer_class = GPT2Layer
 
     def __init__(self, config: ModelConfig, placement: Placement) -> None:
@@ -105,6 +78,33 @@ class GPT2Model(DecoderModel):
         self.positions_LE: Tensor | None = None
         if placement.is_first_stage:
             self.positions_LE = placement.empty(*self.positions_shape)
+
+    @classmethod
+    def translate(cls, settings: Settings) -> Settings:
+        hidden_size, num_heads = settings.size("n_embd"), settings.size("n_head")
+        common = {
+            "hidden_size": hidden_size,
+            "intermediate_size": settings.size("n_inner", 4 * hidden_size),
+            "num_hidden_layers": settings.size("n_layer"),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_heads,
+            "max_position_embeddings": settings.size("n_positions"),
+            "rms_norm_eps": settings.number("layer_norm_epsilon", 1e-5, _EPS),
+        }
+        for name in ("add_cross_attention", "scale_attn_by_inverse_layer_idx"):
+            if settings.get(name, bool, False):
+                raise settings.error(name)
+        return settings.with_values(settings.values | common)
+
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        scale = None if reader.flag("scale_attn_weights", True) else 1.0
+        return reader.model(
+            reader.attention(bias=True, scale=scale, rope=_no_rope),
+            reader.mlp("activation_function", "gelu_new", bias=True),
+            tie_word_embeddings=True,
+            eos_token_id=50256,
+        )
 
     def entries(self) -> Entries:
         positions = TensorEntry(self.positions_shape)

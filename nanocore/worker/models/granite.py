@@ -7,41 +7,50 @@ is divided by its square.
 
 from __future__ import annotations
 
-from typing import Final
+from functools import partial
 
 from msgspec.structs import replace
 
-from nanocore.worker.config.family import Family, no_window
-from nanocore.worker.config.json_settings import Range, Settings
+from nanocore.worker.config.config_json import ConfigReader
+from nanocore.worker.config.json_settings import Range
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.placement import Placement
 
-_MULTIPLIER: Final = Range(1e-4, 1e4)
 
+class GraniteConfig(ModelConfig, frozen=True, kw_only=True):
+    """embedding_scale: what embeddings are multiplied by. logits_divisor: of logits."""
 
-def _finish(settings: Settings, config: ModelConfig) -> ModelConfig:
-    residual = settings.number("residual_multiplier", 1.0, _MULTIPLIER)
-    return replace(
-        config,
-        rms_norm_eps=config.rms_norm_eps / residual**2,
-        query_scale=settings.number("attention_multiplier", 1.0, _MULTIPLIER),
-        embedding_scale=settings.number("embedding_multiplier", 1.0, _MULTIPLIER) / residual,
-        logits_divisor=settings.number("logits_scaling", 1.0, _MULTIPLIER),
-    )
+    embedding_scale: float
+    logits_divisor: float
 
 
 class GraniteModel(DecoderModel):
-    family = Family(
-        eos_token_id=2,
-        bias_setting="attention_bias",
-        biased_o_proj=True,
-        mlp_bias_setting=True,
-        window=no_window,
-        fits_float16=False,  # the divided stream has several times the range of the original
-        finish=_finish,
-    )
+    config: GraniteConfig
 
-    def __init__(self, config: ModelConfig, placement: Placement) -> None:
+    def __init__(self, config: GraniteConfig, placement: Placement) -> None:
         super().__init__(config, placement)
         self.embedding_factor = config.embedding_scale  # in training it was not rounded
+        self.hidden_factor = config.logits_divisor
+
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        number = partial(reader.settings.number, default=1.0, limits=Range(1e-4, 1e4))
+        residual = number("residual_multiplier")
+        config = reader.model(
+            reader.attention(
+                bias=reader.flag("attention_bias"), scale=number("attention_multiplier")
+            ),
+            reader.mlp(bias=reader.flag("mlp_bias")),
+            GraniteConfig,
+            eos_token_id=2,
+            fits_float16=False,  # the divided stream has several times the range of the original
+            embedding_scale=number("embedding_multiplier") / residual,
+            logits_divisor=number("logits_scaling"),
+        )
+        return replace(config, norm_eps=config.norm_eps / residual**2)
+
+    def finish(self) -> None:
+        if self.norm is not None:
+            # Which divides the logits, and costs nothing.
+            self.norm.weight = self.norm.weight / self.config.logits_divisor

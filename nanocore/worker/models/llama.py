@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from nanocore.worker.config.family import Family, no_window
+from nanocore.worker.config.config_json import ConfigReader
+from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.decoder import DecoderModel
 
 
 class LlamaModel(DecoderModel):
-    family = Family(
-        eos_token_id=2,
-        bias_setting="attention_bias",
-        biased_o_proj=True,
-        mlp_bias_setting=True,
-        window=no_window,
-    )
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        attention = reader.attention(bias=reader.flag("attention_bias"))
+        return reader.model(attention, reader.mlp(bias=reader.flag("mlp_bias")), eos_token_id=2)

@@ -6,13 +6,15 @@ Ministral (2024), Ministral 3 (2025), and the text part of Mistral Small 3.1 and
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from msgspec.structs import replace
 
-from nanocore.worker.config.family import Family, window_everywhere
+from nanocore.worker.config.config_json import ConfigReader
 from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.rope_config import read_rope
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.moe import SparseDecoderLayer
 from nanocore.worker.models.text_part import TextModelPart, read_text_config
@@ -21,13 +23,20 @@ from nanocore.worker.models.text_part import TextModelPart, read_text_config
 class MistralModel(DecoderModel):
     """Mistral: early versions have a window in every layer."""
 
-    family = Family(num_kv_heads=8, eos_token_id=2, window=window_everywhere(4096))
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        attention = reader.attention(num_kv_heads=8, windows=reader.windows(4096))
+        return reader.model(attention, reader.mlp(), eos_token_id=2)
 
 
-class MinistralModel(MistralModel):
+class MinistralModel(DecoderModel):
     """Ministral: `layer_types` says which layers have a window."""
 
-    family = replace(MistralModel.family, free_layer_types=True)
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        windows = reader.windows(4096)
+        attention = reader.attention(num_kv_heads=8, windows=windows, free_layer_types=True)
+        return reader.model(attention, reader.mlp(), eos_token_id=2)
 
 
 _MINISTRAL3_DEFAULTS: Final[dict[str, Any]] = {
@@ -46,22 +55,12 @@ _OWN_NAMES: Final = (_BETA, "max_position_embeddings")
 """Keys of its rotary settings that no other family has; the second is a copy."""
 
 
-def _translate_ministral3(settings: Settings) -> Settings:
-    # The rotary reader refuses unknown keys, so the queries' growth moves to the top of the file.
-    name = "rope_scaling" if settings.section("rope_scaling").values else "rope_parameters"
-    given = settings.section(name)
-    given = given if given.values else given.with_values(_ROPE)
-    beta = given.number(_BETA, 0.0, Range(0, 1e3))
-    rope = {key: value for key, value in given.values.items() if key not in _OWN_NAMES}
-    return settings.with_values({**settings.values, name: rope, _BETA: beta})
-
-
-def _finish_ministral3(settings: Settings, config: ModelConfig) -> ModelConfig:
+def _within_growth(settings: Settings, config: ModelConfig) -> ModelConfig:
     # Queries are multiplied by 1 + beta ln(1 + floor(position / original length)), as in Llama 4.
     # The factor is one up to the original length, and only so many positions are served.
     if not settings.get(_BETA, float, 0.0):
         return config
-    most = config.rope["full_attention"].original_max_position_embeddings
+    most = config.attention.rope["full_attention"].original_max_position_embeddings
     return replace(
         config,
         max_model_len=min(config.max_model_len, most),
@@ -72,62 +71,69 @@ def _finish_ministral3(settings: Settings, config: ModelConfig) -> ModelConfig:
 class Ministral3Model(DecoderModel):
     """Ministral 3: YaRN, and queries that grow with the position."""
 
-    family = Family(
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        eos_token_id=2,
-        window=window_everywhere(None),
-        translate=_translate_ministral3,
-        finish=_finish_ministral3,
-    )
+    @classmethod
+    def translate(cls, settings: Settings) -> Settings:
+        # The rotary reader refuses unknown keys, so the queries' growth moves to the file's top.
+        name = "rope_scaling" if settings.section("rope_scaling").values else "rope_parameters"
+        given = settings.section(name)
+        given = given if given.values else given.with_values(_ROPE)
+        beta = given.number(_BETA, 0.0, Range(0, 1e3))
+        rope = {key: value for key, value in given.values.items() if key not in _OWN_NAMES}
+        return settings.with_values({**settings.values, name: rope, _BETA: beta})
 
-
-def _translate_text_part(settings: Settings) -> Settings:
-    kind, text = read_text_config(settings, {"mistral": {}, "ministral3": _MINISTRAL3_DEFAULTS})
-    return _translate_ministral3(text) if kind == "ministral3" else text
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        attention = reader.attention(num_kv_heads=8, head_dim=128, windows=reader.windows(None))
+        config = reader.model(attention, reader.mlp(), rms_norm_eps=1e-5, eos_token_id=2)
+        return _within_growth(reader.settings, config)
 
 
 class Mistral3Model(TextModelPart, MistralModel):
     """The text part of a model that also sees images: a Mistral, or a Ministral 3."""
 
-    family = replace(
-        MistralModel.family,
-        tie_word_embeddings=True,
-        translate=_translate_text_part,
-        finish=_finish_ministral3,
-    )
+    @classmethod
+    def translate(cls, settings: Settings) -> Settings:
+        kind, text = read_text_config(settings, {"mistral": {}, "ministral3": _MINISTRAL3_DEFAULTS})
+        return Ministral3Model.translate(text) if kind == "ministral3" else text
+
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        attention = reader.attention(num_kv_heads=8, windows=reader.windows(4096))
+        config = reader.model(attention, reader.mlp(), tie_word_embeddings=True, eos_token_id=2)
+        return _within_growth(reader.settings, config)
 
 
 _MIXTRAL_PROJECTIONS: Final = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
-def _translate_mixtral(settings: Settings) -> Settings:
-    # There are no other MLPs than experts, and their weights always sum to 1.
-    experts = {
-        "num_local_experts": settings.get(
-            "num_local_experts", int, settings.get("num_experts", int, 8)
-        ),
-        "num_experts_per_tok": settings.get("num_experts_per_tok", int, 2),
-        "moe_intermediate_size": settings.size("intermediate_size"),
-        "norm_topk_prob": True,
-    }
-    return settings.with_values(settings.values | experts)
-
-
 class MixtralModel(DecoderModel):
     """Mixtral; its checkpoints have names of their own for the experts."""
 
-    family = Family(
-        num_kv_heads=8,
-        rms_norm_eps=1e-5,
-        rope_theta=1_000_000.0,
-        eos_token_id=2,
-        window=window_everywhere(None),
-        sparse=True,
-        translate=_translate_mixtral,
-    )
     layer_class = SparseDecoderLayer
+
+    @classmethod
+    def translate(cls, settings: Settings) -> Settings:
+        # There are no other MLPs than experts, and their weights always sum to 1.
+        experts = {
+            "num_local_experts": settings.get(
+                "num_local_experts", int, settings.get("num_experts", int, 8)
+            ),
+            "num_experts_per_tok": settings.get("num_experts_per_tok", int, 2),
+            "moe_intermediate_size": settings.size("intermediate_size"),
+            "norm_topk_prob": True,
+        }
+        return settings.with_values(settings.values | experts)
+
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        rope = partial(read_rope, theta=1_000_000.0)
+        return reader.model(
+            reader.attention(num_kv_heads=8, windows=reader.windows(None), rope=rope),
+            reader.mlp(),
+            moe=reader.moe(),
+            rms_norm_eps=1e-5,
+            eos_token_id=2,
+        )
 
     @classmethod
     def common_name(cls, stored: str) -> str | None:

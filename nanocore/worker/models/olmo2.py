@@ -6,14 +6,14 @@ are multiplied in float32.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from nanocore.kernels.attention import KVCache
-from nanocore.worker.config.family import Family, no_window
-from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.config_json import ConfigReader
+from nanocore.worker.config.model_config import AttentionConfig, ModelConfig
 from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.linear import RowShard, StepContext
@@ -25,20 +25,24 @@ from nanocore.worker.placement import Placement
 class Olmo2Norm(RMSNorm):
     """Rounds once, after the product with the weight."""
 
-    def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None:
-        super().__init__(placement, config, size)
-        self.weight = placement.empty(size, dtype=torch.float32)
+    dtype = torch.float32
 
 
 class Olmo2Attention(Attention):
     """Norms Q and K before they are heads."""
 
-    def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
-        super().__init__(placement, config, layer)
+    def __init__(
+        self,
+        placement: Placement,
+        config: AttentionConfig,
+        hidden_size: int,
+        layer: int,
+        make_norm: Callable[[int], Norm],
+    ) -> None:
+        super().__init__(placement, config, hidden_size, layer, make_norm)
         self.tp = placement.tp
         q_rows, k_rows, _ = self.qkv_proj.parts
-        self.whole_q_norm = Olmo2Norm(placement, config, q_rows.total)
-        self.whole_k_norm = Olmo2Norm(placement, config, k_rows.total)
+        self.whole_q_norm, self.whole_k_norm = make_norm(q_rows.total), make_norm(k_rows.total)
 
     def entries(self, prefix: str) -> Entries:
         return {
@@ -67,7 +71,7 @@ class Olmo2Layer(DecoderLayer):
     """Attention and MLP get the stream as it is."""
 
     attention_class = Olmo2Attention
-    norm_class: ClassVar[type[Norm]] = Olmo2Norm
+    norm_class = Olmo2Norm
 
     def make_norms(self, placement: Placement, config: ModelConfig) -> None:
         self.post_attention_norm = Olmo2Norm(placement, config, config.hidden_size)
@@ -91,11 +95,9 @@ class Olmo2Layer(DecoderLayer):
 
 
 class Olmo2Model(DecoderModel):
-    family = Family(
-        rms_norm_eps=1e-5,
-        eos_token_id=50279,
-        bias_setting="attention_bias",
-        biased_o_proj=True,
-        window=no_window,
-    )
     layer_class = Olmo2Layer
+
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        attention = reader.attention(bias=reader.flag("attention_bias"))
+        return reader.model(attention, reader.mlp(), rms_norm_eps=1e-5, eos_token_id=50279)

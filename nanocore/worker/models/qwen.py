@@ -5,11 +5,15 @@ Later layers may have a window.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.linear import SharedExpert
-from nanocore.worker.config.family import Family, window_if_asked
-from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.config_json import ConfigReader, Windows
+from nanocore.worker.config.json_settings import MAX_SIZE, Range
+from nanocore.worker.config.model_config import MLPConfig, ModelConfig, MoeConfig
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.layers.mlp import GatedMLP
@@ -19,15 +23,36 @@ from nanocore.worker.loading.weights import Entries, Projection
 from nanocore.worker.placement import Placement
 
 
+def _windows(reader: ConfigReader, chosen: Callable[[int, int], bool]) -> Windows:
+    """A window that must be switched on. chosen: of layer index and max_window_layers."""
+    settings = reader.settings
+    if not reader.flag("use_sliding_window"):
+        return None, lambda _layer: False
+    window = settings.nullable("sliding_window", int, 4096)
+    limit = settings.get("max_window_layers", int, 28)
+    settings.within("max_window_layers", limit, Range(0, MAX_SIZE))
+    return window, lambda layer: window is not None and chosen(layer, limit)
+
+
 class Qwen2Model(DecoderModel):
     """Qwen2 and Qwen2.5: the common layer, with biases of Q, K and V."""
 
-    family = Family(
-        num_kv_heads=32,
-        attention_bias=True,
-        window=window_if_asked(lambda layer, limit: layer >= limit),
-        free_layer_types=True,
-    )
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        attention = reader.attention(
+            num_kv_heads=32,
+            bias=True,
+            o_proj_bias=False,
+            windows=_windows(reader, lambda layer, limit: layer >= limit),
+            free_layer_types=True,
+        )
+        return reader.model(attention, reader.mlp())
+
+
+class SharedExpertConfig(MoeConfig, frozen=True, kw_only=True):
+    """shared_inner_size: of the gated expert that every token passes."""
+
+    shared_inner_size: int
 
 
 class SharedExpertMLP(SparseMLP):
@@ -36,16 +61,15 @@ class SharedExpertMLP(SparseMLP):
     Shared experts: DeepSeekMoE (Dai et al. 2024). Both are added before the ranks' all-reduce.
     """
 
-    def __init__(self, placement: Placement, config: ModelConfig) -> None:
-        super().__init__(placement, config)
-        assert config.moe is not None, "only families with experts have sparse layers"
+    def __init__(
+        self, placement: Placement, config: SharedExpertConfig, mlp: MLPConfig, hidden_size: int
+    ) -> None:
+        super().__init__(placement, config, mlp, hidden_size)
+        shared = replace(mlp, inner_size=config.shared_inner_size)
         self.shared_expert = GatedMLP(
-            placement,
-            config,
-            config.moe.shared_intermediate_size,
-            "shared_expert_intermediate_size",
+            placement, shared, hidden_size, "shared_expert_intermediate_size"
         )
-        self.shared_gate = Weight(placement, 1, config.hidden_size)
+        self.shared_gate = Weight(placement, 1, hidden_size)
 
     def entries(self, prefix: str) -> Entries:
         gate = Projection.whole(f"{prefix}shared_expert_gate", 1, self.shared_gate.in_features)
@@ -74,41 +98,49 @@ class Qwen2MoeLayer(SparseDecoderLayer):
 class Qwen2MoeModel(DecoderModel):
     """Qwen1.5-MoE and Qwen2-MoE."""
 
-    family = Family(
-        num_kv_heads=16,
-        bias_setting="qkv_bias",
-        attention_bias=True,
-        window=window_if_asked(lambda layer, limit: layer % 2 == 0 and layer < limit),
-        free_layer_types=True,
-        sparse=True,
-        shared_expert=True,
-    )
     layer_class = Qwen2MoeLayer
+
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        attention = reader.attention(
+            num_kv_heads=16,
+            bias=reader.flag("qkv_bias", True),
+            o_proj_bias=False,
+            windows=_windows(reader, lambda layer, limit: layer % 2 == 0 and layer < limit),
+            free_layer_types=True,
+        )
+        shared_size = reader.settings.size("shared_expert_intermediate_size")
+        moe = reader.moe(SharedExpertConfig, shared_inner_size=shared_size)
+        return reader.model(attention, reader.mlp(), moe=moe)
 
 
 class Qwen3Model(DecoderModel):
     """Qwen3: the common layer, with QK-norm."""
 
-    family = Family(
-        num_kv_heads=32,
-        head_dim=128,
-        bias_setting="attention_bias",
-        biased_o_proj=True,
-        window=window_if_asked(lambda layer, limit: layer >= limit),
-        free_layer_types=True,
-        qk_norm=True,
-    )
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        attention = reader.attention(
+            num_kv_heads=32,
+            head_dim=128,
+            bias=reader.flag("attention_bias"),
+            qk_norm=True,
+            windows=_windows(reader, lambda layer, limit: layer >= limit),
+            free_layer_types=True,
+        )
+        return reader.model(attention, reader.mlp())
 
 
 class Qwen3MoeModel(DecoderModel):
     """Qwen3-MoE: experts in place of most layers' MLPs."""
 
-    family = Family(
-        num_kv_heads=4,
-        bias_setting="attention_bias",
-        biased_o_proj=True,
-        window=window_if_asked(lambda _layer, _limit: True),
-        qk_norm=True,
-        sparse=True,
-    )
     layer_class = SparseDecoderLayer
+
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        attention = reader.attention(
+            num_kv_heads=4,
+            bias=reader.flag("attention_bias"),
+            qk_norm=True,
+            windows=_windows(reader, lambda _layer, _limit: True),
+        )
+        return reader.model(attention, reader.mlp(), moe=reader.moe())

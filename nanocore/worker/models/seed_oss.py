@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
-
-from nanocore.worker.config.family import Family, no_window
-from nanocore.worker.config.json_settings import Settings
+from nanocore.worker.config.config_json import ConfigReader
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.decoder import DecoderModel
 
 
-def _with_o_proj_bias(settings: Settings, config: ModelConfig) -> ModelConfig:
-    return replace(config, o_proj_bias=settings.get("attention_out_bias", bool, False))
-
-
 class SeedOssModel(DecoderModel):
-    family = Family(
-        num_kv_heads=8,
-        head_dim=128,
-        eos_token_id=2,
-        bias_setting="attention_bias",
-        attention_bias=True,
-        mlp_bias_setting=True,
-        window=no_window,
-        finish=_with_o_proj_bias,
-    )
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        attention = reader.attention(
+            num_kv_heads=8,
+            head_dim=128,
+            bias=reader.flag("attention_bias", True),
+            o_proj_bias=reader.flag("attention_out_bias"),
+        )
+        return reader.model(attention, reader.mlp(bias=reader.flag("mlp_bias")), eos_token_id=2)

@@ -5,11 +5,12 @@ A window, where one is asked for, is that of the layers without rotation.
 
 from __future__ import annotations
 
-from msgspec.structs import replace
+from functools import partial
 
-from nanocore.worker.config.family import Family
+from nanocore.worker.config.config_json import ConfigReader
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.config.rope_config import read_rope
 from nanocore.worker.layers.decoder import DecoderModel
 
 
@@ -26,30 +27,23 @@ def _unrotated(settings: Settings, num_layers: int) -> frozenset[int]:
     return frozenset(i for i in range(num_layers) if not rotates[i])
 
 
-def _window(settings: Settings, num_layers: int) -> tuple[int | None, list[bool]]:
-    if not settings.get("use_sliding_window", bool, False):
-        return None, [False] * num_layers
-    window, unrotated = (
-        settings.nullable("sliding_window", int, None),
-        _unrotated(settings, num_layers),
-    )
-    return window, [window is not None and i in unrotated for i in range(num_layers)]
-
-
-def _finish(settings: Settings, config: ModelConfig) -> ModelConfig:
-    return replace(config, unrotated_layers=_unrotated(settings, config.num_layers))
-
-
 class SmolLM3Model(DecoderModel):
-    family = Family(
-        num_kv_heads=4,
-        tie_word_embeddings=True,
-        eos_token_id=128001,
-        bias_setting="attention_bias",
-        biased_o_proj=True,
-        mlp_bias_setting=True,
-        window=_window,
-        free_layer_types=True,
-        rope_theta=2_000_000.0,
-        finish=_finish,
-    )
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        unrotated, window = _unrotated(reader.settings, reader.num_layers), None
+        if reader.flag("use_sliding_window"):
+            window = reader.settings.nullable("sliding_window", int, None)
+        attention = reader.attention(
+            num_kv_heads=4,
+            bias=reader.flag("attention_bias"),
+            windows=(window, lambda layer: window is not None and layer in unrotated),
+            free_layer_types=True,
+            rope=partial(read_rope, theta=2_000_000.0),
+            unrotated_layers=unrotated,
+        )
+        return reader.model(
+            attention,
+            reader.mlp(bias=reader.flag("mlp_bias")),
+            tie_word_embeddings=True,
+            eos_token_id=128001,
+        )

@@ -319,7 +319,7 @@ class ModelRunner:
             found["counts"] = verify(token_ids_S, computed.drafts_D, *columns)
             self._drafts.learn(fields, found["counts"])
         if launch.requested is not None:
-            computer = OutputComputer(self.sampler, self.stage.logits, self.config.logits_divisor)
+            computer = OutputComputer(self.sampler, self.stage.logits, self.model.hidden_factor)
             found |= computer.compute(
                 launch.requested, computed, token_ids_S, self.tables.token_table
             )

@@ -1,7 +1,7 @@
 """Architectures served from GGUF files, and their tensors by the names that checkpoints have.
 
-llama.cpp's converter reorders rows of Q and K and stores some norms whole: `GgufArchitecture` says
-so, and `gguf_format` undoes it. Floats are `NAME.weight`, as in safetensors files; blocks are
+llama.cpp's converter reorders rows of Q and K: `GgufArchitecture` says so, and `gguf_format` undoes
+it. Floats are `NAME.weight`, as in safetensors files; blocks are
 `NAME.blocks`, bytes in rows. Experts in one tensor become one each, at places within it.
 """
 
@@ -14,7 +14,7 @@ from typing import Final
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.loading.gguf.gguf_files import read_headers
-from nanocore.worker.loading.gguf.header import Header, TensorInfo, TensorType, read_header
+from nanocore.worker.loading.gguf.header import Header, TensorInfo, TensorType
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,12 @@ class GgufArchitecture:
 
     class_name: as config.json has it. sparse_class: likewise where there are experts, None where
     the family has none. has_pairs: heads of Q and K have the values that rotate together side by
-    side, and not half a head apart. has_whole_norms: norms have the one added that Gemma's
-    checkpoints leave out.
+    side, and not half a head apart.
     """
 
     class_name: str
     sparse_class: str | None = None
     has_pairs: bool = False
-    has_whole_norms: bool = False
 
 
 ARCHITECTURES: Final = {
@@ -39,9 +37,9 @@ ARCHITECTURES: Final = {
     "qwen2moe": GgufArchitecture("", "Qwen2MoeForCausalLM"),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM"),
     "qwen3moe": GgufArchitecture("", "Qwen3MoeForCausalLM"),
-    "gemma": GgufArchitecture("GemmaForCausalLM", has_whole_norms=True),
-    "gemma2": GgufArchitecture("Gemma2ForCausalLM", has_whole_norms=True),
-    "gemma3": GgufArchitecture("Gemma3ForCausalLM", has_whole_norms=True),
+    "gemma": GgufArchitecture("GemmaForCausalLM"),
+    "gemma2": GgufArchitecture("Gemma2ForCausalLM"),
+    "gemma3": GgufArchitecture("Gemma3ForCausalLM"),
     "phi3": GgufArchitecture("Phi3ForCausalLM"),
     "granite": GgufArchitecture("GraniteForCausalLM", has_pairs=True),
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", has_pairs=True),
@@ -59,10 +57,6 @@ def architecture_name(header: Header) -> str:
             f"known: {', '.join(ARCHITECTURES)}"
         )
     return name
-
-
-def has_whole_norms(first: Path) -> bool:
-    return ARCHITECTURES[architecture_name(read_header(first))].has_whole_norms
 
 
 FLOATS: Final = ("F32", "F16", "BF16")
