@@ -64,6 +64,10 @@ class TokenPlaces(msgspec.Struct, frozen=True):
     def of_rows(self, rows: Tensor) -> TokenPlaces:
         return TokenPlaces(self.token_table, self.rows_R[rows], self.positions_R[rows])
 
+    def read(self) -> Tensor:
+        """The tokens that are there, int64 [R]."""
+        return self.token_table[self.rows_R, self.positions_R].long()
+
     def write(self, token_ids_R: Tensor) -> None:
         """Write int64 [R], each to its place; places are distinct."""
         if self.token_table.is_cpu:  # numpy begins sooner

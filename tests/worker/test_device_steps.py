@@ -278,7 +278,7 @@ def test_mixed_graphs_have_room_for_every_row_and_for_padding(
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 64])
 def test_columns_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
     shape = StepShape(size + 7, size, size + 1, 2 * size, is_uniform=False)
-    sampled = {"sample_rows_S": np.zeros(size + 3), "processed_P": np.zeros(size // 2)}
+    sampled = {"slot_rows_N": np.zeros(size + 3), "processed_P": np.zeros(size // 2)}
     layout = step_layout(shape, sampled)
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     views = layout.views(memory)
@@ -289,8 +289,8 @@ def test_columns_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
         assert (view == i + 1).all()
     lengths = {name: len(view) for name, view in views.items()}
     expected = {"rows_T": size + 7, "rows_B": size, "query_start_A": size + 1, "num_decodes_1": 1,
-                "sample_index_R": size + 1, "block_ids_W": 2 * size, "temperature": size + 3,
-                "sample_positions_S": size + 3, "processed_P": size // 2, "lists_L": 0}  # fmt: skip
+                "sample_index_R": size + 1, "block_ids_W": 2 * size, "slot_rows_N": size + 3,
+                "processed_P": size // 2, "lists_L": 0}  # fmt: skip
     assert lengths.items() >= expected.items()
     # What a graph reads is where it is without the rest.
     names = [field.name for field in STEP_FIELDS]

@@ -19,7 +19,7 @@ from torch import Tensor
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.placement import Placement
-from nanocore.worker.sampling import requested_outputs
+from nanocore.worker.sampling import slot_outputs
 from nanocore.worker.step import step_graphs
 from nanocore.worker.step.model_runner import ModelRunner
 from tests.fake_device import FakeGraphRecorder, FakeStream
@@ -177,15 +177,15 @@ def test_nothing_is_made_where_no_row_asks(
 
     run(native, write_plans(REQUESTS, 64))
     native.execute(make_plan(removed=range(len(REQUESTS))))
-    monkeypatch.setattr(requested_outputs, "LogprobRequests", refuse)
-    monkeypatch.setattr(requested_outputs.LogprobRows, "sampled", refuse)
+    monkeypatch.setattr(slot_outputs, "LogprobSlots", refuse)
+    monkeypatch.setattr(slot_outputs, "SlotOutputs", refuse)
     assert len(run(native, write_plans(SILENT, 7)).tokens) == len(SILENT)
 
 
 def test_prompts_are_looked_at_a_few_rows_at_a_time(
     native: ModelRunner, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requested_outputs, "MAX_ROWS", 5)
+    monkeypatch.setattr(slot_outputs, "MAX_ROWS", 5)
     sizes: list[int] = []
     logits = native.stage.logits
 

@@ -15,8 +15,8 @@ import torch
 
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.placement import Placement
-from nanocore.worker.sampling import requested_outputs
-from nanocore.worker.sampling.requested_outputs import PooledRow, pooled_sums
+from nanocore.worker.sampling import slot_outputs
+from nanocore.worker.sampling.slot_outputs import WantedPrompt, pooled_sums
 from nanocore.worker.step.model_runner import ModelRunner
 from tests.fake_device import FakeStream
 from tests.model_families import BUILDERS, exact_model
@@ -150,8 +150,8 @@ def test_nothing_is_made_where_no_row_asks(
         raise AssertionError("nobody requested")
 
     run(native, write_plans(REQUESTS, 64))
-    monkeypatch.setattr(requested_outputs, "StepPooling", refuse)
-    monkeypatch.setattr(requested_outputs, "PooledRow", refuse)
+    monkeypatch.setattr(slot_outputs, "WantedPrompt", refuse)
+    monkeypatch.setattr(slot_outputs, "SlotOutputs", refuse)
     plain = [Asking(one.prompt, EngineSamplingParams()) for one in REQUESTS]
     assert len(run(native, write_plans(plain, 7)).tokens) == len(plain)
 
@@ -199,7 +199,7 @@ def test_tokens_that_a_mean_needs_cannot_be_computed_already(native: ModelRunner
 
 def mean_of(hidden_NE: torch.Tensor, row_N: torch.Tensor, row: int, scale: float = 1.0) -> list:
     sums = pooled_sums(hidden_NE, row_N, int(row_N.max()) + 1, scale)
-    pooled = PooledRow(row, 0, int((row_N == row).sum()), sums[row].numpy())
+    pooled = WantedPrompt(row, 0, int((row_N == row).sum()), sums=sums[row].numpy())
     return pooled.mean().tolist()
 
 
@@ -219,7 +219,7 @@ def test_the_order_of_tokens_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
     generator = torch.Generator().manual_seed(4)
     hidden_NE = torch.randn(500, 16, generator=generator) * 1e3
     whole = pooled_sums(hidden_NE, torch.zeros(500, dtype=torch.int64), 1)
-    monkeypatch.setattr(requested_outputs, "MAX_POOLED_TOKENS", 3)
+    monkeypatch.setattr(slot_outputs, "MAX_POOLED_TOKENS", 3)
     order = torch.randperm(500, generator=generator)
     assert torch.equal(pooled_sums(hidden_NE[order], torch.zeros_like(order), 1), whole)
 

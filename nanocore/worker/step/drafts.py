@@ -135,7 +135,7 @@ class DraftTracker:
         if not is_certain:
             fields["positions_T"].sub_(self.excess[fields["rows_T"]])
             fields["seq_lens_B"].sub_(self.excess[fields["rows_B"]])
-            fields["sample_positions_S"].sub_(self.excess[fields["sample_rows_S"]])
+            fields["slot_positions_N"].sub_(self.excess[fields["slot_rows_N"]])
             tables.find_slots(fields)
 
     def learn(self, fields: Mapping[str, Tensor], counts_C: Tensor) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from nanocore.worker.plan import NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
-from nanocore.worker.sampling.requested_outputs import RequestedOutputRows, RequestedOutputs
+from nanocore.worker.sampling.slot_outputs import OutputRows, SlotOutputs
 from nanocore.worker.step.batch_step import BatchStep, StepOrder, ints, running_counts
 
 
@@ -89,7 +89,7 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.sampling = RowColumns(max_num_seqs, vocab_size)
-        self._requested_rows = RequestedOutputRows(max_num_seqs, vocab_size)
+        self._output_rows = OutputRows(max_num_seqs, vocab_size)
         self._decode_orders: dict[int, StepOrder] = {}
         self._decode_samples: dict[int, SampledRows] = {}
         """Both by group, and made when they are first needed; see `_clear_kept`."""
@@ -105,7 +105,7 @@ class InputBatch:
         if plan.removed_rows:
             removed = ints(plan.removed_rows)
             self.is_active[removed] = False
-            self._requested_rows.remove(removed)
+            self._output_rows.remove(removed)
         for new in plan.added:
             self._add(new)
         if not plan.block_rows:
@@ -166,14 +166,12 @@ class InputBatch:
             self._decode_samples[step.group] = samples
         return samples
 
-    def requested(self, step: BatchStep) -> RequestedOutputs | None:
-        """Outputs that the step's rows request beside tokens; call once, in the steps' order."""
-        if self._requested_rows.is_empty:
-            return None
+    def outputs(self, step: BatchStep) -> SlotOutputs | None:
+        """What the step is to report beside tokens; call once, in the steps' order."""
         order = step.order
         decode_group = step.group if order.is_decode_only and step.all_sample else None
         computed = order.rows_B, order.counts_B, step.seq_lens_B
-        return self._requested_rows.requested(step.sample_rows, decode_group, *computed)
+        return self._output_rows.of_step(step.sample_rows, decode_group, *computed)
 
     def append_sampled(self, rows: NDArray[np.int32]) -> NDArray[np.int32]:
         """Give rows tokens that another stage sampled; a row stands there once for each of its own.
@@ -211,4 +209,4 @@ class InputBatch:
         self.num_computed[row] = new.num_computed_tokens
         self.blocks.set_row(row, ints(new.block_ids))
         self.sampling.set_row(new)
-        self._requested_rows.add(new)
+        self._output_rows.add(new)

@@ -30,8 +30,7 @@ from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
-from nanocore.worker.sampling.output_computer import Computed, OutputComputer, requested_columns
-from nanocore.worker.sampling.requested_outputs import RequestedOutputs
+from nanocore.worker.sampling.slot_outputs import SlotOutputs
 from nanocore.worker.step.batch_step import BatchStep, MaskedSlots, ints, running_counts
 from nanocore.worker.step.drafts import DraftTracker, Proposer, Unverified, draft_columns, verify
 from nanocore.worker.step.input_batch import NO_BLOCKS, AppendedBlocks, InputBatch
@@ -203,10 +202,14 @@ class ModelRunner:
         step = batch.advance(plan)
         if self._stream.is_host:
             appended = NO_BLOCKS  # its table is the batch's own
-        shape, graph, requested = StepShape.of(step, appended), None, None
-        if self.sampler is not None:
-            requested = batch.requested(step)
-        if self._graphs is not None and (requested is None or not requested.needs_hidden):
+        outputs = None if self.sampler is None else batch.outputs(step)
+        slots = [step.sample_rows, step.sample_positions, step.sample_index]
+        needs_hidden = outputs is not None and outputs.needs_hidden
+        if outputs is not None and needs_hidden:
+            more = outputs.rows, outputs.positions, outputs.index
+            slots = [np.concatenate(parts) for parts in zip(slots, more, strict=True)]
+        shape, graph = StepShape.of(step, appended, len(slots[0])), None
+        if self._graphs is not None and not needs_hidden:
             graph = self._graphs.find(shape)
         shape = shape if graph is None else graph.shape
         sampled, self._sampled = self._sampled, []
@@ -216,22 +219,21 @@ class ModelRunner:
         if self.sampler is not None:  # else the tokens come with a later plan
             batch.append(step)
             columns |= sampling.columns
-            columns["sample_rows_S"] = step.sample_rows
-            columns["sample_positions_S"] = step.sample_positions
-            if requested is not None:
-                columns["requested_N"] = requested.column
+            columns["slot_rows_N"], columns["slot_positions_N"] = slots[:2]
+            if outputs is not None:
+                columns |= outputs.columns()
         if self.proposer is not None:
             columns["corrections_X"] = self._drafts.take_corrections()
         if step.has_drafts:
             columns |= draft_columns(step)
             unverified = self._drafts.begin(step)
         staged = self._stream.stage(step_layout(shape, columns))
-        staged.write(step_columns(step, appended, shape), self.tables.spare_row)
+        staged.write(step_columns(step, appended, slots[2], shape), self.tables.spare_row)
         staged.write(columns)
-        return _Launch(step, sampling, requested, new, graph, staged, is_certain, unverified)
+        return _Launch(step, sampling, outputs, new, graph, staged, is_certain, unverified)
 
     def _launch(self, plan: SchedulerOutput, launch: _Launch) -> PendingOutput:
-        computed: list[Computed | None] = []
+        computed: list[_Computed | None] = []
         awaits_masks = plan.awaits_masks and self.sampler is not None
 
         def compute() -> Tensors:
@@ -254,9 +256,9 @@ class ModelRunner:
             plan.step, sample, lambda tensors: self._answer(launch, tensors), awaits_masks
         )
 
-    def _compute(self, launch: _Launch) -> Computed | None:
+    def _compute(self, launch: _Launch) -> _Computed | None:
         """Run the model, where the stream runs; None if nobody samples here."""
-        step, requested = launch.step, launch.requested
+        step, outputs = launch.step, launch.outputs
         memory, fields = launch.staged.to(self._beside_host)
         self.tables.take(fields["new_tokens_K"], launch.new)
         if self.proposer is not None:
@@ -267,17 +269,15 @@ class ModelRunner:
         num_samples, hidden_NE = len(step.sample_rows), None
         if launch.graph is not None:
             result = launch.graph.run(memory, inputs)
-        elif requested is not None and requested.needs_hidden:
-            index = requested.hidden_index(fields["requested_N"])
-            index = torch.cat((inputs.sample_index_R, index))
-            hidden = self.stage.hidden(msgspec.structs.replace(inputs, sample_index_R=index))
-            result, hidden_NE = self.stage.logits(hidden[:num_samples]), hidden[num_samples:]
+        elif outputs is not None and outputs.needs_hidden:
+            hidden_NE = self.stage.hidden(inputs)
+            result = self.stage.logits(hidden_NE[:num_samples])
         else:
             result = self.stage.compute(inputs)
         if self.sampler is None:
             self.stage.send(result)
             return None
-        return Computed(fields, result[:num_samples], hidden_NE, drafts_D)
+        return _Computed(fields, result[:num_samples], hidden_NE, drafts_D)
 
     def _propose(self, fields: Mapping[str, Tensor]) -> Tensor:
         """Write guesses behind rows' last tokens; int32 [D]."""
@@ -303,14 +303,15 @@ class ModelRunner:
         return on_device
 
     def _sample(
-        self, launch: _Launch, computed: Computed | None, masked: Callable[[], TokenMask] | None
+        self, launch: _Launch, computed: _Computed | None, masked: Callable[[], TokenMask] | None
     ) -> Tensors:
         """Sample and verify, where the stream runs, and find what else is asked for."""
         if computed is None or (len(computed.logits_SV) == 0 and computed.hidden_NE is None):
             return {}
         assert self.sampler is not None, "the last stage samples"
         fields = computed.fields
-        sampling = SamplingMetadata(launch.sampling, fields, self.tables.places(fields))
+        places = self.tables.places(fields, len(computed.logits_SV))
+        sampling = SamplingMetadata(launch.sampling, fields, places)
         mask = None if masked is None else masked()
         token_ids_S = self.sampler.sample(computed.logits_SV, sampling, mask)
         found = {"token_ids": token_ids_S}
@@ -318,10 +319,15 @@ class ModelRunner:
             columns = (fields[name] for name in ("drafted_D", "owner_O", "starts_C"))
             found["counts"] = verify(token_ids_S, computed.drafts_D, *columns)
             self._drafts.learn(fields, found["counts"])
-        if launch.requested is not None:
-            computer = OutputComputer(self.sampler, self.stage.logits, self.model.hidden_factor)
-            found |= computer.compute(
-                launch.requested, computed, token_ids_S, self.tables.token_table
+        if launch.outputs is not None:
+            found |= launch.outputs.compute(
+                self.sampler,
+                fields,
+                self.tables.places(fields),
+                computed.logits_SV,
+                computed.hidden_NE,
+                self.stage.logits,
+                self.model.hidden_factor,
             )
         return found
 
@@ -330,8 +336,21 @@ class ModelRunner:
         if launch.unverified is not None:
             self._drafts.settle(launch.unverified, found["counts"].numpy())
         return make_output(
-            launch.step.sampling_rows, launch.step.slot_counts, found, launch.requested
+            launch.step.sampling_rows, launch.step.slot_counts, found, launch.outputs
         )
+
+
+class _Computed(msgspec.Struct, frozen=True):
+    """What a step computed before it samples, where the model runs.
+
+    fields: its columns. logits_SV: of its sample slots. hidden_NE: of all slots, if some are not
+    sampled. drafts_D: int32, if there are drafts.
+    """
+
+    fields: Mapping[str, Tensor]
+    logits_SV: Tensor
+    hidden_NE: Tensor | None
+    drafts_D: Tensor | None
 
 
 class _Launch(msgspec.Struct, frozen=True):
@@ -339,7 +358,7 @@ class _Launch(msgspec.Struct, frozen=True):
 
     step: BatchStep
     sampling: SampledRows
-    requested: RequestedOutputs | None
+    outputs: SlotOutputs | None
     new: NewTokens
     graph: Graph | None
     staged: Staged
@@ -351,32 +370,29 @@ def make_output(
     rows: NDArray[np.int64],
     slot_counts: NDArray[np.int64],
     found: Tensors,
-    requested: RequestedOutputs | None = None,
+    outputs: SlotOutputs | None = None,
 ) -> ModelRunnerOutput:
     """Make a step's output. rows: that sampled, each with so many slots.
 
     found: on the host, by name; empty if the stage does not sample. "token_ids": int64 [S].
-    "counts": how many of them each row gets; all, if it is not there. The other tensors are what is
-    requested.
+    "counts": how many of them each row gets; all, if it is not there. The other tensors are what
+    outputs has.
     """
     if "token_ids" not in found:
         return NO_OUTPUT
     token_ids = delivered = found["token_ids"].numpy()
-    is_given: Any = True
-    counts = b""
+    rows_S, is_given_S = rows, None
+    fields: dict[str, Any] = {}
     if "counts" in found:
-        given_C = found["counts"].numpy()
-        counts = given_C.astype("<i4").tobytes()
-        place_S = running_counts(np.repeat(rows, slot_counts))
-        is_given = place_S < np.repeat(given_C, slot_counts)
-        delivered = token_ids[is_given]
-    columns = requested_columns(requested, found, is_given & (token_ids != NO_TOKEN))
+        given_C, rows_S = found["counts"].numpy(), np.repeat(rows, slot_counts)
+        is_given_S = running_counts(rows_S) < np.repeat(given_C, slot_counts)
+        fields["counts"], delivered = given_C.astype("<i4").tobytes(), token_ids[is_given_S]
+    if outputs is not None:
+        has_token_S = token_ids != NO_TOKEN
+        is_kept_S = has_token_S if is_given_S is None else has_token_S & is_given_S
+        fields |= outputs.reported(rows_S, is_kept_S, found)
     return ModelRunnerOutput(
         rows=rows.astype("<i4").tobytes(),
         token_ids=delivered.astype("<i4").tobytes(),
-        counts=counts,
-        logprobs=columns.logprobs,
-        prompt_logprobs=columns.prompt_logprobs,
-        pooled_rows=columns.pooled_rows,
-        pooled=columns.pooled,
+        **fields,
     )

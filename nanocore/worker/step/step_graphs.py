@@ -174,7 +174,7 @@ def _fits(shape: StepShape, graph: StepShape) -> bool:
     return (
         shape.num_tokens <= graph.num_tokens
         and shape.num_seqs <= graph.num_seqs
-        and shape.num_samples <= graph.num_samples
+        and shape.num_slots <= graph.num_slots
         and shape.num_blocks <= graph.num_blocks
     )
 

@@ -30,25 +30,25 @@ from nanocore.worker.step.input_batch import AppendedBlocks, BlockTable
 
 
 class StepShape(msgspec.Struct, frozen=True):
-    """Numbers of tokens, sequences, sample slots and appended blocks of a step.
+    """Numbers of tokens, sequences, slots and appended blocks of a step.
 
     is_uniform: every sequence is a decode.
     """
 
     num_tokens: int
     num_seqs: int
-    num_samples: int
+    num_slots: int
     num_blocks: int
     is_uniform: bool
 
     @classmethod
-    def of(cls, step: BatchStep, appended: AppendedBlocks) -> StepShape:
+    def of(cls, step: BatchStep, appended: AppendedBlocks, num_slots: int) -> StepShape:
         """The shape of exactly this step, without padding."""
         num_seqs = len(step.order.rows_B)
         return cls(
             num_tokens=len(step.positions_T),
             num_seqs=num_seqs,
-            num_samples=len(step.sample_rows),
+            num_slots=num_slots,
             num_blocks=len(appended.rows),
             is_uniform=step.order.num_decodes == num_seqs,
         )
@@ -81,11 +81,12 @@ STEP_FIELDS: Final = (
 """What a graph reads."""
 
 SAMPLE_FIELDS: Final = (
-    Field("sample_rows_S", _LONG, "S"),
-    Field("sample_positions_S", _LONG, "S"),
+    Field("slot_rows_N", _LONG, "N"),
+    Field("slot_positions_N", _LONG, "N"),
     *(Field(column.name, column.dtype, "S") for column in COLUMNS),
     Field("processed_P", _LONG, "P"),
-    Field("requested_N", _LONG, "N"),
+    Field("logprob_slots_J", _LONG, "J"),
+    Field("owner_Q", _LONG, "Q"),
     Field("lists_L", _INT, "L"),
     Field("new_tokens_K", _INT, "K"),
     Field("drafted_D", _LONG, "D"),
@@ -153,14 +154,16 @@ def _step_fields(shape: StepShape) -> list[tuple[Field, int]]:
         "T": shape.num_tokens,
         "B": shape.num_seqs,
         "A": shape.num_seqs + 1,
-        "R": shape.num_samples,
+        "R": shape.num_slots,
         "W": shape.num_blocks,
         "1": 1,
     }
     return [(field, lengths[field.dim]) for field in STEP_FIELDS]
 
 
-def step_columns(step: BatchStep, appended: AppendedBlocks, shape: StepShape) -> dict[str, NDArray]:
+def step_columns(
+    step: BatchStep, appended: AppendedBlocks, slot_index: NDArray[np.int64], shape: StepShape
+) -> dict[str, NDArray]:
     """The columns of `STEP_FIELDS`. shape: what the step is padded to."""
     order = step.order
     return {
@@ -172,7 +175,7 @@ def step_columns(step: BatchStep, appended: AppendedBlocks, shape: StepShape) ->
         "query_start_A": _query_starts(order.query_start_A, shape),
         # In a shape of decodes alone, padding counts as decodes too.
         "num_decodes_1": np.array([shape.num_seqs if shape.is_uniform else order.num_decodes]),
-        "sample_index_R": step.sample_index,
+        "sample_index_R": slot_index,
         "block_rows_W": appended.rows,
         "block_columns_W": appended.columns,
         "block_ids_W": appended.block_ids,
@@ -291,9 +294,10 @@ class RowTables:
             sample_index_R=fields["sample_index_R"],
         )
 
-    def places(self, fields: Mapping[str, Tensor]) -> TokenPlaces:
-        """Places of the tokens that the step's slots sample."""
-        return TokenPlaces(self.token_table, fields["sample_rows_S"], fields["sample_positions_S"])
+    def places(self, fields: Mapping[str, Tensor], num_slots: int | None = None) -> TokenPlaces:
+        """Places of the tokens of the step's first slots, or of all."""
+        rows, positions = (fields[name][:num_slots] for name in ("slot_rows_N", "slot_positions_N"))
+        return TokenPlaces(self.token_table, rows, positions)
 
 
 _ROW_FIELDS: Final = (
