@@ -77,7 +77,8 @@ class BegunStep(msgspec.Struct, frozen=True):
 class StepInputs(msgspec.Struct, frozen=True):
     """All that a step reads. For num_decodes and what is behind it see `AttentionMetadata`.
 
-    sample_index_R: int64, which of the T tokens' hidden states sample.
+    sample_index_R: int64, which of the T tokens' hidden states sample. lanes: [T] by name, what
+    layers are told of each token, if anything.
     """
 
     rows: StepRows
@@ -88,6 +89,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     query_start_A: Tensor
     slots_T: Tensor
     sample_index_R: Tensor
+    lanes: dict[str, Tensor] = {}
 
     def attention(self, begun: BegunStep) -> AttentionMetadata:
         """Attention's view of the step."""

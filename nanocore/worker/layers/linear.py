@@ -23,11 +23,16 @@ from nanocore.worker.placement import Placement
 
 
 class StepContext(msgspec.Struct, frozen=True):
-    """What layers see of a step. rotary: of all positions, by `AttentionConfig.rotation`."""
+    """What layers see of a step.
+
+    rotary: of all positions, by `AttentionConfig.rotation`. lanes: [T] by name, what they are told
+    of each token beside its hidden state; see `worker/step/lanes.py`.
+    """
 
     kernels: Kernels
     metadata: AttentionMetadata
     rotary: dict[str, Rotary]
+    lanes: dict[str, Tensor] = {}
 
 
 class RowShard(msgspec.Struct, frozen=True):

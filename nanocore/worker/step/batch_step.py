@@ -71,7 +71,7 @@ class BatchStep(msgspec.Struct, frozen=True):
     sampling_rows: rows that sample, each once; slot_counts: how many sample slots each has, one
     more than it has drafts. Of each slot, a row's in their order: sample_index, which of the T
     tokens it is sampled behind; sample_rows, its row; sample_positions, the position that the
-    sampled token takes.
+    sampled token takes. lanes: see there.
     """
 
     group: int
@@ -85,6 +85,7 @@ class BatchStep(msgspec.Struct, frozen=True):
     sample_index: NDArray[np.int64]
     sample_rows: NDArray[np.int64]
     sample_positions: NDArray[np.int64]
+    lanes: dict[str, NDArray] = {}
 
     @property
     def has_drafts(self) -> bool:

@@ -20,6 +20,7 @@ from nanocore.worker.plan import NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
 from nanocore.worker.sampling.slot_outputs import OutputRows, SlotOutputs
 from nanocore.worker.step.batch_step import BatchStep, StepOrder, ints, running_counts
+from nanocore.worker.step.lanes import RowLanes
 
 
 class AppendedBlocks(msgspec.Struct, frozen=True):
@@ -89,6 +90,7 @@ class InputBatch:
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         self.sampling = RowColumns(max_num_seqs, vocab_size)
+        self._lanes = RowLanes(max_num_seqs)
         self._output_rows = OutputRows(max_num_seqs, vocab_size)
         self._decode_orders: dict[int, StepOrder] = {}
         self._decode_samples: dict[int, SampledRows] = {}
@@ -150,6 +152,7 @@ class InputBatch:
             sample_index=index_S,
             sample_rows=rows_S,
             sample_positions=positions_S,
+            lanes=self._lanes.of_tokens(order.rows_T),
         )
 
     def append(self, step: BatchStep) -> None:
@@ -209,4 +212,5 @@ class InputBatch:
         self.num_computed[row] = new.num_computed_tokens
         self.blocks.set_row(row, ints(new.block_ids))
         self.sampling.set_row(new)
+        self._lanes.set_row(new)
         self._output_rows.add(new)

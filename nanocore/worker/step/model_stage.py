@@ -16,6 +16,7 @@ from nanocore.worker.communication.communicator import StageLinks
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.sampling.sampler import TokenSampler
+from nanocore.worker.step.lanes import lane_memory
 
 
 class ModelStage:
@@ -47,7 +48,19 @@ class ModelStage:
         if self.links.receive is not None:
             size, dtype = (max_tokens, self.model.config.hidden_size), self.model.placement.dtype
             self._received_TE = self._captured_TE = torch.empty(size, dtype=dtype)
-        return self.kernels.capture(self.compute, max_tokens, max_samples)
+        lanes = lane_memory(max_tokens)
+        replay = self.kernels.capture(
+            lambda inputs: self._logits(self._hidden(inputs, lanes)), max_tokens, max_samples
+        )
+        if replay is None or not lanes:
+            return replay
+
+        def replay_with_lanes(inputs: StepInputs) -> Tensor:
+            for name, lane_T in inputs.lanes.items():
+                lanes[name][: len(lane_T)] = lane_T
+            return replay(inputs)
+
+        return replay_with_lanes
 
     def receive(self, num_tokens: int) -> None:
         """Take a step's hidden states from the stage before, if there is one."""
@@ -64,19 +77,23 @@ class ModelStage:
             self.links.send.send(hidden_TE)
 
     def compute(self, inputs: StepInputs) -> Tensor:
-        """Compute a step's logits [R, V], or hidden states [T, E] on a stage before the last.
-
-        Nothing but kernels: a capture sees nothing else.
-        """
-        hidden = self.hidden(inputs)
-        return self.logits(hidden) if self.model.placement.is_last_stage else hidden
+        """Compute a step's logits [R, V], or hidden states [T, E] on a stage before the last."""
+        return self._logits(self.hidden(inputs))
 
     def hidden(self, inputs: StepInputs) -> Tensor:
         """Run the layers: hidden states, on the last stage of the tokens that sample, [R, E]."""
+        return self._hidden(inputs, inputs.lanes)
+
+    # From here on nothing but kernels: a capture sees nothing else.
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.logits(hidden) if self.model.placement.is_last_stage else hidden
+
+    def _hidden(self, inputs: StepInputs, lanes: dict[str, Tensor]) -> Tensor:
         begun = self.model.begin_step(inputs.rows, self.kernels)
         x_TE = self._received_TE if begun.x_TE is None else begun.x_TE
         assert x_TE is not None, "hidden states are received before"
-        context = StepContext(self.kernels, inputs.attention(begun), self.rotary)
+        context = StepContext(self.kernels, inputs.attention(begun), self.rotary, lanes)
         return self.model.forward(x_TE, self.kv_caches, context, inputs.sample_index_R)
 
     def logits(self, hidden_RE: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.sampling.columns import COLUMNS
 from nanocore.worker.step.batch_step import BatchStep, ints
 from nanocore.worker.step.input_batch import AppendedBlocks, BlockTable
+from nanocore.worker.step.lanes import LANES
 
 
 class StepShape(msgspec.Struct, frozen=True):
@@ -78,7 +79,7 @@ STEP_FIELDS: Final = (
     Field("block_columns_W", _LONG, "W"),
     Field("block_ids_W", _INT, "W"),
 )
-"""What a graph reads."""
+"""What a graph reads; and then the lanes."""
 
 SAMPLE_FIELDS: Final = (
     Field("slot_rows_N", _LONG, "N"),
@@ -158,7 +159,12 @@ def _step_fields(shape: StepShape) -> list[tuple[Field, int]]:
         "W": shape.num_blocks,
         "1": 1,
     }
-    return [(field, lengths[field.dim]) for field in STEP_FIELDS]
+    return [(field, lengths[field.dim]) for field in _graph_fields()]
+
+
+def _graph_fields() -> list[Field]:
+    lanes = [Field(lane.name, lane.dtype, "T", lane.default) for lane in LANES]
+    return [*STEP_FIELDS, *lanes]
 
 
 def step_columns(
@@ -179,13 +185,14 @@ def step_columns(
         "block_rows_W": appended.rows,
         "block_columns_W": appended.columns,
         "block_ids_W": appended.block_ids,
+        **step.lanes,
     }
 
 
 def padding_columns(shape: StepShape) -> dict[str, NDArray]:
     """The columns of a step of nothing but padding: of decodes, or else of chunks."""
     return {
-        **{field.name: np.zeros(0) for field in STEP_FIELDS},
+        **{field.name: np.zeros(0) for field in _graph_fields()},
         "query_start_A": _query_starts(np.zeros(1, np.int64), shape),
         "num_decodes_1": np.array([shape.num_seqs if shape.is_uniform else 0]),
     }
@@ -292,6 +299,7 @@ class RowTables:
             query_start_A=fields["query_start_A"],
             slots_T=fields["slots_T"],
             sample_index_R=fields["sample_index_R"],
+            lanes={lane.name: fields[lane.name] for lane in LANES},
         )
 
     def places(self, fields: Mapping[str, Tensor], num_slots: int | None = None) -> TokenPlaces:
