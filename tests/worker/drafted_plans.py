@@ -216,7 +216,7 @@ class Driver:
         places = [i for place in order for i in by_row[place]]
         pending.sample(
             TokenMasks(
-                step=pending._step,
+                step=pending.number,
                 rows=int32(rows[i] for i in places),
                 words=b"".join(words[i] for i in places),
             )

@@ -14,7 +14,8 @@ from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
 from nanocore.worker.step.batch_step import BatchStep, StepOrder
-from nanocore.worker.step.input_batch import BlockTable, InputBatch
+from nanocore.worker.step.input_batch import InputBatch
+from nanocore.worker.step.step_memory import BlockTable
 from tests.campaign import examples
 from tests.fakes import Deliveries, FakeExecutor, make_request, make_scheduler
 from tests.step_plans import make_plan, make_row

@@ -259,7 +259,7 @@ class OutputRows:
         self._scored: dict[int, WantedPrompt] = {}
         self._pooled: dict[int, WantedPrompt] = {}
         self._kept: dict[int, SlotOutputs | None] = {}
-        """Of steady steps, by group."""
+        """By group, what steady steps report."""
 
     def remove(self, rows: NDArray[np.integer]) -> None:
         self._kept.clear()
@@ -342,7 +342,7 @@ class OutputRows:
 def _take(
     wanted: dict[int, WantedPrompt], rows_B: Ints, counts_B: Ints, seq_lens_B: Ints
 ) -> list[tuple[WantedPrompt, Ints, Ints]]:
-    """Of each prompt of which a step computes wanted tokens, their positions and indices in T."""
+    """Find each prompt of which a step computes wanted tokens; their positions and indices in T."""
     if not wanted:
         return []
     found = []

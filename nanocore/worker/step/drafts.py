@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -82,13 +83,15 @@ class DraftTracker:
     """Keeps host and device right about rows whose drafts are wrong.
 
     Args:
-        batch: the host's counts. device: where the model runs.
+        batch: the host's counts. proposer: None without drafts, and then nothing is done here.
+        device: where the model runs.
 
     excess: int64, of each row, how many of the tokens that the host gave it there are not.
     """
 
-    def __init__(self, batch: InputBatch, device: torch.device) -> None:
+    def __init__(self, batch: InputBatch, proposer: Proposer | None, device: torch.device) -> None:
         self._batch = batch
+        self._proposer = proposer
         self._num_unverified = 0
         self._corrections: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self.excess = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int64, device=device)
@@ -128,6 +131,8 @@ class DraftTracker:
         Unless the host was certain, its positions, slots and lengths, which it gave as if every
         draft was right, become those of what there is.
         """
+        if self._proposer is None:
+            return
         rows, counts = fields["corrections_X"].view(2, -1)
         self.excess.index_add_(0, rows, -counts)
         for row, *_ in new.rows:
@@ -137,6 +142,14 @@ class DraftTracker:
             fields["seq_lens_B"].sub_(self.excess[fields["rows_B"]])
             fields["slot_positions_N"].sub_(self.excess[fields["slot_rows_N"]])
             tables.find_slots(fields)
+
+    def propose(self, fields: Mapping[str, Tensor], tables: RowTables) -> Tensor:
+        """On the device: write guesses behind rows' last tokens; int32 [D]."""
+        assert self._proposer is not None
+        places = tables.places(fields).of_rows(fields["drafted_D"])
+        drafts_D = self._proposer.propose(*astuple(places))
+        places.write(drafts_D)
+        return drafts_D
 
     def learn(self, fields: Mapping[str, Tensor], counts_C: Tensor) -> None:
         """On the device, behind a step: its rows got these tokens of those that the host gave."""

@@ -25,9 +25,43 @@ from nanocore.kernels.sampling import TokenPlaces
 from nanocore.kernels.step import StepInputs, StepRows
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.sampling.columns import COLUMNS
-from nanocore.worker.step.batch_step import BatchStep, ints
-from nanocore.worker.step.input_batch import AppendedBlocks, BlockTable
+from nanocore.worker.step.batch_step import BatchStep, ints, running_counts
 from nanocore.worker.step.lanes import LANES
+
+
+class AppendedBlocks(msgspec.Struct, frozen=True):
+    """Blocks and their places in the table; all int32 of the same length."""
+
+    rows: NDArray[np.int32]
+    columns: NDArray[np.int32]
+    block_ids: NDArray[np.int32]
+
+
+class BlockTable:
+    """Block ids by row.
+
+    ids: int32 [num_rows, num_columns]; entries past num_blocks of a row are ids that it or another
+    request once had there, or 0.
+    """
+
+    def __init__(self, num_rows: int, num_columns: int) -> None:
+        self.ids = np.zeros((num_rows, num_columns), np.int32)
+        self.num_blocks = np.zeros(num_rows, np.int64)
+
+    def set_row(self, row: int, block_ids: NDArray[np.int32]) -> None:
+        """The row has these blocks, from its first token on, and no others."""
+        self.num_blocks[row] = len(block_ids)
+        self.ids[row, : len(block_ids)] = block_ids
+
+    def append(self, rows: NDArray[np.int32], block_ids: NDArray[np.int32]) -> AppendedBlocks:
+        """Append a block to each of these rows, in their order."""
+        columns = self.num_blocks[rows] + running_counts(rows)
+        self.num_blocks[rows] = columns + 1  # of equal rows the last one is kept
+        self.ids[rows, columns] = block_ids
+        return AppendedBlocks(rows, columns.astype(np.int32), block_ids)
+
+
+NO_BLOCKS: Final = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))
 
 
 class StepShape(msgspec.Struct, frozen=True):
