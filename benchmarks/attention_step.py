@@ -19,6 +19,7 @@ def make_metadata(
     block_size: int = 0,
     num_padding: int = 0,
     num_decodes: int | None = None,
+    decode_tokens: int = 1,
     table_rows_B: Tensor | None = None,
 ) -> AttentionMetadata:
     """A step that stores each of its tokens in its sequence's blocks, on the table's device.
@@ -26,7 +27,7 @@ def make_metadata(
     seqs: (context length including this step, query tokens) of these rows of the table, or of all,
     decodes first.
     block_size: 0 stores nothing. num_padding: tokens at the end of the step that belong to nobody.
-    num_decodes: None for those of one token.
+    num_decodes: None for those of one token. decode_tokens: see `AttentionMetadata`.
     """
     counts, lengths = [count for _, count in seqs], [length for length, _ in seqs]
     starts = [0, *accumulate(counts)]
@@ -56,6 +57,7 @@ def make_metadata(
         positions_T=torch.cat([*positions, nowhere]),
         slot_mapping_T=torch.cat([*slots, nowhere - 1]),
         table_rows_B=table_rows_B,
+        decode_tokens=decode_tokens,
     )
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 class AttentionMetadata:
     """Attention's view of a step; built once per step and handed down the call.
 
-    Sequences are ordered decodes first (one query token each), then prefill chunks.
+    Sequences are ordered decodes first, then prefill chunks. To a kernel a decode is a sequence of
+    at most decode_tokens query tokens, the newest one and drafts of those that may follow.
     num_decodes: how many of the B are decodes; num_decodes_1: the same, int32 on the device.
     query_start: B + 1 offsets into T, on the host; query_start_A: the same, int32 on the device.
     seq_lens: B context lengths including this step's tokens, on the host; seq_lens_B: the same,
@@ -23,11 +24,11 @@ class AttentionMetadata:
     ids. table_rows_B: int64, the row of each sequence in it; None: sequence i has row i, as
     backends for a device beside the host need it. positions_T: int64, each token's place in its
     sequence. slot_mapping_T: int64, where its K and V go: block_id * S + slot; -1 is padding: such
-    a token is stored nowhere. Tokens past query_start[-1] are padding too.
+    a token is stored nowhere. Tokens past query_start[-1], or query_start_A[-1], are padding too.
 
     In a step that a graph replays, what is on the device is that step's, and what is on the host is
     what it was at capture, an upper bound: num_decodes sequences may be decodes, and any sequence
-    may be a chunk if query_start[num_decodes] is above num_decodes, as it never is otherwise.
+    may be a chunk if on the host the first of these, or all of them, have more tokens than decodes.
 
     scratch: what a backend worked out of all this for one layer, for it to find in the next. So an
     instance serves one step, or one capture of a graph.
@@ -43,7 +44,15 @@ class AttentionMetadata:
     positions_T: Tensor
     slot_mapping_T: Tensor
     table_rows_B: Tensor | None = None
+    decode_tokens: int = 1
     scratch: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def num_decoded(self) -> int:
+        """The most tokens of decodes, on the host; 0 if any sequence may be a chunk."""
+        num_decodes, most = self.num_decodes, self.decode_tokens
+        first, decoded = (self.query_start[n] for n in (min(1, num_decodes), num_decodes))
+        return 0 if first > most or decoded > num_decodes * most else decoded
 
     @property
     def block_table_BM(self) -> Tensor:

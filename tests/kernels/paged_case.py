@@ -25,7 +25,7 @@ class PagedCase:
 
     seqs: (context length including this step, query tokens), decodes first. kv_cache: "auto" for
     the values as they are, or the name of a quantized format. num_padding: tokens at the end of the
-    step that belong to nobody.
+    step that belong to nobody. decode_tokens: the most of a decode.
     """
 
     seqs: list[tuple[int, int]]
@@ -36,6 +36,7 @@ class PagedCase:
     spec: AttentionSpec = PLAIN
     kv_cache: str = "auto"
     num_padding: int = 0
+    decode_tokens: int = 1
 
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.seed)
@@ -74,7 +75,10 @@ class PagedCase:
         return blocks * self.block_size + positions % self.block_size
 
     def metadata(self) -> AttentionMetadata:
-        return make_metadata(self.seqs, self.block_table, self.block_size, self.num_padding)
+        return make_metadata(
+            self.seqs, self.block_table, self.block_size, self.num_padding,
+            sum(count <= self.decode_tokens for _, count in self.seqs), self.decode_tokens,
+        )  # fmt: skip
 
     def run(self) -> Tensor:
         """Attention of the step, [T, H, D], after storing what earlier steps and this one wrote."""

@@ -62,7 +62,7 @@ class DeviceKernels(TorchKernels):
         assert num_decodes <= metadata.num_decodes
         assert starts[-1] <= metadata.query_start[-1]
         assert len(lengths) == len(metadata.seq_lens)
-        if metadata.query_start[-1] == metadata.num_decodes:
+        if metadata.query_start[-1] == metadata.num_decoded:
             assert num_decodes == len(lengths), "no kernel for chunks is launched"
         out_THD = torch.zeros_like(q_THD)
         for i, length in enumerate(lengths):
@@ -70,7 +70,7 @@ class DeviceKernels(TorchKernels):
             num_tokens = starts[i + 1] - starts[i]
             if length == 0 or num_tokens == 0:
                 continue
-            assert (num_tokens == 1) or i >= num_decodes
+            assert num_tokens <= metadata.decode_tokens or i >= num_decodes
             alone = replace(
                 metadata,
                 num_decodes=int(i < num_decodes),

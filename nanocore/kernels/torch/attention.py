@@ -38,7 +38,8 @@ def paged_attention(
     """Causal attention of each query token over its sequence's blocks; [T, H, D]."""
     out_THD = torch.empty_like(q_THD)
     out_THD[metadata.query_start[-1] :] = 0  # padding
-    num_decodes = metadata.num_decodes
+    # Where a decode may have more tokens than one it is computed as a chunk.
+    num_decodes = metadata.num_decodes if metadata.decode_tokens == 1 else 0
     if num_decodes:
         step = _decodes_per_gather(q_THD, cache, max(metadata.seq_lens[:num_decodes]), spec)
         for start in range(0, num_decodes, step):
@@ -48,6 +49,9 @@ def paged_attention(
         tokens = slice(metadata.query_start[i], metadata.query_start[i + 1])
         [table_M] = metadata.block_ids(slice(i, i + 1))
         seq_len = metadata.seq_lens[i]
+        if seq_len == 0:  # padding
+            out_THD[tokens] = 0
+            continue
         out_THD[tokens] = _chunk_attention(q_THD[tokens], cache, table_M, seq_len, spec)
     return out_THD
 

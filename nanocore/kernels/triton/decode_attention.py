@@ -1,18 +1,19 @@
-"""Attention of decodes: one query token for each sequence, all programs with as much to read.
+"""Attention of decodes: few query tokens for each sequence, all programs with as much to read.
 
-A program takes the query heads of one KV head over a span of tiles of keys, so that K and V are
-read once (FlashDecoding: Dao et al. 2023). Reading them is all that takes time: tiles come through
-shared memory ahead of use, by as many programs as multiprocessors hold at once. Where spans begin
-is up to `plan_decodes`: a span ends within one sequence and goes on in the next. Of a sequence in
-parts the program that is done last with one merges them, always in the same order: it costs a
-count, where a kernel of its own would cost each layer a launch. Only few sequences have one.
-Programs of neighbouring KV heads read neighbouring memory and so are neighbours in the grid.
+A program takes a sequence's query tokens, mostly one, and their heads of one KV head over a span of
+tiles of keys, so that K and V are read once (FlashDecoding: Dao et al. 2023). Reading them is all
+that takes time: tiles come through shared memory ahead of use, by as many programs as
+multiprocessors hold at once. Where spans begin is up to `plan_decodes`: a span ends within one
+sequence and goes on in the next. Of a sequence in parts the program that is done last with one
+merges them, always in the same order: it costs a count, where a kernel of its own would cost each
+layer a launch. Only few sequences have one. Programs of neighbouring KV heads read neighbouring
+memory and so are neighbours in the grid.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -33,8 +34,9 @@ from nanocore.kernels.triton.attention_tile import attend
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 PART: Final = tl.constexpr(8)
-"""Room for the numbers of a part: the sequence; its length; the first tile of keys and the end; the
-first part of the sequence, and how many parts it is in."""
+"""Numbers of a part: the sequence; its length; the first tile of keys and the end; the sequence's
+first part, and how many parts it is in; its first query token and how many it has, which are not
+there if sequence i has token i alone."""
 
 PLAN_BLOCK: Final = 1024
 """Sequences at once: about as many as there ever are."""
@@ -58,46 +60,54 @@ def load_part(parts, part) -> tuple:
 
 @triton.jit
 def _load_sequences(
-    seq_lens, seqs, num_seqs, WINDOW: tl.constexpr, TILE: tl.constexpr
+    query_start, seq_lens, seqs, num_seqs, WINDOW: tl.constexpr, TILE: tl.constexpr
 ) -> tuple:  # fmt: skip
-    """(length, first tile, end, weight) of sequences.
+    """(first token, tokens, length, first tile, end, weight) of sequences.
 
     Padding, which has no tile, weighs one: some program is to write its zeros.
     """
     is_seq = seqs < num_seqs
     seq_len = tl.load(seq_lens + seqs, mask=is_seq, other=0)
-    first, end = key_tiles(seq_len - 1, 1, WINDOW, TILE)
-    return seq_len, first, end, tl.where(is_seq, tl.maximum(end - first, 1), 0)
+    token, count = seqs, 1
+    if query_start is not None:
+        token = tl.load(query_start + seqs, mask=is_seq, other=0)
+        count = tl.load(query_start + seqs + 1, mask=is_seq, other=0) - token
+    first, end = key_tiles(seq_len - count, count, WINDOW, TILE)
+    if query_start is not None:
+        end = tl.where(count > 0, end, first)
+    weight = tl.where(is_seq, tl.maximum(end - first, 1), 0)
+    return token, count, seq_len, first, end, weight
 
 
 @triton.jit(
     do_not_specialize=["num_programs", "num_arrivals", "max_merges"],
     # Views of a step's metadata begin anywhere, and a new alignment would be compiled anew.
-    do_not_specialize_on_alignment=["seq_lens", "num_decodes"],
+    do_not_specialize_on_alignment=["query_start", "seq_lens", "num_decodes"],
 )
 def decode_plan_kernel(
-    seq_lens, num_decodes, parts, first_parts, arrivals, merges,
+    query_start, seq_lens, num_decodes, parts, first_parts, arrivals, merges,
     num_programs, num_arrivals, max_merges,
     WINDOW: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """parts: [max_parts, PART]. first_parts: [num_programs + 1], where each one's parts begin.
 
-    arrivals: [num_arrivals], which become 0; merges: see `merge_items`; one of them
-    is None. Grid: one program, for whom even a thousand sequences are one block.
+    query_start: None if sequence i has token i alone. arrivals: [num_arrivals], which become 0;
+    merges: see `merge_items`; one of both is None. Grid: one program.
     """
     wait_for_inputs(PDL)
     num_seqs = tl.load(num_decodes)
     total = 0
     for start in range(0, num_seqs, BLOCK):
         seqs = start + tl.arange(0, BLOCK)
-        _, _, _, weight = _load_sequences(seq_lens, seqs, num_seqs, WINDOW, TILE)
-        total += tl.sum(weight, axis=0)
+        total += tl.sum(_load_sequences(query_start, seq_lens, seqs, num_seqs, WINDOW, TILE)[5], 0)
     share = tl.maximum(tl.cdiv(total, num_programs), 1)
 
     num_tiles, num_parts, num_merges = 0, 0, 0
     for start in range(0, num_seqs, BLOCK):
         seqs = start + tl.arange(0, BLOCK)
-        seq_len, first, end, weight = _load_sequences(seq_lens, seqs, num_seqs, WINDOW, TILE)
+        token, count, seq_len, first, end, weight = _load_sequences(
+            query_start, seq_lens, seqs, num_seqs, WINDOW, TILE
+        )
         before = num_tiles + tl.cumsum(weight, axis=0) - weight
         program = before // share
         pieces = tl.where(weight > 0, (before + weight - 1) // share - program + 1, 0)
@@ -112,12 +122,15 @@ def decode_plan_kernel(
             tl.store(numbers + 3, tl.minimum(first + cut + share - before, end), mask=is_part)
             tl.store(numbers + 4, first_part, mask=is_part)
             tl.store(numbers + 5, pieces, mask=is_part)
+            if query_start is not None:
+                tl.store(numbers + 6, token, mask=is_part)
+                tl.store(numbers + 7, count, mask=is_part)
             begins = is_part & (cut >= before)  # a program's span, and not only a sequence
             tl.store(first_parts + program + piece, first_part + piece, mask=begins)
         if merges is not None:
             is_split = pieces > 1
             merge = num_merges + tl.cumsum(is_split.to(tl.int32), axis=0) - 1
-            store_merge(merges + merge * MERGE, is_split, seqs, 1, first_part, pieces)
+            store_merge(merges + merge * MERGE, is_split, token, count, first_part, pieces)
             num_merges += tl.sum(is_split.to(tl.int32), axis=0)
         num_tiles += tl.sum(weight, axis=0)
         num_parts += tl.sum(pieces, axis=0)
@@ -186,6 +199,7 @@ def _enqueue(metadata: AttentionMetadata, decodes: Decodes) -> DecodePlan:
     )
     block = FEW_BLOCK if decodes.max_seqs <= FEW_BLOCK else PLAN_BLOCK
     decode_plan_kernel[(1,)](
+        metadata.query_start_A if metadata.decode_tokens > 1 else None,
         metadata.seq_lens_B, metadata.num_decodes_1, plan.parts_P8, plan.first_parts,
         plan.arrivals_BK, plan.merges_M4, num_programs, decodes.max_seqs * decodes.num_kv_heads,
         decodes.max_seqs, WINDOW=decodes.window, TILE=decodes.keys, BLOCK=block,
@@ -195,7 +209,7 @@ def _enqueue(metadata: AttentionMetadata, decodes: Decodes) -> DecodePlan:
 
 
 MIN_DOT_ROWS: Final = 16
-"""What tensor cores multiply at least; heads of a group are padded to it."""
+"""What tensor cores multiply at least; tokens times heads of a group are padded to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,14 +226,46 @@ class DecodeTiles:
 
 
 @triton.jit
+def _find_rows(
+    parts, part, seq, seq_len, rows, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    QUERIES: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """(tokens, the first one, of each row: its place among them, head, position, is it one)."""
+    if QUERIES == 1:
+        count, token, queries, heads = 1, seq, 0, rows
+        positions = tl.zeros_like(rows) + (seq_len - 1)
+        is_row = heads < GROUP
+    else:
+        token, count = tl.load(parts + part * PART + 6), tl.load(parts + part * PART + 7)
+        queries, heads = rows // GROUP_PAD, rows % GROUP_PAD
+        positions = seq_len - count + queries
+        is_row = (heads < GROUP) & (queries < count)
+    return count, token, queries, heads, positions, is_row
+
+
+@triton.jit
+def _clear_rest(
+    out, query_start, num_seqs, num_tokens,
+    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write zeros for tokens that are no sequence's: programs take turns."""
+    columns = tl.arange(0, SIZE_PAD)
+    first = tl.load(query_start + num_seqs) + tl.program_id(1)
+    for token in range(first, num_tokens, tl.num_programs(1)):
+        begin = out + (tl.zeros_like(columns).to(tl.int64) + token) * (KV_HEADS * SIZE)
+        tl.store(begin + tl.program_id(0) * SIZE + columns, 0.0, mask=columns < SIZE)
+
+
+@triton.jit
 def _merge_if_last(
-    arrival, num_parts, sums, log_sums, first_row, part_rows, out,
-    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_DIM_PAD: tl.constexpr, MERGED_PARTS: tl.constexpr,
+    arrival, num_parts, sums, log_sums, first_row, part_rows, out, count,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr, MERGED_PARTS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Count a part whose sums this program has stored, and merge all if it was the last one.
 
-    first_row, part_rows: see `merge_parts`. out: where the rows of the sequence and KV head begin.
+    first_row, part_rows: see `merge_parts`. out: where the rows of the sequence's first token and
+    KV head begin. count: of its tokens.
     """
     # All threads have stored before one of them counts. Who counts last sees what all the others
     # stored before they counted: the count releases and acquires.
@@ -227,51 +273,59 @@ def _merge_if_last(
     num_before = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
     if num_before == num_parts - 1:
         rows, dims = tl.arange(0, GROUP_PAD), tl.arange(0, HEAD_DIM_PAD)
-        result = merge_parts(
-            sums, log_sums, first_row, part_rows, num_parts, rows, rows < GROUP,
-            HEAD_DIM, HEAD_DIM_PAD, MERGED_PARTS,
-        )  # fmt: skip
-        mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
-        pointers = out + rows[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
+        for query in range(count):
+            result = merge_parts(
+                sums, log_sums, first_row + query * GROUP, part_rows, num_parts, rows, rows < GROUP,
+                HEAD_DIM, HEAD_DIM_PAD, MERGED_PARTS,
+            )  # fmt: skip
+            mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+            places = rows + query * (KV_HEADS * GROUP)
+            pointers = out + places[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
         tl.store(arrival, 0)  # for the next layer
 
 
 @triton.jit(
-    do_not_specialize=["table_stride"],
+    do_not_specialize=["table_stride", "num_seqs", "num_tokens"],
     # Views of a step's metadata begin anywhere, and a new alignment would be compiled anew.
-    do_not_specialize_on_alignment=["block_table"],
+    do_not_specialize_on_alignment=["block_table", "query_start"],
 )
 def decode_attention_kernel(
     q, k_cache, v_cache, k_scale, v_scale, out, sums, log_sums, arrivals,
-    parts, first_parts, block_table, q_stride, table_stride,
+    parts, first_parts, block_table, q_stride, table_stride, query_start, num_seqs, num_tokens,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, QUERIES: tl.constexpr,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_BYTES: tl.constexpr, TILE: tl.constexpr,
     MERGED_PARTS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """parts, first_parts, arrivals: see `plan_decodes`. out: [T, H, D].
 
-    sums: [max_parts, K, GROUP, D], and log_sums without D, see `store_sums`. Grid: (KV heads,
-    programs of each).
+    QUERIES: the most tokens of a sequence; if 1, sequence i has token i, and query_start, num_seqs
+    and num_tokens, of the step with all padding, are None. sums: [max_parts, K, QUERIES GROUP, D],
+    and log_sums without D, see `store_sums`. Grid: (KV heads, programs of each).
     """
     wait_for_inputs(PDL)
     head = tl.program_id(0)
+    if query_start is not None:
+        SIZE_PAD: tl.constexpr = GROUP_PAD * HEAD_DIM_PAD
+        _clear_rest(out, query_start, num_seqs, num_tokens, KV_HEADS, GROUP * HEAD_DIM, SIZE_PAD)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM_PAD)
-    mask = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
     first_part = tl.load(first_parts + tl.program_id(1))
     end_part = tl.load(first_parts + tl.program_id(1) + 1)
     for part in range(first_part, end_part):
         seq, seq_len, first, end, its_first, num_parts = load_part(parts, part)
-        columns = seq.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + head * (GROUP * HEAD_DIM)
-        q_rows = q + seq.to(tl.int64) * q_stride + (head * GROUP + rows) * HEAD_DIM
+        count, token, queries, heads, positions, is_row = _find_rows(
+            parts, part, seq, seq_len, rows, GROUP, GROUP_PAD, QUERIES
+        )
+        mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+        columns = token.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + head * (GROUP * HEAD_DIM)
+        q_rows = q + token.to(tl.int64) * q_stride + (head * GROUP + heads) * HEAD_DIM
+        q_rows += queries * q_stride
         q_tile = tl.load(q_rows[:, None] + dims[None, :], mask=mask, other=0.0)
         acc, peak, total = attend(
-            tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32),
-            tl.full([ROWS], -float("inf"), tl.float32),
-            tl.zeros([ROWS], tl.float32),
-            q_tile, tl.zeros([ROWS], tl.int32) + (seq_len - 1), first, end,
+            tl.zeros([ROWS, HEAD_DIM_PAD], tl.float32), tl.full([ROWS], -float("inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32), q_tile, positions, first, end,
             k_cache, v_cache, k_scale, v_scale,
             block_table + seq.to(tl.int64) * table_stride, seq_len, head,
             SCALE, WINDOW, SOFTCAP, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, BLOCK_SIZE, BLOCK_BYTES, TILE,
@@ -280,20 +334,26 @@ def decode_attention_kernel(
         )  # fmt: skip
         if num_parts == 1:
             result = acc / tl.where(total == 0, 1.0, total)[:, None]
-            pointers = out + columns + rows[:, None] * HEAD_DIM + dims[None, :]
+            places = queries * (KV_HEADS * GROUP) + heads
+            pointers = out + columns + places[:, None] * HEAD_DIM + dims[None, :]
             tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
         else:
-            part_rows = KV_HEADS * GROUP
+            part_rows, head_row = KV_HEADS * QUERIES * GROUP, head * (QUERIES * GROUP)
             store_sums(
-                acc, peak, total, sums, log_sums, part * part_rows + head * GROUP, rows,
-                rows < GROUP, HEAD_DIM, HEAD_DIM_PAD,
+                acc, peak, total, sums, log_sums, part * part_rows + head_row,
+                queries * GROUP + heads, is_row, HEAD_DIM, HEAD_DIM_PAD,
             )  # fmt: skip
             if arrivals is not None:
                 _merge_if_last(
                     arrivals + seq * KV_HEADS + head, num_parts, sums, log_sums,
-                    its_first * part_rows + head * GROUP, part_rows, out + columns,
-                    GROUP, GROUP_PAD, HEAD_DIM, HEAD_DIM_PAD, MERGED_PARTS,
+                    its_first * part_rows + head_row, part_rows, out + columns, count,
+                    KV_HEADS, GROUP, GROUP_PAD, HEAD_DIM, HEAD_DIM_PAD, MERGED_PARTS,
                 )  # fmt: skip
+
+
+def decode_rows(num_tokens: int, group: int) -> int:
+    """Rows of a decode's tile: tokens times heads of a group, padded."""
+    return max(MIN_DOT_ROWS, triton.next_power_of_2(num_tokens) * triton.next_power_of_2(group))
 
 
 def decode_attention(
@@ -307,31 +367,33 @@ def decode_attention(
 ) -> None:
     """Write the rows of the decodes; out_THD is contiguous. metadata.num_decodes is above 0.
 
+    If decodes have several tokens, rows of tokens that are no sequence's become zero, too.
     num_programs: of each KV head, see `attention.choose_num_programs`.
     """
     num_heads, head_dim = q_THD.shape[1:]
     block_size, num_kv_heads = cache.k_NSKD.shape[1:3]
     group, table_BM = num_heads // num_kv_heads, metadata.block_table_BM
-    group_pad = triton.next_power_of_2(group)
+    group_pad, queries = triton.next_power_of_2(group), metadata.decode_tokens
+    starts: tuple[Any, ...] = (None, None, None)
+    if queries > 1:
+        starts = metadata.query_start_A, len(metadata.seq_lens), len(out_THD)
     plan = plan_decodes(
         metadata, Decodes(metadata.num_decodes, num_kv_heads, tiles.keys, spec.window, num_programs)
     )
-    shape, device = (len(plan.parts_P8), num_kv_heads, group), q_THD.device
+    shape, device = (len(plan.parts_P8), num_kv_heads, queries * group), q_THD.device
     sums = torch.empty(*shape, head_dim, dtype=torch.float32, device=device)
     log_sums = torch.empty(shape, dtype=torch.float32, device=device)
     decode_attention_kernel[(num_kv_heads, num_programs)](
         q_THD, cache.k_NSKD, cache.v_NSKD, cache.k_scale_NSK, cache.v_scale_NSK, out_THD,
         sums, log_sums, plan.arrivals_BK, plan.parts_P8, plan.first_parts, table_BM,
-        q_THD.stride(0), table_BM.stride(0),
+        q_THD.stride(0), table_BM.stride(0), *starts,
         SCALE=spec.scale, WINDOW=spec.window, SOFTCAP=spec.softcap,
-        KV_HEADS=num_kv_heads, GROUP=group, GROUP_PAD=group_pad,
-        ROWS=max(MIN_DOT_ROWS, group_pad),
+        KV_HEADS=num_kv_heads, GROUP=group, GROUP_PAD=group_pad, QUERIES=queries,
+        ROWS=decode_rows(queries, group),
         HEAD_DIM=head_dim, HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size, BLOCK_BYTES=cache.block_bytes, TILE=tiles.keys,
         MERGED_PARTS=max(2, MERGE_BLOCK // group_pad),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl(device),
     )  # fmt: skip
     if plan.merges_M4 is not None:
-        merge_items(
-            sums, log_sums, plan.merges_M4, out_THD, num_kv_heads, num_queries=1, block_rows=1
-        )
+        merge_items(sums, log_sums, plan.merges_M4, out_THD, num_kv_heads, queries, block_rows=1)

@@ -116,7 +116,9 @@ class FlashAttention(TritonDevice):
             return paged_attention(
                 q_THD, cache, metadata, spec, num_sms=self.num_sms, batch_invariant=False
             )
-        out_THD = torch.empty_like(q_THD)
+        # Where decodes may have several tokens, which are no sequence's only the device knows.
+        make_out = torch.empty_like if metadata.decode_tokens == 1 else torch.zeros_like
+        out_THD = make_out(q_THD)
         num_tokens = metadata.query_start[-1]
         out_THD[num_tokens:] = 0  # padding
         operands = q_THD[:num_tokens], cache, metadata, spec, out_THD[:num_tokens]
@@ -285,7 +287,9 @@ def _attend_2(
     spec: AttentionSpec,
     out_THD: Tensor,
 ) -> None:
-    num_decodes, starts = metadata.num_decodes, metadata.query_start
+    # Its function for decodes wants as many tokens of each.
+    num_decodes = metadata.num_decodes if metadata.decode_tokens == 1 else 0
+    starts = metadata.query_start
     if num_decodes:
         decoded = module.flash_attn_with_kvcache(
             q_THD[:num_decodes, None],

@@ -30,11 +30,14 @@ from nanocore.kernels.triton.attention_plan import (
     store_rows,
 )
 from nanocore.kernels.triton.attention_tile import attend
-from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention
+from nanocore.kernels.triton.decode_attention import DecodeTiles, decode_attention, decode_rows
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
 MIN_PART_TILES: Final = 8
 """To write a part's sums and to read them again takes about as long as some tiles of keys."""
+
+MAX_TILE: Final = 64 * 128
+"""Rows times head dimensions of a decode of several tokens, at most."""
 
 _MERGED_ROWS: Final = 4
 """Rows per program. Programs are as many as could be needed, so there should be few."""
@@ -195,22 +198,28 @@ def paged_attention(
         out_THD[num_tokens:] = 0
     head_dim, capability = q_THD.shape[2], _capability(q_THD.device)
     num_kv_heads = cache.k_NSKD.shape[2]
+    group = q_THD.shape[1] // num_kv_heads
+    num_rows = 0 if metadata.decode_tokens == 1 else decode_rows(metadata.decode_tokens, group)
+    # More rows do not fit a program's registers: such decodes go with the chunks.
+    has_decodes = batch_invariant or num_rows * triton.next_power_of_2(head_dim) > MAX_TILE
+    if num_rows and has_decodes:
+        out_THD.zero_()  # what comes after the last sequence only the device knows
     num_shares = 1 if batch_invariant else choose_num_shares(num_kv_heads, num_sms)
-    if num_decodes and not batch_invariant:
-        shape = decode_tiles(head_dim, cache.k_NSKD.itemsize, capability)
+    if num_decodes and not has_decodes:
+        shape = decode_tiles(head_dim, cache.k_NSKD.itemsize, capability, num_rows)
         num_programs = choose_num_programs(num_decodes, num_kv_heads, num_sms, shape.per_sm)
         decode_attention(q_THD, cache, metadata, spec, out_THD, shape, num_programs)
-    if num_tokens > (0 if batch_invariant else num_decodes):
-        # In a step to be replayed all could be chunks, as the host's bounds tell: see
-        # `HostBounds.of_shape`. In others decodes are apart, and programs for them would cost time.
-        is_apart = not batch_invariant and metadata.query_start[num_decodes] == num_decodes
-        apart = num_decodes if is_apart else 0
+    # In a step to be replayed all could be chunks, as the host's bounds tell: see
+    # `HostBounds.of_shape`. In others decodes are apart, and programs for them would cost time.
+    num_decoded = 0 if has_decodes else metadata.num_decoded
+    if num_tokens > num_decoded:
         is_plain = cache.k_NSKD.dtype == q_THD.dtype and cache.k_NSKD.shape[1] % 64 == 0
         tiles = prefill_tiles(head_dim, q_THD.itemsize, capability, is_plain=is_plain)
         prefill_attention(
             q_THD, cache, metadata, spec, out_THD, tiles, num_shares,
-            max_tokens=num_tokens - apart, max_seqs=len(metadata.seq_lens) - apart,
-            has_decodes=batch_invariant,
+            max_tokens=num_tokens - num_decoded,
+            max_seqs=len(metadata.seq_lens) - (num_decodes if num_decoded else 0),
+            has_decodes=has_decodes,
         )  # fmt: skip
     return out_THD
 
@@ -229,8 +238,13 @@ def choose_num_programs(max_seqs: int, num_kv_heads: int, num_sms: int, per_sm: 
     return max(1, per_sm * num_sms // num_kv_heads, max_seqs)
 
 
-def decode_tiles(head_dim: int, cache_itemsize: int, capability: tuple[int, int]) -> DecodeTiles:
+def decode_tiles(
+    head_dim: int, cache_itemsize: int, capability: tuple[int, int], num_rows: int = 0
+) -> DecodeTiles:
     """Choose tiles by the bytes of a token's K or V in a head.
+
+    num_rows: of decodes that may have several tokens, 0 if they have one: see `decode_rows`. What
+    more rows take of registers and shared memory the keys of a quantized tile leave to them.
 
     A block's id is loaded as far ahead of its K and V as these are of their use: of n stages,
     (n - 1) / 2 tiles of K and as many of V are in flight. With 5, and 16 KiB a tile, two programs
@@ -240,10 +254,12 @@ def decode_tiles(head_dim: int, cache_itemsize: int, capability: tuple[int, int]
     """
     width = triton.next_power_of_2(head_dim)
     is_large = capability in _LARGE_SHARED_MEMORY
-    most_keys = 128 if cache_itemsize == 1 and is_large and capability >= (9, 0) else 64
-    keys = max(16, min(most_keys, 16384 // (width * cache_itemsize)))
-    is_narrow = cache_itemsize > 1 or width <= 128 or (is_large and capability >= (9, 0))
-    per_sm = 2 if is_narrow else 1
+    is_hopper = is_large and capability >= (9, 0)
+    most_keys = 128 if cache_itemsize == 1 and is_hopper and not num_rows else 64
+    tile_bytes = 8192 if cache_itemsize == 1 and num_rows else 16384
+    keys = max(16, min(most_keys, tile_bytes // (width * cache_itemsize)))
+    is_narrow = cache_itemsize > 1 or width <= 128 or is_hopper
+    per_sm = 2 if is_narrow and (num_rows <= 32 or is_hopper) else 1
     return DecodeTiles(keys, num_warps=4, num_stages=5 if is_large else 3, per_sm=per_sm)
 
 

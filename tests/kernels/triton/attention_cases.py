@@ -8,7 +8,7 @@ from triton import next_power_of_2
 
 from nanocore.kernels.triton import attention_plan, decode_attention
 from nanocore.kernels.triton.attention_plan import attention_plan_kernel, merge_parts_kernel
-from nanocore.kernels.triton.decode_attention import MIN_DOT_ROWS, decode_attention_kernel
+from nanocore.kernels.triton.decode_attention import decode_attention_kernel, decode_rows
 from nanocore.kernels.triton.paged_attention import (
     PrefillTiles,
     decode_tiles,
@@ -53,14 +53,39 @@ def cases() -> list[Case]:
         _decode("decode, head dim 64", head_dim=64),
         _decode("decode, head dim 96", head_dim=96),
         _decode("decode, head dim 256, window, softcap", head_dim=256, window=512, softcap=50.0),
+        _decode("decode, 4 tokens", queries=4, group=4),
+        _decode("decode, 5 tokens, few, blocks of 16", queries=5, is_few=True, block_size=16),
+        _decode("decode, 8 tokens, group of 8", queries=8, group=8),
+        _decode("decode, 8 tokens, head dim 256, window", queries=8, head_dim=256, window=512),
+        _decode(
+            "decode, 4 tokens of 256, int8 cache", queries=4, group=8, head_dim=256, cache="*i8"
+        ),
+        *(
+            _decode(
+                f"decode, 8 tokens of 128, {_QUANTIZED[cache]} cache",
+                queries=8,
+                group=4,
+                cache=cache,
+            )
+            for cache in _QUANTIZED
+        ),
+        _decode(
+            "decode, 8 tokens, for 80", queries=8, group=8, tiles_of=(8, 0), capabilities=(80,)
+        ),
+        _decode(
+            "decode, 8 tokens, for 89", queries=8, group=8, tiles_of=(8, 9), capabilities=(89,)
+        ),
         _decode("decode, float32", dtype="*fp32"),
         _decode("decode, float16", dtype="*fp16"),
         _merge("merge of few decodes", group=2, queries=1, block_rows=1),
+        _merge("merge of few decodes of 4 tokens", group=2, queries=4, block_rows=1),
         _merge("merge of chunks", group=5, queries=8, block_rows=4),
         _merge("merge of chunks, head dim 96", group=2, queries=32, block_rows=4, head_dim=96),
         _merge("merge of chunks, head dim 256", group=2, queries=32, block_rows=4, head_dim=256),
         _decode_plan("plan of decodes"),
         _decode_plan("plan of few decodes, window", window=512, is_few=True),
+        _decode_plan("plan of decodes of 4 tokens", queries=4),
+        _decode_plan("plan of few decodes of 4 tokens, window", queries=4, window=512, is_few=True),
         _plan("plan of chunks", queries=32),
         _plan("plan of chunks, window", queries=16, window=512),
         _plan("plan of all as chunks, batch-invariant", queries=32, is_invariant=True),
@@ -147,19 +172,24 @@ def _decode(
     block_size: int = 64,
     window: int = 0,
     softcap: float = 0.0,
+    queries: int = 1,
     is_few: bool = False,
     tiles_of: tuple[int, int] = _HOPPER,
     **options: Any,
 ) -> Case:
     cache, group_pad = cache or dtype, next_power_of_2(group)
     scale = "*fp32" if cache in _QUANTIZED else None
-    tiles = decode_tiles(head_dim, _BYTES[cache], tiles_of)
+    num_rows = decode_rows(queries, group)
+    tiles = decode_tiles(head_dim, _BYTES[cache], tiles_of, num_rows if queries > 1 else 0)
     arguments = {
         "q": dtype, "k_cache": cache, "v_cache": cache, "k_scale": scale, "v_scale": scale,
         "out": dtype, **_sums(True), "arrivals": None if is_few else "*i32",
         "first_parts": "*i32", **_STEP,
+        "query_start": "*i32" if queries > 1 else None,
+        "num_seqs": "i32" if queries > 1 else None, "num_tokens": "i32" if queries > 1 else None,
     }  # fmt: skip
-    constexprs = {"GROUP": group, "GROUP_PAD": group_pad, "ROWS": MIN_DOT_ROWS}
+    product = "mma.sync" if num_rows < 64 else "mma"  # Hopper's own takes 64 rows
+    constexprs = {"GROUP": group, "GROUP_PAD": group_pad, "QUERIES": queries, "ROWS": num_rows}
     constexprs |= {"TILE": tiles.keys, "MERGED_PARTS": attention_plan.MERGE_BLOCK // group_pad}
     constexprs |= _spec(head_dim, window, softcap)
     constexprs |= block_constants(cache, _KV_HEADS, head_dim, block_size)
@@ -170,7 +200,7 @@ def _decode(
         constexprs,
         tiles.num_warps,
         tiles.num_stages,
-        instructions={} if dtype == "*fp32" else dict.fromkeys((80, 89, 90, 100), "mma.sync"),
+        instructions={} if dtype == "*fp32" else dict.fromkeys((80, 89, 90, 100), product),
         # As many programs as are to be on a multiprocessor at once do fit it.
         max_shared_bytes=SHARED_BYTES[10 * tiles_of[0] + tiles_of[1]] // tiles.per_sm
         - _RESERVED_BYTES,
@@ -192,9 +222,10 @@ def _merge(name: str, *, group: int, queries: int, block_rows: int, head_dim: in
     return _case(name, merge_parts_kernel, arguments, constexprs, 4, 3)
 
 
-def _decode_plan(name: str, *, window: int = 0, is_few: bool = False) -> Case:
+def _decode_plan(name: str, *, window: int = 0, is_few: bool = False, queries: int = 1) -> Case:
     block = decode_attention.FEW_BLOCK if is_few else decode_attention.PLAN_BLOCK
     arguments: dict[str, str | None] = {
+        "query_start": "*i32" if queries > 1 else None,
         "seq_lens": "*i32", "num_decodes": "*i32", "parts": "*i32", "first_parts": "*i32",
         "arrivals": None if is_few else "*i32", "merges": "*i32" if is_few else None,
         "num_programs": "i32", "num_arrivals": "i32", "max_merges": "i32",

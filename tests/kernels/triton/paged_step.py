@@ -61,8 +61,9 @@ class Piece:
 class PagedStep:
     """Pieces, decodes first, whose K and V are in the cache.
 
-    max_decodes: what the host knows at capture, if not how many there are. spare_columns: of the
-    block table. num_padding: tokens that belong to no sequence, at the end.
+    decode_tokens: the most of a decode. max_decodes: what the host knows at capture, if not how
+    many there are. spare_columns: of the block table. num_padding: tokens that belong to no
+    sequence, at the end.
     """
 
     heads: Heads
@@ -71,6 +72,7 @@ class PagedStep:
     spec: AttentionSpec
     block_size: int = 4
     kv_cache: str = "auto"
+    decode_tokens: int = 1
     max_decodes: int | None = None
     spare_columns: int = 0
     num_padding: int = 0
@@ -111,14 +113,16 @@ class PagedStep:
 
     def _metadata(self, table_BM: Tensor) -> AttentionMetadata:
         seqs = [(piece.seq_len, piece.num_queries) for piece in self.pieces]
-        metadata = make_metadata(seqs, table_BM, num_decodes=self.num_decodes)
+        metadata = make_metadata(
+            seqs, table_BM, num_decodes=self.num_decodes, decode_tokens=self.decode_tokens
+        )
         if self.max_decodes is None:
             return metadata
         return replace(metadata, num_decodes=self.max_decodes)
 
     def q_THD(self) -> Tensor:
         """Queries with gaps between tokens, as they lie among keys and values."""
-        num_tokens = self.metadata.query_start[-1] + self.num_padding
+        num_tokens = sum(piece.num_queries for piece in self.pieces) + self.num_padding
         num_columns = self.heads.num + 2 * self.heads.num_kv
         q_THD = torch.full((num_tokens, num_columns, self.heads.dim), NAN)[:, : self.heads.num]
         token = 0

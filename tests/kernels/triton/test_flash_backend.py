@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -486,3 +486,25 @@ def test_quantized_caches_are_left_to_our_kernels(install: Callable[..., None]) 
     case = PagedCase([(9, 1), (6, 3)], kv_cache="int8")
     case.kernels = FlashKernels(CPU)
     torch.testing.assert_close(case.run().double(), case.expected(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "block_size"), [(FA3, 4), (VLLM, 4), (FA4, 4), (FA2, 256)])
+def test_decodes_of_several_tokens_are_the_reference(
+    install: Callable[..., None], name: str, block_size: int
+) -> None:
+    install(name, namespace=name == FA4)
+    case = PagedCase([(9, 3), (3, 1), (11, 4), (40, 20)], block_size=block_size, decode_tokens=4)
+    assert case.metadata().num_decodes == 3
+    case.kernels = FlashKernels(CPU)
+    torch.testing.assert_close(case.run().double(), case.expected(), rtol=1e-5, atol=1e-5)
+
+
+def test_tokens_that_only_the_device_knows_to_be_of_no_sequence_are_zero(
+    install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(FA3)
+    case = PagedCase([(9, 3), (3, 1)], decode_tokens=4)
+    case.kernels = FlashKernels(CPU)
+    monkeypatch.setattr(case.kernels, "_one_call", SimpleNamespace(attend=lambda *_: None))
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full(x.shape, -7.0))
+    assert not case.run().any()
