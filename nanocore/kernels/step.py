@@ -89,6 +89,7 @@ class StepInputs(msgspec.Struct, frozen=True):
     query_start_A: Tensor
     slots_T: Tensor
     sample_index_R: Tensor
+    decode_tokens: int = 1
     lanes: dict[str, Tensor] = {}
 
     def attention(self, begun: BegunStep) -> AttentionMetadata:
@@ -104,6 +105,7 @@ class StepInputs(msgspec.Struct, frozen=True):
             table_rows_B=begun.table_rows_B,
             positions_T=self.rows.positions_T,
             slot_mapping_T=self.slots_T,
+            decode_tokens=self.decode_tokens,
         )
 
 

@@ -40,6 +40,8 @@ MAX_POOLED_TOKENS: Final = 128
 _NOT_REQUESTED: Final = -1
 _FEW: Final = 63
 """Up to this many tokens a request's size makes no difference."""
+_SCORED: Final = 64
+"""Above every size: what is scored is of another kind."""
 _HIGH, _LOW = 2.0**16, 2.0**40
 _LIMIT: Final = 2.0**23
 """No norm gives such numbers: from here on they count as not finite."""
@@ -76,12 +78,14 @@ class LogprobSlots:
     def __init__(self, slots_J: Ints, num_top_J: Ints, num_sampled: int) -> None:
         is_scored_J = slots_J >= num_sampled
         sizes_J = np.frexp(np.maximum(num_top_J, _FEW))[1]  # of a group, at most twice the least
-        kinds_J = np.where(is_scored_J, -sizes_J, sizes_J)
+        kinds_J = np.where(is_scored_J, sizes_J + _SCORED, sizes_J)
         order = kinds_J.argsort(kind="stable")
         self.slots_J, self.num_top_J, kinds_J = slots_J[order], num_top_J[order], kinds_J[order]
-        starts = np.flatnonzero(np.diff(kinds_J, prepend=0)).tolist()
+        starts = np.flatnonzero(np.diff(kinds_J, prepend=-1)).tolist()
         self.groups = [
-            LogprobGroup(start, stop, int(self.num_top_J[start:stop].max()), kinds_J[start] < 0)
+            LogprobGroup(
+                start, stop, int(self.num_top_J[start:stop].max()), kinds_J[start] >= _SCORED
+            )
             for start, stop in zip(starts, [*starts[1:], len(order)], strict=True)
         ]
 

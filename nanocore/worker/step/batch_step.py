@@ -33,13 +33,18 @@ class StepOrder(msgspec.Struct, frozen=True):
     query_start_A: NDArray[np.int64]
 
     @classmethod
-    def of_plan(cls, plan: SchedulerOutput, decodes: NDArray[np.bool_]) -> StepOrder:
-        """Lay out a plan's rows. decodes: rows that take one token unless the plan differs."""
+    def of_plan(
+        cls, plan: SchedulerOutput, decodes: NDArray[np.bool_], decode_tokens: int = 1
+    ) -> StepOrder:
+        """Lay out a plan's rows. decodes: rows that take one token unless the plan differs.
+
+        decode_tokens: the most that a row takes to be a decode for kernels.
+        """
         counts = decodes.astype(np.int64)
         counts[ints(plan.chunk_rows)] = ints(plan.chunk_counts)
-        # Decodes first, as attention wants them. A chunk of one token is a decode, too.
-        single = np.flatnonzero(counts == 1)
-        rows_B = np.concatenate((single, np.flatnonzero(counts > 1)))
+        # Decodes first, as attention wants them. A chunk of as few tokens is a decode, too.
+        few = np.flatnonzero((counts > 0) & (counts <= decode_tokens))
+        rows_B = np.concatenate((few, np.flatnonzero(counts > decode_tokens)))
         counts_B = counts[rows_B]
         ends_B = np.cumsum(counts_B)
         num_tokens = int(ends_B[-1]) if len(ends_B) else 0
@@ -50,7 +55,7 @@ class StepOrder(msgspec.Struct, frozen=True):
         starts = np.concatenate(([0], ends_B))
         return cls(
             is_decode_only=not plan.chunk_rows,
-            num_decodes=len(single),
+            num_decodes=len(few),
             rows_B=rows_B,
             counts_B=counts_B,
             rows_T=rows_B[source_T],

@@ -156,7 +156,8 @@ class InputBatch:
     def _order(self, plan: SchedulerOutput) -> StepOrder:
         order = None if plan.chunk_rows else self._decode_orders.get(plan.group)
         if order is None:
-            order = StepOrder.of_plan(plan, self.is_active & (self.group == plan.group))
+            decodes = self.is_active & (self.group == plan.group)
+            order = StepOrder.of_plan(plan, decodes, 1 + self.max_drafts)
             if order.is_decode_only:
                 self._decode_orders[plan.group] = order
         return order

@@ -156,7 +156,8 @@ class ModelRunner:
         if self._stream.is_host:
             return []
         support, batch = self.kernels.graph_support, self.batch
-        return graph_shapes(support, batch.max_num_seqs, max_num_batched_tokens, batch.block_size)
+        sizes = batch.max_num_seqs, max_num_batched_tokens, batch.block_size, batch.max_drafts
+        return graph_shapes(support, *sizes)
 
     def release_kv_memory(self) -> None:
         """Give the KV cache's memory back; no step can run until there is another."""
@@ -203,7 +204,8 @@ class ModelRunner:
         if outputs is not None and needs_hidden:
             more = outputs.rows, outputs.positions, outputs.index
             slots = [np.concatenate(parts) for parts in zip(slots, more, strict=True)]
-        shape, graph = StepShape.of(step, appended, len(slots[0])), None
+        shape = StepShape.of(step, appended, len(slots[0]), 1 + batch.max_drafts)
+        graph = None
         if self._graphs is not None and not needs_hidden:
             graph = self._graphs.find(shape)
         shape = shape if graph is None else graph.shape
@@ -224,4 +226,14 @@ class ModelRunner:
         staged = self._stream.stage(step_layout(shape, columns))
         staged.write(step_columns(step, appended, slots[2], shape), self.tables.spare_row)
         staged.write(columns)
-        return LaidOutStep(step, sampling, outputs, new, graph, staged, is_certain, unverified)
+        return LaidOutStep(
+            step=step,
+            sampling=sampling,
+            outputs=outputs,
+            new=new,
+            graph=graph,
+            staged=staged,
+            decode_tokens=shape.decode_tokens,
+            is_certain=is_certain,
+            unverified=unverified,
+        )

@@ -49,6 +49,7 @@ class LaidOutStep(msgspec.Struct, frozen=True):
     new: NewTokens
     graph: Graph | None
     staged: Staged
+    decode_tokens: int
     is_certain: bool
     unverified: Unverified | None
 
@@ -155,7 +156,7 @@ class PendingOutput:
         tables.take(fields["new_tokens_K"], laid_out.new)
         machine.drafts.update(fields, laid_out.new, tables, laid_out.is_certain)
         drafts_D = machine.drafts.propose(fields, tables) if step.has_drafts else None
-        inputs = tables.inputs(fields, HostBounds.of_step(step))
+        inputs = tables.inputs(fields, HostBounds.of_step(step, laid_out.decode_tokens))
         stage.receive(len(step.positions_T))
         num_samples, hidden_NE = len(step.sample_rows), None
         if laid_out.graph is not None:

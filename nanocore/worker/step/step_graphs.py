@@ -147,20 +147,30 @@ def padded_steps(
 
 
 def graph_shapes(
-    support: GraphSupport, max_num_seqs: int, max_num_batched_tokens: int, block_size: int
+    support: GraphSupport,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    block_size: int,
+    max_drafts: int = 0,
 ) -> list[StepShape]:
     """Shapes to capture, the largest first; decodes of every row that can run are among them."""
     if support == "never":
         return []
-    shapes = [StepShape(n, n, n, n, is_uniform=True) for n in decode_sizes(max_num_seqs)]
+    # Tokens of a row, and blocks that it may need for them.
+    most, blocks = 1 + max_drafts, 1 + max_drafts // block_size
+    shapes = [
+        StepShape(n * most, n, n * most, n * blocks, is_uniform=True, decode_tokens=most)
+        for n in decode_sizes(max_num_seqs)
+    ]
     if support == "always":
         # One sequence more, for the padding: it may hold tokens when every row runs.
         num_seqs = max_num_seqs + 1
         for num_tokens in MIXED_TOKENS:
             if num_seqs < num_tokens <= max_num_batched_tokens:
+                num_slots = min(num_tokens, num_seqs * most)
                 num_blocks = num_tokens // block_size + num_seqs
-                shape = StepShape(num_tokens, num_seqs, num_seqs, num_blocks, is_uniform=False)
-                shapes.append(shape)
+                size = num_tokens, num_seqs, num_slots, num_blocks
+                shapes.append(StepShape(*size, is_uniform=False, decode_tokens=most))
     return sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
 
 

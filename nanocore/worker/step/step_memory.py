@@ -67,7 +67,7 @@ NO_BLOCKS: Final = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))
 class StepShape(msgspec.Struct, frozen=True):
     """Numbers of tokens, sequences, slots and appended blocks of a step.
 
-    is_uniform: every sequence is a decode.
+    is_uniform: every sequence is a decode. decode_tokens: the most tokens of one.
     """
 
     num_tokens: int
@@ -75,9 +75,12 @@ class StepShape(msgspec.Struct, frozen=True):
     num_slots: int
     num_blocks: int
     is_uniform: bool
+    decode_tokens: int = 1
 
     @classmethod
-    def of(cls, step: BatchStep, appended: AppendedBlocks, num_slots: int) -> StepShape:
+    def of(
+        cls, step: BatchStep, appended: AppendedBlocks, num_slots: int, decode_tokens: int
+    ) -> StepShape:
         """The shape of exactly this step, without padding."""
         num_seqs = len(step.order.rows_B)
         return cls(
@@ -86,6 +89,7 @@ class StepShape(msgspec.Struct, frozen=True):
             num_slots=num_slots,
             num_blocks=len(appended.rows),
             is_uniform=step.order.num_decodes == num_seqs,
+            decode_tokens=decode_tokens,
         )
 
 
@@ -233,12 +237,15 @@ def padding_columns(shape: StepShape) -> dict[str, NDArray]:
 
 
 def _query_starts(starts_A: NDArray[np.int64], shape: StepShape) -> NDArray[np.int64]:
-    # Each padding sequence gets one of the padding tokens, and the last one the rest.
+    # Each padding sequence gets as many of the padding tokens as a decode, and the last one the
+    # rest, where it may be a chunk.
     num_padding = shape.num_seqs + 1 - len(starts_A)
     if num_padding == 0:
         return starts_A
-    ends = np.minimum(starts_A[-1] + np.arange(1, num_padding + 1), shape.num_tokens)
-    ends[-1] = shape.num_tokens
+    counts = shape.decode_tokens * np.arange(1, num_padding + 1)
+    ends = np.minimum(starts_A[-1] + counts, shape.num_tokens)
+    if not shape.is_uniform:
+        ends[-1] = shape.num_tokens
     return np.concatenate((starts_A, ends))
 
 
@@ -333,6 +340,7 @@ class RowTables:
             query_start_A=fields["query_start_A"],
             slots_T=fields["slots_T"],
             sample_index_R=fields["sample_index_R"],
+            decode_tokens=bounds.decode_tokens,
             lanes={lane.name: fields[lane.name] for lane in LANES},
         )
 
@@ -354,11 +362,13 @@ class HostBounds(msgspec.Struct, frozen=True):
     num_decodes: int
     query_start: list[int]
     seq_lens: list[int]
+    decode_tokens: int
 
     @classmethod
-    def of_step(cls, step: BatchStep) -> HostBounds:
+    def of_step(cls, step: BatchStep, decode_tokens: int) -> HostBounds:
         """Exact counts of a step that runs once."""
-        return cls(step.order.num_decodes, step.order.query_start, step.seq_lens_B.tolist())
+        order = step.order
+        return cls(order.num_decodes, order.query_start, step.seq_lens_B.tolist(), decode_tokens)
 
     @classmethod
     def of_shape(cls, shape: StepShape, max_model_len: int) -> HostBounds:
@@ -366,5 +376,5 @@ class HostBounds(msgspec.Struct, frozen=True):
         num_seqs = shape.num_seqs
         starts = [0] + [shape.num_tokens] * num_seqs
         if shape.is_uniform:
-            starts = list(range(num_seqs + 1))
-        return cls(num_seqs, starts, [max_model_len] * num_seqs)
+            starts = [number * shape.decode_tokens for number in range(num_seqs + 1)]
+        return cls(num_seqs, starts, [max_model_len] * num_seqs, shape.decode_tokens)

@@ -16,13 +16,14 @@ from triton.runtime.interpreter import GridExecutor
 
 from benchmarks.attention_step import make_metadata
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec
+from nanocore.kernels.step import BegunStep
 from nanocore.kernels.triton import attention_plan, decode_attention
 from nanocore.kernels.triton import paged_attention as chunks_module
 from nanocore.kernels.triton.attention_plan import Items, plan_step
 from nanocore.kernels.triton.decode_attention import DecodePlan, Decodes, DecodeTiles, plan_decodes
 from nanocore.kernels.triton.paged_attention import PrefillTiles, paged_attention
-from nanocore.worker.step.step_graphs import HostBounds, padded_steps
-from nanocore.worker.step.step_memory import StepFields, StepShape
+from nanocore.worker.step.step_graphs import padded_steps
+from nanocore.worker.step.step_memory import BlockTable, RowTables, StepShape
 from tests.campaign import in_campaign
 from tests.kernels.layered_cache import layered
 from tests.kernels.triton.paged_step import Heads, PagedStep, Piece, Sequence, draw_step
@@ -407,8 +408,8 @@ def test_a_step_of_padding_with_a_graphs_bounds_writes_no_memory_of_others(
     shape = StepShape(
         num_tokens, num_seqs, num_seqs, num_tokens // block_size + num_seqs, is_uniform=False
     )
-    [(_, memory)] = padded_steps([shape], max_seqs, torch.device("cpu"))
-    step, bounds = StepFields.of(memory, shape), HostBounds.of_shape(shape, 96)
+    tables = RowTables(BlockTable(num_seqs, 24), 96, block_size, None)
+    [(_, _, inputs)] = padded_steps([shape], tables, torch.device("cpu"))
     guarded: list[tuple[int, Tensor]] = []
 
     def with_guards(*size: Any, **options: Any) -> Tensor:
@@ -419,17 +420,7 @@ def test_a_step_of_padding_with_a_graphs_bounds_writes_no_memory_of_others(
         return rows[guard : guard + size[0]]
 
     monkeypatch.setattr(torch, "empty", with_guards)
-    metadata = AttentionMetadata(
-        bounds.num_decodes,
-        bounds.query_start,
-        bounds.seq_lens,
-        step.num_decodes_1,
-        step.query_start_A,
-        step.seq_lens_B,
-        torch.zeros(num_seqs, 24, dtype=torch.int32),
-        step.positions_T,
-        step.slots_T,
-    )
+    metadata = inputs.attention(BegunStep(torch.zeros(num_seqs, 24, dtype=torch.int32), None, None))
     q_THD = torch.randn(num_tokens, 4, 16)
     cache = layered(torch.zeros(2, block_size, 2, 16), torch.zeros(2, block_size, 2, 16))
     out_THD = paged_attention(

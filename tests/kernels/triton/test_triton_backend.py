@@ -18,6 +18,7 @@ from triton.runtime.interpreter import GridExecutor
 
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import quantize_weight, widen
+from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.sampling import Noise, TokenPlaces
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch.backend import TorchKernels
@@ -181,7 +182,7 @@ def count_decode_step(
 ) -> Counter[str]:
     runner, sampler, names = engine.runner, engine.runner.sampler, []
     assert sampler is not None
-    begin_step, sample_plain, counter = runner.stage.begin_step, sampler.sample_plain, ExitStack()
+    begin_step, sample_plain, counter = runner.model.begin_step, sampler.sample_plain, ExitStack()
 
     def begin(*args: Any) -> Any:
         launches = counter.enter_context(counting(monkeypatch))
@@ -193,7 +194,7 @@ def count_decode_step(
             return sample_plain(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner.stage, "begin_step", begin)
+        patch.setattr(runner.model, "begin_step", begin)
         patch.setattr(sampler, "sample_plain", end)
         patch.setattr(runner.model, "layers", runner.model.layers[:num_layers])
         patch.setattr(runner.stage, "kv_caches", runner.stage.kv_caches[:num_layers])
@@ -264,12 +265,15 @@ def sampled_logits(
     logits: dict[tuple[int, int], Tensor] = {}
 
     def recording(
-        logits_RV: Tensor, noise: Noise | None, places: TokenPlaces | None = None
+        logits_RV: Tensor,
+        noise: Noise | None,
+        places: TokenPlaces | None = None,
+        mask: TokenMask | None = None,
     ) -> Tensor:
         assert noise is not None
         keys = zip(noise.seed_R.tolist(), noise.position_R.tolist(), strict=True)
         logits.update({key: row.clone() for key, row in zip(keys, logits_RV, strict=True)})
-        return sample(logits_RV, noise, places)
+        return sample(logits_RV, noise, places, mask)
 
     engine.runner.sampler.sample_plain = recording  # type: ignore[method-assign]
     engine.run(wishes)
