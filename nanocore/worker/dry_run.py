@@ -6,31 +6,27 @@ the weights are found in a second. What activations take on CUDA is known only o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import torch
 from torch import Tensor
 
-from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.cost.rank_cost import activation_bytes, rank_cost, table_bytes
+from nanocore.worker.cost.rank_cost import outlined_info
 from nanocore.worker.devices import (
     check_batch_invariance,
     check_quantized_linear,
-    dtype_name,
     make_kernels,
     select_device,
     select_kv_format,
 )
-from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.loading.checked_model import (
     check_files,
     check_memory,
     read_model,
     read_weight_format,
 )
-from nanocore.worker.loading.weights import WeightFormat
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes
-from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_messages import WorkerConfig, WorkerInfo
@@ -59,51 +55,27 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     kernels = make_kernels(config, device)
     check_quantized_linear(config.quantization, kernels, dtype, device)
     check_batch_invariance(config, model_config, kernels)
-    stored = read_weight_format(config, model_config, dtype)
-    models = [_build(config, model_config, dtype, rank, stored) for rank in range(config.num_ranks)]
-    check_files(config, models[0])
-    kv_format = select_kv_format(config.kv_cache_dtype, dtype, device)
-    layouts = [KVLayout(model.kv_specs, kv_format, config.block_size) for model in models]
-    costs = [rank_cost(*part, config, kernels) for part in zip(models, layouts, strict=True)]
-    check_memory(config, {rank: cost.held_bytes for rank, cost in enumerate(costs)})
-    memory = _memory(config, [cost.held_bytes for cost in costs])
-    return [
-        WorkerInfo(
-            device=str(device),
-            dtype=dtype_name(dtype),
-            kernels=kernels.name,
-            kernel_variant=kernels.variant,
-            weight_bytes=cost.held_bytes,
-            kv_block_bytes=layout.block_bytes,
-            available_kv_bytes=kv_bytes,
-            memory_bytes=memory_bytes,
-            activation_bytes=activation_bytes(model, config),
-            table_bytes=table_bytes(model, config),
-            cost=cost,
-        )
-        for model, layout, cost, (memory_bytes, kv_bytes) in zip(
-            models, layouts, costs, memory, strict=True
-        )
-    ]
-
-
-def _build(
-    config: WorkerConfig,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    rank: int,
-    weight_format: WeightFormat | None,
-) -> DecoderModel:
-    pp_rank, tp_rank = divmod(rank, config.tensor_parallel_size)
-    placement = Placement(
+    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    whole = Placement(
         dtype=dtype,
         device=torch.device("meta"),
-        tp=_Seat(tp_rank, config.tensor_parallel_size),
-        pp_rank=pp_rank,
-        pp_size=config.pipeline_parallel_size,
-        weight_format=weight_format,
+        pp_size=pp_size,
+        weight_format=read_weight_format(config, model_config, dtype),
     )
-    return build_model(model_config, placement)
+    models = [
+        build_model(model_config, replace(whole, tp=_Seat(tp_rank, tp_size), pp_rank=pp_rank))
+        for pp_rank in range(pp_size)
+        for tp_rank in range(tp_size)
+    ]
+    check_files(config, models[0])
+    kv_format = select_kv_format(config.kv_cache_dtype, dtype, device)
+    ranks = [outlined_info(model, config, kernels, kv_format, device) for model in models]
+    weight_bytes = [rank.weight_bytes for rank in ranks]
+    check_memory(config, dict(enumerate(weight_bytes)))
+    return [
+        msgspec.structs.replace(rank, memory_bytes=memory_bytes, available_kv_bytes=kv_bytes)
+        for rank, (memory_bytes, kv_bytes) in zip(ranks, _memory(config, weight_bytes), strict=True)
+    ]
 
 
 def _memory(config: WorkerConfig, weight_bytes: list[int]) -> list[tuple[int, int]]:

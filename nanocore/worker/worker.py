@@ -26,12 +26,10 @@ from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.system.cpu_cores import kernel_cores
 from nanocore.worker.communication.links import RankLinks, connect
 from nanocore.worker.cost.machine_speed import measure_speed
-from nanocore.worker.cost.model_cost import MachineSpeed
-from nanocore.worker.cost.rank_cost import activation_bytes, rank_cost, table_bytes
+from nanocore.worker.cost.rank_cost import outlined_info
 from nanocore.worker.devices import (
     check_batch_invariance,
     check_quantized_linear,
-    dtype_name,
     make_kernels,
     select_device,
     select_kv_format,
@@ -51,7 +49,6 @@ from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.lora import MergedFormat
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
-from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.models import build_model
 from nanocore.worker.numerics import rank_numerics
 from nanocore.worker.placement import Placement
@@ -102,12 +99,11 @@ class Worker:
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         outline = build_model(model_config, self._placement.on_meta())
         check_files(config, outline)
-        self._layout = KVLayout(outline.kv_specs, self._kv_format, config.block_size)
-        self._cost = rank_cost(outline, self._layout, config, self._kernels)
-        check_memory(config, {rank: self._cost.held_bytes})
+        self._info = outlined_info(outline, config, self._kernels, self._kv_format, device)
+        check_memory(config, {rank: self._info.weight_bytes})
         model = build_model(model_config, self._placement)
         self._graph_capture: CudaGraphCapture | None = None
-        self._runner = ModelRunner(
+        self.runner = ModelRunner(
             model, self._kernels, links.stages, self._stream(), config.enforce_eager
         )
 
@@ -132,7 +128,7 @@ class Worker:
         torch.set_num_threads(1)
         try:
             self._weight_bytes = fill_and_pack(
-                self._runner.model, self._kernels, self._fill, self._config.quantization
+                self.runner.model, self._kernels, self._fill, self._config.quantization
             )
         finally:
             torch.set_num_threads(num_threads)
@@ -149,7 +145,7 @@ class Worker:
             fill_dummy_weights(entries, self._config.seed)
             self._weights.update(f"dummy {self._config.seed} {self.device.type}".encode())
             return
-        folder, names = Path(self._config.folder), self._runner.model.entry_name
+        folder, names = Path(self._config.folder), self.runner.model.entry_name
         if not is_gguf(folder):
             self._weights.update(format_digest(folder))
         load_weights(folder, entries, names, self._progress, self._weights)
@@ -161,70 +157,54 @@ class Worker:
 
         Raises CacheMemoryError: nothing is left.
         """
-        if self.device.type == "cuda":
-            memory_bytes = torch.cuda.mem_get_info(self.device)[1]
-        else:
-            memory_bytes = cpu_memory_bytes(self._config.num_ranks)
-        return WorkerInfo(
-            device=str(self.device),
-            dtype=dtype_name(self._placement.dtype),
-            kernels=self._kernels.name,
-            kernel_variant=self._kernels.variant,
+        config, device, speed = self._config, self.device, None
+        kv_bytes = config.kv_cache_memory_bytes
+        if device.type == "cuda":
+            memory_bytes = torch.cuda.mem_get_info(device)[1]
+            if kv_bytes is None:
+                share = config.gpu_memory_utilization
+                kv_bytes = cuda_kv_bytes(device, share, self._run_largest_steps)
+            else:
+                self._run_largest_steps()
+            assert self._info.cost is not None, "an outline has one"
+            step_bytes = int(self._info.cost.read_weight_bytes(1))
+            speed = measure_speed(device, self._placement.dtype, step_bytes)
+        else:  # ranks share a CPU: their engine measures it
+            memory_bytes = cpu_memory_bytes(config.num_ranks)
+            if kv_bytes is None:
+                kv_bytes = cpu_kv_bytes(memory_bytes, config.num_ranks)
+        return msgspec.structs.replace(
+            self._info,
             weight_bytes=self._weight_bytes,
-            kv_block_bytes=self._layout.block_bytes,
-            available_kv_bytes=self._available_kv_bytes(memory_bytes),
+            available_kv_bytes=kv_bytes,
             memory_bytes=memory_bytes,
-            numerics=self._numerics(),
-            activation_bytes=activation_bytes(self._runner.model, self._config),
-            table_bytes=table_bytes(self._runner.model, self._config),
-            cost=self._cost,
-            speed=self._speed(),
+            numerics=rank_numerics(
+                config,
+                self.runner.config,
+                self._placement.dtype,
+                self._kernels,
+                self._kv_format,
+                self._weights.digest(),
+            ),
+            speed=speed,
         )
-
-    def _speed(self) -> MachineSpeed | None:
-        # Ranks share a CPU: their engine measures it.
-        if self.device.type != "cuda":
-            return None
-        step_bytes = int(self._cost.read_weight_bytes(1))
-        return measure_speed(self.device, self._placement.dtype, step_bytes)
-
-    def _numerics(self) -> str | None:
-        model, dtype = self._runner.config, self._placement.dtype
-        kernels, kv_format = self._kernels, self._kv_format
-        return rank_numerics(self._config, model, dtype, kernels, kv_format, self._weights.digest())
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         """Make the KV cache and the persistent batch; what there was before is gone."""
         config = self._config
-        self._runner.allocate(
+        self.runner.allocate(
             self._kv_format, num_blocks, config.block_size, config.max_num_seqs, max_model_len
         )
 
     def capture(self) -> None:
-        self._runner.capture(self._config.max_num_batched_tokens)
+        self.runner.capture(self._config.max_num_batched_tokens)
 
     def begin(self, plan: SchedulerOutput) -> PendingOutput:
-        return self._runner.begin(plan)
-
-    @property
-    def kv_memory(self) -> KVMemory:
-        memory = self._runner.kv_memory
-        assert memory is not None, "there is no KV cache yet"
-        return memory
-
-    def _available_kv_bytes(self, memory_bytes: int) -> int:
-        config = self._config
-        if config.kv_cache_memory_bytes is not None:
-            if self.device.type == "cuda":
-                self._run_largest_steps()
-            return config.kv_cache_memory_bytes
-        if self.device.type != "cuda":
-            return cpu_kv_bytes(memory_bytes, config.num_ranks)
-        return cuda_kv_bytes(self.device, config.gpu_memory_utilization, self._run_largest_steps)
+        return self.runner.begin(plan)
 
     def _run_largest_steps(self) -> int:
         """Run the largest steps; returns the bytes that further graphs will take."""
-        config, runner = self._config, self._runner
+        config, runner = self._config, self.runner
         start_s = time.monotonic()
         run_largest_steps(runner, self._kv_format, config)
         logger.info("largest steps, and kernels for them, %.2f s", time.monotonic() - start_s)
@@ -287,7 +267,6 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     anew. The captured graphs stay until then.
     """
     max_len = config.max_model_len
-    num_tokens = min(config.max_num_batched_tokens, max_len - 1)
     runner.allocate(kv_format, 1, config.block_size, config.max_num_seqs, max_len)
     runner.capture(config.max_num_batched_tokens, NUM_PROFILED_GRAPHS)
     num_rows, vocab_size = config.max_num_seqs, runner.config.vocab_size
@@ -295,23 +274,20 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     per_row = max(1, min(config.max_num_batched_tokens // num_rows, max_len - 1))
     sampling = msgspec.structs.replace(costliest_sampling(vocab_size), logprobs=num_logprobs)
     rows = [_row(row, per_row, per_row, config.block_size, sampling) for row in range(num_rows)]
-    _run_with_masks(runner, _plan(rows, [], per_row))
-    if runner.sampler is not None and runner.model.head is not None:
-        _sample(runner, runner.sampler, runner.model.head.num_tokens, rows)
-    num_tokens = min(num_tokens, max(1, MAX_PROMPT_LOGPROBS // (1 + num_logprobs)))
-    last = _row(0, max_len - 1, num_tokens, config.block_size, sampling)
-    rows = [_with_prompt_logprobs(last, num_logprobs)]
-    runner.execute(_plan(rows, list(range(num_rows)), num_tokens))
-    runner.release_kv_memory()
-
-
-def _run_with_masks(runner: ModelRunner, plan: SchedulerOutput) -> None:
-    pending = runner.begin(msgspec.structs.replace(plan, awaits_masks=True))
+    plan = _plan(rows, [], per_row, awaits_masks=True)
+    pending = runner.begin(plan)
     if pending.awaits_masks:  # here the model ends
-        num_rows, num_words = len(plan.added), -(-runner.config.vocab_size // 32)
-        words = np.full(num_rows * num_words, -1, "<i4").tobytes()
+        words = np.full(num_rows * -(-vocab_size // 32), -1, "<i4").tobytes()
         pending.sample(TokenMasks(step=plan.step, rows=plan.chunk_rows, words=words))
     pending.wait()
+    if runner.sampler is not None and runner.model.head is not None:
+        _sample(runner, runner.sampler, runner.model.head.num_tokens, rows)
+    num_tokens = min(config.max_num_batched_tokens, max_len - 1)
+    num_tokens = min(num_tokens, max(1, MAX_PROMPT_LOGPROBS // (1 + num_logprobs)))
+    sampling = msgspec.structs.replace(sampling, prompt_logprobs=num_logprobs)
+    last = _row(0, max_len - 1, num_tokens, config.block_size, sampling)
+    runner.execute(_plan([last], list(range(num_rows)), num_tokens))
+    runner.release_kv_memory()
 
 
 def _sample(runner: ModelRunner, sampler: TokenSampler, width: int, rows: list[NewRow]) -> None:
@@ -348,18 +324,13 @@ def _row(
         sampling=sampling,
         seed=0,
         stop_token_ids=[0] * MAX_STOP_TOKEN_IDS,
+        num_prompt_logprobs=length - num_tokens,  # those of computed tokens are known already
     )
 
 
-def _with_prompt_logprobs(new: NewRow, number: int) -> NewRow:
-    # Prompt log probabilities of computed tokens are known already.
-    sampling = msgspec.structs.replace(new.sampling, prompt_logprobs=number)
-    return msgspec.structs.replace(
-        new, sampling=sampling, num_prompt_logprobs=new.num_computed_tokens
-    )
-
-
-def _plan(rows: list[NewRow], removed: list[int], num_tokens: int) -> SchedulerOutput:
+def _plan(
+    rows: list[NewRow], removed: list[int], num_tokens: int, awaits_masks: bool = False
+) -> SchedulerOutput:
     column = np.array([new.row for new in rows], "<i4")
     return SchedulerOutput(
         step=0,
@@ -370,4 +341,5 @@ def _plan(rows: list[NewRow], removed: list[int], num_tokens: int) -> SchedulerO
         chunk_rows=column.tobytes(),
         chunk_counts=np.full(len(rows), num_tokens, "<i4").tobytes(),
         num_tokens=num_tokens * len(rows),
+        awaits_masks=awaits_masks,
     )

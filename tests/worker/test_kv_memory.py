@@ -84,7 +84,7 @@ def test_what_is_allocated_is_what_was_told(tiny_model: Path, kv_cache_dtype: st
     worker.load_model()
     info, (guess,) = worker.profile(), dry_run(config)
     worker.allocate_kv_cache(11, 64)
-    memory = worker.kv_memory
+    memory = worker.runner.kv_memory
     assert memory.num_bytes == 11 * info.kv_block_bytes == 11 * guess.kv_block_bytes
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()

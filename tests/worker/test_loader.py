@@ -124,7 +124,7 @@ def test_what_a_rank_does_not_keep_is_not_read_and_must_be_there(tmp_path: Path)
     save_file({"a": torch.ones(2), "b": torch.ones(9)}, tmp_path / "model.safetensors")
     entries = one() | {"b": TensorEntry((9,))}
     assert load_weights(tmp_path, entries, str) == 2 * 4
-    assert check_weights(tmp_path, entries, str) == (2 + 9) * 4
+    assert list(check_weights(tmp_path, entries, str)) == ["a", "b"]
     assert "'b' has shape [9], and by the model's settings [8]" in refusal(
         tmp_path, one() | {"b": TensorEntry((8,))}
     )
@@ -149,7 +149,8 @@ def test_a_bias_of_zeros_that_the_model_does_not_have_is_left_out(tmp_path: Path
         if refused:
             assert "tensor 'b.bias' is not part of this model" in refusal(tmp_path, one())
         else:
-            assert load_weights(tmp_path, one(), str) == check_weights(tmp_path, one(), str) == 8
+            assert load_weights(tmp_path, one(), str) == 8
+            assert list(check_weights(tmp_path, one(), str)) == ["a"]
 
 
 def test_a_tensor_goes_where_its_translated_name_says(tmp_path: Path) -> None:

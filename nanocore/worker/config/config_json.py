@@ -72,8 +72,7 @@ class ConfigReader(msgspec.Struct, frozen=True):
 
     def softcap(self, name: str, default: float | None) -> float:
         """A cap of logits; 0 for none, which null stands for."""
-        cap = self.settings.nullable(name, float, default)
-        return 0.0 if cap is None else self.settings.within(name, cap, _SOFTCAP)
+        return self.settings.nullable_number(name, default, _SOFTCAP) or 0.0
 
     def windows(self, default: int | None) -> Windows:
         """A window in every layer, unless it is null."""

@@ -149,6 +149,11 @@ class Settings:
         """A number within limits, or the default where it is absent or null."""
         return self.within(name, self.get(name, float, default), limits)
 
+    def nullable_number(self, name: str, default: float | None, limits: Range) -> float | None:
+        """A number within limits, None where it is null, or the default where it is absent."""
+        value = self.nullable(name, float, default)
+        return None if value is None else self.within(name, value, limits)
+
     def size(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """An integer from 1 to `most`; required where there is no default."""
         value = self.get(name, int, default)

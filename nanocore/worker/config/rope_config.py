@@ -54,12 +54,9 @@ Ropes = dict[LayerType, RopeConfig]
 
 _KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
 _KNOWN = {
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor",
-    "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast",
-    "beta_slow", "truncate", "short_factor", "long_factor", "attention_factor", "mscale",
-    "mscale_all_dim",
+    *RopeConfig.__struct_fields__, "rope_type", "type", "rope_theta", "partial_rotary_factor",
     "finetuned",  # a remark, in some YaRN models
-}  # fmt: skip
+} - {"kind", "rotary_dim", "theta"}  # fmt: skip
 
 _OTHER_NAMES: dict[str, RopeKind] = {"su": "longrope"}  # of the first Phi-3 files
 
@@ -127,17 +124,12 @@ def read_rotation(settings: Settings, rope: Settings, head_dim: int, theta: floa
         truncate=rope.get("truncate", bool, True),
         short_factor=tuple(rope.get("short_factor", list[float], [])),
         long_factor=tuple(rope.get("long_factor", list[float], [])),
-        attention_factor=_attention_factor(rope),
+        attention_factor=rope.nullable_number("attention_factor", None, _ATTENTION_FACTOR),
         mscale=rope.number("mscale", 0.0, _MSCALE),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0, _MSCALE),
     )
     _check(settings, rope, config, head_dim)
     return config
-
-
-def _attention_factor(rope: Settings) -> float | None:
-    factor = rope.nullable("attention_factor", float, None)
-    return None if factor is None else rope.within("attention_factor", factor, _ATTENTION_FACTOR)
 
 
 def _kind(rope: Settings) -> RopeKind:

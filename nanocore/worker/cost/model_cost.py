@@ -8,7 +8,7 @@ pipe from a rank to its engine, and the step loop computes with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -36,6 +36,21 @@ class AttentionCost(msgspec.Struct, frozen=True, kw_only=True):
     def _pairs(self, num_tokens: Any) -> Any:
         near = _least(num_tokens, self.window) if self.window else num_tokens
         return near * (near + 1) // 2 + (num_tokens - near) * self.window
+
+
+def by_window(costs: Iterable[AttentionCost]) -> list[AttentionCost]:
+    """Their sums, one for each window, in the order of windows."""
+    groups: dict[int, list[AttentionCost]] = {}
+    for cost in costs:
+        groups.setdefault(cost.window, []).append(cost)
+    return [
+        AttentionCost(
+            window=window,
+            kv_bytes=sum(one.kv_bytes for one in group),
+            pair_flops=sum(one.pair_flops for one in group),
+        )
+        for window, group in sorted(groups.items())
+    ]
 
 
 class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,9 +106,6 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def joined(cls, costs: Sequence[ModelCost]) -> ModelCost:
         """Sum over ranks: what a step costs on all of them."""
-        by_window: dict[int, list[AttentionCost]] = {}
-        for attention in (one for cost in costs for one in cost.attention):
-            by_window.setdefault(attention.window, []).append(attention)
         return cls(
             num_params=max(cost.num_params for cost in costs),
             token_params=sum(cost.token_params for cost in costs),
@@ -104,14 +116,7 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
             weight_bytes=sum(cost.weight_bytes for cost in costs),
             expert_bytes=sum(cost.expert_bytes for cost in costs),
             lookup_bytes=sum(cost.lookup_bytes for cost in costs),
-            attention=[
-                AttentionCost(
-                    window=window,
-                    kv_bytes=sum(one.kv_bytes for one in kinds),
-                    pair_flops=sum(one.pair_flops for one in kinds),
-                )
-                for window, kinds in sorted(by_window.items())
-            ],
+            attention=by_window(one for cost in costs for one in cost.attention),
         )
 
 

@@ -9,14 +9,43 @@ from __future__ import annotations
 import torch
 
 from nanocore.kernels.interface import Kernels
+from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.kernels.torch.backend import TorchKernels
-from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.cost.model_cost import AttentionCost, ModelCost
+from nanocore.worker.cost.model_cost import AttentionCost, ModelCost, by_window
+from nanocore.worker.devices import dtype_name
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import POSITIONS, TensorEntry, unbuffered_bytes
 from nanocore.worker.memory.kv_memory import KVLayout
-from nanocore.worker.rank_messages import WorkerConfig
+from nanocore.worker.rank_messages import WorkerConfig, WorkerInfo
+
+
+def outlined_info(
+    outline: DecoderModel,
+    config: WorkerConfig,
+    kernels: Kernels,
+    kv_format: KVCacheFormat,
+    device: torch.device,
+) -> WorkerInfo:
+    """What is known of a rank that has no memory yet; so there is none in it for the KV cache.
+
+    outline: its part of the model, on the meta device. device: the rank's.
+    """
+    layout = KVLayout(outline.kv_specs, kv_format, config.block_size)
+    cost = rank_cost(outline, layout, config, kernels)
+    return WorkerInfo(
+        device=str(device),
+        dtype=dtype_name(outline.placement.dtype),
+        kernels=kernels.name,
+        kernel_variant=kernels.variant,
+        weight_bytes=cost.held_bytes,
+        kv_block_bytes=layout.block_bytes,
+        available_kv_bytes=0,
+        memory_bytes=0,
+        activation_bytes=_activation_bytes(outline, config),
+        table_bytes=table_bytes(outline, config),
+        cost=cost,
+    )
 
 
 def rank_cost(
@@ -32,7 +61,7 @@ def rank_cost(
     model.pack(packer)
     ends = {id(end): end.weight for end in (model.embedding, model.head) if end is not None}
     end_params = sum(weight.out_features * weight.in_features for weight in ends.values())
-    lookup_bytes = _num_bytes(positions)
+    lookup_bytes = sum(part.target.nbytes for part in positions.parts)
     if model.embedding is not None and model.embedding is not model.head:
         lookup_bytes += model.embedding.weight.packed.num_bytes
     head = None if model.head is None else model.head.weight
@@ -48,24 +77,18 @@ def rank_cost(
         weight_bytes=held_bytes - packer.expert_bytes - lookup_bytes,
         expert_bytes=packer.expert_bytes,
         lookup_bytes=lookup_bytes,
-        attention=_attention(model, layout, config.block_size),
+        attention=by_window(
+            AttentionCost(
+                window=layer.attention.spec.window,
+                kv_bytes=layout.layer_bytes(i) / config.block_size,
+                pair_flops=layer.attention.pair_flops,
+            )
+            for i, layer in enumerate(model.layers)
+        ),
     )
 
 
-def _attention(model: DecoderModel, layout: KVLayout, block_size: int) -> list[AttentionCost]:
-    costs: dict[int, AttentionCost] = {}
-    for i, layer in enumerate(model.layers):
-        window, kv_bytes = layer.attention.spec.window, layout.layer_bytes(i) / block_size
-        before = costs.get(window) or AttentionCost(window=window, kv_bytes=0, pair_flops=0)
-        costs[window] = AttentionCost(
-            window=window,
-            kv_bytes=before.kv_bytes + kv_bytes,
-            pair_flops=before.pair_flops + layer.attention.pair_flops,
-        )
-    return [costs[window] for window in sorted(costs)]
-
-
-def activation_bytes(model: DecoderModel, config: WorkerConfig) -> int:
+def _activation_bytes(model: DecoderModel, config: WorkerConfig) -> int:
     """About: hidden states of the largest step in its widest layer, and logits of every row."""
     model_config, tp_size = model.config, config.tensor_parallel_size
     attention, inner, moe = model_config.attention, model_config.mlp.inner_size, model_config.moe
@@ -84,14 +107,7 @@ def table_bytes(model: DecoderModel, config: WorkerConfig) -> int:
     """Bytes of tables of rows and positions: token ids twice, block ids, and rotations."""
     rows, length = config.max_num_seqs, config.max_model_len
     token_bytes = 2 * 4 * rows * (length + 1) + 4 * rows * -(-length // config.block_size)
-    return token_bytes + length * _rotary_values(model.config) * model.placement.dtype.itemsize
-
-
-def _rotary_values(config: ModelConfig) -> int:
-    attention = config.attention
-    rotations = set(map(attention.rotation, range(config.num_layers)))
-    return sum(2 if name == "none" else attention.rope[name].rotary_dim for name in rotations)
-
-
-def _num_bytes(entry: TensorEntry) -> int:
-    return sum(part.target.nbytes for part in entry.parts)
+    attention = model.config.attention
+    rotations = set(map(attention.rotation, range(model.config.num_layers)))
+    values = sum(2 if name == "none" else attention.rope[name].rotary_dim for name in rotations)
+    return token_bytes + length * values * model.placement.dtype.itemsize

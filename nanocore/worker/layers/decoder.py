@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.layers.attention import Attention
 from nanocore.worker.layers.linear import StepContext, VocabParallelEmbedding
 from nanocore.worker.layers.mlp import GatedMLP
+from nanocore.worker.layers.moe import SparseMLP
 from nanocore.worker.layers.norm import Norm, RMSNorm
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.layers.rotary import rotary_table
@@ -37,27 +38,17 @@ from nanocore.worker.placement import Placement
 from nanocore.worker.rank_messages import Quantization
 
 
-class MLP(Protocol):
-    """The part of a layer behind attention: a gated MLP, or experts; [T, E] to [T, E]."""
-
-    def entries(self, prefix: str) -> Entries: ...
-
-    def pack(self, packer: WeightPacker) -> None:
-        """Have the backend pack each weight as soon as it is filled; once."""
-        ...
-
-    def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor: ...
-
-
 class DecoderLayer:
     """Attention and MLP, each after a norm. The residual stream is apart, so that norms can add it.
 
-    norm_class: of its norms, and of the one after the last layer. kv_spec: what it keeps of tokens.
+    norm_class: of its norms, and of the one after the last layer. sparse_mlp: the class of MLPs
+    where the configuration has experts. kv_spec: what it keeps of tokens.
     """
 
     attention_class: ClassVar[type[Attention]] = Attention
     norm_class: ClassVar[type[Norm]] = RMSNorm
-    mlp: MLP
+    sparse_mlp: ClassVar[type[SparseMLP]] = SparseMLP
+    mlp: GatedMLP | SparseMLP
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
         self.attention = self.attention_class(
@@ -75,8 +66,11 @@ class DecoderLayer:
         self.input_norm = self.norm_class(placement, config, config.hidden_size)
         self.post_attention_norm = self.norm_class(placement, config, config.hidden_size)
 
-    def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
-        """Make this layer's MLP; families with experts override it."""
+    def make_mlp(
+        self, placement: Placement, config: ModelConfig, layer: int
+    ) -> GatedMLP | SparseMLP:
+        if config.moe and layer in config.moe.sparse_layers:
+            return self.sparse_mlp(placement, config.moe, config.mlp, config.hidden_size)
         return GatedMLP(placement, config.mlp, config.hidden_size)
 
     def entries(self, prefix: str) -> Entries:
@@ -196,7 +190,7 @@ class DecoderModel:
             if self.config.tie_word_embeddings:
                 self.embedding.pack(packer)
             else:
-                self.embedding.pack_as_embedding(packer)
+                self.embedding.weight.pack(packer.embedding)
 
     def finish(self) -> None:
         """Called when all is filled and packed."""

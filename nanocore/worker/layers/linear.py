@@ -8,6 +8,9 @@ range only; ranges are equal but for the last, so any vocabulary can be split.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import msgspec
 from msgspec.structs import replace
 from torch import Tensor
@@ -80,28 +83,30 @@ class ColumnParallelLinear:
 
     def entries(self, *names: str) -> Entries:
         """One projection of the checkpoint for each of `parts`, in their order."""
-        entries = self.weight.entries(
-            *map(self._projection, names, self.parts, (rows.total for rows in self.parts))
-        )
-        if self.bias is not None:
-            biases = zip(names, self.parts, self.bias.split(self.sizes), strict=True)
-            entries |= {
-                f"{name}.bias": TensorEntry((rows.total,), [LoadedSlice(target, (rows.kept,))])
-                for name, rows, target in biases
-            }
-        return entries
+        return self._entries(names, self.parts)
 
     def fused_entries(self, name: str) -> Entries:
         """One projection of the checkpoint that stacks them whole, one after the other."""
-        offset, stacked = 0, []
-        for rows in self.parts:
-            stacked.append(replace(rows, start=offset + rows.start))
-            offset += rows.total
-        entries = self.weight.entries(*(self._projection(name, rows, offset) for rows in stacked))
+        total = sum(rows.total for rows in self.parts)
+        starts = accumulate((rows.total for rows in self.parts), initial=0)
+        stacked = [
+            RowShard(total, start + rows.start, rows.size)
+            for start, rows in zip(starts, self.parts, strict=False)
+        ]
+        return self._entries([name] * len(stacked), stacked)
+
+    def _entries(self, names: Sequence[str], parts: list[RowShard]) -> Entries:
+        columns = slice(0, self.in_features)
+        entries = self.weight.entries(
+            *(
+                Projection(name, (rows.total, self.in_features), rows.kept, columns)
+                for name, rows in zip(names, parts, strict=True)
+            )
+        )
         if self.bias is not None:
-            targets = zip(stacked, self.bias.split(self.sizes), strict=True)
-            parts = [LoadedSlice(target, (rows.kept,)) for rows, target in targets]
-            entries[f"{name}.bias"] = TensorEntry((offset,), parts)
+            for name, rows, target in zip(names, parts, self.bias.split(self.sizes), strict=True):
+                bias = entries.setdefault(f"{name}.bias", TensorEntry((rows.total,)))
+                bias.parts.append(LoadedSlice(target, (rows.kept,)))
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
@@ -113,10 +118,6 @@ class ColumnParallelLinear:
     def gated(self, x: Tensor, activation: Activation, context: StepContext) -> Tensor:
         """act(first half) * second half of the result; see `Kernels.gated_linear`."""
         return context.kernels.gated_linear(x, self.weight.packed, self.bias, activation)
-
-    def _projection(self, name: str, rows: RowShard, num_rows: int) -> Projection:
-        shape = num_rows, self.in_features
-        return Projection(name, shape, rows.kept, slice(0, self.in_features))
 
 
 class RowParallelLinear:
@@ -183,12 +184,10 @@ class VocabParallelEmbedding:
     def pack(self, packer: WeightPacker) -> None:
         self.weight.pack(packer.head)
 
-    def pack_as_embedding(self, packer: WeightPacker) -> None:
-        self.weight.pack(packer.embedding)
-
     def begin_step(self, rows: StepRows, factor: float, kernels: Kernels) -> BegunStep:
         """Begin a step, its hidden states embeddings times factor."""
-        begun = kernels.begin_step(rows, self._tokens(factor))
+        tokens = TokenEmbedding(self.weight.packed, self.first_token, factor, self.dtype)
+        begun = kernels.begin_step(rows, tokens)
         assert begun.x_TE is not None, "with an embedding there are hidden states"
         if self.tp.size == 1:
             return begun
@@ -197,6 +196,3 @@ class VocabParallelEmbedding:
     def logits(self, hidden_RE: Tensor, softcap: float, kernels: Kernels) -> Tensor:
         """Logits of this rank's tokens, float32 [R, num_tokens]; see `Kernels.logits`."""
         return kernels.logits(hidden_RE, self.weight.packed, softcap)
-
-    def _tokens(self, factor: float) -> TokenEmbedding:
-        return TokenEmbedding(self.weight.packed, self.first_token, factor, self.dtype)

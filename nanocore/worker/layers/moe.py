@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar
 
 from torch import Tensor
 
 from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight
-from nanocore.worker.config.model_config import MLPConfig, ModelConfig, MoeConfig
-from nanocore.worker.layers.decoder import MLP, DecoderLayer
+from nanocore.worker.config.model_config import MLPConfig, MoeConfig
 from nanocore.worker.layers.linear import RowShard, StepContext
 from nanocore.worker.layers.packing import MetaWeight, Weight, WeightPacker
 from nanocore.worker.loading.weights import Entries, Projection
@@ -126,14 +124,3 @@ class _Weights:
         # What is kept is in `packed` alone.
         nothing = packed.data.new_empty(0)
         return LinearWeight(packed.out_features, packed.in_features, packed.dtype, nothing)
-
-
-class SparseDecoderLayer(DecoderLayer):
-    """The common layer with experts where the configuration has them."""
-
-    sparse_mlp: ClassVar[type[SparseMLP]] = SparseMLP
-
-    def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> MLP:
-        if config.moe and layer in config.moe.sparse_layers:
-            return self.sparse_mlp(placement, config.moe, config.mlp, config.hidden_size)
-        return super().make_mlp(placement, config, layer)

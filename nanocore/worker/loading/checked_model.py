@@ -184,16 +184,7 @@ def _dtype(by_name: Mapping[str, CheckpointTensor]) -> str:
 
 def _are_equal(one: CheckpointTensor, other: CheckpointTensor) -> bool:
     """Whether two tensors have the same bytes, read piece by piece."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    try:
-        with one.path.open("rb") as file, other.path.open("rb") as other_file:
-            file.seek(one.offset)
-            other_file.seek(other.offset)
-            for start in range(0, one.num_bytes, _PIECE_BYTES):
-                size = min(_PIECE_BYTES, one.num_bytes - start)
-                if file.read(size) != other_file.read(size):
-                    return False
-    except OSError as error:
-        raise ModelFileError(f"{one.path}: {error.strerror or error}") from None
-    return True
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and all(
+        one.read(start, _PIECE_BYTES) == other.read(start, _PIECE_BYTES)
+        for start in range(0, one.num_bytes, _PIECE_BYTES)
+    )

@@ -39,6 +39,15 @@ class CheckpointTensor(msgspec.Struct, frozen=True):
     offset: int
     num_bytes: int
 
+    def read(self, start: int, size: int) -> bytes:
+        """Up to `size` of its bytes from `start` on. Raises ModelFileError."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset + start)
+                return file.read(min(size, self.num_bytes - start))
+        except OSError as error:
+            raise ModelFileError(f"{self.path}: {error.strerror or error}") from None
+
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
@@ -115,9 +124,7 @@ def read_header(path: Path) -> list[CheckpointTensor]:
             pass  # opening validates
         with path.open("rb") as file:
             length = int.from_bytes(file.read(_HEADER_START), "little")
-            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
-        header.pop("__metadata__", None)
-        entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
+            entries = _entries(file.read(length))
     except FileNotFoundError:
         raise ModelFileError(f"{path} is missing{_why_missing(path)}") from None
     except OSError as error:
@@ -132,6 +139,12 @@ def read_header(path: Path) -> list[CheckpointTensor]:
         for begin, end in [entry.data_offsets]
     ]
     return sorted(tensors, key=lambda tensor: tensor.offset)
+
+
+def _entries(header: bytes) -> dict[str, _Entry]:
+    raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+    raw.pop("__metadata__", None)
+    return {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
 
 
 def _of_gguf(first: Path) -> list[CheckpointTensor]:
@@ -223,17 +236,12 @@ def _describe(path: Path) -> str:
         expected = _HEADER_START + header_bytes
         if expected <= size:
             file.seek(_HEADER_START)
-            expected = _size_by_header(file.read(header_bytes), expected)
+            try:
+                entries = _entries(file.read(header_bytes))
+                ends = (entry.data_offsets[1] for entry in entries.values())
+                expected += max(ends, default=0)
+            except (ValueError, RecursionError):
+                expected = 0
     if size < expected:
         return f"{size} bytes of {expected}; its download was not completed, run it again to resume"
     return f"{size} bytes; damaged, download it again"
-
-
-def _size_by_header(header: bytes, data_start: int) -> int:
-    try:
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        entries.pop("__metadata__", None)
-        ends = [msgspec.json.decode(e, type=_Entry).data_offsets[1] for e in entries.values()]
-    except (ValueError, RecursionError):
-        return 0
-    return data_start + max(ends, default=0)

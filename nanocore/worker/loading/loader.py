@@ -34,10 +34,9 @@ from nanocore.worker.loading.gguf.gguf_format import put_biases_back
 from nanocore.worker.loading.model_folder import display_name
 from nanocore.worker.loading.weights import (
     HEAD,
-    Buffer,
     BufferOwner,
     Entries,
-    Index,
+    LoadedSlice,
     PendingOwners,
     TensorEntry,
     TensorNames,
@@ -63,28 +62,16 @@ _MAX_PIECES = 4 * _MAX_THREADS
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Consecutive rows of a stored tensor, and where what `index` keeps of them goes.
+    """Consecutive rows of a stored tensor, and where what a rank keeps of them goes.
 
-    shape: of the rows. file_offset: of their first byte. add: see `TensorEntry.offset`. target,
-    buffer: see `LoadedSlice`.
+    shape: of the rows. file_offset: of their first byte. add: see `TensorEntry.offset`.
     """
 
     stored: CheckpointTensor
     file_offset: int
     shape: tuple[int, ...]
-    index: Index
-    target: Tensor
+    part: LoadedSlice
     add: float
-    buffer: Buffer | None
-
-    @property
-    def owner(self) -> BufferOwner | None:
-        return None if self.buffer is None else self.buffer.owner
-
-    def with_memory(self) -> _Piece:
-        if self.buffer is None:
-            return self
-        return replace(self, target=self.buffer.view(self.target), buffer=None)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -92,7 +79,7 @@ class _Piece:
 
     @property
     def kept_bytes(self) -> int:
-        return self.target.numel() * self.dtype.itemsize
+        return self.part.target.numel() * self.dtype.itemsize
 
 
 def load_weights(
@@ -120,7 +107,7 @@ def load_weights(
         ModelFileError: a file is missing, damaged, incomplete or no safetensors; a tensor is
             missing, unexpected, repeated, not finite, or of another shape or kind.
     """
-    expected = _expected_tensors(folder, entries, names)
+    expected = check_weights(folder, entries, names)
     pieces = _by_owner(
         piece for name, stored in expected.items() for piece in _pieces(stored, entries[name])
     )
@@ -128,7 +115,7 @@ def load_weights(
     num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     digests: list[tuple[str, int, str, bytes]] = []
     with (
-        _Reader(sorted({piece.stored.path for piece in pieces})) as reader,
+        _Reader({piece.stored.path for piece in pieces}) as reader,
         ThreadPoolExecutor(num_threads, "loader") as threads,
         tqdm(
             total=num_bytes,
@@ -157,7 +144,7 @@ def _by_owner(pieces: Iterable[_Piece]) -> list[_Piece]:
     """Sort pieces: files' order, except that an owner's pieces follow its first one."""
     groups: dict[int, list[_Piece]] = {}
     for piece in pieces:
-        groups.setdefault(id(piece.owner or piece), []).append(piece)
+        groups.setdefault(id(piece.part.owner or piece), []).append(piece)
     return [piece for group in groups.values() for piece in group]
 
 
@@ -173,62 +160,56 @@ def _read(
     """Yield each filled piece with the digest of what was read; notifies owners."""
     buffered_bytes = Counter[BufferOwner | None]()
     for piece in pieces:
-        buffered_bytes[piece.owner] += piece.target.nbytes if piece.owner else 0
-    unfilled = PendingOwners(piece.owner for piece in pieces)
+        buffered_bytes[piece.part.owner] += piece.part.target.nbytes if piece.part.owner else 0
+    unfilled = PendingOwners(piece.part.owner for piece in pieces)
     reading: deque[tuple[_Piece, Future[bytes]]] = deque()
     begun: set[BufferOwner | None] = {None}
 
     def first_read() -> tuple[_Piece, bytes]:
         piece, future = reading.popleft()
         read = future.result()
-        if unfilled.count_filled(piece.owner):
-            begun.remove(piece.owner)
+        if unfilled.count_filled(piece.part.owner):
+            begun.remove(piece.part.owner)
         return piece, read
 
     for piece in pieces:
-        if piece.owner not in begun:
+        part, owner = piece.part, piece.part.owner
+        if owner not in begun:
             # Weights in memory twice are bounded: the oldest are waited for and packed first.
             while len(begun) > 1 and (
-                sum(buffered_bytes[owner] for owner in (*begun, piece.owner)) > BUFFERED_BYTES
+                sum(buffered_bytes[one] for one in (*begun, owner)) > BUFFERED_BYTES
             ):
                 yield first_read()
-            begun.add(piece.owner)
+            begun.add(owner)
         while len(reading) >= _MAX_PIECES:
             yield first_read()
         # A list is passed, and emptied: a thread keeps what it was passed for a moment after its
         # result is known, and a weight that is packed by then would stay in memory.
-        reading.append((piece, threads.submit(_fill, reader, [piece.with_memory()])))
+        holder = [replace(piece, part=LoadedSlice(part.memory(), part.index))]
+        reading.append((piece, threads.submit(reader.fill, holder)))
     while reading:
         yield first_read()
 
 
-def _fill(reader: _Reader, holder: list[_Piece]) -> bytes:
-    return reader.fill(holder.pop())
-
-
-def check_weights(folder: Path, entries: Entries, names: TensorNames) -> int:
+def check_weights(
+    folder: Path, entries: Entries, names: TensorNames
+) -> dict[str, CheckpointTensor]:
     """Check all that can be known of a checkpoint without reading its weights; fills nothing.
 
     Returns:
-        Bytes of all tensors in `entries` as they are stored, whatever this rank keeps of them.
+        All tensors of `entries`, each with the shape it should have, in the order of the files.
 
     Raises:
         ModelFileError: see `load_weights`.
     """
-    return sum(stored.num_bytes for stored in _expected_tensors(folder, entries, names).values())
-
-
-def _expected_tensors(
-    folder: Path, entries: Entries, names: TensorNames
-) -> dict[str, CheckpointTensor]:
-    """All tensors of `entries`, each with the shape it should have, in the order of the files."""
     found: dict[str, CheckpointTensor] = {}
     for stored in stored_tensors(folder, lambda name: names(name) is not None):
         where = f"{stored.path}: tensor {quoted(stored.name)}"
         name = names(stored.name) or ""
         entry = entries.get(name)
         if entry is None:
-            if name.endswith(".bias") and _is_zero(stored):
+            is_bias = name.endswith(".bias") and len(stored.shape) == 1
+            if is_bias and not any(stored.read(0, stored.num_bytes)):
                 continue  # AutoGPTQ wrote one for every layer
             raise ModelFileError(f"{where} is not part of this model by its settings")
         if stored.shape != entry.shape:
@@ -252,17 +233,6 @@ def _expected_tensors(
     return found
 
 
-def _is_zero(stored: CheckpointTensor) -> bool:
-    if len(stored.shape) != 1:
-        return False
-    try:
-        with stored.path.open("rb") as file:
-            file.seek(stored.offset)
-            return not any(file.read(stored.num_bytes))
-    except OSError as error:
-        raise ModelFileError(f"{stored.path}: {error.strerror or error}") from None
-
-
 def _wrong_dtype(where: str, dtype: str, needed: torch.dtype | None) -> str:
     if needed is not None:
         name = next(name for name, known in _DTYPES.items() if known == needed)
@@ -277,63 +247,47 @@ def _pieces(stored: CheckpointTensor, entry: TensorEntry) -> Iterator[_Piece]:
     for part in entry.parts:
         assert part.target.shape == torch.empty(entry.shape, device="meta")[part.index].shape
         if part.target.numel():
-            shape, target = entry.shape, part.target
-            yield from _cut(
-                _Piece(stored, stored.offset, shape, part.index, target, entry.offset, part.buffer)
-            )
+            yield from _cut(_Piece(stored, stored.offset, entry.shape, part, entry.offset))
 
 
 def _cut(whole: _Piece) -> Iterator[_Piece]:
-    """The rows that `whole.index` keeps, as pieces that fit the buffer."""
+    """The rows that a rank keeps, as pieces that fit the buffer."""
     if not whole.shape:
         yield whole
         return
     num_rows, *row_shape = whole.shape
-    start, stop, _ = whole.index[0].indices(num_rows) if whole.index else (0, num_rows, 1)
-    shape, inner = tuple(row_shape), whole.index[1:]
+    kept = whole.part
+    start, stop, _ = kept.index[0].indices(num_rows) if kept.index else (0, num_rows, 1)
+    shape, inner = tuple(row_shape), kept.index[1:]
     row_bytes = math.prod(shape) * whole.dtype.itemsize
     if row_bytes > PIECE_BYTES:
         for row in range(start, stop):
             offset = whole.file_offset + row * row_bytes
-            target = whole.target[row - start]
-            yield from _cut(
-                replace(whole, file_offset=offset, shape=shape, index=inner, target=target)
-            )
+            part = LoadedSlice(kept.target[row - start], inner, kept.buffer)
+            yield from _cut(replace(whole, file_offset=offset, shape=shape, part=part))
         return
     step = PIECE_BYTES // row_bytes
     for row in range(start, stop, step):
         count = min(step, stop - row)
-        yield replace(
-            whole,
-            file_offset=whole.file_offset + row * row_bytes,
-            shape=(count, *shape),
-            index=(slice(None), *inner),
-            target=whole.target[row - start : row - start + count],
-        )
+        offset = whole.file_offset + row * row_bytes
+        target = kept.target[row - start : row - start + count]
+        part = LoadedSlice(target, (slice(None), *inner), kept.buffer)
+        yield replace(whole, file_offset=offset, shape=(count, *shape), part=part)
 
 
-class _Reader:
+class _Reader(ExitStack):
     """Open files, and a buffer per thread."""
 
-    def __init__(self, paths: list[Path]) -> None:
-        self._paths = paths
-        self._files: dict[Path, int] = {}
+    def __init__(self, paths: Iterable[Path]) -> None:
+        super().__init__()
         self._local = threading.local()
-        self._closing = ExitStack()
-
-    def __enter__(self) -> _Reader:
-        for path in self._paths:
-            self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            self._closing.callback(os.close, self._files[path])
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.close()
+        self._files = {path: self.enter_context(path.open("rb", buffering=0)) for path in paths}
 
     @torch.inference_mode()  # each thread has its own mode
-    def fill(self, piece: _Piece) -> bytes:
-        """Read a piece into its target; returns the xxh3-128 of what was read."""
-        target, shape = piece.target, piece.shape
+    def fill(self, holder: list[_Piece]) -> bytes:
+        """Read the one piece in a list into its target; returns the xxh3-128 of what was read."""
+        piece = holder.pop()
+        target, shape = piece.part.target, piece.shape
         is_whole = math.prod(shape) == target.numel()
         is_same = target.dtype == piece.dtype and target.device.type == "cpu" and not piece.add
         if is_whole and is_same and target.is_contiguous():
@@ -345,7 +299,7 @@ class _Reader:
         digest = self._read(piece, buffer)
         values = buffer.view(piece.dtype)
         _check_range(piece, values)
-        values = values.view(shape)[piece.index]
+        values = values.view(shape)[piece.part.index]
         target.copy_(values.float() + piece.add if piece.add else values)
         return digest
 
@@ -362,7 +316,7 @@ class _Reader:
         offset = piece.file_offset
         while view:
             try:
-                count = os.preadv(self._files[path], [view], offset)
+                count = os.preadv(self._files[path].fileno(), [view], offset)
             except OSError as error:
                 raise ModelFileError(f"{path}: {error.strerror}, at byte {offset}") from None
             if count == 0:
@@ -378,7 +332,7 @@ def _check_range(piece: _Piece, values: Tensor) -> None:
     """
     if not values.is_floating_point():
         return
-    limit, target = torch.finfo(values.dtype).max, piece.target.dtype
+    limit, target = torch.finfo(values.dtype).max, piece.part.target.dtype
     target_limit = torch.finfo(target).max if target.is_floating_point else limit
     if are_within(values, min(limit, target_limit)):
         return

@@ -16,7 +16,6 @@ from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.config.rope_config import read_rope
 from nanocore.worker.layers.decoder import DecoderModel
-from nanocore.worker.layers.moe import SparseDecoderLayer
 from nanocore.worker.models.text_part import TextModelPart, read_text_config
 
 
@@ -108,8 +107,6 @@ _MIXTRAL_PROJECTIONS: Final = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_p
 
 class MixtralModel(DecoderModel):
     """Mixtral; its checkpoints have names of their own for the experts."""
-
-    layer_class = SparseDecoderLayer
 
     @classmethod
     def translate(cls, settings: Settings) -> Settings:

@@ -14,10 +14,10 @@ from nanocore.kernels.linear import SharedExpert
 from nanocore.worker.config.config_json import ConfigReader, Windows
 from nanocore.worker.config.json_settings import MAX_SIZE, Range
 from nanocore.worker.config.model_config import MLPConfig, ModelConfig, MoeConfig
-from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.layers.mlp import GatedMLP
-from nanocore.worker.layers.moe import SparseDecoderLayer, SparseMLP
+from nanocore.worker.layers.moe import SparseMLP
 from nanocore.worker.layers.packing import Weight, WeightPacker
 from nanocore.worker.loading.weights import Entries, Projection
 from nanocore.worker.placement import Placement
@@ -89,9 +89,7 @@ class SharedExpertMLP(SparseMLP):
         return SharedExpert(gate_T1, self.shared_expert.partial_sum(x_TE, context))
 
 
-class Qwen2MoeLayer(SparseDecoderLayer):
-    """The common layer with a shared expert beside the routed ones."""
-
+class Qwen2MoeLayer(DecoderLayer):
     sparse_mlp = SharedExpertMLP
 
 
@@ -132,8 +130,6 @@ class Qwen3Model(DecoderModel):
 
 class Qwen3MoeModel(DecoderModel):
     """Qwen3-MoE: experts in place of most layers' MLPs."""
-
-    layer_class = SparseDecoderLayer
 
     @classmethod
     def read(cls, reader: ConfigReader) -> ModelConfig:

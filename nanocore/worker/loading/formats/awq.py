@@ -74,7 +74,7 @@ class AwqFormat:
         if out_features % _PER_WORD:
             raise ModelFileError(f"{name} has {out_features} outputs: AWQ packs eight to a word")
         groups = groups_of_slice(kept, self.group_size)
-        kept_words, in_words = words(rows, _PER_WORD)
+        kept_words, _ = words(rows, _PER_WORD)
         num_words = out_features // _PER_WORD
         scale_dtype = self.stored.float_dtype(f"{name}.scales", torch.float16)
         slots = {
@@ -85,28 +85,21 @@ class AwqFormat:
             slots["qzeros"] = Slot(
                 (groups.count, num_words), torch.int32, (groups.kept, kept_words)
             )
-        unpack = partial(_unpack, name, self.has_zeros, groups.size, in_words)
-        return CheckpointProjection(slots, unpack)
+        return CheckpointProjection(slots, partial(self._unpack, kept, groups.size))
 
-
-def _unpack(
-    name: str, has_zeros: bool, group_size: int, in_words: slice, tensors: Mapping[str, Tensor]
-) -> GroupedWeight:
-    zero_OG = None
-    if "qzeros" in tensors:
-        zero_OG = zeros_or_none(_outputs(tensors["qzeros"])[in_words], _BITS)
-        if zero_OG is not None and not has_zeros:
-            raise ModelFileError(
-                f"{name}.qzeros has zero points other than 8, and quantization_config says "
-                "zero_point = false: it is not of this model"
-            )
-    return GroupedWeight(
-        _outputs(tensors["qweight"])[in_words],
-        _BITS,
-        group_size,
-        tensors["scales"].t().contiguous(),
-        zero_OG,
-    )
+    def _unpack(
+        self, kept: Projection, group_size: int, tensors: Mapping[str, Tensor]
+    ) -> GroupedWeight:
+        in_words, zero_OG = words(kept.rows, _PER_WORD)[1], None
+        if "qzeros" in tensors:
+            zero_OG = zeros_or_none(_outputs(tensors["qzeros"])[in_words], _BITS)
+            if zero_OG is not None and not self.has_zeros:
+                raise ModelFileError(
+                    f"{kept.name}.qzeros has zero points other than 8, and quantization_config "
+                    "says zero_point = false: it is not of this model"
+                )
+        values_OI, scale_OG = _outputs(tensors["qweight"])[in_words], tensors["scales"].t()
+        return GroupedWeight(values_OI, _BITS, group_size, scale_OG.contiguous(), zero_OG)
 
 
 def _outputs(packed: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def _read_group(groups: Settings, name: str, default_format: Any) -> _Group:
     group = groups.section(name)
     targets = names(group, "targets")
     own_format = group.values.get("format") or default_format
-    scheme = read_scheme(group.with_values(group.values | {"format": own_format}))
+    scheme = _read_scheme(group.with_values(group.values | {"format": own_format}))
     listed = NameList(f"{group.source}: {group.name}.targets", targets)
     return _Group(listed, _LINEAR in targets, scheme)
 
@@ -123,20 +123,7 @@ PACKED, INTEGERS, FLOATS, NAIVE = (
 _FLOAT_STRATEGIES: Final[tuple[Scales, ...]] = ("tensor", "channel", "block")
 
 
-class Scheme(Protocol):
-    """One way to store a weight."""
-
-    @property
-    def marker(self) -> str:
-        """A tensor that only a module stored so has."""
-        ...
-
-    def projection(self, kept: Projection, stored: CheckpointTensors) -> CheckpointProjection:
-        """See `WeightFormat`; of a module that has this scheme."""
-        ...
-
-
-def read_scheme(group: Settings) -> Scheme:
+def _read_scheme(group: Settings) -> Scheme:
     """Read the scheme of a group of `config_groups`.
 
     Raises ModelFileError: something that is not served.
@@ -183,9 +170,10 @@ def _read_float8(weights: Settings, *, has_input_scale: bool) -> Float8Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Integers:
-    """pack-quantized ("words") and int-quantized ("bytes"); see `Scheme`.
+    """pack-quantized ("words") and int-quantized ("bytes").
 
     strategy: "tensor": one scale for the whole weight. group_size: -1: one for each output.
+    marker: a tensor that only a module stored so has.
     """
 
     packing: Literal["words", "bytes"]
@@ -318,3 +306,7 @@ class _Integers:
         if bool((signed < -8).any() | (signed > 7).any()):
             raise ModelFileError(f"{name} has numbers of more than {self.bits} bits")
         return (signed + 8).view(torch.uint8)
+
+
+Scheme = _Integers | Float8Layout
+"""One way to store a weight."""

@@ -34,7 +34,8 @@ class Float8Layout:
     """Layout of a format's E4M3 weights.
 
     scales: what one is of. scale_name: their tensor's. has_input_scale: one for activations lies
-    beside them; it is read and not used, since kernels find their own for each token.
+    beside them; it is read and not used, since kernels find their own for each token. marker: a
+    tensor that only a module stored so has.
     """
 
     scales: Scales

@@ -105,7 +105,7 @@ class GptqFormat:
             )
         check_slice_bounds(kept, packed, f"words of {packed} inputs")
         groups = groups_of_slice(kept, scheme.group_size)
-        kept_words, in_words = words(kept.rows, packed)
+        kept_words, _ = words(kept.rows, packed)
         scale_dtype = self.stored.float_dtype(f"{name}.scales", torch.float16)
         slots = {
             "qweight": Slot(
@@ -121,10 +121,7 @@ class GptqFormat:
         # Some tools leave it out where inputs are in order.
         if scheme.sorts_inputs or self.stored.has(f"{name}.g_idx"):
             slots["g_idx"] = Slot((in_features,), torch.int32, (kept.columns,))
-        unpack = partial(
-            _unpack, name, scheme, groups.size, kept.columns, in_words, self.stores_zero_less_one
-        )
-        return CheckpointProjection(slots, unpack)
+        return CheckpointProjection(slots, partial(self._unpack, kept, scheme, groups.size))
 
     def _scheme_of(self, name: str) -> _Scheme | None:
         if not self.stored.has(f"{name}.qweight"):
@@ -133,6 +130,43 @@ class GptqFormat:
             if any(pattern.matches(alias) for alias in aliases(name)):
                 return scheme
         return self.scheme
+
+    def _unpack(
+        self, kept: Projection, scheme: _Scheme, group_size: int, tensors: Mapping[str, Tensor]
+    ) -> GroupedWeight:
+        name, bits, packed_zeros = kept.name, scheme.bits, tensors["qzeros"]
+        if self.stores_zero_less_one:
+            # As GPTQModel took it off: of words, so that zero points of 0 borrow from their
+            # neighbours.
+            packed_zeros = (packed_zeros.long() + _ONE_EACH[bits]).to(torch.int32)
+        in_words = words(kept.rows, per_word(bits))[1]
+        zero_OG = unpack_words(packed_zeros, bits)[:, in_words].t()
+        if scheme.is_symmetric:
+            self._check_version(name, zero_OG, bits)
+        weight = GroupedWeight(
+            unpack_words(tensors["qweight"].t(), bits),
+            bits,
+            group_size,
+            tensors["scales"].t().contiguous(),
+            zeros_or_none(zero_OG, bits),
+        )
+        if "g_idx" not in tensors:
+            return weight
+        return sort_inputs(
+            name, weight, tensors["g_idx"], kept.columns, sorts_inputs=scheme.sorts_inputs
+        )
+
+    def _check_version(self, name: str, zero_OG: Tensor, bits: int) -> None:
+        # The versions differ by one: a symmetric file read as the other is off the middle
+        # throughout.
+        read = (1 << (bits - 1)) + (1 if self.stores_zero_less_one else -1)
+        if bool((zero_OG == read).all()):
+            ours, theirs = _FORMATS if self.stores_zero_less_one else reversed(_FORMATS)
+            raise ModelFileError(
+                f"{name}.qzeros: sym is true, but every zero point reads as {read}. The file seems "
+                f"to be {theirs} and is read as {ours}: set checkpoint_format of "
+                f"quantization_config to {theirs}"
+            )
 
 
 def _version(settings: Settings) -> str:
@@ -166,47 +200,6 @@ def _read_dynamic(settings: Settings) -> list[tuple[Pattern, _Scheme]]:
         }
         found.append((pattern, _Scheme.read(own.with_values(kept | own.values))))
     return found
-
-
-def _unpack(
-    name: str,
-    scheme: _Scheme,
-    group_size: int,
-    columns: slice,
-    in_words: slice,
-    stores_zero_less_one: bool,
-    tensors: Mapping[str, Tensor],
-) -> GroupedWeight:
-    packed_zeros = tensors["qzeros"]
-    if stores_zero_less_one:
-        # As GPTQModel took it off: of words, so that zero points of 0 borrow from their neighbours.
-        packed_zeros = (packed_zeros.long() + _ONE_EACH[scheme.bits]).to(torch.int32)
-    zero_OG = unpack_words(packed_zeros, scheme.bits)[:, in_words].t()
-    if scheme.is_symmetric:
-        _check_version(name, zero_OG, scheme.bits, stores_zero_less_one)
-    values_OI = unpack_words(tensors["qweight"].t(), scheme.bits)
-    weight = GroupedWeight(
-        values_OI,
-        scheme.bits,
-        group_size,
-        tensors["scales"].t().contiguous(),
-        zeros_or_none(zero_OG, scheme.bits),
-    )
-    if "g_idx" not in tensors:
-        return weight
-    return sort_inputs(name, weight, tensors["g_idx"], columns, sorts_inputs=scheme.sorts_inputs)
-
-
-def _check_version(name: str, zero_OG: Tensor, bits: int, stores_zero_less_one: bool) -> None:
-    # The versions differ by one: a symmetric file read as the other is off the middle throughout.
-    read = (1 << (bits - 1)) + (1 if stores_zero_less_one else -1)
-    if bool((zero_OG == read).all()):
-        ours, theirs = _FORMATS if stores_zero_less_one else reversed(_FORMATS)
-        raise ModelFileError(
-            f"{name}.qzeros: sym is true, but every zero point reads as {read}. The file seems to "
-            f"be {theirs} and is read as {ours}: set checkpoint_format of quantization_config to "
-            f"{theirs}"
-        )
 
 
 def sort_inputs(

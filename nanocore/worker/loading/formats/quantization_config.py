@@ -8,7 +8,6 @@ wrong.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 import torch
@@ -22,11 +21,12 @@ from nanocore.worker.loading.formats.patterns import MAX_PATTERNS
 T = TypeVar("T", int, str, bool)
 
 
-def group_size(settings: Settings, name: str = "group_size") -> int:
+def group_size(settings: Settings) -> int:
     """Inputs that share a scale, -1 for all; required.
 
     Raises ModelFileError: no group has such a size.
     """
+    name = "group_size"
     size = settings.get(name, int, 0)
     if size == -1:
         return size
@@ -84,17 +84,15 @@ _FUSED: Final = {
 """Names that engines have for stacked projections, and that rules may name."""
 
 
-@dataclass(frozen=True, slots=True)
 class CheckpointTensors:
-    """Tensors of a checkpoint by the names that models have for them."""
+    """Tensors of a checkpoint by the names that models have for them.
 
-    by_name: Mapping[str, CheckpointTensor]
-    ends: frozenset[str] = field(init=False)
-    """What follows the modules' names."""
+    ends: what follows the modules' names.
+    """
 
-    def __post_init__(self) -> None:
-        ends = frozenset(name.rpartition(".")[2] for name in self.by_name)
-        object.__setattr__(self, "ends", ends)
+    def __init__(self, by_name: Mapping[str, CheckpointTensor]) -> None:
+        self.by_name = by_name
+        self.ends = frozenset(name.rpartition(".")[2] for name in by_name)
 
     def has(self, name: str) -> bool:
         """Whether the files hold it."""

@@ -8,13 +8,13 @@ it. Floats are `NAME.weight`, as in safetensors files; blocks are
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.loading.gguf.gguf_files import read_headers
-from nanocore.worker.loading.gguf.header import Header, TensorInfo, TensorType
+from nanocore.worker.loading.gguf.header import FLOATS, Header, TensorInfo
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,6 @@ def architecture_name(header: Header) -> str:
     return name
 
 
-FLOATS: Final = ("F32", "F16", "BF16")
 BLOCKS: Final = "blocks"
 """The slot of what is stored in blocks."""
 ROPE_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -93,34 +92,9 @@ _OTHER_NAMES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GgufTensor:
-    """One of the model's. name: its projection's, as checkpoints have it, and "weight", "bias" or
-    `BLOCKS`. source: llama.cpp's name. shape: in numbers. type: how they are stored. offset,
-    num_bytes: in the file."""
-
-    path: Path
-    name: str
-    source: str
-    type: TensorType
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
-
-    @property
-    def dtype(self) -> str:
-        return self.type.name if self.type.name in FLOATS else "U8"
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        if self.type.name in FLOATS:
-            return self.shape
-        *rows, columns = self.shape
-        return (*rows, columns // self.type.block_numel * self.type.block_bytes)
-
-
-def gguf_tensors(first: Path) -> list[GgufTensor]:
-    """All of a model, file by file, each in file order; ones without a name keep theirs.
+def gguf_tensors(first: Path) -> list[TensorInfo]:
+    """All of a model, file by file, each in file order. Their names are those that checkpoints have
+    for their projections, and "weight", "bias" or `BLOCKS`; what has no such name keeps its own.
 
     Raises ModelFileError: see `read_headers`; or the architecture is not served.
     """
@@ -140,7 +114,7 @@ def find_tensor(headers: list[Header], name: str) -> TensorInfo | None:
     return next(infos, None)
 
 
-def _named(info: TensorInfo, names: dict[str, str]) -> list[GgufTensor]:
+def _named(info: TensorInfo, names: dict[str, str]) -> list[TensorInfo]:
     end, _, kind = info.name.rpartition(".")
     shape = info.shape
     if end in _ENDS and kind in ("weight", "bias"):
@@ -150,25 +124,14 @@ def _named(info: TensorInfo, names: dict[str, str]) -> list[GgufTensor]:
         if name.endswith("shared_expert_gate"):  # a vector, in converters' own files one row
             shape = (1, shape[-1])
     else:
-        return [_whole(info, info.name, shape)]
+        return [info]
     if kind == "weight" and info.type.name not in FLOATS:
         kind = BLOCKS
     if "{}" not in name or len(shape) < 2:
-        return [_whole(info, f"{name}.{kind}", shape)]
+        return [replace(info, name=f"{name}.{kind}", shape=shape)]
     size = info.num_bytes // shape[0]
+    first = replace(info, shape=shape[1:], num_bytes=size)
     return [
-        GgufTensor(
-            info.path,
-            f"{name.format(i)}.{kind}",
-            info.name,
-            info.type,
-            shape[1:],
-            info.offset + i * size,
-            size,
-        )
+        replace(first, name=f"{name.format(i)}.{kind}", offset=info.offset + i * size)
         for i in range(shape[0])
     ]
-
-
-def _whole(info: TensorInfo, name: str, shape: tuple[int, ...]) -> GgufTensor:
-    return GgufTensor(info.path, name, info.name, info.type, shape, info.offset, info.num_bytes)

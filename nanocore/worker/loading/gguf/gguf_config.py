@@ -19,14 +19,13 @@ from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.loading.gguf.architectures import (
     ARCHITECTURES,
-    FLOATS,
     ROPE_FACTORS,
     architecture_name,
     find_tensor,
 )
 from nanocore.worker.loading.gguf.gguf_files import read_headers
 from nanocore.worker.loading.gguf.gguf_vocabulary import GgufVocabulary, end_token_ids
-from nanocore.worker.loading.gguf.header import Header
+from nanocore.worker.loading.gguf.header import FLOATS, Header
 
 _NO_MATTER: Final = frozenset(
     {

@@ -21,13 +21,12 @@ from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.loading.gguf.architectures import (
     ARCHITECTURES,
     BLOCKS,
-    FLOATS,
     architecture_name,
     gguf_tensors,
 )
 from nanocore.worker.loading.gguf.gguf_config import config_settings
 from nanocore.worker.loading.gguf.gguf_files import read_headers
-from nanocore.worker.loading.gguf.header import TensorType
+from nanocore.worker.loading.gguf.header import FLOATS, TensorType
 from nanocore.worker.loading.weights import (
     CheckpointProjection,
     Entries,
@@ -155,21 +154,19 @@ def unpack_blocks(kind: TensorType, rows: Tensor) -> GroupedWeight:
     return _UNPACK[kind.name](blocks)
 
 
-def _q4_0(blocks: Tensor) -> GroupedWeight:
-    return GroupedWeight(_nibbles(blocks[..., 2:]), 4, _GROUP, _halves(blocks, 0))
-
-
-def _q4_1(blocks: Tensor) -> GroupedWeight:
-    return _with_minimum(blocks, _nibbles(blocks[..., 4:]), 4)
-
-
-def _q5_0(blocks: Tensor) -> GroupedWeight:
-    values = _fifth_bits(blocks[..., 2:6]) + _nibbles(blocks[..., 6:]) + (128 - 16)
-    return GroupedWeight(values, 8, _GROUP, _halves(blocks, 0))
-
-
-def _q5_1(blocks: Tensor) -> GroupedWeight:
-    return _with_minimum(blocks, _fifth_bits(blocks[..., 4:8]) + _nibbles(blocks[..., 8:]), 8)
+def _plain(
+    blocks: Tensor, *, has_minimum: bool = False, has_fifth_bits: bool = False
+) -> GroupedWeight:
+    """Q4 and Q5: a scale, a minimum of _1, the fifth bits of Q5, and four bits of each value."""
+    values, bits, minimum_OG = _nibbles(blocks[..., -16:]), 4, None
+    if has_minimum:
+        minimum_OG = -_halves(blocks, 2).float()
+    if has_fifth_bits:
+        fifth = (blocks[..., -20:-16].unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        values, bits = values + (fifth << 4).flatten(1), 8
+        if not has_minimum:
+            values += 128 - 16
+    return GroupedWeight(values, bits, _GROUP, _halves(blocks, 0), minimum_OG=minimum_OG)
 
 
 def _q8_0(blocks: Tensor) -> GroupedWeight:
@@ -177,24 +174,33 @@ def _q8_0(blocks: Tensor) -> GroupedWeight:
     return GroupedWeight(values, 8, _GROUP, _halves(blocks, 0))
 
 
-def _q4_k(blocks: Tensor) -> GroupedWeight:
-    return _with_super_scales(blocks, _pairs(blocks[..., 16:]), 4)
-
-
-def _q5_k(blocks: Tensor) -> GroupedWeight:
-    shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
-    fifth = ((blocks[..., 16:48].unsqueeze(-2) >> shifts) & 1) << 4
-    return _with_super_scales(blocks, _pairs(blocks[..., 48:]) + fifth.flatten(1), 8)
+def _with_super_scales(blocks: Tensor, *, has_fifth_bits: bool = False) -> GroupedWeight:
+    """Q4_K and Q5_K: eight scales and eight minima of six bits, in twelve bytes."""
+    low_scale, low_minimum, both = blocks[..., 4:16].split(4, dim=-1)
+    scale = torch.cat((low_scale & 63, (both & 15) | (low_scale >> 6 << 4)), dim=-1)
+    minimum = torch.cat((low_minimum & 63, (both >> 4) | (low_minimum >> 6 << 4)), dim=-1)
+    values, bits = _nibbles(blocks[..., -128:], 32), 4
+    if has_fifth_bits:
+        shifts = torch.arange(8, dtype=torch.uint8).view(8, 1)
+        fifth = (blocks[..., 16:48].unsqueeze(-2) >> shifts) & 1
+        values, bits = values + (fifth << 4).flatten(1), 8
+    return GroupedWeight(
+        values,
+        bits,
+        _GROUP,
+        scale.view(torch.int8).flatten(1),
+        minimum_OG=minimum.flatten(1),
+        super_scale_OS=_halves(blocks, 0),
+        super_minimum_OS=_halves(blocks, 2),
+    )
 
 
 def _q6_k(blocks: Tensor) -> GroupedWeight:
-    low = blocks[..., :128].unflatten(-1, (2, 1, 64))
-    low = torch.cat((low & 15, low >> 4), dim=-2).flatten(-3)  # of each 64 bytes
     high = blocks[..., 128:192].unflatten(-1, (2, 1, 32))
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
-    high = (((high >> shifts) & 3) << 4).flatten(-3)
+    high = (((high >> shifts) & 3) << 4).flatten(1)
     return GroupedWeight(
-        (low + high + (128 - 32)).flatten(1),
+        _nibbles(blocks[..., :128], 64) + high + (128 - 32),
         8,
         16,
         blocks[..., 192:208].contiguous().view(torch.int8).flatten(1),
@@ -210,12 +216,9 @@ def _iq4_xs(blocks: Tensor) -> GroupedWeight:
     """Six bits of scale for each 32 values: four in nibbles, and two of a 16-bit number."""
     high = blocks[..., 2:4].contiguous().view(torch.int16).int()
     high = (high >> torch.arange(0, 16, 2, dtype=torch.int32)) & 3
-    low = blocks[..., 4:8].unsqueeze(-1)
-    low = torch.cat((low & 15, low >> 4), dim=-1).flatten(-2)
+    low = _nibbles(blocks[..., 4:8], 1).view(high.shape)
     scale = _halves(blocks, 0).float().unsqueeze(-1) * ((high << 4) + low - 32)
-    values = blocks[..., 8:].unflatten(-1, (8, 16))
-    values = torch.cat((values & 15, values >> 4), dim=-1).flatten(1)
-    return _with_codebook(values, scale.flatten(1), _NONLINEAR)
+    return _with_codebook(_nibbles(blocks[..., 8:]), scale.flatten(1), _NONLINEAR)
 
 
 def _mxfp4(blocks: Tensor) -> GroupedWeight:
@@ -226,9 +229,18 @@ def _mxfp4(blocks: Tensor) -> GroupedWeight:
 
 
 _UNPACK: Final[dict[str, Callable[[Tensor], GroupedWeight]]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q4_K": _q4_k,
-    "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
-}  # fmt: skip
+    "Q4_0": _plain,
+    "Q4_1": partial(_plain, has_minimum=True),
+    "Q5_0": partial(_plain, has_fifth_bits=True),
+    "Q5_1": partial(_plain, has_minimum=True, has_fifth_bits=True),
+    "Q8_0": _q8_0,
+    "Q4_K": _with_super_scales,
+    "Q5_K": partial(_with_super_scales, has_fifth_bits=True),
+    "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "MXFP4": _mxfp4,
+}
 
 SERVED_TYPES: Final = tuple(_UNPACK)
 
@@ -238,42 +250,10 @@ def _halves(blocks: Tensor, start: int) -> Tensor:
     return blocks[..., start : start + 2].contiguous().view(torch.float16).squeeze(-1)
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    """Low halves of all a block's bytes, and then the high ones."""
+def _nibbles(packed: Tensor, size: int = 16) -> Tensor:
+    """Low halves and then high ones, of each `size` bytes; [O, values]."""
+    packed = packed.unflatten(-1, (-1, size))
     return torch.cat((packed & 15, packed >> 4), dim=-1).flatten(1)
-
-
-def _pairs(packed: Tensor) -> Tensor:
-    """Low halves and then high ones, of each 32 bytes."""
-    packed = packed.unflatten(-1, (4, 32))
-    return torch.cat((packed & 15, packed >> 4), dim=-1).flatten(1)
-
-
-def _fifth_bits(packed: Tensor) -> Tensor:
-    """A bit of a value each, in the place above its four."""
-    bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
-    return (bits << 4).flatten(1)
-
-
-def _with_minimum(blocks: Tensor, values: Tensor, bits: int) -> GroupedWeight:
-    minimum = -_halves(blocks, 2).float()
-    return GroupedWeight(values, bits, _GROUP, _halves(blocks, 0), minimum_OG=minimum)
-
-
-def _with_super_scales(blocks: Tensor, values: Tensor, bits: int) -> GroupedWeight:
-    """Eight scales and eight minima of six bits, in twelve bytes."""
-    low_scale, low_minimum, both = blocks[..., 4:16].split(4, dim=-1)
-    scale = torch.cat((low_scale & 63, (both & 15) | (low_scale >> 6 << 4)), dim=-1)
-    minimum = torch.cat((low_minimum & 63, (both >> 4) | (low_minimum >> 6 << 4)), dim=-1)
-    return GroupedWeight(
-        values,
-        bits,
-        _GROUP,
-        scale.view(torch.int8).flatten(1),
-        minimum_OG=minimum.flatten(1),
-        super_scale_OS=_halves(blocks, 0),
-        super_minimum_OS=_halves(blocks, 2),
-    )
 
 
 def _with_codebook(values: Tensor, scale: Tensor, codebook: tuple[int, ...]) -> GroupedWeight:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -20,10 +20,7 @@ from nanocore.protocol.errors import ModelFileError, quoted
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """A type: `block_numel` consecutive values of a row take `block_bytes`.
-
-    name: as llama.cpp spells it.
-    """
+    """`block_numel` consecutive values of a row take `block_bytes`. name: llama.cpp's."""
 
     name: str
     block_numel: int
@@ -46,6 +43,7 @@ TENSOR_TYPES: Final = {
         (40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18),
     )
 }  # fmt: skip
+FLOATS: Final = ("F32", "F16", "BF16")
 
 
 MAX_HEADER_BYTES: Final = 128 * 2**20
@@ -160,14 +158,27 @@ _LFS_MAGIC: Final = b"version https://git-lfs"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """A tensor of the file. shape: rows first, as torch has it. offset: in the file."""
+    """A tensor of the file, or a part of one. source: llama.cpp's name; name: that which
+    `gguf_tensors` has for it. shape: in numbers, rows first. offset: in the file."""
 
     path: Path
+    source: str
     name: str
     type: TensorType
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+
+    @property
+    def dtype(self) -> str:
+        return self.type.name if self.type.name in FLOATS else "U8"
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        if self.type.name in FLOATS:
+            return self.shape
+        *rows, columns = self.shape
+        return (*rows, columns // self.type.block_numel * self.type.block_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,16 +261,13 @@ def _parse(path: Path, data: HeaderBytes, keep: Callable[[str], bool]) -> Header
         if key in metadata:
             raise data.error(f"the setting {quoted(key)} occurs twice")
         metadata[key] = _value(data, quoted(key), keep(key))
-    entries = [_tensor(data) for _ in range(num_tensors)]
+    entries = [_tensor(path, data) for _ in range(num_tensors)]
     num_bytes = data.offset
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT or alignment % 8:
         raise data.error(f"general.alignment = {quoted(alignment)}, not a multiple of 8")
     start = -(-num_bytes // alignment) * alignment
-    tensors = [
-        TensorInfo(path, name, kind, shape, start + offset, _size(kind, shape))
-        for name, kind, shape, offset in entries
-    ]
+    tensors = [replace(entry, offset=start + entry.offset) for entry in entries]
     _check_places(path, tensors, alignment, start, data.num_bytes)
     return Header(path, metadata, tuple(tensors), num_bytes)
 
@@ -296,7 +304,8 @@ def _number(data: HeaderBytes, key: str, kind: int) -> int | float | bool:
     return float(str(np.float32(value)))
 
 
-def _tensor(data: HeaderBytes) -> tuple[str, TensorType, tuple[int, ...], int]:
+def _tensor(path: Path, data: HeaderBytes) -> TensorInfo:
+    """The next tensor, its offset as the header has it: from the first tensor's place."""
     name = data.string("a tensor's name")
     shown = f"tensor {quoted(name)}"
     num_dims = data.number(_U32, f"the dimensions of {shown}")
@@ -315,11 +324,8 @@ def _tensor(data: HeaderBytes) -> tuple[str, TensorType, tuple[int, ...], int]:
             f"{shown} is {kind.name}, whose blocks of {kind.block_numel} do not fill rows of "
             f"{sizes[0]}"
         )
-    return name, kind, tuple(reversed(sizes)), offset
-
-
-def _size(kind: TensorType, shape: tuple[int, ...]) -> int:
-    return math.prod(shape) // kind.block_numel * kind.block_bytes
+    num_bytes = math.prod(sizes) // kind.block_numel * kind.block_bytes
+    return TensorInfo(path, name, name, kind, tuple(reversed(sizes)), offset, num_bytes)
 
 
 def _check_places(
