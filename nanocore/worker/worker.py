@@ -6,6 +6,7 @@ capture; then it executes plans. `LocalExecutor` runs a single rank in the engin
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -293,7 +294,8 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
 def _sample(runner: ModelRunner, sampler: TokenSampler, width: int, rows: list[NewRow]) -> None:
     """Sample as expensively as it gets: of equal logits no filter can leave any out.
 
-    Then plain tokens by masks that allow none: beside rows that ask for more there are such.
+    Then plain tokens in every way: with noise and masks and without, and with places to write them
+    to, unless some rows beside them are processed.
     """
     columns = RowColumns(len(rows), sampler.vocab_size)
     for new in rows:
@@ -308,7 +310,9 @@ def _sample(runner: ModelRunner, sampler: TokenSampler, width: int, rows: list[N
     sampler.sample_processed(logits_RV, sampling)
     words_MW = torch.zeros(1, -(-sampler.vocab_size // 32), dtype=torch.int32, device=device)
     index_R = torch.zeros(len(rows), dtype=torch.int32, device=device)
-    sampler.sample_plain(logits_RV, sampling.noise, mask=TokenMask(words_MW, index_R))
+    mask = TokenMask(words_MW, index_R)
+    for way in itertools.product((None, sampling.noise), (None, places), (None, mask)):
+        sampler.sample_plain(logits_RV, *way)
 
 
 def _row(

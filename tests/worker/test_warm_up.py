@@ -98,6 +98,13 @@ def wishes() -> list[Wish]:
     ]
 
 
+def plain_wishes(temperature: float, is_masked: bool) -> list[Wish]:
+    """Requests that all sample so, and none with filters."""
+    sampling = EngineSamplingParams(temperature=temperature)
+    allowed = (lambda _: np.ones(VOCAB_SIZE, bool)) if is_masked else None
+    return [Wish([1] * 5, 3, sampling, allowed=allowed) for _ in range(3)]
+
+
 @pytest.mark.parametrize(
     ("has_graphs", "batch_invariant"), [(True, False), *in_campaign((False, False), (False, True))]
 )
@@ -131,3 +138,10 @@ def test_what_requests_need_was_compiled_at_the_start(
     before = set(compiler.compiled)
     engine.run(wishes())
     assert compiler.compiled - before == set()
+    for temperature in (0.0, 0.8):
+        for is_masked in (False, True):
+            engine = Engine(
+                model, 2, graph_capture, num_blocks=2000, budget=BUDGET, kernels=kernels
+            )
+            engine.run(plain_wishes(temperature, is_masked))
+            assert compiler.compiled - before == set()

@@ -19,13 +19,13 @@ from triton.runtime.interpreter import GridExecutor
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import quantize_weight, widen
 from nanocore.kernels.logit_edits import TokenMask
-from nanocore.kernels.sampling import Noise, TokenPlaces
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import decode_attention, linear
 from nanocore.kernels.triton.triton_backend import TritonKernels
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.placement import Placement
+from nanocore.worker.sampling.columns import SamplingMetadata
 from nanocore.worker.step import step_graphs
 from tests.fake_device import FakeGraphRecorder
 from tests.model_families import BUILDERS, greedy_continuations
@@ -261,21 +261,16 @@ def sampled_logits(
 ) -> dict[tuple[int, int], Tensor]:
     engine = Engine(model, 1, budget=budget, kernels=kernels)
     assert engine.runner.sampler is not None
-    sample = engine.runner.sampler.sample_plain
+    sample = engine.runner.sampler.sample
     logits: dict[tuple[int, int], Tensor] = {}
 
-    def recording(
-        logits_RV: Tensor,
-        noise: Noise | None,
-        places: TokenPlaces | None = None,
-        mask: TokenMask | None = None,
-    ) -> Tensor:
-        assert noise is not None
+    def recording(logits_SV: Tensor, sampling: SamplingMetadata, mask: TokenMask | None) -> Tensor:
+        noise = sampling.noise
         keys = zip(noise.seed_R.tolist(), noise.position_R.tolist(), strict=True)
-        logits.update({key: row.clone() for key, row in zip(keys, logits_RV, strict=True)})
-        return sample(logits_RV, noise, places, mask)
+        logits.update({key: row.clone() for key, row in zip(keys, logits_SV, strict=True)})
+        return sample(logits_SV, sampling, mask)
 
-    engine.runner.sampler.sample_plain = recording  # type: ignore[method-assign]
+    engine.runner.sampler.sample = recording  # type: ignore[method-assign]
     engine.run(wishes)
     return logits
 
