@@ -23,7 +23,13 @@ from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.step import step_graphs
 from nanocore.worker.step.step_graphs import graph_shapes
-from nanocore.worker.step.step_memory import STEP_FIELDS, StepShape, graph_layout, step_layout
+from nanocore.worker.step.step_memory import (
+    STEP_FIELDS,
+    Fields,
+    StepShape,
+    graph_layout,
+    step_layout,
+)
 from tests.campaign import examples, in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.model_families import BUILDERS
@@ -281,7 +287,8 @@ def test_columns_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
     sampled = {"slot_rows_N": np.zeros(size + 3), "processed_P": np.zeros(size // 2)}
     layout = step_layout(shape, sampled)
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
-    views = layout.views(memory)
+    fields = Fields(layout, memory)
+    views = {name: fields[name] for name in layout.places}
     for i, view in enumerate(views.values()):
         assert (view.data_ptr() - memory.data_ptr()) % 16 == 0
         view.fill_(i + 1)
@@ -294,6 +301,6 @@ def test_columns_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
     assert lengths.items() >= expected.items()
     # What a graph reads is where it is without the rest.
     names = [field.name for field in STEP_FIELDS]
-    of_graph = graph_layout(shape).views(memory)
-    assert [*of_graph] == names
+    of_graph = Fields(graph_layout(shape), memory)
+    assert [*graph_layout(shape).places] == names
     assert all(of_graph[name].data_ptr() == views[name].data_ptr() for name in names)

@@ -215,7 +215,9 @@ class SlotOutputs(msgspec.Struct, frozen=True):
                 for field in _FIELDS:
                     tensors = [getattr(part, field) for part in parts if part is not None]
                     if tensors:
-                        found[group.key(field)] = torch.cat(tensors)
+                        found[group.key(field)] = (
+                            tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+                        )
         if self.pooled:
             assert hidden_NE is not None, "the step computed them"
             pooled_QE = hidden_NE[len(hidden_NE) - len(self.owner_Q) :]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanocore.kernels.logit_edits import TokenMask
+from nanocore.kernels.step import StepInputs
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, TokenMasks
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 from nanocore.worker.sampling.slot_outputs import SlotOutputs
@@ -156,16 +157,19 @@ class PendingOutput:
         tables.take(fields["new_tokens_K"], laid_out.new)
         machine.drafts.update(fields, laid_out.new, tables, laid_out.is_certain)
         drafts_D = machine.drafts.propose(fields, tables) if step.has_drafts else None
-        inputs = tables.inputs(fields, HostBounds.of_step(step, laid_out.decode_tokens))
+
+        def inputs() -> StepInputs:
+            return tables.inputs(fields, HostBounds.of_step(step, laid_out.decode_tokens))
+
         stage.receive(len(step.positions_T))
         num_samples, hidden_NE = len(step.sample_rows), None
         if laid_out.graph is not None:
             result = laid_out.graph.run(memory, inputs)
         elif outputs is not None and outputs.needs_hidden:
-            hidden_NE = stage.hidden(inputs)
+            hidden_NE = stage.hidden(inputs())
             result = stage.logits(hidden_NE[:num_samples])
         else:
-            result = stage.compute(inputs)
+            result = stage.compute(inputs())
         if stage.sampler is None:
             stage.send(result)
             self._computed.append(None)

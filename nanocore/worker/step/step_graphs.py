@@ -22,6 +22,7 @@ from torch import Tensor
 from nanocore.kernels.step import GraphSupport, Replay, StepInputs
 from nanocore.protocol.errors import WorkerError
 from nanocore.worker.step.step_memory import (
+    Fields,
     HostBounds,
     RowTables,
     StepShape,
@@ -43,7 +44,7 @@ class Graph(Protocol):
         """What the inputs are padded to."""
         ...
 
-    def run(self, memory: Tensor, inputs: StepInputs) -> Tensor:
+    def run(self, memory: Tensor, inputs: Callable[[], StepInputs]) -> Tensor:
         """Logits of a step of this shape, valid until the next call of any graph.
 
         memory: of the inputs, and perhaps more behind them.
@@ -68,8 +69,8 @@ class HostProgram(msgspec.Struct, frozen=True):
     def find(self, shape: StepShape) -> Graph:
         return HostProgram(self.replay, shape)
 
-    def run(self, memory: Tensor, inputs: StepInputs) -> Tensor:
-        return self.replay(inputs)
+    def run(self, memory: Tensor, inputs: Callable[[], StepInputs]) -> Tensor:
+        return self.replay(inputs())
 
 
 class ShapedGraph(msgspec.Struct, frozen=True):
@@ -80,7 +81,7 @@ class ShapedGraph(msgspec.Struct, frozen=True):
     result: Tensor
     replay: Callable[[], None]
 
-    def run(self, memory: Tensor, inputs: StepInputs) -> Tensor:
+    def run(self, memory: Tensor, inputs: Callable[[], StepInputs]) -> Tensor:
         self.memory.copy_(memory[: len(self.memory)])
         self.replay()
         return self.result
@@ -142,7 +143,7 @@ def padded_steps(
         Staged.of(layout, memory).write(padding_columns(shape), tables.spare_row)
         on_device.copy_(memory)
         bounds = HostBounds.of_shape(shape, tables.max_model_len)
-        inputs = tables.inputs(layout.views(on_device), bounds)
+        inputs = tables.inputs(Fields(layout, on_device), bounds)
         yield shape, on_device[: layout.num_bytes], inputs
 
 

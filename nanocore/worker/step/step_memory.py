@@ -139,23 +139,32 @@ SAMPLE_FIELDS: Final = (
 
 
 class StepLayout:
-    """Fields with their lengths, one behind the other. num_bytes: of all, a multiple of 16.
+    """Fields with their lengths, one behind the other.
 
-    Two are equal if they are the same one: `step_layout` keeps those it makes.
+    num_bytes: of all, a multiple of 16. places: of each its first byte, its end, and its dtype. Two
+    are equal if they are the same one: `step_layout` keeps those it makes.
     """
 
     def __init__(self, fields: Sequence[tuple[Field, int]]) -> None:
         self.num_bytes = 0
         self.padding = {field.name: field.padding for field, _ in fields}
-        self._places: list[tuple[str, torch.dtype, int, int]] = []
+        self.places: dict[str, tuple[int, int, torch.dtype]] = {}
         for field, length in fields:
             end = self.num_bytes + length * field.dtype.itemsize
-            self._places.append((field.name, field.dtype, self.num_bytes, end))
+            self.places[field.name] = self.num_bytes, end, field.dtype
             self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
 
-    def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The fields by name, in uint8 memory of at least num_bytes."""
-        return {name: memory[start:end].view(dtype) for name, dtype, start, end in self._places}
+
+class Fields(dict[str, Tensor]):
+    """The columns of a layout in uint8 memory, made as they are asked for."""
+
+    def __init__(self, layout: StepLayout, memory: Tensor) -> None:
+        self._layout, self._memory = layout, memory
+
+    def __missing__(self, name: str) -> Tensor:
+        start, end, dtype = self._layout.places[name]
+        view = self[name] = self._memory[start:end].view(dtype)
+        return view
 
 
 _ALIGNMENT: Final = 16

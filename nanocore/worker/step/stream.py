@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.worker.step.step_memory import StepLayout
+from nanocore.worker.step.step_memory import Fields, StepLayout
 
 Tensors = Mapping[str, Tensor]
 """By name; there may be none."""
@@ -75,14 +75,14 @@ class DoneWork(msgspec.Struct, frozen=True):
 
 
 class Staged(msgspec.Struct, frozen=True):
-    """Columns for a step's work. memory: uint8 on the host, of which the tensors are views.
+    """Columns for a step's work. memory: uint8 on the host, with these fields.
 
     columns: the same, to be written. held: what was written there.
     """
 
     layout: StepLayout
     memory: Tensor
-    tensors: dict[str, Tensor]
+    fields: Fields
     columns: dict[str, NDArray]
     held: dict[str, NDArray]
 
@@ -90,9 +90,9 @@ class Staged(msgspec.Struct, frozen=True):
     def of(cls, layout: StepLayout, memory: Tensor) -> Staged:
         """Columns in uint8 memory of at least the layout's num_bytes."""
         memory = memory[: layout.num_bytes]
-        tensors = layout.views(memory)
-        columns = {name: tensor.numpy() for name, tensor in tensors.items()}
-        return cls(layout, memory, tensors, columns, {})
+        fields = Fields(layout, memory)
+        columns = {name: fields[name].numpy() for name in layout.places}
+        return cls(layout, memory, fields, columns, {})
 
     def write(self, values: Mapping[str, NDArray], spare_row: int = 0) -> None:
         """Write values, which nobody changes later; what is left of a column becomes padding.
@@ -109,12 +109,12 @@ class Staged(msgspec.Struct, frozen=True):
                 padding = self.layout.padding[name]
                 to[length:] = spare_row if padding is None else padding
 
-    def to(self, device: torch.device | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """(a copy of the memory, its views) on a device beside the host; None: the host's own."""
+    def to(self, device: torch.device | None) -> tuple[Tensor, Fields]:
+        """(a copy of the memory, its fields) on a device beside the host; None: the host's own."""
         if device is None:
-            return self.memory, self.tensors
+            return self.memory, self.fields
         memory = self.memory.to(device, non_blocking=True, copy=True)
-        return memory, self.layout.views(memory)
+        return memory, Fields(self.layout, memory)
 
 
 class StagingBuffer(msgspec.Struct):
