@@ -44,7 +44,6 @@ class Engine:
         self.weight_bytes = self._executor.profile()[0].weight_bytes
         self._num_blocks = -(-(chunk_tokens + 1) // BLOCK_SIZE)
         self._executor.allocate_kv_cache(self._num_blocks + 1, chunk_tokens + 1)
-        self._executor.capture()
         self._vocab_size = load_model_config(model).vocab_size
         self._steps = itertools.count(1)
 

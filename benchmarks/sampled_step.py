@@ -83,7 +83,6 @@ def main() -> None:
     executor = LocalExecutor(config.worker_config(str(folder), BLOCK_SIZE * NUM_BLOCKS))
     executor.load_model()
     executor.allocate_kv_cache(NUM_ROWS * NUM_BLOCKS, BLOCK_SIZE * NUM_BLOCKS)
-    executor.capture()
     cases = {"plain": 0, f"{NUM_ASKING} rows ask for everything": 1}
     figures: dict[str, list[float]] = {name: [] for name in cases}
     for number in range(arguments.repeats + 1):

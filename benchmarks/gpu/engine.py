@@ -74,7 +74,6 @@ class LocalEngine:
         num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
         with self._phase("allocate and capture"):
             executor.allocate_kv_cache(num_blocks, max_model_len)
-            executor.capture()
         self._executor, self.kernels, self.num_blocks = executor, ranks[0].kernels, num_blocks
         self._block_size = config.sizes.block_size
         kv_cache = KVCacheManager(num_blocks, self._block_size, config.enable_prefix_caching)

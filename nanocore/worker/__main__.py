@@ -17,21 +17,15 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from nanocore.protocol.errors import (
-    CacheMemoryError,
-    ConfigError,
-    ModelFileError,
-    StartError,
-    is_out_of_memory,
-)
+from nanocore.protocol.errors import StartError, is_out_of_memory
 from nanocore.system.child_process import signal_at_parent_death
 from nanocore.system.cpu_cores import FLOATING
 from nanocore.system.logs import start_log
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.rank_messages import (
+    FAILURES,
     AllocateCache,
-    Capture,
     Done,
     FailureKind,
     Profile,
@@ -121,9 +115,6 @@ def serve(
             case AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len):
                 worker.allocate_kv_cache(num_blocks, max_model_len)
                 pipe.send(Done())
-            case Capture():
-                worker.capture()
-                pipe.send(Done())
             case RunStep(plan):
                 board.begin(rank, plan.step)
                 begun.append((plan.step, worker.begin(plan)))
@@ -142,16 +133,8 @@ def _leave_with_engine(fd: int) -> None:
 
 
 def _failure(error: Exception) -> RankFailure:
-    kind: FailureKind = "internal"
-    match error:
-        case ConfigError():
-            kind = "config"
-        case ModelFileError():
-            kind = "model_file"
-        case CacheMemoryError():
-            kind = "memory"
-        case _ if is_out_of_memory(error):
-            kind = "memory"
+    default: FailureKind = "memory" if is_out_of_memory(error) else "internal"
+    kind = next((kind for kind, raised in FAILURES.items() if isinstance(error, raised)), default)
     if isinstance(error, StartError):
         return RankFailure(kind=kind, message=str(error))
     return RankFailure(

@@ -1,9 +1,9 @@
 """What passes through the pipe between an engine and one of its worker processes.
 
-A rank is started with a `RankStart` and loads its weights. On request it profiles, allocates its KV
-cache and captures, and replies to each when it is done; then it runs plans. One rank sends results;
-every rank can send a `RankFailure`, at any time. The same structs configure the worker inside an
-engine of one rank, without a pipe.
+A rank is started with a `RankStart` and loads its weights. On request it profiles and allocates its
+KV cache, and replies to each when it is done; then it runs plans. One rank sends results; every
+rank can send a `RankFailure`, at any time. The same structs configure the worker inside an engine
+of one rank, without a pipe.
 """
 
 from __future__ import annotations
@@ -12,6 +12,13 @@ from typing import Any, Literal
 
 import msgspec
 
+from nanocore.protocol.errors import (
+    CacheMemoryError,
+    ConfigError,
+    ModelFileError,
+    StartError,
+    WorkerError,
+)
 from nanocore.system.logs import LogFormat
 from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -21,6 +28,14 @@ KVCacheDtype = Literal["auto", "int8", "fp8"]
 Quantization = Literal["int4", "int8", "fp8"]
 ActivationQuantization = Literal["auto", "none"]
 FailureKind = Literal["config", "model_file", "memory", "internal"]
+
+FAILURES: dict[FailureKind, type[StartError]] = {
+    "config": ConfigError,
+    "model_file": ModelFileError,
+    "memory": CacheMemoryError,
+    "internal": WorkerError,
+}
+"""The error that the engine raises for a rank's."""
 
 MAX_PROMPT_LOGPROBS = 1 << 21
 """Limit of a step's prompt log probabilities, if it has those of more than one token. Workers
@@ -95,18 +110,16 @@ class Profile(msgspec.Struct, frozen=True, tag="profile"):
 
 
 class AllocateCache(msgspec.Struct, frozen=True, kw_only=True, tag="allocate"):
-    """Make the KV cache and the persistent batch; the rank replies with `Done`."""
+    """Make the KV cache and the persistent batch, and capture steps, or compile for them; the rank
+    replies with `Done`, and is ready for plans.
+    """
 
     num_blocks: int
     max_model_len: int
 
 
-class Capture(msgspec.Struct, frozen=True, tag="capture"):
-    """Capture steps, or compile for them; the rank replies with `Done`, and is ready for plans."""
-
-
 class Done(msgspec.Struct, frozen=True, tag="done"):
-    """Loading, allocating or capturing is done."""
+    """Loading or allocating is done."""
 
 
 class RunStep(msgspec.Struct, frozen=True, tag="run"):
@@ -159,5 +172,5 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     rendezvous: str
 
 
-ToRank = RankStart | Profile | AllocateCache | Capture | RunStep | SampleStep
+ToRank = RankStart | Profile | AllocateCache | RunStep | SampleStep
 FromRank = Done | WorkerInfo | StepResult | RankFailure

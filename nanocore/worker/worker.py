@@ -1,7 +1,7 @@
 """One rank: its device, its part of the model, its KV cache; in a process of its own or not.
 
-It is set up in steps that the executor drives on all ranks together: load, profile, allocate,
-capture; then it executes plans. `LocalExecutor` runs a single rank in the engine's process.
+It is set up in steps that the executor drives on all ranks together: load, profile, allocate; then
+it executes plans. `LocalExecutor` runs a single rank in the engine's process.
 """
 
 from __future__ import annotations
@@ -191,14 +191,15 @@ class Worker:
         )
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
-        """Make the KV cache and the persistent batch; what there was before is gone."""
+        """Make the KV cache and the persistent batch, and capture steps, or compile for them.
+
+        What there was before is gone.
+        """
         config = self._config
         self.runner.allocate(
             self._kv_format, num_blocks, config.block_size, config.max_num_seqs, max_model_len
         )
-
-    def capture(self) -> None:
-        self.runner.capture(self._config.max_num_batched_tokens)
+        self.runner.capture(config.max_num_batched_tokens)
 
     def begin(self, plan: SchedulerOutput) -> PendingOutput:
         return self.runner.begin(plan)
@@ -236,9 +237,6 @@ class LocalExecutor:
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
         self._worker.allocate_kv_cache(num_blocks, max_model_len)
-
-    def capture(self) -> None:
-        self._worker.capture()
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._steps.append(self._worker.begin(plan))

@@ -194,7 +194,7 @@ def test_a_rank_that_fails_when_nobody_listens_any_more_ends_without_a_word(
         end.shutdown(socket.SHUT_RD)  # what it sends fails; that the engine is gone it cannot see
     assert select.select([rank.pidfd], [], [], 60)[0]
     assert "exited with code 70" in str(rank.death())
-    rank.close_pipe()
+    rank.pipe.close()
     rank.end()
     os.close(board_fd)
     assert capfd.readouterr().err == ""

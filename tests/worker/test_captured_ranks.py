@@ -152,7 +152,6 @@ def started(executor: Executor) -> Iterator[Executor]:
         executor.load_model()
         executor.profile()
         executor.allocate_kv_cache(8, 64)
-        executor.capture()
         yield executor
     finally:
         executor.close()

@@ -101,9 +101,6 @@ class ThreadRank:
     def death(self) -> WorkerError:
         return WorkerError(f"{self.name} is gone")
 
-    def close_pipe(self) -> None:
-        self.pipe.close()
-
     def end(self) -> None:
         self._thread.join(60)
         self._pipe.close()

@@ -17,7 +17,6 @@ from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.rank_messages import (
     AllocateCache,
-    Capture,
     Done,
     FromRank,
     Profile,
@@ -166,7 +165,6 @@ def test_messages_arrive_as_they_were_sent_and_in_order(pipes: Pipes) -> None:
     orders = (
         Profile(),
         AllocateCache(num_blocks=5, max_model_len=9),
-        Capture(),
         RunStep(large_plan()),
     )
     for message in orders:

@@ -326,7 +326,6 @@ def _allocate(
     with parts.part("kv cache") as notes:
         num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
         executor.allocate_kv_cache(num_blocks, max_model_len)
-        executor.capture()
         num_bytes = num_blocks * sum(rank.kv_block_bytes for rank in ranks)
         notes.append(
             f"{num_blocks} blocks of {config.sizes.block_size} tokens, "

@@ -51,7 +51,7 @@ class StepExecutor(Protocol):
 class Executor(StepExecutor, Protocol):
     """The workers of an engine, from their start to their end.
 
-    They are set up by the first four calls, in this order; each returns when every rank is done.
+    They are set up by the first three calls, in this order; each returns when every rank is done.
     Errors at start are `StartError`s of the kind that decides the engine's exit code.
     """
 
@@ -64,11 +64,9 @@ class Executor(StepExecutor, Protocol):
         ...
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
-        """Make the KV cache and the persistent batch on every rank."""
-        ...
-
-    def capture(self) -> None:
-        """Capture steps to be replayed, or compile kernels for them, on every rank."""
+        """Make the KV cache and the persistent batch on every rank, and capture steps to be
+        replayed, or compile kernels for them.
+        """
         ...
 
     def close(self) -> None:

@@ -20,13 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from nanocore.protocol.errors import (
-    CacheMemoryError,
-    ConfigError,
-    ModelFileError,
-    StartError,
-    WorkerError,
-)
+from nanocore.protocol.errors import StartError, WorkerError
 from nanocore.system.child_process import module_command
 from nanocore.system.cpu_cores import kernel_cores
 from nanocore.worker.communication.links import CHANNEL_DEPTH, channel_buffer_bytes
@@ -41,10 +35,9 @@ from nanocore.worker.executors.pipe import Pipe, encode_frame
 from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.rank_messages import (
+    FAILURES,
     AllocateCache,
-    Capture,
     Done,
-    FailureKind,
     FromRank,
     Profile,
     RankFailure,
@@ -52,16 +45,11 @@ from nanocore.worker.rank_messages import (
     RunStep,
     SampleStep,
     StepResult,
+    ToRank,
     WorkerConfig,
     WorkerInfo,
 )
 
-_ERRORS: Final[dict[FailureKind, type[StartError]]] = {
-    "config": ConfigError,
-    "model_file": ModelFileError,
-    "memory": CacheMemoryError,
-    "internal": WorkerError,
-}
 _COMMAND: Final = module_command("nanocore.worker")
 _EXIT_TIMEOUT_S: Final = 3.0
 
@@ -98,7 +86,7 @@ class RankProcess:
         text = f"{self.name}: {failure.message}"
         if failure.traceback:
             text = f"{text}\n{failure.traceback}"
-        return _ERRORS[failure.kind](text)
+        return FAILURES[failure.kind](text)
 
     def death(self) -> WorkerError:
         """Error that says how the process ended, once its end of the pipe is closed."""
@@ -111,9 +99,6 @@ class RankProcess:
         name = signal.Signals(-code).name
         hint = "; was it the system's out-of-memory killer?" if -code == signal.SIGKILL else ""
         return WorkerError(f"{self.name} was killed by {name}{hint}")
-
-    def close_pipe(self) -> None:
-        self.pipe.close()
 
     def end(self) -> None:
         """Wait for the rank to be gone; one that does not go is killed."""
@@ -183,29 +168,23 @@ class ProcessExecutor:
         self._gather(Done)
 
     def profile(self) -> list[WorkerInfo]:
-        self._send(encode_frame(Profile()))
+        self._send(Profile())
         return self._gather(WorkerInfo)
 
     def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
-        frame = encode_frame(AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len))
-        self._send(frame)
-        self._gather(Done)
-
-    def capture(self) -> None:
-        self._send(encode_frame(Capture()))
+        self._send(AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len))
         self._gather(Done)
 
     def submit(self, plan: SchedulerOutput) -> None:
         assert self._awaiting is None, f"step {plan.step}: the one before it awaits masks"
         self._steps.append(plan.step)
         self._awaiting = plan.step if plan.awaits_masks else None
-        self._send(encode_frame(RunStep(plan)))
+        self._send(RunStep(plan))
 
     def sample(self, masks: TokenMasks) -> None:
         assert masks.step == self._awaiting, f"masks of step {masks.step}, not {self._awaiting}"
         self._awaiting = None
-        last_stage = self._ranks[-self.config.tensor_parallel_size :]
-        self._send(encode_frame(SampleStep(masks)), last_stage)
+        self._send(SampleStep(masks), self._ranks[-self.config.tensor_parallel_size :])
 
     def collect(self) -> ModelRunnerOutput:
         _, message = self._receive()
@@ -240,7 +219,7 @@ class ProcessExecutor:
         """End all ranks: by closing their pipes, and those that stay by force."""
         self._closing.set()
         for rank in self._ranks:
-            rank.close_pipe()
+            rank.pipe.close()
         for rank in self._ranks:
             rank.end()
         if self._directory is not None:
@@ -260,13 +239,14 @@ class ProcessExecutor:
             rendezvous=str(Path(self._directory.name) / "rendezvous") if self._directory else "",
         )
 
-    def _send(self, frame: bytes, ranks: Sequence[RankProcess] | None = None) -> None:
+    def _send(self, message: ToRank, ranks: Sequence[RankProcess] | None = None) -> None:
         """Send to these ranks, or to all. Raises StartError if one is gone.
 
         A rank whose result does not fit the socket's buffer reads nothing until it is read itself,
         and others may wait for that rank. So all are read while one has no room.
         """
-        left = [(rank, memoryview(frame)) for rank in (self._ranks if ranks is None else ranks)]
+        frame = memoryview(encode_frame(message))
+        left = [(rank, frame) for rank in (self._ranks if ranks is None else ranks)]
         while True:
             for index, (rank, rest) in enumerate(left):
                 try:
