@@ -85,7 +85,7 @@ class Heard:
 class Driver:
     """Plans steps at random, and takes their results as an engine would.
 
-    seen: how often what happened that this is about.
+    seen: how often what happened that this is about. aborted: requests whose clients left.
     """
 
     runner: ModelRunner
@@ -99,6 +99,7 @@ class Driver:
     heard: list[Heard] = field(default_factory=list)
     removed: list[int] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
+    aborted: set[int] = field(default_factory=set)
     step: int = 0
 
     def run(self, requests: list[int]) -> list[Heard]:
@@ -131,9 +132,13 @@ class Driver:
         removed, self.removed = self.removed, []
         for row in [*self.rows]:
             if self.is_rough and self.rng.random() < 0.04:
-                self.waiting.append(self.rows.pop(row).request)
+                request = self.rows.pop(row).request
                 removed.append(row)
-                self.seen["preempted"] += 1
+                if self.rng.random() < 0.2:
+                    self.aborted.add(request)
+                else:
+                    self.waiting.append(request)
+                    self.seen["preempted"] += 1
         free = [row for row in range(NUM_ROWS) if row not in self.rows and self.rng.random() < 0.7]
         added = [self.add(row, self.waiting.popleft()) for row in free[: len(self.waiting)]]
         counts, taking_part, blocks = {}, {}, []

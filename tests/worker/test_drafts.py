@@ -132,14 +132,20 @@ def test_any_drafts_give_the_tokens_of_none(
     runner = make_runner(model, stream, proposer, DeviceKernels() if depth else None)
     rng = np.random.default_rng(seed)
     driver = Driver(runner, WISHES, rng, max(1, depth), MAX_DRAFTS, proposer)
-    assert_same(driver.run([*rng.permutation(len(WISHES)).tolist()]), truth)
+    heard = driver.run([*rng.permutation(len(WISHES)).tolist()])
+    for request in driver.aborted:
+        got, right = heard[request], truth[request]
+        assert got.tokens == right.tokens[: len(got.tokens)]
+        heard[request] = right
+    assert_same(heard, truth)
     SEEN.update(driver.seen)
+    SEEN["aborted"] += len(driver.aborted)
 
 
 def test_every_kind_of_step_was_among_them() -> None:
     """Runs behind the property above, which draws enough of each even in few examples."""
     kinds = {f"{count} drafts" for count in range(MAX_DRAFTS + 1)}
-    kinds |= {"none right", "some right", "all right", "preempted", "late", "in flight"}
+    kinds |= {"none right", "some right", "all right", "preempted", "aborted", "late", "in flight"}
     assert kinds <= {kind for kind, count in SEEN.items() if count}
 
 
