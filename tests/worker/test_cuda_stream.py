@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanocore.worker.step.cuda_stream import CudaGraphCapture, CudaStream
-from nanocore.worker.step.step_memory import Field, StepLayout
+from nanocore.worker.step.step_memory import StepLayout
 from nanocore.worker.step.stream import Tensors, Work
 from tests.fake_device import FakeGraphPools
 
@@ -231,7 +231,7 @@ def test_work_without_a_result_is_waited_for_like_any(cuda: FakeCuda) -> None:
 
 
 def layout_of(num_bytes: int) -> StepLayout:
-    return StepLayout([(Field("what", torch.uint8, "N"), num_bytes)])
+    return StepLayout([("what", torch.uint8, num_bytes)])
 
 
 def test_memory_is_pinned_grows_and_is_not_given_out_while_a_step_may_read_it(

@@ -27,8 +27,7 @@ from nanocore.worker.step.step_memory import (
     STEP_FIELDS,
     Fields,
     StepShape,
-    graph_layout,
-    step_layout,
+    layout_of,
 )
 from tests.campaign import examples, in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
@@ -284,8 +283,8 @@ def test_mixed_graphs_have_room_for_every_row_and_for_padding(
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 5, 64])
 def test_columns_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
     shape = StepShape(size + 7, size, size + 1, 2 * size, is_uniform=False)
-    sampled = {"slot_rows_N": np.zeros(size + 3), "processed_P": np.zeros(size // 2)}
-    layout = step_layout(shape, sampled)
+    sampled = {"rows": np.zeros(size + 3, np.int64), "temperature": np.zeros(size // 2, np.float32)}
+    layout = layout_of(shape, sampled)
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     fields = Fields(layout, memory)
     views = {name: fields[name] for name in layout.places}
@@ -296,11 +295,11 @@ def test_columns_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
         assert (view == i + 1).all()
     lengths = {name: len(view) for name, view in views.items()}
     expected = {"rows_T": size + 7, "rows_B": size, "query_start_A": size + 1, "num_decodes_1": 1,
-                "sample_index_R": size + 1, "block_ids_W": 2 * size, "slot_rows_N": size + 3,
-                "processed_P": size // 2, "lists_L": 0}  # fmt: skip
+                "sample_index_R": size + 1, "block_ids_W": 2 * size, "rows": size + 3,
+                "temperature": size // 2}  # fmt: skip
     assert lengths.items() >= expected.items()
     # What a graph reads is where it is without the rest.
     names = [field.name for field in STEP_FIELDS]
-    of_graph = Fields(graph_layout(shape), memory)
-    assert [*graph_layout(shape).places] == names
+    of_graph = Fields(layout_of(shape, {}), memory)
+    assert [*layout_of(shape, {}).places] == names
     assert all(of_graph[name].data_ptr() == views[name].data_ptr() for name in names)

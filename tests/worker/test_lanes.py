@@ -43,16 +43,12 @@ def _scale_lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A factor of each row's hidden states; rows have their numbers for seeds."""
     monkeypatch.setattr(step_graphs, "MIXED_TOKENS", (16, 40))
 
-    def clear() -> None:
-        step_memory.graph_layout.cache_clear()
-        step_memory._step_layout.cache_clear()
-
     lane = Lane("scale", torch.float32, 1.0, lambda new: scale_of(new.seed))
     lanes.LANES.append(lane)
-    clear()
+    step_memory._layout.cache_clear()
     yield
     lanes.LANES.remove(lane)
-    clear()
+    step_memory._layout.cache_clear()
 
 
 class CapturingKernels(TorchKernels):

@@ -12,7 +12,7 @@ D drafts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
@@ -47,7 +47,7 @@ def draft_columns(step: BatchStep) -> dict[str, NDArray]:
     has_draft_S[ends_C - 1] = False
     return {
         "drafted_D": has_draft_S.nonzero()[0],
-        "owner_O": np.repeat(np.arange(len(ends_C)), step.slot_counts),
+        "row_of_S": np.repeat(np.arange(len(ends_C)), step.slot_counts),
         "starts_C": ends_C - step.slot_counts,
         "sampling_rows_C": step.sampling_rows,
         "slot_counts_C": step.slot_counts,
@@ -55,11 +55,11 @@ def draft_columns(step: BatchStep) -> dict[str, NDArray]:
 
 
 def verify(
-    token_ids_S: Tensor, drafts_D: Tensor, drafted_D: Tensor, owner_S: Tensor, starts_C: Tensor
+    token_ids_S: Tensor, drafts_D: Tensor, drafted_D: Tensor, row_of_S: Tensor, starts_C: Tensor
 ) -> Tensor:
     """Count how many of its slots' tokens each row gets, int64 [C].
 
-    token_ids_S: sampled. drafts_D: the token that was computed behind slot drafted_D. owner_S:
+    token_ids_S: sampled. drafts_D: the token that was computed behind slot drafted_D. row_of_S:
     which of the C rows a slot is of; starts_C: the row's first slot.
     """
     num_slots = len(token_ids_S)
@@ -67,8 +67,11 @@ def verify(
     is_last_S[drafted_D] = token_ids_S[drafted_D] != drafts_D
     index_S = torch.arange(num_slots, device=token_ids_S.device)
     last_C = torch.full_like(starts_C, num_slots)
-    last_C.scatter_reduce_(0, owner_S, index_S.masked_fill_(~is_last_S, num_slots), "amin")
+    last_C.scatter_reduce_(0, row_of_S, index_S.masked_fill_(~is_last_S, num_slots), "amin")
     return last_C - starts_C + 1
+
+
+_NO_CORRECTION: Final = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 class Unverified(msgspec.Struct, frozen=True):
@@ -116,12 +119,13 @@ class DraftTracker:
         self._batch.correct(rows, excess)
         self._corrections.append((rows, excess))
 
-    def take_corrections(self) -> NDArray[np.int64]:
-        """What the device is to forget, as rows and then counts; of rows that are still there."""
-        corrections, self._corrections = self._corrections, []
-        if not corrections:
-            return np.zeros(0, np.int64)
-        return np.concatenate([np.concatenate(part) for part in zip(*corrections, strict=True)])
+    def corrections(self) -> dict[str, NDArray]:
+        """Columns of the next step: what the device is to forget, as rows and then counts."""
+        if self._proposer is None:
+            return {}
+        corrections, self._corrections = [_NO_CORRECTION, *self._corrections], []
+        parts = [np.concatenate(part) for part in zip(*corrections, strict=True)]
+        return {"corrections_X": np.concatenate(parts)}
 
     def update(
         self, fields: Mapping[str, Tensor], new: NewTokens, tables: RowTables, is_certain: bool

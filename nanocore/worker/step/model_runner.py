@@ -41,8 +41,8 @@ from nanocore.worker.step.step_memory import (
     NewTokens,
     RowTables,
     StepShape,
+    layout_of,
     step_columns,
-    step_layout,
 )
 from nanocore.worker.step.stream import HostStream, Stream
 
@@ -219,11 +219,11 @@ class ModelRunner:
             columns["slot_rows_N"], columns["slot_positions_N"] = slots[:2]
             if outputs is not None:
                 columns |= outputs.columns()
-        columns["corrections_X"] = self._drafts.take_corrections()
+        columns |= self._drafts.corrections()
         if step.has_drafts:
             columns |= draft_columns(step)
             unverified = self._drafts.begin(step)
-        staged = self._stream.stage(step_layout(shape, columns))
+        staged = self._stream.stage(layout_of(shape, columns))
         staged.write(step_columns(step, appended, slots[2], shape), self.tables.spare_row)
         staged.write(columns)
         return LaidOutStep(

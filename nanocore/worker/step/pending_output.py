@@ -24,7 +24,7 @@ from nanocore.worker.step.batch_step import BatchStep, MaskedSlots, running_coun
 from nanocore.worker.step.drafts import DraftTracker, Unverified, verify
 from nanocore.worker.step.model_stage import ModelStage
 from nanocore.worker.step.step_graphs import Graph
-from nanocore.worker.step.step_memory import HostBounds, NewTokens, RowTables, mask_layout
+from nanocore.worker.step.step_memory import HostBounds, NewTokens, RowTables, layout_of
 from nanocore.worker.step.stream import DoneWork, Pending, Staged, Stream, Tensors
 
 
@@ -132,13 +132,14 @@ class PendingOutput:
         masked = MaskedSlots.of(masks, rows, stage.model.config.vocab_size)
         if masked is None:
             return None
-        words_MW, index_S = masked.words_MW, masked.index_S
-        staged = machine.stream.stage(mask_layout(words_MW.size, len(index_S)), phase=1)
-        staged.write({"words": words_MW.ravel(), "index_S": index_S})
+        shape = masked.words_MW.shape
+        columns = {"words": masked.words_MW.ravel(), "index_S": masked.index_S}
+        staged = machine.stream.stage(layout_of(None, columns), phase=1)
+        staged.write(columns)
 
         def on_device() -> TokenMask:
             _, fields = staged.to(machine.device)
-            return TokenMask(fields["words"].view(words_MW.shape), fields["index_S"])
+            return TokenMask(fields["words"].view(shape), fields["index_S"])
 
         return on_device
 
@@ -191,7 +192,7 @@ class PendingOutput:
         token_ids_S = stage.sampler.sample(logits_SV, sampling, None if mask is None else mask())
         found = {"token_ids": token_ids_S}
         if computed.drafts_D is not None:
-            columns = (fields[name] for name in ("drafted_D", "owner_O", "starts_C"))
+            columns = (fields[name] for name in ("drafted_D", "row_of_S", "starts_C"))
             found["counts"] = verify(token_ids_S, computed.drafts_D, *columns)
             machine.drafts.learn(fields, found["counts"])
         if laid_out.outputs is not None:

@@ -26,7 +26,7 @@ from nanocore.worker.step.step_memory import (
     HostBounds,
     RowTables,
     StepShape,
-    graph_layout,
+    layout_of,
     padding_columns,
 )
 from nanocore.worker.step.stream import GraphCapture, Staged
@@ -136,7 +136,7 @@ def padded_steps(
     """Steps of each shape that are nothing but padding, one after the other in the same memory on
     the device; the first is the largest.
     """
-    layouts = [graph_layout(shape) for shape in shapes]
+    layouts = [layout_of(shape, {}) for shape in shapes]
     memory = torch.zeros(max((x.num_bytes for x in layouts), default=0), dtype=torch.uint8)
     on_device = torch.empty_like(memory, device=device)
     for shape, layout in zip(shapes, layouts, strict=True):

@@ -11,7 +11,7 @@ padding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Final
 
@@ -24,7 +24,6 @@ from torch import Tensor
 from nanocore.kernels.sampling import TokenPlaces
 from nanocore.kernels.step import StepInputs, StepRows
 from nanocore.worker.plan import SchedulerOutput
-from nanocore.worker.sampling.columns import COLUMNS
 from nanocore.worker.step.batch_step import BatchStep, ints, running_counts
 from nanocore.worker.step.lanes import LANES
 
@@ -117,41 +116,28 @@ STEP_FIELDS: Final = (
     Field("block_columns_W", _LONG, "W"),
     Field("block_ids_W", _INT, "W"),
 )
-"""What a graph reads; and then the lanes."""
-
-SAMPLE_FIELDS: Final = (
-    Field("slot_rows_N", _LONG, "N"),
-    Field("slot_positions_N", _LONG, "N"),
-    *(Field(column.name, column.dtype, "S") for column in COLUMNS),
-    Field("processed_P", _LONG, "P"),
-    Field("logprob_slots_J", _LONG, "J"),
-    Field("owner_Q", _LONG, "Q"),
-    Field("lists_L", _INT, "L"),
-    Field("new_tokens_K", _INT, "K"),
-    Field("drafted_D", _LONG, "D"),
-    Field("owner_O", _LONG, "O"),
-    Field("starts_C", _LONG, "C"),
-    Field("sampling_rows_C", _LONG, "C"),
-    Field("slot_counts_C", _LONG, "C"),
-    Field("corrections_X", _LONG, "X"),
-)
-"""What sampling reads, and what only some steps have; behind a step's fields, without padding."""
+"""What a graph reads; and then the lanes. Columns behind these, which sampling reads and of which
+some steps have more than others, are not padded: each is as long as it is on the host."""
 
 
 class StepLayout:
-    """Fields with their lengths, one behind the other.
+    """Columns, one behind the other.
 
-    num_bytes: of all, a multiple of 16. places: of each its first byte, its end, and its dtype. Two
-    are equal if they are the same one: `step_layout` keeps those it makes.
+    num_bytes: of all, a multiple of 16. places: of each its first byte, its end, and its dtype.
+    padding: of those that may be longer than what is written; None is the spare row. Two are equal if they are the same one: `layout_of` keeps those it makes.
     """
 
-    def __init__(self, fields: Sequence[tuple[Field, int]]) -> None:
+    def __init__(
+        self,
+        columns: Iterable[tuple[str, torch.dtype, int]],
+        padding: Mapping[str, float | None] | None = None,
+    ) -> None:
         self.num_bytes = 0
-        self.padding = {field.name: field.padding for field, _ in fields}
+        self.padding = padding or {}
         self.places: dict[str, tuple[int, int, torch.dtype]] = {}
-        for field, length in fields:
-            end = self.num_bytes + length * field.dtype.itemsize
-            self.places[field.name] = self.num_bytes, end, field.dtype
+        for name, dtype, length in columns:
+            end = self.num_bytes + length * dtype.itemsize
+            self.places[name] = self.num_bytes, end, dtype
             self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -172,32 +158,18 @@ _ALIGNMENT: Final = 16
 not, which must not happen in the middle of serving."""
 
 
-@lru_cache(maxsize=256)
-def graph_layout(shape: StepShape) -> StepLayout:
-    """Layout of what a graph of this shape reads."""
-    return StepLayout(_step_fields(shape))
+def layout_of(shape: StepShape | None, columns: Mapping[str, NDArray]) -> StepLayout:
+    """Layout of what a graph of this shape reads, and then of these columns, as they are."""
+    kinds = tuple((name, column.dtype, len(column)) for name, column in columns.items())
+    return _layout(shape, kinds)
 
 
-def step_layout(shape: StepShape, columns: Mapping[str, NDArray]) -> StepLayout:
-    """Layout of a whole step. shape: of the graph, if there is one. columns: of SAMPLE_FIELDS."""
-    return _step_layout(shape, tuple((name, len(column)) for name, column in columns.items()))
-
-
-@lru_cache(maxsize=256)
-def _step_layout(shape: StepShape, lengths: tuple[tuple[str, int], ...]) -> StepLayout:
-    of_name = dict(lengths)
-    sample_fields = [(field, of_name.get(field.name, 0)) for field in SAMPLE_FIELDS]
-    return StepLayout(_step_fields(shape) + sample_fields)
-
-
-@lru_cache(maxsize=64)
-def mask_layout(num_words: int, num_slots: int) -> StepLayout:
-    """Layout of a step's token masks: the words of all, and which of them each slot has."""
-    words, index = Field("words", _INT, "M"), Field("index_S", _INT, "S")
-    return StepLayout([(words, num_words), (index, num_slots)])
-
-
-def _step_fields(shape: StepShape) -> list[tuple[Field, int]]:
+@lru_cache(maxsize=512)
+def _layout(shape: StepShape | None, columns: tuple[tuple[str, np.dtype, int], ...]) -> StepLayout:
+    dtypes = {dtype: torch.from_numpy(np.empty(0, dtype)).dtype for _, dtype, _ in columns}
+    behind = [(name, dtypes[dtype], length) for name, dtype, length in columns]
+    if shape is None:
+        return StepLayout(behind)
     lengths = {
         "T": shape.num_tokens,
         "B": shape.num_seqs,
@@ -206,7 +178,9 @@ def _step_fields(shape: StepShape) -> list[tuple[Field, int]]:
         "W": shape.num_blocks,
         "1": 1,
     }
-    return [(field, lengths[field.dim]) for field in _graph_fields()]
+    fields = _graph_fields()
+    of_graph = [(field.name, field.dtype, lengths[field.dim]) for field in fields]
+    return StepLayout(of_graph + behind, {field.name: field.padding for field in fields})
 
 
 def _graph_fields() -> list[Field]:
