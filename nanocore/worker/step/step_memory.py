@@ -124,7 +124,8 @@ class StepLayout:
     """Columns, one behind the other.
 
     num_bytes: of all, a multiple of 16. places: of each its first byte, its end, and its dtype.
-    padding: of those that may be longer than what is written; None is the spare row. Two are equal if they are the same one: `layout_of` keeps those it makes.
+    padding: of those that may be longer than what is written; None is the spare row. Two are equal
+    if they are the same one: `layout_of` keeps those it makes.
     """
 
     def __init__(
