@@ -98,7 +98,7 @@ def test_experts_windows_and_softcaps_give_the_tokens_of_a_cpu(
 
 
 class Reduced(msgspec.Struct, frozen=True):
-    """Sums over ranks, and then products of them, of one rank.
+    """Sums over ranks, and then products of them, of one rank."""
 
     sum_TE: Tensor
     gathered_TT: Tensor
