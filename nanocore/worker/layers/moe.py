@@ -13,12 +13,11 @@ from functools import partial
 
 from torch import Tensor
 
-from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight
 from nanocore.worker.config.model_config import MLPConfig, MoeConfig
 from nanocore.worker.layers.linear import RowShard, StepContext
-from nanocore.worker.layers.packing import MetaWeight, Weight, WeightPacker
+from nanocore.worker.layers.packing import Weight, WeightPacker, Weights
 from nanocore.worker.loading.weights import Entries, Projection
 from nanocore.worker.placement import Placement
 
@@ -67,15 +66,11 @@ class SparseMLP:
         logits_TX = context.kernels.linear(x_TE, self.router.packed)
         return context.kernels.moe(
             x_TE,
-            self.experts,
+            self._weights.packed,
             Routing(logits_TX, self.num_experts_per_tok, self.norm_topk_prob),
             self.shared(x_TE, context),
             self.activation,
         )
-
-    @property
-    def experts(self) -> Experts:
-        return self._weights.packed
 
     def shared(self, x_TE: Tensor, context: StepContext) -> SharedExpert | None:
         """The shared expert's output, in families that have one."""
@@ -111,10 +106,7 @@ class _Weights:
                 weight.pack(partial(self._pack_one, packer, (expert, projection)))
 
     def _pack_one(
-        self,
-        packer: WeightPacker,
-        name: tuple[int, int],
-        weights: list[CheckpointWeight | MetaWeight],
+        self, packer: WeightPacker, name: tuple[int, int], weights: Weights
     ) -> LinearWeight:
         packed = self._by_name[name] = packer.expert(weights)
         if len(self._by_name) == 3 * len(self._stored) and packed.data.device.type != "meta":
