@@ -27,7 +27,6 @@ from nanocore.worker.loading.weights import (
     Entries,
     LoadedSlice,
     Projection,
-    Slot,
     TensorEntry,
 )
 from nanocore.worker.placement import Placement
@@ -146,7 +145,10 @@ class Weight:
         self, projection: Projection, stored: CheckpointProjection | None
     ) -> Iterator[tuple[str, TensorEntry]]:
         assert stored is not None
-        buffers = {name: self._slot_buffer(slot) for name, slot in stored.slots.items()}
+        buffers = {}
+        for name, slot in stored.slots.items():
+            whole = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
+            buffers[name] = self._buffer(tuple(whole[slot.index].shape), slot.dtype)
         shape = (projection.num_rows, self.in_features)
         self._runs.append(_Run(shape, buffers, stored))
         num_params = projection.shape[0] * projection.shape[1]  # of all slots together
@@ -156,10 +158,6 @@ class Weight:
             entry = TensorEntry(slot.shape, [part], dtype=dtype, num_params=num_params)
             yield f"{projection.name}.{name}", entry
             num_params = 0
-
-    def _slot_buffer(self, slot: Slot) -> Buffer:
-        whole = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
-        return self._buffer(tuple(whole[slot.index].shape), slot.dtype)
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         outline = torch.empty(shape, dtype=dtype, device="meta")

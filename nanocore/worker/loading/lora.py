@@ -25,6 +25,7 @@ from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.loading.checkpoint import CheckpointTensor, quoted, read_header
 from nanocore.worker.loading.formats.patterns import MAX_REGEXES, Pattern
 from nanocore.worker.loading.weights import (
+    FLOATS,
     CheckpointProjection,
     Entries,
     Projection,
@@ -183,7 +184,6 @@ _FILE: Final = "adapter_model.safetensors"
 _OLD_FILE: Final = "adapter_model.bin"
 _PREFIX: Final = "base_model.model."
 _ENDS: Final = (".lora_A.weight", ".lora_B.weight")
-_FLOATS: Final = ("F32", "F16", "BF16")
 _BASE: Final = ".base_layer.weight"
 _EXPERTS: Final = (".experts.", ".mlp.experts")
 
@@ -316,8 +316,8 @@ def _pairs(
 def _check_pair(a: CheckpointTensor, b: CheckpointTensor, rank: int) -> None:
     for tensor, axis in ((a, 0), (b, 1)):
         where = f"{tensor.path}: tensor {quoted(tensor.name)}"
-        if tensor.dtype not in _FLOATS:
-            raise ModelFileError(f"{where} is {tensor.dtype}; one of {', '.join(_FLOATS)} is read")
+        if tensor.dtype not in FLOATS:
+            raise ModelFileError(f"{where} is {tensor.dtype}; one of {', '.join(FLOATS)} is read")
         if len(tensor.shape) != 2 or tensor.shape[axis] != rank:
             raise ModelFileError(
                 f"{where} has shape {list(tensor.shape)}, and {CONFIG_FILE} says that its rank is "

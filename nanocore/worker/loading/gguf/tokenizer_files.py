@@ -117,7 +117,12 @@ def adds_bos(vocabulary: GgufVocabulary) -> bool:
 
 
 def _byte_level(vocabulary: GgufVocabulary) -> dict[str, Any]:
-    pre = _pre_tokenizer(vocabulary)
+    pre = PRE_TOKENIZERS.get(vocabulary.pre)
+    if pre is None:
+        raise ModelFileError(
+            f"{vocabulary.path}: tokenizer.ggml.pre = {shorten(repr(vocabulary.pre))} is an "
+            f"unsupported pre-tokenizer; known: {', '.join(PRE_TOKENIZERS)}: {_REMEDY}"
+        )
     if not vocabulary.merges:
         raise ModelFileError(f"{vocabulary.path}: tokenizer.ggml.merges is missing: {_REMEDY}")
     known = set(vocabulary.tokens)
@@ -132,16 +137,6 @@ def _byte_level(vocabulary: GgufVocabulary) -> dict[str, Any]:
         },
         "model": _model(vocabulary, merges) | {"ignore_merges": pre.ignores_merges},
     }  # fmt: skip
-
-
-def _pre_tokenizer(vocabulary: GgufVocabulary) -> PreTokenizer:
-    pre = PRE_TOKENIZERS.get(vocabulary.pre)
-    if pre is None:
-        raise ModelFileError(
-            f"{vocabulary.path}: tokenizer.ggml.pre = {shorten(repr(vocabulary.pre))} is an "
-            f"unsupported pre-tokenizer; known: {', '.join(PRE_TOKENIZERS)}: {_REMEDY}"
-        )
-    return pre
 
 
 def _pair(vocabulary: GgufVocabulary, merge: str, known: set[str]) -> tuple[str, str]:
