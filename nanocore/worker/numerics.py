@@ -42,7 +42,10 @@ def rank_numerics(
 
     model: as its files have it. weights_digest: of what the rank has read.
     """
-    if not _is_batch_invariant(config, model, kernels):
+    is_batch_invariant = config.batch_invariant and config.tensor_parallel_size <= _MAX_CUDA_TP
+    if kernels.name == "cpu":
+        is_batch_invariant = not computed_by_torch(config, model)
+    if not is_batch_invariant:
         return None
     names = (name for name in model.__struct_fields__ if name != "generation")
     return _digest(
@@ -75,12 +78,6 @@ def numerics_fingerprint(
         angles = torch.outer(positions, inverse_frequencies(rope, max_model_len))
         rotations += [angles.cos().tolist(), angles.sin().tolist(), attention_scaling(rope)]
     return _digest({"ranks": numerics, "rotations": rotations})
-
-
-def _is_batch_invariant(config: WorkerConfig, model: ModelConfig, kernels: Kernels) -> bool:
-    if kernels.name == "cpu":
-        return not computed_by_torch(config, model)
-    return config.batch_invariant and config.tensor_parallel_size <= _MAX_CUDA_TP
 
 
 def _digest(said: dict[str, Any]) -> str:

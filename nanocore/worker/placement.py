@@ -38,10 +38,6 @@ class Placement:
     weight_format: WeightFormat | None = None
 
     @property
-    def num_ranks(self) -> int:
-        return self.tp.size * self.pp_size
-
-    @property
     def is_first_stage(self) -> bool:
         return self.pp_rank == 0
 

@@ -189,7 +189,7 @@ def test_a_rank_that_fails_when_nobody_listens_any_more_ends_without_a_word(
         send_fd=-1,
         rendezvous="",
     )
-    rank = RankProcess(start, [board_fd])
+    rank = RankProcess(start)
     with socket.fromfd(rank.pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
         end.shutdown(socket.SHUT_RD)  # what it sends fails; that the engine is gone it cannot see
     assert select.select([rank.pidfd], [], [], 60)[0]

@@ -114,7 +114,7 @@ def world_of_one(target: Target, tmp_path: Path) -> Iterator[ProcessGroupCommuni
     pdl.cache_clear()
     yield communicator
     gc.collect()
-    communicator.close()
+    dist.destroy_process_group()
     assert not dist.is_initialized()
     pdl.cache_clear()
 

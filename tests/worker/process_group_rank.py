@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from nanocore.worker.communication.process_group import ProcessGroupCommunicator
+from nanocore.worker.communication.process_group import (
+    ProcessGroupChannel,
+    ProcessGroupCommunicator,
+)
 
 GROUPS = [[0, 1], [2]]
 
@@ -40,11 +44,11 @@ def main() -> None:
     reduced = communicator.all_reduce(x)
     received = []
     if rank == 0:
-        channel = communicator.channel(2)
+        channel = ProcessGroupChannel(2, communicator.device)
         channel.send(reduced)
         channel.send(gathered.transpose(0, 1))
     elif rank == 2:
-        channel = communicator.channel(0)
+        channel = ProcessGroupChannel(0, communicator.device)
         received.append(channel.recv((2, 3), torch.float32).tolist())
         received.append(channel.recv((1, 2, 2), torch.int64).tolist())
     report = {
@@ -55,7 +59,7 @@ def main() -> None:
         "received": received,
         "listening": listening_addresses(),
     }
-    communicator.close()
+    dist.destroy_process_group()
     print(json.dumps(report))
 
 

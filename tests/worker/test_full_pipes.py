@@ -78,7 +78,7 @@ class ThreadRank:
     exchange: ClassVar = Exchange()
     dies_with: ClassVar[dict[int, int]] = {}
 
-    def __init__(self, start: RankStart, inherited_fds: list[int]) -> None:
+    def __init__(self, start: RankStart) -> None:
         self.rank, self.name = start.rank, f"rank {start.rank}"
         ours, theirs = socket.socketpair()
         self.pipe: Pipe[FromRank] = Pipe(ours, FromRank)

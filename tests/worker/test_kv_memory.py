@@ -30,12 +30,12 @@ FORMATS = {
 def test_all_layers_of_a_block_lie_side_by_side_in_it(form: KVCacheFormat, block_size: int) -> None:
     specs = [KVSpec(2, 64), KVSpec(1, 40), KVSpec(3, 128)]
     memory = KVMemory(KVLayout(specs, form, block_size), 3, CPU)
-    block_bytes = memory.block(0).nbytes
-    assert memory.num_bytes == 3 * block_bytes
+    block_bytes = memory.blocks[0].nbytes
+    assert memory.blocks.nbytes == 3 * block_bytes
     assert block_bytes % ALIGNMENT_BYTES == 0
-    assert memory.block(0).data_ptr() % ALIGNMENT_BYTES == 0
-    end = memory.block(1).data_ptr()
-    assert end == memory.block(0).data_ptr() + block_bytes
+    assert memory.blocks[0].data_ptr() % ALIGNMENT_BYTES == 0
+    end = memory.blocks[1].data_ptr()
+    assert end == memory.blocks[0].data_ptr() + block_bytes
     for spec, cache in zip(specs, memory.layers(), strict=True):
         assert cache.block_bytes == block_bytes
         assert cache.k_NSKD.shape == (3, block_size, spec.num_kv_heads, spec.head_dim)
@@ -44,8 +44,8 @@ def test_all_layers_of_a_block_lie_side_by_side_in_it(form: KVCacheFormat, block
             assert x[1].data_ptr() % alignment == 0
             assert end <= x[1].data_ptr() < end + ALIGNMENT_BYTES
             end = x[1].data_ptr() + x[1].nbytes
-    assert end <= memory.block(2).data_ptr() < end + ALIGNMENT_BYTES
-    assert not any(memory.block(block_id).any() for block_id in range(3))
+    assert end <= memory.blocks[2].data_ptr() < end + ALIGNMENT_BYTES
+    assert not any(memory.blocks[block_id].any() for block_id in range(3))
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -85,13 +85,13 @@ def test_what_is_allocated_is_what_was_told(tiny_model: Path, kv_cache_dtype: st
     info, (guess,) = worker.profile(), dry_run(config)
     worker.allocate_kv_cache(11, 64)
     memory = worker.runner.kv_memory
-    assert memory.num_bytes == 11 * info.kv_block_bytes == 11 * guess.kv_block_bytes
+    assert memory.blocks.nbytes == 11 * info.kv_block_bytes == 11 * guess.kv_block_bytes
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
         for cache in memory.layers()
         for x in parts(cache)
     }
-    assert list(storages.values()) == [memory.num_bytes]
+    assert list(storages.values()) == [memory.blocks.nbytes]
 
 
 def test_memory_on_a_cpu_is_taken_when_it_is_used() -> None:
@@ -99,6 +99,6 @@ def test_memory_on_a_cpu_is_taken_when_it_is_used() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     memory = KVMemory(layout, (1 << 31) // layout.block_bytes, CPU)
     for block_id in (0, 500, 1000):
-        memory.block(block_id).fill_(1)
+        memory.blocks[block_id].fill_(1)
     taken = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert taken < 1 << 27

@@ -37,9 +37,6 @@ class FakeGroup:
     groups: list[list[int]]
     device: torch.device
 
-    def channel(self, peer: int) -> str:
-        return f"channel to {peer}"
-
 
 @pytest.mark.parametrize(
     ("rank", "receive", "send"),
@@ -49,6 +46,9 @@ def test_on_cuda_a_rank_is_joined_to_its_stage_and_its_neighbours(
     monkeypatch: pytest.MonkeyPatch, rank: int, receive: str | None, send: str | None
 ) -> None:
     monkeypatch.setattr(process_group, "ProcessGroupCommunicator", FakeGroup)
+    monkeypatch.setattr(
+        process_group, "ProcessGroupChannel", lambda peer, _device: f"channel to {peer}"
+    )
     monkeypatch.setattr(process_group, "with_one_shot", lambda group: group)
     joined = connect(start_message(rank, tp_size=3, pp_size=3), torch.device("cuda", rank), 8)
     assert isinstance(joined.tp, FakeGroup)

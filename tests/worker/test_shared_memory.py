@@ -21,7 +21,6 @@ from nanocore.worker.communication.shared_memory import (
     create_channel,
     create_group_region,
     progress,
-    read_counters,
 )
 from tests.worker.ranks import run_ranks, same_on_every_rank
 
@@ -50,11 +49,11 @@ def test_a_full_ring_holds_the_writer_until_a_slot_is_read() -> None:
     sent = [torch.tensor([i]) for i in range(4)]
     thread = threading.Thread(target=lambda: [writer.send(x) for x in sent])
     thread.start()
-    while read_counters(fd, 2) != [3, 0]:
+    while progress(fd, 2) != [3, 0]:
         os.sched_yield()
     assert [reader.recv((1,), torch.int64).item() for _ in sent] == [0, 1, 2, 3]
     thread.join()
-    assert read_counters(fd, 2) == [4, 4]
+    assert progress(fd, 2) == [4, 4]
     os.close(fd)
 
 

@@ -48,7 +48,11 @@ def connect(start: RankStart, device: torch.device, hidden_size: int) -> RankLin
 
 def _connect_cuda(start: RankStart, device: torch.device) -> RankLinks:
     # It imports torch.distributed, which is a tenth of a second of everyone's start.
-    from nanocore.worker.communication.process_group import ProcessGroupCommunicator, with_one_shot
+    from nanocore.worker.communication.process_group import (
+        ProcessGroupChannel,
+        ProcessGroupCommunicator,
+        with_one_shot,
+    )
 
     tp_size, pp_size = start.config.tensor_parallel_size, start.config.pipeline_parallel_size
     rank, stage = start.rank, start.rank // tp_size
@@ -59,7 +63,7 @@ def _connect_cuda(start: RankStart, device: torch.device) -> RankLinks:
     return RankLinks(
         tp=with_one_shot(group) if tp_size > 1 else SingleRank(),
         stages=StageLinks(
-            receive=group.channel(rank - tp_size) if stage > 0 else None,
-            send=group.channel(rank + tp_size) if stage < pp_size - 1 else None,
+            receive=ProcessGroupChannel(rank - tp_size, device) if stage > 0 else None,
+            send=ProcessGroupChannel(rank + tp_size, device) if stage < pp_size - 1 else None,
         ),
     )

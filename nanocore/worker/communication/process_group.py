@@ -61,12 +61,9 @@ class ProcessGroupCommunicator:
             if world_rank in ranks:
                 self.rank, self.size = list(ranks).index(world_rank), len(ranks)
                 self._group = group
+                # A string with a type of its own in some versions of torch.
+                self.name: Any = group.group_name
         assert hasattr(self, "_group"), f"rank {world_rank} is in none of {groups}"
-
-    @property
-    def name(self) -> Any:
-        """torch's, of the group: a string with a type of its own in some versions."""
-        return self._group.group_name
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the group's ranks; overwrites x."""
@@ -80,20 +77,9 @@ class ProcessGroupCommunicator:
         dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=self._group)
         return out
 
-    def channel(self, peer: int) -> ProcessGroupChannel:
-        """Our end of a channel to a world rank, which has one to us."""
-        return ProcessGroupChannel(peer, self.device)
-
-    def close(self) -> None:
-        """Leave the world, and with it all groups and channels."""
-        dist.destroy_process_group()
-
 
 class ProcessGroupChannel:
-    """Tensors to and from one other rank, in order: as `ShmChannel`, between devices.
-
-    Made by `ProcessGroupCommunicator.channel`.
-    """
+    """Tensors to and from one other rank of the world, which has a channel to us, in order."""
 
     def __init__(self, peer: int, device: torch.device) -> None:
         self._peer = peer

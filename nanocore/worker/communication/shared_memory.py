@@ -53,12 +53,6 @@ def create_region(num_counters: int, payload_bytes: int) -> int:
     return fd
 
 
-def read_counters(fd: int, num_counters: int) -> list[int]:
-    """The counters as they are now, for one who takes no part."""
-    words = os.pread(fd, num_counters * _CACHE_LINE_BYTES, 0)
-    return list(memoryview(words).cast("Q")[:: _CACHE_LINE_BYTES // 8])
-
-
 class SharedRegion:
     """A mapping of a region; it ends with the last object that refers to it.
 
@@ -151,8 +145,11 @@ def create_group_region(num_ranks: int, buffer_bytes: int) -> int:
 
 
 def progress(fd: int, num_ranks: int) -> list[int]:
-    """Exchanges that each rank has entered. Where ranks wait, they wait for the lowest."""
-    return read_counters(fd, num_ranks)
+    """Exchanges that each rank has entered, for one who takes no part. Where ranks wait, they wait
+    for the lowest.
+    """
+    words = os.pread(fd, num_ranks * _CACHE_LINE_BYTES, 0)
+    return list(memoryview(words).cast("Q")[:: _CACHE_LINE_BYTES // 8])
 
 
 def _payload_bytes(num_ranks: int, buffer_bytes: int) -> int:

@@ -221,16 +221,13 @@ def check_all_read(settings: Settings, overrides: Mapping[str, Any]) -> None:
                 f"{FLAG}: {name} says how files store weights, and is read from config.json alone"
             )
         if name not in settings.read_names:
-            near = _elsewhere(name, settings) or get_close_matches(name, settings.read_names, n=1)
+            last = name.rpartition(".")[2]
+            elsewhere = [one for one in settings.read_names if one.rpartition(".")[2] == last]
+            near = sorted(elsewhere) or get_close_matches(name, settings.read_names, n=1)
             raise ConfigError(
                 f"{FLAG}: {shorten(name)} is not a setting of this model"
                 + (f", the nearest is {near[0]}" if near else "; remove it")
             )
-
-
-def _elsewhere(name: str, settings: Settings) -> list[str]:
-    last = name.rpartition(".")[2]
-    return sorted(read for read in settings.read_names if read.rpartition(".")[2] == last)
 
 
 def _replaced(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import cycle
 from threading import Barrier
 from typing import Final, NamedTuple
@@ -75,8 +76,7 @@ def measure_speed(
     num_cores = torch.get_num_threads() if is_cpu else 1
     clock = time.thread_time if is_cpu else time.perf_counter
 
-    def rate(works: list[_Work]) -> _Rate:
-        return _rate(works, stretch_s, clock)
+    rate = partial(_rate, stretch_s=stretch_s, clock=clock)
 
     def read_rate(num_bytes: int) -> _Rate:
         return rate([_read(device, num_bytes // num_cores) for _ in range(num_cores)])

@@ -55,20 +55,17 @@ _EXIT_TIMEOUT_S: Final = 3.0
 
 
 class RankProcess:
-    """One rank.
+    """One rank. start: its first message; it inherits the shared memory that this names."""
 
-    Args:
-        start: its first message. inherited_fds: shared memory that it names.
-    """
-
-    def __init__(self, start: RankStart, inherited_fds: list[int]) -> None:
+    def __init__(self, start: RankStart) -> None:
         self.rank = start.rank
         self._num_ranks = start.config.num_ranks
         ours, theirs = socket.socketpair()
         self.pipe: Pipe[FromRank] = Pipe(ours, FromRank)
+        fds = theirs.fileno(), start.board_fd, start.reduce_fd, start.receive_fd, start.send_fd
         self._process = subprocess.Popen(
             [*_COMMAND, str(theirs.fileno())],
-            pass_fds=[theirs.fileno(), *inherited_fds],
+            pass_fds=[fd for fd in fds if fd >= 0],
             stdin=subprocess.DEVNULL,
             env=os.environ | {"OMP_NUM_THREADS": str(len(start.cores))},
         )
@@ -159,10 +156,7 @@ class ProcessExecutor:
     def load_model(self) -> None:
         """Start all ranks, each of which loads its part of the weights."""
         for rank in range(self.config.num_ranks):
-            start = self._start_message(rank)
-            fds = [start.board_fd, start.reduce_fd, start.receive_fd, start.send_fd]
-            inherited_fds = [fd for fd in fds if fd >= 0]
-            process = RankProcess(start, inherited_fds)
+            process = RankProcess(self._start_message(rank))
             self._ranks.append(process)
             self._poll.register(process.pipe, select.POLLIN)
         self._gather(Done)

@@ -40,19 +40,14 @@ class Attention:
         self.num_heads = placement.share(
             config.num_heads, "the number of heads (num_attention_heads)"
         )
-        q_rows = RowShard.share(placement, config.num_heads * head_dim, "the size of all heads")
+        size, what = config.num_heads * head_dim, "the size of all heads"
+        q_rows = RowShard.share(placement, size, what)
         kv_rows = RowShard.kv_heads(placement, config.num_kv_heads, head_dim)
         self.kv_spec = KVSpec(kv_rows.size // head_dim, head_dim)
         self.qkv_proj = ColumnParallelLinear(
             placement, hidden_size, [q_rows, kv_rows, kv_rows], bias=config.bias
         )
-        self.o_proj = RowParallelLinear(
-            placement,
-            config.num_heads * head_dim,
-            hidden_size,
-            "the size of all heads",
-            bias=config.o_proj_bias,
-        )
+        self.o_proj = RowParallelLinear(placement, size, hidden_size, what, bias=config.o_proj_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
             self.q_norm, self.k_norm = make_norm(head_dim), make_norm(head_dim)

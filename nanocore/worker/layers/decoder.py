@@ -41,13 +41,20 @@ from nanocore.worker.rank_messages import Quantization
 class DecoderLayer:
     """Attention and MLP, each after a norm. The residual stream is apart, so that norms can add it.
 
-    norm_class: of its norms, and of the one after the last layer. sparse_mlp: the class of MLPs
-    where the configuration has experts. kv_spec: what it keeps of tokens.
+    norm_class: of its norms, and of the one after the last layer. norms: their attributes, with
+    checkpoints' names. sparse_mlp: the class of MLPs where the configuration has experts. kv_spec:
+    what it keeps of tokens.
     """
 
     attention_class: ClassVar[type[Attention]] = Attention
     norm_class: ClassVar[type[Norm]] = RMSNorm
+    norms: ClassVar[dict[str, str]] = {
+        "input_norm": "input_layernorm",
+        "post_attention_norm": "post_attention_layernorm",
+    }
     sparse_mlp: ClassVar[type[SparseMLP]] = SparseMLP
+    input_norm: Norm
+    post_attention_norm: Norm
     mlp: GatedMLP | SparseMLP
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
@@ -60,11 +67,8 @@ class DecoderLayer:
         )
         self.kv_spec = self.attention.kv_spec
         self.mlp = self.make_mlp(placement, config, layer)
-        self.make_norms(placement, config)
-
-    def make_norms(self, placement: Placement, config: ModelConfig) -> None:
-        self.input_norm = self.norm_class(placement, config, config.hidden_size)
-        self.post_attention_norm = self.norm_class(placement, config, config.hidden_size)
+        for attribute in self.norms:
+            setattr(self, attribute, self.norm_class(placement, config, config.hidden_size))
 
     def make_mlp(
         self, placement: Placement, config: ModelConfig, layer: int
@@ -87,11 +91,11 @@ class DecoderLayer:
         self.mlp.pack(packer)
 
     def norm_entries(self, prefix: str) -> Entries:
-        """Map the norms' tensors with this prefix; families with other norms override it."""
-        return {
-            **self.input_norm.entries(f"{prefix}input_layernorm"),
-            **self.post_attention_norm.entries(f"{prefix}post_attention_layernorm"),
-        }
+        """Map the norms' tensors with this prefix."""
+        entries = Entries()
+        for attribute, name in self.norms.items():
+            entries |= getattr(self, attribute).entries(f"{prefix}{name}")
+        return entries
 
     def __call__(
         self, x_TE: Tensor, residual_TE: Tensor | None, cache: KVCache, context: StepContext

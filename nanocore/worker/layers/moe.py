@@ -8,23 +8,24 @@ rank, and since ranks agree on hidden states to the bit, they agree on the exper
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
 from torch import Tensor
 
-from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight
 from nanocore.worker.config.model_config import MLPConfig, MoeConfig
 from nanocore.worker.layers.linear import RowShard, StepContext
-from nanocore.worker.layers.packing import MetaWeight, Weight, WeightPacker
+from nanocore.worker.layers.packing import Weight, WeightPacker, Weights
 from nanocore.worker.loading.weights import Entries, Projection
 from nanocore.worker.placement import Placement
 
 
 class SparseMLP:
     """One layer's experts and its router. mlp: the dense one in whose place they are.
+
+    Each weight is packed when it is filled, and all are given to the backend when the last one is:
+    so no more than one layer's experts are in memory twice.
 
     Raises ConfigError: moe_intermediate_size cannot be shared evenly.
     """
@@ -38,7 +39,15 @@ class SparseMLP:
         self.activation = mlp.activation
         self.rows = RowShard.share(placement, config.inner_size, "moe_intermediate_size")
         self.router = Weight(placement, config.num_experts, hidden_size)
-        self._weights = _Weights(placement, config.num_experts, self.rows.size, hidden_size)
+        in_shape, out_shape = (self.rows.size, hidden_size), (hidden_size, self.rows.size)
+        self._weights = [
+            tuple(Weight(placement, *shape) for shape in (in_shape, in_shape, out_shape))
+            for _ in range(config.num_experts)
+        ]
+        """Gate, up and down of each."""
+        self._packed: dict[tuple[int, int], LinearWeight] = {}
+        """By expert and projection, until all are."""
+        self._experts: Experts | None = None
 
     def entries(self, prefix: str) -> Entries:
         num_experts, hidden_size = self.router.out_features, self.router.in_features
@@ -57,70 +66,37 @@ class SparseMLP:
 
     def pack(self, packer: WeightPacker) -> None:
         self.router.pack(packer.unquantized)
-        self._weights.pack(packer)
+        for expert, weights in enumerate(self._weights):
+            for projection, weight in enumerate(weights):
+                weight.pack(partial(self._pack_one, packer, (expert, projection)))
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         return context.kernels.all_reduce(self.partial_sum(x_TE, context), self.tp)
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """This rank's summand of the result, [T, E], before the ranks' all-reduce."""
+        assert self._experts is not None, "these experts are not packed yet"
         logits_TX = context.kernels.linear(x_TE, self.router.packed)
         return context.kernels.moe(
             x_TE,
-            self.experts,
+            self._experts,
             Routing(logits_TX, self.num_experts_per_tok, self.norm_topk_prob),
             self.shared(x_TE, context),
             self.activation,
         )
 
-    @property
-    def experts(self) -> Experts:
-        return self._weights.packed
-
     def shared(self, x_TE: Tensor, context: StepContext) -> SharedExpert | None:
         """The shared expert's output, in families that have one."""
         return None
 
-
-class _Weights:
-    """Weights of a layer's experts.
-
-    Each is packed when it is filled, and all are given to the backend when the last one is: so no
-    more than one layer's experts are in memory twice.
-    """
-
-    def __init__(self, placement: Placement, num_experts: int, inner: int, hidden: int) -> None:
-        shapes = (inner, hidden), (inner, hidden), (hidden, inner)
-        self._stored = [
-            tuple(Weight(placement, *shape) for shape in shapes) for _ in range(num_experts)
-        ]
-        self._by_name: dict[tuple[int, int], LinearWeight] = {}
-        self._packed: Experts | None = None
-
-    def __iter__(self) -> Iterator[tuple[Weight, ...]]:
-        return iter(self._stored)
-
-    @property
-    def packed(self) -> Experts:
-        assert self._packed is not None, "these experts are not packed yet"
-        return self._packed
-
-    def pack(self, packer: WeightPacker) -> None:
-        for expert, weights in enumerate(self._stored):
-            for projection, weight in enumerate(weights):
-                weight.pack(partial(self._pack_one, packer, (expert, projection)))
-
     def _pack_one(
-        self,
-        packer: WeightPacker,
-        name: tuple[int, int],
-        weights: list[CheckpointWeight | MetaWeight],
+        self, packer: WeightPacker, name: tuple[int, int], weights: Weights
     ) -> LinearWeight:
-        packed = self._by_name[name] = packer.expert(weights)
-        if len(self._by_name) == 3 * len(self._stored) and packed.data.device.type != "meta":
-            experts = range(len(self._stored))
-            lists = [[self._by_name.pop((i, j)) for i in experts] for j in range(3)]
-            self._packed = packer.experts(ExpertWeights(*lists))
-        # What is kept is in `packed` alone.
+        packed = self._packed[name] = packer.expert(weights)
+        if len(self._packed) == 3 * len(self._weights) and packed.data.device.type != "meta":
+            experts = range(len(self._weights))
+            lists = [[self._packed.pop((i, j)) for i in experts] for j in range(3)]
+            self._experts = packer.experts(ExpertWeights(*lists))
+        # What is kept is in `_experts` alone.
         nothing = packed.data.new_empty(0)
         return LinearWeight(packed.out_features, packed.in_features, packed.dtype, nothing)

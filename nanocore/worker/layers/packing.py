@@ -27,7 +27,6 @@ from nanocore.worker.loading.weights import (
     Entries,
     LoadedSlice,
     Projection,
-    Slot,
     TensorEntry,
 )
 from nanocore.worker.placement import Placement
@@ -43,7 +42,9 @@ class MetaWeight(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-Pack = Callable[[list[CheckpointWeight | MetaWeight]], LinearWeight]
+Weights = list[CheckpointWeight | MetaWeight]
+"""Rows of one weight, one after the other; whoever packs them takes them out."""
+Pack = Callable[[Weights], LinearWeight]
 """One of `WeightPacker`'s methods."""
 
 
@@ -94,7 +95,11 @@ class Weight:
         assert self._packed is None, "this weight is packed, and filled no more"
         assert sum(projection.num_rows for projection in projections) == self.out_features
         self._runs, entries = [], Entries()
-        stored = [(projection, self._stored(projection)) for projection in projections]
+        weight_format = self._placement.weight_format
+        stored = [
+            (one, None if weight_format is None else weight_format.projection(one))
+            for one in projections
+        ]
         for is_plain, neighbours in groupby(stored, lambda pair: pair[1] is None):
             if is_plain:
                 found = self._floats([projection for projection, _ in neighbours])
@@ -127,10 +132,6 @@ class Weight:
             [self._outline(run) if is_outline else run.unpack() for run in runs]
         )
 
-    def _stored(self, projection: Projection) -> CheckpointProjection | None:
-        weight_format = self._placement.weight_format
-        return None if weight_format is None else weight_format.projection(projection)
-
     def _floats(self, projections: list[Projection]) -> Iterator[tuple[str, TensorEntry]]:
         # In one buffer, so that they need not be joined.
         sizes = [projection.num_rows for projection in projections]
@@ -144,7 +145,10 @@ class Weight:
         self, projection: Projection, stored: CheckpointProjection | None
     ) -> Iterator[tuple[str, TensorEntry]]:
         assert stored is not None
-        buffers = {name: self._slot_buffer(slot) for name, slot in stored.slots.items()}
+        buffers = {}
+        for name, slot in stored.slots.items():
+            whole = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
+            buffers[name] = self._buffer(tuple(whole[slot.index].shape), slot.dtype)
         shape = (projection.num_rows, self.in_features)
         self._runs.append(_Run(shape, buffers, stored))
         num_params = projection.shape[0] * projection.shape[1]  # of all slots together
@@ -154,10 +158,6 @@ class Weight:
             entry = TensorEntry(slot.shape, [part], dtype=dtype, num_params=num_params)
             yield f"{projection.name}.{name}", entry
             num_params = 0
-
-    def _slot_buffer(self, slot: Slot) -> Buffer:
-        whole = torch.empty(slot.shape, dtype=slot.dtype, device="meta")
-        return self._buffer(tuple(whole[slot.index].shape), slot.dtype)
 
     def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Buffer:
         outline = torch.empty(shape, dtype=dtype, device="meta")
@@ -195,13 +195,11 @@ class WeightPacker:
         self._stacks_experts = kernels.stacks_experts if stacks_experts is None else stacks_experts
         self.num_bytes = self.num_params = self.expert_bytes = self.expert_params = 0
 
-    def linear(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
+    def linear(self, weights: Weights) -> LinearWeight:
         """The weight of a linear layer, whose rows are those of all; the caller gives them up."""
         return self._pack(weights, self._quantization)
 
-    def attention(
-        self, num_kept: int, weights: list[CheckpointWeight | MetaWeight]
-    ) -> LinearWeight:
+    def attention(self, num_kept: int, weights: Weights) -> LinearWeight:
         """Pack Q, K and V as one weight, of which the last num_kept rows are K and V.
 
         These have eight bits where others have four: they are a small part of a model, and of
@@ -209,7 +207,7 @@ class WeightPacker:
         """
         if self._quantization != "int4":
             return self.linear(weights)
-        kept: list[CheckpointWeight | MetaWeight] = []
+        kept: Weights = []
         while num_kept and weights and isinstance(weights[-1], Tensor):
             last_OI = weights.pop()
             assert isinstance(last_OI, Tensor)
@@ -222,20 +220,22 @@ class WeightPacker:
         segments += [self._pack(kept, "int8")] if kept else []
         return in_segments(segments)
 
-    def head(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
+    def head(self, weights: Weights) -> LinearWeight:
         """Pack the head: fp8 and four bits are for the layers between."""
         return self._pack(weights, "int8" if self._quantization in ("int4", "int8") else None)
 
-    def embedding(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
+    def embedding(self, weights: Weights) -> LinearWeight:
         """Pack an embedding that is not the head."""
         return self._pack(weights, "int8" if self._quantization == "int4" else None)
 
-    def unquantized(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
+    def unquantized(self, weights: Weights) -> LinearWeight:
         return self._pack(weights, None)
 
-    def expert(self, weights: list[CheckpointWeight | MetaWeight]) -> LinearWeight:
+    def expert(self, weights: Weights) -> LinearWeight:
         if self._stacks_experts:
-            packed = self._pack([self._floats(weight) for weight in _taken(weights)], None)
+            # One after the other, so that each is gone when its floats are there.
+            floats: Weights = [self._floats(weights.pop(0)) for _ in range(len(weights))]
+            packed = self._pack(floats, None)
         else:
             packed = self.linear(weights)
         self.expert_bytes += packed.num_bytes
@@ -263,9 +263,7 @@ class WeightPacker:
             return torch.empty(shape, dtype=self._dtype, device="meta")
         return weight.dequantize().to(self._dtype)
 
-    def _pack(
-        self, weights: list[CheckpointWeight | MetaWeight], quantization: Quantization | None
-    ) -> LinearWeight:
+    def _pack(self, weights: Weights, quantization: Quantization | None) -> LinearWeight:
         outlines = [weight for weight in weights if isinstance(weight, MetaWeight)]
         segments = [self._pack_outline(outline) for outline in outlines]
         joined = join_adjacent([w for w in weights if not isinstance(w, MetaWeight)])
@@ -303,8 +301,3 @@ class WeightPacker:
             num_bytes = outline.num_bytes
         data = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
         return LinearWeight(outline.out_features, outline.in_features, data.dtype, data)
-
-
-def _taken(weights: list[CheckpointWeight | MetaWeight]) -> Iterator[CheckpointWeight | MetaWeight]:
-    while weights:
-        yield weights.pop(0)

@@ -39,17 +39,25 @@ def rotary_table(
 
 def inverse_frequencies(config: RopeConfig, max_len: int) -> Tensor:
     """Radians per position, float32 [rotary_dim / 2], when max_len positions are served."""
+    original = config.original_max_position_embeddings
     if config.kind == "dynamic":
-        return 1.0 / _periods(config, _dynamic_theta(config, max_len))
+        # The base for max_len positions (NTK-aware scaling; bloc97 and emozilla, 2023).
+        stretch = config.factor * max(max_len, original) / original - (config.factor - 1)
+        dim = config.rotary_dim
+        return 1.0 / _periods(config, config.theta * stretch ** (dim / (dim - 2)))
+    if config.kind == "ntk":
+        # The last pair slowed by the factor, those before it by less (fixed NTK: Su 2023).
+        frequencies = 1.0 / _periods(config, config.theta * config.factor)
+        return frequencies / config.factor ** (2 / config.rotary_dim)
     periods = _periods(config, config.theta)
     if config.kind == "linear":
         return 1.0 / periods / config.factor
-    if config.kind == "ntk":
-        return _ntk(config)
     if config.kind == "yarn":
         return _yarn(config, periods)
     if config.kind == "longrope":
-        return 1.0 / (_longrope_factors(config, max_len) * periods)
+        # Each pair is stretched by what a search has found (LongRoPE: Ding et al. 2024).
+        factors = config.long_factor if max_len > original else config.short_factor
+        return 1.0 / (torch.tensor(factors) * periods)
     if config.kind == "llama3":
         return _llama3(config, 1.0 / periods)
     return 1.0 / periods
@@ -79,20 +87,6 @@ def _periods(config: RopeConfig, theta: float) -> Tensor:
     return theta ** (dims / config.rotary_dim)
 
 
-def _ntk(config: RopeConfig) -> Tensor:
-    """The last pair slowed by the factor, those before it by less (fixed NTK: Su 2023)."""
-    frequencies = 1.0 / _periods(config, config.theta * config.factor)
-    return frequencies / config.factor ** (2 / config.rotary_dim)
-
-
-def _dynamic_theta(config: RopeConfig, max_len: int) -> float:
-    """The base for max_len positions (NTK-aware scaling; bloc97 and emozilla, 2023)."""
-    original = config.original_max_position_embeddings
-    stretch = config.factor * max(max_len, original) / original - (config.factor - 1)
-    dim = config.rotary_dim
-    return config.theta * stretch ** (dim / (dim - 2))
-
-
 def _yarn(config: RopeConfig, periods: Tensor) -> Tensor:
     """Fast dimensions as trained, slow ones stretched, a ramp between (Peng et al. 2023)."""
 
@@ -111,12 +105,6 @@ def _yarn(config: RopeConfig, periods: Tensor) -> Tensor:
     dims = torch.arange(config.rotary_dim // 2, dtype=torch.float32)
     keep = 1 - ((dims - low) / (high - low)).clamp(0, 1)
     return 1.0 / (config.factor * periods) * (1 - keep) + 1.0 / periods * keep
-
-
-def _longrope_factors(config: RopeConfig, max_len: int) -> Tensor:
-    """Stretch of each pair, found by search (LongRoPE: Ding et al. 2024)."""
-    is_long = max_len > config.original_max_position_embeddings
-    return torch.tensor(config.long_factor if is_long else config.short_factor)
 
 
 def _llama3(config: RopeConfig, frequencies: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.gguf.gguf_format import GgufFormat
 from nanocore.worker.loading.loader import check_weights
 from nanocore.worker.loading.lora import MergedFormat, read_adapter
-from nanocore.worker.loading.weights import EMBEDDING, HEAD, TensorNames, WeightFormat
+from nanocore.worker.loading.weights import EMBEDDING, FLOATS, HEAD, TensorNames, WeightFormat
 from nanocore.worker.memory.kv_cache_bytes import CPU_MEMORY, cpu_memory_bytes, require_weights
 from nanocore.worker.models import load_model_config, model_class
 from nanocore.worker.rank_messages import WorkerConfig
@@ -80,7 +80,12 @@ def read_weight_format(
     first, names = Path(config.folder), model_class(model.architecture).common_name
     stored: WeightFormat | None
     if config.load_format == "dummy":
-        _check_dummy(first)
+        said = None if is_gguf(first) else folder_settings(first)
+        if said is not None:
+            raise ConfigError(
+                f"--load-format dummy: dummy weights are floats, and {said.source} has "
+                f"{said.name}: take it out, and use --quantization"
+            )
         stored = None
     elif is_gguf(first):
         stored = GgufFormat(first, model.head_dim, dtype)
@@ -103,15 +108,6 @@ def check_files(config: WorkerConfig, model: DecoderModel) -> None:
         check_weights(Path(config.folder), entries, model.entry_name)
 
 
-def _check_dummy(first: Path) -> None:
-    said = None if is_gguf(first) else folder_settings(first)
-    if said is not None:
-        raise ConfigError(
-            f"--load-format dummy: dummy weights are floats, and {said.source} has {said.name}: "
-            "take it out, and use --quantization"
-        )
-
-
 def check_memory(config: WorkerConfig, weight_bytes: dict[int, int]) -> None:
     """Check that there is room for the packed weights of these ranks, by their numbers.
 
@@ -131,7 +127,6 @@ def check_memory(config: WorkerConfig, weight_bytes: dict[int, int]) -> None:
         require_weights(num_bytes, have_bytes, f"--gpu-memory-utilization of {device}")
 
 
-_DTYPES: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _LAYER: Final = re.compile(r"model\.layers\.(\d{1,9})\.")
 _PIECE_BYTES: Final = 4 * 2**20
 
@@ -177,8 +172,8 @@ def _check_layers(
 def _dtype(by_name: Mapping[str, CheckpointTensor]) -> str:
     num_bytes = Counter[str]()
     for tensor in by_name.values():
-        if tensor.dtype in _DTYPES:
-            num_bytes[_DTYPES[tensor.dtype]] += tensor.num_bytes
+        if tensor.dtype in FLOATS:
+            num_bytes[dtype_name(FLOATS[tensor.dtype])] += tensor.num_bytes
     return max(num_bytes, key=lambda dtype: num_bytes[dtype], default="")
 
 

@@ -22,8 +22,8 @@ _NORM_STD = 0.1
 _BIAS_STD = 0.02
 
 
-def fill_dummy_weights(entries: Entries, seed: int = 0) -> int:
-    """Fill every part of all entries; returns their bytes.
+def fill_dummy_weights(entries: Entries, seed: int = 0) -> None:
+    """Fill every part of all entries.
 
     Matrices have mean 0 and standard deviation 1 / sqrt(last dimension), biases 0 and 0.02, other
     vectors (norms) 1 and 0.1; all are uniform. Offsets change nothing: a norm is near 1 whatever a
@@ -31,16 +31,13 @@ def fill_dummy_weights(entries: Entries, seed: int = 0) -> int:
     six or four bytes per element of a tensor's row, if that is more. Owners are told of what is
     filled, and get floats alone: no tensor has a dtype that it must have.
     """
-    num_bytes = 0
     unfilled = PendingOwners(part.owner for entry in entries.values() for part in entry.parts)
     for name, entry in entries.items():
         assert entry.dtype is None, f"{name} is no float"
         std, mean = _std_and_mean(name, entry.shape)
         for part in entry.parts:
             _fill(part, entry.shape, (seed, zlib.crc32(name.encode())), std, mean)
-            num_bytes += part.target.nbytes
             unfilled.count_filled(part.owner)
-    return num_bytes
 
 
 def _std_and_mean(name: str, shape: tuple[int, ...]) -> tuple[float, float]:

@@ -85,9 +85,11 @@ def download(repository: str, quantization: str | None, revision: str | None) ->
             raise
         except Exception:  # not reachable, or offline: then the cache has to do
             folder = hub.snapshot_download(repository, revision=revision, allow_patterns=[])
-            names = _files_under(Path(folder))
+            files = (path for path in Path(folder).rglob("*") if path.is_file())
+            names = [path.relative_to(folder).as_posix() for path in files]
             is_reached = False
-        has_gguf, has_safetensors = any(map(_is_gguf, names)), any(map(_is_safetensors, names))
+        has_gguf = any(map(_is_gguf, names))
+        has_safetensors = any(name.endswith(".safetensors") and "/" not in name for name in names)
         # Of a folder that is cached in part, the hub's library says what is missing.
         if quantization is None and (has_safetensors or not (has_gguf or is_reached)):
             folder = hub.snapshot_download(
@@ -228,16 +230,8 @@ def quantization_of(name: str) -> str:
     return found[-1].upper().replace("FP16", "F16").replace("FP32", "F32") if found else ""
 
 
-def _is_safetensors(name: str) -> bool:
-    return name.endswith(".safetensors") and "/" not in name
-
-
 def _is_gguf(name: str) -> bool:
     return name.lower().endswith(SUFFIX)
-
-
-def _files_under(folder: Path) -> list[str]:
-    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.gguf.gguf_format import put_biases_back
 from nanocore.worker.loading.model_folder import display_name
 from nanocore.worker.loading.weights import (
+    FLOATS,
     HEAD,
     BufferOwner,
     Entries,
@@ -43,8 +44,7 @@ from nanocore.worker.loading.weights import (
     are_within,
 )
 
-_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPES = _FLOATS | {
+_DTYPES = FLOATS | {
     "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64,
     "I32": torch.int32,
@@ -215,7 +215,7 @@ def check_weights(
         if stored.shape != entry.shape:
             shapes = f"{list(stored.shape)}, and by the model's settings {list(entry.shape)}"
             raise ModelFileError(f"{where} has shape {shapes}: are they of another model?")
-        if _DTYPES.get(stored.dtype) not in ([entry.dtype] if entry.dtype else _FLOATS.values()):
+        if _DTYPES.get(stored.dtype) not in ([entry.dtype] if entry.dtype else FLOATS.values()):
             raise ModelFileError(_wrong_dtype(where, stored.dtype, entry.dtype))
         if name in found:
             raise ModelFileError(
@@ -238,7 +238,7 @@ def _wrong_dtype(where: str, dtype: str, needed: torch.dtype | None) -> str:
         name = next(name for name, known in _DTYPES.items() if known == needed)
         return f"{where} is {dtype}, and {name} is needed: are its settings of another model?"
     return (
-        f"{where} is {dtype}, and one of {', '.join(_FLOATS)} is needed: by config.json it is not "
+        f"{where} is {dtype}, and one of {', '.join(FLOATS)} is needed: by config.json it is not "
         "quantized"
     )
 

@@ -25,6 +25,7 @@ from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.loading.checkpoint import CheckpointTensor, quoted, read_header
 from nanocore.worker.loading.formats.patterns import MAX_REGEXES, Pattern
 from nanocore.worker.loading.weights import (
+    FLOATS,
     CheckpointProjection,
     Entries,
     Projection,
@@ -122,6 +123,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     if targets == []:
         raise settings.error("target_modules", "must name the modules that the adapter changes")
     everything = settings.values.get("target_modules") == _EVERYTHING
+    layers = settings.get("layers_to_transform", list[int] | int, [])  # type: ignore[arg-type]
     config = AdapterConfig(
         rank=settings.size("r", most=_MAX_RANK),
         alpha=settings.number("lora_alpha", 8, Range(-1e6, 1e6)),
@@ -132,19 +134,15 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         ),
         target_modules=None if everything else targets,
         exclude_modules=_modules(settings, "exclude_modules"),
-        layers=_layers(settings),
+        layers=[layers] if isinstance(layers, int) else layers or None,
         layers_patterns=_layers_patterns(settings),
     )
-    _refuse_what_is_not_known(settings)
-    return config
-
-
-def _refuse_what_is_not_known(settings: Settings) -> None:
     # A setting that is off changes nothing, whatever it is.
     for name, value in settings.values.items():
         is_read = name in settings.read_names or name in _UNUSED or name.startswith(_UNUSED_PREFIX)
         if value and not is_read:
             raise settings.error(name)
+    return config
 
 
 def _modules(settings: Settings, name: str) -> list[str] | Pattern:
@@ -152,11 +150,6 @@ def _modules(settings: Settings, name: str) -> list[str] | Pattern:
     if isinstance(value, str) and value:
         return _patterns(settings, name, [rf"(?:{value})\Z"])[0]
     return list(value)
-
-
-def _layers(settings: Settings) -> list[int] | None:
-    value = settings.get("layers_to_transform", list[int] | int, [])  # type: ignore[arg-type]
-    return [value] if isinstance(value, int) else value or None
 
 
 def _layers_patterns(settings: Settings) -> list[Pattern]:
@@ -187,18 +180,10 @@ def _first_that_fits(values: list[tuple[Pattern, T]], module: str, default: T) -
     return next((value for pattern, value in values if pattern.matches(module)), default)
 
 
-def missing_adapter(folder: Path) -> ModelFileError:
-    return ModelFileError(
-        f"--merge-lora {folder}: there is no {CONFIG_FILE}: give the folder that PEFT's "
-        "save_pretrained wrote"
-    )
-
-
 _FILE: Final = "adapter_model.safetensors"
 _OLD_FILE: Final = "adapter_model.bin"
 _PREFIX: Final = "base_model.model."
 _ENDS: Final = (".lora_A.weight", ".lora_B.weight")
-_FLOATS: Final = ("F32", "F16", "BF16")
 _BASE: Final = ".base_layer.weight"
 _EXPERTS: Final = (".experts.", ".mlp.experts")
 
@@ -220,11 +205,15 @@ class LowRank(msgspec.Struct, frozen=True):
     def shape(self) -> tuple[int, int]:
         return self.b_OR.shape[0], self.a_RI.shape[1]
 
-    def add_to(self, weight: Tensor, rows: slice, columns: slice) -> None:
-        """Add these rows and columns of it to float32 weights in place.
+    def merged(
+        self, rows: slice, columns: slice, dtype: torch.dtype, slots: Mapping[str, Tensor]
+    ) -> Tensor:
+        """These rows and columns of the weight, which slots have in float32, with it added.
 
-        Raises ModelFileError: the adapter comes with a weight, and it is another one.
+        Raises ModelFileError: the adapter comes with a weight, and it is another one; or the result
+            is not finite.
         """
+        weight = slots["weight"]
         if self.base is not None:
             with safe_open(self.base.path, framework="pt") as file:
                 base = file.get_slice(self.base.name)[rows, columns]
@@ -235,7 +224,13 @@ class LowRank(msgspec.Struct, frozen=True):
                     "(merge_and_unload, save_pretrained) and load the result"
                 )
         b, a = (x.to(weight) for x in (self.b_OR[rows], self.a_RI[:, columns]))
-        weight.addmm_(b, a, alpha=self.scale)
+        merged = weight.addmm_(b, a, alpha=self.scale).to(dtype)
+        if not is_finite(merged):
+            raise ModelFileError(
+                f"{self.where} makes its weight infinite; its numbers or their scale, "
+                f"{self.scale:g}, are too large: download the adapter again, or take another"
+            )
+        return merged
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -254,7 +249,10 @@ def read_adapter(folder: Path, names: TensorNames) -> Adapter:
             or contradicts itself.
     """
     if not (folder / CONFIG_FILE).exists():
-        raise missing_adapter(folder)
+        raise ModelFileError(
+            f"--merge-lora {folder}: there is no {CONFIG_FILE}: give the folder that PEFT's "
+            "save_pretrained wrote"
+        )
     config = read_adapter_config(folder)
     path = folder / _FILE
     if not path.exists() and (folder / _OLD_FILE).exists():
@@ -283,7 +281,11 @@ def _pairs(
 ) -> dict[str, tuple[CheckpointTensor, CheckpointTensor, CheckpointTensor | None]]:
     tensors = {tensor.name: tensor for tensor in read_header(path)}
     pairs = {}
-    bases = {name: tensors.pop(name) for name in list(tensors) if _is_base(name, tensors)}
+    bases = {
+        name: tensors.pop(name)
+        for name in list(tensors)
+        if name.endswith(_BASE) and name.removesuffix(_BASE) + _ENDS[0] in tensors
+    }
     for name in sorted(tensors):
         where = f"{path}: tensor {quoted(name)}"
         if not name.startswith(_PREFIX) or not name.endswith(_ENDS):
@@ -311,15 +313,11 @@ def _pairs(
     return pairs
 
 
-def _is_base(name: str, tensors: Mapping[str, CheckpointTensor]) -> bool:
-    return name.endswith(_BASE) and name.removesuffix(_BASE) + _ENDS[0] in tensors
-
-
 def _check_pair(a: CheckpointTensor, b: CheckpointTensor, rank: int) -> None:
     for tensor, axis in ((a, 0), (b, 1)):
         where = f"{tensor.path}: tensor {quoted(tensor.name)}"
-        if tensor.dtype not in _FLOATS:
-            raise ModelFileError(f"{where} is {tensor.dtype}; one of {', '.join(_FLOATS)} is read")
+        if tensor.dtype not in FLOATS:
+            raise ModelFileError(f"{where} is {tensor.dtype}; one of {', '.join(FLOATS)} is read")
         if len(tensor.shape) != 2 or tensor.shape[axis] != rank:
             raise ModelFileError(
                 f"{where} has shape {list(tensor.shape)}, and {CONFIG_FILE} says that its rank is "
@@ -360,7 +358,7 @@ class MergedFormat:
                 f"{list(kept.shape)}: the adapter is of another model"
             )
         slot = Slot(kept.shape, torch.float32, (kept.rows, kept.columns), is_exact=False)
-        unpack = partial(_merged, module, kept.rows, kept.columns, self._dtype)
+        unpack = partial(module.merged, kept.rows, kept.columns, self._dtype)
         return CheckpointProjection({"weight": slot}, unpack, is_float=True)
 
     def check_used(self, entries: Entries) -> None:
@@ -373,17 +371,3 @@ class MergedFormat:
                 raise ModelFileError(
                     f"{module.where} is not part of this model: the adapter is of another one"
                 )
-
-
-def _merged(
-    module: LowRank, rows: slice, columns: slice, dtype: torch.dtype, slots: Mapping[str, Tensor]
-) -> Tensor:
-    weight = slots["weight"]
-    module.add_to(weight, rows, columns)
-    merged = weight.to(dtype)
-    if not is_finite(merged):
-        raise ModelFileError(
-            f"{module.where} makes its weight infinite; its numbers or their scale, "
-            f"{module.scale:g}, are too large: download the adapter again, or take another"
-        )
-    return merged

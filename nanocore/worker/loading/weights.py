@@ -111,6 +111,8 @@ Entries = dict[str, TensorEntry]
 """By checkpoint tensor name, in the order of the model."""
 
 
+FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floats that are not quantized, by safetensors' names."""
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 POSITIONS: Final = "model.embed_positions.weight"

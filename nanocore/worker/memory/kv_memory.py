@@ -91,27 +91,21 @@ class KVLayout:
 class KVMemory:
     """num_blocks blocks of this layout on a device, zeros at first.
 
+    blocks: all that they hold, uint8 [num_blocks, block_bytes], to be read or written.
+
     Zeros, because attention masks what it gathers too much of, and 0 * NaN would be NaN.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self._layout = layout
         num_bytes = num_blocks * layout.block_bytes
-        self._memory = _zeros(num_bytes, device).view(num_blocks, layout.block_bytes)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.nbytes
+        self.blocks = _zeros(num_bytes, device).view(num_blocks, layout.block_bytes)
 
     def layer(self, index: int) -> KVCache:
-        return KVCache(*(part.of(self._memory) for part in self._layout.layers[index]))
+        return KVCache(*(part.of(self.blocks) for part in self._layout.layers[index]))
 
     def layers(self) -> list[KVCache]:
         return [self.layer(index) for index in range(len(self._layout.layers))]
-
-    def block(self, block_id: int) -> Tensor:
-        """All that a block holds, uint8 [block_bytes], to be read or written."""
-        return self._memory[block_id]
 
 
 def _parts(

@@ -77,17 +77,13 @@ class GemmaModel(DecoderModel):
 class Gemma2Layer(GemmaLayer):
     """Norms on both sides: of the input and of the output of attention and of the MLP."""
 
-    def make_norms(self, placement: Placement, config: ModelConfig) -> None:
-        super().make_norms(placement, config)
-        self.pre_feedforward_norm = self.norm_class(placement, config, config.hidden_size)
-        self.post_feedforward_norm = self.norm_class(placement, config, config.hidden_size)
-
-    def norm_entries(self, prefix: str) -> Entries:
-        return {
-            **super().norm_entries(prefix),
-            **self.pre_feedforward_norm.entries(f"{prefix}pre_feedforward_layernorm"),
-            **self.post_feedforward_norm.entries(f"{prefix}post_feedforward_layernorm"),
-        }
+    norms: ClassVar[dict[str, str]] = {
+        **DecoderLayer.norms,
+        "pre_feedforward_norm": "pre_feedforward_layernorm",
+        "post_feedforward_norm": "post_feedforward_layernorm",
+    }
+    pre_feedforward_norm: Norm
+    post_feedforward_norm: Norm
 
     def __call__(
         self, x_TE: Tensor, residual_TE: Tensor | None, cache: KVCache, context: StepContext

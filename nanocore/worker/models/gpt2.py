@@ -6,7 +6,7 @@ or without.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import ClassVar, Final
 
 from torch import Tensor
 
@@ -40,6 +40,7 @@ class GPT2Layer(DecoderLayer):
     """The common layer of other parts, under other names."""
 
     norm_class = LayerNorm
+    norms: ClassVar[dict[str, str]] = {"input_norm": "ln_1", "post_attention_norm": "ln_2"}
     mlp: PlainMLP
 
     def make_mlp(self, placement: Placement, config: ModelConfig, layer: int) -> PlainMLP:
@@ -57,8 +58,7 @@ class GPT2Layer(DecoderLayer):
                 name: transposed(entry) if _is_matrix(entry) else entry
                 for name, entry in linear.items()
             },
-            **self.input_norm.entries(f"{prefix}ln_1"),
-            **self.post_attention_norm.entries(f"{prefix}ln_2"),
+            **self.norm_entries(prefix),
         }
 
 

@@ -7,6 +7,7 @@ are multiplied in float32.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -73,15 +74,11 @@ class Olmo2Layer(DecoderLayer):
     attention_class = Olmo2Attention
     norm_class = Olmo2Norm
 
-    def make_norms(self, placement: Placement, config: ModelConfig) -> None:
-        self.post_attention_norm = Olmo2Norm(placement, config, config.hidden_size)
-        self.post_feedforward_norm = Olmo2Norm(placement, config, config.hidden_size)
-
-    def norm_entries(self, prefix: str) -> Entries:
-        return {
-            **self.post_attention_norm.entries(f"{prefix}post_attention_layernorm"),
-            **self.post_feedforward_norm.entries(f"{prefix}post_feedforward_layernorm"),
-        }
+    norms: ClassVar[dict[str, str]] = {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_feedforward_norm": "post_feedforward_layernorm",
+    }
+    post_feedforward_norm: Norm
 
     def __call__(
         self, x_TE: Tensor, residual_TE: Tensor | None, cache: KVCache, context: StepContext

@@ -16,7 +16,7 @@ from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.json_settings import MAX_SIZE, Range, Settings
 from nanocore.worker.loading.checkpoint import CheckpointTensor
 from nanocore.worker.loading.formats.packed_groups import MIN_GROUP
-from nanocore.worker.loading.formats.patterns import MAX_PATTERNS
+from nanocore.worker.loading.weights import FLOATS
 
 T = TypeVar("T", int, str, bool)
 
@@ -42,14 +42,6 @@ def groups_in_words(size: int) -> str:
     return "a scale for each output" if size == -1 else f"groups of {size} inputs"
 
 
-def names(settings: Settings, name: str) -> tuple[str, ...]:
-    """A list of modules' names, empty where it is absent or null."""
-    listed = settings.get(name, list[str], [])
-    if len(listed) > MAX_PATTERNS:
-        raise settings.error(name, f"has {len(listed)} names, and may have {MAX_PATTERNS}")
-    return tuple(listed)
-
-
 def refuse_unless(
     settings: Settings, name: str, kind: type[T], served: Sequence[T], *, required: bool = False
 ) -> T:
@@ -73,7 +65,6 @@ def refuse_if_set(settings: Settings, *names: str) -> None:
             raise settings.error(name, "is not implemented")
 
 
-_FLOATS: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FUSED: Final = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
@@ -103,7 +94,7 @@ class CheckpointTensors:
 
     def float_dtype(self, name: str, default: torch.dtype) -> torch.dtype:
         """The dtype of a tensor of floats; the default if it is not there, or of others."""
-        return _FLOATS.get(self.dtype(name) or "", default)
+        return FLOATS.get(self.dtype(name) or "", default)
 
     def shape(self, name: str, *served: tuple[int, ...]) -> tuple[int, ...]:
         """The tensor's shape if it is one of those served, else the first of them."""

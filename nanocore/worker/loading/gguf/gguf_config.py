@@ -210,7 +210,7 @@ def config_settings(first: Path) -> Settings:
     return Settings(f"{first} (settings as config.json has them)", values)
 
 
-def generation_settings(first: Path, vocabulary: GgufVocabulary | None) -> Settings:
+def generation_values(first: Path, vocabulary: GgufVocabulary | None) -> dict[str, Any]:
     """generation_config.json's: what ends a text, and the sampling that the makers recommend."""
     header = read_headers(first)[0]
     values: dict[str, Any] = {
@@ -220,7 +220,7 @@ def generation_settings(first: Path, vocabulary: GgufVocabulary | None) -> Setti
     }
     if vocabulary is not None and (ids := end_token_ids(vocabulary)):
         values["eos_token_id"] = ids
-    return Settings(f"{first} (settings as generation_config.json has them)", values)
+    return values
 
 
 def _sizes(metadata: Metadata, headers: list[Header]) -> dict[str, Any]:

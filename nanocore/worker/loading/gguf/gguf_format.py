@@ -115,15 +115,15 @@ def put_biases_back(first: Path, entries: Entries) -> None:
     """Bring loaded biases of Q and K from llama.cpp's order into ours, where it has another."""
     if not ARCHITECTURES[architecture_name(read_headers(first)[0])].has_pairs:
         return
-    biases = [entry for name, entry in entries.items() if _is_bias_in_pairs(name)]
+    biases = [
+        entry
+        for name, entry in entries.items()
+        if name.endswith(".bias") and _IN_PAIRS.fullmatch(name) is not None
+    ]
     head_dim = config_settings(first).values["head_dim"] if biases else 0
     for entry in biases:
         for part in entry.parts:
             part.target.copy_(_in_halves(part.target, head_dim))
-
-
-def _is_bias_in_pairs(name: str) -> bool:
-    return name.endswith(".bias") and _IN_PAIRS.fullmatch(name) is not None
 
 
 def _bytes_of(kept: Projection, kind: TensorType) -> slice:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.json_settings import read_json
-from nanocore.worker.loading.gguf.gguf_config import generation_settings
+from nanocore.worker.loading.gguf.gguf_config import generation_values
 from nanocore.worker.loading.gguf.gguf_files import read_headers
 from nanocore.worker.loading.gguf.gguf_vocabulary import GgufVocabulary, TokenType
 
@@ -32,7 +32,7 @@ def convert_model_files(first: Path) -> dict[str, bytes]:
     Raises ModelFileError: its vocabulary is damaged, or of a kind that is not served.
     """
     if "tokenizer.ggml.model" not in read_headers(first)[0].metadata:
-        return {"generation_config.json": _generation_config(first, None)}
+        return {"generation_config.json": msgspec.json.encode(generation_values(first, None))}
     vocabulary = GgufVocabulary.read(first)
     beside = tokenizer_beside(first)
     if beside is not None:
@@ -41,7 +41,7 @@ def convert_model_files(first: Path) -> dict[str, bytes]:
     return {
         "tokenizer.json": content,
         "tokenizer_config.json": msgspec.json.encode(_tokenizer_config(vocabulary)),
-        "generation_config.json": _generation_config(first, vocabulary),
+        "generation_config.json": msgspec.json.encode(generation_values(first, vocabulary)),
     }
 
 
@@ -49,10 +49,6 @@ def tokenizer_beside(first: Path) -> Path | None:
     """Return the tokenizer.json that goes before the vocabulary of a model's file."""
     beside = first.with_name("tokenizer.json")
     return beside if beside.exists() else None
-
-
-def _generation_config(first: Path, vocabulary: GgufVocabulary | None) -> bytes:
-    return msgspec.json.encode(generation_settings(first, vocabulary).values)
 
 
 def _check_fits(beside: Path, vocabulary: GgufVocabulary) -> None:
@@ -121,7 +117,12 @@ def adds_bos(vocabulary: GgufVocabulary) -> bool:
 
 
 def _byte_level(vocabulary: GgufVocabulary) -> dict[str, Any]:
-    pre = _pre_tokenizer(vocabulary)
+    pre = PRE_TOKENIZERS.get(vocabulary.pre)
+    if pre is None:
+        raise ModelFileError(
+            f"{vocabulary.path}: tokenizer.ggml.pre = {shorten(repr(vocabulary.pre))} is an "
+            f"unsupported pre-tokenizer; known: {', '.join(PRE_TOKENIZERS)}: {_REMEDY}"
+        )
     if not vocabulary.merges:
         raise ModelFileError(f"{vocabulary.path}: tokenizer.ggml.merges is missing: {_REMEDY}")
     known = set(vocabulary.tokens)
@@ -136,16 +137,6 @@ def _byte_level(vocabulary: GgufVocabulary) -> dict[str, Any]:
         },
         "model": _model(vocabulary, merges) | {"ignore_merges": pre.ignores_merges},
     }  # fmt: skip
-
-
-def _pre_tokenizer(vocabulary: GgufVocabulary) -> PreTokenizer:
-    pre = PRE_TOKENIZERS.get(vocabulary.pre)
-    if pre is None:
-        raise ModelFileError(
-            f"{vocabulary.path}: tokenizer.ggml.pre = {shorten(repr(vocabulary.pre))} is an "
-            f"unsupported pre-tokenizer; known: {', '.join(PRE_TOKENIZERS)}: {_REMEDY}"
-        )
-    return pre
 
 
 def _pair(vocabulary: GgufVocabulary, merge: str, known: set[str]) -> tuple[str, str]:
