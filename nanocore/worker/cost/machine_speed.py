@@ -75,7 +75,6 @@ def measure_speed(
         near_bytes = 0
     num_cores = torch.get_num_threads() if is_cpu else 1
     clock = time.thread_time if is_cpu else time.perf_counter
-
     rate = partial(_rate, stretch_s=stretch_s, clock=clock)
 
     def read_rate(num_bytes: int) -> _Rate:

@@ -75,15 +75,19 @@ class SparseMLP:
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """This rank's summand of the result, [T, E], before the ranks' all-reduce."""
-        assert self._experts is not None, "these experts are not packed yet"
         logits_TX = context.kernels.linear(x_TE, self.router.packed)
         return context.kernels.moe(
             x_TE,
-            self._experts,
+            self.experts,
             Routing(logits_TX, self.num_experts_per_tok, self.norm_topk_prob),
             self.shared(x_TE, context),
             self.activation,
         )
+
+    @property
+    def experts(self) -> Experts:
+        assert self._experts is not None, "these experts are not packed yet"
+        return self._experts
 
     def shared(self, x_TE: Tensor, context: StepContext) -> SharedExpert | None:
         """The shared expert's output, in families that have one."""

@@ -18,10 +18,10 @@ from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.json_settings import MAX_INDEX_BYTES, note_oddity, read_json
 from nanocore.worker.loading.gguf.architectures import gguf_tensors
 from nanocore.worker.loading.gguf.gguf_files import is_gguf
+from nanocore.worker.loading.gguf.header import LFS_MAGIC, LFS_POINTER
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_LFS_MAGIC = b"version https://git-lfs"
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
 _MODEL_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 """What transformers calls the files that it reads; others in the folder may be anything."""
@@ -197,17 +197,13 @@ def _weight_files(folder: Path, weight_map: dict[str, str] | None) -> list[Path]
             f"{folder} has {present[0]}{' and others' * (len(present) > 1)}, but no {INDEX_FILE} "
             "to say what belongs together: download the index too"
         )
-    raise ModelFileError(f"{folder} has no *.safetensors files{_why_no_files(folder)}")
-
-
-def _why_no_files(folder: Path) -> str:
-    others = sorted(p.name for p in folder.glob("*") if p.suffix in _OTHER_FORMATS)
-    if others:
-        return (
-            f", only {others[0]}: no other format is read. Convert it: load the model with "
+    what = f"{folder} has no *.safetensors files"
+    if others := sorted(p.name for p in folder.glob("*") if p.suffix in _OTHER_FORMATS):
+        raise ModelFileError(
+            f"{what}, only {others[0]}: no other format is read. Convert it: load the model with "
             "transformers and call model.save_pretrained(folder, safe_serialization=True)"
         )
-    return _why_missing(folder / SINGLE_FILE)
+    raise ModelFileError(f"{what}{_why_missing(folder / SINGLE_FILE)}")
 
 
 def _why_missing(path: Path) -> str:
@@ -223,13 +219,11 @@ def _why_missing(path: Path) -> str:
 def _describe(path: Path) -> str:
     size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(len(_LFS_MAGIC))
+        head = file.read(len(LFS_MAGIC))
         if size == 0:
             return "an empty file; download it again"
-        if head == _LFS_MAGIC:
-            return (
-                "a git-lfs pointer, not the weights; run `git lfs pull` in the model's repository"
-            )
+        if head == LFS_MAGIC:
+            return LFS_POINTER
         header_bytes = int.from_bytes(head[:_HEADER_START], "little")
         if header_bytes > _MAX_HEADER_BYTES:
             return "no safetensors file, whatever its name says; download it again"

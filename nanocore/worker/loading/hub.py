@@ -260,12 +260,13 @@ def _explained(repository: str, revision: str | None) -> Iterator[None]:
         remedy = "does not exist: see the branches and tags of the model's page"
     except errors.LocalEntryNotFoundError as error:
         remedy = f"is not, or not completely, in the cache at {hub.constants.HF_HUB_CACHE}, and "
+        root: BaseException = error
+        while root.__cause__ is not None:
+            root = root.__cause__
         if hub.constants.HF_HUB_OFFLINE:
             remedy += "HF_HUB_OFFLINE forbids downloading: unset it"
         else:
-            remedy += (
-                f"{hub.constants.ENDPOINT} cannot be reached ({_root(error)}): check the network"
-            )
+            remedy += f"{hub.constants.ENDPOINT} cannot be reached ({root}): check the network"
     except errors.HfHubHTTPError as error:
         remedy = f"could not be downloaded: {shorten(str(error))}; "
         refused = error.response.status_code in (401, 403)
@@ -278,9 +279,3 @@ def _explained(repository: str, revision: str | None) -> Iterator[None]:
             remedy = f"could not be downloaded ({type(error).__name__}: {error})"
         remedy += "; start again to resume"
     raise ModelFileError(f"--model {what} {remedy}")
-
-
-def _root(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error

@@ -153,7 +153,10 @@ _NUMBERS: Final = {
 }  # fmt: skip
 _LAYOUTS: Final = {kind: struct.Struct(layout) for kind, layout in _NUMBERS.items()}
 _FLOAT, _STRING, _ARRAY = 6, 8, 9
-_LFS_MAGIC: Final = b"version https://git-lfs"
+LFS_MAGIC: Final = b"version https://git-lfs"
+LFS_POINTER: Final = (
+    "a git-lfs pointer, not the weights; run `git lfs pull` in the model's repository"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +224,7 @@ def _read(path: Path, keep: Callable[[str], bool]) -> Header:
             raise ModelFileError(f"{path} is not a file")
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
-            _check_magic(path, file.read(len(_LFS_MAGIC)), num_bytes)
+            _check_magic(path, file.read(len(LFS_MAGIC)), num_bytes)
             file.seek(0)
             return _parse(path, HeaderBytes(path, file, num_bytes), keep)
     except OSError as error:
@@ -231,11 +234,8 @@ def _read(path: Path, keep: Callable[[str], bool]) -> Header:
 def _check_magic(path: Path, head: bytes, num_bytes: int) -> None:
     if num_bytes == 0:
         raise ModelFileError(f"{path}: an empty file; download it again")
-    if head == _LFS_MAGIC:
-        raise ModelFileError(
-            f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in the model's "
-            "repository"
-        )
+    if head == LFS_MAGIC:
+        raise ModelFileError(f"{path}: {LFS_POINTER}")
     if head[:4] != MAGIC:
         raise ModelFileError(f"{path}: not a GGUF file, despite its name; download it again")
 
