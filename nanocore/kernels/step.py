@@ -50,7 +50,7 @@ class StepRows(msgspec.Struct, frozen=True):
 
     def append_blocks(self) -> None:
         """Write the appended blocks to the table."""
-        if len(self.block_ids_W):
+        if self.block_ids_W.shape[0]:
             self.block_table[self.block_rows_W, self.block_columns_W] = self.block_ids_W
 
     def block_ids(self) -> Tensor:

@@ -21,6 +21,7 @@ from nanocore.kernels.interface import Kernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.sampling.columns import kinds_of
 from nanocore.worker.step import step_graphs
 from nanocore.worker.step.step_graphs import graph_shapes
 from nanocore.worker.step.step_memory import (
@@ -284,7 +285,7 @@ def test_mixed_graphs_have_room_for_every_row_and_for_padding(
 def test_columns_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
     shape = StepShape(size + 7, size, size + 1, 2 * size, is_uniform=False)
     sampled = {"rows": np.zeros(size + 3, np.int64), "temperature": np.zeros(size // 2, np.float32)}
-    layout = layout_of(shape, sampled)
+    layout = layout_of(shape, kinds_of(sampled))
     memory = torch.zeros(layout.num_bytes, dtype=torch.uint8)
     fields = Fields(layout, memory)
     views = {name: fields[name] for name in layout.places}
@@ -300,6 +301,6 @@ def test_columns_lie_apart_and_aligned_whatever_their_number(size: int) -> None:
     assert lengths.items() >= expected.items()
     # What a graph reads is where it is without the rest.
     names = [field.name for field in STEP_FIELDS]
-    of_graph = Fields(layout_of(shape, {}), memory)
-    assert [*layout_of(shape, {}).places] == names
+    of_graph = Fields(layout_of(shape, ()), memory)
+    assert [*layout_of(shape, ()).places] == names
     assert all(of_graph[name].data_ptr() == views[name].data_ptr() for name in names)

@@ -45,10 +45,10 @@ def _scale_lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     lane = Lane("scale", torch.float32, 1.0, lambda new: scale_of(new.seed))
     lanes.LANES.append(lane)
-    step_memory._layout.cache_clear()
+    step_memory.layout_of.cache_clear()
     yield
     lanes.LANES.remove(lane)
-    step_memory._layout.cache_clear()
+    step_memory.layout_of.cache_clear()
 
 
 class CapturingKernels(TorchKernels):

@@ -205,7 +205,7 @@ class Captured:
         rows, sample_index_R = inputs.rows, inputs.sample_index_R
         rows.append_blocks()
         step = step_struct(inputs.attention(BegunStep(rows.block_table, rows.rows_B, None)))
-        step.num_tokens, step.num_samples = len(rows.rows_T), len(sample_index_R)
+        step.num_tokens, step.num_samples = rows.rows_T.shape[0], sample_index_R.shape[0]
         step.sample_index = sample_index_R.data_ptr()
         if self._takes_token_ids:
             token_ids_T = token_ids(rows)

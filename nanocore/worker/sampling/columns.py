@@ -188,6 +188,14 @@ def costliest_sampling(vocab_size: int) -> EngineSamplingParams:
     return EngineSamplingParams(**costliest, **longest_lists(vocab_size))
 
 
+ColumnKinds = tuple[tuple[str, str, int], ...]
+"""Columns' names, dtypes (numpy's letters for them: dtypes take long to hash) and lengths."""
+
+
+def kinds_of(columns: Mapping[str, NDArray]) -> ColumnKinds:
+    return tuple([(name, column.dtype.char, len(column)) for name, column in columns.items()])
+
+
 class SampledRows:
     """The rows of a step's S sample slots, on the host; kept while the same rows decode.
 
@@ -208,6 +216,7 @@ class SampledRows:
         self.sizes = None if packed is None else packed.sizes
         column = _ints(()) if packed is None else packed.column
         self.columns = columns | {"processed_P": processed, "lists_L": column}
+        self.kinds = kinds_of(self.columns)
 
 
 class RowColumns:

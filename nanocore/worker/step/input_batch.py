@@ -89,13 +89,14 @@ class InputBatch:
         blocks_T = self.blocks.ids[order.rows_T, positions_T // self.block_size]
         # A row samples behind its last token, be its id known on the host or not, and behind each
         # of its drafts; a chunk that ends before does not.
-        slots_B = np.maximum(seq_lens_B - self.num_tokens[rows_B] + 1, 0)
-        most = int(slots_B.max(initial=0))
-        assert most <= 1 + self.max_drafts, f"step {plan.step}: {most - 1} drafts in a row"
-        all_sample = most == 1 == int(slots_B.min())
+        slots_B = seq_lens_B - self.num_tokens[rows_B] + 1
+        all_sample = bool((slots_B == 1).all())
         sampling_rows, slot_counts = rows_B, slots_B
         index_S, rows_S, positions_S = order.last_token_B, rows_B, seq_lens_B
         if not all_sample:
+            most = int(slots_B.max())
+            assert most <= 1 + self.max_drafts, f"step {plan.step}: {most - 1} drafts in a row"
+            slots_B = slots_B.clip(min=0)
             sampling = slots_B.nonzero()[0]
             sampling_rows, slot_counts = rows_B[sampling], slots_B[sampling]
             source_S = sampling.repeat(slot_counts)

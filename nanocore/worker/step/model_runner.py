@@ -23,6 +23,7 @@ from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.worker.sampling.columns import kinds_of
 from nanocore.worker.step.batch_step import ints
 from nanocore.worker.step.drafts import DraftTracker, Proposer, draft_columns
 from nanocore.worker.step.input_batch import InputBatch
@@ -215,7 +216,6 @@ class ModelRunner:
         columns: dict[str, NDArray] = {"new_tokens_K": new.column}
         if self.sampler is not None:  # else the tokens come with a later plan
             batch.append(step)
-            columns |= sampling.columns
             columns["slot_rows_N"], columns["slot_positions_N"] = slots[:2]
             if outputs is not None:
                 columns |= outputs.columns()
@@ -223,9 +223,10 @@ class ModelRunner:
         if step.has_drafts:
             columns |= draft_columns(step)
             unverified = self._drafts.begin(step)
-        staged = self._stream.stage(layout_of(shape, columns))
+        staged = self._stream.stage(layout_of(shape, sampling.kinds + kinds_of(columns)))
         staged.write(step_columns(step, appended, slots[2], shape), self.tables.spare_row)
         staged.write(columns)
+        staged.write_kept(sampling)
         return LaidOutStep(
             step=step,
             sampling=sampling,

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.step import StepInputs
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, TokenMasks
-from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
+from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata, kinds_of
 from nanocore.worker.sampling.slot_outputs import SlotOutputs
 from nanocore.worker.step.batch_step import BatchStep, MaskedSlots, running_counts
 from nanocore.worker.step.drafts import DraftTracker, Unverified, verify
@@ -134,7 +134,7 @@ class PendingOutput:
             return None
         shape = masked.words_MW.shape
         columns = {"words": masked.words_MW.ravel(), "index_S": masked.index_S}
-        staged = machine.stream.stage(layout_of(None, columns), phase=1)
+        staged = machine.stream.stage(layout_of(None, kinds_of(columns)), phase=1)
         staged.write(columns)
 
         def on_device() -> TokenMask:
@@ -187,7 +187,8 @@ class PendingOutput:
         assert laid_out is not None
         assert stage.sampler is not None, "the last stage samples"
         fields, logits_SV = computed.fields, computed.logits_SV
-        places = machine.tables.places(fields, len(logits_SV))
+        num_slots = None if computed.hidden_NE is None else len(logits_SV)
+        places = machine.tables.places(fields, num_slots)
         sampling = SamplingMetadata(laid_out.sampling, fields, places)
         token_ids_S = stage.sampler.sample(logits_SV, sampling, None if mask is None else mask())
         found = {"token_ids": token_ids_S}

@@ -136,7 +136,7 @@ def padded_steps(
     """Steps of each shape that are nothing but padding, one after the other in the same memory on
     the device; the first is the largest.
     """
-    layouts = [layout_of(shape, {}) for shape in shapes]
+    layouts = [layout_of(shape, ()) for shape in shapes]
     memory = torch.zeros(max((x.num_bytes for x in layouts), default=0), dtype=torch.uint8)
     on_device = torch.empty_like(memory, device=device)
     for shape, layout in zip(shapes, layouts, strict=True):

@@ -24,6 +24,7 @@ from torch import Tensor
 from nanocore.kernels.sampling import TokenPlaces
 from nanocore.kernels.step import StepInputs, StepRows
 from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.sampling.columns import ColumnKinds
 from nanocore.worker.step.batch_step import BatchStep, ints, running_counts
 from nanocore.worker.step.lanes import LANES
 
@@ -159,16 +160,13 @@ _ALIGNMENT: Final = 16
 not, which must not happen in the middle of serving."""
 
 
-def layout_of(shape: StepShape | None, columns: Mapping[str, NDArray]) -> StepLayout:
-    """Layout of what a graph of this shape reads, and then of these columns, as they are."""
-    kinds = tuple((name, column.dtype, len(column)) for name, column in columns.items())
-    return _layout(shape, kinds)
-
-
 @lru_cache(maxsize=512)
-def _layout(shape: StepShape | None, columns: tuple[tuple[str, np.dtype, int], ...]) -> StepLayout:
-    dtypes = {dtype: torch.from_numpy(np.empty(0, dtype)).dtype for _, dtype, _ in columns}
-    behind = [(name, dtypes[dtype], length) for name, dtype, length in columns]
+def layout_of(shape: StepShape | None, columns: ColumnKinds) -> StepLayout:
+    """Layout of what a graph of this shape reads, and then of these columns, as they are."""
+    behind = [
+        (name, torch.from_numpy(np.empty(0, dtype)).dtype, length)
+        for name, dtype, length in columns
+    ]
     if shape is None:
         return StepLayout(behind)
     lengths = {
