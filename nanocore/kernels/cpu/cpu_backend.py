@@ -26,7 +26,6 @@ from nanocore.kernels.cpu.program import (
     ProgramCapture,
     Unknown,
     UnknownInputs,
-    token_ids,
 )
 from nanocore.kernels.cpu.structs import (
     DTYPES,
@@ -116,12 +115,14 @@ class CpuSampling(NativeKernels):
     ) -> tuple[Tensor, Tensor]:
         value_R, index_R = _empty_choice(logits_RV)
         drawn = (None, None, None) if noise is None else astuple(noise.contiguous())
+        to: tuple[Any, ...] = None, 0, None, None
+        if places is not None:
+            table = places.token_table
+            to = table, table.stride(0), places.rows_R.contiguous(), places.positions_R.contiguous()
         self.run(
             "best_token", logits_RV, *_places(logits_RV), first_token, mask_struct(mask), *drawn,
-            value_R, index_R,
+            value_R, index_R, *to,
         )  # fmt: skip
-        if places is not None:
-            places.write(index_R)
         return value_R, index_R
 
     def best_filtered_token(
@@ -171,7 +172,7 @@ class CpuStep(NativeKernels):
             capturing.takes_token_ids = True
             return BegunStep(unknown, unknown, self.embedding(capturing.token_ids_T, embedding))
         rows.append_blocks()
-        x_TE = None if embedding is None else self.embedding(token_ids(rows), embedding)
+        x_TE = None if embedding is None else self.embedding(rows.token_ids(), embedding)
         return BegunStep(rows.block_table, rows.rows_B, x_TE)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 14
+ABI_VERSION: Final = 15
 
 
 class GroupFormatStruct(ctypes.Structure):
@@ -122,7 +122,8 @@ class StepStruct(ctypes.Structure):
 
     _fields_ = (
         ("num_tokens", c_int64), ("num_samples", c_int64), ("num_seqs", c_int64),
-        ("token_ids", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
+        ("token_ids", c_void_p), ("token_table", c_void_p), ("token_table_stride", c_int64),
+        ("token_rows", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
         ("query_start", c_void_p), ("seq_lens", c_void_p), ("block_table", c_void_p),
         ("block_table_stride", c_int64), ("table_rows", c_void_p), ("sample_index", c_void_p),
     )  # fmt: skip
@@ -159,7 +160,17 @@ _KERNELS: Final = {
 }  # fmt: skip
 """Arguments of kernels on rows of activations, behind the program, the rows and their dtype."""
 LOGIT_KERNELS: Final = {
-    "best_token": (c_void_p, c_int64, c_int64, c_int64, POINTER(TokenMaskStruct), *[c_void_p] * 5),
+    "best_token": (
+        c_void_p,
+        c_int64,
+        c_int64,
+        c_int64,
+        POINTER(TokenMaskStruct),
+        *[c_void_p] * 6,
+        c_int64,
+        c_void_p,
+        c_void_p,
+    ),
     "best_filtered_token": (c_void_p, c_int64, c_int64, POINTER(TokenMaskStruct), *[c_void_p] * 8),
     "edit_logits": (POINTER(EditLogitsStruct),),
     "logprobs": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 3),

@@ -25,7 +25,10 @@ struct Step {
     int64_t num_tokens;
     int64_t num_samples;
     int64_t num_seqs;
-    const int64_t* token_ids;
+    const int64_t* token_ids;  // or null: they are in the table
+    const int32_t* token_table;
+    int64_t token_table_stride;
+    const int64_t* token_rows;
     const int64_t* positions;
     const int64_t* slots;
     const int64_t* query_start;
@@ -72,7 +75,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 14; }
+NANOCORE_API int nanocore_abi_version() { return 15; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -163,8 +166,11 @@ NANOCORE_API void nanocore_embedding(void* program, int64_t rows, int dtype,
                                      void* out) {
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        EmbeddingCall<T> call{nullptr, *weight, first_token, factor, static_cast<T*>(out), 0};
-        append(program, rows, call, [](auto& c, const Step& step) { c.token_ids = step.token_ids; });
+        EmbeddingCall<T> call{{}, *weight, first_token, factor, static_cast<T*>(out), 0};
+        append(program, rows, call, [](auto& c, const Step& step) {
+            c.tokens = {step.token_ids, step.token_table, step.token_table_stride, step.token_rows,
+                        step.positions};
+        });
     });
 }
 
@@ -323,15 +329,17 @@ NANOCORE_API void nanocore_softcap(void* program, int64_t rows, float* x, int64_
     append(program, rows, SoftcapCall{x, size, cap, 0}, kNothing);
 }
 
-// mask: null if no row has one.
+// mask: null if no row has one. token_table: null if tokens are not to be written there.
 NANOCORE_API void nanocore_best_token(void* program, int64_t rows, const float* logits,
                                       int64_t size, int64_t stride, int64_t first_token,
                                       const TokenMask* mask, const float* temperature,
                                       const int64_t* seed, const int64_t* position, float* value,
-                                      int64_t* index) {
+                                      int64_t* index, int32_t* token_table, int64_t table_stride,
+                                      const int64_t* table_rows, const int64_t* table_positions) {
     append(program, rows,
            BestTokenCall{logits, size, stride, first_token, mask ? *mask : TokenMask{}, temperature,
-                         seed, position, value, index, 0},
+                         seed, position, value, index, token_table, table_stride, table_rows,
+                         table_positions, 0},
            kNothing);
 }
 

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from nanocore.kernels.attention import AttentionMetadata
 from nanocore.kernels.cpu.library import LOGIT_KERNELS, Library, StepStruct
 from nanocore.kernels.cpu.structs import DTYPES, step_struct
-from nanocore.kernels.step import BegunStep, StepInputs, StepRows
+from nanocore.kernels.step import BegunStep, StepInputs
 
 TOKENS: Final = -1
 SAMPLES: Final = -2
@@ -185,13 +185,6 @@ class UnknownInputs(msgspec.Struct, frozen=True):
         return self.rows
 
 
-def token_ids(rows: StepRows) -> Tensor:
-    """`StepRows.token_ids`, by numpy, which begins sooner."""
-    table, rows_T, positions_T = rows.token_table, rows.rows_T, rows.positions_T
-    ids_T = table.numpy()[rows_T.numpy(), positions_T.numpy()]
-    return torch.from_numpy(ids_T.astype(np.int64))
-
-
 class Captured:
     """Implements `step.Replay`. result: of what was captured, which is over."""
 
@@ -208,7 +201,8 @@ class Captured:
         step.num_tokens, step.num_samples = rows.rows_T.shape[0], sample_index_R.shape[0]
         step.sample_index = sample_index_R.data_ptr()
         if self._takes_token_ids:
-            token_ids_T = token_ids(rows)
-            step.token_ids = token_ids_T.data_ptr()
+            step.token_table = rows.token_table.data_ptr()
+            step.token_table_stride = rows.token_table.stride(0)
+            step.token_rows = rows.rows_T.data_ptr()
         self.program.run(step)
         return self._result[: step.num_samples if self._rows == SAMPLES else step.num_tokens]

@@ -135,9 +135,22 @@ struct GateCall {
     }
 };
 
+// Token ids of a step: a column of them, or places in the table of all rows' tokens.
+struct TokenIds {
+    const int64_t* column;  // or null
+    const int32_t* table;
+    int64_t table_stride;
+    const int64_t* rows;
+    const int64_t* positions;
+
+    int64_t operator[](int64_t i) const {
+        return column ? column[i] : table[rows[i] * table_stride + positions[i]];
+    }
+};
+
 template <typename T>
 struct EmbeddingCall {
-    const int64_t* token_ids;
+    TokenIds tokens;
     LinearWeight weight;
     int64_t first_token;
     float factor;
@@ -146,7 +159,7 @@ struct EmbeddingCall {
 
     void run(Workspace& workspace) const {
         loop_rows(workspace.pool, rows, 8 * weight.in_features, [&](int64_t row) {
-            const int64_t feature = token_ids[row] - first_token;
+            const int64_t feature = tokens[row] - first_token;
             T* to = out + row * weight.in_features;
             if (feature >= 0 && feature < weight.out_features)
                 unpack_feature(weight, feature, factor, to);

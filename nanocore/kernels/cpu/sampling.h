@@ -20,24 +20,34 @@ struct BestTokenCall {
     const int64_t* position;
     float* value;
     int64_t* index;
+    int32_t* token_table;  // or null
+    int64_t table_stride;
+    const int64_t *table_rows, *table_positions;
     int64_t rows;
 
     void run(Workspace& workspace) const {
         workspace.pool.loop(rows, [&](int64_t row, int) {
-            const RowLogits from(logits + row * stride, size, mask.of_row(row), first_token);
-            if (!temperature || temperature[row] == 0.0f) return best(row, from);
-            const FilteredRow tokens(from, temperature[row]);
-            value[row] = tokens.best();
-            index[row] = kNoToken;
-            if (!std::isfinite(tokens.best())) return;
-            const NoiseKey key(seed[row], position[row]);
-            const Drawn drawn = tokens.draw<false>(tokens.all(), key);
-            value[row] = drawn.noisy;
-            index[row] = drawn.index;
+            choose(row);
+            if (token_table)
+                token_table[table_rows[row] * table_stride + table_positions[row]] =
+                    static_cast<int32_t>(index[row]);
         });
     }
 
    private:
+    void choose(int64_t row) const {
+        const RowLogits from(logits + row * stride, size, mask.of_row(row), first_token);
+        if (!temperature || temperature[row] == 0.0f) return best(row, from);
+        const FilteredRow tokens(from, temperature[row]);
+        value[row] = tokens.best();
+        index[row] = kNoToken;
+        if (!std::isfinite(tokens.best())) return;
+        const NoiseKey key(seed[row], position[row]);
+        const Drawn drawn = tokens.draw<false>(tokens.all(), key);
+        value[row] = drawn.noisy;
+        index[row] = drawn.index;
+    }
+
     // The greatest logit, and the first place where it is if it is finite.
     void best(int64_t row, const RowLogits& from) const {
         F most = broadcast(-std::numeric_limits<float>::infinity());
