@@ -308,10 +308,10 @@ class RowTables:
     def inputs(self, fields: Mapping[str, Tensor], bounds: HostBounds) -> StepInputs:
         """Inputs of a step of these fields."""
         rows = StepRows(
-            token_table=self.token_table,
-            block_table=self.block_table,
-            block_size=self.block_size,
-            **{name: fields[name] for name in _ROW_FIELDS},
+            self.token_table,
+            self.block_table,
+            self.block_size,
+            *[fields[name] for name in _ROW_FIELDS],
         )
         return StepInputs(
             rows=rows,
