@@ -85,9 +85,8 @@ class InputBatch:
         before_B = self.num_computed[rows_B]
         seq_lens_B = before_B + order.counts_B
         self.num_computed[rows_B] = seq_lens_B
-        positions_T = before_B
-        if not order.is_decode_only:
-            positions_T = before_B[order.source_T] + order.offset_T
+        is_steady = order.is_decode_only
+        positions_T = before_B if is_steady else before_B[order.source_T] + order.offset_T
         blocks_T = self.blocks.ids[order.rows_T, positions_T // self.block_size]
         # A row samples behind its last token, be its id known on the host or not, and behind each
         # of its drafts; a chunk that ends before does not.
