@@ -18,7 +18,7 @@ struct AttentionPanel {
     T* out[kRows];
 };
 
-// What becomes of a score; see `AttentionSpec` in interface.py.
+// What becomes of a score; see `AttentionSpec` in kernels/attention.py.
 struct ScoreScale {
     float scale, softcap;
     int64_t window;

@@ -1,4 +1,4 @@
-// Edits of rows of logits, in place, before a token is chosen; see interface.py, `edit_logits`.
+// Edits of rows of logits, in place, before a token is chosen; see `edit_logits` in sampling.py.
 //
 // A row's tokens are walked, and its logits only where all are forbidden but a few. Counts of tokens
 // are in memory of the thread's own, as wide as a row, and zero before and after each. The same

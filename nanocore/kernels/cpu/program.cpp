@@ -20,7 +20,7 @@
 
 namespace nanocore {
 
-// What differs between steps. Rows of the batch: see AttentionMetadata in interface.py.
+// What differs between steps. Rows of the batch: see AttentionMetadata in kernels/attention.py.
 struct Step {
     int64_t num_tokens;
     int64_t num_samples;

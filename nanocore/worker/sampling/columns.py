@@ -1,7 +1,7 @@
 """Sampling parameters of each row: columns, each declared once, and lists of tokens.
 
-From `COLUMNS` follow the table that the persistent batch keeps, the memory of a step's inputs on a
-device with its padding, and the largest step that memory is sized by. Lists that rows name are kept
+From `COLUMNS` follow the table that the persistent batch keeps, the columns that a step's sampling
+reads, and the largest step that memory is sized by. Lists that rows name are kept
 for as long as their requests run, and packed into one column when a step's rows are not those of
 the step before. A parameter that changes logits is a line in `COLUMNS` or a list, and a part of
 `Kernels.edit_logits`. Shape suffixes: see `nanocore.kernels.interface`.
@@ -137,8 +137,7 @@ def _min_tokens(new: NewRow, vocab_size: int) -> int:
 class Column(msgspec.Struct, frozen=True):
     """A number that each row keeps for as long as its request runs.
 
-    name: the sampling parameter's, if it comes from one. default: of rows that do not ask for it,
-    and of padding.
+    name: the sampling parameter's, if it comes from one. default: of rows that do not ask for it.
 
     kind: a "row" column is what every row samples with. A value of another kind asks for more if it
     is not the default: a "filter" leaves fewer tokens to choose from (and means nothing to a greedy

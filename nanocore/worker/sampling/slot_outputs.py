@@ -154,7 +154,7 @@ class WantedPrompt(msgspec.Struct):
 class SlotOutputs(msgspec.Struct, frozen=True):
     """What is reported of a step's slots.
 
-    rows, positions, index: of the slots that are not sampled, num_scored of them scored.
+    rows, positions, index: of the slots that are not sampled, scored ones first.
     pooled: rows of whose tokens some are pooled in this step; owner_Q: which of the K each is of;
     done: of each row, whether that is all.
     """
@@ -162,7 +162,6 @@ class SlotOutputs(msgspec.Struct, frozen=True):
     rows: Ints
     positions: Ints
     index: Ints
-    num_scored: int
     logprobs: LogprobSlots | None
     pooled: list[WantedPrompt]
     owner_Q: Ints
@@ -328,7 +327,6 @@ class OutputRows:
                 rows=_joined([np.full(len(p), w.row) for w, p, _ in scored + pooled]),
                 positions=_joined(positions),
                 index=_joined([index for *_, index in scored + pooled]),
-                num_scored=sum(len(p) for _, p, _ in scored),
                 logprobs=LogprobSlots(slots_J, num_top_J[slots_J], len(sample_rows))
                 if len(slots_J)
                 else None,

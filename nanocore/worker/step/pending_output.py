@@ -87,7 +87,7 @@ class PendingOutput:
         self.number = number
         self._machine = machine
         self._laid_out = laid_out
-        self._computed: list[_Computed | None] = []
+        self._computed: _Computed | None = None
         self._pending: Pending | None = None
         if laid_out is None:
             self._pending = DoneWork()
@@ -173,15 +173,14 @@ class PendingOutput:
             result = stage.compute(inputs())
         if stage.sampler is None:
             stage.send(result)
-            self._computed.append(None)
         else:
-            self._computed.append(_Computed(fields, result[:num_samples], hidden_NE, drafts_D))
+            self._computed = _Computed(fields, result[:num_samples], hidden_NE, drafts_D)
         return {}
 
     def _sample(self, mask: Callable[[], TokenMask] | None) -> Tensors:
         """Sample and verify, and find what else is asked for."""
         laid_out, machine, stage = self._laid_out, self._machine, self._machine.stage
-        computed = self._computed.pop()
+        computed, self._computed = self._computed, None  # and the logits that it holds
         if computed is None or (len(computed.logits_SV) == 0 and computed.hidden_NE is None):
             return {}
         assert laid_out is not None

@@ -1,12 +1,12 @@
-"""A step's columns in one piece of memory, declared once; and the rows' tables, which it reads.
+"""A step's columns in one piece of memory; and the rows' tables, which it reads.
 
-Host columns, what is copied to a device, and a step's inputs there follow from the declaration. A
+What a graph reads is declared in `STEP_FIELDS`; other columns have the names, dtypes and lengths
+that they have on the host. Layout, copy to a device and a step's inputs there follow from that. A
 graph reads its inputs at the addresses it was captured with, so a step that it replays is padded to
 the graph's shape: padding tokens belong to a spare row, have no slot, and make up sequences of
 length 0. A step takes its token ids from the token table and writes the sampled ones to it, so the
 next step can be begun before the host has seen them (mini-sglang's token table). Shape suffixes:
-see `nanocore.kernels.interface`; further, W blocks that were appended, and S sample slots without
-padding.
+see `nanocore.kernels.interface`; further, W blocks that were appended, and N slots without padding.
 """
 
 from __future__ import annotations
@@ -298,8 +298,7 @@ class RowTables:
 
     def find_slots(self, fields: Mapping[str, Tensor]) -> None:
         """Find anew where K and V of a step's tokens go, whose positions have changed."""
-        places = fields["block_rows_W"], fields["block_columns_W"]
-        self.block_table[places] = fields["block_ids_W"]
+        self._rows(fields).append_blocks()
         positions_T, slots_T, size = fields["positions_T"], fields["slots_T"], self.block_size
         blocks_T = self.block_table[fields["rows_T"], positions_T // size]
         found_T = blocks_T.long() * size + positions_T % size
@@ -307,14 +306,8 @@ class RowTables:
 
     def inputs(self, fields: Mapping[str, Tensor], bounds: HostBounds) -> StepInputs:
         """Inputs of a step of these fields."""
-        rows = StepRows(
-            self.token_table,
-            self.block_table,
-            self.block_size,
-            *[fields[name] for name in _ROW_FIELDS],
-        )
         return StepInputs(
-            rows=rows,
+            rows=self._rows(fields),
             num_decodes=bounds.num_decodes,
             query_start=bounds.query_start,
             seq_lens=bounds.seq_lens,
@@ -325,6 +318,10 @@ class RowTables:
             decode_tokens=bounds.decode_tokens,
             lanes={lane.name: fields[lane.name] for lane in LANES},
         )
+
+    def _rows(self, fields: Mapping[str, Tensor]) -> StepRows:
+        columns = [fields[name] for name in _ROW_FIELDS]
+        return StepRows(self.token_table, self.block_table, self.block_size, *columns)
 
     def places(self, fields: Mapping[str, Tensor], num_slots: int | None = None) -> TokenPlaces:
         """Places of the tokens of the step's first slots, or of all."""
