@@ -28,7 +28,7 @@ struct AttentionCall {
     int64_t window;
     float softcap;
     int64_t num_seqs;
-    const int64_t* query_start;  // [num_seqs + 1]
+    const int32_t* query_start;  // [num_seqs + 1]
     const int32_t* seq_lens;
     const int32_t* block_table;
     int64_t block_table_stride;
@@ -82,7 +82,7 @@ struct AttentionCall {
             const int64_t seq = std::upper_bound(first_item.begin(), first_item.end(), item) -
                                 first_item.begin() - 1;
             const int64_t start = query_start[seq] + (item - first_item[seq]) * tokens;
-            const int64_t stop = std::min(start + tokens, query_start[seq + 1]);
+            const int64_t stop = std::min<int64_t>(start + tokens, query_start[seq + 1]);
             attend(seq, start, stop, index % cache.num_heads, workspace.panel[thread]);
         });
     }

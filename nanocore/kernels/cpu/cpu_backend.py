@@ -268,7 +268,7 @@ def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:
 
 
 def _empty_choice(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    num_rows = len(logits_RV)
+    num_rows = logits_RV.shape[0]
     return torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
 
 

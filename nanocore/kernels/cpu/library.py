@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 15
+ABI_VERSION: Final = 16
 
 
 class GroupFormatStruct(ctypes.Structure):
@@ -122,10 +122,10 @@ class StepStruct(ctypes.Structure):
 
     _fields_ = (
         ("num_tokens", c_int64), ("num_samples", c_int64), ("num_seqs", c_int64),
-        ("token_ids", c_void_p), ("token_table", c_void_p), ("token_table_stride", c_int64),
-        ("token_rows", c_void_p), ("positions", c_void_p), ("slots", c_void_p),
-        ("query_start", c_void_p), ("seq_lens", c_void_p), ("block_table", c_void_p),
-        ("block_table_stride", c_int64), ("table_rows", c_void_p), ("sample_index", c_void_p),
+        ("token_ids_T", c_void_p), ("token_table", c_void_p), ("token_table_stride", c_int64),
+        ("rows_T", c_void_p), ("positions_T", c_void_p), ("slots_T", c_void_p),
+        ("query_start_A", c_void_p), ("seq_lens_B", c_void_p), ("block_table", c_void_p),
+        ("block_table_stride", c_int64), ("rows_B", c_void_p), ("sample_index_R", c_void_p),
     )  # fmt: skip
 
 

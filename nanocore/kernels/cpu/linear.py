@@ -150,7 +150,7 @@ class CpuLinear(NativeKernels):
         out_TE = self.empty(token_ids_T, weight.in_features, embedding.dtype)
         self.run(
             "embedding", out_TE, weight_struct(weight), embedding.first_token, embedding.factor,
-            out_TE, step=StepStruct(token_ids=token_ids_T.data_ptr()),
+            out_TE, step=StepStruct(token_ids_T=token_ids_T.data_ptr()),
         )  # fmt: skip
         return out_TE
 

@@ -25,18 +25,18 @@ struct Step {
     int64_t num_tokens;
     int64_t num_samples;
     int64_t num_seqs;
-    const int64_t* token_ids;  // or null: they are in the table
+    const int64_t* token_ids_T;  // or null: they are in the table
     const int32_t* token_table;
     int64_t token_table_stride;
-    const int64_t* token_rows;
-    const int64_t* positions;
-    const int64_t* slots;
-    const int64_t* query_start;
-    const int32_t* seq_lens;
+    const int64_t* rows_T;
+    const int64_t* positions_T;
+    const int64_t* slots_T;
+    const int32_t* query_start_A;
+    const int32_t* seq_lens_B;
     const int32_t* block_table;
     int64_t block_table_stride;
-    const int64_t* table_rows;
-    const int64_t* sample_index;
+    const int64_t* rows_B;  // or null: the sequences are the table's first rows
+    const int64_t* sample_index_R;
 };
 
 // How many rows a kernel works on: the step's tokens, its samples, or a number of its own.
@@ -75,7 +75,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 15; }
+NANOCORE_API int nanocore_abi_version() { return 16; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -168,8 +168,8 @@ NANOCORE_API void nanocore_embedding(void* program, int64_t rows, int dtype,
         using T = decltype(type);
         EmbeddingCall<T> call{{}, *weight, first_token, factor, static_cast<T*>(out), 0};
         append(program, rows, call, [](auto& c, const Step& step) {
-            c.tokens = {step.token_ids, step.token_table, step.token_table_stride, step.token_rows,
-                        step.positions};
+            c.tokens = {step.token_ids_T, step.token_table, step.token_table_stride, step.rows_T,
+                        step.positions_T};
         });
     });
 }
@@ -286,8 +286,8 @@ NANOCORE_API void nanocore_rope(void* program, int64_t rows, int dtype, void* qk
                          static_cast<const T*>(cos), static_cast<const T*>(sin), rotary_half,
                          nullptr, nullptr, 0};
         append(program, rows, call, [](auto& c, const Step& step) {
-            c.positions = step.positions;
-            c.slots = step.slots;
+            c.positions = step.positions_T;
+            c.slots = step.slots_T;
         });
     });
 }
@@ -303,11 +303,11 @@ NANOCORE_API void nanocore_attention(void* program, int64_t rows, int dtype, con
                                              nullptr, nullptr, nullptr, 0, nullptr, 0};
             append(program, rows, call, [](auto& c, const Step& step) {
                 c.num_seqs = step.num_seqs;
-                c.query_start = step.query_start;
-                c.seq_lens = step.seq_lens;
+                c.query_start = step.query_start_A;
+                c.seq_lens = step.seq_lens_B;
                 c.block_table = step.block_table;
                 c.block_table_stride = step.block_table_stride;
-                c.table_rows = step.table_rows;
+                c.table_rows = step.rows_B;
             });
         };
         if constexpr (kMayHaveAmx && sizeof(T) == 2)
@@ -321,7 +321,7 @@ NANOCORE_API void nanocore_select(void* program, int64_t rows, int dtype, const 
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
         SelectCall<T> call{static_cast<const T*>(x), size, nullptr, static_cast<T*>(out), 0};
-        append(program, rows, call, [](auto& c, const Step& step) { c.index = step.sample_index; });
+        append(program, rows, call, [](auto& c, const Step& step) { c.index = step.sample_index_R; });
     });
 }
 

@@ -64,7 +64,7 @@ class Program:
 
         Tensors are given as addresses, structs are copied.
         """
-        operands = (x.data_ptr() if isinstance(x, Tensor) else x for x in arguments)
+        operands = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
         self._library.call(kernel, self._handle, rows, *operands)
 
     def keep(self, *memory: Any) -> None:
@@ -157,7 +157,7 @@ class NativeKernels:
             self.capturing.program.append(kernel, self.capturing.rows, *head, *arguments)
             return
         program = Program(self.workspace)
-        program.append(kernel, len(rows), *head, *arguments)
+        program.append(kernel, rows.shape[0], *head, *arguments)
         program.run(step or StepStruct())
 
     def step(self, metadata: AttentionMetadata) -> StepStruct | None:
@@ -199,10 +199,11 @@ class Captured:
         rows.append_blocks()
         step = step_struct(inputs.attention(BegunStep(rows.block_table, rows.rows_B, None)))
         step.num_tokens, step.num_samples = rows.rows_T.shape[0], sample_index_R.shape[0]
-        step.sample_index = sample_index_R.data_ptr()
+        step.sample_index_R = sample_index_R.data_ptr()
         if self._takes_token_ids:
             step.token_table = rows.token_table.data_ptr()
             step.token_table_stride = rows.token_table.stride(0)
-            step.token_rows = rows.rows_T.data_ptr()
+            step.rows_T = rows.rows_T.data_ptr()
         self.program.run(step)
-        return self._result[: step.num_samples if self._rows == SAMPLES else step.num_tokens]
+        num_rows = step.num_samples if self._rows == SAMPLES else step.num_tokens
+        return self._result.narrow(0, 0, num_rows)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 from typing import Final
 
-import numpy as np
 import torch
 from msgspec.structs import astuple
 from torch import Tensor
@@ -85,19 +84,16 @@ def step_struct(metadata: AttentionMetadata) -> StepStruct:
     table, table_rows_B = metadata.block_table, metadata.table_rows_B
     assert table.stride(1) == 1, "a row's block ids are adjacent"
     assert table_rows_B is None or table_rows_B.is_contiguous()
-    query_start = np.array(metadata.query_start, np.int64)
-    step = StepStruct(
+    return StepStruct(
         num_seqs=len(metadata.seq_lens),
-        positions=metadata.positions_T.data_ptr(),
-        slots=metadata.slot_mapping_T.data_ptr(),
-        query_start=query_start.ctypes.data,
-        seq_lens=metadata.seq_lens_B.data_ptr(),
+        positions_T=metadata.positions_T.data_ptr(),
+        slots_T=metadata.slot_mapping_T.data_ptr(),
+        query_start_A=metadata.query_start_A.data_ptr(),
+        seq_lens_B=metadata.seq_lens_B.data_ptr(),
         block_table=table.data_ptr(),
         block_table_stride=table.stride(0),
-        table_rows=_address(table_rows_B),
+        rows_B=_address(table_rows_B),
     )
-    step.kept = query_start
-    return step
 
 
 def mask_struct(mask: TokenMask | None) -> TokenMaskStruct | None:

@@ -87,11 +87,12 @@ class InputBatch:
         self.num_computed[rows_B] = seq_lens_B
         is_steady = order.is_decode_only
         positions_T = before_B if is_steady else before_B[order.source_T] + order.offset_T
-        blocks_T = self.blocks.ids[order.rows_T, positions_T // self.block_size]
+        columns_T, offsets_T = np.divmod(positions_T, self.block_size)
+        blocks_T = self.blocks.ids[order.rows_T, columns_T]
         # A row samples behind its last token, be its id known on the host or not, and behind each
         # of its drafts; a chunk that ends before does not.
         slots_B = seq_lens_B - self.num_tokens[rows_B] + 1
-        all_sample = bool((slots_B == 1).all())
+        all_sample = not np.count_nonzero(slots_B != 1)  # faster than `all` for few rows
         sampling_rows, slot_counts = rows_B, slots_B
         index_S, rows_S, positions_S = order.last_token_B, rows_B, seq_lens_B
         if not all_sample:
@@ -111,7 +112,7 @@ class InputBatch:
             all_sample=all_sample,
             seq_lens_B=seq_lens_B,
             positions_T=positions_T,
-            slots_T=blocks_T.astype(np.int64) * self.block_size + positions_T % self.block_size,
+            slots_T=np.multiply(blocks_T, self.block_size, dtype=np.int64) + offsets_T,
             sampling_rows=sampling_rows,
             slot_counts=slot_counts,
             sample_index=index_S,

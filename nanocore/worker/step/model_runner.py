@@ -211,7 +211,7 @@ class ModelRunner:
             graph = self._graphs.find(shape)
         shape = shape if graph is None else graph.shape
         sampled, self._sampled = self._sampled, []
-        new = NewTokens.of(plan, [np.concatenate(parts) for parts in zip(*sampled, strict=True)])
+        new = NewTokens.of(plan, sampled)
         sampling, unverified = batch.sampled_rows(step), None
         columns: dict[str, NDArray] = {"new_tokens_K": new.column}
         if self.sampler is not None:  # else the tokens come with a later plan

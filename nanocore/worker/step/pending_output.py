@@ -181,7 +181,7 @@ class PendingOutput:
         """Sample and verify, and find what else is asked for."""
         laid_out, machine, stage = self._laid_out, self._machine, self._machine.stage
         computed, self._computed = self._computed, None  # and the logits that it holds
-        if computed is None or (len(computed.logits_SV) == 0 and computed.hidden_NE is None):
+        if computed is None or (computed.logits_SV.shape[0] == 0 and computed.hidden_NE is None):
             return {}
         assert laid_out is not None
         assert stage.sampler is not None, "the last stage samples"
@@ -208,6 +208,7 @@ class PendingOutput:
         return found
 
 
+_INT32: Final = np.dtype("<i4")
 _NO_OUTPUT: Final = ModelRunnerOutput(rows=b"", token_ids=b"")
 
 
@@ -231,13 +232,13 @@ def make_output(
     if "counts" in found:
         given_C, rows_S = found["counts"].numpy(), np.repeat(rows, slot_counts)
         is_given_S = running_counts(rows_S) < np.repeat(given_C, slot_counts)
-        fields["counts"], delivered = given_C.astype("<i4").tobytes(), token_ids[is_given_S]
+        fields["counts"], delivered = given_C.astype(_INT32).tobytes(), token_ids[is_given_S]
     if outputs is not None:
         has_token_S = token_ids != NO_TOKEN
         is_kept_S = has_token_S if is_given_S is None else has_token_S & is_given_S
         fields |= outputs.reported(rows_S, is_kept_S, found)
     return ModelRunnerOutput(
-        rows=rows.astype("<i4").tobytes(),
-        token_ids=delivered.astype("<i4").tobytes(),
+        rows=rows.astype(_INT32).tobytes(),
+        token_ids=delivered.astype(_INT32).tobytes(),
         **fields,
     )

@@ -11,7 +11,7 @@ see `nanocore.kernels.interface`; further, W blocks that were appended, and N sl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -200,7 +200,7 @@ def step_columns(
         "seq_lens_B": step.seq_lens_B,
         "query_start_A": _query_starts(order.query_start_A, shape),
         # In a shape of decodes alone, padding counts as decodes too.
-        "num_decodes_1": np.array([shape.num_seqs if shape.is_uniform else order.num_decodes]),
+        "num_decodes_1": _number(shape.num_seqs if shape.is_uniform else order.num_decodes),
         "sample_index_R": slot_index,
         "block_rows_W": appended.rows,
         "block_columns_W": appended.columns,
@@ -214,8 +214,13 @@ def padding_columns(shape: StepShape) -> dict[str, NDArray]:
     return {
         **{field.name: np.zeros(0) for field in _graph_fields()},
         "query_start_A": _query_starts(np.zeros(1, np.int64), shape),
-        "num_decodes_1": np.array([shape.num_seqs if shape.is_uniform else 0]),
+        "num_decodes_1": _number(shape.num_seqs if shape.is_uniform else 0),
     }
+
+
+@lru_cache(maxsize=512)
+def _number(number: int) -> NDArray[np.int64]:
+    return np.array([number])
 
 
 def _query_starts(starts_A: NDArray[np.int64], shape: StepShape) -> NDArray[np.int64]:
@@ -244,18 +249,20 @@ class NewTokens(msgspec.Struct, frozen=True):
     num_sampled: int = 0
 
     @classmethod
-    def of(cls, plan: SchedulerOutput, sampled: list[NDArray[np.int32]]) -> NewTokens:
-        """Collect what is new in a plan. sampled: rows, positions and tokens, or empty."""
+    def of(
+        cls, plan: SchedulerOutput, sampled: Sequence[tuple[NDArray[np.int32], ...]]
+    ) -> NewTokens:
+        """Collect what is new in a plan, and in what was sampled: rows, positions and tokens."""
+        if not (plan.added or sampled):
+            return _NOTHING_NEW
         rows: list[tuple[int, int, int]] = []
         parts: list[NDArray[np.int32]] = []
         for new in plan.added:
             token_ids, block_ids = ints(new.token_ids), ints(new.block_ids)
             rows.append((new.row, len(token_ids), len(block_ids)))
             parts += [token_ids, block_ids]
-        parts += sampled
-        if not parts:
-            return _NOTHING_NEW
-        return cls(np.concatenate(parts), rows, len(sampled[0]) if sampled else 0)
+        parts += [np.concatenate(part) for part in zip(*sampled, strict=True)]
+        return cls(np.concatenate(parts), rows, sum(len(own) for own, *_ in sampled))
 
 
 _NOTHING_NEW: Final = NewTokens(np.zeros(0, np.int32))
@@ -325,7 +332,9 @@ class RowTables:
 
     def places(self, fields: Mapping[str, Tensor], num_slots: int | None = None) -> TokenPlaces:
         """Places of the tokens of the step's first slots, or of all."""
-        rows, positions = (fields[name][:num_slots] for name in ("slot_rows_N", "slot_positions_N"))
+        rows, positions = fields["slot_rows_N"], fields["slot_positions_N"]
+        if num_slots is not None:
+            rows, positions = rows[:num_slots], positions[:num_slots]
         return TokenPlaces(self.token_table, rows, positions)
 
 

@@ -178,7 +178,7 @@ class Stream(ABC):
         ring.rotate(-1)
         if buffer.reader is not None:
             buffer.reader.wait()
-        if len(buffer.memory) < layout.num_bytes:
+        if buffer.memory.numel() < layout.num_bytes:
             buffer.memory = self.allocate(layout.num_bytes * 5 // 4)
             buffer.kept.clear()
         self.filled = buffer
