@@ -187,11 +187,9 @@ class ModelRunner:
 
     def _take_sampled(self, plan: SchedulerOutput) -> None:
         # Before `apply`: rows may be removed by the same plan.
-        rows = ints(plan.sampled_rows)
-        if len(rows):
-            self._sampled.append(
-                (rows, self.batch.append_sampled(rows), ints(plan.sampled_token_ids))
-            )
+        if plan.sampled_rows:
+            rows, token_ids = ints(plan.sampled_rows), ints(plan.sampled_token_ids)
+            self._sampled.append((rows, self.batch.append_sampled(rows), token_ids))
 
     def _lay_out(self, plan: SchedulerOutput, appended: AppendedBlocks) -> LaidOutStep:
         """Advance the batch, and write the step's columns for the stream."""
