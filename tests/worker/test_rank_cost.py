@@ -15,13 +15,7 @@ from nanocore.demo_model import demo_model_folder
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch import linear as torch_linear
 from nanocore.kernels.torch.backend import TorchKernels
-from nanocore.worker.cost.model_cost import (
-    AttentionCost,
-    MachineSpeed,
-    ModelCost,
-    chunk_work,
-    decode_work,
-)
+from nanocore.worker.cost.model_cost import AttentionCost, MachineSpeed, ModelCost, step_work
 from nanocore.worker.cost.rank_cost import rank_cost, table_bytes
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.memory.kv_memory import KVLayout
@@ -100,8 +94,8 @@ def test_layers_with_a_window_are_counted_apart(tmp_path: Path) -> None:
         for name in ("sliding_attention", "full_attention")
     )
     assert min(sliding, full) > 0
-    token_bytes = 2 * model.attention.num_kv_heads * model.head_dim * 4
-    flops = 4 * model.attention.num_heads * model.head_dim
+    token_bytes = 2 * model.attention.num_kv_heads * model.attention.head_dim * 4
+    flops = 4 * model.attention.num_heads * model.attention.head_dim
     assert cost_of(folder).attention == [
         AttentionCost(window=0, kv_bytes=full * token_bytes, pair_flops=full * flops),
         AttentionCost(
@@ -200,14 +194,14 @@ def test_columns_are_as_their_numbers() -> None:
 
 
 def test_a_decode_step_reads_weights_once_and_the_context_of_each_row() -> None:
-    work = decode_work(dense(FULL, SLIDING), num_rows=3, context=20)
+    work = step_work(dense(FULL, SLIDING), num_rows=3, end=20)
     assert work.num_bytes == 2400 + 3 * (20 * 40 + 8 * 10)
     assert work.flops == 3 * (2 * 1000 + 2 * 200 + 20 * 100 + 8 * 20)
 
 
 def test_a_prompts_head_is_computed_once_at_its_end() -> None:
     cost = dense(FULL)
-    first, last = chunk_work(cost, 0, 6, False), chunk_work(cost, 6, 10, True)
+    first, last = step_work(cost, 1, 6, 6, samples=False), step_work(cost, 1, 10, 4)
     assert first.flops == 6 * 2000 + 21 * 100
     assert last.flops == 4 * 2000 + (7 + 8 + 9 + 10) * 100 + 400
     assert (first.num_bytes, last.num_bytes) == (2400 + 6 * 40, 2400 + 10 * 40)
@@ -219,7 +213,7 @@ def test_of_experts_a_step_reads_as_many_as_its_tokens_choose() -> None:
     assert cost.read_weight_bytes(1) == 2400 + 16_000 * 2 / 8
     assert cost.read_weight_bytes(2) == 2400 + 16_000 * (1 - (6 / 8) ** 2)
     assert cost.read_weight_bytes(1000) == pytest.approx(2400 + 16_000)
-    assert decode_work(cost, 2, 5).flops == 2 * (2 * (1000 + 2000) + 400)
+    assert step_work(cost, 2, 5).flops == 2 * (2 * (1000 + 2000) + 400)
 
 
 def test_ranks_together_read_and_compute_what_each_does() -> None:
@@ -227,8 +221,8 @@ def test_ranks_together_read_and_compute_what_each_does() -> None:
     whole = ModelCost.joined([one, other])
     assert whole.num_params == 1300
     for context in (5, 50):
-        parts = [decode_work(cost, 4, context) for cost in (one, other)]
-        joined = decode_work(whole, 4, context)
+        parts = [step_work(cost, 4, context) for cost in (one, other)]
+        joined = step_work(whole, 4, context)
         assert joined.num_bytes == sum(part.num_bytes for part in parts)
         assert joined.flops == sum(part.flops for part in parts)
 

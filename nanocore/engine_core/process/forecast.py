@@ -23,8 +23,7 @@ from nanocore.worker.cost.model_cost import (
     MachineSpeed,
     ModelCost,
     StepWork,
-    chunk_work,
-    decode_work,
+    step_work,
 )
 from nanocore.worker.rank_messages import WorkerInfo
 
@@ -157,14 +156,14 @@ class Roofline:
 
     def decode_s(self, num_rows: int, context: int) -> float:
         """Seconds of a step that decodes num_rows rows of this context."""
-        return self._seconds(lambda cost: decode_work(cost, num_rows, context))
+        return self._seconds(lambda cost: step_work(cost, num_rows, context))
 
     def prefill_s(self, num_tokens: int, budget: int) -> float:
         """Seconds of a prompt, in chunks of `budget` tokens."""
 
         def chunk_s(end: int) -> float:
-            start = end - 1 - (end - 1) % budget
-            return self._seconds(lambda cost: chunk_work(cost, start, end, end == num_tokens))
+            count, is_last = (end - 1) % budget + 1, end == num_tokens
+            return self._seconds(lambda cost: step_work(cost, 1, end, count, samples=is_last))
 
         return sum(map(chunk_s, [*range(budget, num_tokens, budget), num_tokens]))
 

@@ -173,28 +173,19 @@ class StepWork(msgspec.Struct, frozen=True):
     flops: float
 
 
-def decode_work(cost: ModelCost, num_rows: int, context: int) -> StepWork:
-    """A step in which every row computes the last of `context` tokens, and samples."""
-    num_bytes = cost.read_weight_bytes(num_rows)
-    flops = num_rows * (cost.token_flops + 2 * cost.head_params)
-    for kind in cost.attention:
-        seen = num_rows * kind.seen(context)
-        num_bytes += seen * kind.kv_bytes
-        flops += seen * kind.pair_flops
-    return StepWork(num_bytes, flops)
+def step_work(
+    cost: ModelCost, num_rows: int, end: int, count: int = 1, *, samples: bool = True
+) -> StepWork:
+    """A step in which every row computes the last `count` of its `end` tokens.
 
-
-def chunk_work(cost: ModelCost, start: int, end: int, samples: bool) -> StepWork:
-    """A step that computes a prompt's tokens from number `start` to `end`.
-
-    samples: the prompt ends with it.
+    samples: and then the next one.
     """
-    count = end - start
-    num_bytes = cost.read_weight_bytes(count)
-    flops = count * cost.token_flops + 2 * cost.head_params * samples
+    num_tokens = num_rows * count
+    num_bytes = cost.read_weight_bytes(num_tokens)
+    flops = num_tokens * cost.token_flops + 2 * num_rows * cost.head_params * samples
     for kind in cost.attention:
-        num_bytes += kind.seen(end, count) * kind.kv_bytes
-        flops += kind.pairs(end, count) * kind.pair_flops
+        num_bytes += num_rows * kind.seen(end, count) * kind.kv_bytes
+        flops += num_rows * kind.pairs(end, count) * kind.pair_flops
     return StepWork(num_bytes, flops)
 
 
