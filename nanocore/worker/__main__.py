@@ -23,6 +23,7 @@ from nanocore.system.cpu_cores import FLOATING
 from nanocore.system.logs import start_log
 from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard
+from nanocore.worker.plan import SchedulerOutput, TokenMasks
 from nanocore.worker.rank_messages import (
     FAILURES,
     AllocateCache,
@@ -31,9 +32,6 @@ from nanocore.worker.rank_messages import (
     Profile,
     RankFailure,
     RankStart,
-    RunStep,
-    SampleStep,
-    StepResult,
     ToRank,
 )
 from nanocore.worker.step.pending_output import PendingOutput
@@ -106,7 +104,7 @@ def serve(
                 output = pending.wait()
                 board.finish(rank, step)
                 if reports:
-                    pipe.send(StepResult(output))
+                    pipe.send(output)
             elif pipe.has_message(_LOOK_AGAIN_S):
                 break
         match pipe.recv():
@@ -115,10 +113,10 @@ def serve(
             case AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len):
                 worker.allocate_kv_cache(num_blocks, max_model_len)
                 pipe.send(Done())
-            case RunStep(plan):
+            case SchedulerOutput() as plan:
                 board.begin(rank, plan.step)
                 begun.append((plan.step, worker.begin(plan)))
-            case SampleStep(masks):
+            case TokenMasks() as masks:
                 begun[-1][1].sample(masks)
             case unexpected:
                 raise AssertionError(f"{type(unexpected).__name__} to a rank that runs")

@@ -39,7 +39,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     num_prompt_logprobs: int = 0
 
 
-class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     """One step's plan, to be applied in this order.
 
     step: counts from 1. group: whose rows take one token each.
@@ -69,7 +69,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     awaits_masks: bool = False
 
 
-class TokenMasks(msgspec.Struct, frozen=True, kw_only=True):
+class TokenMasks(msgspec.Struct, frozen=True, kw_only=True, tag="sample"):
     """Token masks of a step that awaits them.
 
     step: of the plan. rows: int32 column of the rows that may not sample every token; they are
@@ -98,7 +98,7 @@ class RowLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: bytes
 
 
-class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="out"):
     """One step's result. rows: int32 column of the rows that sampled.
 
     token_ids: int32 column, row by row. counts: int32 column, how many tokens each of the rows has;

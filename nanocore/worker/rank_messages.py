@@ -1,9 +1,10 @@
 """What passes through the pipe between an engine and one of its worker processes.
 
 A rank is started with a `RankStart` and loads its weights. On request it profiles and allocates its
-KV cache, and replies to each when it is done; then it runs plans. One rank sends results; every
-rank can send a `RankFailure`, at any time. The same structs configure the worker inside an engine
-of one rank, without a pipe.
+KV cache, and replies to each when it is done; then it runs plans, and samples by masks, which go to
+the ranks of the last stage alone. Its first rank sends each step's output; every rank can send a
+`RankFailure`, at any time. The same structs configure the worker inside an engine of one rank,
+without a pipe.
 """
 
 from __future__ import annotations
@@ -122,24 +123,6 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """Loading or allocating is done."""
 
 
-class RunStep(msgspec.Struct, frozen=True, tag="run"):
-    """Run this plan; the first rank of the last stage replies with a `StepResult`."""
-
-    plan: SchedulerOutput
-
-
-class SampleStep(msgspec.Struct, frozen=True, tag="sample"):
-    """Let the step of the plan that came last sample; to the ranks of the last stage."""
-
-    masks: TokenMasks
-
-
-class StepResult(msgspec.Struct, frozen=True, tag="result"):
-    """A step's output; from the first rank of the last stage."""
-
-    output: ModelRunnerOutput
-
-
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """A rank cannot go on, and exits.
 
@@ -172,5 +155,5 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     rendezvous: str
 
 
-ToRank = RankStart | Profile | AllocateCache | RunStep | SampleStep
-FromRank = Done | WorkerInfo | StepResult | RankFailure
+ToRank = RankStart | Profile | AllocateCache | SchedulerOutput | TokenMasks
+FromRank = Done | WorkerInfo | ModelRunnerOutput | RankFailure

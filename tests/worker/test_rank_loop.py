@@ -21,9 +21,6 @@ from nanocore.worker.rank_messages import (
     FromRank,
     Profile,
     RankFailure,
-    RunStep,
-    SampleStep,
-    StepResult,
     ToRank,
     WorkerInfo,
 )
@@ -86,16 +83,15 @@ class Rank:
     engine: Pipe[FromRank]
 
     def begin(self, step: int, awaits_masks: bool) -> None:
-        plan = make_plan(step=step, num_tokens=1, awaits_masks=awaits_masks)
-        self.engine.send(RunStep(plan))
+        self.engine.send(make_plan(step=step, num_tokens=1, awaits_masks=awaits_masks))
 
     def sample(self, step: int) -> None:
-        self.engine.send(SampleStep(TokenMasks(step=step, rows=b"", words=b"")))
+        self.engine.send(TokenMasks(step=step, rows=b"", words=b""))
 
     def result(self) -> int:
         message = self.engine.recv()
-        assert isinstance(message, StepResult)
-        return message.output.rows[0]
+        assert isinstance(message, ModelRunnerOutput)
+        return message.rows[0]
 
 
 @pytest.fixture
@@ -165,14 +161,14 @@ def test_messages_arrive_as_they_were_sent_and_in_order(pipes: Pipes) -> None:
     orders = (
         Profile(),
         AllocateCache(num_blocks=5, max_model_len=9),
-        RunStep(large_plan()),
+        large_plan(),
     )
     for message in orders:
         engine.send(message)
     assert tuple(rank.recv() for _ in orders) == orders
     answers = (
         Done(),
-        StepResult(ModelRunnerOutput(rows=b"\0\0\0\0", token_ids=b"\1\0\0\0")),
+        ModelRunnerOutput(rows=b"\0\0\0\0", token_ids=b"\1\0\0\0"),
         RankFailure(kind="memory", message="no more", traceback="line\n"),
         WorkerInfo(
             device="cpu", dtype="float32", kernels="torch", weight_bytes=1, kv_block_bytes=2,
@@ -186,14 +182,14 @@ def test_messages_arrive_as_they_were_sent_and_in_order(pipes: Pipes) -> None:
 
 def test_a_message_larger_than_the_sockets_buffer_arrives_whole(pipes: Pipes) -> None:
     engine, rank = pipes
-    sender = threading.Thread(target=engine.send, args=(RunStep(large_plan(5_000_000)),))
+    sender = threading.Thread(target=engine.send, args=(large_plan(5_000_000),))
     sender.start()
     message = rank.recv()
     sender.join()
-    assert message == RunStep(large_plan(5_000_000))
+    assert message == large_plan(5_000_000)
 
 
-@pytest.mark.parametrize("sent", [b"", encode_frame(RunStep(large_plan()))[:-1]])
+@pytest.mark.parametrize("sent", [b"", encode_frame(large_plan())[:-1]])
 def test_a_closed_end_is_the_end_of_file_even_within_a_message(pipes: Pipes, sent: bytes) -> None:
     engine, rank = pipes
     engine.send_some(memoryview(sent))
@@ -206,4 +202,4 @@ def test_sending_to_a_closed_end_is_an_error(pipes: Pipes) -> None:
     engine, rank = pipes
     rank.close()
     with pytest.raises(OSError, match="Broken pipe"):
-        engine.send(RunStep(large_plan()))
+        engine.send(large_plan())

@@ -42,9 +42,6 @@ from nanocore.worker.rank_messages import (
     Profile,
     RankFailure,
     RankStart,
-    RunStep,
-    SampleStep,
-    StepResult,
     ToRank,
     WorkerConfig,
     WorkerInfo,
@@ -173,18 +170,18 @@ class ProcessExecutor:
         assert self._awaiting is None, f"step {plan.step}: the one before it awaits masks"
         self._steps.append(plan.step)
         self._awaiting = plan.step if plan.awaits_masks else None
-        self._send(RunStep(plan))
+        self._send(plan)
 
     def sample(self, masks: TokenMasks) -> None:
         assert masks.step == self._awaiting, f"masks of step {masks.step}, not {self._awaiting}"
         self._awaiting = None
-        self._send(SampleStep(masks), self._ranks[-self.config.tensor_parallel_size :])
+        self._send(masks, self._ranks[-self.config.tensor_parallel_size :])
 
     def collect(self) -> ModelRunnerOutput:
         _, message = self._receive()
-        assert isinstance(message, StepResult), message
+        assert isinstance(message, ModelRunnerOutput), message
         self._steps.popleft()
-        return message.output
+        return message
 
     def blame(self) -> str:
         """Names the rank that keeps the others waiting: of the first stage that is behind, the one
