@@ -291,12 +291,9 @@ def _eos_token_ids(
 
 
 def _ids(settings: Settings) -> list[int] | None:
-    name = "eos_token_id"
-    if not settings.has(name):
-        return None
-    if not isinstance(settings.values[name], list):
-        return [settings.get(name, int, 0)]
-    ids = settings.get(name, list[int], [])
-    if len(ids) > _MAX_EOS_IDS:
-        raise settings.error(name, f"has {len(ids)} ids, and may have {_MAX_EOS_IDS}")
+    ids = settings.get("eos_token_id", list[int] | int, None)  # type: ignore[arg-type]
+    if isinstance(ids, int):
+        return [ids]
+    if ids is not None and len(ids) > _MAX_EOS_IDS:
+        raise settings.error("eos_token_id", f"has {len(ids)} ids, and may have {_MAX_EOS_IDS}")
     return ids

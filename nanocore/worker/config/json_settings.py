@@ -139,6 +139,12 @@ class Settings:
         """The setting, or the default where it is absent or null."""
         return self._convert(name, kind) if self.has(name) else default
 
+    def required(self, name: str, kind: type[T]) -> T:
+        """The setting. Raises ModelFileError: it is absent or null."""
+        if not self.has(name):
+            raise ModelFileError(f"{self.source}: {self._full(name)} is missing")
+        return self._convert(name, kind)
+
     def nullable(self, name: str, kind: type[T], default: T | None) -> T | None:
         """The setting, None where it is null, or the default where it is absent."""
         if not self.is_set(name):
@@ -156,9 +162,7 @@ class Settings:
 
     def size(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
         """An integer from 1 to `most`; required where there is no default."""
-        value = self.get(name, int, default)
-        if value is None:
-            raise ModelFileError(f"{self.source}: {self._full(name)} is missing")
+        value = self.required(name, int) if default is None else self.get(name, int, default)
         return self.within(name, value, Range(1, most))
 
     def within(self, name: str, value: N, limits: Range) -> N:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +20,7 @@ import msgspec
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.protocol.messages import ModelFileName
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.loading.gguf.gguf_files import SUFFIX, first_file, is_model
 from nanocore.worker.models import ARCHITECTURES
 
@@ -213,10 +213,10 @@ def _is_supported(folder: Path) -> bool:
     if next(folder.glob("*.safetensors"), None) is None:
         return False
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-        return not ARCHITECTURES.keys().isdisjoint(config["architectures"])
-    except (OSError, ValueError, KeyError, TypeError):
+        names = Settings.read(folder / "config.json").get("architectures", list[str], [])
+    except ModelFileError:
         return False
+    return not ARCHITECTURES.keys().isdisjoint(names)
 
 
 def quantization_of(name: str) -> str:

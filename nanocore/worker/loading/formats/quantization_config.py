@@ -12,7 +12,6 @@ from typing import Final, TypeVar
 
 import torch
 
-from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.json_settings import MAX_SIZE, Range, Settings
 from nanocore.worker.loading.checkpoint import CheckpointTensor
 from nanocore.worker.loading.formats.packed_groups import MIN_GROUP
@@ -27,11 +26,9 @@ def group_size(settings: Settings) -> int:
     Raises ModelFileError: no group has such a size.
     """
     name = "group_size"
-    size = settings.get(name, int, 0)
+    size = settings.required(name, int)
     if size == -1:
         return size
-    if not settings.has(name):
-        raise ModelFileError(f"{settings.source}: {settings.name}.{name} is missing")
     settings.within(name, size, Range(MIN_GROUP, MAX_SIZE))
     if size % MIN_GROUP:
         raise settings.error(name, f"must be -1 or a multiple of {MIN_GROUP}")
@@ -49,9 +46,7 @@ def refuse_unless(
 
     Raises ModelFileError: it has another, or is missing and required.
     """
-    if required and not settings.has(name):
-        raise ModelFileError(f"{settings.source}: {settings.name}.{name} is missing")
-    value = settings.get(name, kind, served[0])
+    value = settings.required(name, kind) if required else settings.get(name, kind, served[0])
     if value not in served:
         known = " or ".join(str(known) for known in served)
         raise settings.error(name, f"is not served: {known} is")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from nanocore.protocol.errors import ModelFileError, shorten
+from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.loading.gguf.architectures import (
     ARCHITECTURES,
@@ -36,77 +36,34 @@ _NO_MATTER: Final = frozenset(
 """Said elsewhere too, or of uses other than generating."""
 
 
-class Metadata:
-    """Settings without their architecture's name before them.
-
-    path: of the file. architecture: see `ARCHITECTURES`.
-    """
+class Metadata(Settings):
+    """Settings by names without their architecture's before them; it is one of `ARCHITECTURES`."""
 
     def __init__(self, header: Header) -> None:
-        self.path: Path = header.path
         self.architecture = architecture_name(header)
-        prefix = f"{self.architecture}."
-        self._values = {
-            key.removeprefix(prefix): value
-            for key, value in header.metadata.items()
-            if key.startswith(prefix)
-        }
-        self._taken: set[str] = set()
+        prefix, items = f"{self.architecture}.", header.metadata.items()
+        values = {key.removeprefix(prefix): value for key, value in items if key.startswith(prefix)}
+        super().__init__(header.path, values, self.architecture)
 
-    def has(self, name: str) -> bool:
-        """Whether it is there."""
-        self._taken.add(name)
-        return name in self._values
-
-    def size(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None) -> int:
         """An integer; where there is one for each layer, that of all. config.json's reader checks
         its range."""
-        value = self._take(name, default)
-        if isinstance(value, list) and value and value.count(value[0]) == len(value):
-            value = value[0]
-        if isinstance(value, bool) or not isinstance(value, int):
+        kind: Any = list[int] | int
+        value = self.required(name, kind) if default is None else self.get(name, kind, default)
+        values = {value} if isinstance(value, int) else {*value}
+        if len(values) != 1:
             raise self.error(name, "is not one integer, and only models of equal layers are served")
-        return value
+        return values.pop()
 
-    def number(self, name: str, default: float | None = None) -> float:
-        value = self._take(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(name, "is no number")
-        return float(value)
-
-    def text(self, name: str, default: str) -> str:
-        value = self._take(name, default)
-        if not isinstance(value, str):
-            raise self.error(name, "is no text")
-        return value
-
-    def flags(self, name: str) -> list[bool] | None:
-        value = self._take(name, []) or None
-        if value is not None and not (
-            isinstance(value, list) and all(isinstance(flag, bool) for flag in value)
-        ):
-            raise self.error(name, "is no list of booleans, one for each layer")
-        return value
-
-    def expect(self, name: str, value: Any, *, default: Any, unless: bool = False) -> None:
-        if self._take(name, default) != value and not unless:
+    def expect(self, name: str, value: Any, *, unless: bool = False) -> None:
+        """Refuse any other value than this."""
+        if self.is_set(name) and self.values[name] != value and not unless:
             raise self.error(name, f"is not served: only {value} is")
 
-    def check_all_taken(self) -> None:
-        for name in self._values:
-            if name not in self._taken and name not in _NO_MATTER:
+    def check_all_read(self) -> None:
+        for name in self.values:
+            if not self.was_read(name) and name not in _NO_MATTER:
                 raise self.error(name, "is a setting that is not served")
-
-    def error(self, name: str, why: str) -> ModelFileError:
-        value = shorten(repr(self._values.get(name)))
-        return ModelFileError(f"{self.path}: {self.architecture}.{shorten(name)} = {value} {why}")
-
-    def _take(self, name: str, default: Any) -> Any:
-        self._taken.add(name)
-        value = self._values.get(name, default)
-        if value is None:
-            raise ModelFileError(f"{self.path}: {self.architecture}.{name} is missing")
-        return value
 
 
 _MAX_FACTORS: Final = 4096
@@ -117,39 +74,40 @@ def rope_settings(metadata: Metadata, headers: list[Header]) -> dict[str, Any]:
 
     Raises ModelFileError: a kind of stretching that is not served.
     """
-    settings: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base", 10_000.0)}
+    settings: dict[str, Any] = {"rope_theta": metadata.get("rope.freq_base", float, 10_000.0)}
     shared, long, short = (_factors(headers, name) for name in ROPE_FACTORS)
-    length = metadata.size("context_length")
-    original = metadata.size("rope.scaling.original_context_length", length)
+    length = metadata.integer("context_length")
+    original = metadata.integer("rope.scaling.original_context_length", length)
     scaling = _scaling(metadata, original)
     if long and short:
         scaling = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
         scaling["original_max_position_embeddings"] = original
-        scaling["attention_factor"] = metadata.number("rope.scaling.attn_factor", 1.0)
+        scaling["attention_factor"] = metadata.get("rope.scaling.attn_factor", float, 1.0)
     elif shared:
         if scaling:
             raise ModelFileError(
-                f"{metadata.path}: rope_freqs together with rope.scaling.type is not served"
+                f"{metadata.source}: rope_freqs together with rope.scaling.type is not served"
             )
         # Llama 3's: whatever stretched a pair, its factor is there for every length.
         scaling = {"rope_type": "longrope", "long_factor": shared, "short_factor": shared}
         scaling |= {"original_max_position_embeddings": length, "attention_factor": 1.0}
-    metadata.expect("rope.scaling.attn_factor", 1.0, default=1.0, unless=bool(long))
+    metadata.expect("rope.scaling.attn_factor", 1.0, unless=bool(long))
     return settings | ({"rope_scaling": scaling} if scaling else {})
 
 
 def _scaling(metadata: Metadata, original: int) -> dict[str, Any]:
-    kind = metadata.text("rope.scaling.type", "none")
-    factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0))
+    kind = metadata.get("rope.scaling.type", str, "none")
+    linear = metadata.get("rope.scale_linear", float, 1.0)
+    factor = metadata.get("rope.scaling.factor", float, linear)
     if kind == "yarn":
-        metadata.expect("rope.scaling.yarn_attn_factor", 1.0, default=1.0)
-        metadata.expect("rope.scaling.yarn_ext_factor", 1.0, default=1.0)
+        metadata.expect("rope.scaling.yarn_attn_factor", 1.0)
+        metadata.expect("rope.scaling.yarn_ext_factor", 1.0)
         return {
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": original,
-            "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
-            "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
+            "beta_fast": metadata.get("rope.scaling.yarn_beta_fast", float, 32.0),
+            "beta_slow": metadata.get("rope.scaling.yarn_beta_slow", float, 1.0),
         }
     if kind not in ("none", "linear", "longrope"):
         raise metadata.error("rope.scaling.type", "is not served; known: linear, longrope, yarn")
@@ -191,7 +149,7 @@ def config_settings(first: Path) -> Settings:
     headers = read_headers(first)
     metadata = Metadata(headers[0])
     family = ARCHITECTURES[metadata.architecture]
-    is_sparse = metadata.has("expert_count") and metadata.size("expert_count") > 0
+    is_sparse = metadata.has("expert_count") and metadata.integer("expert_count") > 0
     class_name = family.sparse_class if is_sparse else family.class_name
     if not class_name:
         raise metadata.error("expert_count", "is not served for this architecture")
@@ -203,10 +161,10 @@ def config_settings(first: Path) -> Settings:
     }
     if (read := _READERS.get(metadata.architecture)) is not None:
         values |= read(metadata, values)
-    metadata.expect("attention.causal", True, default=True)
-    metadata.expect("nextn_predict_layers", 0, default=0)
-    metadata.expect("expert_used_count", 0, default=0, unless=is_sparse)
-    metadata.check_all_taken()
+    metadata.expect("attention.causal", True)
+    metadata.expect("nextn_predict_layers", 0)
+    metadata.expect("expert_used_count", 0, unless=is_sparse)
+    metadata.check_all_read()
     return Settings(f"{first} (settings as config.json has them)", values)
 
 
@@ -226,25 +184,25 @@ def generation_values(first: Path, vocabulary: GgufVocabulary | None) -> dict[st
 def _sizes(metadata: Metadata, headers: list[Header]) -> dict[str, Any]:
     embedding = find_tensor(headers, "token_embd.weight")
     if embedding is None:
-        raise ModelFileError(f"{metadata.path}: token_embd.weight is missing")
-    num_heads, hidden_size = metadata.size("attention.head_count"), embedding.shape[-1]
-    if metadata.size("embedding_length") != hidden_size:
+        raise ModelFileError(f"{metadata.source}: token_embd.weight is missing")
+    num_heads, hidden_size = metadata.integer("attention.head_count"), embedding.shape[-1]
+    if metadata.integer("embedding_length") != hidden_size:
         raise metadata.error("embedding_length", f"and token_embd.weight has {hidden_size}")
-    head_dim = metadata.size("attention.key_length", hidden_size // max(1, num_heads))
-    if metadata.size("attention.value_length", head_dim) != head_dim:
+    head_dim = metadata.integer("attention.key_length", hidden_size // max(1, num_heads))
+    if metadata.integer("attention.value_length", head_dim) != head_dim:
         raise metadata.error("attention.value_length", f"is not attention.key_length, {head_dim}")
-    rotary_dim = metadata.size("rope.dimension_count", head_dim)
+    rotary_dim = metadata.integer("rope.dimension_count", head_dim)
     partial = {"partial_rotary_factor": rotary_dim / head_dim} if head_dim != rotary_dim else {}
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.size("feed_forward_length"),
-        "num_hidden_layers": metadata.size("block_count"),
+        "intermediate_size": metadata.integer("feed_forward_length"),
+        "num_hidden_layers": metadata.integer("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.size("attention.head_count_kv", num_heads),
+        "num_key_value_heads": metadata.integer("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "max_position_embeddings": metadata.size("context_length"),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": metadata.integer("context_length"),
+        "rms_norm_eps": metadata.required("attention.layer_norm_rms_epsilon", float),
         "tie_word_embeddings": find_tensor(headers, "output.weight") is None,
         "attention_bias": has_bias(headers, "attn_q") or has_bias(headers, "attn_qkv"),
         "mlp_bias": has_bias(headers, "ffn_up"),
@@ -270,23 +228,23 @@ def _dtype(headers: list[Header]) -> str:
 
 
 def _experts(metadata: Metadata) -> dict[str, Any]:
-    metadata.expect("expert_gating_func", 1, default=1)  # softmax
-    metadata.expect("expert_weights_scale", 1.0, default=1.0)
-    intermediate_size = metadata.size("feed_forward_length")
-    num_chosen = metadata.size("expert_used_count")
+    metadata.expect("expert_gating_func", 1)  # softmax
+    metadata.expect("expert_weights_scale", 1.0)
+    intermediate_size = metadata.integer("feed_forward_length")
+    num_chosen = metadata.integer("expert_used_count")
     if metadata.architecture == "llama":
         return {
-            "num_local_experts": metadata.size("expert_count"),
+            "num_local_experts": metadata.integer("expert_count"),
             "num_experts_per_tok": num_chosen,
         }
     is_shared = metadata.architecture == "qwen2moe"
-    metadata.expect("expert_weights_norm", not is_shared, default=not is_shared)
-    shared_size = metadata.size("expert_shared_feed_forward_length", intermediate_size)
+    metadata.expect("expert_weights_norm", not is_shared)
+    shared_size = metadata.integer("expert_shared_feed_forward_length", intermediate_size)
     return {
-        "num_experts": metadata.size("expert_count"),
+        "num_experts": metadata.integer("expert_count"),
         "num_experts_per_tok": num_chosen,
         "norm_topk_prob": not is_shared,
-        "moe_intermediate_size": metadata.size(
+        "moe_intermediate_size": metadata.integer(
             "expert_feed_forward_length", intermediate_size // max(1, num_chosen)
         ),
         **({"shared_expert_intermediate_size": shared_size} if is_shared else {}),
@@ -297,21 +255,20 @@ def _gemma2(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
     # llama.cpp tells by the number of layers which model divides by another root.
     return {
         "query_pre_attn_scalar": _query_divisor(values, num_layers=46),
-        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
-        "sliding_window": metadata.size("attention.sliding_window", 4096),
+        "attn_logit_softcapping": metadata.get("attn_logit_softcapping", float, 50.0),
+        "final_logit_softcapping": metadata.get("final_logit_softcapping", float, 30.0),
+        "sliding_window": metadata.integer("attention.sliding_window", 4096),
     }
 
 
 def _gemma3(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "query_pre_attn_scalar": _query_divisor(values, num_layers=62),
-        "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
-        "sliding_window": metadata.size("attention.sliding_window"),
+        "rope_local_base_freq": metadata.get("rope.freq_base_swa", float, 10_000.0),
+        "sliding_window": metadata.integer("attention.sliding_window"),
+        "final_logit_softcapping": metadata.get("final_logit_softcapping", float, None),
     }
-    if metadata.has("final_logit_softcapping"):
-        settings["final_logit_softcapping"] = metadata.number("final_logit_softcapping")
-    if flags := metadata.flags("attention.sliding_window_pattern"):
+    if flags := metadata.get("attention.sliding_window_pattern", list[bool], []):
         names = ("full_attention", "sliding_attention")
         settings["layer_types"] = [names[flag] for flag in flags]
     return settings
@@ -326,22 +283,21 @@ def _query_divisor(values: dict[str, Any], num_layers: int) -> int:
 
 def _phi3(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
     length = values["max_position_embeddings"]
+    original = metadata.integer("rope.scaling.original_context_length", length)
     return {
-        "sliding_window": metadata.size("attention.sliding_window", 0) or None,
-        "original_max_position_embeddings": metadata.size(
-            "rope.scaling.original_context_length", length
-        ),
+        "sliding_window": metadata.integer("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": original,
     }
 
 
 def _granite(metadata: Metadata, _values: dict[str, Any]) -> dict[str, Any]:
     head_dim = _values["head_dim"]
-    metadata.expect("rope.scaling.finetuned", True, default=True)  # else heads do not rotate
+    metadata.expect("rope.scaling.finetuned", True)  # else heads do not rotate
     return {
-        "attention_multiplier": metadata.number("attention.scale", head_dim**-0.5),
-        "embedding_multiplier": metadata.number("embedding_scale", 1.0),
-        "residual_multiplier": metadata.number("residual_scale", 1.0),
-        "logits_scaling": metadata.number("logit_scale", 1.0),
+        "attention_multiplier": metadata.get("attention.scale", float, head_dim**-0.5),
+        "embedding_multiplier": metadata.get("embedding_scale", float, 1.0),
+        "residual_multiplier": metadata.get("residual_scale", float, 1.0),
+        "logits_scaling": metadata.get("logit_scale", float, 1.0),
     }
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path, PurePath
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
-from nanocore.protocol.errors import ModelFileError, shorten
+from nanocore.protocol.errors import ModelFileError, quoted, shorten
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.loading.gguf.header import Header, read_header
 
 SUFFIX: Final = ".gguf"
@@ -93,7 +94,7 @@ def _check_split(first: Path, headers: list[Header], count: int) -> None:
         for tensor in header.tensors:
             if tensor.name in names:
                 raise ModelFileError(
-                    f"{header.path}: tensor {shorten(repr(tensor.name))} is also in "
+                    f"{header.path}: tensor {quoted(tensor.name)} is also in "
                     f"{names[tensor.name].name}: download the model again"
                 )
             names[tensor.name] = header.path
@@ -106,7 +107,4 @@ def _check_split(first: Path, headers: list[Header], count: int) -> None:
 
 
 def _setting(header: Header, key: str, default: int) -> int:
-    value: Any = header.metadata.get(key, default)
-    if not isinstance(value, int):
-        raise ModelFileError(f"{header.path}: {key} = {shorten(repr(value))} is not a number")
-    return value
+    return Settings(header.path, header.metadata).get(key, int, default)

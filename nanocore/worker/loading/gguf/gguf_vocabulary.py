@@ -7,7 +7,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
 
-from nanocore.protocol.errors import ModelFileError, shorten
+from nanocore.protocol.errors import ModelFileError, quoted
+from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.loading.gguf.header import read_vocabulary
 
 _MAX_TOKEN_CHARS: Final = 1024
@@ -62,11 +63,11 @@ class GgufVocabulary:
     @classmethod
     def read(cls, path: Path) -> GgufVocabulary:
         """A file's. Raises ModelFileError: it is damaged."""
-        values = read_vocabulary(path)
-        tokens = _take(path, values, "tokenizer.ggml.tokens", list, [])
+        said = Settings(path, read_vocabulary(path))
+        tokens = said.get("tokenizer.ggml.tokens", list[str], [])
         _check_tokens(path, tokens)
         ids = {
-            name: _take(path, values, f"tokenizer.ggml.{key}_token_id", int, -1)
+            name: said.get(f"tokenizer.ggml.{key}_token_id", int, -1)
             for name, key in (
                 ("bos", "bos"), ("eos", "eos"), ("eot", "eot"), ("eom", "eom"),
                 ("unk", "unknown"), ("pad", "padding"),
@@ -79,9 +80,10 @@ class GgufVocabulary:
                     f"{len(tokens)} tokens: a text would never end; download it again"
                 )
         normal = [int(TokenType.NORMAL)] * len(tokens)
-        types = _take(path, values, "tokenizer.ggml.token_type", list, normal)
-        num_default = 0 if values.get("tokenizer.ggml.model") == "llama" else len(tokens)
-        scores = _take(path, values, "tokenizer.ggml.scores", list, [0.0] * num_default)
+        types = said.get("tokenizer.ggml.token_type", list[int], normal)
+        model = said.get("tokenizer.ggml.model", str, "")
+        unscored = [0.0] * (0 if model == "llama" else len(tokens))
+        scores = said.get("tokenizer.ggml.scores", list[float], unscored)
         if not len(tokens) == len(types) == len(scores):
             raise ModelFileError(
                 f"{path}: tokenizer.ggml has {len(tokens)} tokens, {len(types)} types and "
@@ -89,18 +91,18 @@ class GgufVocabulary:
             )
         return cls(
             path=path,
-            architecture=_take(path, values, "general.architecture", str, ""),
-            model=_take(path, values, "tokenizer.ggml.model", str, ""),
-            pre=_take(path, values, "tokenizer.ggml.pre", str, ""),
+            architecture=said.get("general.architecture", str, ""),
+            model=model,
+            pre=said.get("tokenizer.ggml.pre", str, ""),
             tokens=tokens,
             types=types,
             scores=scores,
-            merges=_take(path, values, "tokenizer.ggml.merges", list, []),
+            merges=said.get("tokenizer.ggml.merges", list[str], []),
             ids={name: i for name, i in ids.items() if 0 <= i < len(tokens)},
-            add_bos=_take(path, values, "tokenizer.ggml.add_bos_token", bool, None),
-            add_eos=_take(path, values, "tokenizer.ggml.add_eos_token", bool, None),
-            add_space_prefix=_take(path, values, "tokenizer.ggml.add_space_prefix", bool, None),
-            templates=_templates(values),
+            add_bos=said.get("tokenizer.ggml.add_bos_token", bool, None),
+            add_eos=said.get("tokenizer.ggml.add_eos_token", bool, None),
+            add_space_prefix=said.get("tokenizer.ggml.add_space_prefix", bool, None),
+            templates=_templates(said.values),
         )
 
 
@@ -112,9 +114,7 @@ def end_token_ids(vocabulary: GgufVocabulary) -> list[int]:
     return list(dict.fromkeys(named + known))
 
 
-def _check_tokens(path: Path, tokens: list[Any]) -> None:
-    if not all(isinstance(token, str) for token in tokens):
-        raise ModelFileError(f"{path}: tokenizer.ggml.tokens are not strings")
+def _check_tokens(path: Path, tokens: list[str]) -> None:
     longest = max(tokens, key=len, default="")
     num_chars = sum(map(len, tokens))
     if len(longest) > _MAX_TOKEN_CHARS or num_chars > _MAX_CHARS:
@@ -127,7 +127,7 @@ def _check_tokens(path: Path, tokens: list[Any]) -> None:
         seen: set[str] = set()
         twice = next(token for token in texts if token in seen or seen.add(token))  # type: ignore[func-returns-value]
         raise ModelFileError(
-            f"{path}: the token {shorten(repr(twice))} occurs twice in tokenizer.ggml.tokens"
+            f"{path}: the token {quoted(twice)} occurs twice in tokenizer.ggml.tokens"
         )
 
 
@@ -136,12 +136,3 @@ def _templates(values: dict[str, Any]) -> dict[str, str]:
     found = {key.removeprefix(prefix): v for key, v in values.items() if key.startswith(prefix)}
     found["default"] = values.get("tokenizer.chat_template")
     return {name: text for name, text in found.items() if isinstance(text, str)}
-
-
-def _take(path: Path, values: dict[str, Any], key: str, kind: type, default: Any) -> Any:
-    value = values.get(key, default)
-    if value is not default and not isinstance(value, kind):
-        raise ModelFileError(
-            f"{path}: {key} = {shorten(repr(value))} is not of type {kind.__name__}"
-        )
-    return value

@@ -89,7 +89,7 @@ _PHI_3_UNSTRIPPED: Final = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def make_tokenizer_json(vocabulary: GgufVocabulary) -> bytes:
-    """The content of the file.
+    """The content of the file, without what has the format's defaults.
 
     Raises ModelFileError: a kind of tokenizer that is not served, or a damaged one.
     """
@@ -140,7 +140,7 @@ def _byte_level(vocabulary: GgufVocabulary) -> dict[str, Any]:
 
 
 def _pair(vocabulary: GgufVocabulary, merge: str, known: set[str]) -> tuple[str, str]:
-    end = merge.find(" ", 1) if isinstance(merge, str) else -1
+    end = merge.find(" ", 1)
     if end < 0:
         raise ModelFileError(
             f"{vocabulary.path}: tokenizer.ggml.merges has {shorten(repr(merge))}, which is not a "
@@ -255,13 +255,6 @@ def _model(vocabulary: GgufVocabulary, merges: list[tuple[str, str]]) -> dict[st
     pairs = zip(vocabulary.tokens, vocabulary.types, strict=True)
     return {
         "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
         # Added tokens too: `tokenizers` then leaves them their ids.
         "vocab": {
             token: i for i, (token, kind) in enumerate(pairs) if token and kind != TokenType.UNUSED
@@ -291,8 +284,6 @@ def _common(vocabulary: GgufVocabulary) -> dict[str, Any]:
     after = [vocabulary.ids["eos"]] if vocabulary.add_eos and "eos" in vocabulary.ids else []
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": added,
         "post_processor": _template(vocabulary, before, after) if before or after else None,
     }
