@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from nanocore.protocol.errors import ModelFileError, shorten
+from nanocore.protocol.errors import ModelFileError, quoted, shorten
 from nanocore.worker.config.json_settings import MAX_INDEX_BYTES, note_oddity, read_json
 from nanocore.worker.loading.gguf.architectures import gguf_tensors
 from nanocore.worker.loading.gguf.gguf_files import is_gguf
@@ -57,11 +57,6 @@ class _Entry(msgspec.Struct):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
-
-
-def quoted(name: str) -> str:
-    """A tensor's or file's name as messages show it, whatever a file makes of it."""
-    return shorten(repr(name))
 
 
 def all_tensors(folder: Path) -> list[CheckpointTensor]:

@@ -34,18 +34,15 @@ def fill_dummy_weights(entries: Entries, seed: int = 0) -> None:
     unfilled = PendingOwners(part.owner for entry in entries.values() for part in entry.parts)
     for name, entry in entries.items():
         assert entry.dtype is None, f"{name} is no float"
-        std, mean = _std_and_mean(name, entry.shape)
+        if name.endswith("bias"):
+            std, mean = _BIAS_STD, 0.0
+        elif len(entry.shape) < 2:
+            std, mean = _NORM_STD, 1.0
+        else:
+            std, mean = 1 / math.sqrt(entry.shape[-1]), 0.0
         for part in entry.parts:
             _fill(part, entry.shape, (seed, zlib.crc32(name.encode())), std, mean)
             unfilled.count_filled(part.owner)
-
-
-def _std_and_mean(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
-    if name.endswith("bias"):
-        return _BIAS_STD, 0.0
-    if len(shape) < 2:
-        return _NORM_STD, 1.0
-    return 1 / math.sqrt(shape[-1]), 0.0
 
 
 def _fill(

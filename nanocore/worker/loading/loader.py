@@ -27,8 +27,8 @@ import xxhash
 from torch import Tensor
 from tqdm import tqdm
 
-from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.loading.checkpoint import CheckpointTensor, quoted, stored_tensors
+from nanocore.protocol.errors import ModelFileError, quoted
+from nanocore.worker.loading.checkpoint import CheckpointTensor, stored_tensors
 from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.gguf.gguf_format import put_biases_back
 from nanocore.worker.loading.model_folder import display_name

@@ -20,9 +20,9 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from nanocore.protocol.errors import ModelFileError
+from nanocore.protocol.errors import ModelFileError, quoted
 from nanocore.worker.config.json_settings import Range, Settings
-from nanocore.worker.loading.checkpoint import CheckpointTensor, quoted, read_header
+from nanocore.worker.loading.checkpoint import CheckpointTensor, read_header
 from nanocore.worker.loading.formats.patterns import MAX_REGEXES, Pattern
 from nanocore.worker.loading.weights import (
     FLOATS,
@@ -172,12 +172,12 @@ def _patterns(settings: Settings, name: str, texts: list[str]) -> list[Pattern]:
 
 def _is_among(module: str, names: list[str] | Pattern) -> bool:
     if isinstance(names, Pattern):
-        return names.matches(module)
+        return names.match(module) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
 def _first_that_fits(values: list[tuple[Pattern, T]], module: str, default: T) -> T:
-    return next((value for pattern, value in values if pattern.matches(module)), default)
+    return next((value for pattern, value in values if pattern.match(module)), default)
 
 
 _FILE: Final = "adapter_model.safetensors"

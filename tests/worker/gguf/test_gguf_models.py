@@ -42,7 +42,7 @@ def original(name: str) -> Any:
 
 
 def weights(path: Path, config: ModelConfig) -> dict[str, Tensor]:
-    stored_format = GgufFormat(path, config.head_dim, torch.float32)
+    stored_format = GgufFormat(path, config.attention.head_dim, torch.float32)
     content = path.read_bytes()
     found = {}
     dtypes = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
@@ -52,8 +52,8 @@ def weights(path: Path, config: ModelConfig) -> dict[str, Tensor]:
         module, _, kind = tensor.name.rpartition(".")
         if kind == "blocks":
             kinds = stored_format._tensors[module].type
-            columns = tensor.shape[1] // kinds.block_bytes * kinds.block_numel
-            whole = Projection.whole(module, tensor.shape[0], columns)
+            shape = len(values), tensor.shape[1] // kinds.block_bytes * kinds.block_numel
+            whole = Projection(module, shape, slice(0, shape[0]), slice(0, shape[1]))
             stored = stored_format.projection(whole)
             assert stored is not None
             weight = stored.unpack({"blocks": values})
@@ -232,5 +232,5 @@ def test_ranks_cut_between_blocks_or_are_told_what_fits(columns: slice) -> None:
     start = columns.start // 32 * 34
     assert stored.slots["blocks"].index == (slice(0, 256), slice(start, start + 4 * 34))
     k = GgufFormat(CHECKPOINTS / "llama-q4_k_m.gguf", 64, torch.float32)
-    with pytest.raises(ConfigError, match=r"1 blocks of 256 inputs \(Q.*sizes that can: 1$"):
+    with pytest.raises(ConfigError, match=r"in blocks of 256 inputs \(Q.*this layer: 1$"):
         k.projection(kept)

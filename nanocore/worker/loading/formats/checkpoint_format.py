@@ -106,16 +106,12 @@ def read_weight_format(settings: Settings, stored: Mapping[str, CheckpointTensor
         "fp8": Fp8Format.read,
     }
     method = settings.get("quant_method", str, "")
-    if method not in readers:
-        raise _with_remedy(settings.error("quant_method", "is not served"))
     try:
+        if method not in readers:
+            raise settings.error("quant_method", "is not served")
         return readers[method](settings, CheckpointTensors(stored))
     except ModelFileError as error:
-        raise _with_remedy(error) from None
-
-
-def _with_remedy(error: ModelFileError) -> ModelFileError:
-    return ModelFileError(
-        f"{error}; quantized checkpoints that are served: {SERVED}. Or use the model's unquantized "
-        "checkpoint with --quantization int4"
-    )
+        raise ModelFileError(
+            f"{error}; quantized checkpoints that are served: {SERVED}. Or use the model's "
+            "unquantized checkpoint with --quantization int4"
+        ) from None

@@ -29,7 +29,7 @@ from nanocore.worker.loading.formats.packed_groups import (
     words,
     zeros_or_none,
 )
-from nanocore.worker.loading.formats.patterns import MAX_PATTERNS, NameList
+from nanocore.worker.loading.formats.patterns import NameList
 from nanocore.worker.loading.formats.quantization_config import (
     CheckpointTensors,
     aliases,
@@ -110,8 +110,6 @@ class CompressedTensorsFormat:
 def _read_group(groups: Settings, name: str, default_format: Any) -> _Group:
     group = groups.section(name)
     targets = group.get("targets", list[str], [])
-    if len(targets) > MAX_PATTERNS:
-        raise group.error("targets", f"has {len(targets)} names, and may have {MAX_PATTERNS}")
     own_format = group.values.get("format") or default_format
     scheme = _read_scheme(group.with_values(group.values | {"format": own_format}))
     listed = NameList(f"{group.source}: {group.name}.targets", targets)

@@ -127,7 +127,7 @@ class GptqFormat:
         if not self.stored.has(f"{name}.qweight"):
             return None
         for pattern, scheme in self.dynamic:
-            if any(pattern.matches(alias) for alias in aliases(name)):
+            if any(pattern.match(alias) for alias in aliases(name)):
                 return scheme
         return self.scheme
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from nanocore.protocol.errors import ModelFileError, shorten
 
 MAX_CHARS: Final = 4096
-MAX_PATTERNS: Final = 100_000
+_MAX_NAMES: Final = 100_000
 """Module names as they are, for which models with experts have long lists."""
 MAX_REGEXES: Final = 1024
 _MAX_REPETITIONS: Final = 10_000
@@ -44,12 +44,11 @@ class Pattern:
         except Exception as error:  # besides regex.error some of Python's own
             raise self._error(f"cannot be read: {error}") from None
 
-    def matches(self, name: str) -> bool:
-        """Whether a name begins so. Raises ModelFileError: that is not found out in time."""
-        return self.match(name) is not None
-
     def match(self, name: str) -> Any:
-        """The match of a name's beginning, or None. Raises ModelFileError: see `matches`."""
+        """The match of a name's beginning, or None.
+
+        Raises ModelFileError: that is not found out in time.
+        """
         try:
             return self._compiled.match(name, timeout=_TIMEOUT_S)
         except TimeoutError:
@@ -67,13 +66,13 @@ class NameList:
 
     def __init__(self, source: str, listed: Sequence[str]) -> None:
         patterns = [text.removeprefix("re:") for text in listed if text.startswith("re:")]
-        if len(listed) > MAX_PATTERNS or len(patterns) > MAX_REGEXES:
+        if len(listed) > _MAX_NAMES or len(patterns) > MAX_REGEXES:
             raise ModelFileError(
                 f"{source} has {len(listed)} entries, {len(patterns)} of them patterns; at most "
-                f"{MAX_PATTERNS} and {MAX_REGEXES} are read"
+                f"{_MAX_NAMES} and {MAX_REGEXES} are read"
             )
         self._names = frozenset(listed)
         self._patterns = [Pattern(source, text) for text in patterns]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names or any(pattern.matches(name) for pattern in self._patterns)
+        return name in self._names or any(pattern.match(name) for pattern in self._patterns)

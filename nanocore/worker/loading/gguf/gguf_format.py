@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from nanocore.kernels.grouped_weight import CheckpointWeight, GroupedWeight
-from nanocore.protocol.errors import ConfigError, ModelFileError
+from nanocore.protocol.errors import ModelFileError
+from nanocore.worker.loading.formats.packed_groups import check_slice_bounds
 from nanocore.worker.loading.gguf.architectures import (
     ARCHITECTURES,
     BLOCKS,
@@ -127,16 +128,9 @@ def put_biases_back(first: Path, entries: Entries) -> None:
 
 
 def _bytes_of(kept: Projection, kind: TensorType) -> slice:
-    columns = kept.columns
-    if columns.start % kind.block_numel or columns.stop % kind.block_numel:
-        num_blocks = kept.shape[1] // kind.block_numel
-        sizes = [str(size) for size in range(1, 65) if num_blocks % size == 0]
-        raise ConfigError(
-            f"--tensor-parallel-size: {kept.name} has {num_blocks} blocks of {kind.block_numel} "
-            f"inputs ({kind.name}), which ranks cannot share evenly; sizes that can: "
-            f"{', '.join(sizes)}"
-        )
-    start, stop = (x // kind.block_numel * kind.block_bytes for x in (columns.start, columns.stop))
+    size, columns = kind.block_numel, kept.columns
+    check_slice_bounds(kept, size, f"blocks of {size} inputs ({kind.name})")
+    start, stop = (x // size * kind.block_bytes for x in (columns.start, columns.stop))
     return slice(start, stop)
 
 
