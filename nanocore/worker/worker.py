@@ -104,9 +104,7 @@ class Worker:
         check_memory(config, {rank: self._info.weight_bytes})
         model = build_model(model_config, self._placement)
         self._graph_capture: CudaGraphCapture | None = None
-        self.runner = ModelRunner(
-            model, self._kernels, links.stages, self._stream(), config.enforce_eager
-        )
+        self.runner = ModelRunner(model, self._kernels, links, self._stream(), config.enforce_eager)
 
     def _stream(self) -> CudaStream | None:
         if self.device.type != "cuda":
@@ -226,17 +224,13 @@ class LocalExecutor:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._worker = Worker(config)
+        self.load_model = self._worker.load_model
+        self.allocate_kv_cache = self._worker.allocate_kv_cache
         self.max_concurrent_steps = steps_in_flight(config, self._worker.device)
         self._steps: deque[PendingOutput] = deque()
 
-    def load_model(self) -> None:
-        self._worker.load_model()
-
     def profile(self) -> list[WorkerInfo]:
         return [self._worker.profile()]
-
-    def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
-        self._worker.allocate_kv_cache(num_blocks, max_model_len)
 
     def submit(self, plan: SchedulerOutput) -> None:
         self._steps.append(self._worker.begin(plan))

@@ -58,7 +58,7 @@ def test_on_cuda_a_rank_is_joined_to_its_stage_and_its_neighbours(
         9,
     )
     assert joined.tp.groups == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert (joined.stages.receive, joined.stages.send) == (receive, send)
+    assert (joined.receive, joined.send) == (receive, send)
 
 
 def test_on_a_cpu_the_largest_steps_hidden_states_pass_to_the_next_stage() -> None:
@@ -67,13 +67,13 @@ def test_on_a_cpu_the_largest_steps_hidden_states_pass_to_the_next_stage() -> No
     cpu = torch.device("cpu")
     first = connect(start_message(0, 1, 2, send_fd=fd), cpu, hidden_size)
     second = connect(start_message(1, 1, 2, receive_fd=fd), cpu, hidden_size)
-    assert first.stages.receive is None
-    assert second.stages.send is None
+    assert first.receive is None
+    assert second.send is None
     assert (first.tp.size, second.tp.size) == (1, 1)
-    assert first.stages.send is not None
-    assert second.stages.receive is not None
+    assert first.send is not None
+    assert second.receive is not None
     steps = [torch.randn(config.max_num_batched_tokens, hidden_size) for _ in range(3)]
     for sent in steps[:CHANNEL_DEPTH]:  # without anybody receiving yet
-        first.stages.send.send(sent)
-    received = [second.stages.receive.recv((5, 7), torch.float32) for _ in range(CHANNEL_DEPTH)]
+        first.send.send(sent)
+    received = [second.receive.recv((5, 7), torch.float32) for _ in range(CHANNEL_DEPTH)]
     assert all(torch.equal(a, b) for a, b in zip(received, steps, strict=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -16,12 +15,10 @@ CHANNEL_DEPTH: Final = 2
 """Steps whose hidden states can wait between two stages."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankLinks:
-    """tp: the ranks that share this one's layers. stages: the neighbours in the pipeline."""
+class RankLinks(StageLinks, frozen=True):
+    """tp: the ranks that share this one's layers."""
 
-    tp: Communicator = field(default_factory=SingleRank)
-    stages: StageLinks = StageLinks()
+    tp: Communicator = SingleRank()
 
 
 def channel_buffer_bytes(config: WorkerConfig, hidden_size: int) -> int:
@@ -43,7 +40,7 @@ def connect(start: RankStart, device: torch.device, hidden_size: int) -> RankLin
     def channel(fd: int) -> ShmChannel | None:
         return None if fd < 0 else ShmChannel(fd, buffer_bytes, CHANNEL_DEPTH)
 
-    return RankLinks(tp, StageLinks(channel(start.receive_fd), channel(start.send_fd)))
+    return RankLinks(channel(start.receive_fd), channel(start.send_fd), tp)
 
 
 def _connect_cuda(start: RankStart, device: torch.device) -> RankLinks:
@@ -61,9 +58,7 @@ def _connect_cuda(start: RankStart, device: torch.device) -> RankLinks:
         Path(start.rendezvous), rank, start.config.num_ranks, stages, device
     )
     return RankLinks(
+        receive=ProcessGroupChannel(rank - tp_size, device) if stage > 0 else None,
+        send=ProcessGroupChannel(rank + tp_size, device) if stage < pp_size - 1 else None,
         tp=with_one_shot(group) if tp_size > 1 else SingleRank(),
-        stages=StageLinks(
-            receive=ProcessGroupChannel(rank - tp_size, device) if stage > 0 else None,
-            send=ProcessGroupChannel(rank + tp_size, device) if stage < pp_size - 1 else None,
-        ),
     )
