@@ -169,7 +169,7 @@ def check_batch_invariance(config: WorkerConfig, model: ModelConfig, kernels: Ke
 
 def computed_by_torch(config: WorkerConfig, model: ModelConfig) -> list[str]:
     """Reasons why native CPU kernels leave work to torch, whose results depend on the batch."""
-    block_size, head_dim = config.block_size, model.head_dim
+    block_size, head_dim = config.block_size, model.attention.head_dim
     causes = {
         f"heads of {head_dim} values": head_dim % NATIVE_MULTIPLE != 0,
         f"--block-size {block_size}": block_size % NATIVE_MULTIPLE != 0,

@@ -170,7 +170,7 @@ def make_runner(
 
 def stored_format(folder: Path, dtype: torch.dtype = torch.float32) -> WeightFormat | None:
     if is_gguf(folder):
-        return GgufFormat(folder, load_model_config(folder).head_dim, dtype)
+        return GgufFormat(folder, load_model_config(folder).attention.head_dim, dtype)
     return folder_format(folder, model_class(load_model_config(folder).architecture).common_name)
 
 

@@ -285,7 +285,7 @@ def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path
     assert config.eos_token_ids == (EOS,)
     for i, layer in enumerate(first_of(decoder, "layers", "h")):
         attention, mlp = first_of(layer, "self_attn", "attn"), layer.mlp
-        assert attention.head_dim == config.head_dim
+        assert attention.head_dim == config.attention.head_dim
         assert attention.scaling == own.scale
         window = getattr(attention, "sliding_window", getattr(text_config, "sliding_window", 0))
         assert (window or 0) == own.window(i)

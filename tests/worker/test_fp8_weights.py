@@ -101,7 +101,7 @@ def test_the_two_ends_routers_and_experts_stay_as_they_are(folder: Path) -> None
     assert runner.model.embedding.weight.packed.dtype == torch.float32
     mlp = layer.mlp
     if hasattr(mlp, "router"):
-        assert mlp.router.packed.dtype == mlp.experts.gate_up_XIE.dtype == torch.float32
+        assert mlp.router.weight.packed.dtype == mlp.experts.gate_up_XIE.dtype == torch.float32
     else:
         assert mlp.in_proj.weight.packed.dtype == mlp.down_proj.weight.packed.dtype == FP8
 

@@ -138,7 +138,7 @@ def test_a_packed_weight_holds_no_memory_but_the_backends() -> None:
 
     weight = Weight(Placement(torch.float32, CPU), 3, 4)
     weight.pack(WeightPacker(Copying(), torch.float32).linear)
-    fill_with(1)(weight.entries(Projection.whole("a", 3, 4)))
+    fill_with(1)(weight.entries(Projection("a", (3, 4), slice(0, 3), slice(0, 4))))
     assert [reference() for reference in stored] == [None]
     assert torch.equal(weight.packed.data, torch.ones(3, 4))
 

@@ -94,7 +94,7 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     reference = whole.get_text_config()
     attention = config.attention
     assert attention.num_kv_heads == getattr(reference, "num_key_value_heads", 32)
-    assert config.head_dim == (getattr(reference, "head_dim", None) or 256 // 32)
+    assert config.attention.head_dim == (getattr(reference, "head_dim", None) or 256 // 32)
     eps = "rms_norm_eps" if hasattr(reference, "rms_norm_eps") else "layer_norm_epsilon"
     assert config.norm_eps == getattr(reference, eps)
     assert config.tie_word_embeddings == whole.tie_word_embeddings
@@ -109,7 +109,8 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     for layer_type, rope in attention.rope.items():
         theirs = ropes.get(layer_type, ropes)
         assert rope.theta == theirs["rope_theta"]
-        assert rope.rotary_dim == int(config.head_dim * theirs.get("partial_rotary_factor", 1.0))
+        rotary_share = theirs.get("partial_rotary_factor", 1.0)
+        assert rope.rotary_dim == int(config.attention.head_dim * rotary_share)
     window = getattr(reference, "sliding_window", None)
     is_listed = bool(getattr(reference, "layer_types", None))
     types = reference.layer_types if is_listed else [SLIDING if window else FULL] * 30
@@ -118,7 +119,7 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     assert attention.softcap == (getattr(reference, "attn_logit_softcapping", None) or 0.0)
     cap = getattr(reference, "final_logit_softcapping", None) or 0.0
     assert getattr(config, "logits_softcap", 0.0) == cap
-    scalar = getattr(reference, "query_pre_attn_scalar", config.head_dim)
+    scalar = getattr(reference, "query_pre_attn_scalar", config.attention.head_dim)
     assert attention.scale == getattr(reference, "attention_multiplier", scalar**-0.5)
 
 

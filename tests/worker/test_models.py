@@ -247,7 +247,8 @@ def test_with_int4_weights_ends_keys_and_values_are_int8_and_routers_as_they_are
     router = moe.num_experts, config.hidden_size
     routers = [kind for kind, shape in asked if shape == router]
     assert routers == [None] * len(moe.sparse_layers)
-    keys_and_values = 2 * config.attention.num_kv_heads * config.head_dim, config.hidden_size
+    num_kv_rows = 2 * config.attention.num_kv_heads * config.attention.head_dim
+    keys_and_values = num_kv_rows, config.hidden_size
     of_eight_bits = [shape for kind, shape in asked if kind == "int8" and shape != end]
     assert of_eight_bits == [keys_and_values] * config.num_layers
     assert {kind for kind, shape in asked if shape not in (end, router)} == {"int8", "int4", None}
@@ -298,7 +299,7 @@ def test_static_ntk_by_an_override_says_what_transformers_says_at_its_frequencie
 ) -> None:
     plain, factor = family("llama"), 4.0
     config = load_model_config(plain.folder, {"rope_scaling": {"type": "ntk", "factor": factor}})
-    num_pairs = config.head_dim // 2
+    num_pairs = config.attention.head_dim // 2
     slower = torch.tensor([1e4 ** -(m / num_pairs) for m in range(num_pairs)])
     slower /= torch.tensor([factor ** ((m + 1) / num_pairs) for m in range(num_pairs)])
     stretched = Family(

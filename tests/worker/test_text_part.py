@@ -94,7 +94,8 @@ def test_published_files_are_read_as_transformers_reads_them(name: str) -> None:
     assert config.dtype == str(whole.dtype or "").removeprefix("torch.")
     ids = getattr(whole, "eos_token_id", None) or text.eos_token_id
     assert config.eos_token_ids == (tuple(ids) if isinstance(ids, list) else (ids,))
-    assert attention.scale == getattr(text, "query_pre_attn_scalar", config.head_dim) ** -0.5
+    scalar = getattr(text, "query_pre_attn_scalar", attention.head_dim)
+    assert attention.scale == scalar**-0.5
     window = text.sliding_window
     types = getattr(text, "layer_types", None) or [SLIDING if window else FULL] * config.num_layers
     assert list(attention.layer_types) == types

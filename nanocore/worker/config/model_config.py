@@ -98,7 +98,3 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp: MLPConfig
     moe: MoeConfig | None = None
     norm_eps: float
-
-    @property
-    def head_dim(self) -> int:
-        return self.attention.head_dim

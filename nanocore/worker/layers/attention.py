@@ -65,9 +65,8 @@ class Attention:
         entries = self.qkv_proj.entries(f"{prefix}q_proj", f"{prefix}k_proj", f"{prefix}v_proj")
         entries |= self.o_proj.entries(f"{prefix}o_proj")
         if self.q_norm and self.k_norm:
-            entries |= self.q_norm.entries(f"{prefix}q_norm") | self.k_norm.entries(
-                f"{prefix}k_norm"
-            )
+            entries |= self.q_norm.entries(f"{prefix}q_norm")
+            entries |= self.k_norm.entries(f"{prefix}k_norm")
         return entries
 
     def pack(self, packer: WeightPacker) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.attention import KVCache, Rotary
 from nanocore.kernels.interface import Kernels
+from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.step import BegunStep, StepRows
 from nanocore.worker.config.config_json import ConfigReader
 from nanocore.worker.config.json_settings import Settings
@@ -42,8 +44,7 @@ class DecoderLayer:
     """Attention and MLP, each after a norm. The residual stream is apart, so that norms can add it.
 
     norm_class: of its norms, and of the one after the last layer. norms: their attributes, with
-    checkpoints' names. sparse_mlp: the class of MLPs where the configuration has experts. kv_spec:
-    what it keeps of tokens.
+    checkpoints' names. sparse_mlp: the class of MLPs where the configuration has experts.
     """
 
     attention_class: ClassVar[type[Attention]] = Attention
@@ -65,7 +66,6 @@ class DecoderLayer:
             layer,
             partial(self.norm_class, placement, config),
         )
-        self.kv_spec = self.attention.kv_spec
         self.mlp = self.make_mlp(placement, config, layer)
         for attribute in self.norms:
             setattr(self, attribute, self.norm_class(placement, config, config.hidden_size))
@@ -126,13 +126,13 @@ class DecoderModel:
         self.placement = placement
         self.layer_range = placement.stage_layers(config.num_layers)
         self.layers = [self.layer_class(placement, config, i) for i in self.layer_range]
-        self.embedding = self._vocabulary() if placement.is_first_stage else None
+        self.embedding = self._vocabulary(placement) if placement.is_first_stage else None
         self.head: VocabParallelEmbedding | None = None
         self.norm: Norm | None = None
         if placement.is_last_stage:
-            tied = config.tie_word_embeddings
-            self.head = (self.embedding if tied else None) or self._vocabulary()
-            self.norm = self.layer_class.norm_class(placement, config, config.hidden_size)
+            tied = self.embedding if config.tie_word_embeddings else None
+            self.head = tied or self._vocabulary(placement)
+            self.norm = self._norm(placement)
 
     @classmethod
     def read(cls, reader: ConfigReader) -> ModelConfig:
@@ -149,23 +149,28 @@ class DecoderModel:
 
     def entries(self) -> Entries:
         """Every tensor the checkpoint must hold; those of other stages have no parts here."""
-        config, meta = self.config, self.placement.on_meta()
-        entries = self._vocabulary_entries()
+        config, meta, entries = self.config, self.placement.on_meta(), Entries()
+
+        def add(name: str, kept: Any, make: Callable[[Placement], Any]) -> None:
+            # What other stages keep is made without memory, for the shapes of its tensors.
+            found = (kept or make(meta)).entries(name)
+            entries.update(found if kept else without_parts(found))
+
+        ends = {EMBEDDING: self.embedding, HEAD: self.head}
+        if config.tie_word_embeddings:  # one tensor, which the first and the last stage both keep
+            ends = {EMBEDDING: self.embedding or self.head}
+        for tensor, end in ends.items():
+            add(tensor.removesuffix(".weight"), end, self._vocabulary)
+        layers = dict(zip(self.layer_range, self.layers, strict=True))
         for i in range(config.num_layers):
-            prefix = f"model.layers.{i}."
-            if i in self.layer_range:
-                entries |= self.layers[i - self.layer_range.start].entries(prefix)
-            else:
-                entries |= without_parts(self.layer_class(meta, config, i).entries(prefix))
-        norm = self.layer_class.norm_class(meta, config, config.hidden_size)
-        entries |= without_parts(norm.entries("model.norm"))
-        if self.norm:
-            entries |= self.norm.entries("model.norm")
+            make_layer = partial(self.layer_class, config=config, layer=i)
+            add(f"model.layers.{i}.", layers.get(i), make_layer)
+        add("model.norm", self.norm, self._norm)
         return entries
 
     @property
     def kv_specs(self) -> list[KVSpec]:
-        return [layer.kv_spec for layer in self.layers]
+        return [layer.attention.kv_spec for layer in self.layers]
 
     @classmethod
     def common_name(cls, stored: str) -> str | None:
@@ -210,10 +215,16 @@ class DecoderModel:
         }
 
     def begin_step(self, rows: StepRows, kernels: Kernels) -> BegunStep:
-        """Begin a step; only the first stage has hidden states then."""
-        if self.embedding is None:
-            return kernels.begin_step(rows, None)
-        return self.embedding.begin_step(rows, self.embedding_factor, kernels)
+        """Begin a step; only the first stage has hidden states then, embeddings times a factor."""
+        shard, tokens = self.embedding, None
+        if shard is not None:
+            tokens = TokenEmbedding(
+                shard.weight.packed, shard.first_token, self.embedding_factor, self.placement.dtype
+            )
+        begun, tp = kernels.begin_step(rows, tokens), self.placement.tp
+        if begun.x_TE is None or tp.size == 1:
+            return begun
+        return replace(begun, x_TE=kernels.all_reduce(begun.x_TE, tp))
 
     def forward(
         self, x_TE: Tensor, caches: list[KVCache], context: StepContext, sample_index_R: Tensor
@@ -233,28 +244,13 @@ class DecoderModel:
     def compute_logits(self, hidden_RE: Tensor, kernels: Kernels) -> Tensor:
         """Logits of this rank's tokens, float32 [R, V / tp], for rows that sample; last stage."""
         assert self.head is not None, "logits leave at the last stage"
-        return self.head.logits(hidden_RE, self.logits_softcap, kernels)
+        return kernels.logits(hidden_RE, self.head.weight.packed, self.logits_softcap)
 
-    def _vocabulary(self, placement: Placement | None = None) -> VocabParallelEmbedding:
-        config = self.config
-        return VocabParallelEmbedding(
-            placement or self.placement, config.vocab_size, config.hidden_size
-        )
+    def _vocabulary(self, placement: Placement) -> VocabParallelEmbedding:
+        return VocabParallelEmbedding(placement, self.config.vocab_size, self.config.hidden_size)
 
-    def _vocabulary_entries(self) -> Entries:
-        # A tied matrix is one tensor that the first and the last stage both keep.
-        ends = {EMBEDDING: self.embedding, HEAD: self.head}
-        if self.config.tie_word_embeddings:
-            ends = {EMBEDDING: self.embedding or self.head}
-        entries = Entries()
-        for tensor, end in ends.items():
-            name = tensor.removesuffix(".weight")
-            if end is not None:
-                entries |= end.entries(name)
-            else:
-                elsewhere = self._vocabulary(self.placement.on_meta())
-                entries |= without_parts(elsewhere.entries(name))
-        return entries
+    def _norm(self, placement: Placement) -> Norm:
+        return self.layer_class.norm_class(placement, self.config, self.config.hidden_size)
 
 
 def fill_and_pack(

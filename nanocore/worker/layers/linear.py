@@ -12,14 +12,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import msgspec
-from msgspec.structs import replace
 from torch import Tensor
 
-from nanocore.kernels import Activation
 from nanocore.kernels.attention import AttentionMetadata, Rotary
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.linear_weight import TokenEmbedding
-from nanocore.kernels.step import BegunStep, StepRows
 from nanocore.worker.layers.packing import Weight, WeightPacker
 from nanocore.worker.loading.weights import Entries, LoadedSlice, Projection, TensorEntry, whole
 from nanocore.worker.placement import Placement
@@ -75,7 +71,6 @@ class ColumnParallelLinear:
     def __init__(
         self, placement: Placement, in_features: int, parts: list[RowShard], *, bias: bool = False
     ) -> None:
-        self.in_features = in_features
         self.parts = parts
         self.sizes = [rows.size for rows in parts]
         self.weight = Weight(placement, sum(self.sizes), in_features)
@@ -96,13 +91,12 @@ class ColumnParallelLinear:
         return self._entries([name] * len(stacked), stacked)
 
     def _entries(self, names: Sequence[str], parts: list[RowShard]) -> Entries:
-        columns = slice(0, self.in_features)
-        entries = self.weight.entries(
-            *(
-                Projection(name, (rows.total, self.in_features), rows.kept, columns)
-                for name, rows in zip(names, parts, strict=True)
-            )
-        )
+        size = self.weight.in_features
+        projections = [
+            Projection(name, (rows.total, size), rows.kept, slice(0, size))
+            for name, rows in zip(names, parts, strict=True)
+        ]
+        entries = self.weight.entries(*projections)
         if self.bias is not None:
             for name, rows, target in zip(names, parts, self.bias.split(self.sizes), strict=True):
                 bias = entries.setdefault(f"{name}.bias", TensorEntry((rows.total,)))
@@ -114,10 +108,6 @@ class ColumnParallelLinear:
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         return context.kernels.linear(x, self.weight.packed, self.bias)
-
-    def gated(self, x: Tensor, activation: Activation, context: StepContext) -> Tensor:
-        """act(first half) * second half of the result; see `Kernels.gated_linear`."""
-        return context.kernels.gated_linear(x, self.weight.packed, self.bias, activation)
 
 
 class RowParallelLinear:
@@ -136,7 +126,6 @@ class RowParallelLinear:
         bias: bool = False,
     ) -> None:
         self.tp = placement.tp
-        self.in_features = in_features
         self.columns = RowShard.share(placement, in_features, what)
         self.weight = Weight(placement, out_features, self.columns.size)
         self.bias = placement.empty(out_features) if bias else None
@@ -144,7 +133,7 @@ class RowParallelLinear:
     def entries(self, name: str) -> Entries:
         """The checkpoint's weight, and bias if there is one."""
         num_rows = self.weight.out_features
-        shape = num_rows, self.in_features
+        shape = num_rows, self.columns.total
         entries = self.weight.entries(
             Projection(name, shape, slice(0, num_rows), self.columns.kept)
         )
@@ -160,21 +149,15 @@ class RowParallelLinear:
         y = context.kernels.linear(x, self.weight.packed, self.bias if is_alone else None)
         return context.kernels.all_reduce(y, self.tp, None if is_alone else self.bias)
 
-    def partial_sum(self, x: Tensor, context: StepContext) -> Tensor:
-        """This rank's summand, for callers that have more to add before reducing it."""
-        return context.kernels.linear(x, self.weight.packed)
-
 
 class VocabParallelEmbedding:
     """RowShard of the embedding, or of the head, for token ids from first_token on."""
 
     def __init__(self, placement: Placement, vocab_size: int, hidden_size: int) -> None:
-        self.tp = placement.tp
         self.shape = vocab_size, hidden_size
-        range_size = -(-vocab_size // self.tp.size)
-        self.first_token = min(self.tp.rank * range_size, vocab_size)
+        range_size = -(-vocab_size // placement.tp.size)
+        self.first_token = min(placement.tp.rank * range_size, vocab_size)
         self.num_tokens = min(range_size, vocab_size - self.first_token)
-        self.dtype = placement.dtype
         self.weight = Weight(placement, self.num_tokens, hidden_size)
 
     def entries(self, name: str) -> Entries:
@@ -183,16 +166,3 @@ class VocabParallelEmbedding:
 
     def pack(self, packer: WeightPacker) -> None:
         self.weight.pack(packer.head)
-
-    def begin_step(self, rows: StepRows, factor: float, kernels: Kernels) -> BegunStep:
-        """Begin a step, its hidden states embeddings times factor."""
-        tokens = TokenEmbedding(self.weight.packed, self.first_token, factor, self.dtype)
-        begun = kernels.begin_step(rows, tokens)
-        assert begun.x_TE is not None, "with an embedding there are hidden states"
-        if self.tp.size == 1:
-            return begun
-        return replace(begun, x_TE=kernels.all_reduce(begun.x_TE, self.tp))
-
-    def logits(self, hidden_RE: Tensor, softcap: float, kernels: Kernels) -> Tensor:
-        """Logits of this rank's tokens, float32 [R, num_tokens]; see `Kernels.logits`."""
-        return kernels.logits(hidden_RE, self.weight.packed, softcap)

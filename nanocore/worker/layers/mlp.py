@@ -50,14 +50,15 @@ class GatedMLP:
 
     def inner(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """Input of `down_proj`, [T, I / tp]."""
-        return self.in_proj.gated(x_TE, self.activation, context)
+        weight, bias = self.in_proj.weight.packed, self.in_proj.bias
+        return context.kernels.gated_linear(x_TE, weight, bias, self.activation)
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         return self.down_proj(self.inner(x_TE, context), context)
 
     def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """This rank's summand of the result, before biases."""
-        return self.down_proj.partial_sum(self.inner(x_TE, context), context)
+        return context.kernels.linear(self.inner(x_TE, context), self.down_proj.weight.packed)
 
 
 class PlainMLP(GatedMLP):

@@ -15,9 +15,14 @@ from torch import Tensor
 from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight
 from nanocore.worker.config.model_config import MLPConfig, MoeConfig
-from nanocore.worker.layers.linear import RowShard, StepContext
-from nanocore.worker.layers.packing import Weight, WeightPacker, Weights
-from nanocore.worker.loading.weights import Entries, Projection
+from nanocore.worker.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    RowShard,
+    StepContext,
+)
+from nanocore.worker.layers.packing import WeightPacker, Weights
+from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement
 
 
@@ -37,12 +42,16 @@ class SparseMLP:
         self.num_experts_per_tok = config.num_experts_per_tok
         self.norm_topk_prob = config.norm_topk_prob
         self.activation = mlp.activation
-        self.rows = RowShard.share(placement, config.inner_size, "moe_intermediate_size")
-        self.router = Weight(placement, config.num_experts, hidden_size)
-        in_shape, out_shape = (self.rows.size, hidden_size), (hidden_size, self.rows.size)
-        self._weights = [
-            tuple(Weight(placement, *shape) for shape in (in_shape, in_shape, out_shape))
-            for _ in range(config.num_experts)
+        num_experts = config.num_experts
+        inner_size, what = config.inner_size, "moe_intermediate_size"
+        in_rows = [RowShard.share(placement, inner_size, what)]
+        make_in = partial(ColumnParallelLinear, placement, hidden_size, in_rows)
+        self.router = ColumnParallelLinear(
+            placement, hidden_size, [RowShard(num_experts, 0, num_experts)]
+        )
+        self._projections = [
+            (make_in(), make_in(), RowParallelLinear(placement, inner_size, hidden_size, what))
+            for _ in range(num_experts)
         ]
         """Gate, up and down of each."""
         self._packed: dict[tuple[int, int], LinearWeight] = {}
@@ -50,39 +59,29 @@ class SparseMLP:
         self._experts: Experts | None = None
 
     def entries(self, prefix: str) -> Entries:
-        num_experts, hidden_size = self.router.out_features, self.router.in_features
-        entries = self.router.entries(Projection.whole(f"{prefix}gate", num_experts, hidden_size))
-        in_shape, out_shape = (self.rows.total, hidden_size), (hidden_size, self.rows.total)
-        inner, hidden = self.rows.kept, slice(0, hidden_size)
-        for expert, (gate, up, down) in enumerate(self._weights):
+        entries = self.router.entries(f"{prefix}gate")
+        for expert, (gate, up, down) in enumerate(self._projections):
             name = f"{prefix}experts.{expert}."
-            for weight, projection in (
-                (gate, Projection(f"{name}gate_proj", in_shape, inner, hidden)),
-                (up, Projection(f"{name}up_proj", in_shape, inner, hidden)),
-                (down, Projection(f"{name}down_proj", out_shape, hidden, inner)),
-            ):
-                entries |= weight.entries(projection)
+            entries |= gate.entries(f"{name}gate_proj") | up.entries(f"{name}up_proj")
+            entries |= down.entries(f"{name}down_proj")
         return entries
 
     def pack(self, packer: WeightPacker) -> None:
-        self.router.pack(packer.unquantized)
-        for expert, weights in enumerate(self._weights):
-            for projection, weight in enumerate(weights):
+        self.router.weight.pack(packer.unquantized)
+        for expert, (gate, up, down) in enumerate(self._projections):
+            for projection, weight in enumerate((gate.weight, up.weight, down.weight)):
                 weight.pack(partial(self._pack_one, packer, (expert, projection)))
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        return context.kernels.all_reduce(self.partial_sum(x_TE, context), self.tp)
-
-    def partial_sum(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        """This rank's summand of the result, [T, E], before the ranks' all-reduce."""
-        logits_TX = context.kernels.linear(x_TE, self.router.packed)
-        return context.kernels.moe(
+        logits_TX = self.router(x_TE, context)
+        partial_sum_TE = context.kernels.moe(
             x_TE,
             self.experts,
             Routing(logits_TX, self.num_experts_per_tok, self.norm_topk_prob),
             self.shared(x_TE, context),
             self.activation,
         )
+        return context.kernels.all_reduce(partial_sum_TE, self.tp)
 
     @property
     def experts(self) -> Experts:
@@ -97,8 +96,8 @@ class SparseMLP:
         self, packer: WeightPacker, name: tuple[int, int], weights: Weights
     ) -> LinearWeight:
         packed = self._packed[name] = packer.expert(weights)
-        if len(self._packed) == 3 * len(self._weights) and packed.data.device.type != "meta":
-            experts = range(len(self._weights))
+        if len(self._packed) == 3 * len(self._projections) and packed.data.device.type != "meta":
+            experts = range(len(self._projections))
             lists = [[self._packed.pop((i, j)) for i in experts] for j in range(3)]
             self._experts = packer.experts(ExpertWeights(*lists))
         # What is kept is in `_experts` alone.

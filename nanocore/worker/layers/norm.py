@@ -18,9 +18,11 @@ class Norm:
     """A norm of hidden states over their last dimension; not split over ranks.
 
     dtype: of the weight; None is the model's. With float32, kernels round the product with it once.
+    offset: see `TensorEntry`.
     """
 
     dtype: ClassVar[torch.dtype | None] = None
+    offset = 0.0
 
     def __init__(self, placement: Placement, config: ModelConfig, size: int) -> None:
         self.eps = config.norm_eps
@@ -28,7 +30,7 @@ class Norm:
 
     def entries(self, name: str) -> Entries:
         """Map the checkpoint's tensors with this name to the parameters."""
-        return {f"{name}.weight": whole(self.weight)}
+        return {f"{name}.weight": whole(self.weight, self.offset)}
 
     def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
         raise NotImplementedError

@@ -281,10 +281,9 @@ class WeightPacker:
         if not isinstance(weight, Tensor):
             return self._kernels.pack_linear(weight, None, self._dtype)
         if weight.is_meta and quantization == "int4":
-            out_features, in_features = weight.shape
-            num_bytes = packed_bytes(out_features, in_features)
-            outline = MetaWeight(out_features, in_features, "grouped", num_bytes)
-            return self._pack_outline(outline)
+            rows, columns = weight.shape
+            num_bytes = packed_bytes(rows, columns)
+            return self._pack_outline(MetaWeight(rows, columns, "grouped", num_bytes))
         if quantization in ("int4", "int8") and weight.numel() and not weight.is_meta:
             largest = max(abs(end.item()) for end in weight.aminmax())
             if LARGEST < largest < math.inf or 0 < largest < SMALLEST:

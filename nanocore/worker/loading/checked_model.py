@@ -88,7 +88,7 @@ def read_weight_format(
             )
         stored = None
     elif is_gguf(first):
-        stored = GgufFormat(first, model.head_dim, dtype)
+        stored = GgufFormat(first, model.attention.head_dim, dtype)
     else:
         stored = folder_format(first, names, log=log)
     if config.merge_lora is None:

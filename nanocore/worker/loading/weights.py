@@ -195,11 +195,6 @@ class Projection(msgspec.Struct, frozen=True):
     rows: slice
     columns: slice
 
-    @classmethod
-    def whole(cls, name: str, *shape: int) -> Projection:
-        num_rows, num_columns = shape
-        return cls(name, (num_rows, num_columns), slice(0, num_rows), slice(0, num_columns))
-
     @property
     def num_rows(self) -> int:
         return self.rows.stop - self.rows.start

@@ -19,7 +19,6 @@ from nanocore.worker.config.rope_config import LAYER_TYPES, THETA, Ropes, read_r
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
 from nanocore.worker.layers.linear import StepContext
 from nanocore.worker.layers.norm import Norm, RMSNorm
-from nanocore.worker.loading.weights import Entries, whole
 from nanocore.worker.models.text_part import TextModelPart, read_text_config
 from nanocore.worker.placement import Placement
 
@@ -41,9 +40,6 @@ class GemmaNorm(RMSNorm):
     def __init__(self, placement: Placement, config: GemmaConfig, size: int) -> None:
         super().__init__(placement, config, size)
         self.offset = 0.0 if config.norms_are_whole else 1.0
-
-    def entries(self, name: str) -> Entries:
-        return {f"{name}.weight": whole(self.weight, self.offset)}
 
 
 class GemmaLayer(DecoderLayer):

@@ -53,18 +53,11 @@ class GPT2Layer(DecoderLayer):
             **self.mlp.in_proj.entries(f"{prefix}mlp.c_fc"),
             **self.mlp.down_proj.entries(f"{prefix}mlp.c_proj"),
         }
-        return {
-            **{
-                name: transposed(entry) if _is_matrix(entry) else entry
-                for name, entry in linear.items()
-            },
-            **self.norm_entries(prefix),
-        }
-
-
-def _is_matrix(entry: TensorEntry) -> bool:
-    # Quantized weights are stored as in any other model.
-    return len(entry.shape) == 2 and entry.dtype is None
+        for name, entry in linear.items():
+            # Quantized weights are stored as in any other model.
+            if len(entry.shape) == 2 and entry.dtype is None:
+                linear[name] = transposed(entry)
+        return linear | self.norm_entries(prefix)
 
 
 class GPT2Model(DecoderModel):

@@ -22,20 +22,20 @@ from nanocore.worker.models.text_part import TextModelPart, read_text_config
 class MistralModel(DecoderModel):
     """Mistral: early versions have a window in every layer."""
 
+    free_layer_types = False
+
     @classmethod
     def read(cls, reader: ConfigReader) -> ModelConfig:
-        attention = reader.attention(num_kv_heads=8, windows=reader.windows(4096))
+        attention = reader.attention(
+            num_kv_heads=8, windows=reader.windows(4096), free_layer_types=cls.free_layer_types
+        )
         return reader.model(attention, reader.mlp(), eos_token_id=2)
 
 
-class MinistralModel(DecoderModel):
+class MinistralModel(MistralModel):
     """Ministral: `layer_types` says which layers have a window."""
 
-    @classmethod
-    def read(cls, reader: ConfigReader) -> ModelConfig:
-        windows = reader.windows(4096)
-        attention = reader.attention(num_kv_heads=8, windows=windows, free_layer_types=True)
-        return reader.model(attention, reader.mlp(), eos_token_id=2)
+    free_layer_types = True
 
 
 _MINISTRAL3_DEFAULTS: Final[dict[str, Any]] = {

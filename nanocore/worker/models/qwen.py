@@ -15,11 +15,11 @@ from nanocore.worker.config.config_json import ConfigReader, Windows
 from nanocore.worker.config.json_settings import MAX_SIZE, Range
 from nanocore.worker.config.model_config import MLPConfig, ModelConfig, MoeConfig
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
-from nanocore.worker.layers.linear import StepContext
+from nanocore.worker.layers.linear import ColumnParallelLinear, RowShard, StepContext
 from nanocore.worker.layers.mlp import GatedMLP
 from nanocore.worker.layers.moe import SparseMLP
-from nanocore.worker.layers.packing import Weight, WeightPacker
-from nanocore.worker.loading.weights import Entries, Projection
+from nanocore.worker.layers.packing import WeightPacker
+from nanocore.worker.loading.weights import Entries
 from nanocore.worker.placement import Placement
 
 
@@ -69,23 +69,22 @@ class SharedExpertMLP(SparseMLP):
         self.shared_expert = GatedMLP(
             placement, shared, hidden_size, "shared_expert_intermediate_size"
         )
-        self.shared_gate = Weight(placement, 1, hidden_size)
+        self.shared_gate = ColumnParallelLinear(placement, hidden_size, [RowShard(1, 0, 1)])
 
     def entries(self, prefix: str) -> Entries:
-        gate = Projection.whole(f"{prefix}shared_expert_gate", 1, self.shared_gate.in_features)
         return {
             **super().entries(prefix),
             **self.shared_expert.entries(f"{prefix}shared_expert."),
-            **self.shared_gate.entries(gate),
+            **self.shared_gate.entries(f"{prefix}shared_expert_gate"),
         }
 
     def pack(self, packer: WeightPacker) -> None:
         super().pack(packer)
         self.shared_expert.pack(packer)
-        self.shared_gate.pack(packer.unquantized)
+        self.shared_gate.weight.pack(packer.unquantized)
 
     def shared(self, x_TE: Tensor, context: StepContext) -> SharedExpert:
-        gate_T1 = context.kernels.linear(x_TE, self.shared_gate.packed)
+        gate_T1 = self.shared_gate(x_TE, context)
         return SharedExpert(gate_T1, self.shared_expert.partial_sum(x_TE, context))
 
 

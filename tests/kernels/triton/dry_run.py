@@ -232,8 +232,9 @@ def on_hopper(has_pdl: bool = True) -> Iterator[None]:
         return launch(x_TI, weight, bias_O, out_dtype, activation, batch_invariant=batch_invariant)
 
     def experts(mlp: SparseMLP) -> StackedExperts:
-        num, hidden, inner = mlp.router.out_features, mlp.router.in_features, mlp.rows.size
-        empty = partial(torch.empty, dtype=mlp.router.packed.dtype, device=META)
+        router, (gate, _, _) = mlp.router.weight, mlp._projections[0]
+        num, hidden, inner = router.out_features, router.in_features, gate.weight.out_features
+        empty = partial(torch.empty, dtype=router.packed.dtype, device=META)
         return StackedExperts(empty(num, 2 * inner, hidden), empty(num, hidden, inner))
 
     with ExitStack() as patches:

@@ -210,7 +210,7 @@ def test_a_type_that_is_not_served_is_refused_with_the_file_s_name_of_the_tensor
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    kept = Projection.whole("model.layers.0.self_attn.q_proj", 32, 256)
+    kept = Projection("model.layers.0.self_attn.q_proj", (32, 256), slice(0, 32), slice(0, 256))
     with pytest.raises(ModelFileError, match=r"blk\.0\.attn_q\.weight is stored as Q2_K"):
         GgufFormat(path, 32, torch.float32).projection(kept)
 
