@@ -224,7 +224,7 @@ class ModelRunner:
         staged = self._stream.stage(layout_of(shape, sampling.kinds + kinds_of(columns)))
         staged.write(step_columns(step, appended, slots[2], shape), self.tables.spare_row)
         staged.write(columns)
-        staged.write_kept(sampling)
+        staged.write(sampling.columns)
         return LaidOutStep(
             step=step,
             sampling=sampling,

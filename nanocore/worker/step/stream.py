@@ -18,7 +18,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.worker.sampling.columns import SampledRows
 from nanocore.worker.step.step_memory import Fields, StepLayout
 
 Tensors = Mapping[str, Tensor]
@@ -109,11 +108,6 @@ class Staged(msgspec.Struct, frozen=True):
             if length < len(to):
                 padding = self.layout.padding[name]
                 to[length:] = spare_row if padding is None else padding
-
-    def write_kept(self, kept: SampledRows) -> None:
-        """Write columns that are the same from step to step, all of them or none."""
-        if self.held.get("temperature") is not kept.columns["temperature"]:
-            self.write(kept.columns)
 
     def to(self, device: torch.device | None) -> tuple[Tensor, Fields]:
         """(a copy of the memory, its fields) on a device beside the host; None: the host's own."""
