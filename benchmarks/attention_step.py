@@ -79,7 +79,7 @@ def make_inputs(
     rows_B = metadata.table_rows_B
     rows = StepRows(
         token_table=token_table,
-        block_table=metadata.block_table,
+        block_tables=metadata.block_table,
         block_size=16,
         rows_T=rows_T,
         positions_T=positions_T,
@@ -93,6 +93,6 @@ def make_inputs(
         seq_lens=metadata.seq_lens,
         num_decodes_1=metadata.num_decodes_1,
         query_start_A=metadata.query_start_A,
-        slots_T=metadata.slot_mapping_T,
+        slots_GT=metadata.slot_mapping_T,
         sample_index_R=rows_T if sample_index_R is None else sample_index_R,
     )

@@ -20,8 +20,9 @@ class AttentionMetadata:
     query_start: B + 1 offsets into T, on the host; query_start_A: the same, int32 on the device.
     seq_lens: B context lengths including this step's tokens, on the host; seq_lens_B: the same,
     int32 on the device. A sequence of length 0 is padding, and its tokens are.
-    block_table: int32 [rows, M], block ids; entries past a sequence's length are arbitrary valid
-    ids. table_rows_B: int64, the row of each sequence in it; None: sequence i has row i, as
+    block_table: int32 [rows, M], block ids of one group of layers; entries past a sequence's length
+    are arbitrary valid ids, and so are those before the window of its first query, if the group has
+    one. table_rows_B: int64, the row of each sequence in it; None: sequence i has row i, as
     backends for a device beside the host need it. positions_T: int64, each token's place in its
     sequence. slot_mapping_T: int64, where its K and V go: block_id * S + slot; -1 is padding: such
     a token is stored nowhere. Tokens past query_start[-1], or query_start_A[-1], are padding too.
@@ -74,13 +75,15 @@ class KVCache(msgspec.Struct, frozen=True):
 
     k_scale_NSK, v_scale_NSK: for quantized caches (see `kv_quantization`), what a token's values
     are to be multiplied by, one number for each KV head. All four are contiguous within a block,
-    and block_bytes lead from a block to the next: other layers may lie between.
+    and block_bytes lead from a block to the next: other layers may lie between. group: the number
+    of the layer's group, see `StepRows`.
     """
 
     k_NSKD: Tensor
     v_NSKD: Tensor
     k_scale_NSK: Tensor | None = None
     v_scale_NSK: Tensor | None = None
+    group: int = 0
 
     def __post_init__(self) -> None:
         block_bytes = self.block_bytes

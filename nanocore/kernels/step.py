@@ -27,18 +27,18 @@ _NO_PLACES: Final = torch.empty(0, dtype=torch.int64)
 class StepRows(msgspec.Struct, frozen=True):
     """Places of a step's tokens and blocks in the tables.
 
-    token_table: int32 [rows, max_model_len + 1]. block_table: int32 [rows, M], of blocks of
-    block_size tokens. rows_T, positions_T: int64, the place of each token in the token table.
-    rows_B: int64, the row of each sequence; seq_lens_B: see `AttentionMetadata`. block_rows_W,
-    block_columns_W: int64, and block_ids_W: int32, blocks that the table does not know yet, of
-    these rows or others; none where it is the persistent batch's own. Places that are there twice,
-    as padding is, have equal ids.
+    token_table: int32 [rows, max_model_len + 1]. block_tables: int32 [G * rows, M], of blocks of
+    block_size tokens: the rows of the first group of layers, then those of the next. rows_T,
+    positions_T: int64, the place of each token in the token table. rows_B: int64, the row of each
+    sequence; seq_lens_B: see `AttentionMetadata`. block_rows_W, block_columns_W: int64, and
+    block_ids_W: int32, blocks that the tables do not know yet, of these rows or others; none where
+    they are the persistent batch's own. Places that are there twice, as padding is, have equal ids.
 
     Its methods are the reference for kernels that do it in one launch.
     """
 
     token_table: Tensor
-    block_table: Tensor
+    block_tables: Tensor
     block_size: int
     rows_T: Tensor
     positions_T: Tensor
@@ -47,15 +47,22 @@ class StepRows(msgspec.Struct, frozen=True):
     block_rows_W: Tensor = _NO_PLACES
     block_columns_W: Tensor = _NO_PLACES
     block_ids_W: Tensor = _NO_PLACES.int()
+    num_groups: int = 1
 
     def append_blocks(self) -> None:
-        """Write the appended blocks to the table."""
+        """Write the appended blocks to the tables."""
         if self.block_ids_W.shape[0]:
-            self.block_table[self.block_rows_W, self.block_columns_W] = self.block_ids_W
+            self.block_tables[self.block_rows_W, self.block_columns_W] = self.block_ids_W
 
-    def block_ids(self) -> Tensor:
-        """Block ids of the sequences, from the block table, int32 [B, M]."""
-        return self.block_table.index_select(0, self.rows_B)
+    def of_groups(self) -> list[Tensor]:
+        """The block table of each group, int32 [rows, M]."""
+        if self.num_groups == 1:
+            return [self.block_tables]
+        return list(self.block_tables.chunk(self.num_groups))
+
+    def block_ids(self) -> list[Tensor]:
+        """Block ids of the sequences in each group, int32 [B, M]."""
+        return [table.index_select(0, self.rows_B) for table in self.of_groups()]
 
     def token_ids(self) -> Tensor:
         """Token ids of the step, from the token table, int64 [T]."""
@@ -65,11 +72,11 @@ class StepRows(msgspec.Struct, frozen=True):
 class BegunStep(msgspec.Struct, frozen=True):
     """What a step's layers begin with.
 
-    block_table, table_rows_B: see `AttentionMetadata`. x_TE: hidden states of the tokens; None
-    without an embedding.
+    block_tables: of each group; for these and table_rows_B see `AttentionMetadata`. x_TE: hidden
+    states of the tokens; None without an embedding.
     """
 
-    block_table: Tensor
+    block_tables: list[Tensor]
     table_rows_B: Tensor | None
     x_TE: Tensor | None
 
@@ -77,8 +84,9 @@ class BegunStep(msgspec.Struct, frozen=True):
 class StepInputs(msgspec.Struct, frozen=True):
     """All that a step reads. For num_decodes and what is behind it see `AttentionMetadata`.
 
-    sample_index_R: int64, which of the T tokens' hidden states sample. lanes: [T] by name, what
-    layers are told of each token, if anything.
+    slots_GT: int64 [G T], `slot_mapping_T` of each group of layers. sample_index_R: int64, which of
+    the T tokens' hidden states sample. lanes: [T] by name, what layers are told of each token, if
+    anything.
     """
 
     rows: StepRows
@@ -87,26 +95,31 @@ class StepInputs(msgspec.Struct, frozen=True):
     seq_lens: list[int]
     num_decodes_1: Tensor
     query_start_A: Tensor
-    slots_T: Tensor
+    slots_GT: Tensor
     sample_index_R: Tensor
     decode_tokens: int = 1
     lanes: dict[str, Tensor] = {}
 
-    def attention(self, begun: BegunStep) -> AttentionMetadata:
-        """Attention's view of the step."""
-        return AttentionMetadata(
-            num_decodes=self.num_decodes,
-            query_start=self.query_start,
-            seq_lens=self.seq_lens,
-            num_decodes_1=self.num_decodes_1,
-            query_start_A=self.query_start_A,
-            seq_lens_B=self.rows.seq_lens_B,
-            block_table=begun.block_table,
-            table_rows_B=begun.table_rows_B,
-            positions_T=self.rows.positions_T,
-            slot_mapping_T=self.slots_T,
-            decode_tokens=self.decode_tokens,
-        )
+    def attention(self, begun: BegunStep) -> list[AttentionMetadata]:
+        """Attention's view of the step in each group of layers: see `KVCache.group`."""
+        return [
+            AttentionMetadata(
+                num_decodes=self.num_decodes,
+                query_start=self.query_start,
+                seq_lens=self.seq_lens,
+                num_decodes_1=self.num_decodes_1,
+                query_start_A=self.query_start_A,
+                seq_lens_B=self.rows.seq_lens_B,
+                block_table=block_table,
+                table_rows_B=begun.table_rows_B,
+                positions_T=self.rows.positions_T,
+                slot_mapping_T=slots_T,
+                decode_tokens=self.decode_tokens,
+            )
+            for block_table, slots_T in zip(
+                begun.block_tables, self.slots_GT.chunk(self.rows.num_groups), strict=True
+            )
+        ]
 
 
 class RankGroup(Protocol):

@@ -150,7 +150,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
     sys.modules.pop("flash_attn_interface", None)
 
 
-SPECS = [PLAIN, AttentionSpec(scale=HEAD_DIM**-0.5, window=5, softcap=2.0)]
+SPECS = [PLAIN, AttentionSpec(scale=HEAD_DIM**-0.5, softcap=2.0)]
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -228,7 +228,7 @@ def test_what_is_before_the_layers(kernels: TritonKernels, quantization: str | N
 
     rows = there(
         StepRows(
-            token_table=ints(9, 5000, limit=700).int(), block_table=ints(9, 3000, limit=999).int(),
+            token_table=ints(9, 5000, limit=700).int(), block_tables=ints(9, 3000, limit=999).int(),
             block_size=64, rows_T=ints(20, limit=9), positions_T=ints(20, limit=5000),
             rows_B=torch.tensor([4, 0, 7]), seq_lens_B=torch.tensor([192000, 64 * 1500, 1]).int(),
             block_rows_W=torch.tensor([4, 0, 2]), block_columns_W=torch.tensor([2999, 1499, 3]),
@@ -237,13 +237,13 @@ def test_what_is_before_the_layers(kernels: TritonKernels, quantization: str | N
     )  # fmt: skip
     packed = kernels.pack_linear(draw(512, 1536), quantization)
     embedding = TokenEmbedding(packed, 100, 1.5, DTYPE)
-    ours, theirs = rows, msgspec.structs.replace(rows, block_table=rows.block_table.clone())
+    ours, theirs = rows, msgspec.structs.replace(rows, block_tables=rows.block_tables.clone())
     begun, expected = kernels.begin_step(ours, embedding), REFERENCE.begin_step(theirs, embedding)
     assert begun.x_TE is not None
     torch.testing.assert_close(begun.x_TE, expected.x_TE)
-    assert torch.equal(ours.block_table, theirs.block_table)
+    assert torch.equal(ours.block_tables, theirs.block_tables)
     for row, num_blocks in enumerate((3000, 1500, 1)):
-        ids, expected_ids = begun.block_table[row], expected.block_table[row]
+        ids, expected_ids = begun.block_tables[0][row], expected.block_tables[0][row]
         assert torch.equal(ids[:num_blocks], expected_ids[:num_blocks])
 
 

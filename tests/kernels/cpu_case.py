@@ -235,6 +235,20 @@ class PagedCase:
         scales = [torch.full(shape[:3], garbage, dtype=torch.bfloat16) for _ in range(2)]
         return layered(*values, *scales)
 
+    def without_released(self, order: list[tuple[int, int, int]], table: Tensor) -> Tensor:
+        """The table with a block of garbage in place of those that no token sees any more."""
+        lengths = [sum(counts) for counts in self.counts]
+        used = {
+            block_id
+            for length, row in zip(lengths, table.tolist(), strict=True)
+            for block_id in row[: -(-length // self.block_size)]
+        }
+        spare = min(set(range(self.num_blocks)) - used)
+        table = table.clone()
+        for i, past, _ in order:
+            table[i, : max(past - self.window + 1, 0) // self.block_size] = spare
+        return table
+
     def metadata(
         self, step: int, table: Tensor, keeps_empty: bool
     ) -> tuple[list[tuple[int, int, int]], AttentionMetadata]:
@@ -243,6 +257,8 @@ class PagedCase:
         # Sequences that are not there yet have no row; others may have one without tokens.
         order = [entry for entry in order if entry[2] or (keeps_empty and entry[1])]
         order.sort(key=lambda entry: entry[2] != 1)
+        if self.window:
+            table = self.without_released(order, table)
         seqs = [(past + count, count) for _, past, count in order]
         rows_B = torch.tensor([i for i, _, _ in order], dtype=torch.int64)
         return order, make_metadata(

@@ -18,7 +18,7 @@ def layered(
     specs = [KVSpec(1, 8), KVSpec(num_kv_heads, head_dim), KVSpec(3, 24)]
     memory = KVMemory(KVLayout(specs, form, block_size), num_blocks, k_NSKD.device)
     for block_id in range(num_blocks):
-        memory.blocks[block_id].fill_(255)
+        memory.blocks[0][block_id].fill_(255)
     cache = memory.layer(1)
     for to, values in zip(parts(cache), (k_NSKD, v_NSKD, k_scale, v_scale), strict=False):
         assert values is not None

@@ -25,7 +25,8 @@ class PagedCase:
 
     seqs: (context length including this step, query tokens), decodes first. kv_cache: "auto" for
     the values as they are, or the name of a quantized format. num_padding: tokens at the end of the
-    step that belong to nobody. decode_tokens: the most of a decode.
+    step that belong to nobody. decode_tokens: the most of a decode. Blocks that a window has left
+    are somebody else's, and what is there is NaN.
     """
 
     seqs: list[tuple[int, int]]
@@ -52,6 +53,7 @@ class PagedCase:
             for width in widths
         ]
         self.block_table = torch.tensor(rows, dtype=torch.int32)
+        self.others = free[0]
         self.k = [self.draw(length, self.kv_heads, HEAD_DIM) for length, _ in self.seqs]
         self.v = [self.draw(length, self.kv_heads, HEAD_DIM) for length, _ in self.seqs]
         self.q = [self.draw(count, self.heads, HEAD_DIM) for _, count in self.seqs]
@@ -85,6 +87,7 @@ class PagedCase:
         for i, (length, count) in enumerate(self.seqs):
             past = length - count
             store_kv(self.k[i][:past], self.v[i][:past], self.cache, self.slots(i, 0, past))
+        self.leave_windows()
         metadata = self.metadata()
         padding = self.draw(self.num_padding, self.kv_heads, HEAD_DIM)
         new_k = [k[n - c :] for k, (n, c) in zip(self.k, self.seqs, strict=True)]
@@ -97,6 +100,21 @@ class PagedCase:
         )
         q_THD = torch.cat([*self.q, self.draw(self.num_padding, self.heads, HEAD_DIM)])
         return self.kernels.paged_attention(q_THD, self.cache, metadata, self.spec)
+
+    def leave_windows(self) -> None:
+        if not self.spec.window:
+            return
+        for part in (self.cache.k_NSKD, self.cache.v_NSKD, *self.cache_scales):
+            if part.dtype != torch.int8:
+                part[self.others] = torch.nan
+        for i, (length, count) in enumerate(self.seqs):
+            num_left = max(length - count - self.spec.window + 1, 0) // self.block_size
+            self.block_table[i, :num_left] = self.others
+
+    @property
+    def cache_scales(self) -> list[Tensor]:
+        scales = self.cache.k_scale_NSK, self.cache.v_scale_NSK
+        return [scale for scale in scales if scale is not None]
 
     def as_stored(self, x: Tensor) -> Tensor:
         if self.kv_cache == "auto":

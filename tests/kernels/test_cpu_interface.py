@@ -86,7 +86,7 @@ def test_a_function_takes_the_same_arguments_in_cpp(name: str) -> None:
 
 def test_a_native_step_reads_columns_of_the_declared_names_and_dtypes() -> None:
     (body,) = re.findall(r"^struct Step {\n(.*?)^};", SOURCES["program.cpp"], re.DOTALL | re.M)
-    read = {name: bits for bits, name in re.findall(r"const int(\d\d)_t\* (\w+_[A-Z]);", body)}
+    read = {name: bits for bits, name in re.findall(r"const int(\d\d)_t\* (\w+_G?[A-Z]);", body)}
     del read["token_ids_T"]  # it is no column: it stands for the table
     sizes = {torch.int64: "64", torch.int32: "32"}
     declared = {field.name: sizes[field.dtype] for field in STEP_FIELDS}

@@ -55,7 +55,7 @@ class TinyStep:
         kernels, case = self.kernels, self.case
         embedding = TokenEmbedding(self.vocabulary, 0, 1.5, case.dtype)
         begun = kernels.begin_step(inputs.rows, embedding)
-        residual, metadata = begun.x_TE, inputs.attention(begun)
+        residual, metadata = begun.x_TE, inputs.attention(begun)[self.cache.group]
         assert residual is not None
         x = kernels.rms_norm(residual, self.weight, 1e-6)
         qkv = kernels.linear(x, self.qkv, self.bias)
@@ -88,7 +88,7 @@ class TinyStep:
                 row_W, column_W = (index.flatten() for index in appended.nonzero().unbind(1))
                 rows = replace(
                     inputs.rows,
-                    block_table=self.table,
+                    block_tables=self.table,
                     block_rows_W=row_W,
                     block_columns_W=column_W,
                     block_ids_W=appended[row_W, column_W],

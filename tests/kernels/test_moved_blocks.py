@@ -40,7 +40,7 @@ def make_memory(dtype: str, kernels: Kernels) -> KVMemory:
         form = KVCacheFormat(getattr(torch, dtype))
     memory = KVMemory(KVLayout(SPECS, form, BLOCK_SIZE), NUM_BLOCKS, CPU)
     for block_id in range(NUM_BLOCKS):
-        memory.blocks[block_id].fill_(255)
+        memory.blocks[0][block_id].fill_(255)
     return memory
 
 
@@ -84,8 +84,8 @@ def test_a_block_is_moved_by_one_copy(backend: str, dtype: str) -> None:
 
     before = attend(metadata)
     assert all(x.isfinite().all() for x in before)
-    memory.blocks[5].copy_(memory.blocks[1])
-    memory.blocks[1].fill_(1)
+    memory.blocks[0][5].copy_(memory.blocks[0][1])
+    memory.blocks[0][1].fill_(1)
     moved = replace(metadata, block_table=torch.tensor([[4, 5, 3]], dtype=torch.int32))
     for result, expected in zip(attend(moved), before, strict=True):
         assert torch.equal(result, expected)
@@ -132,4 +132,4 @@ def test_a_layer_is_written_where_it_lies_and_nowhere_else(
     store(kernels, memory, layer, metadata_of([4, 1, 3]))
     for x in parts(memory.layer(layer)):
         x.view(torch.uint8).fill_(255)
-    assert all((memory.blocks[block_id] == 255).all() for block_id in range(NUM_BLOCKS))
+    assert all((memory.blocks[0][block_id] == 255).all() for block_id in range(NUM_BLOCKS))

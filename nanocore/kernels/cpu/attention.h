@@ -163,8 +163,8 @@ struct AttentionCall {
 
     void pass_keys(Panel* panels, int num_panels, const int32_t* table, int64_t kv_head,
                    float* scores, float* widened) const {
-        const int64_t start = panels[0].first_key / kKeys * kKeys, end = panels[num_panels - 1].end;
-        KeyTiles<T> tiles(cache, table, kv_head, start, end, widened);
+        const int64_t first = panels[0].first_key, end = panels[num_panels - 1].end;
+        KeyTiles<T> tiles(cache, table, kv_head, first, end, widened);
         KeyTile tile = tiles.next();
         std::conditional_t<kMatrix, MatrixAttention, TileUnit> matrix;  // used by the first alone
         while (tile.count) {

@@ -173,7 +173,7 @@ class CpuStep(NativeKernels):
             return BegunStep(unknown, unknown, self.embedding(capturing.token_ids_T, embedding))
         rows.append_blocks()
         x_TE = None if embedding is None else self.embedding(rows.token_ids(), embedding)
-        return BegunStep(rows.block_table, rows.rows_B, x_TE)
+        return BegunStep(rows.of_groups(), rows.rows_B, x_TE)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, None, weight, eps)

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <vector>
+
 #include "kv_cache.h"
 
 namespace nanocore {
@@ -24,12 +26,16 @@ struct KeyTile {
 template <typename T>
 class KeyTiles {
    public:
-    // Those of the keys from `key`, a multiple of 128, to `end`. memory: `num_floats` of int8.
-    KeyTiles(const PagedKV<T>& cache, const int32_t* table, int64_t head, int64_t key, int64_t end,
+    // Those of the keys from the multiple of 128 before `first` on, to `end`. Blocks before that of
+    // `first` may be another request's by now, whatever the table says: zeros stand in for them, for
+    // what nobody sees must still be finite. memory: `num_floats` of int8.
+    KeyTiles(const PagedKV<T>& cache, const int32_t* table, int64_t head, int64_t first, int64_t end,
              float* memory)
-        : cache_(cache), table_(table + key / cache.block_size), head_(head),
-          slot_(key % cache.block_size), key_(key), end_(end), scales_(memory),
-          widened_(memory + 2 * kKeys) {}
+        : cache_(cache), own_(table + first / cache.block_size), head_(head),
+          key_(first / kKeys * kKeys), end_(end), scales_(memory), widened_(memory + 2 * kKeys) {
+        table_ = table + key_ / cache.block_size;
+        slot_ = key_ % cache.block_size;
+    }
 
     // Where the next tile lies; without units beyond the end.
     KeyTile next() {
@@ -38,11 +44,15 @@ class KeyTiles {
                      nullptr, nullptr};
         for (; tile.count < kUnits && key_ < end_; ++tile.count, key_ += kBlockUnit) {
             const int i = tile.count;
-            tile.keys[i] = head_block(cache_.k) + slot_ * row_bytes;
-            tile.values[i] = head_block(cache_.v) + slot_ * cache_.head_dim * value_bytes();
+            const bool is_own = table_ >= own_;
+            const char* keys = is_own ? head_block(cache_.k) : zeros(head_block_bytes());
+            const char* values = is_own ? head_block(cache_.v) : keys;
+            tile.keys[i] = keys + slot_ * row_bytes;
+            tile.values[i] = values + slot_ * cache_.head_dim * value_bytes();
             if (cache_.is_quantized()) {
-                of_keys_[i] = cache_.scales(cache_.k_scale, *table_, head_) + slot_;
-                of_values_[i] = cache_.scales(cache_.v_scale, *table_, head_) + slot_;
+                const auto* none = reinterpret_cast<const BFloat16*>(keys);
+                of_keys_[i] = (is_own ? cache_.scales(cache_.k_scale, *table_, head_) : none) + slot_;
+                of_values_[i] = (is_own ? cache_.scales(cache_.v_scale, *table_, head_) : none) + slot_;
             }
             slot_ += kBlockUnit;
             if (slot_ == cache_.block_size) slot_ = 0, ++table_;
@@ -89,11 +99,20 @@ class KeyTiles {
 
     const char* head_block(void* base) const {
         return static_cast<const char*>(base) + *table_ * cache_.block_bytes +
-               head_ * cache_.block_size * cache_.head_dim * value_bytes();
+               head_ * head_block_bytes();
+    }
+
+    int64_t head_block_bytes() const { return cache_.block_size * cache_.head_dim * value_bytes(); }
+
+    // A thread's, and as long as the longest it was asked for.
+    static const char* zeros(int64_t num_bytes) {
+        static thread_local std::vector<char> memory;
+        if (static_cast<int64_t>(memory.size()) < num_bytes) memory.assign(num_bytes, 0);
+        return memory.data();
     }
 
     const PagedKV<T>& cache_;
-    const int32_t* table_;
+    const int32_t *table_, *own_;
     int64_t head_, slot_, key_, end_;
     float *scales_, *widened_;
     const BFloat16 *of_keys_[kUnits], *of_values_[kUnits];

@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 16
+ABI_VERSION: Final = 17
 
 
 class GroupFormatStruct(ctypes.Structure):
@@ -78,7 +78,7 @@ class CacheLayoutStruct(ctypes.Structure):
     _fields_ = (
         ("k", c_void_p), ("v", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p),
         ("num_heads", c_int64), ("head_dim", c_int64), ("block_size", c_int64),
-        ("block_bytes", c_int64),
+        ("block_bytes", c_int64), ("group", c_int64),
     )  # fmt: skip
 
 
@@ -123,9 +123,10 @@ class StepStruct(ctypes.Structure):
     _fields_ = (
         ("num_tokens", c_int64), ("num_samples", c_int64), ("num_seqs", c_int64),
         ("token_ids_T", c_void_p), ("token_table", c_void_p), ("token_table_stride", c_int64),
-        ("rows_T", c_void_p), ("positions_T", c_void_p), ("slots_T", c_void_p),
-        ("query_start_A", c_void_p), ("seq_lens_B", c_void_p), ("block_table", c_void_p),
-        ("block_table_stride", c_int64), ("rows_B", c_void_p), ("sample_index_R", c_void_p),
+        ("rows_T", c_void_p), ("positions_T", c_void_p), ("slots_GT", c_void_p),
+        ("group_slots", c_int64), ("query_start_A", c_void_p), ("seq_lens_B", c_void_p),
+        ("block_tables", c_void_p), ("group_block_ids", c_int64), ("block_table_stride", c_int64),
+        ("rows_B", c_void_p), ("sample_index_R", c_void_p),
     )  # fmt: skip
 
 

@@ -30,10 +30,12 @@ struct Step {
     int64_t token_table_stride;
     const int64_t* rows_T;
     const int64_t* positions_T;
-    const int64_t* slots_T;
+    const int64_t* slots_GT;
+    int64_t group_slots;  // from one group of layers to the next; 0: all that is here is one's
     const int32_t* query_start_A;
     const int32_t* seq_lens_B;
-    const int32_t* block_table;
+    const int32_t* block_tables;
+    int64_t group_block_ids;  // likewise
     int64_t block_table_stride;
     const int64_t* rows_B;  // or null: the sequences are the table's first rows
     const int64_t* sample_index_R;
@@ -75,7 +77,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 16; }
+NANOCORE_API int nanocore_abi_version() { return 17; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -268,6 +270,7 @@ NANOCORE_API void nanocore_all_reduce(void* program, int64_t rows, int dtype,
 struct CacheLayout {
     void *k, *v, *k_scale, *v_scale;  // scales: of int8, else null
     int64_t num_heads, head_dim, block_size, block_bytes;
+    int64_t group;  // of layers that keep the same tokens
 
     template <typename T>
     PagedKV<T> of() const {
@@ -285,9 +288,9 @@ NANOCORE_API void nanocore_rope(void* program, int64_t rows, int dtype, void* qk
         RopeCall<T> call{static_cast<T*>(qkv), num_heads, cache->of<T>(), *q_norm, *k_norm,
                          static_cast<const T*>(cos), static_cast<const T*>(sin), rotary_half,
                          nullptr, nullptr, 0};
-        append(program, rows, call, [](auto& c, const Step& step) {
+        append(program, rows, call, [group = cache->group](auto& c, const Step& step) {
             c.positions = step.positions_T;
-            c.slots = step.slots_T;
+            c.slots = step.slots_GT + group * step.group_slots;
         });
     });
 }
@@ -301,11 +304,11 @@ NANOCORE_API void nanocore_attention(void* program, int64_t rows, int dtype, con
             AttentionCall<T, is_matrix> call{static_cast<const T*>(q), q_stride, static_cast<T*>(out),
                                              num_heads, cache->of<T>(), scale, window, softcap, 0,
                                              nullptr, nullptr, nullptr, 0, nullptr, 0};
-            append(program, rows, call, [](auto& c, const Step& step) {
+            append(program, rows, call, [group = cache->group](auto& c, const Step& step) {
                 c.num_seqs = step.num_seqs;
                 c.query_start = step.query_start_A;
                 c.seq_lens = step.seq_lens_B;
-                c.block_table = step.block_table;
+                c.block_table = step.block_tables + group * step.group_block_ids;
                 c.block_table_stride = step.block_table_stride;
                 c.table_rows = step.rows_B;
             });

@@ -171,6 +171,9 @@ class NativeKernels:
 class Unknown:
     """Stand-in for a step's rows and metadata in a capture: a look at it ends the capture."""
 
+    def __getitem__(self, group: int) -> Unknown:
+        return self
+
     def __getattr__(self, name: str) -> Any:
         raise NotCapturable(f"a look at {name}")
 
@@ -197,13 +200,27 @@ class Captured:
     def __call__(self, inputs: StepInputs) -> Tensor:
         rows, sample_index_R = inputs.rows, inputs.sample_index_R
         rows.append_blocks()
-        step = step_struct(inputs.attention(BegunStep(rows.block_table, rows.rows_B, None)))
-        step.num_tokens, step.num_samples = rows.rows_T.shape[0], sample_index_R.shape[0]
-        step.sample_index_R = sample_index_R.data_ptr()
+        num_tokens, num_samples = rows.rows_T.shape[0], sample_index_R.shape[0]
+        table_stride = rows.block_tables.stride(0)
+        step = StepStruct(
+            num_seqs=len(inputs.seq_lens),
+            num_tokens=num_tokens,
+            num_samples=num_samples,
+            positions_T=rows.positions_T.data_ptr(),
+            slots_GT=inputs.slots_GT.data_ptr(),
+            group_slots=num_tokens,
+            query_start_A=inputs.query_start_A.data_ptr(),
+            seq_lens_B=rows.seq_lens_B.data_ptr(),
+            block_tables=rows.block_tables.data_ptr(),
+            group_block_ids=rows.block_tables.shape[0] // rows.num_groups * table_stride,
+            block_table_stride=table_stride,
+            rows_B=rows.rows_B.data_ptr(),
+            sample_index_R=sample_index_R.data_ptr(),
+        )
         if self._takes_token_ids:
             step.token_table = rows.token_table.data_ptr()
             step.token_table_stride = rows.token_table.stride(0)
             step.rows_T = rows.rows_T.data_ptr()
         self.program.run(step)
-        num_rows = step.num_samples if self._rows == SAMPLES else step.num_tokens
+        num_rows = num_samples if self._rows == SAMPLES else num_tokens
         return self._result.narrow(0, 0, num_rows)

@@ -9,7 +9,6 @@ import ctypes
 from typing import Final
 
 import torch
-from msgspec.structs import astuple
 from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata, KVCache
@@ -65,8 +64,17 @@ def norm_struct(weight: Tensor, eps: float) -> NormWeightStruct:
 def cache_struct(cache: KVCache) -> CacheLayoutStruct:
     """Addresses of one layer's K and V, and of their scales if they are quantized."""
     _, block_size, num_heads, head_dim = cache.k_NSKD.shape
-    addresses = map(_address, astuple(cache))
-    return CacheLayoutStruct(*addresses, num_heads, head_dim, block_size, cache.block_bytes)
+    return CacheLayoutStruct(
+        k=cache.k_NSKD.data_ptr(),
+        v=cache.v_NSKD.data_ptr(),
+        k_scale=_address(cache.k_scale_NSK),
+        v_scale=_address(cache.v_scale_NSK),
+        num_heads=num_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        block_bytes=cache.block_bytes,
+        group=cache.group,
+    )
 
 
 def group_struct(group: SharedMemoryGroup) -> RankGroupStruct:
@@ -87,10 +95,10 @@ def step_struct(metadata: AttentionMetadata) -> StepStruct:
     return StepStruct(
         num_seqs=len(metadata.seq_lens),
         positions_T=metadata.positions_T.data_ptr(),
-        slots_T=metadata.slot_mapping_T.data_ptr(),
+        slots_GT=metadata.slot_mapping_T.data_ptr(),
         query_start_A=metadata.query_start_A.data_ptr(),
         seq_lens_B=metadata.seq_lens_B.data_ptr(),
-        block_table=table.data_ptr(),
+        block_tables=table.data_ptr(),
         block_table_stride=table.stride(0),
         rows_B=_address(table_rows_B),
     )

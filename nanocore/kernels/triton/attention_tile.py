@@ -75,7 +75,7 @@ def _load_tile(
     keys = key_pointers(values + head * HEAD_DIM, located, BLOCK_BYTES, KV_HEADS * HEAD_DIM)
     pointers = keys + dims[None, :]
     if MASKED or HEAD_DIM_PAD != HEAD_DIM:
-        # What was never stored may be NaN, which a weight of zero would not remove.
+        # What others have stored there may be NaN, which a weight of zero would not remove.
         mask = is_stored[:, None] & (dims < HEAD_DIM)[None, :]
         loaded = tl.load(pointers, mask=mask, other=0.0)
     else:
@@ -159,8 +159,7 @@ def attend(
     """The state after tiles first_tile to end_tile - 1 of one sequence and KV head.
 
     acc: weighted sums of values, [rows, HEAD_DIM_PAD]. peak: no less than the greatest score so
-    far, in powers of two, [rows]; total: the sum of weights, [rows]. MASKED: False if every row
-    sees all of it.
+    far, in powers of two, [rows]; total: the sum of weights. MASKED: False if every row sees all.
     """
     IS_QUANTIZED: tl.constexpr = k_scale is not None
     unit = tl.full(peak.shape, 1.0, tl.float32)
@@ -168,10 +167,11 @@ def attend(
         q, unit = _in_float16(q)
     to_cap, factor = _factors(unit, SCALE, SOFTCAP)
     for tile in range(first_tile, end_tile):
-        start = tile * TILE
-        keys = start + tl.arange(0, TILE)
+        keys = tile * TILE + tl.arange(0, TILE)
         is_stored = keys < seq_len
-        located = locate_keys(table_row, start, seq_len, BLOCK_SIZE, TILE)
+        if MASKED and WINDOW:  # what nobody sees any more is another request's by now
+            is_stored &= keys > tl.min(positions, axis=0) - WINDOW
+        located = locate_keys(table_row, tile * TILE, seq_len, BLOCK_SIZE, TILE)
         k = _load_tile(
             k_cache, located, is_stored, head, BLOCK_BYTES, KV_HEADS, HEAD_DIM, HEAD_DIM_PAD, MASKED
         ).to(q.dtype)
@@ -192,7 +192,7 @@ def attend(
         if IS_QUANTIZED and q.dtype == tl.float16:
             tile_peak += _headroom(scales[1], visible)
         new_peak = tl.maximum(peak, tile_peak)
-        # A row that has seen nothing yet has a peak of -inf: its weights are to be 0, not NaN.
+        # A row that has seen nothing has a peak of -inf: its weights are to be 0, not NaN.
         base = tl.where(new_peak == -float("inf"), 0.0, new_peak) if MASKED else new_peak
         weights = tl.exp2(tl.fma(raw, factor[:, None], -base[:, None]))
         decay = tl.exp2(peak - base)

@@ -126,11 +126,18 @@ def begin_step(rows: StepRows, embedding: TokenEmbedding | None) -> BegunStep:
     if embedding is not None and isinstance(embedding.weight, GroupedLinear):
         begun = begin_step(rows, None)
         return replace(begun, x_TE=embed(rows.token_ids(), embedding))
-    num_columns, token_stride = rows.block_table.shape[1], rows.token_table.shape[1]
-    assert rows.block_table.is_contiguous()
+    tables, num_groups = rows.block_tables, rows.num_groups
+    num_columns, token_stride = tables.shape[1], rows.token_table.shape[1]
+    assert tables.is_contiguous()
     assert rows.token_table.is_contiguous()
-    num_seqs, num_appended = len(rows.rows_B), len(rows.block_rows_W)
-    block_table_BM = rows.block_table.new_empty(num_seqs, num_columns)
+    # Of several groups each sequence's rows are copied, one for each group.
+    rows_B, seq_lens_B = rows.rows_B, rows.seq_lens_B
+    if num_groups > 1:
+        first_G = torch.arange(num_groups, device=tables.device) * (len(tables) // num_groups)
+        rows_B = (first_G[:, None] + rows_B).flatten()
+        seq_lens_B = seq_lens_B.repeat(num_groups)
+    num_seqs, num_appended = len(rows_B), len(rows.block_rows_W)
+    ids_BM = tables.new_empty(num_seqs, num_columns)
     num_programs = num_seqs * triton.cdiv(num_columns, BLOCK) + triton.cdiv(num_appended, BLOCK)
     weight = scale = x_TE = None
     size = first_token = num_tokens = 1
@@ -144,10 +151,10 @@ def begin_step(rows: StepRows, embedding: TokenEmbedding | None) -> BegunStep:
         num_programs += len(rows.rows_T) * triton.cdiv(size, BLOCK)
     if num_programs:
         begin_step_kernel[(num_programs,)](
-            rows.block_table, block_table_BM, rows.rows_B, rows.seq_lens_B, rows.block_rows_W,
-            rows.block_columns_W, rows.block_ids_W, rows.token_table, rows.rows_T,
+            tables, ids_BM, rows_B, seq_lens_B, rows.block_rows_W, rows.block_columns_W,
+            rows.block_ids_W, rows.token_table, rows.rows_T,
             rows.positions_T, weight, scale, x_TE, num_seqs, num_appended, num_columns,
             token_stride, first_token, num_tokens, factor,
             SIZE=size, BLOCK_SIZE=rows.block_size, BLOCK=BLOCK, num_warps=NUM_WARPS,
         )  # fmt: skip
-    return BegunStep(block_table_BM, None, x_TE)
+    return BegunStep(list(ids_BM.chunk(num_groups)), None, x_TE)

@@ -5,7 +5,8 @@ block size and a step's decodes and chunks in one call. FlashAttention 2 wants b
 tokens, and gets decodes and chunks apart. All choose their work by the batch, so results depend on
 it, and chunks need lengths on the host, so only steps of decodes are captured as graphs. (Dao et
 al. 2022, Dao 2023, Shah et al. 2024.) Quantized caches, float32 and head sizes that they do not
-take are ours. Shape suffixes: see `interface`.
+take are ours; and so are windows, of which they read whole tiles of keys, where blocks before the
+window may be another request's by now. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ _MAX_SPLITS: Final = 32
 _MAX_SPLIT_TOKENS: Final = 8192
 """Limits for the parts that FlashAttention 3 may split keys into, and for tokens times parts: each
 part has float32 results for every token. How many of them it uses it decides on the device."""
+_NO_WINDOW: Final = (-1, -1)
+"""Tokens before and after a token that it attends to: all."""
 _STEP_KEY: Final = "flash-attn"
 
 
@@ -111,7 +114,7 @@ class FlashAttention(TritonDevice):
         self, q_THD: Tensor, cache: KVCache, metadata: AttentionMetadata, spec: AttentionSpec
     ) -> Tensor:
         head_dim = q_THD.shape[-1]
-        is_theirs = cache.k_scale_NSK is None and cache.k_NSKD.dtype in DTYPES
+        is_theirs = cache.k_scale_NSK is None and cache.k_NSKD.dtype in DTYPES and not spec.window
         if not is_theirs or head_dim > self._max_head_dim or head_dim % 8:
             return paged_attention(
                 q_THD, cache, metadata, spec, num_sms=self.num_sms, batch_invariant=False
@@ -162,14 +165,9 @@ def _options(spec: AttentionSpec) -> dict[str, Any]:
     return {
         "softmax_scale": spec.scale,
         "causal": True,
-        "window_size": _window(spec),
+        "window_size": _NO_WINDOW,
         "softcap": spec.softcap,
     }
-
-
-def _window(spec: AttentionSpec) -> tuple[int, int]:
-    """Tokens before and after a token that it attends to; -1 is all."""
-    return (spec.window - 1, 0) if spec.window else (-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +214,7 @@ class _OneCall:
         }
         if build.version == 3:
             optional["num_splits"] = step.num_splits
-        elif not spec.window:  # to FlashAttention 4 any number is a window; it splits no keys here
+        else:  # to FlashAttention 4 any number is a window; it splits no keys here
             options["window_size"] = None, None
         if self.plan is not None:
             options["scheduler_metadata"] = self._planned(q_THD, cache, metadata, spec)
@@ -234,7 +232,7 @@ class _OneCall:
         """
         step, (_, num_heads, head_dim) = _Step.of(metadata), q_THD.shape
         _, block_size, num_kv_heads, _ = cache.k_NSKD.shape
-        key = num_heads, num_kv_heads, head_dim, block_size, spec.window, spec.softcap > 0
+        key = num_heads, num_kv_heads, head_dim, block_size, spec.softcap > 0
         if key not in step.plans:
             assert self.plan is not None
             batch_size, num_columns = step.block_table_BM.shape
@@ -250,7 +248,7 @@ class _OneCall:
                 cu_seqlens_q=metadata.query_start_A,
                 page_size=block_size,
                 causal=True,
-                window_size=_window(spec),
+                window_size=_NO_WINDOW,
                 has_softcap=spec.softcap > 0,
                 num_splits=step.num_splits,
             )

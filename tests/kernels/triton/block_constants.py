@@ -22,4 +22,4 @@ _FORMATS: Final = {
 def block_constants(cache: str, kv_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
     """cache: the type of its K and V, as a pointer."""
     layout = KVLayout([KVSpec(kv_heads, head_dim)] * _NUM_LAYERS, _FORMATS[cache], block_size)
-    return {"BLOCK_SIZE": block_size, "BLOCK_BYTES": layout.block_bytes}
+    return {"BLOCK_SIZE": block_size, "BLOCK_BYTES": layout.block_bytes[0]}

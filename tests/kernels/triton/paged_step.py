@@ -90,12 +90,15 @@ class PagedStep:
         for row, width in zip(table, widths, strict=True):
             row[:width], free = free[:width], free[width:]
         self.cache = self._unused_cache(num_blocks)
-        for row, piece in zip(table.long(), self.pieces, strict=True):
+        for row, piece in zip(table, self.pieces, strict=True):
             positions = torch.arange(piece.seq_len)
-            slots = row[positions // self.block_size] * self.block_size
+            slots = row.long()[positions // self.block_size] * self.block_size
             slots += positions % self.block_size
             k, v = piece.sequence.k_LKD[: len(slots)], piece.sequence.v_LKD[: len(slots)]
             store_kv(k, v, self.cache, slots)
+            if self.spec.window:  # blocks that nobody sees any more are another request's
+                first = piece.seq_len - piece.num_queries - self.spec.window + 1
+                row[: max(first, 0) // self.block_size] = free[0]
         self.metadata = self._metadata(table[:, : max(1, max(widths) + self.spare_columns)])
 
     def _unused_cache(self, num_blocks: int) -> KVCache:

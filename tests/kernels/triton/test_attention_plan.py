@@ -420,7 +420,8 @@ def test_a_step_of_padding_with_a_graphs_bounds_writes_no_memory_of_others(
         return rows[guard : guard + size[0]]
 
     monkeypatch.setattr(torch, "empty", with_guards)
-    metadata = inputs.attention(BegunStep(torch.zeros(num_seqs, 24, dtype=torch.int32), None, None))
+    tables = [torch.zeros(num_seqs, 24, dtype=torch.int32)]
+    (metadata,) = inputs.attention(BegunStep(tables, None, None))
     q_THD = torch.randn(num_tokens, 4, 16)
     cache = layered(torch.zeros(2, block_size, 2, 16), torch.zeros(2, block_size, 2, 16))
     out_THD = paged_attention(

@@ -45,7 +45,7 @@ def make_rows(
     rows_W, columns_W, ids_W = columns or [torch.zeros(0, dtype=torch.int64)] * 3
     return StepRows(
         token_table=draw(VOCAB, num_columns * BLOCK_SIZE),
-        block_table=draw(500, num_columns),
+        block_tables=draw(500, num_columns),
         block_size=BLOCK_SIZE,
         rows_T=torch.tensor([row for row, _ in places]),
         positions_T=torch.tensor([position for _, position in places]),
@@ -72,12 +72,12 @@ def make_embedding(
 
 def check(rows: StepRows, embedding: TokenEmbedding | None) -> Tensor | None:
     """Exactly the reference's; ids past a sequence's length are valid ones."""
-    ours, theirs = (replace(rows, block_table=rows.block_table.clone()) for _ in range(2))
+    ours, theirs = (replace(rows, block_tables=rows.block_tables.clone()) for _ in range(2))
     begun, expected = begin_step(ours, embedding), REFERENCE.begin_step(theirs, embedding)
     assert begun.table_rows_B is expected.table_rows_B is None
-    table_BM, x_TE = begun.block_table, begun.x_TE
-    expected_BM, expected_TE = expected.block_table, expected.x_TE
-    assert torch.equal(ours.block_table, theirs.block_table)
+    table_BM, x_TE = begun.block_tables[0], begun.x_TE
+    expected_BM, expected_TE = expected.block_tables[0], expected.x_TE
+    assert torch.equal(ours.block_tables, theirs.block_tables)
     assert (table_BM.shape, table_BM.dtype) == (expected_BM.shape, torch.int32)
     assert table_BM.min() >= 0
     assert table_BM.max() < 1000
@@ -87,7 +87,7 @@ def check(rows: StepRows, embedding: TokenEmbedding | None) -> Tensor | None:
         num_blocks = -(-length // BLOCK_SIZE)
         assert torch.equal(ids[:num_blocks], expected_ids[:num_blocks])
     # Copies may come after the appended blocks are in the table, too.
-    again_BM = begin_step(replace(ours), embedding).block_table
+    again_BM = begin_step(replace(ours), embedding).block_tables[0]
     assert torch.equal(again_BM, table_BM)
     if x_TE is None or expected_TE is None:
         assert x_TE is expected_TE
@@ -103,10 +103,10 @@ def test_blocks_appended_in_this_step_are_in_the_table_and_in_the_copy() -> None
         [(3, 9, 900), (5, 20, 901), (2, 7, 902), (2, 8, 903), (4, 2, 904)],
     )
     check(rows, make_embedding())
-    table_BM = begin_step(rows, None).block_table
+    table_BM = begin_step(rows, None).block_tables[0]
     assert table_BM[0, 9] == 900
     assert table_BM[3, 7:9].tolist() == [902, 903]
-    assert rows.block_table[4, 2] == 904, "a row that waits for more has it in the next step"
+    assert rows.block_tables[4, 2] == 904, "a row that waits for more has it in the next step"
 
 
 def test_a_row_may_get_many_blocks_at_once() -> None:
@@ -172,7 +172,7 @@ def test_padding_belongs_to_the_spare_row_and_touches_no_other() -> None:
         block_rows_W=rows.block_rows_W[:1],
         block_columns_W=rows.block_columns_W[:1],
         block_ids_W=rows.block_ids_W[:1],
-        block_table=rows.block_table.clone(),
+        block_tables=rows.block_tables.clone(),
     )
     own = check(alone, make_embedding())
     assert x_TE is not None
@@ -180,7 +180,7 @@ def test_padding_belongs_to_the_spare_row_and_touches_no_other() -> None:
     assert torch.equal(x_TE[:2], own)
     begin_step(rows, None)
     begin_step(alone, None)
-    assert torch.equal(rows.block_table[:SPARE_ROW], alone.block_table[:SPARE_ROW])
+    assert torch.equal(rows.block_tables[:SPARE_ROW], alone.block_tables[:SPARE_ROW])
 
 
 def test_a_later_stage_gets_its_blocks_and_embeds_nothing() -> None:
@@ -190,6 +190,6 @@ def test_a_later_stage_gets_its_blocks_and_embeds_nothing() -> None:
 
 def test_what_a_row_once_had_past_its_length_is_not_copied() -> None:
     rows = make_rows([(3, 9)], [(3, 2, 900)])
-    table_BM = begin_step(rows, None).block_table
+    table_BM = begin_step(rows, None).block_tables[0]
     assert table_BM[0, 2] == 900
     assert not table_BM[0, 3:].any()
