@@ -88,11 +88,11 @@ class BlockPool:
                 self.num_free -= 1
             block.ref_count += 1
 
-    def release(self, blocks: Iterable[Block]) -> None:
+    def release(self, blocks: Iterable[Block], is_last_use: bool = False) -> None:
         """Drop one reference to each block.
 
         Pass a request's blocks last first: then its tail is evicted before its prefix, which other
-        requests are likelier to share.
+        requests are likelier to share. is_last_use: as `SlabPool` needs it.
         """
         ends = self._ends
         num_freed = 0
@@ -129,3 +129,23 @@ class BlockPool:
             ids.append(block.block_id)
             block = block.next
         return ids
+
+
+class NodePool(BlockPool):
+    """Blocks without memory, the nodes of prefixes where no group keeps all tokens. It never runs
+    out, and keeps max_free of those that nobody holds.
+    """
+
+    def __init__(self, max_free: int, on_evict: Callable[[list[Block]], None]) -> None:
+        super().__init__(0, on_evict)
+        self._max_free = max_free
+
+    def take(self, count: int) -> list[Block]:
+        num_new = count - max(self.num_free - self._max_free, 0)
+        if num_new > 0:
+            new = [Block(len(self.blocks) + i) for i in range(num_new)]
+            self.blocks += new
+            for block in new:
+                block.ref_count = 1
+            self.release(reversed(new))  # to the head, since they have no keys
+        return super().take(count)

@@ -2,19 +2,46 @@
 
 Owned by the scheduler, on the step loop's thread. A request is known here by its handle, from its
 first `allocate` to its `free`. A failed allocation changes nothing. Freed blocks that a step in
-flight may still write are fenced: they are not handed out until that step is complete.
+flight may still write or read are fenced: they are not handed out until that step is complete.
+
+Layers that keep the same tokens are a group, with blocks of its own. The primary group keeps all
+tokens of a request, and its blocks are the nodes of the prefix index; other groups keep a window.
+All groups have the same block size and the same keys. In a model that has nothing but windows the
+primary group's blocks have no memory.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Final
+
+import msgspec
 
 from nanocore.kv_cache.block_key import BlockKey
-from nanocore.kv_cache.block_pool import Block, BlockPool
-from nanocore.kv_cache.events import EventLog, KVEventSubscriber
+from nanocore.kv_cache.block_pool import Block, BlockPool, NodePool
+from nanocore.kv_cache.capacity import Capacity
+from nanocore.kv_cache.events import EventLog, GroupEvents, KVEventSubscriber
 from nanocore.kv_cache.prefix_index import PrefixIndex
+from nanocore.kv_cache.slab_pool import Need, SlabArena, SlabPool
 from nanocore.kv_cache.stats import PrefixCacheStats
+from nanocore.kv_cache.window_group import WindowGroups
+
+
+class Prefix(msgspec.Struct, frozen=True):
+    """A request's longest cached prefix that every group can serve.
+
+    blocks: of the primary group. seen: of each other group, the blocks before its end that the next
+    token sees. num_lost: blocks behind them that the primary group has, and lost_group has not.
+    """
+
+    blocks: list[Block]
+    seen: Sequence[list[Block]] = ()
+    num_lost: int = 0
+    lost_group: str = ""
+
+
+NO_PREFIX: Final = Prefix([])
 
 
 class _Holding:
@@ -22,51 +49,93 @@ class _Holding:
 
     num_registered: number of leading blocks that were registered in the prefix index.
     last_key: key of the last of them; if another block with equal content is the findable one,
-        that block's key object.
+        that block's key object. boundaries: checkpoints of the request, in blocks.
     """
 
-    __slots__ = ("blocks", "last_key", "num_registered")
+    __slots__ = ("blocks", "boundaries", "last_key", "num_registered")
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
+        self.boundaries: tuple[int, ...] = ()
         self.num_registered = 0
         self.last_key: BlockKey | None = None
+
+
+_NODES_PER_BLOCK: Final = 8
+"""Nodes without memory that are kept for each slab, so that long prefixes are found again."""
+
+_Left = tuple[BlockPool | SlabPool, list[Block], bool]
+"""Blocks of any pool that a request has left: see `window_group.Left`."""
 
 
 class KVCacheManager:
     """Allocates fixed-size blocks to requests and finds cached prefixes.
 
     Args:
-        num_blocks: blocks in the pool.
-        block_size: tokens per block.
+        capacity: the memory. Of its groups the one that keeps all tokens is the first, if there is
+            one, and windows are distinct.
         enable_prefix_caching: whether full blocks are registered and looked up.
 
-    pool: the blocks; only the manager takes and releases them.
+    pool: blocks of the primary group; only the manager takes and releases them. is_compact: if set,
+    a request takes no slab as long as a pool has free blocks in others, even if that evicts some.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True
-    ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+    def __init__(self, capacity: Capacity, enable_prefix_caching: bool = True) -> None:
+        self.capacity = capacity
+        self.groups = groups = capacity.groups
+        self.num_slabs = num_slabs = capacity.num_slabs
+        self.block_size = capacity.block_size
+        self.num_blocks = capacity.num_blocks
         self.enable_prefix_caching = enable_prefix_caching
+        self.is_compact = False
         self.stats = PrefixCacheStats()
         self._index = PrefixIndex()
-        self.pool = BlockPool(num_blocks, on_evict=self._forget)
         self._holdings: dict[int, _Holding] = {}
-        self._fenced: deque[tuple[int, list[Block]]] = deque()  # (last step that uses them, blocks)
+        self._fenced: deque[tuple[int, list[_Left]]] = deque()  # by the last step that uses them
         self._completed_step = 0
-        self._events: EventLog | None = None  # until there is a subscriber
+        self._log: EventLog | None = None  # until there is a subscriber
+        self._arena: SlabArena | None = None
+        self._windows: WindowGroups | None = None
+        self._has_memory = not groups[0].window  # the primary group
+        is_alone = len(groups) == 1
+        events = [GroupEvents(None if is_alone else number) for number in range(len(groups))]
+        # Of the primary group; blocks without memory are nobody's to know.
+        self._primary_events = events[0] if self._has_memory else GroupEvents(None)
+        self._events = events
+        self.pool: BlockPool | SlabPool
+        if not any(group.window for group in groups):
+            self.pool = BlockPool(num_slabs, on_evict=self._forget)
+            return
+        self._arena = SlabArena(num_slabs)
+        # The prefix index needs blocks to chain keys by, even if no layer keeps all tokens.
+        self.pool = NodePool(_NODES_PER_BLOCK * num_slabs, on_evict=self._forget)
+        if self._has_memory:
+            self.pool = SlabPool(self._arena, groups[0].per_slab, self._forget)
+        self._windows = WindowGroups(capacity, self._arena, events)
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether requests have blocks to leave: see `leave_window`."""
+        return self._windows is not None
+
+    @property
+    def pools(self) -> Sequence[BlockPool | SlabPool]:
+        """Pools of the groups, in their order."""
+        return [self.pool] if self._arena is None else self._arena.pools
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds; cached ones among them can still be hit."""
-        return self.pool.num_free
+        """Blocks that could be handed out; cached ones among them can still be hit."""
+        if self._arena is None:
+            return self.pool.num_free
+        return sum([pool.num_free for pool in self._arena.pools])
 
     @property
-    def num_fenced_blocks(self) -> int:
-        """References to fenced blocks: a shared block counts once for each."""
-        return sum(len(blocks) for _, blocks in self._fenced)
+    def num_gains(self) -> int:
+        """Grows whenever a request that did not fit may fit now: see `BlockPool`."""
+        if self._arena is None:
+            return self.pool.num_gains
+        return sum([pool.num_gains for pool in self._arena.pools])
 
     @property
     def handles(self) -> list[int]:
@@ -74,79 +143,129 @@ class KVCacheManager:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks in the prefix index, held or free."""
-        return len(self._index)
+        """Blocks that can be found, held or free."""
+        return len(self._index) + sum(group.num_cached for group in self._windows or ())
 
     @property
     def usage(self) -> float:
-        """Held share of the pool, 0 to 1."""
-        return 1.0 - self.pool.num_free / self.num_blocks
+        """Held share of the memory, 0 to 1."""
+        return 1.0 - self.num_free_blocks / self.num_blocks
 
-    def block_ids(self, handle: int) -> list[int]:
-        """Return the ids of the blocks that a request holds, in the order of its tokens."""
+    @property
+    def num_fenced_blocks(self) -> int:
+        """References to fenced blocks: a shared block counts once for each."""
+        return sum([self._num_fenced(pool) for pool in self.pools])
+
+    def block_ids(self, handle: int, group: int = 0) -> list[int]:
+        """Return the ids of a group's blocks that a request holds, in the order of its tokens."""
+        if self._windows is not None and (window := self.groups[group].window):
+            return self._windows.block_ids(handle, window)
         holding = self._holdings.get(handle)
         return [block.block_id for block in holding.blocks] if holding else []
 
-    def find_prefix(self, keys: Sequence[BlockKey], num_tokens: int) -> list[Block]:
-        """Return the blocks of a request's longest cached prefix.
+    def find_prefix(self, keys: Sequence[BlockKey], num_tokens: int) -> Prefix:
+        """Return a request's longest cached prefix.
 
-        The prefix has at most num_tokens - 1 tokens: the last one must be computed for its logits.
+        It has at most num_tokens - 1 tokens: the last one must be computed for its logits.
         """
         if not self.enable_prefix_caching:
-            return []
-        return self._index.find_prefix(keys[: (num_tokens - 1) // self.block_size])
+            return NO_PREFIX
+        blocks = self._index.find_prefix(keys[: (num_tokens - 1) // self.block_size])
+        if self._windows is None or not blocks:
+            return Prefix(blocks)
+        found = [block.key for block in blocks if block.key is not None]
+        boundary, lost_group = self._windows.last_boundary(found)
+        seen = self._windows.seen(found, boundary)
+        return Prefix(blocks[:boundary], seen, len(blocks) - boundary, lost_group)
 
     def is_findable(self, key: BlockKey) -> bool:
         """Whether a block with this digest is cached; collisions count."""
         return self._index.get(key) is not None
 
-    def num_free_needed(self, handle: int, num_tokens: int, hits: Sequence[Block] = ()) -> int:
-        """Return exactly how many free blocks `allocate` with these arguments would take.
-
-        A hit that nobody holds lies in the free list, so sharing it uses up free capacity, too.
-        """
-        holding = self._holdings.get(handle)
-        num_held = len(holding.blocks) if holding else 0
-        num_new = -(-num_tokens // self.block_size) - num_held
-        return num_new - sum([block.ref_count > 0 for block in hits]) if hits else num_new
-
     def can_allocate(
-        self, handle: int, num_tokens: int, hits: Sequence[Block] = (), num_reserved: int = 0
+        self,
+        handle: int,
+        num_tokens: int,
+        prefix: Prefix = NO_PREFIX,
+        num_reserved: int = 0,
+        released: Collection[int] = (),
+        with_fenced: bool = False,
     ) -> bool:
-        """Whether `allocate` would succeed, and leave num_reserved blocks free."""
+        """Whether `allocate` would succeed, and leave num_reserved slabs free.
+
+        released, with_fenced: as if these requests' blocks and the fenced ones were free. That is
+        an estimate, on the hopeful side: a shared block is counted once for each holder.
+        """
+        if self._arena is not None:
+            needs = self._needs(handle, num_tokens, prefix, released, with_fenced)
+            return self._arena.num_left(needs) >= num_reserved
         num_available = self.pool.num_free - num_reserved
+        num_blocks = -(-num_tokens // self.block_size)
         # If even all blocks fit, the held ones among many hits need not be counted.
-        if -(-num_tokens // self.block_size) <= num_available:
+        if num_blocks <= num_available:
             return True
-        return self.num_free_needed(handle, num_tokens, hits) <= num_available
+        num_available += sum([len(self._holdings[one].blocks) for one in released])
+        if with_fenced:
+            num_available += self._num_fenced(self.pool)
+        holding, hits = self._holdings.get(handle), prefix.blocks
+        num_held = len(holding.blocks) if holding else sum([hit.ref_count > 0 for hit in hits])
+        return num_blocks - num_held <= num_available
 
     def allocate(
-        self, handle: int, num_tokens: int, hits: Sequence[Block] = ()
+        self,
+        handle: int,
+        num_tokens: int,
+        prefix: Prefix = NO_PREFIX,
+        num_prompt_tokens: int = 0,
     ) -> list[int] | None:
-        """Let a request hold blocks for its first `num_tokens` tokens.
+        """Let a request hold blocks for its first `num_tokens` tokens, as far as groups keep them.
 
-        hits: blocks of its cached prefix; only for a request that holds nothing yet.
-        Returns the ids of the added blocks, hits included, or None if too few are free.
+        prefix, num_prompt_tokens: for a request that holds nothing yet.
+        Returns the ids of the added blocks, hits included, group after group; each has as many,
+        with 0 in place of blocks that no token sees any more. None: too few are free.
         """
+        holding, hits = self._holdings.get(handle), prefix.blocks
+        if holding is not None and self._arena is None:  # a step's rows that cross: be quick
+            if (num_new := -(-num_tokens // self.block_size) - len(holding.blocks)) <= 0:
+                return []
+            if num_new > self.pool.num_free:
+                return None
+            new = self.pool.take(num_new)
+            holding.blocks += new
+            return [block.block_id for block in new]
         # All or nothing: the checks come before anything is changed.
-        if not self.can_allocate(handle, num_tokens, hits):
+        if self._arena is not None:
+            num_left = self._arena.num_left(self._needs(handle, num_tokens, prefix))
+            if num_left < 0:
+                return None
+            # What pools may take instead of evicting.
+            self._arena.num_spare = 0 if self.is_compact else num_left
+        elif not self.can_allocate(handle, num_tokens, prefix):
             return None
-        holding = self._holdings.get(handle)
         if holding is None:
             holding = self._holdings[handle] = _Holding()
-        blocks = holding.blocks
-        assert not (blocks and hits), "a prefix is shared at admission only"
-        num_before = len(blocks)
-        if hits:
-            # Before `take`: a free hit must leave the free list, or it could be taken and evicted.
-            self.pool.hold(hits)
-            blocks += hits
-            holding.num_registered = len(hits)
-            holding.last_key = hits[-1].key
-        num_new = -(-num_tokens // self.block_size) - len(blocks)
-        if num_new > 0:
+            # Where others are likely to go on: the prompt's end, and where this one has parted.
+            last = max(num_prompt_tokens - 1, 0) // self.block_size
+            holding.boundaries = (last, len(hits) + prefix.num_lost)
+            # All hits before any `take`, which could evict them.
+            if hits:
+                self.pool.hold(hits)
+                holding.blocks += hits
+                holding.num_registered = len(hits)
+                holding.last_key = hits[-1].key
+            if self._windows is not None:
+                self._windows.admit(handle, len(hits), prefix.seen)
+            num_before = 0
+        else:
+            assert not hits, "a prefix is shared at admission only"
+            num_before = len(holding.blocks)
+        num_blocks, blocks = -(-num_tokens // self.block_size), holding.blocks
+        if (num_new := num_blocks - len(blocks)) > 0:
             blocks += self.pool.take(num_new)
-        return [block.block_id for block in blocks[num_before:]]
+        added = [one.block_id for one in blocks[num_before:]] if self._has_memory else []
+        for group in self._windows or ():
+            added += group.allocate(handle, num_blocks, num_before)
+        return added
 
     def register(self, handle: int, keys: Sequence[BlockKey], num_full: int) -> None:
         """Register a request's first `num_full` blocks in the prefix index.
@@ -160,23 +279,44 @@ class KVCacheManager:
         if not self.enable_prefix_caching or start >= num_full:
             return
         blocks, parent = holding.blocks, holding.last_key
+        before = start, parent
+        known: list[BlockKey] | None = None if self._windows is None else []
         while start < num_full:
             num_put = self._index.put(blocks[start:num_full], parent, keys[start:num_full])
             if num_put:
-                if self._events is not None:
-                    self._events.stored(parent, keys[start : start + num_put])
+                if self._log is not None:
+                    self._primary_events.stored(parent, keys[start : start + num_put])
+                if known is not None:
+                    known += keys[start : start + num_put]
                 start += num_put
                 parent = keys[start - 1]
             if start < num_full:  # `put` stopped at a digest that is in the index already
                 parent = self._register_known(blocks[start], parent, keys[start])
+                if known is not None:
+                    known.append(parent)
                 start += 1
         holding.num_registered, holding.last_key = num_full, parent
+        for group in self._windows or ():
+            group.register(handle, *before, known or ())
+
+    def leave_window(self, handle: int, num_computed: int, after_step: int = 0) -> None:
+        """Release a request's blocks that its tokens from num_computed on do not see.
+
+        after_step: the last step that may read them.
+        """
+        assert self._windows is not None
+        left = self._windows.leave(handle, num_computed, self._holdings[handle].boundaries)
+        self._release([one for one in left if one[1]], after_step)
 
     def forget(self, handle: int) -> None:
         """Remove a request's blocks from the prefix index, shared ones included: it is damaged."""
         holding = self._holdings.get(handle)
-        if holding and (cached := [block for block in holding.blocks if block.key is not None]):
+        if holding is None:
+            return
+        if cached := [block for block in holding.blocks if block.key is not None]:
             self._forget(cached)
+        for group in self._windows or ():
+            group.forget([block for block in group.blocks(handle) if block.key is not None])
 
     def free(self, handle: int, after_step: int = 0) -> None:
         """Release all blocks of a request; cached content stays findable until it is evicted.
@@ -188,37 +328,40 @@ class KVCacheManager:
         if holding is None:
             return
         # Blocks go back last first: see `BlockPool.release`.
-        if after_step > self._completed_step:
-            self._fenced.append((after_step, holding.blocks))
-        else:
-            self.pool.release(reversed(holding.blocks))
+        left: list[_Left] = [(self.pool, holding.blocks[::-1], False)]
+        left += [(group.pool, group.pop(handle)[::-1], False) for group in self._windows or ()]
+        self._release(left, after_step)
 
     def complete(self, step: int) -> None:
         """Release the blocks that were fenced for steps up to this one."""
         self._completed_step = step
         while self._fenced and self._fenced[0][0] <= step:
-            self.pool.release(reversed(self._fenced.popleft()[1]))
+            self._release(self._fenced.popleft()[1])
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix index. Returns False, and does nothing, while any block is held."""
         # Holders chain new keys to those of their first blocks, which would be missing.
-        if self.pool.num_free < self.num_blocks:
+        if self._holdings or self._fenced:
             return False
         self._index.clear()
-        if self._events is not None:
-            self._events.cleared()
+        for group in self._windows or ():
+            group.clear()
+        if self._log is not None:
+            self._log.cleared()
         return True
 
     def subscribe(self, subscriber: KVEventSubscriber) -> None:
         """Call `subscriber` with changes of the prefix cache, at every `publish_events`."""
-        if self._events is None:
-            self._events = EventLog(self.block_size)
-        self._events.subscribers.append(subscriber)
+        if self._log is None:
+            self._log = EventLog(self.block_size)
+            for events in self._events:
+                events.log = self._log
+        self._log.subscribers.append(subscriber)
 
     def publish_events(self) -> None:
         """Send the events since the last call to the subscribers, as one batch."""
-        if self._events is not None:
-            self._events.publish()
+        if self._log is not None:
+            self._log.publish()
 
     def _register_known(self, block: Block, parent: BlockKey | None, key: BlockKey) -> BlockKey:
         """Register a block whose digest is in the index already; returns its content's key."""
@@ -239,15 +382,46 @@ class KVCacheManager:
             # The old key object, not an equal one: the blocks that follow in the index compare
             # their parent by identity.
             key = other_key
-        elif self._events is not None:
-            self._events.removed([other_key])
-            self._events.stored(parent, [key])
+        else:
+            self._primary_events.removed([other_key])
+            self._primary_events.stored(parent, [key])
         self._index.put([block], parent, [key])
         if other.ref_count == 0:
             self.pool.reuse_first(other)  # its content is worthless now, so it is reused first
         return key
 
     def _forget(self, blocks: list[Block]) -> None:
-        if self._events is not None:
-            self._events.removed([block.key for block in blocks if block.key])
+        self._primary_events.removed([block.key for block in blocks if block.key])
         self._index.remove(blocks)
+
+    def _release(self, left: list[_Left], after_step: int = 0) -> None:
+        if after_step > self._completed_step:
+            self._fenced.append((after_step, left))
+            return
+        for pool, blocks, is_last_use in left:
+            pool.release(blocks, is_last_use)
+
+    def _needs(
+        self,
+        handle: int,
+        num_tokens: int,
+        prefix: Prefix,
+        released: Collection[int] = (),
+        with_fenced: bool = False,
+    ) -> list[Need]:
+        num_blocks, boundary = -(-num_tokens // self.block_size), len(prefix.blocks)
+        needs: list[Need] = []
+        if isinstance(self.pool, SlabPool):
+            holding = self._holdings.get(handle)
+            num_new = num_blocks - (len(holding.blocks) if holding else boundary)
+            num_soon = sum([len(self._holdings[one].blocks) for one in released])
+            needs.append(Need(self.pool, num_new, prefix.blocks, num_soon))
+        assert self._windows is not None
+        needs += self._windows.needs(handle, num_blocks, boundary, prefix.seen, released)
+        if not with_fenced:
+            return needs
+        return [one._replace(num_soon=one.num_soon + self._num_fenced(one.pool)) for one in needs]
+
+    def _num_fenced(self, pool: BlockPool | SlabPool) -> int:
+        """Count references to a pool's fenced blocks."""
+        return sum([len(own) for _, left in self._fenced for of, own, _ in left if of is pool])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 
 WINDOW_REQUESTS = 1000
 
@@ -11,18 +11,25 @@ class PrefixCacheStats:
     """Tokens looked up and found: totals, and the hit rate of recent requests.
 
     First admissions only: to find one's own blocks again says nothing of the workload.
+
+    lost_tokens: by group, tokens that the primary group had and this one had let go of.
     """
 
     def __init__(self, window_requests: int = WINDOW_REQUESTS) -> None:
         self.queries = 0
         self.hits = 0
+        self.lost_tokens: Counter[str] = Counter()
         self._window: deque[tuple[int, int]] = deque()
         self._window_requests = window_requests
         self._window_queries = 0
         self._window_hits = 0
 
-    def record(self, num_queries: int, num_hits: int) -> None:
-        """Count a request's first admission."""
+    def record(
+        self, num_queries: int, num_hits: int, num_lost: int = 0, lost_group: str = ""
+    ) -> None:
+        """Count a request's first admission. num_lost: tokens not found because of this group."""
+        if num_lost:
+            self.lost_tokens[lost_group] += num_lost
         self.queries += num_queries
         self.hits += num_hits
         self._window.append((num_queries, num_hits))

@@ -110,8 +110,8 @@ def serve(
         match pipe.recv():
             case Profile():
                 pipe.send(worker.profile())
-            case AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len):
-                worker.allocate_kv_cache(num_blocks, max_model_len)
+            case AllocateCache() as size:
+                worker.allocate_kv_cache(size.num_slabs, size.max_model_len, size.groups)
                 pipe.send(Done())
             case SchedulerOutput() as plan:
                 board.begin(rank, plan.step)

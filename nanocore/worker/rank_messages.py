@@ -22,6 +22,7 @@ from nanocore.protocol.errors import (
 )
 from nanocore.system.logs import LogFormat
 from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
+from nanocore.worker.memory.kv_groups import KVGroup, LayerGroup
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
@@ -84,7 +85,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     """A rank that has loaded its part of the model.
 
     kernels, kernel_variant: the backend's name, and what of it decides bits.
-    weight_bytes: memory they take. kv_block_bytes: of one KV block over the rank's layers.
+    weight_bytes: memory they take. kv_groups: its layers by what they keep.
     available_kv_bytes: memory that its KV cache may take. memory_bytes: that it could take at the
     very most. numerics: a digest of what decides the bits of its results; None if their batch does.
     activation_bytes, table_bytes: about, of the largest step, and of rows and positions. cost: of
@@ -96,7 +97,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     kernels: str
     kernel_variant: str = ""
     weight_bytes: int
-    kv_block_bytes: int
+    kv_groups: list[LayerGroup]
     available_kv_bytes: int
     memory_bytes: int
     numerics: str | None = None
@@ -115,8 +116,9 @@ class AllocateCache(msgspec.Struct, frozen=True, kw_only=True, tag="allocate"):
     replies with `Done`, and is ready for plans.
     """
 
-    num_blocks: int
+    num_slabs: int
     max_model_len: int
+    groups: list[KVGroup]
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

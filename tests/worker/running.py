@@ -26,6 +26,7 @@ from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.torch.backend import TorchKernels
+from nanocore.kv_cache import FULL, CacheGroup
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
 from nanocore.worker.communication.shared_memory import (
@@ -41,6 +42,8 @@ from nanocore.worker.loading.gguf.gguf_files import is_gguf
 from nanocore.worker.loading.gguf.gguf_format import GgufFormat
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.weights import WeightFormat
+from nanocore.worker.memory.kv_groups import KVGroup, joined_groups
+from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.models import build_model, load_model_config, model_class
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
@@ -64,13 +67,17 @@ BUFFER_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Script:
-    """Plans, and of each the rows that sample: of which request which token, counted from 0."""
+    """Plans, and of each the rows that sample: of which request which token, counted from 0.
+
+    kv_groups: of the model's layers.
+    """
 
     plans: list[SchedulerOutput]
     samples: list[dict[int, tuple[int, int]]]
     num_groups: int
     num_preemptions: int
     num_cached_tokens: int
+    kv_groups: Sequence[KVGroup] = ()
 
 
 @dataclass(frozen=True)
@@ -88,18 +95,23 @@ def write_script(
     outputs: Sequence[list[int]],
     num_groups: int = 1,
     samplings: Sequence[EngineSamplingParams] | None = None,
+    kv_groups: Sequence[KVGroup] = (),
+    num_slabs: int = NUM_BLOCKS,
 ) -> Script:
     """The plans by which each prompt gets its output. num_groups: pipeline stages.
 
-    samplings: of each request, whose number is its seed; without them all are greedy.
+    samplings: of each request, whose number is its seed; without them all are greedy. kv_groups: of
+    the model's layers; without them all keep every token.
     """
+    groups = [CacheGroup(one.name, one.window, one.per_slab) for one in kv_groups] or FULL
     scheduler, executor = make_scheduler(
-        num_blocks=NUM_BLOCKS,
+        num_blocks=num_slabs,
         block_size=BLOCK_SIZE,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_model_len=MAX_MODEL_LEN,
         num_groups=num_groups,
+        cache_groups=groups,
     )
     known = {
         (*prompt, *output[:index]): (request, index)
@@ -137,7 +149,15 @@ def write_script(
         num_groups,
         scheduler.counters.num_preemptions,
         sum(deliveries.num_cached.values()),
+        kv_groups,
     )
+
+
+def model_groups(folder: Path) -> list[KVGroup]:
+    """The groups of a model's layers, for `make_runner` and `write_script`."""
+    model = build_model(load_model_config(folder), Placement(torch.float32, torch.device("cpu")))
+    kv_format = kv_cache_format("auto", torch.float32)
+    return joined_groups([KVLayout(model.kv_specs, kv_format, BLOCK_SIZE).groups])
 
 
 def make_runner(
@@ -152,18 +172,22 @@ def make_runner(
     quantization: Quantization | None = None,
     max_model_len: int = MAX_MODEL_LEN,
     enforce_eager: bool = False,
+    kv_groups: Sequence[KVGroup] = (),
 ) -> ModelRunner:
     """One rank, its weights loaded, ready for plans.
 
     model: to be loaded, or one is built. kernels: others than the backend's.
-    max_model_len: served positions. enforce_eager: steps are not recorded.
+    max_model_len: served positions. enforce_eager: steps are not recorded. kv_groups: of all ranks'
+    layers, if there are several.
     """
     model = model or build_model(load_model_config(folder), placement)
     runner = ModelRunner(model, kernels or make_kernels(backend), links, stream, enforce_eager)
     names = model.entry_name
     fill_and_pack(model, runner.kernels, lambda e: load_weights(folder, e, names), quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
-    runner.allocate(kv_format, NUM_BLOCKS, BLOCK_SIZE, MAX_NUM_SEQS, max_model_len)
+    num_groups = len({spec.window for spec in model.kv_specs})
+    sizes = NUM_BLOCKS * num_groups, BLOCK_SIZE, MAX_NUM_SEQS, max_model_len
+    runner.allocate(kv_format, *sizes, kv_groups)
     runner.capture(MAX_NUM_BATCHED_TOKENS)
     return runner
 
@@ -209,8 +233,9 @@ def run_script(
         placement = replace(placement, weight_format=stored_format(folder, dtype))
         kernels = make_kernels(backend, keeps_activations=keeps_activations)
         runner = make_runner(
-            folder, placement, links, kv_cache_dtype, kernels=kernels, quantization=quantization
-        )
+            folder, placement, links, kv_cache_dtype, kernels=kernels, quantization=quantization,
+            kv_groups=script.kv_groups,
+        )  # fmt: skip
         return run_runner(runner, script)
 
     results = run_ranks(tp_size * script.num_groups, run)[-tp_size:]

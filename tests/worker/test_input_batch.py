@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nanocore.kernels.logit_edits import TokenLists
+from nanocore.kv_cache import FULL, CacheGroup
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
@@ -27,8 +28,13 @@ MAX_MODEL_LEN = 40
 SAMPLING = EngineSamplingParams(temperature=0.7, top_p=0.9)
 
 
-def make_batch(max_num_seqs: int = 4) -> InputBatch:
-    return InputBatch(max_num_seqs, MAX_MODEL_LEN, BLOCK_SIZE, 50)
+GROUPS = [FULL, [CacheGroup("full"), CacheGroup("window(5)", 5, 2), CacheGroup("window(9)", 9)]]
+
+
+def make_batch(max_num_seqs: int = 4, num_cache_groups: int = 1) -> InputBatch:
+    return InputBatch(
+        max_num_seqs, MAX_MODEL_LEN, BLOCK_SIZE, 50, num_cache_groups=num_cache_groups
+    )
 
 
 def check_step(
@@ -38,20 +44,22 @@ def check_step(
     counts = {row: count for row, count in counts.items() if count}
     rows = [row for row in sorted(counts) if counts[row] == 1]
     rows += [row for row in sorted(counts) if counts[row] > 1]
-    of_token, positions, slots, ends = [], [], [], [0]
+    of_token, positions, ends = [], [], [0]
+    slots: list[list[int]] = [[] for _ in executor.cache_groups]
     for row in rows:
         state = executor.rows[row]
         for position in range(before[row], before[row] + counts[row]):
             of_token.append(row)
             positions.append(position)
-            block_id = state.block_ids[position // BLOCK_SIZE]
-            slots.append(block_id * BLOCK_SIZE + position % BLOCK_SIZE)
+            for own, block_ids in zip(slots, state.block_ids, strict=True):
+                block_id = block_ids[position // BLOCK_SIZE]
+                own.append(block_id * BLOCK_SIZE + position % BLOCK_SIZE)
         ends.append(len(positions))
     order = step.order
     assert order.rows_B.tolist() == rows
     assert order.rows_T.tolist() == of_token
     assert step.positions_T.tolist() == positions
-    assert step.slots_T.tolist() == slots
+    assert step.slots_GT.tolist() == slots
     assert order.query_start == order.query_start_A.tolist() == ends
     assert order.num_decodes == sum(counts[row] == 1 for row in rows)
     assert step.seq_lens_B.tolist() == [executor.rows[row].num_computed for row in rows]
@@ -61,20 +69,23 @@ def check_step(
     )
     for row, length in zip(rows, step.seq_lens_B.tolist(), strict=True):
         width = -(-length // BLOCK_SIZE)
-        assert batch.blocks.ids[row, :width].tolist() == executor.rows[row].block_ids[:width]
+        held = [block_ids[:width] for block_ids in executor.rows[row].block_ids]
+        assert batch.blocks.ids[:, row, :width].tolist() == held
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_inputs_equal_those_derived_the_slow_way(data: st.DataObject) -> None:
+    groups = data.draw(st.sampled_from(GROUPS))
     scheduler, executor = make_scheduler(
-        num_blocks=data.draw(st.integers(10, 20)),
+        num_blocks=data.draw(st.integers(10 * len(groups), 20 * len(groups))),
         block_size=BLOCK_SIZE,
         max_num_seqs=4,
         max_num_batched_tokens=data.draw(st.integers(4, 30)),
         max_model_len=MAX_MODEL_LEN,
+        cache_groups=groups,
     )
-    batch, deliveries = make_batch(), Deliveries()
+    batch, deliveries = make_batch(num_cache_groups=len(groups)), Deliveries()
     for handle in range(1, data.draw(st.integers(1, 7)) + 1):
         length = data.draw(st.integers(1, 24))
         prompt = [data.draw(st.integers(0, 2)) for _ in range(length)]
@@ -273,32 +284,35 @@ def ids(*values: int) -> NDArray[np.int32]:
     return np.array(values, np.int32)
 
 
-def make_table() -> BlockTable:
-    return BlockTable(NUM_ROWS, NUM_COLUMNS)
-
-
 @settings(max_examples=examples(100), deadline=None)
 @given(st.data())
 def test_rows_hold_the_blocks_they_were_given(data: st.DataObject) -> None:
-    table = make_table()
-    expected: list[list[int]] = [[] for _ in range(NUM_ROWS)]
+    """By group and row; block ids differ from group to group."""
+    num_groups = data.draw(st.integers(1, 3))
+    table = BlockTable(NUM_ROWS, NUM_COLUMNS, num_groups)
+    expected: list[list[list[int]]] = [[[] for _ in range(NUM_ROWS)] for _ in range(num_groups)]
     block_id = 0
     for _ in range(data.draw(st.integers(1, 25))):
         if data.draw(st.integers(0, 3)):
             counts = [data.draw(st.integers(0, 2)) for _ in range(NUM_ROWS)]
-            room = [NUM_COLUMNS - len(held) for held in expected]
+            room = [NUM_COLUMNS - len(held) for held in expected[0]]
             rows = [row for row in range(NUM_ROWS) for _ in range(min(counts[row], room[row]))]
             rows = data.draw(st.permutations(rows))
-            new = list(range(block_id, block_id := block_id + len(rows)))
+            new = list(range(block_id, block_id := block_id + len(rows) * num_groups))
             appended = table.append(ids(*rows), ids(*new))
-            for row, value in zip(rows, new, strict=True):
-                expected[row].append(value)
-            places = [expected[row].index(value) for row, value in zip(rows, new, strict=True)]
-            assert appended.columns.tolist() == places
+            own = [new[i * len(rows) : (i + 1) * len(rows)] for i in range(num_groups)]
+            places = []
+            for group, values in enumerate(own):
+                for row, value in zip(rows, values, strict=True):
+                    places.append((group * NUM_ROWS + row, len(expected[group][row])))
+                    expected[group][row].append(value)
+            assert [*zip(appended.rows.tolist(), appended.columns.tolist(), strict=True)] == places
+            assert appended.block_ids.tolist() == new
         else:
             row = data.draw(st.integers(0, NUM_ROWS - 1))
-            expected[row] = [block_id, block_id + 1]
-            block_id += 2
-            table.set_row(row, ids(*expected[row]))
-        for row, held in enumerate(expected):
-            assert table.ids[row, : len(held)].tolist() == held
+            for held in expected:
+                held[row] = [block_id, block_id := block_id + 1]
+            table.set_row(row, ids(*(value for held in expected for value in held[row])))
+        for group, rows_of_group in enumerate(expected):
+            for row, values in enumerate(rows_of_group):
+                assert table.ids[group, row, : len(values)].tolist() == values

@@ -30,12 +30,12 @@ FORMATS = {
 def test_all_layers_of_a_block_lie_side_by_side_in_it(form: KVCacheFormat, block_size: int) -> None:
     specs = [KVSpec(2, 64), KVSpec(1, 40), KVSpec(3, 128)]
     memory = KVMemory(KVLayout(specs, form, block_size), 3, CPU)
-    block_bytes = memory.blocks[0].nbytes
-    assert memory.blocks.nbytes == 3 * block_bytes
+    block_bytes = memory.blocks[0][0].nbytes
+    assert memory.blocks[0].nbytes == 3 * block_bytes
     assert block_bytes % ALIGNMENT_BYTES == 0
-    assert memory.blocks[0].data_ptr() % ALIGNMENT_BYTES == 0
-    end = memory.blocks[1].data_ptr()
-    assert end == memory.blocks[0].data_ptr() + block_bytes
+    assert memory.blocks[0][0].data_ptr() % ALIGNMENT_BYTES == 0
+    end = memory.blocks[0][1].data_ptr()
+    assert end == memory.blocks[0][0].data_ptr() + block_bytes
     for spec, cache in zip(specs, memory.layers(), strict=True):
         assert cache.block_bytes == block_bytes
         assert cache.k_NSKD.shape == (3, block_size, spec.num_kv_heads, spec.head_dim)
@@ -44,8 +44,8 @@ def test_all_layers_of_a_block_lie_side_by_side_in_it(form: KVCacheFormat, block
             assert x[1].data_ptr() % alignment == 0
             assert end <= x[1].data_ptr() < end + ALIGNMENT_BYTES
             end = x[1].data_ptr() + x[1].nbytes
-    assert end <= memory.blocks[2].data_ptr() < end + ALIGNMENT_BYTES
-    assert not any(memory.blocks[block_id].any() for block_id in range(3))
+    assert end <= memory.blocks[0][2].data_ptr() < end + ALIGNMENT_BYTES
+    assert not any(memory.blocks[0][block_id].any() for block_id in range(3))
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -53,13 +53,13 @@ def test_a_single_block_has_the_strides_of_many(form: KVCacheFormat) -> None:
     layout = KVLayout([KVSpec(2, 16)] * 2, form, 16)
     (one, _), (many, _) = (KVMemory(layout, n, CPU).layers() for n in (1, 3))
     assert [x.stride() for x in parts(one)] == [x.stride() for x in parts(many)]
-    assert one.block_bytes == layout.block_bytes
+    assert one.block_bytes == layout.block_bytes[0]
 
 
 def test_without_need_of_alignment_a_block_is_what_its_layers_take() -> None:
     form = FORMATS["int8"]
     layout = KVLayout([KVSpec(1, 128)] * 3, form, 16)
-    assert layout.block_bytes == 3 * 2 * 16 * form.bytes_per_head(128)
+    assert layout.block_bytes[0] == 3 * 2 * 16 * form.bytes_per_head(128)
 
 
 @pytest.mark.parametrize(("num_layers", "spec"), [
@@ -71,8 +71,8 @@ def test_large_blocks_do_not_lie_at_multiples_of_a_power_of_two(
     layout = KVLayout([spec] * num_layers, FORMATS["bfloat16"], 16)
     least_bytes = num_layers * 2 * 16 * spec.num_kv_heads * spec.head_dim * 2
     assert least_bytes % 2**16 == 0
-    assert layout.block_bytes % 2**11 != 0
-    assert least_bytes < layout.block_bytes < 1.01 * least_bytes
+    assert layout.block_bytes[0] % 2**11 != 0
+    assert least_bytes < layout.block_bytes[0] < 1.01 * least_bytes
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
@@ -85,20 +85,24 @@ def test_what_is_allocated_is_what_was_told(tiny_model: Path, kv_cache_dtype: st
     info, (guess,) = worker.profile(), dry_run(config)
     worker.allocate_kv_cache(11, 64)
     memory = worker.runner.kv_memory
-    assert memory.blocks.nbytes == 11 * info.kv_block_bytes == 11 * guess.kv_block_bytes
+    assert (
+        memory.blocks[0].nbytes
+        == 11 * info.kv_groups[0].block_bytes
+        == 11 * guess.kv_groups[0].block_bytes
+    )
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
         for cache in memory.layers()
         for x in parts(cache)
     }
-    assert list(storages.values()) == [memory.blocks.nbytes]
+    assert list(storages.values()) == [memory.blocks[0].nbytes]
 
 
 def test_memory_on_a_cpu_is_taken_when_it_is_used() -> None:
     layout = KVLayout([KVSpec(8, 128)] * 4, FORMATS["bfloat16"], 16)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    memory = KVMemory(layout, (1 << 31) // layout.block_bytes, CPU)
+    memory = KVMemory(layout, (1 << 31) // layout.block_bytes[0], CPU)
     for block_id in (0, 500, 1000):
-        memory.blocks[block_id].fill_(1)
+        memory.blocks[0][block_id].fill_(1)
     taken = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert taken < 1 << 27

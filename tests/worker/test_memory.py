@@ -119,7 +119,7 @@ def test_the_largest_steps_fill_the_budget_every_row_and_the_longest_context(
     begin, sample, forward = runner.begin, runner.sampler.sample_processed, model.forward
 
     def record_forward(x_TE, caches, context, index_R):  # type: ignore[no-untyped-def]
-        longest.append(max(context.metadata.seq_lens))
+        longest.append(max(context.metadata[0].seq_lens))
         return forward(x_TE, caches, context, index_R)
 
     monkeypatch.setattr(model, "forward", record_forward)

@@ -5,7 +5,7 @@ Each script of plans is of mixed batches with chunks, a shared prefix and a pree
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,15 +18,28 @@ from torch import Tensor
 from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch.backend import TorchKernels
+from nanocore.kv_cache import FULL, CacheGroup, Capacity
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
+from nanocore.worker.memory.kv_groups import KVGroup
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_messages import Quantization
 from tests.campaign import in_campaign
 from tests.model_families import BUILDERS, Continuation, greedy_continuations, reference_model
-from tests.worker.running import Sample, Script, make_runner, run_runner, run_script, write_script
+from tests.worker.running import (
+    BLOCK_SIZE,
+    MAX_NUM_BATCHED_TOKENS,
+    NUM_BLOCKS,
+    Sample,
+    Script,
+    make_runner,
+    model_groups,
+    run_runner,
+    run_script,
+    write_script,
+)
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 6
@@ -60,12 +73,27 @@ class Family:
 
     folder: Path
     expected: list[Continuation]
+    kv_groups: Sequence[KVGroup] = ()
 
     def script(self, num_groups: int = 1) -> Script:
-        script = write_script(PROMPTS, [e.token_ids for e in self.expected], num_groups)
+        outputs = [said.token_ids for said in self.expected]
+        # So many blocks that somebody is preempted; windows need few.
+        for num_slabs in (NUM_BLOCKS, *range(num_needed(self.kv_groups), NUM_BLOCKS)):
+            script = write_script(
+                PROMPTS, outputs, num_groups, kv_groups=self.kv_groups, num_slabs=num_slabs
+            )
+            if script.num_preemptions:
+                break
         assert script.num_preemptions > 0
         assert script.num_cached_tokens > 0
         return script
+
+
+def num_needed(kv_groups: Sequence[KVGroup]) -> int:
+    """Slabs of the longest request."""
+    groups = [CacheGroup(one.name, one.window, one.per_slab) for one in kv_groups] or FULL
+    memory = Capacity(1, BLOCK_SIZE, groups, MAX_NUM_BATCHED_TOKENS)
+    return memory.slabs_of(max(LENGTHS) + NUM_TOKENS)
 
 
 Families = Callable[[str], Family]
@@ -77,7 +105,8 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Families:
     @cache
     def make(name: str) -> Family:
         folder = BUILDERS[name](tmp_path_factory.mktemp(name))
-        return Family(folder, greedy_continuations(folder, PROMPTS, NUM_TOKENS))
+        expected = greedy_continuations(folder, PROMPTS, NUM_TOKENS)
+        return Family(folder, expected, model_groups(folder))
 
     return make
 
@@ -142,7 +171,8 @@ def test_bfloat16_rounds_no_worse_than_transformers_does(
 ) -> None:
     folder, exact = family(name).folder, family(name).expected
     rounded = greedy_continuations(folder, PROMPTS, 1, dtype=torch.bfloat16)
-    script = write_script(PROMPTS, [said.token_ids[:1] for said in exact])
+    outputs = [said.token_ids[:1] for said in exact]
+    script = write_script(PROMPTS, outputs, kv_groups=family(name).kv_groups)
     ours = first_logits(run_script(folder, script, dtype=torch.bfloat16, backend=backend))
     exact_RV = torch.stack([said.logits_TV[0] for said in exact])
     rounded_RV = torch.stack([said.logits_TV[0] for said in rounded])
@@ -259,7 +289,7 @@ def test_weights_may_be_loaded_and_run_in_inference_mode(name: str, family: Fami
     saved, placement = family(name), Placement(torch.float32, CPU)
     model = build_model(load_model_config(saved.folder), placement)
     with torch.inference_mode():
-        runner = make_runner(saved.folder, placement, model=model)
+        runner = make_runner(saved.folder, placement, model=model, kv_groups=saved.kv_groups)
         check(run_runner(runner, saved.script()), saved.expected)
 
 

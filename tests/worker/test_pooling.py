@@ -99,7 +99,8 @@ def assert_close(
 def test_every_family_says_what_transformers_says(family: str, tmp_path: Path) -> None:
     folder = BUILDERS[family](tmp_path)
     runner = make_runner(folder, one_rank())
-    found = run(runner, write_plans(REQUESTS, 7))
+    assert runner.kv_memory is not None
+    found = run(runner, write_plans(REQUESTS, 7, num_cache_groups=len(runner.kv_memory.blocks)))
     assert_close(vectors(found), transformers_embeddings(folder, torch.float32))
 
 

@@ -22,7 +22,7 @@ from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_messages import WorkerConfig
-from tests.engine_core.test_utilisation import COST
+from tests.engine_core.log.test_utilisation import COST
 from tests.model_families import BUILDERS, reference_model
 from tests.worker.configs import make_worker_config
 from tests.worker.running import make_runner, run_runner, write_script

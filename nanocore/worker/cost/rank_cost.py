@@ -39,7 +39,7 @@ def outlined_info(
         kernels=kernels.name,
         kernel_variant=kernels.variant,
         weight_bytes=cost.held_bytes,
-        kv_block_bytes=layout.block_bytes,
+        kv_groups=layout.groups,
         available_kv_bytes=0,
         memory_bytes=0,
         activation_bytes=_activation_bytes(outline, config),

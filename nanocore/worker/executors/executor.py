@@ -6,9 +6,10 @@ processes stand behind the same interface. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from nanocore.worker.memory.kv_groups import KVGroup
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.rank_messages import WorkerInfo
 
@@ -63,7 +64,9 @@ class Executor(StepExecutor, Protocol):
         """Report of each rank, in order; on CUDA the largest steps are run to find out."""
         ...
 
-    def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
+    def allocate_kv_cache(
+        self, num_slabs: int, max_model_len: int, groups: Sequence[KVGroup] = ()
+    ) -> None:
         """Make the KV cache and the persistent batch on every rank, and capture steps to be
         replayed, or compile kernels for them.
         """

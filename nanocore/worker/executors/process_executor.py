@@ -33,6 +33,7 @@ from nanocore.worker.communication.shared_memory import (
 from nanocore.worker.devices import select_device, steps_in_flight
 from nanocore.worker.executors.pipe import Pipe, encode_frame
 from nanocore.worker.executors.status_board import StatusBoard
+from nanocore.worker.memory.kv_groups import KVGroup
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.rank_messages import (
     FAILURES,
@@ -162,8 +163,12 @@ class ProcessExecutor:
         self._send(Profile())
         return self._gather(WorkerInfo)
 
-    def allocate_kv_cache(self, num_blocks: int, max_model_len: int) -> None:
-        self._send(AllocateCache(num_blocks=num_blocks, max_model_len=max_model_len))
+    def allocate_kv_cache(
+        self, num_slabs: int, max_model_len: int, groups: Sequence[KVGroup] = ()
+    ) -> None:
+        self._send(
+            AllocateCache(num_slabs=num_slabs, max_model_len=max_model_len, groups=[*groups])
+        )
         self._gather(Done)
 
     def submit(self, plan: SchedulerOutput) -> None:

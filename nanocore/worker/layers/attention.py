@@ -43,7 +43,8 @@ class Attention:
         size, what = config.num_heads * head_dim, "the size of all heads"
         q_rows = RowShard.share(placement, size, what)
         kv_rows = RowShard.kv_heads(placement, config.num_kv_heads, head_dim)
-        self.kv_spec = KVSpec(kv_rows.size // head_dim, head_dim)
+        window = config.window(layer)
+        self.kv_spec = KVSpec(kv_rows.size // head_dim, head_dim, window)
         self.qkv_proj = ColumnParallelLinear(
             placement, hidden_size, [q_rows, kv_rows, kv_rows], bias=config.bias
         )
@@ -52,9 +53,7 @@ class Attention:
         if config.qk_norm:
             self.q_norm, self.k_norm = make_norm(head_dim), make_norm(head_dim)
         self.rotation = config.rotation(layer)
-        self.spec = AttentionSpec(
-            scale=config.scale, window=config.window(layer), softcap=config.softcap
-        )
+        self.spec = AttentionSpec(scale=config.scale, window=window, softcap=config.softcap)
 
     @property
     def pair_flops(self) -> int:
@@ -79,7 +78,7 @@ class Attention:
         return self.qkv_proj(x_TE, context)
 
     def __call__(self, x_TE: Tensor, cache: KVCache, context: StepContext) -> Tensor:
-        kernels, metadata = context.kernels, context.metadata
+        kernels, metadata = context.kernels, context.metadata[cache.group]
         qk_norm = None
         if self.q_norm and self.k_norm:
             qk_norm = QKNorm(self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)

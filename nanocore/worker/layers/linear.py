@@ -24,12 +24,13 @@ from nanocore.worker.placement import Placement
 class StepContext(msgspec.Struct, frozen=True):
     """What layers see of a step.
 
+    metadata: attention's, of each group of layers that keep the same tokens: see `KVCache.group`.
     rotary: of all positions, by `AttentionConfig.rotation`. lanes: [T] by name, what they are told
     of each token beside its hidden state; see `worker/step/lanes.py`.
     """
 
     kernels: Kernels
-    metadata: AttentionMetadata
+    metadata: Sequence[AttentionMetadata]
     rotary: dict[str, Rotary]
     lanes: dict[str, Tensor] = {}
 

@@ -1,9 +1,11 @@
-"""A rank's KV memory: one array of blocks, and in each block all of this rank's layers.
+"""A rank's KV memory: one array of blocks, and in each block all of this rank's layers of a group.
 
 What a block holds, K and V of its tokens in every layer and their scales where they are quantized,
 is one span of bytes: to move it is one copy, and to check it one checksum. A layer's K and V are
-views that step from block to block. Layers may differ in what they keep. Owner: `ModelRunner`.
-Shape suffixes: see `interface`.
+views that step from block to block. Layers may differ in what they keep: those that see the same
+window of tokens are a group. With several groups the memory is cut into slabs that hold blocks of
+any (see `nanocore.kv_cache.slab_pool`); each group's blocks are views of all of it, with a stride
+of its own. Owner: `ModelRunner`. Shape suffixes: see `interface`.
 """
 
 from __future__ import annotations
@@ -19,9 +21,13 @@ from torch import Tensor
 
 from nanocore.kernels.attention import KVCache
 from nanocore.kernels.kv_quantization import KVCacheFormat
-
-ALIGNMENT_BYTES: Final = 64
-"""Alignment of a block and of each layer's K and V in it: a cache line, and what TMA needs."""
+from nanocore.worker.memory.kv_groups import (
+    ALIGNMENT_BYTES,
+    KVGroup,
+    LayerGroup,
+    aligned,
+    rank_slab_bytes,
+)
 
 KV_LAYOUT_VERSION: Final = 2
 """To be counted up when blocks hold the same values otherwise."""
@@ -33,10 +39,14 @@ _MAX_STAGGER_SHARE: Final = 0.01
 
 
 class KVSpec(msgspec.Struct, frozen=True):
-    """Shape of a token's K and V in a layer: heads of this rank, values of each."""
+    """What a layer keeps of a token: heads of this rank, values of each; and for how long.
+
+    window: tokens that a token sees, itself included; 0: all.
+    """
 
     num_kv_heads: int
     head_dim: int
+    window: int = 0
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -67,21 +77,30 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 class KVLayout:
-    """Layout of a block. block_bytes: from a block to the next.
+    """Layout of a rank's blocks. block_bytes: of a block of each group, by window, full first.
 
     Args:
         specs: of this rank's layers.
     """
 
     def __init__(self, specs: Sequence[KVSpec], kv_format: KVCacheFormat, block_size: int) -> None:
+        self.specs = specs
         self.layers: list[list[_Part]] = []
-        end_byte = 0
+        self.block_bytes: dict[int, int] = {}
+        ends = dict.fromkeys(sorted({spec.window for spec in specs}), 0)
         for spec in specs:
-            self.layers.append(list(_parts(end_byte, spec, kv_format, block_size)))
-            end_byte = self.layers[-1][-1].end_byte
-        self.block_bytes = _aligned(end_byte, ALIGNMENT_BYTES)
-        head_bytes = max(block_size * spec.head_dim for spec in specs) * kv_format.dtype.itemsize
-        self.block_bytes += _stagger_bytes(self.block_bytes, head_bytes)
+            self.layers.append(list(_parts(ends[spec.window], spec, kv_format, block_size)))
+            ends[spec.window] = self.layers[-1][-1].end_byte
+        for window, end_byte in ends.items():
+            head_dim = max(spec.head_dim for spec in specs if spec.window == window)
+            num_bytes = aligned(end_byte, ALIGNMENT_BYTES)
+            head_bytes = block_size * head_dim * kv_format.dtype.itemsize
+            self.block_bytes[window] = num_bytes + _stagger_bytes(num_bytes, head_bytes)
+
+    @property
+    def groups(self) -> list[LayerGroup]:
+        windows = [spec.window for spec in self.specs]
+        return [LayerGroup(w, windows.count(w), size) for w, size in self.block_bytes.items()]
 
     def layer_bytes(self, index: int) -> int:
         """Bytes of a layer's K and V in a block, without what lies between them."""
@@ -89,20 +108,36 @@ class KVLayout:
 
 
 class KVMemory:
-    """num_blocks blocks of this layout on a device, zeros at first.
+    """num_slabs slabs of blocks of this layout on a device, zeros at first.
 
-    blocks: all that they hold, uint8 [num_blocks, block_bytes], to be read or written.
+    Args:
+        groups: of all ranks; this one's layers are of some of them. None: the layout's own one.
+
+    blocks: all that they hold by group, uint8 [num_blocks, bytes of a block], to be read or
+    written.
 
     Zeros, because attention masks what it gathers too much of, and 0 * NaN would be NaN.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_slabs: int,
+        device: torch.device,
+        groups: Sequence[KVGroup] = (),
+    ) -> None:
         self._layout = layout
-        num_bytes = num_blocks * layout.block_bytes
-        self.blocks = _zeros(num_bytes, device).view(num_blocks, layout.block_bytes)
+        groups = groups or [KVGroup(window, len(layout.specs)) for window in layout.block_bytes]
+        self._windows = [group.window for group in groups]
+        self.slab_bytes = rank_slab_bytes(layout.groups, groups)
+        memory = _zeros(num_slabs * self.slab_bytes, device)
+        self.blocks = [memory.view(num_slabs * group.per_slab, -1) for group in groups]
 
     def layer(self, index: int) -> KVCache:
-        return KVCache(*(part.of(self.blocks) for part in self._layout.layers[index]))
+        group = self._windows.index(self._layout.specs[index].window)
+        k, v, *scales = (part.of(self.blocks[group]) for part in self._layout.layers[index])
+        k_scale, v_scale = scales or (None, None)
+        return KVCache(k, v, k_scale, v_scale, group)
 
     def layers(self) -> list[KVCache]:
         return [self.layer(index) for index in range(len(self._layout.layers))]
@@ -117,7 +152,7 @@ def _parts(
     if kv_format.scale_dtype is not None:
         kinds += [(shape[:2], kv_format.scale_dtype, _SCALE_ALIGNMENT_BYTES)] * 2
     for shape, dtype, alignment in kinds:
-        part = _Part(_aligned(start_byte, alignment), shape, dtype)
+        part = _Part(aligned(start_byte, alignment), shape, dtype)
         yield part
         start_byte = part.end_byte
 
@@ -129,13 +164,9 @@ def _stagger_bytes(block_bytes: int, head_bytes: int) -> int:
     multiples of a large power of two these would share a few sets of the cache, and it took 5 to
     8 % longer; so each block is shifted by a head, and by two lines, against the one before.
     """
-    stagger_bytes = _aligned(head_bytes + 128, ALIGNMENT_BYTES)
+    stagger_bytes = aligned(head_bytes + 128, ALIGNMENT_BYTES)
     is_crowded = block_bytes % _CROWDING_BYTES == 0
     return stagger_bytes if is_crowded and stagger_bytes < _MAX_STAGGER_SHARE * block_bytes else 0
-
-
-def _aligned(num_bytes: int, alignment: int) -> int:
-    return -(-num_bytes // alignment) * alignment
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

@@ -119,5 +119,5 @@ class GPT2Model(DecoderModel):
         self, x_TE: Tensor, caches: list[KVCache], context: StepContext, sample_index_R: Tensor
     ) -> Tensor:
         if self.positions_LE is not None:
-            x_TE = x_TE + self.positions_LE[context.metadata.positions_T]
+            x_TE = x_TE + self.positions_LE[context.metadata[0].positions_T]
         return super().forward(x_TE, caches, context, sample_index_R)

@@ -71,7 +71,7 @@ class BatchStep(msgspec.Struct, frozen=True):
     """One step's rows, positions and sample slots, on the host; arrays are int64.
 
     group: of the plan. all_sample: every row of the order has one sample slot. seq_lens_B: contexts
-    with this step's tokens. slots_T: where their K and V go.
+    with this step's tokens. slots_GT: where K and V of the T tokens go, by group of layers.
 
     sampling_rows: rows that sample, each once; slot_counts: how many sample slots each has, one
     more than it has drafts. Of each slot, a row's in their order: sample_index, which of the T
@@ -84,7 +84,7 @@ class BatchStep(msgspec.Struct, frozen=True):
     all_sample: bool
     seq_lens_B: NDArray[np.int64]
     positions_T: NDArray[np.int64]
-    slots_T: NDArray[np.int64]
+    slots_GT: NDArray[np.int64]
     sampling_rows: NDArray[np.int64]
     slot_counts: NDArray[np.int64]
     sample_index: NDArray[np.int64]

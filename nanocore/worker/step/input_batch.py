@@ -28,6 +28,7 @@ class InputBatch:
         max_num_seqs: rows. max_model_len: tokens per row at most. block_size: tokens per KV block.
         vocab_size: token ids that there are. num_groups: groups that rows are dealt out
         to, see `nanocore.worker.plan`. max_drafts: that a row may compute in a step.
+        num_cache_groups: groups of layers, with blocks of their own.
 
     num_tokens, num_computed: of rows whose drafts are being verified, as many as it may be. owner:
     counts the requests that had a row.
@@ -41,13 +42,15 @@ class InputBatch:
         vocab_size: int,
         num_groups: int = 1,
         max_drafts: int = 0,
+        num_cache_groups: int = 1,
     ) -> None:
         self.max_num_seqs = max_num_seqs
         self.block_size = block_size
         self.max_drafts = max_drafts
         self.group = np.arange(max_num_seqs) % num_groups
         # A spare row for padding.
-        self.blocks = BlockTable(max_num_seqs + 1, -(-max_model_len // block_size))
+        size = max_num_seqs + 1, -(-max_model_len // block_size)
+        self.blocks = BlockTable(*size, num_cache_groups)
         self.is_active = np.zeros(max_num_seqs, bool)
         self.owner = np.zeros(max_num_seqs, np.int64)
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
@@ -87,8 +90,6 @@ class InputBatch:
         self.num_computed[rows_B] = seq_lens_B
         is_steady = order.is_decode_only
         positions_T = before_B if is_steady else before_B[order.source_T] + order.offset_T
-        columns_T, offsets_T = np.divmod(positions_T, self.block_size)
-        blocks_T = self.blocks.ids[order.rows_T, columns_T]
         # A row samples behind its last token, be its id known on the host or not, and behind each
         # of its drafts; a chunk that ends before does not.
         slots_B = seq_lens_B - self.num_tokens[rows_B] + 1
@@ -112,7 +113,7 @@ class InputBatch:
             all_sample=all_sample,
             seq_lens_B=seq_lens_B,
             positions_T=positions_T,
-            slots_T=np.multiply(blocks_T, self.block_size, dtype=np.int64) + offsets_T,
+            slots_GT=self.blocks.slots(order.rows_T, positions_T, self.block_size),
             sampling_rows=sampling_rows,
             slot_counts=slot_counts,
             sample_index=index_S,

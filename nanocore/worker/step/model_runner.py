@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.worker.communication.communicator import StageLinks
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.memory.kv_groups import KVGroup
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
@@ -91,17 +93,18 @@ class ModelRunner:
     def allocate(
         self,
         kv_format: KVCacheFormat,
-        num_blocks: int,
+        num_slabs: int,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
+        groups: Sequence[KVGroup] = (),
     ) -> None:
         """Allocate the KV cache and the persistent batch, and compute the rotary tables."""
         # Graphs hold the addresses of the old cache and tables.
         self._graphs = self._last = None
         self.release_kv_memory()  # what both took is needed for the new ones
         layout = KVLayout(self.model.kv_specs, kv_format, block_size)
-        self.kv_memory = KVMemory(layout, num_blocks, self.device)
+        self.kv_memory = KVMemory(layout, num_slabs, self.device, groups)
         self.stage.kv_caches = self.kv_memory.layers()
         self.stage.rotary = self.model.rotary_tables(max_model_len)
         self.batch = InputBatch(
@@ -111,6 +114,7 @@ class ModelRunner:
             self.config.vocab_size,
             self.placement.pp_size,
             0 if self.proposer is None else self.proposer.max_drafts,
+            len(self.kv_memory.blocks),
         )
         self.tables = RowTables(self.batch.blocks, max_model_len, block_size, self._beside_host)
         self._drafts = DraftTracker(self.batch, self.proposer, self.device)
@@ -158,7 +162,7 @@ class ModelRunner:
             return []
         support, batch = self.kernels.graph_support, self.batch
         sizes = batch.max_num_seqs, max_num_batched_tokens, batch.block_size, batch.max_drafts
-        return graph_shapes(support, *sizes)
+        return graph_shapes(support, *sizes, len(batch.blocks.ids))
 
     def release_kv_memory(self) -> None:
         """Give the KV cache's memory back; no step can run until there is another."""

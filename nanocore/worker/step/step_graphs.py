@@ -153,14 +153,15 @@ def graph_shapes(
     max_num_batched_tokens: int,
     block_size: int,
     max_drafts: int = 0,
+    num_groups: int = 1,
 ) -> list[StepShape]:
     """Shapes to capture, the largest first; decodes of every row that can run are among them."""
     if support == "never":
         return []
     # Tokens of a row, and blocks that it may need for them.
-    most, blocks = 1 + max_drafts, 1 + max_drafts // block_size
+    most, blocks = 1 + max_drafts, num_groups * (1 + max_drafts // block_size)
     shapes = [
-        StepShape(n * most, n, n * most, n * blocks, is_uniform=True, decode_tokens=most)
+        StepShape(n * most, n, n * most, n * blocks, True, most, num_groups)
         for n in decode_sizes(max_num_seqs)
     ]
     if support == "always":
@@ -169,9 +170,9 @@ def graph_shapes(
         for num_tokens in MIXED_TOKENS:
             if num_seqs < num_tokens <= max_num_batched_tokens:
                 num_slots = min(num_tokens, num_seqs * most)
-                num_blocks = num_tokens // block_size + num_seqs
+                num_blocks = num_groups * (num_tokens // block_size + num_seqs)
                 size = num_tokens, num_seqs, num_slots, num_blocks
-                shapes.append(StepShape(*size, is_uniform=False, decode_tokens=most))
+                shapes.append(StepShape(*size, False, most, num_groups))
     return sorted(shapes, key=lambda shape: shape.num_tokens, reverse=True)
 
 

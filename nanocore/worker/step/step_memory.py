@@ -30,7 +30,7 @@ from nanocore.worker.step.lanes import LANES
 
 
 class AppendedBlocks(msgspec.Struct, frozen=True):
-    """Blocks and their places in the table; all int32 of the same length."""
+    """Blocks and their places in `StepRows.block_tables`; all int32 of the same length."""
 
     rows: NDArray[np.int32]
     columns: NDArray[np.int32]
@@ -38,27 +38,42 @@ class AppendedBlocks(msgspec.Struct, frozen=True):
 
 
 class BlockTable:
-    """Block ids by row.
+    """Block ids by group of layers and row; a row has as many blocks in each group.
 
-    ids: int32 [num_rows, num_columns]; entries past num_blocks of a row are ids that it or another
-    request once had there, or 0.
+    ids: int32 [num_groups, num_rows, num_columns]; entries past num_blocks of a row are ids that it
+    or another request once had there, or 0.
     """
 
-    def __init__(self, num_rows: int, num_columns: int) -> None:
-        self.ids = np.zeros((num_rows, num_columns), np.int32)
+    def __init__(self, num_rows: int, num_columns: int, num_groups: int = 1) -> None:
+        self.ids = np.zeros((num_groups, num_rows, num_columns), np.int32)
         self.num_blocks = np.zeros(num_rows, np.int64)
 
     def set_row(self, row: int, block_ids: NDArray[np.int32]) -> None:
-        """The row has these blocks, from its first token on, and no others."""
-        self.num_blocks[row] = len(block_ids)
-        self.ids[row, : len(block_ids)] = block_ids
+        """The row has these blocks, from its first token on, and no others; group by group."""
+        num_blocks = self.num_blocks[row] = len(block_ids) // len(self.ids)
+        self.ids[:, row, :num_blocks] = block_ids.reshape(len(self.ids), -1)
 
     def append(self, rows: NDArray[np.int32], block_ids: NDArray[np.int32]) -> AppendedBlocks:
-        """Append a block to each of these rows, in their order."""
-        columns = self.num_blocks[rows] + running_counts(rows)
+        """Append a block of each group to each of these rows, in their order; group by group."""
+        columns = (self.num_blocks[rows] + running_counts(rows)).astype(np.int32)
         self.num_blocks[rows] = columns + 1  # of equal rows the last one is kept
-        self.ids[rows, columns] = block_ids
-        return AppendedBlocks(rows, columns.astype(np.int32), block_ids)
+        num_groups, num_rows, num_columns = self.ids.shape
+        if num_groups > 1:
+            first_G1 = num_rows * np.arange(num_groups, dtype=np.int32)[:, None]
+            rows, columns = (first_G1 + rows).ravel(), np.tile(columns, num_groups)
+        self.ids.reshape(-1, num_columns)[rows, columns] = block_ids
+        return AppendedBlocks(rows, columns, block_ids)
+
+    def slots(
+        self, rows_T: NDArray[np.int64], positions_T: NDArray[np.int64], block_size: int
+    ) -> NDArray[np.int64]:
+        """Find where K and V of these tokens go, int64 [num_groups, T]."""
+        columns_T, offsets_T = np.divmod(positions_T, block_size)
+        if len(self.ids) == 1:  # cheaper than with the slice
+            blocks_GT = self.ids[0][rows_T, columns_T][None]
+        else:
+            blocks_GT = self.ids[:, rows_T, columns_T]
+        return np.multiply(blocks_GT, block_size, dtype=np.int64) + offsets_T
 
 
 NO_BLOCKS: Final = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))
@@ -67,7 +82,8 @@ NO_BLOCKS: Final = AppendedBlocks(*(np.zeros(0, np.int32) for _ in range(3)))
 class StepShape(msgspec.Struct, frozen=True):
     """Numbers of tokens, sequences, slots and appended blocks of a step.
 
-    is_uniform: every sequence is a decode. decode_tokens: the most tokens of one.
+    is_uniform: every sequence is a decode. decode_tokens: the most tokens of one. num_groups: of
+    layers.
     """
 
     num_tokens: int
@@ -76,6 +92,7 @@ class StepShape(msgspec.Struct, frozen=True):
     num_blocks: int
     is_uniform: bool
     decode_tokens: int = 1
+    num_groups: int = 1
 
     @classmethod
     def of(
@@ -90,6 +107,7 @@ class StepShape(msgspec.Struct, frozen=True):
             num_blocks=len(appended.rows),
             is_uniform=step.order.num_decodes == num_seqs,
             decode_tokens=decode_tokens,
+            num_groups=len(step.slots_GT),
         )
 
 
@@ -107,7 +125,7 @@ _LONG, _INT = torch.int64, torch.int32
 STEP_FIELDS: Final = (
     Field("rows_T", _LONG, "T", None),
     Field("positions_T", _LONG, "T"),
-    Field("slots_T", _LONG, "T", -1),
+    Field("slots_GT", _LONG, "GT", -1),
     Field("rows_B", _LONG, "B", None),
     Field("seq_lens_B", _INT, "B"),
     Field("query_start_A", _INT, "A"),
@@ -171,6 +189,7 @@ def layout_of(shape: StepShape | None, columns: ColumnKinds) -> StepLayout:
         return StepLayout(behind)
     lengths = {
         "T": shape.num_tokens,
+        "GT": shape.num_groups * shape.num_tokens,
         "B": shape.num_seqs,
         "A": shape.num_seqs + 1,
         "R": shape.num_slots,
@@ -195,7 +214,7 @@ def step_columns(
     return {
         "rows_T": order.rows_T,
         "positions_T": step.positions_T,
-        "slots_T": step.slots_T,
+        "slots_GT": _padded_slots(step.slots_GT, shape),
         "rows_B": order.rows_B,
         "seq_lens_B": step.seq_lens_B,
         "query_start_A": _query_starts(order.query_start_A, shape),
@@ -216,6 +235,13 @@ def padding_columns(shape: StepShape) -> dict[str, NDArray]:
         "query_start_A": _query_starts(np.zeros(1, np.int64), shape),
         "num_decodes_1": _number(shape.num_seqs if shape.is_uniform else 0),
     }
+
+
+def _padded_slots(slots_GT: NDArray[np.int64], shape: StepShape) -> NDArray[np.int64]:
+    num_padding = shape.num_tokens - slots_GT.shape[1]
+    if num_padding:
+        slots_GT = np.pad(slots_GT, ((0, 0), (0, num_padding)), constant_values=-1)
+    return slots_GT.ravel()
 
 
 @lru_cache(maxsize=512)
@@ -271,14 +297,14 @@ _NOTHING_NEW: Final = NewTokens(np.zeros(0, np.int32))
 class RowTables:
     """Tables of max_num_seqs rows and a spare one, where the model runs.
 
-    token_table: int32 [rows, max_model_len + 1]; the last token is never computed. block_table:
-    int32, as many blocks as max_model_len tokens take; the host's own where it runs there.
+    token_table: int32 [rows, max_model_len + 1]; the last token is never computed. block_ids: int32
+    [groups, rows, blocks of max_model_len tokens]; the host's own where it runs there.
     """
 
     def __init__(
         self, blocks: BlockTable, max_model_len: int, block_size: int, device: torch.device | None
     ) -> None:
-        num_rows, num_blocks = blocks.ids.shape
+        _, num_rows, _ = blocks.ids.shape
         self.spare_row = num_rows - 1
         self.block_size = block_size
         self.max_model_len = max_model_len
@@ -288,9 +314,10 @@ class RowTables:
         else:
             size = num_rows, max_model_len + 1
             self.token_table = torch.zeros(size, dtype=torch.int32, device=device)
-        self.block_table = torch.from_numpy(blocks.ids)
+        self.block_ids = torch.from_numpy(blocks.ids)
         if device is not None:
-            self.block_table = torch.zeros((num_rows, num_blocks), dtype=torch.int32, device=device)
+            self.block_ids = torch.zeros_like(self.block_ids, device=device)
+        self._block_tables = self.block_ids.flatten(0, 1)
 
     def take(self, column: Tensor, new: NewTokens) -> None:
         """Write what is new; column: that of `new`, where the model runs."""
@@ -300,16 +327,19 @@ class RowTables:
             self.token_table[rows.long(), positions.long()] = token_ids
         for row, num_tokens, num_blocks in new.rows:
             self.token_table[row, :num_tokens] = column[:num_tokens]
-            self.block_table[row, :num_blocks] = column[num_tokens : num_tokens + num_blocks]
-            column = column[num_tokens + num_blocks :]
+            column = column[num_tokens:]
+            ids_GN = column[:num_blocks].view(len(self.block_ids), -1)
+            self.block_ids[:, row, : ids_GN.shape[1]] = ids_GN
+            column = column[num_blocks:]
 
     def find_slots(self, fields: Mapping[str, Tensor]) -> None:
         """Find anew where K and V of a step's tokens go, whose positions have changed."""
         self._rows(fields).append_blocks()
-        positions_T, slots_T, size = fields["positions_T"], fields["slots_T"], self.block_size
-        blocks_T = self.block_table[fields["rows_T"], positions_T // size]
-        found_T = blocks_T.long() * size + positions_T % size
-        slots_T.copy_(torch.where(slots_T < 0, slots_T, found_T))
+        positions_T, size = fields["positions_T"], self.block_size
+        slots_GT = fields["slots_GT"].view(self.block_ids.shape[0], -1)
+        blocks_GT = self.block_ids[:, fields["rows_T"], positions_T // size]
+        found_GT = blocks_GT.long() * size + positions_T % size
+        slots_GT.copy_(torch.where(slots_GT < 0, slots_GT, found_GT))
 
     def inputs(self, fields: Mapping[str, Tensor], bounds: HostBounds) -> StepInputs:
         """Inputs of a step of these fields."""
@@ -320,15 +350,21 @@ class RowTables:
             seq_lens=bounds.seq_lens,
             num_decodes_1=fields["num_decodes_1"],
             query_start_A=fields["query_start_A"],
-            slots_T=fields["slots_T"],
+            slots_GT=fields["slots_GT"],
             sample_index_R=fields["sample_index_R"],
             decode_tokens=bounds.decode_tokens,
             lanes={lane.name: fields[lane.name] for lane in LANES},
         )
 
     def _rows(self, fields: Mapping[str, Tensor]) -> StepRows:
-        columns = [fields[name] for name in _ROW_FIELDS]
-        return StepRows(self.token_table, self.block_table, self.block_size, *columns)
+        columns = {name: fields[name] for name in _ROW_FIELDS}
+        return StepRows(
+            token_table=self.token_table,
+            block_tables=self._block_tables,
+            block_size=self.block_size,
+            num_groups=self.block_ids.shape[0],
+            **columns,
+        )
 
     def places(self, fields: Mapping[str, Tensor], num_slots: int | None = None) -> TokenPlaces:
         """Places of the tokens of the step's first slots, or of all."""

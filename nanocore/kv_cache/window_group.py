@@ -1,0 +1,292 @@
+"""Blocks of layers that see a window of tokens: they hold what the next token sees, and no more.
+
+Blocks that leave the window go back to their pool at once, and stay findable until their memory is
+needed. A prefix is found in two places: its blocks' keys in the primary group, which has all of
+them, and here the last blocks before the boundary. A block here bears the very key object of the
+primary group's block, so a hit is confirmed as far back as it is there.
+
+Some boundaries are likelier to be asked for than others (checkpoints): the ends of prompts, places
+where prompts have parted before, and a few between. Blocks outside of every checkpoint's window
+are reused first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Final
+
+from nanocore.kv_cache.block_key import BlockKey
+from nanocore.kv_cache.block_pool import Block
+from nanocore.kv_cache.capacity import Capacity, most_blocks, num_seen
+from nanocore.kv_cache.events import GroupEvents
+from nanocore.kv_cache.slab_pool import Need, SlabArena, SlabPool
+
+CHECKPOINTS_TOKENS: Final = (512, 1024)
+CHECKPOINT_STRIDE_TOKENS: Final = 2048
+"""Every prefix has checkpoints at these, and at each multiple of the stride."""
+
+
+class _Held:
+    """A request's blocks from block number `first` on. num_registered: counts from its start."""
+
+    __slots__ = ("blocks", "first", "num_registered")
+
+    def __init__(self, first: int, hits: Sequence[Block]) -> None:
+        self.first = first
+        self.blocks = list(hits)
+        self.num_registered = first + len(hits)
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.blocks)
+
+
+class WindowGroup:
+    """One group of layers with the same window.
+
+    Args:
+        name: of the group. window: tokens that a token sees, itself included, at least 1.
+        max_step_tokens: of a request in one step. events: are told what can be found.
+
+    num_seen: blocks before a boundary that the next token sees.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        window: int,
+        block_size: int,
+        arena: SlabArena,
+        per_slab: int,
+        max_step_tokens: int,
+        events: GroupEvents,
+    ) -> None:
+        self.name = name
+        self.window = window
+        self.num_seen = num_seen(window, block_size)
+        self.pool = SlabPool(arena, per_slab, self.forget)
+        self._block_size = block_size
+        self._most = most_blocks(window, block_size, max_step_tokens)
+        self._events = events
+        self._index: dict[bytes, Block] = {}
+        self._held: dict[int, _Held] = {}
+
+    def blocks(self, handle: int) -> Sequence[Block]:
+        """Return the blocks that a request holds, in the order of its tokens."""
+        held = self._held.get(handle)
+        return held.blocks if held else ()
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._index)
+
+    def last_boundary(self, keys: Sequence[BlockKey], end: int) -> int:
+        """Return the last boundary up to `end` whose window is cached. keys: of the prefix."""
+        # Backwards, because a missing block rules out all boundaries that see it at once.
+        index = end - 1
+        while index >= max(end - self.num_seen, 0):
+            if self._find(keys[index]) is None:
+                end = index  # no boundary between would do without this block
+            index -= 1
+        return end
+
+    def seen(self, keys: Sequence[BlockKey], boundary: int) -> list[Block]:
+        """Return the blocks before a boundary that `last_boundary` returned."""
+        found = [self._find(key) for key in keys[max(boundary - self.num_seen, 0) : boundary]]
+        return [block for block in found if block is not None]
+
+    def num_needed(self, handle: int, num_blocks: int, boundary: int, num_hits: int) -> int:
+        """Return how many blocks more a request takes for its first num_blocks.
+
+        boundary, num_hits: blocks of its cached prefix, and those that are seen, if it holds none.
+        """
+        if (held := self._held.get(handle)) is not None:
+            return num_blocks - held.end
+        # It takes them step by step, and lets go of the first ones before it takes the last ones.
+        return min(num_blocks - boundary, self._most - num_hits)
+
+    def admit(self, handle: int, boundary: int, hits: Sequence[Block]) -> None:
+        """Let a request hold the blocks before the end of its cached prefix, in blocks."""
+        self.pool.hold(hits)
+        self._held[handle] = _Held(boundary - len(hits), hits)
+
+    def allocate(self, handle: int, num_blocks: int, start: int) -> list[int]:
+        """Let a request hold blocks up to its first num_blocks.
+
+        Returns the ids of blocks from number `start` on; 0 of those that it does not hold.
+        """
+        held = self._held[handle]
+        if (num_new := num_blocks - held.end) > 0:
+            held.blocks += self.pool.take(num_new)
+        # Tables have a place for every block of a request, whether it is held or not.
+        missing = max(held.first - start, 0)
+        own = held.blocks[max(start - held.first, 0) :]
+        return [0] * missing + [block.block_id for block in own]
+
+    def register(
+        self, handle: int, start: int, parent: BlockKey | None, keys: Sequence[BlockKey]
+    ) -> None:
+        """Make blocks from number `start` on findable under these keys.
+
+        parent: key of the block before them.
+        """
+        held, index = self._held[handle], self._index
+        added: list[BlockKey] = []  # consecutive ones that were not findable before
+        before, previous = parent, parent
+        for number, key in enumerate(keys, start):
+            # Blocks that have left the window were registered before, or are another's by now.
+            if number < max(held.num_registered, held.first):
+                previous = key
+                continue
+            block, other = held.blocks[number - held.first], index.get(key[0])
+            if other is None:
+                before = before if added else previous
+                added.append(key)
+            else:
+                if added:
+                    self._events.stored(before, added)
+                    added = []
+                # The copy that somebody holds stays the findable one.
+                if other.key is not key or not other.ref_count:
+                    # Free, or of a prefix whose block in the primary group was evicted.
+                    other.key = None
+                    if other.ref_count == 0:
+                        self.pool.reuse_first(other)
+                    other = None
+            if other is None:
+                index[key[0]], block.key = block, key
+            previous = key
+        if added:
+            self._events.stored(before, added)
+        held.num_registered = max(held.num_registered, start + len(keys))
+
+    def leave(self, handle: int, num_computed: int, boundaries: Sequence[int]) -> list[list[Block]]:
+        """Take the blocks from a request that its tokens from num_computed on do not see.
+
+        boundaries: its checkpoints, in blocks. Returns those inside of a checkpoint's window, and
+        the others; the caller releases them.
+        """
+        held = self._held[handle]
+        # A block leaves when its last token is before the first one that is seen.
+        num_left = max(num_computed - self.window + 1, 0) // self._block_size - held.first
+        if num_left <= 0:
+            return [[], []]
+        left, held.blocks = held.blocks[:num_left], held.blocks[num_left:]
+        parts: list[list[Block]] = [[], []]
+        for number, block in enumerate(left, held.first):
+            parts[not self._is_kept(number, boundaries)].append(block)
+        held.first += num_left
+        return parts
+
+    def pop(self, handle: int) -> list[Block]:
+        held = self._held.pop(handle, None)
+        return held.blocks if held else []
+
+    def forget(self, blocks: Sequence[Block]) -> None:
+        """Remove cached blocks from the index."""
+        keys = [block.key for block in blocks if block.key is not None]
+        assert len(keys) == len(blocks)
+        self._events.removed(keys)
+        self._remove(blocks)
+
+    def clear(self) -> None:
+        """Remove all blocks from the index; nobody is told of each."""
+        self._remove(list(self._index.values()))
+
+    def _remove(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            assert block.key is not None
+            del self._index[block.key[0]]
+            block.key = None
+
+    def _find(self, key: BlockKey) -> Block | None:
+        block = self._index.get(key[0])
+        return block if block is not None and block.key is key else None
+
+    def _is_kept(self, number: int, boundaries: Sequence[int]) -> bool:
+        """Whether a block is in the window of some checkpoint behind it."""
+        # Everybody's checkpoints follow from the position alone, so prompts agree on them.
+        stride = CHECKPOINT_STRIDE_TOKENS // self._block_size or 1
+        early = [num_tokens // self._block_size for num_tokens in CHECKPOINTS_TOKENS]
+        ends = *boundaries, *early, (number // stride + 1) * stride
+        return any(end - self.num_seen <= number < end for end in ends)
+
+
+Left = tuple[SlabPool, list[Block], bool]
+"""Blocks of a pool that a request has left, and whether nobody is likely to need them again."""
+
+
+class WindowGroups:
+    """All groups with a window of a model; none if all layers keep every token.
+
+    Args:
+        capacity: of the memory, which they share with the primary group.
+        events: of each of the capacity's groups.
+    """
+
+    def __init__(self, capacity: Capacity, arena: SlabArena, events: Sequence[GroupEvents]) -> None:
+        self._groups = [
+            WindowGroup(
+                group.name, group.window, capacity.block_size, arena, group.per_slab,
+                capacity.max_step_tokens, own,
+            )
+            for group, own in zip(capacity.groups, events, strict=True)
+            if group.window
+        ]  # fmt: skip
+
+    def __iter__(self) -> Iterator[WindowGroup]:
+        return iter(self._groups)
+
+    def block_ids(self, handle: int, window: int) -> list[int]:
+        """Return the ids of the blocks that a request holds in the group with this window."""
+        (group,) = [group for group in self._groups if group.window == window]
+        return [block.block_id for block in group.blocks(handle)]
+
+    def last_boundary(self, keys: Sequence[BlockKey]) -> tuple[int, str]:
+        """Return the last boundary, in blocks, that all can serve; and who lacks a later one.
+
+        keys: of the blocks that the primary group has.
+        """
+        boundary, lost_group, is_settled = len(keys), "", False
+        # A group may lack what another one's earlier boundary needs.
+        while not is_settled:
+            before = boundary
+            for group in self._groups:
+                if (last := group.last_boundary(keys, boundary)) < boundary:
+                    boundary, lost_group = last, lost_group or group.name
+            is_settled = boundary == before
+        return boundary, lost_group
+
+    def seen(self, keys: Sequence[BlockKey], boundary: int) -> list[list[Block]]:
+        """Return, of each group, the blocks before a boundary that the next token sees."""
+        return [group.seen(keys, boundary) for group in self._groups]
+
+    def admit(self, handle: int, boundary: int, seen: Sequence[list[Block]]) -> None:
+        """Let a request hold the blocks before the end of its cached prefix."""
+        for number, group in enumerate(self._groups):
+            group.admit(handle, boundary, seen[number] if seen else ())
+
+    def needs(
+        self,
+        handle: int,
+        num_blocks: int,
+        boundary: int,
+        seen: Sequence[list[Block]],
+        released: Collection[int],
+    ) -> Iterator[Need]:
+        """Yield what a request needs for its first num_blocks; boundary, seen: of its prefix.
+
+        released: requests whose blocks count as free.
+        """
+        for number, group in enumerate(self._groups):
+            hits = seen[number] if seen else ()
+            num_new = group.num_needed(handle, num_blocks, boundary, len(hits))
+            num_soon = sum([len(group.blocks(one)) for one in released])
+            yield Need(group.pool, num_new, hits, num_soon)
+
+    def leave(self, handle: int, num_computed: int, boundaries: Sequence[int]) -> Iterator[Left]:
+        """Take the blocks from a request that its tokens from num_computed on do not see."""
+        for group in self._groups:
+            kept, others = group.leave(handle, num_computed, boundaries)
+            yield group.pool, kept, False
+            yield group.pool, others, True
