@@ -26,7 +26,7 @@ from nanocore.engine_core.grammars.matcher import NoGrammars
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.kv_cache import KVCacheManager
+from nanocore.kv_cache import Capacity, KVCacheManager
 from nanocore.protocol.messages import ModelCard, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
@@ -97,7 +97,7 @@ class _Engine:
         config = SchedulerConfig(
             max_num_seqs=1024, max_num_batched_tokens=8192, max_model_len=MAX_MODEL_LEN
         )
-        self.scheduler = Scheduler(config, KVCacheManager(num_blocks, BLOCK_SIZE))
+        self.scheduler = Scheduler(config, KVCacheManager(Capacity(num_blocks, BLOCK_SIZE)))
         limit = QueueLimit(10**9, 10**12, self.scheduler.counters)
         self.admission = Admission(_CARD, EngineConfig(), limit, NoGrammars("no vocabulary"))
         self.executor = NoModelExecutor(1024, list(range(1000, 2000)))
@@ -120,7 +120,7 @@ class _Engine:
         """Bring so many requests to decoding."""
         for _ in range(num_requests):
             self.add(self.submit(NUM_PROMPT_TOKENS))
-        while self.scheduler.num_waiting or self.scheduler.running.table.prefilling:
+        while self.scheduler.num_waiting or self.scheduler.running.prefilling:
             self.step()
 
     def step(self) -> None:
@@ -178,7 +178,7 @@ def admit_us(num_tokens: int, repeats: int, cached: bool = False) -> list[float]
                 (new,) = plan.added
                 num_cached = new.num_computed_tokens
                 scheduler.update(engine.executor.execute(plan))
-                while scheduler.running.table.prefilling:  # the rest of a long prompt
+                while scheduler.running.prefilling:  # the rest of a long prompt
                     engine.step()
                 engine.clear()
             figures.append(spent_ns / 1e3 / count)

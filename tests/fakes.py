@@ -29,7 +29,7 @@ from nanocore.engine_core.io.admission import longest
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.kv_cache import KeyChain, KVCacheManager
+from nanocore.kv_cache import FULL, CacheGroup, Capacity, KeyChain, KVCacheManager
 from nanocore.kv_cache.block_key import DigestFunction
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
@@ -258,20 +258,25 @@ class _Row:
 
     token_ids: list[int]
     num_computed: int
-    block_ids: list[int]
+    block_ids: list[list[int]]
+    """By group of layers."""
     num_known: int
     """Tokens that a pipeline stage which does not sample has been told of."""
     new: NewRow
     num_prompt_logprobs: int
     drafts: list[int] = field(default_factory=list)
     """What the step computes after the known tokens."""
+    first: int = 0
+    """Computed tokens before the step."""
 
 
 @dataclass
 class FakeExecutor:
     """Executes plans on a simulated KV memory, one Python object per row.
 
-    block_size, num_blocks: the pool's, to check what the plan refers to. checks_kv: False leaves
+    block_size, num_slabs: the pools', to check what the plan refers to. cache_groups: of layers;
+    their blocks lie in the same slabs, so writing one of a group destroys what other groups have
+    there, and of a window nothing is read but what a token sees. checks_kv: False leaves
     out the simulated memory, whose cost grows with the square of the context. sample: the model's
     choice after a context. draft: what is computed after a row's known tokens, if a plan asks for
     more than these; some right, some wrong (`draft_token`). withhold: how many of the tokens that
@@ -279,17 +284,19 @@ class FakeExecutor:
     """
 
     block_size: int
-    num_blocks: int
+    num_slabs: int
     checks_kv: bool = True
+    cache_groups: Sequence[CacheGroup] = FULL
     sample: Callable[[list[int]], int] = next_token
     draft: Callable[[list[int]], int] | None = None
     withhold: Callable[[list[int], int], int] = lambda context, step: 0
     rows: dict[int, _Row] = field(default_factory=dict)
-    slots: dict[tuple[int, int], int] = field(default_factory=dict)
+    slabs: dict[int, tuple[int, dict[tuple[int, int], int]]] = field(default_factory=dict)
+    """By slab: the group that wrote it last, and what its blocks hold by block and offset."""
     num_groups: int = 1
     num_tokens: int = 0
-    written: dict[int, _Row] = field(default_factory=dict)
-    """Blocks that the last step wrote, and for whom."""
+    written: dict[tuple[int, int], _Row] = field(default_factory=dict)
+    """Groups and blocks that the last step wrote, and for whom."""
     allowed: dict[int, frozenset[int]] = field(default_factory=dict)
     """By the masks of the step, by row."""
 
@@ -362,18 +369,28 @@ class FakeExecutor:
             self.rows[new.row] = _Row(
                 _ints(new.token_ids),
                 new.num_computed_tokens,
-                _ints(new.block_ids),
+                self._by_group(_ints(new.block_ids)),
                 num_known=len(_ints(new.token_ids)),
                 new=new,
                 num_prompt_logprobs=new.num_prompt_logprobs,
             )
-        for index, block_id in zip(_ints(plan.block_rows), _ints(plan.block_ids), strict=True):
-            self.rows[index].block_ids.append(block_id)
+        for group, block_ids in enumerate(self._by_group(_ints(plan.block_ids))):
+            for index, block_id in zip(_ints(plan.block_rows), block_ids, strict=True):
+                self.rows[index].block_ids[group].append(block_id)
 
-    def _slot(self, row: _Row, position: int) -> tuple[int, int]:
-        block_id = row.block_ids[position // self.block_size]
-        assert 0 <= block_id < self.num_blocks
-        return block_id, position % self.block_size
+    def _by_group(self, block_ids: list[int]) -> list[list[int]]:
+        num_blocks, rest = divmod(len(block_ids), len(self.cache_groups))
+        assert rest == 0, "each group has as many blocks"
+        if not num_blocks:
+            return [[] for _ in self.cache_groups]
+        return [block_ids[i : i + num_blocks] for i in range(0, len(block_ids), num_blocks)]
+
+    def _block_of(self, row: _Row, group: int, position: int) -> tuple[int, int]:
+        """The block of a token in a group, and its slab."""
+        block_id = row.block_ids[group][position // self.block_size]
+        slab = block_id // self.cache_groups[group].per_slab
+        assert 0 <= slab < self.num_slabs
+        return block_id, slab
 
     def _write(self, row: _Row, count: int) -> None:
         end = row.num_computed + count
@@ -387,10 +404,15 @@ class FakeExecutor:
             assert end - num_drafts <= row.num_known, "the first stage does not know it"
         context = row.token_ids + row.drafts
         for position in range(row.num_computed, row.num_computed + count * self.checks_kv):
-            slot = self._slot(row, position)
-            self.slots[slot] = context_hash(context[: position + 1])
-            assert self.written.setdefault(slot[0], row) is row, "two rows write to one block"
-        row.num_computed = end
+            for group in range(len(self.cache_groups)):
+                block_id, slab = self._block_of(row, group, position)
+                if slab not in self.slabs or self.slabs[slab][0] != group:
+                    self.slabs[slab] = group, {}
+                place = block_id, position % self.block_size
+                self.slabs[slab][1][place] = context_hash(context[: position + 1])
+                writer = self.written.setdefault((group, block_id), row)
+                assert writer is row, "two rows write to one block"
+        row.first, row.num_computed = row.num_computed, end
 
     def _prompt_logprobs(self, row: _Row) -> list[LogprobEntry]:
         """Of prompt tokens after those that are computed now, which are not known yet."""
@@ -409,11 +431,16 @@ class FakeExecutor:
     def _sample(self, row: _Row, step: int) -> list[int]:
         """The row's next tokens: the drafts that are what would have come anyway, and one more."""
         context = row.token_ids + row.drafts
-        for position in range(row.num_computed * self.checks_kv):
-            held = self.slots.get(self._slot(row, position))
-            assert held == context_hash(context[: position + 1]), (
-                f"KV of position {position} is not this context's"
-            )
+        for group, window in enumerate([one.window for one in self.cache_groups]):
+            first = max(row.first - window + 1, 0) if window else 0
+            for position in range(first, row.num_computed * self.checks_kv):
+                block_id, slab = self._block_of(row, group, position)
+                writer, held = self.slabs.get(slab, (group, {}))
+                place = block_id, position % self.block_size
+                assert writer == group, "another group has written there"
+                assert held.get(place) == context_hash(context[: position + 1]), (
+                    f"KV of position {position} in group {group} is not this context's"
+                )
         if row.num_computed < len(row.token_ids):
             return []
         drafts, row.drafts = row.drafts, []
@@ -486,9 +513,9 @@ class TalliedScheduler(Scheduler):
 
     num_added_tokens = 0
 
-    def add(self, request: Request, arrival: int | None = None) -> None:
+    def add(self, request: Request) -> None:
         self.num_added_tokens += request.num_submitted_tokens
-        super().add(request, arrival)
+        super().add(request)
 
 
 def make_scheduler(
@@ -500,17 +527,24 @@ def make_scheduler(
     max_model_len: int = 128,
     enable_prefix_caching: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    cache_groups: Sequence[CacheGroup] = FULL,
     **settings: Any,
 ) -> tuple[TalliedScheduler, FakeExecutor]:
-    """A scheduler and the fake worker that checks it. settings: more of SchedulerConfig's."""
+    """A scheduler and the fake worker that checks it. settings: more of SchedulerConfig's.
+
+    num_blocks: slabs, if there are several groups.
+    """
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         **settings,
     )
-    kv_cache = KVCacheManager(num_blocks, block_size, enable_prefix_caching)
-    executor = FakeExecutor(block_size, num_blocks, num_groups=config.num_groups)
+    capacity = Capacity(num_blocks, block_size, cache_groups, config.max_chunk)
+    kv_cache = KVCacheManager(capacity, enable_prefix_caching)
+    executor = FakeExecutor(
+        block_size, num_blocks, cache_groups=cache_groups, num_groups=config.num_groups
+    )
     if config.num_speculative_tokens:
         executor.draft = draft_token
     return TalliedScheduler(config, kv_cache, clock), executor

@@ -33,9 +33,10 @@ from nanocore.engine_core.io.kv_event_publisher import (
 from nanocore.engine_core.io.limits import DEFAULT_MAX_NUM_CLIENTS
 from nanocore.engine_core.io.message_handler import BACKLOG_TIMEOUT_S
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
+from nanocore.engine_core.log.event_log import StepDone
+from nanocore.engine_core.log.trace import StepTrace
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.step_trace import StepTrace
-from nanocore.kv_cache import KVCacheManager
+from nanocore.kv_cache import CacheGroup, Capacity, KVCacheManager
 from nanocore.protocol.codec import MAX_BODY_BYTES, MAX_RETURNED_ID_CHARS, MAX_SUBMIT_BYTES
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, ErrorCode, ModelFileError
 from nanocore.protocol.kv_events import (
@@ -239,16 +240,22 @@ def test_the_models_page_has_a_line_for_each_architecture_that_is_served() -> No
     assert {row[0].strip("`") for row in rows} == ARCHITECTURES.keys()
 
 
-def test_the_step_traces_keys_are_those_in_the_text(tmp_path: Path) -> None:
+def traced_keys(path: Path, *groups: CacheGroup) -> set[str]:
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=8)
-    scheduler = Scheduler(config, KVCacheManager(4, 4))
-    trace = StepTrace(str(tmp_path / "trace"))
+    scheduler = Scheduler(config, KVCacheManager(Capacity(4, 4, groups)))
+    trace = StepTrace(str(path))
+    trace.attach(scheduler)
     scheduler.schedule()
-    trace.begin(scheduler)
+    trace.begin()
     scheduler.update(ModelRunnerOutput(rows=b"", token_ids=b""))
-    trace.end(scheduler)
+    scheduler.log.append(StepDone(0.0))
     trace.close()
-    written = msgspec.json.decode((tmp_path / "trace").read_bytes()).keys()
+    return set(msgspec.json.decode(path.read_bytes()))
+
+
+def test_the_step_traces_keys_are_those_in_the_text(tmp_path: Path) -> None:
+    written = traced_keys(tmp_path / "two", CacheGroup("full"), CacheGroup("window(4)", 4))
+    assert traced_keys(tmp_path / "one", CacheGroup("full")) == written - {"lost", "groups"}
     rows = table_after((DOCS / "observability.md").read_text("utf-8"), "### Keys")
     explained = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
     assert sorted(explained) == sorted(written)

@@ -107,6 +107,21 @@ def test_a_room_imports_only_rooms_it_may(room: str) -> None:
                     assert other == room or other in ALLOWED[room], f"{path} imports {module}"
 
 
+def test_policy_knows_neither_rows_nor_blocks() -> None:
+    """It decides who, over requests and plain values; `scheduling/` decides what."""
+    imported = {
+        module
+        for path in (PACKAGE / "engine_core" / "policy").glob("*.py")
+        for module in imported_modules(path)
+        if module.startswith("nanocore.")
+    }
+    assert imported, "no module was read"
+    for module in imported:
+        assert not module.startswith(("nanocore.engine_core.scheduling", "nanocore.kv_cache")), (
+            f"policy/ imports {module}"
+        )
+
+
 @pytest.mark.parametrize(
     ("room", "names"),
     [
@@ -252,7 +267,7 @@ print(len(ours), slow, *packages)
     ("before", "module", "packages", "max_modules", "max_dataclasses"),
     [
         ("torch", "nanocore.engine_core.process.process",
-         "msgspec numpy safetensors xxhash", 205, 20),
+         "msgspec numpy safetensors xxhash", 208, 20),
         ("os", "nanocore.cli.serve.supervisor", "msgspec typing_extensions uvloop", 32, 0),
         ("nanocore.cli.serve.supervisor", "nanocore.http.server.service",
          "click h11 httptools tokenizers uvicorn zmq", 105, 5),

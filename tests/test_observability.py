@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.metrics import families
+from nanocore.engine_core.log.utilisation import Utilisation
+from nanocore.engine_core.process.cache_size import CacheSize
 from nanocore.engine_core.process.forecast import forecast, table
-from nanocore.engine_core.scheduling.step_plan import Chunk, StepPlan
-from nanocore.engine_core.utilisation import Utilisation
+from nanocore.engine_core.scheduling.step_plan import Chunk
+from nanocore.kv_cache import Capacity
 from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
 from nanocore.worker.dry_run import dry_run
+from nanocore.worker.memory.kv_groups import KVGroup
 from tests.docs.blocks import blocks
+from tests.engine_core.log.clocked_engine import Engine
+from tests.engine_core.log.test_utilisation import entries
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = (ROOT / "docs" / "observability.md").read_text("utf-8")
@@ -33,7 +36,8 @@ def printed() -> list[str]:
     config = EngineConfig(device="cpu", kv_cache_memory_bytes=2 * 10**9)
     folder = demo_model_folder()
     ranks = dry_run(config.worker_config(str(folder), 2048))
-    expected = forecast(config, str(folder), "Qwen3ForCausalLM", ranks, 32768, 2048, [SPEED])
+    size = CacheSize([KVGroup(0, 4)], Capacity(32768, 16), 2048)
+    expected = forecast(config, str(folder), "Qwen3ForCausalLM", ranks, size, [SPEED])
     return table(expected).splitlines()
 
 
@@ -59,9 +63,7 @@ def test_the_example_has_the_demo_models_memory(name: str, printed: list[str]) -
 def test_the_log_has_lines_like_those_of_the_example() -> None:
     used = Utilisation(COST, SPEED)
     for chunks in 2 * ([], [Chunk(0, 5, 0)]):
-        plan = StepPlan(1, 64)
-        plan.decoding, plan.decode_ends, plan.chunks = np.array([1]), np.array([9]), chunks
-        used.add(0.01, plan)
+        used.take(entries(0.01, [9], chunks))
     for line in used.summary():
         assert without_numbers(line) in map(without_numbers, DOCUMENT.splitlines())
 
@@ -70,7 +72,6 @@ def test_every_metric_that_is_explained_exists() -> None:
     section = DOCUMENT.split("\n## Metrics\n")[1].split("\n## ")[0]
     items = " ".join(line for line in section.splitlines() if line.startswith(("- ", "  ")))
     named = {word for word in re.findall(r"`(\w+)`", items) if "_" in word}
-    told = (families.GAUGES, families.COUNTERS, families.BY_LABEL, families.STEPS)
-    known = {name for names in (*told, families.histograms(1)) for name in names}
+    known = Engine(Utilisation(COST, SPEED)).metrics().keys()
     assert named
     assert named <= known | {"engine_up"}

@@ -71,13 +71,17 @@ class LocalEngine:
         with self._phase("load"):
             executor.load_model()
             ranks = executor.profile()
-        num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
+        size = size_cache(config, ranks, max_model_len)
         with self._phase("allocate and capture"):
-            executor.allocate_kv_cache(num_blocks, max_model_len)
-        self._executor, self.kernels, self.num_blocks = executor, ranks[0].kernels, num_blocks
-        self._block_size = config.sizes.block_size
-        kv_cache = KVCacheManager(num_blocks, self._block_size, config.enable_prefix_caching)
-        self.scheduler = Scheduler(config.scheduler_config(max_model_len), kv_cache)
+            executor.allocate_kv_cache(size.capacity.num_slabs, size.max_model_len, size.kv_groups)
+        self._executor, self.kernels, self.num_blocks = (
+            executor,
+            ranks[0].kernels,
+            size.capacity.num_blocks,
+        )
+        self._block_size = size.capacity.block_size
+        kv_cache = KVCacheManager(size.capacity, config.enable_prefix_caching)
+        self.scheduler = Scheduler(config.scheduler_config(size.max_model_len), kv_cache)
         self._outbox = Outbox()
         self._core = EngineCore(self.scheduler, executor, SimpleQueue(), self._outbox)
         self._num_requests = 0
@@ -121,7 +125,7 @@ class LocalEngine:
 
     def run(self) -> None:
         """Step until all requests have ended."""
-        while self.scheduler.num_requests or self.scheduler.running.num_in_flight:
+        while self.scheduler.num_requests or self.scheduler.running.in_flight:
             self.step()
 
     def generate(self, prompts: list[list[int]], num_output_tokens: int) -> list[list[int]]:

@@ -11,43 +11,34 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NoReturn, get_args
+from typing import Final, NoReturn
 
-from nanocore import __version__
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.flags import add_flags
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.system import standard_streams
-from nanocore.system.flags import WholeFlagParser, unknown_flags
+from nanocore.system.flags import FlagParser, WholeFlagParser
 from nanocore.system.large_stack_threads import any_alive
-from nanocore.system.logs import LogFormat, complain, start_log
-from nanocore.system.other_engines import in_our_words
+from nanocore.system.logs import complain, start_log
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
-
-if TYPE_CHECKING:
-    from nanocore.engine_core.io.served_files import ServedFilesLoad
 
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
 _MIN_DATA_BYTES: Final = 360 * 10**6
 """Need of libraries and threads, as measured with torch for CPUs; a larger need shows later."""
-
-CheckFormat = Literal["table", "json"]
 
 _EXIT_CODES = """\
 exit codes: 0 clean, 2 usage or configuration, 3 model files, 4 memory, 5 address in use,
 70 internal error, 130 interrupted, 143 SIGTERM before it was ready"""
 
 
-class _Parser(WholeFlagParser):
-    """A parser that raises instead of exiting, so that a launching client hears of usage errors,
-    too.
-    """
+class _Parser(FlagParser):
+    """A parser that raises instead of exiting: a launching client hears of usage errors, too."""
 
     def error(self, message: str) -> NoReturn:
         message = message.replace("ignored explicit argument", "takes no value, and was given")
@@ -55,25 +46,18 @@ class _Parser(WholeFlagParser):
             message += "; how a checkpoint is quantized is found without this flag"
         if message.startswith("argument --dtype: invalid choice"):
             message += "; use auto: on a CPU a float16 checkpoint is bfloat16 then"
-        raise ConfigError(f"{message} (nanocore-engine --help lists the flags)")
+        super().error(message)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> FlagParser:
     parser = _Parser(
-        prog="nanocore-engine",
-        description="Serve one model over ZeroMQ. Clients connect with nanocore.client, or in any "
-        "language by PROTOCOL.md.",
+        "nanocore-engine",
+        "Serve one model over ZeroMQ. Clients connect with nanocore.client, or in any language by "
+        "PROTOCOL.md.",
         epilog=_EXIT_CODES,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
+        has_engine=True,
     )
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=f"nanocore {__version__}",
-        help="print the version and exit",
-    )
-
+    parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
         "--check",
         action="store_true",
@@ -97,22 +81,28 @@ def parse_config(arguments: list[str]) -> EngineConfig:
     return _parse(arguments)[0]
 
 
-def _parse(arguments: list[str]) -> tuple[EngineConfig, CheckFormat | None, tuple[str, ...]]:
-    """Return the configuration, the format of a check's output if only a check was asked for, and
-    what was done with flags of other engines.
-    """
+def _parse(arguments: list[str]) -> tuple[EngineConfig, argparse.Namespace, tuple[str, ...]]:
+    """Return the configuration, all flags, and what was done with flags of other engines."""
     parser = build_parser()
-    arguments, notices = in_our_words(arguments, parser._option_string_actions)
-    parsed, unknown = parser.parse_known_args(arguments)
+    parsed, unknown = parser.split(arguments)
     if unknown:
-        parser.error(unknown_flags(unknown, [*parser._option_string_actions]))
-    values = vars(parsed)
+        parser.error(parser.unknown(unknown))
     known = {field.name for field in fields(EngineConfig)}
-    config = EngineConfig(**{name: value for name, value in values.items() if name in known})
+    config = EngineConfig(**{name: value for name, value in vars(parsed).items() if name in known})
     if parsed.json and not parsed.check:
         raise ConfigError("--json needs --check: give both, or neither")
-    check: CheckFormat = "json" if parsed.json else "table"
-    return config, check if parsed.check else None, notices
+    return config, parsed, parser.notices
+
+
+def _early_value(arguments: list[str], name: str) -> str | None:
+    """Return one flag's value before the others are checked; None if it has none."""
+    parser = WholeFlagParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument(name, dest="value")
+    try:
+        value: str | None = parser.parse_known_args(arguments)[0].value
+    except argparse.ArgumentError:  # reported when all flags are parsed
+        return None
+    return value
 
 
 def _parent_link(arguments: list[str]) -> ParentLink | None:
@@ -121,9 +111,7 @@ def _parent_link(arguments: list[str]) -> ParentLink | None:
     Raises:
         ConfigError: it is none.
     """
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--parent-fd")
-    text = parser.parse_known_args(arguments)[0].parent_fd
+    text = _early_value(arguments, "--parent-fd")
     if text is None:
         return None
     try:
@@ -132,17 +120,6 @@ def _parent_link(arguments: list[str]) -> ParentLink | None:
         raise ConfigError(
             f"--parent-fd {text}: not the number of a socket; this flag is for launching clients"
         ) from None
-
-
-def _log_format(arguments: list[str]) -> LogFormat:
-    """Return --log-format before other flags are checked: errors in them are logged, too."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--log-format", choices=get_args(LogFormat), default="text")
-    try:
-        found: LogFormat = parser.parse_known_args(arguments)[0].log_format
-    except ConfigError:
-        return "text"
-    return found
 
 
 def _require_room() -> None:
@@ -165,46 +142,40 @@ def _require_room() -> None:
 
 
 @contextmanager
-def _missing_packages_told() -> Iterator[None]:
-    """Turn a missing package into an error that says how to install it."""
+def _imports() -> Iterator[None]:
+    """Import with the garbage collector off; say how to install a package that is missing.
+
+    What torch's import makes lives on. Walking it again and again is a sixth of that time.
+    """
+    gc.disable()
     try:
         yield
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error.name} is not installed: to run an engine, `pip install '.[engine]'` first"
         ) from None
-
-
-def _import_engine() -> Callable[[EngineConfig, ParentLink | None, ServedFilesLoad], int]:
-    """`run_engine`, imported with the garbage collector off.
-
-    What torch's import makes lives on. Walking it again and again is a sixth of that time.
-    """
-    gc.disable()
-    try:
-        with _missing_packages_told():
-            from nanocore.engine_core.process.process import run_engine
     finally:
         gc.freeze()
         gc.enable()
-    return run_engine
 
 
-def _run(config: EngineConfig, check: CheckFormat | None, parent: ParentLink | None) -> int:
+def _run(config: EngineConfig, flags: argparse.Namespace, parent: ParentLink | None) -> int:
     """Check or serve. Both import torch, which takes a second or more."""
     _require_room()
-    if check is not None:
-        with _missing_packages_told():
+    if flags.check:
+        with _imports():
             from nanocore.engine_core.process.check import check_engine
 
-        check_engine(config, as_json=check == "json")
+        check_engine(config, as_json=flags.json)
         return 0
-    with _missing_packages_told():
+    with _imports():
         from nanocore.engine_core.io.served_files import ServedFilesLoad  # imports numpy
 
-    report = None if parent is None else parent.report_files
-    files = ServedFilesLoad(_known_folder(config), report)
-    return _import_engine()(config, parent, files)
+    files = ServedFilesLoad(_known_folder(config), parent.report if parent else None)
+    with _imports():
+        from nanocore.engine_core.process.process import run_engine
+
+    return run_engine(config, parent, files)
 
 
 def _known_folder(config: EngineConfig) -> Path | None:
@@ -224,15 +195,16 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run an engine until it is told to stop. Exit codes are listed in --help."""
     arguments = sys.argv[1:] if arguments is None else arguments
     standard_streams.open_missing()
-    start_log("engine", _log_format(arguments))
+    # Errors in other flags are logged in this format, too.
+    start_log("engine", "json" if _early_value(arguments, "--log-format") == "json" else "text")
     parent = None
     try:
         with memory_errors(""):
             parent = _parent_link(arguments)
-            config, check, notices = _parse(arguments)
+            config, flags, notices = _parse(arguments)
             for notice in notices:
                 logging.info("%s", notice)
-            exit_code = _run(config, check, parent)
+            exit_code = _run(config, flags, parent)
     except KeyboardInterrupt:  # before there is anything to end in order
         exit_code = 130
     except Exception as error:

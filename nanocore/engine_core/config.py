@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
-from nanocore.engine_core.flags import check_fields, require
+from nanocore.engine_core.flags import check_fields, flag_name, require
 from nanocore.engine_core.parameters import (
     CPU_SIZES,
     CUDA_SIZES,
@@ -85,6 +85,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+Part = TypeVar("Part", SchedulerConfig, WorkerConfig)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig(EngineParameters):
     """Parameters of one engine, validated.
@@ -95,26 +98,27 @@ class EngineConfig(EngineParameters):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        size = self.block_size
-        require(
-            size is None or size & (size - 1) == 0, "--block-size", size, "must be a power of two"
+        size, is_fp8 = self.block_size, self.quantization == "fp8"
+        self._require(
+            size is None or size & (size - 1) == 0, "block_size", "must be a power of two"
         )
-        require(
-            not (self.quantization == "fp8" and self.batch_invariant),
-            "--quantization",
-            self.quantization,
+        self._require(
+            not (is_fp8 and self.batch_invariant),
+            "quantization",
             "the product of fp8 depends on the batch; leave --batch-invariant out, or use int8",
         )
-        require(
-            not (self.quantization == "fp8" and self.activation_quantization == "none"),
-            "--quantization",
-            self.quantization,
+        self._require(
+            not (is_fp8 and self.activation_quantization == "none"),
+            "quantization",
             "is of activations, too; leave --activation-quantization none out, or use int8",
         )
         self._check_listen()
         self._check_kv_events()
         length = self.max_model_len
         self.scheduler_config(length if isinstance(length, int) else 2)
+
+    def _require(self, ok: bool, name: str, limit: str) -> None:
+        require(ok, flag_name(name), getattr(self, name), limit)
 
     def for_device(self, device_type: str) -> EngineConfig:
         """Return the configuration with all sizes set. device_type: cpu or cuda."""
@@ -126,9 +130,7 @@ class EngineConfig(EngineParameters):
         return self._sizes_on("cpu")
 
     def _sizes_on(self, device_type: str) -> Sizes:
-        """Fill in open sizes. Defaults adapt to given flags: no default makes a single flag an
-        error.
-        """
+        """Fill in open sizes. Defaults adapt to flags: none makes a single flag an error."""
         default = {"cpu": CPU_SIZES, "cuda": CUDA_SIZES}[device_type]
         block_size = FLASH_BLOCK_SIZE if self.attention_backend == "flash" else default.block_size
         num_seqs, num_tokens = self.max_num_seqs, self.max_num_batched_tokens
@@ -169,78 +171,62 @@ class EngineConfig(EngineParameters):
                 "each client, `nanocore-keygen DIR --client NAME --out FOLDER`\nclients on this "
                 "machine need neither: --listen ipc:///path/engine.sock"
             )
-        require(
+        self._require(
             is_tcp or self.curve_dir is None,
-            "--curve-dir",
-            self.curve_dir,
+            "curve_dir",
             "keys are for --listen tcp://ADDRESS:PORT; an ipc endpoint is guarded by its "
             "directory's mode",
         )
-
-        require(
+        self._require(
             not (is_tcp and self.standby),
-            "--standby",
-            self.standby,
+            "standby",
             f"it waits for the lock of an ipc endpoint, and {self.listen} has none",
         )
 
     def _check_kv_events(self) -> None:
-        events, replay = self.kv_events_endpoint, self.kv_events_replay_endpoint
-        for flag, value in (
-            ("--kv-events-replay-endpoint", replay),
-            ("--kv-events-topic", self.kv_events_topic or None),
-        ):
-            require(
-                value is None or events is not None,
-                flag,
-                value,
+        events = self.kv_events_endpoint
+        for name in ("kv_events_replay_endpoint", "kv_events_topic"):
+            self._require(
+                not getattr(self, name) or events is not None,
+                name,
                 "it needs --kv-events-endpoint: give both, or neither",
             )
-        require(
+        self._require(
             events is None or self.enable_prefix_caching,
-            "--kv-events-endpoint",
-            events,
+            "kv_events_endpoint",
             "events tell which prefixes are cached; leave --no-enable-prefix-caching out",
         )
         used: dict[Path, str] = {}
         if isinstance(self.address, IpcAddress):
-            used[self.address.lock_path] = "--listen"
-        for flag, value in (
-            ("--kv-events-endpoint", events),
-            ("--kv-events-replay-endpoint", replay),
-        ):
-            if value is not None:
+            used[self.address.lock_path] = "listen"
+        for name in ("kv_events_endpoint", "kv_events_replay_endpoint"):
+            if (value := getattr(self, name)) is not None:
                 try:
                     lock_path = ipc_address(value).lock_path
                 except ConfigError as error:
-                    raise ConfigError(f"{flag}: {error}") from None
-                other = used.setdefault(lock_path, flag)
-                require(
-                    other == flag,
-                    flag,
-                    value,
-                    f"is {other}'s endpoint, or differs from it in the suffix only; each needs a "
-                    "name of its own, as in ipc:///path/kv-events.sock",
+                    raise ConfigError(f"{flag_name(name)}: {error}") from None
+                other = used.setdefault(lock_path, name)
+                self._require(
+                    other == name,
+                    name,
+                    f"is {flag_name(other)}'s endpoint, or differs from it in the suffix only; "
+                    "each needs a name of its own, as in ipc:///path/kv-events.sock",
                 )
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
-        given = {
-            "max_model_len": max_model_len,
-            "policy": self.scheduling_policy,
-            "num_groups": self.pipeline_parallel_size,
-            "num_speculative_tokens": 0,
-            "max_prompt_logprobs": MAX_PROMPT_LOGPROBS,
-        }
-        names = SchedulerConfig.__struct_fields__
-        return SchedulerConfig(**{name: self._value(name, given) for name in names})
+        return self._filled(
+            SchedulerConfig,
+            max_model_len=max_model_len,
+            policy=self.scheduling_policy,
+            num_groups=self.pipeline_parallel_size,
+            num_speculative_tokens=0,
+            max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
+        )
 
     def worker_config(self, folder: str, max_model_len: int) -> WorkerConfig:
-        given = {"folder": folder, "max_model_len": max_model_len}
-        names = WorkerConfig.__struct_fields__
-        return WorkerConfig(**{name: self._value(name, given) for name in names})
+        return self._filled(WorkerConfig, folder=folder, max_model_len=max_model_len)
 
-    def _value(self, name: str, given: dict[str, Any]) -> Any:
-        """Return this configuration's value for a field of another one."""
-        if name in given:
-            return given[name]
-        return getattr(self.sizes if hasattr(self.sizes, name) else self, name)
+    def _filled(self, kind: type[Part], **given: object) -> Part:
+        """Fill a part's configuration by name: from what is given, the sizes, and this one."""
+        values = asdict(self) | asdict(self.sizes) | given
+        return kind(**{name: values[name] for name in kind.__struct_fields__})

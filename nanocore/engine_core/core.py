@@ -15,24 +15,27 @@ from contextlib import suppress
 from queue import Empty
 
 from nanocore.engine_core.grammars.mask_filler import MaskFiller, StepMasks
+from nanocore.engine_core.log.event_log import StepDone
+from nanocore.engine_core.log.metrics import stats_of
+from nanocore.engine_core.log.trace import StepTrace
 from nanocore.engine_core.mailbox import (
     SIGNAL_POLL_S,
     AbortRequests,
     AddRequest,
     ControlCall,
     ControlReply,
+    GrammarDone,
     Inbox,
     InboxEvent,
     Outbox,
     Shutdown,
 )
-from nanocore.engine_core.metrics.collector import stats_of
-from nanocore.engine_core.requests.ends import end_outside_a_step
+from nanocore.engine_core.requests.ends import end_by_outputs, end_outside_a_step
+from nanocore.engine_core.requests.readiness import GRAMMAR
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import split_events
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_clock import StepClock
-from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.messages import FinishReason, Reply
 from nanocore.worker.executors.executor import StepExecutor
 
@@ -64,6 +67,8 @@ class EngineCore:
         self._inbox = inbox
         self._outbox = outbox
         self._trace = trace
+        if trace is not None:
+            trace.attach(scheduler)
         self._masks = StepMasks(scheduler, executor, masks)
         # Submitted and not collected. The scheduler counts a collected step until `update`, so an
         # abort in between still voids its result.
@@ -115,15 +120,15 @@ class EngineCore:
         for call in deferred:
             self._handle(call)
         scheduler.kv_cache.publish_events()
-        if self._trace:
-            self._trace.end(scheduler)
-        self.clock.end(scheduler.completed.plan)
+        # Before the clock ends, so that the watchdog sees a trace whose disk hangs.
+        scheduler.log.append(StepDone(self.clock.age_s))
+        self.clock.end()
 
     def _submit(self, group: int) -> None:
         """Plan a step of this group and begin it."""
         plan = self.scheduler.schedule(group)
         if self._trace:
-            self._trace.begin(self.scheduler)
+            self._trace.begin()
         if self.scheduler.is_stuck:
             self._fail_stuck_request()  # the plan is empty, and submitted like any other
         self._masks.begin(plan)
@@ -160,10 +165,13 @@ class EngineCore:
 
     def _handle(self, event: InboxEvent) -> None:
         match event:
-            case AddRequest(request, arrival):
-                self.scheduler.add(request, arrival)
-                if self._trace:
-                    self._trace.arrived(request)
+            case AddRequest(request):
+                if not request.waits_for and self._is_complete(request):
+                    self.scheduler.counters.count_dequeued(request, self.scheduler.clock())
+                else:
+                    self.scheduler.add(request)
+            case GrammarDone():
+                self._go_on(event)
             case AbortRequests(handles, reason, message):
                 aborted = [self.scheduler.abort(handle) for handle in handles]
                 self._send_ends([request for request in aborted if request], reason, message)
@@ -171,6 +179,28 @@ class EngineCore:
                 self._outbox.put(ControlReply(client, self._control(event)))
             case Shutdown():
                 self._shutdown = event
+
+    def _go_on(self, event: GrammarDone) -> None:
+        """Go on with a request whose grammar is compiled or refused; have its SUBMIT answered."""
+        request, compiled = self.scheduler.find(event.handle), event.compiled
+        if request is None:
+            return  # it has ended meanwhile
+        self._outbox.put(event)  # first: its outputs follow its ACCEPTED
+        handles = [sample.handle for sample in request.samples]
+        if isinstance(compiled, Exception) or self._is_complete(request):
+            for handle in handles:
+                self.scheduler.end(handle)
+            return
+        request.follow(compiled, event.at_s)
+        for handle in handles:
+            self.scheduler.ready(handle, GRAMMAR)
+
+    def _is_complete(self, request: Request) -> bool:
+        """Whether resumed outputs have completed the request; then its client is told so."""
+        ended = end_by_outputs(request)
+        for output in split_events([(request.client, ended)] if ended else []):
+            self._outbox.put(output)
+        return ended is not None
 
     def _control(self, call: ControlCall) -> Reply:
         call_id, message = call.call_id, None
@@ -202,7 +232,8 @@ class EngineCore:
         for request in requests:
             event = end_outside_a_step(request, reason, message)
             events.append((request.client, event))
-            self.scheduler.step_log.end(request, event, now_s)
+            if request.was_queued:
+                self.scheduler.log.end(request, event, now_s)
         for output in split_events(events):
             self._outbox.put(output)
 

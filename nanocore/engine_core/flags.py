@@ -14,7 +14,6 @@ import math
 import re
 import reprlib
 import types
-from collections.abc import Callable
 from copy import copy
 from dataclasses import field, fields
 from decimal import Decimal
@@ -52,7 +51,7 @@ _SUFFIXES: Final = (
 
 
 def require(ok: bool, flag: str, value: object, limit: str) -> None:
-    """Raise a ConfigError with the flag, its value and `must_be`, unless ok."""
+    """Raise a ConfigError with the flag, its value and the limit, unless ok."""
     if not ok:
         text = shorten(reprlib.repr(value) if isinstance(value, dict) else str(value))
         shown = text if text and text.isprintable() else repr(text)
@@ -100,20 +99,13 @@ def describe(hint: Any) -> str:
 
 
 def _conforms(value: object, hint: Any) -> bool:
+    """Whether a value is of a type. Objects are JSON: no bytes, NaN, other keys, or cycles."""
     if isinstance(value, float) and math.isnan(value):
         return False  # it is in every range, as msgspec compares
     try:
         msgspec.convert(value, hint)
-        return not isinstance(value, dict) or _is_json(value)
-    except msgspec.ValidationError:
-        return False
-
-
-def _is_json(value: object) -> bool:
-    """Whether the value is JSON: no bytes, NaN, keys other than text, or cycles."""
-    try:
-        return msgspec.json.decode(msgspec.json.encode(value)) == value  # type: ignore[no-any-return]
-    except (TypeError, ValueError, OverflowError, RecursionError):
+        return not isinstance(value, dict) or _json(msgspec.json.encode(value)) == value
+    except (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError):
         return False
 
 
@@ -131,33 +123,20 @@ def _range(meta: msgspec.Meta) -> str:
 T = TypeVar("T")
 
 
-class _Flag(msgspec.Struct, frozen=True):
-    group: str
-    help: str
-    aliases: tuple[str, ...]
-    metavar: str | None
-    reader: Callable[[str], str] | None
-
-
 def parameter(
-    default: T,
-    group: str,
-    help: str,
-    *aliases: str,
-    metavar: str | None = None,
-    reader: Callable[[str], str] | None = None,
+    default: T, help: str, *aliases: str, group: str | None = None, **options: object
 ) -> T:
     """Declare a field of a configuration dataclass: its default and its flag.
 
-    group: the heading in --help. help: what it does; a number that is the default is added.
-    aliases: other spellings of the flag. metavar: the name of its value. reader: of a choice that
-    has other spellings, too.
+    help: what it does; a number that is the default is added. aliases: other spellings of the flag.
+    group: heading in --help of this parameter and those after it. options: argparse's, in place of
+    those that follow from the type.
     """
     if isinstance(default, (int, float)) and not isinstance(default, bool):
         help = f"{help} (default: {default})"
-    flag = _Flag(group, help, aliases, metavar, reader)
+    flag = {"aliases": aliases, "group": group, "options": {"help": help} | options}
     # For the type checker a field is of its default's type, as dataclasses.field has it too.
-    return field(default_factory=lambda: copy(default), metadata={"flag": flag})
+    return field(default_factory=lambda: copy(default), metadata=flag)
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type[DataclassInstance]) -> None:
@@ -165,27 +144,19 @@ def add_flags(parser: argparse.ArgumentParser, config: type[DataclassInstance]) 
 
     The parser is one with `argument_default=SUPPRESS`: what is not given is the field's default.
     """
-    groups: dict[str, argparse._ArgumentGroup] = {}
+    group: argparse._ActionsContainer = parser
     for declared in fields(config):
-        flag: _Flag = declared.metadata["flag"]
-        if flag.group not in groups:
-            groups[flag.group] = parser.add_argument_group(flag.group)
-        options = _options(field_types(config)[declared.name])
-        if flag.metavar is not None:
-            options["metavar"] = flag.metavar
-        if flag.reader is not None:
-            options["type"] = flag.reader
-        groups[flag.group].add_argument(
-            flag_name(declared.name), *flag.aliases, help=flag.help, **options
-        )
+        flag = declared.metadata
+        if flag["group"] is not None:
+            group = parser.add_argument_group(flag["group"])
+        options = _options(field_types(config)[declared.name]) | flag["options"]
+        group.add_argument(flag_name(declared.name), *flag["aliases"], **options)
 
 
 def _options(hint: Any) -> dict[str, Any]:
     """Return argparse's options for a type."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return _options(get_args(hint)[0])  # None, or a word in place of a number
-    if get_origin(hint) is Annotated:
-        return _options(get_args(hint)[0])
+    if get_origin(hint) in (Union, types.UnionType, Annotated):
+        return _options(get_args(hint)[0])  # without None, a word in place of a number, a range
     if get_origin(hint) is Literal:
         return {"choices": get_args(hint)}
     if hint is bool:
@@ -218,7 +189,7 @@ def _real(text: str) -> float | str:
         return text
 
 
-def _json(text: str) -> object:
+def _json(text: str | bytes) -> object:
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, ValueError, RecursionError):

@@ -27,12 +27,9 @@ and the wait in the system is handled only after that."""
 
 
 class AddRequest(msgspec.Struct, frozen=True):
-    """To the step loop: a validated request. arrival: steps before it came, if it waited since
-    then.
-    """
+    """To the step loop: a validated request, which may have to wait for its grammar."""
 
     request: Request
-    arrival: int | None = None
 
 
 class AbortRequests(msgspec.Struct, frozen=True):
@@ -78,13 +75,15 @@ class ControlReply(msgspec.Struct, frozen=True):
 
 
 class GrammarDone(msgspec.Struct, frozen=True):
-    """To the io thread, from a compiling thread: the result for a request.
+    """To the step loop, from a compiling thread: the result for a request.
 
-    handle: of its first sample.
+    The step loop hands it on to the io thread, which answers the SUBMIT, unless the request has
+    ended meanwhile. handle: of its first sample. at_s: monotonic time of the result.
     """
 
     handle: int
     compiled: Compiled
+    at_s: float
 
 
 class Farewell(msgspec.Struct, frozen=True):
@@ -96,7 +95,7 @@ class Farewell(msgspec.Struct, frozen=True):
     failure: bool
 
 
-InboxEvent = AddRequest | AbortRequests | ControlCall | Shutdown
+InboxEvent = AddRequest | AbortRequests | GrammarDone | ControlCall | Shutdown
 OutboxEvent = ClientOutput | ControlReply | GrammarDone | BeginDrain | Farewell
 Inbox = SimpleQueue[InboxEvent]
 

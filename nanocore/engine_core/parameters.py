@@ -69,13 +69,6 @@ _SecondsOrNone = Annotated[float, Meta(ge=0, le=10**6)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 _ShareLeft = Annotated[float, Meta(ge=0, lt=1)]
 
-_MODEL: Final = "model"
-_DEVICE: Final = "device and kernels"
-_CACHE: Final = "KV cache"
-_SCHEDULER: Final = "scheduler"
-_ENGINE: Final = "engine"
-_EVENTS: Final = "KV cache events"
-
 
 def _attention_backend(text: str) -> str:
     """Return our name of a backend, also for vLLM's spelling FLASH_ATTN and for flash-attn."""
@@ -91,221 +84,149 @@ class EngineParameters:
 
     model: _Name | None = parameter(
         None,
-        _MODEL,
         "folder in Hugging Face format, GGUF file, or id on the hub, of GGUF models also ID:Q4_K_M "
         "(default: the demo model)",
         "-m",
         "-hf",
         "--hf-repo",
+        group="model",
     )
-
-    revision: _Name | None = parameter(None, _MODEL, "branch, tag or commit of the hub's model")
-
-    load_format: LoadFormat = parameter("auto", _MODEL, "dummy: random weights, no files")
-
+    revision: _Name | None = parameter(None, "branch, tag or commit of the hub's model")
+    load_format: LoadFormat = parameter("auto", "dummy: random weights, no files")
     hf_overrides: _Object = parameter(
-        {}, _MODEL, "values that replace those of the model's config.json", metavar="JSON"
+        {}, "values that replace those of the model's config.json", metavar="JSON"
     )
-
     override_generation_config: _Sampling = parameter(
         {},
-        _MODEL,
         "sampling parameters that replace those of the model's generation_config.json as defaults "
         "of requests; null: vLLM's default",
         metavar="JSON",
     )
-
     merge_lora: _Name | None = parameter(
         None,
-        _MODEL,
         "folder of a LoRA adapter as PEFT writes it, merged into the weights as they are loaded",
         metavar="DIR",
     )
-
     dtype: Dtype = parameter(
         "auto",
-        _MODEL,
         "dtype of weights and activations; auto: the checkpoint's, or bfloat16 if its float16 "
         "cannot be used; float16 is for CUDA",
     )
-
     max_model_len: _Length | Literal["auto"] | None = parameter(
         None,
-        _MODEL,
         "context length, prompt and output together (default: the model's own); auto: limited to "
         "what fits in memory",
     )
-
     max_logprobs: _Logprobs = parameter(
-        20, _MODEL, "limit of log probabilities per token that a request may ask for; -1: no limit"
+        20, "limit of log probabilities per token that a request may ask for; -1: no limit"
     )
+    seed: _Seed = parameter(0, "seed for requests without one, and for dummy weights")
 
-    seed: _Seed = parameter(0, _MODEL, "seed for requests without one, and for dummy weights")
-
-    device: Device = parameter("auto", _DEVICE, "default: cuda if available")
-
+    device: Device = parameter("auto", "default: cuda if available", group="device and kernels")
     attention_backend: AttentionBackend = parameter(
-        "auto",
-        _DEVICE,
-        "backend of all kernels; auto: the fastest available",
-        reader=_attention_backend,
+        "auto", "backend of all kernels; auto: the fastest available", type=_attention_backend
     )
-
     quantization: Quantization | None = parameter(
         None,
-        _DEVICE,
         "quantize float weights as they are loaded: int8 as close to them as GGUF's Q8_0, int4 in "
         "half the memory and further from them (docs/models.md has figures); fp8 also quantizes "
         "activations and needs CUDA (compute capability 8.9 or above)",
     )
-
     activation_quantization: ActivationQuantization = parameter(
         "auto",
-        _DEVICE,
         "inputs of layers with quantized weights; auto: round them to eight bits where that is "
         "faster; none: keep them as they are",
     )
-
     batch_invariant: bool = parameter(
         False,
-        _DEVICE,
         "make a request's logits independent of other requests and of how its prompt is chunked, "
         "bit for bit",
     )
-
-    enforce_eager: bool = parameter(
-        False, _DEVICE, "do not capture graphs; launch kernels one by one"
-    )
-
+    enforce_eager: bool = parameter(False, "do not capture graphs; launch kernels one by one")
     async_scheduling: bool | None = parameter(
-        None, _DEVICE, "start a step before the last one is done (default: on CUDA)"
+        None, "start a step before the last one is done (default: on CUDA)"
     )
-
-    tensor_parallel_size: _Ranks = parameter(
-        1, _DEVICE, "ranks that share each layer", "-tp", "--tp"
-    )
-
-    pipeline_parallel_size: _Ranks = parameter(
-        1, _DEVICE, "stages that share the layers", "-pp", "--pp"
-    )
-
-    step_timeout_s: _Seconds = parameter(300.0, _DEVICE, "stop the engine if a step takes longer")
+    tensor_parallel_size: _Ranks = parameter(1, "ranks that share each layer", "-tp", "--tp")
+    pipeline_parallel_size: _Ranks = parameter(1, "stages that share the layers", "-pp", "--pp")
+    step_timeout_s: _Seconds = parameter(300.0, "stop the engine if a step takes longer")
 
     block_size: _BlockSize | None = parameter(
         None,
-        _CACHE,
         f"tokens per KV block (default: {CPU_SIZES.block_size}; {CUDA_SIZES.block_size} on CUDA)",
+        group="KV cache",
     )
-
-    kv_cache_dtype: KVCacheDtype = parameter(
-        "auto", _CACHE, "dtype of the KV cache; auto: as --dtype"
-    )
-
-    gpu_memory_utilization: _Share = parameter(0.9, _CACHE, "share of each GPU's memory to use")
-
+    kv_cache_dtype: KVCacheDtype = parameter("auto", "dtype of the KV cache; auto: as --dtype")
+    gpu_memory_utilization: _Share = parameter(0.9, "share of each GPU's memory to use")
     kv_cache_memory_bytes: _Bytes | None = parameter(
-        None, _CACHE, "bytes of KV cache per rank, instead of a share"
+        None, "bytes of KV cache per rank, instead of a share"
     )
-
     num_gpu_blocks_override: _Blocks | None = parameter(
-        None, _CACHE, "number of KV blocks, on any device, instead of sizing by memory"
+        None, "number of KV blocks, on any device, instead of sizing by memory"
     )
-
     enable_prefix_caching: bool = parameter(
-        True, _CACHE, "compute shared prefixes only once (default: yes)"
+        True, "compute shared prefixes only once (default: yes)"
     )
-
     salt_prefix_cache_by_session: bool = parameter(
-        False, _CACHE, "share cached prefixes only within a client's session"
+        False, "share cached prefixes only within a client's session"
     )
 
     max_num_seqs: _Rows | None = parameter(
-        None, _SCHEDULER, f"limit of running requests (default: {CPU_SIZES.max_num_seqs})"
+        None, f"limit of running requests (default: {CPU_SIZES.max_num_seqs})", group="scheduler"
     )
-
     max_num_batched_tokens: _StepTokens | None = parameter(
         None,
-        _SCHEDULER,
         f"token budget of a step (default: {CPU_SIZES.max_num_batched_tokens}; "
         f"{CUDA_SIZES.max_num_batched_tokens} on CUDA)",
     )
-
-    max_num_queued_reqs: _Queued = parameter(
-        4096, _SCHEDULER, "limit of waiting requests; more are refused"
-    )
-
+    max_num_queued_reqs: _Queued = parameter(4096, "limit of waiting requests; more are refused")
     max_num_queued_tokens: _Queued = parameter(
-        4 * 2**20, _SCHEDULER, "limit of waiting prompt tokens; more are refused"
+        4 * 2**20, "limit of waiting prompt tokens; more are refused"
     )
-
     max_num_queued_bytes: _Queued = parameter(
-        2**28, _SCHEDULER, "limit of waiting requests' memory in bytes; more are refused"
+        2**28, "limit of waiting requests' memory in bytes; more are refused"
     )
-
     scheduling_policy: SchedulingPolicy = parameter(
-        "fcfs", _SCHEDULER, "fcfs: first come, first served; priority: lowest number first"
+        "fcfs", "fcfs: first come, first served; priority: lowest number first"
     )
-
     priority_aging_s: _SecondsOrNone = parameter(
-        60.0,
-        _SCHEDULER,
-        "with priority: seconds of waiting that raise a request one level; 0: never",
+        60.0, "with priority: seconds of waiting that raise a request one level; 0: never"
     )
-
     long_prefill_token_threshold: _Limit = parameter(
-        0, _SCHEDULER, "limit of tokens of one prompt in a step; 0: no limit"
+        0, "limit of tokens of one prompt in a step; 0: no limit"
     )
-
-    max_num_partial_prefills: _Limit = parameter(
-        0, _SCHEDULER, "limit of partly computed prompts; 0: no limit"
-    )
-
+    max_num_partial_prefills: _Limit = parameter(0, "limit of partly computed prompts; 0: no limit")
     watermark: _ShareLeft = parameter(
-        0.0, _SCHEDULER, "share of KV blocks that admission keeps free while requests run"
+        0.0, "share of KV blocks that admission keeps free while requests run"
     )
-
     target_itl_ms: _Milliseconds = parameter(
-        math.inf, _SCHEDULER, "shrink prompt chunks so that steps with decodes take less than this"
+        math.inf, "shrink prompt chunks so that steps with decodes take less than this"
     )
 
     listen: _Text = parameter(
-        "", _ENGINE, f"ipc:// or tcp:// endpoint (default: {default_endpoint()})"
+        "", f"ipc:// or tcp:// endpoint (default: {default_endpoint()})", group="engine"
     )
-
     curve_dir: _Name | None = parameter(
-        None, _ENGINE, "keys for tcp://, made by nanocore-keygen", metavar="DIR"
+        None, "keys for tcp://, made by nanocore-keygen", metavar="DIR"
     )
-
     standby: bool = parameter(
-        False, _ENGINE, "load the model, and take over when the engine at the same --listen is gone"
+        False, "load the model, and take over when the engine at the same --listen is gone"
     )
-
     max_num_clients: _Clients | None = parameter(
-        None,
-        _ENGINE,
-        "limit of sessions; more are refused (default: 1024, or what descriptors allow)",
+        None, "limit of sessions; more are refused (default: 1024, or what descriptors allow)"
     )
-
     shutdown_timeout: _SecondsOrNone = parameter(
-        30.0,
-        _ENGINE,
-        "seconds for open requests to finish after SIGTERM, SIGINT or CONTROL drain; 0: none",
+        30.0, "seconds for open requests to finish after SIGTERM, SIGINT or CONTROL drain; 0: none"
     )
-
     step_trace: _Name | None = parameter(
-        None, _ENGINE, "append a JSON Lines record for each step", metavar="FILE"
+        None, "append a JSON Lines record for each step", metavar="FILE"
     )
-
-    disable_log_stats: bool = parameter(False, _ENGINE, "do not log throughput and load every 10 s")
-
-    log_format: LogFormat = parameter("text", _ENGINE, "json: one object per log line")
+    disable_log_stats: bool = parameter(False, "do not log throughput and load every 10 s")
+    log_format: LogFormat = parameter("text", "json: one object per log line")
 
     kv_events_endpoint: _Text | None = parameter(
-        None, _EVENTS, "ipc:// endpoint where events are published"
+        None, "ipc:// endpoint where events are published", group="KV cache events"
     )
-
     kv_events_replay_endpoint: _Text | None = parameter(
-        None, _EVENTS, "ipc:// endpoint for replay of missed events"
+        None, "ipc:// endpoint for replay of missed events"
     )
-
-    kv_events_topic: _Text = parameter("", _EVENTS, "first frame of each batch (default: empty)")
+    kv_events_topic: _Text = parameter("", "first frame of each batch (default: empty)")

@@ -14,13 +14,9 @@ import faulthandler
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from nanocore.system.standard_streams import STDERR_FD
-
-if TYPE_CHECKING:
-    from nanocore.engine_core.scheduling.step_plan import StepPlan
-    from nanocore.engine_core.utilisation import Utilisation
 
 _REARM_S: Final = 1.0
 """Age at which an armed switch is armed again: arming costs microseconds."""
@@ -97,16 +93,10 @@ class DeadMansSwitch:
 
 class StepClock:
     """Times the step loop's steps. began_s: monotonic start of the current step; None between
-    steps.
-
-    Args:
-        switch: armed in steps, if given. utilisation: if given, is told of each step.
+    steps. switch: armed in steps, if given.
     """
 
-    def __init__(
-        self, switch: DeadMansSwitch | None = None, utilisation: Utilisation | None = None
-    ) -> None:
-        self.utilisation = utilisation
+    def __init__(self, switch: DeadMansSwitch | None = None) -> None:
         self.began_s: float | None = None
         self._switch = switch
         self._armed_s: float | None = None
@@ -118,10 +108,8 @@ class StepClock:
             self._switch.arm()
             self._armed_s = now_s
 
-    def end(self, plan: StepPlan) -> None:
+    def end(self) -> None:
         """End a step. The switch stays armed, because the next step follows soon."""
-        if self.utilisation:
-            self.utilisation.add(self.age_s, plan)
         self.began_s = None
 
     def rest(self) -> None:

@@ -29,6 +29,7 @@ class BlockStored(msgspec.Struct, tag=True, frozen=True, gc=False):
 
     lora_id, lora_name: always nil, for there are no adapters. extra_keys: nil if nothing but tokens
     goes into the hashes; else one entry per block, of which the first holds a digest of the rest.
+    group_idx: group of the model's layers; nil if there is only one.
     """
 
     block_hashes: list[int]
@@ -39,13 +40,15 @@ class BlockStored(msgspec.Struct, tag=True, frozen=True, gc=False):
     medium: Medium
     lora_name: str | None
     extra_keys: list[list[str] | None] | None
+    group_idx: int | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True, frozen=True, gc=False):
-    """No copy of these blocks can be found any more."""
+    """No copy of these blocks can be found any more. group_idx: as in `BlockStored`."""
 
     block_hashes: list[int]
     medium: Medium
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True, gc=False):

@@ -32,7 +32,7 @@ from nanocore.protocol.fields import (
 from nanocore.protocol.metrics import Metric, RecentSteps, Stats
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
-PROTOCOL_VERSION = (1, 12)
+PROTOCOL_VERSION = (1, 13)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]

@@ -98,8 +98,27 @@ class Metric(msgspec.Struct, frozen=True):
     bounds: list[float] = []
 
 
+class CacheGroupStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of the model's layers: those that keep the same tokens.
+
+    name: "full", or "window(N)" of layers that see N tokens. num_blocks: its blocks if it had all
+    of the memory, which groups share. num_free_blocks: those that it could have now.
+    prefix_cache_lost_tokens: prompt tokens that were not found because this group had let go of
+    them.
+    """
+
+    name: str
+    num_blocks: int
+    num_free_blocks: int
+    prefix_cache_lost_tokens: int = 0
+
+
 class Stats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the start and gauges of now; names are vLLM's where it has them."""
+    """Counters since the start and gauges of now; names are vLLM's where it has them.
+
+    groups: of a model whose layers do not all keep the same tokens; num_blocks and num_free_blocks
+    are sums over them.
+    """
 
     num_requests_running: int
     num_requests_waiting: int
@@ -117,3 +136,4 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_hit_rate: Annotated[float, since(1)] = 0.0
     num_clients: int = 0
     num_protocol_errors: int = 0
+    groups: Annotated[list[CacheGroupStats], since(13)] = []

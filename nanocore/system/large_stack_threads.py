@@ -46,9 +46,6 @@ def any_alive() -> bool:
 
     The process must not end in the ordinary way then: native code that returns to an interpreter
     which is ending crashes the process.
-
-    The process must not end in the ordinary way then: native code that returns to an interpreter
-    which is ending crashes the process.
     """
     return any(thread.is_alive() for thread in _started)
 

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from nanocore.tracing.reader import TraceError, TraceReader
+from nanocore.tracing.reader import LostHits, TraceError, TraceReader
 from nanocore.tracing.timeline import RequestTimeline, RunTimeline, StepTimes
 
 _MOST_NAMED: Final = 3
@@ -95,6 +95,7 @@ class Explanation(msgspec.Struct):
     num_decode_steps: int
     num_same_id: int
     is_shared: bool
+    lost: LostHits | msgspec.UnsetType = msgspec.UNSET
 
 
 def read_runs(path: str) -> list[RunTimeline]:
@@ -169,6 +170,7 @@ def explanation_of(run: RunTimeline, timeline: RequestTimeline) -> Explanation:
         num_decode_steps=sum(getattr(one, "num_steps", 0) for one in timeline.work),
         num_same_id=1,
         is_shared=timeline.is_shared,
+        lost=timeline.lost or msgspec.UNSET,
     )
 
 

@@ -46,6 +46,21 @@ class Blocked(msgspec.Struct, frozen=True):
     by: str
 
 
+class LostHits(msgspec.Struct, frozen=True):
+    """Tokens of a cached prefix that this group of layers had let go of."""
+
+    tokens: int
+    group: str
+
+
+class GroupBlocks(msgspec.Struct, frozen=True):
+    """Blocks of a group of layers, after a step."""
+
+    name: str
+    free_blocks: int
+    total_blocks: int
+
+
 class Step(msgspec.Struct):
     """One line. t_s: when the step was planned. `scheduled` and `computed` stay bytes until needed,
     since most steps repeat those of the step before."""
@@ -71,6 +86,8 @@ class Step(msgspec.Struct):
     preempted_by: dict[str, str] = {}
     cached_from: dict[str, list[str]] = {}
     blocked: Blocked | None = None
+    lost: dict[str, LostHits] = {}
+    groups: list[GroupBlocks] = []
 
     @property
     def end_s(self) -> float:

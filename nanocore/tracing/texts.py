@@ -74,11 +74,14 @@ def _waits(verb: str, waits: list[Wait], indent: str = "  ") -> list[str]:
 
 
 def _hits(one: Explanation) -> str:
+    lost = ""
+    if one.lost:
+        lost = f"; {one.lost.group} had let go of what {one.lost.tokens} more need"
     if not one.cached_tokens:
-        return "  prefix cache: no hit"
+        return f"  prefix cache: no hit{lost}"
     of = "" if one.prompt_tokens is None else f" of {one.prompt_tokens}"
     whose = f", computed for {', '.join(map(_shown, one.cached_from))}" if one.cached_from else ""
-    return f"  prefix cache: {one.cached_tokens}{of} tokens cached{whose}"
+    return f"  prefix cache: {one.cached_tokens}{of} tokens cached{whose}{lost}"
 
 
 def _pause(one: Explanation, pause: Pause) -> list[str]:

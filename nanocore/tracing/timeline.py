@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from nanocore.tracing.reader import Arrival, Blocked, Step, counts
+from nanocore.tracing.reader import Arrival, Blocked, LostHits, Step, counts
 
 
 @dataclass(slots=True)
@@ -52,8 +52,8 @@ class RequestTimeline:
     number: within the run, from 1. arrival: None in traces of older engines, and for requests that
     arrived before the trace begins. admitted_s: when it got its first row. first_s: end of the step
     that sampled its first token. sent_s: when the io thread passed that on. ended_s: end of its
-    last step. cached_from: requests whose blocks it hit. is_shared: another session used the id at
-    the same time, so events of both are mixed here.
+    last step. cached_from: requests whose blocks it hit. lost: what was not found. is_shared:
+    another session used the id at the same time, so events of both are mixed here.
     """
 
     id: str
@@ -62,6 +62,7 @@ class RequestTimeline:
     admitted_s: float | None = None
     cached_tokens: int = 0
     cached_from: list[str] = field(default_factory=list)
+    lost: LostHits | None = None
     work: list[PrefillChunk | DecodeSpan] = field(default_factory=list)
     preemptions: list[Preemption] = field(default_factory=list)
     first_s: float | None = None
@@ -202,6 +203,7 @@ class RunTimeline:
             timeline.admitted_s = step.t_s
             timeline.cached_tokens = step.cached.get(request_id, 0)
             timeline.cached_from = step.cached_from.get(request_id, [])
+            timeline.lost = step.lost.get(request_id)
             self._prefilling[request_id] = timeline.arrival.prompt_tokens if timeline.arrival else 0
         for request_id in step.resumed:
             timeline = self._timeline(request_id)

@@ -7,9 +7,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from nanocore.engine_core.core import EngineCore
+from nanocore.engine_core.log.trace import StepTrace
 from nanocore.engine_core.mailbox import ControlReply, Inbox, Outbox, Shutdown
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.messages import Event, Reply
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from tests.fakes import make_scheduler, tokens_by_handle

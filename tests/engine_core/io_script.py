@@ -135,7 +135,7 @@ class ScriptRunner:
 
     def _pass_time(self, seconds: int) -> None:
         self.io.now_s += seconds
-        self.io.handler.end_overdue(self.io.now_s)
+        self.io.handler.requests.end_overdue(self.io.now_s)
         self.io.flush()
         self.io.check_sessions()
 

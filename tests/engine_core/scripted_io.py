@@ -12,22 +12,22 @@ from typing import TypeVar
 import numpy as np
 
 from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.control_handler import MAX_CALLS, ControlHandler, ServedFiles
 from nanocore.engine_core.io.handshake_handler import HandshakeHandler
-from nanocore.engine_core.io.limits import ClientLimit, QueueLimit
+from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.io.message_handler import MessageHandler
-from nanocore.engine_core.io.request_handler import CompilingRequests
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES, MAX_BACKLOGS_BYTES, Session
-from nanocore.engine_core.mailbox import AddRequest, GrammarDone, Inbox, Outbox
-from nanocore.engine_core.metrics.collector import EngineMetrics
+from nanocore.engine_core.log.metrics import EngineMetrics
+from nanocore.engine_core.mailbox import AddRequest, Farewell, GrammarDone, Inbox, Outbox
 from nanocore.engine_core.scheduling.columns import TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Event, Hello, Message, ModelCard, Output, Submit, Welcome
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.structured_outputs import StructuredOutputs
-from tests.fakes import FakeGrammars, FakePeers, make_scheduler
+from tests.fakes import FakeGrammars, FakePeers, PipelinedExecutor, make_scheduler
 
 T = TypeVar("T")
 TOKENIZER = bytes(range(256)) * 300  # more than a chunk
@@ -51,7 +51,8 @@ class Io:
     """A message handler and its surroundings, one client "a" already in session.
 
     now_s: the time, which stands still unless a test moves it. admission: in place of the real one.
-    num_steps: of the step loop, as a test has it. grammars: compile when a test says so.
+    num_steps: of the step loop, as a test has it. grammars: compile when a test says so. core: the
+    step loop; it takes events from the inbox when a test calls `work`.
     """
 
     def __init__(
@@ -69,27 +70,22 @@ class Io:
         self.now_s = 1000.0
         self.num_steps = 0
         self.grammars = FakeGrammars()
-        self.scheduler, _ = make_scheduler()
+        self.scheduler, executor = make_scheduler()
+        worker = PipelinedExecutor(executor)
+        self.core = EngineCore(self.scheduler, worker, self.inbox, self.outbox)
         self.counters = self.scheduler.counters
         self.counters.num_free_rows = 0  # what comes has to wait
         queue_limit = QueueLimit(MAX_NUM_QUEUED_REQS, 10_000, self.counters)
         self.metrics = EngineMetrics(self.scheduler, queue_limit.rejections, CACHE_LABELS)
-        self.compiling = CompilingRequests(self.grammars, queue_limit, self.outbox.put)
-        client_limit = ClientLimit(MAX_NUM_CLIENTS, max_connections=10)
+        config = EngineConfig(
+            max_num_seqs=4, max_num_queued_reqs=MAX_NUM_QUEUED_REQS, max_num_queued_tokens=10_000
+        )
         self.handler = MessageHandler(
             self.peers,
             self.inbox,
-            HandshakeHandler(
-                CARD,
-                ["prefix_caching"],
-                4,
-                client_limit,
-                queue_limit,
-                instance="0" * 32,
-                max_logprobs=20,
-            ),
+            HandshakeHandler(CARD, config, ["prefix_caching"], MAX_NUM_CLIENTS, "0" * 32),
             admission or Admission(CARD, EngineConfig(), queue_limit, self.grammars),
-            self.compiling,
+            self.grammars,
             ControlHandler(self.inbox, files, self.metrics),
             num_steps=lambda: self.num_steps,
             step_age_ms=lambda: 0,
@@ -124,11 +120,23 @@ class Io:
         )
 
     def compile(self, num: int = 1) -> None:
-        """Finish the oldest compilations, and deliver what they came to."""
+        """Finish the oldest compilations; deliver what they came to, as the step loop would.
+
+        Other events stay in the inbox.
+        """
         for _ in range(num):
             self.grammars.finish()
+        for event in [self.inbox.get_nowait() for _ in range(self.inbox.qsize())]:
+            if isinstance(event, GrammarDone):
+                self.handler.deliver(event, self.now_s)
+            else:
+                self.inbox.put(event)
+
+    def work(self) -> None:
+        """Let the step loop take what is in its inbox, and deliver what it has to say."""
+        self.core.drain_inbox(wait=False)
         for event in self.outbox.drain():
-            assert isinstance(event, GrammarDone)
+            assert not isinstance(event, Farewell)
             self.handler.deliver(event, self.now_s)
 
     def flush(self) -> None:

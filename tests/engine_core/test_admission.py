@@ -10,7 +10,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.grammars.matcher import GrammarSource, NoGrammars
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.limits import QueueLimit
-from nanocore.engine_core.requests.step_log import SchedulerCounters
+from nanocore.engine_core.log.event_log import SchedulerCounters
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.errors import (
     ContextLengthError,

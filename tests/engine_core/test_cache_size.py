@@ -4,26 +4,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
+from nanocore.kv_cache import CacheGroup, Capacity
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.memory.kv_groups import LayerGroup
 from nanocore.worker.models import load_model_config
 from nanocore.worker.rank_messages import WorkerInfo
 from tests.model_families import BUILDERS
 
 
+def sized(config: EngineConfig, ranks: list[WorkerInfo], max_model_len: int) -> tuple[int, int]:
+    """Slabs, which are blocks where there is one group, and the longest request."""
+    size = size_cache(config, ranks, max_model_len)
+    return size.capacity.num_slabs, size.max_model_len
+
+
 def rank(
-    num_blocks: int, block_bytes: int = 1000, device: str = "cpu", memory_bytes: int = 10**9
+    num_blocks: int, block_bytes: int = 1024, device: str = "cpu", memory_bytes: int = 10**9
 ) -> WorkerInfo:
     return WorkerInfo(
         device=device,
         dtype="float32",
         kernels="torch",
         weight_bytes=1,
-        kv_block_bytes=block_bytes,
+        kv_groups=[LayerGroup(0, 1, block_bytes)],
         available_kv_bytes=num_blocks * block_bytes + block_bytes - 1,
         memory_bytes=memory_bytes,
     )
@@ -36,23 +45,23 @@ def model(tiny_model: object) -> ModelConfig:
 
 def test_the_rank_with_the_least_room_decides_for_all() -> None:
     config = EngineConfig(max_num_seqs=256)
-    ranks = [rank(90), rank(70, block_bytes=3000), rank(80, block_bytes=10)]
-    assert size_cache(config, ranks, 64 * 16) == (70, 1024)
+    ranks = [rank(90), rank(70, block_bytes=3072), rank(80, block_bytes=64)]
+    assert sized(config, ranks, 64 * 16) == (70, 1024)
 
 
 def test_no_more_blocks_than_all_rows_can_use() -> None:
     config = EngineConfig(max_num_seqs=3)
-    assert size_cache(config, [rank(10_000)], 100) == (3 * 7, 100)
+    assert sized(config, [rank(10_000)], 100) == (3 * 7, 100)
 
 
 def test_the_override_is_taken_as_it_is() -> None:
-    assert size_cache(EngineConfig(num_gpu_blocks_override=64), [rank(1)], 1024) == (64, 1024)
+    assert sized(EngineConfig(num_gpu_blocks_override=64), [rank(1)], 1024) == (64, 1024)
 
 
 def test_an_override_that_holds_no_longest_request_bounds_its_length_with_a_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    assert size_cache(EngineConfig(num_gpu_blocks_override=5), [rank(1)], 1024) == (5, 80)
+    assert sized(EngineConfig(num_gpu_blocks_override=5), [rank(1)], 1024) == (5, 80)
     (message,) = caplog.messages
     assert message == (
         "--num-gpu-blocks-override 5: blocks of 16 hold 80 tokens: max_model_len is that instead "
@@ -68,25 +77,25 @@ def test_an_override_that_holds_no_request_of_the_length_asked_for_is_refused() 
 
 def test_auto_cuts_the_length_to_what_fits_and_only_if_it_must() -> None:
     config = EngineConfig(max_model_len="auto", max_num_seqs=2)
-    assert size_cache(config, [rank(10)], 1024) == (10, 160)
-    assert size_cache(config, [rank(64)], 1024) == (64, 1024)
-    assert size_cache(config, [rank(1000)], 1024) == (128, 1024)
+    assert sized(config, [rank(10)], 1024) == (10, 160)
+    assert sized(config, [rank(64)], 1024) == (64, 1024)
+    assert sized(config, [rank(1000)], 1024) == (128, 1024)
     override = EngineConfig(max_model_len="auto", num_gpu_blocks_override=5)
-    assert size_cache(override, [rank(1)], 1024) == (5, 80)
+    assert sized(override, [rank(1)], 1024) == (5, 80)
 
 
 def test_a_length_that_does_not_fit_is_refused_with_need_have_longest_and_flags() -> None:
     with pytest.raises(CacheMemoryError) as caught:
-        size_cache(EngineConfig(), [rank(1000), rank(10, block_bytes=50_000)], 1024)
+        size_cache(EngineConfig(), [rank(1000), rank(10, block_bytes=50_048)], 1024)
     message = str(caught.value)
     for word in (
         "1024 tokens",
         "3.2 MB",
         "rank 1",
-        "0.5 MB",
+        "0.6 MB",
         "160 tokens",
         "--max-model-len 160 (or auto)",
-        "--kv-cache-memory-bytes 3200000",
+        "--kv-cache-memory-bytes 3203072",
         "--kv-cache-dtype int8",
     ):
         assert word in message
@@ -144,17 +153,54 @@ def test_a_length_that_bends_all_positions_must_be_asked_for(
             ["--num-gpu-blocks-override 101: ", "0.3 MB, and there are 0.3 MB", "at most 100, or"],
         ),
         (
-            {"kv_cache_memory_bytes": 300_001},
-            ["--kv-cache-memory-bytes 300001: there are 0.3 MB", "at most 300000, or"],
+            {"kv_cache_memory_bytes": 307_201},
+            ["--kv-cache-memory-bytes 307201: there are 0.3 MB", "at most 307200, or"],
         ),
     ],
 )
 def test_more_than_the_memory_is_refused_with_what_would_fit(
     flags: dict[str, int], words: list[str]
 ) -> None:
-    ranks = [rank(200), rank(100, block_bytes=3000, memory_bytes=300_000)]
+    ranks = [rank(200), rank(100, block_bytes=3072, memory_bytes=307_200)]
     with pytest.raises(CacheMemoryError) as caught:
         size_cache(EngineConfig(**flags), ranks, 64)  # type: ignore[arg-type]
     for word in (*words, "on rank 1"):
         assert word in str(caught.value)
     size_cache(EngineConfig(**{name: n - 1 for name, n in flags.items()}), ranks, 64)  # type: ignore[arg-type]
+
+
+def windowed(num_bytes: int) -> WorkerInfo:
+    """A layer that keeps all tokens, and five with a window of 33, which takes 3 blocks."""
+    groups = [LayerGroup(0, 1, 1024), LayerGroup(33, 5, 5 * 1024)]
+    return msgspec.structs.replace(rank(0), kv_groups=groups, available_kv_bytes=num_bytes)
+
+
+def test_a_window_takes_what_its_tokens_see_and_a_step_and_no_more() -> None:
+    """A slab has five blocks of the first group, or one of the other."""
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=32)
+    size = size_cache(config, [windowed(10**6)], 1600)
+    # 100 blocks in 20 slabs; 2 that are seen, 2 of a step, and 1 as both may begin within a block.
+    assert size.capacity.blocks_of(1600) == [100, 5]
+    assert size.capacity.num_slabs == 25
+    assert size.capacity.num_blocks == 25 * 6
+    assert size.rank_bytes(windowed(0)) == 25 * 5 * 1024
+    assert size.capacity.num_requests(1600) == 1
+
+
+def test_what_does_not_fit_is_refused_with_what_each_group_takes() -> None:
+    config = EngineConfig(max_num_batched_tokens=32)
+    with pytest.raises(CacheMemoryError) as caught:
+        size_cache(config, [windowed(12 * 5 * 1024)], 1600)
+    words = "0.1 MB (100 blocks of full, 5 blocks of window(33)), and there are 0.1 MB for it, "
+    assert words + "enough for 560 tokens" in str(caught.value)
+    auto = EngineConfig(max_model_len="auto", max_num_batched_tokens=32)
+    size = size_cache(auto, [windowed(12 * 5 * 1024)], 1600)
+    assert (size.capacity.num_slabs, size.max_model_len) == (12, 560)
+    assert size.capacity.slabs_of(560) == 12 < size.capacity.slabs_of(561)
+
+
+@pytest.mark.parametrize("length", [1, 16, 100, 560, 561, 4000])
+def test_the_longest_request_is_what_the_slabs_hold(length: int) -> None:
+    for num_slabs in (1, 6, 7, 12, 40):
+        capacity = Capacity(num_slabs, 16, [CacheGroup("full", 0, 5), CacheGroup("w", 33)], 32)
+        assert (length <= capacity.most_tokens) == (capacity.slabs_of(length) <= num_slabs)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from nanocore.engine_core.log.trace import StepTrace
 from nanocore.engine_core.mailbox import (
     AbortRequests,
     AddRequest,
@@ -16,7 +17,6 @@ from nanocore.engine_core.mailbox import (
     Shutdown,
 )
 from nanocore.engine_core.step_clock import StepClock
-from nanocore.engine_core.step_trace import StepTrace
 from nanocore.kv_cache.events import AllBlocksCleared, BlockStored, KVEventBatch
 from nanocore.protocol.errors import ConfigError
 from tests.engine_core.core_under_test import (

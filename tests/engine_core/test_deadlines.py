@@ -77,13 +77,13 @@ def test_what_is_open_when_its_time_comes_is_told(requests: list[tuple[int, bool
 def test_a_request_in_the_step_loop_is_ended_there_when_its_time_has_passed(io: Io) -> None:
     submit(io, "x", 2.0, n=2)
     submit(io, "y", None)
-    assert io.handler.next_deadline_s == io.now_s + 2
-    io.handler.end_overdue(io.now_s + 1.9)
+    assert io.handler.requests.deadlines.next_s == io.now_s + 2
+    io.handler.requests.end_overdue(io.now_s + 1.9)
     for _ in "xy":
         assert isinstance(io.inbox.get_nowait(), AddRequest)
     assert io.inbox.empty()
-    io.handler.end_overdue(io.now_s + 2)
-    io.handler.end_overdue(io.now_s + 2)
+    io.handler.requests.end_overdue(io.now_s + 2)
+    io.handler.requests.end_overdue(io.now_s + 2)
     assert io.inbox.get_nowait() == AbortRequests([1, 2], TIMEOUT)
     assert io.inbox.empty()
 
@@ -92,21 +92,23 @@ def test_a_sample_that_has_ended_is_left_out(io: Io) -> None:
     submit(io, "x", 2.0, n=3)
     io.inbox.get_nowait()
     io.step((2, 7), finish=(2,))
-    io.handler.end_overdue(io.now_s + 2)
+    io.handler.requests.end_overdue(io.now_s + 2)
     assert io.inbox.get_nowait() == AbortRequests([1, 3], TIMEOUT)
 
 
-def test_a_request_that_is_compiled_is_accepted_and_ended_here(io: Io) -> None:
+def test_a_request_that_is_compiled_is_accepted_and_ended(io: Io) -> None:
     submit(io, "x", 2.0, n=2, structured_outputs=StructuredOutputs(regex="a"))
-    io.handler.end_overdue(io.now_s + 2)
+    io.handler.requests.end_overdue(io.now_s + 2)
+    io.work()
     accepted, output = io.take_sent()
     assert isinstance(accepted, Accepted)
     assert isinstance(output, Output)
     assert output.events == [Event(handle=h, finish_reason=TIMEOUT) for h in (1, 2)]
     assert len(io.grammars.withdrawn) == 1
-    io.compile()
-    assert io.inbox.empty()
-    assert io.compiling.num_aborts == 2
+    io.grammars.finish()
+    io.work()
+    assert io.take_sent() == []
+    assert io.counters.num_aborts == 2
     io.check_tables()
 
 
@@ -115,8 +117,8 @@ def test_the_time_of_a_request_that_is_compiled_counts_from_its_submit(io: Io) -
     start_s, io.now_s = io.now_s, io.now_s + 1.5
     io.compile()
     assert isinstance(io.inbox.get_nowait(), AddRequest)
-    assert io.handler.next_deadline_s == start_s + 2
-    io.handler.end_overdue(start_s + 2)
+    assert io.handler.requests.deadlines.next_s == start_s + 2
+    io.handler.requests.end_overdue(start_s + 2)
     assert io.inbox.get_nowait() == AbortRequests([1], TIMEOUT)
 
 
@@ -124,7 +126,7 @@ def test_an_id_that_is_used_again_has_its_own_time(io: Io) -> None:
     submit(io, "x", 2.0)
     io.step((1, 7), finish=(1,))
     submit(io, "x", None)
-    assert io.handler.next_deadline_s == math.inf
+    assert io.handler.requests.deadlines.next_s == math.inf
 
 
 def test_the_io_thread_wakes_for_a_deadline_and_for_none_that_is_over(

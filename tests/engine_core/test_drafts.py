@@ -75,7 +75,7 @@ def test_wrong_drafts_are_taken_back_and_their_blocks_stay_held() -> None:
     scheduler.add(make_request(1, PROMPT, 20))
     engine.step()
     assert engine.step().num_tokens == 4
-    assert scheduler.running.table.num_computed[0] == 6  # of 7 known; 5 + 4 were computed
+    assert scheduler.running.num_computed[0] == 6  # of 7 known; 5 + 4 were computed
     assert len(scheduler.kv_cache.block_ids(1)) == 3
     engine.finish()
     assert engine.tokens[1] == TOKENS

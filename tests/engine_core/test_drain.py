@@ -134,10 +134,10 @@ def test_everything_else_goes_on(io: Io) -> None:
 
 def test_a_request_that_awaits_its_grammar_runs_to_its_end(io: Io) -> None:
     io.submit_structured("x", "a")
+    added = io.next_event(AddRequest)
     begin(io)
     assert not is_over(io)
     io.compile()
-    added = io.next_event(AddRequest)
     assert not is_over(io)
     io.step((added.request.handle, 1), finish=(added.request.handle,))
     assert is_over(io)

@@ -204,8 +204,9 @@ def test_sessions_that_come_and_go_behind_a_head_leave_nothing_behind() -> None:
         queue.remove(request)
     (level,) = queue._levels.values()
     assert len(level._fairness) == 1
-    assert len(level._others._order) < 100
-    assert len(level._others._listed) < 100
+    in_line = level.lane(head)
+    assert len(in_line._order) < 100
+    assert len(in_line._listed) < 100
     queue.remove(head)
     assert not queue._levels
     assert queue.head() is None

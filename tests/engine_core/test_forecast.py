@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.process import forecast as forecast_module
+from nanocore.engine_core.process.cache_size import CacheSize
 from nanocore.engine_core.process.forecast import (
     Forecast,
     Roofline,
@@ -20,7 +22,9 @@ from nanocore.engine_core.process.forecast import (
     speed_summary,
     table,
 )
+from nanocore.kv_cache import CacheGroup, Capacity
 from nanocore.worker.cost.model_cost import AttentionCost, MachineSpeed, ModelCost
+from nanocore.worker.memory.kv_groups import KVGroup, LayerGroup
 from nanocore.worker.rank_messages import WorkerInfo
 
 COST = ModelCost(
@@ -36,7 +40,7 @@ RANK = WorkerInfo(
     dtype="bfloat16",
     kernels="cpu",
     weight_bytes=4_000_000,
-    kv_block_bytes=16_000,
+    kv_groups=[LayerGroup(0, 1, 16_000)],
     available_kv_bytes=10**9,
     memory_bytes=2 * 10**9,
     activation_bytes=50_000_000,
@@ -45,11 +49,33 @@ RANK = WorkerInfo(
 )
 
 
+def test_groups_of_layers_are_shown_with_what_the_longest_request_holds_of_each() -> None:
+    own = [LayerGroup(0, 2, 64_000), LayerGroup(33, 10, 320_000)]
+    rank = replace(RANK, kv_groups=own)
+    groups = [KVGroup(0, 2, 5), KVGroup(33, 10, 1)]
+    held = [CacheGroup(one.name, one.window, one.per_slab) for one in groups]
+    size = CacheSize(groups, Capacity(1000, 16, held, 128), 4096)
+    config = EngineConfig(max_num_seqs=64)
+    found = forecast(config, "folder", "Model", [rank], size, [SPEED])
+    assert [msgspec.structs.astuple(one) for one in found.groups] == [
+        ("full", 2, 64_000, 256), ("window(33)", 10, 320_000, 11),
+    ]  # fmt: skip
+    assert found.ranks[0].kv_cache_bytes == 1000 * 320_000
+    # 52 and 11 slabs of one; each of the others has 51.2 and 4 when its prompt is computed.
+    assert found.contexts[-1].num_requests == 1 + int((1000 - 63) / 55.2)
+    lines = table(found).splitlines()
+    assert "   full              16.4 MB  2 layers, 256 blocks in the longest request" in lines
+    assert "   window(33)         3.5 MB  10 layers, 11 blocks in the longest request" in lines
+
+
+def sized(num_blocks: int, max_model_len: int) -> CacheSize:
+    return CacheSize([KVGroup(0, 1)], Capacity(num_blocks, 16), max_model_len)
+
+
 def make(ranks: int = 1, num_blocks: int = 1000, max_model_len: int = 5000) -> Forecast:
     config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=2048, tensor_parallel_size=ranks)
-    return forecast(
-        config, "model", "Arch", [RANK] * ranks, num_blocks, max_model_len, [SPEED] * ranks
-    )
+    size = sized(num_blocks, max_model_len)
+    return forecast(config, "model", "Arch", [RANK] * ranks, size, [SPEED] * ranks)
 
 
 def test_memory_is_told_by_what_takes_it() -> None:
@@ -104,15 +130,14 @@ def test_the_table_is_narrow_and_has_a_line_for_everything() -> None:
 def test_long_times_stay_in_their_columns() -> None:
     slow = MachineSpeed(bytes_per_s=1e7, flops_per_s=1e10)
     config = EngineConfig(max_num_seqs=64)
-    found = forecast(config, "model", "Arch", [RANK], 10**6, 131072, [slow])
+    found = forecast(config, "model", "Arch", [RANK], sized(10**6, 131072), [slow])
     *_, last = table(found).splitlines()
     assert len(last.split()) == 8
     assert len(last) <= 80
 
 
 def test_the_log_speaks_of_each_ranks_memory() -> None:
-    made = make()
-    line = memory_summary([RANK], made.num_blocks, made.block_size)
+    line = memory_summary([RANK], sized(1000, 5000))
     assert line == (
         "memory weights 4.0 MB, KV cache 16.0 MB, activations 50.0 MB, tables 7.0 MB; "
         "1,000 bytes of KV a token"

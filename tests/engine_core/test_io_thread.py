@@ -20,9 +20,9 @@ from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.io.io_thread import MAX_TURN_S, IoThread, ReceiveThrottle, StatsLog
 from nanocore.engine_core.io.limits import QueueLimit
+from nanocore.engine_core.log.event_log import SchedulerCounters
 from nanocore.engine_core.mailbox import AbortRequests, Farewell, Shutdown
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.requests.step_log import SchedulerCounters
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Bye, Error, Output, Ping, Pong, Submit
 from nanocore.protocol.sockets.options import SendResult

@@ -92,6 +92,8 @@ def test_a_batch_is_topic_number_and_the_documented_maps(
         BlockStored([A, B], None, pack_int32([1, 2, 3, 2**31 - 1]), 2, SECRET),
         BlockStored([C], B, pack_int32([5, 6]), 2),
         BlockRemoved([A]),
+        BlockStored([C], B, pack_int32([5, 6]), 2, group=1),
+        BlockRemoved([C], group=1),
         AllBlocksCleared(),
     ]
     publisher.publish(KVEventBatch(number, events))
@@ -105,6 +107,7 @@ def test_a_batch_is_topic_number_and_the_documented_maps(
         "parent_block_hash": None,
         "token_ids": [1, 2, 3, 2**31 - 1],
         "extra_keys": [[xxhash.xxh3_128_hexdigest(SECRET)], None],
+        "group_idx": None,
     }
     second = {
         "type": "BlockStored",
@@ -112,10 +115,15 @@ def test_a_batch_is_topic_number_and_the_documented_maps(
         "parent_block_hash": WIRE_B,
         "token_ids": [5, 6],
         "extra_keys": None,
+        "group_idx": None,
     }
-    removed = {"type": "BlockRemoved", "block_hashes": [WIRE_A], "medium": "CPU"}
-    cleared = {"type": "AllBlocksCleared"}
-    assert untyped(payload) == [12.5, [first | always, second | always, removed, cleared], None]
+    removed = {"type": "BlockRemoved", "block_hashes": [WIRE_A], "medium": "CPU", "group_idx": None}
+    of_group = [
+        second | always | {"group_idx": 1},
+        removed | {"block_hashes": [WIRE_C], "group_idx": 1},
+    ]
+    expected = [first | always, second | always, removed, *of_group, {"type": "AllBlocksCleared"}]
+    assert untyped(payload) == [12.5, expected, None]
 
 
 def test_a_late_subscriber_replays_what_it_missed(
@@ -311,7 +319,7 @@ def test_a_crowd_of_subscribers_is_bounded_and_those_who_subscribed_stay(
 ) -> None:
     router = routers.subscriber(endpoint)
     number = router.join(publisher)
-    sockets = publisher._socket.router
+    sockets = publisher._socket
     with ExitStack() as crowd:
         for _ in range(MAX_OBSERVERS + 20):
             crowd.enter_context(ZmtpPeer(endpoint))

@@ -284,7 +284,7 @@ def test_prompts_are_computed_in_slices_of_so_many_logprobs(num_groups: int) -> 
         while (group := scheduler.next_group()) is not None and len(worker) < num_groups:
             worker.submit(scheduler.schedule(group))
             plan = scheduler.planned
-            told = [(chunk.num_tokens, numbers[scheduler.running.table.request(chunk.row).handle])
+            told = [(chunk.num_tokens, numbers[scheduler.running.request(chunk.row).handle])
                     for chunk in plan.chunks]  # fmt: skip
             told = [(count, 1 + number) for count, number in told if number is not None]
             num_told = sum(count * number for count, number in told)

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from nanocore.engine_core.io.control_handler import ServedFiles
-from nanocore.engine_core.io.message_handler import BACKLOG_TIMEOUT_S
+from nanocore.engine_core.io.message_handler import BACKLOG_TIMEOUT_S, MAX_ENTRIES
+from nanocore.engine_core.log.event_log import StepDone
 from nanocore.engine_core.mailbox import (
     AbortRequests,
     AddRequest,
@@ -86,6 +87,23 @@ def test_a_failing_engine_says_so_to_everyone(io: Io) -> None:
     assert isinstance(error, Error)
     assert (error.code, error.message) == ("engine_dead", "it broke")
     assert bye == Bye(reason="it broke")
+
+
+def test_the_event_log_is_taken_when_it_is_long_once_a_second_and_at_the_end(io: Io) -> None:
+    log = io.scheduler.log
+    ways_to_take = (
+        (MAX_ENTRIES, io.flush),
+        (1, io.check_sessions),
+        (1, lambda: io.handler.say_bye(Farewell("SIGTERM", failure=False), io.now_s)),
+    )
+    for num_entries, take in ways_to_take:
+        for _ in range(num_entries):
+            assert len(log) < num_entries
+            io.flush()
+            log.append(StepDone(0.1))
+        assert len(log) == num_entries
+        take()
+        assert not len(log)
 
 
 def test_the_last_words_to_a_vanished_client_are_lost_without_harm(io: Io) -> None:

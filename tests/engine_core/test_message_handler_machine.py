@@ -21,7 +21,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.io.handshake_handler import SESSION_TIMEOUT_S
-from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlCall, ControlReply
+from nanocore.engine_core.mailbox import (
+    AbortRequests,
+    AddRequest,
+    ControlCall,
+    ControlReply,
+    GrammarDone,
+)
+from nanocore.engine_core.requests.readiness import GRAMMAR
 from nanocore.engine_core.scheduling.columns import TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import encode, unpack_output
@@ -32,6 +39,7 @@ from nanocore.protocol.messages import (
     Control,
     Error,
     Event,
+    FinishReason,
     Hello,
     Message,
     Output,
@@ -143,6 +151,7 @@ class MessageHandlerMachine(RuleBasedStateMachine):
         self.num_gone = 0
         self.owners: dict[int, int] = {}  # of every request there was: its client's number
         self.given: set[int] = set()  # to the step loop
+        self.compiling: dict[int, list[int]] = {}  # of these: all samples, by each one's handle
         self.running: dict[int, int] = {}  # how many tokens each has
         self.aborting: set[int] = set()
         self.deadlines_s: dict[int, float] = {}  # of requests that have one and were not told
@@ -234,15 +243,11 @@ class MessageHandlerMachine(RuleBasedStateMachine):
         )
         self.send(peer, encode(submit), request_id)
         self.note_deadlines(peer, request_id, timeout_s)
-        session = self.io.handler.sessions.by_peer.get(self.clients[peer].routing_id)
-        handles = [] if session is None else session.requests.get(request_id, [])
-        if handles and handles[0] in self.io.compiling:
-            self.num_samples[handles[0]] = len(handles)
-            self.owners |= dict.fromkeys(handles, session.client)  # type: ignore[union-attr]
 
     @rule(num=st.integers(1, 3))
     def compile(self, num: int) -> None:
-        self.io.compile(min(num, len(self.io.grammars.waiting)))
+        for _ in range(min(num, len(self.io.grammars.waiting))):
+            self.io.grammars.finish()
 
     @rule(peer=PEERS, request_id=st.sampled_from(IDS), bad=st.sampled_from(BAD_SUBMITS))
     def submit_badly(self, peer: int, request_id: str, bad: dict) -> None:
@@ -264,7 +269,7 @@ class MessageHandlerMachine(RuleBasedStateMachine):
         session = self.io.handler.sessions.by_peer.get(self.clients[peer].routing_id)
         requests = {} if session is None else session.requests
         own = {handle for request_id in request_ids for handle in requests.get(request_id, ())}
-        own = {handle for handle in own if handle not in self.io.compiling}
+        own = {handle for handle in own if handle not in self.compiling}
         self.work()
         if session is not None:
             own |= {h for h in handles if h in self.running and self.owners[h] == session.client}
@@ -351,20 +356,20 @@ class MessageHandlerMachine(RuleBasedStateMachine):
         io = self.io
         self.work()
         by_client = io.handler.sessions.by_client
-        waiting = {handle for handle in self.deadlines_s if handle in io.compiling}
+        waiting = {handle for handle in self.deadlines_s if handle in self.compiling}
         known = waiting | {h for h in self.running if self.owners[h] in by_client}
         left = {handle: s for handle, s in self.deadlines_s.items() if handle in known}
-        assert io.handler.next_deadline_s <= min(left.values(), default=math.inf)
+        assert io.handler.requests.deadlines.next_s <= min(left.values(), default=math.inf)
         overdue = {handle for handle, s in left.items() if s <= io.now_s}
-        io.handler.end_overdue(io.now_s)
+        io.handler.requests.end_overdue(io.now_s)
         expected = self.aborting | (overdue & self.running.keys())
         self.work()
         assert expected <= self.aborting
         # Telling a client about the end of its request may show that the client is gone.
         assert all(self.owners[h] not in by_client for h in self.aborting - expected)
-        dropped = {handle for handle in waiting - overdue if handle not in io.compiling}
+        dropped = {handle for handle in waiting - overdue if handle not in self.compiling}
         assert not dropped or self.num_gone > 0
-        assert not any(handle in io.compiling for handle in overdue)
+        assert not any(handle in self.compiling for handle in overdue)
         for handle in overdue:  # they are told once
             del self.deadlines_s[handle]
 
@@ -374,7 +379,8 @@ class MessageHandlerMachine(RuleBasedStateMachine):
     def step(self, picks: int, ends: int) -> None:
         """A token for some requests, the end of some of these, and of all that are aborted."""
         self.work()
-        self.io.counters.dequeued_reqs = len(self.given)  # none of them waits any more
+        # None of the others waits any more.
+        self.io.counters.dequeued_reqs = len(self.given) - len(self.compiling)
         outputs: dict[int, tuple[list[tuple[int, int]], list[Event]]] = {}
         for i, handle in enumerate(list(self.running)):
             tokens, events = outputs.setdefault(self.owners[handle], ([], []))
@@ -409,23 +415,51 @@ class MessageHandlerMachine(RuleBasedStateMachine):
         while not self.io.inbox.empty():
             match self.io.inbox.get_nowait():
                 case AddRequest(request):
-                    assert not request.awaits_grammar
-                    self.num_samples[request.handle] = len(request.samples)
-                    for sample in request.samples:
-                        assert sample.handle not in self.given, "a handle used again"
-                        self.given.add(sample.handle)
-                        self.owners[sample.handle] = sample.client
-                        self.running[sample.handle] = 0
-                case AbortRequests(handles):
+                    handles = [sample.handle for sample in request.samples]
+                    assert self.given.isdisjoint(handles), "a handle used again"
+                    self.given.update(handles)
+                    self.num_samples[request.handle] = len(handles)
+                    self.owners |= dict.fromkeys(handles, request.client)
+                    if GRAMMAR in request.waits_for:
+                        self.compiling |= dict.fromkeys(handles, handles)
+                    else:
+                        self.running |= dict.fromkeys(handles, 0)
+                case GrammarDone(handle, compiled) as event:
+                    handles = self.take_compiling(handle)
+                    if not isinstance(compiled, Exception):
+                        self.running |= dict.fromkeys(handles, 0)
+                    if handles:
+                        self.io.handler.deliver(event, self.io.now_s)
+                case AbortRequests(handles, reason):
                     assert handles
                     assert len(set(handles)) == len(handles)
-                    assert self.running.keys() >= set(handles), "aborts what has ended"
-                    self.aborting.update(handles)
+                    known = self.running.keys() | self.compiling.keys()
+                    assert known >= set(handles), "aborts what has ended"
+                    self.aborting.update(one for one in handles if one in self.running)
+                    self.end_compiling(handles, reason)
                 case ControlCall() as call:
                     self.calls.append(call)
                     change = self.pausing.add if call.operation == "pause" else self.pausing.discard
                     if call.operation != "stats":
                         change(call.client)
+
+    def take_compiling(self, handle: int) -> list[int]:
+        """All samples of a request that is compiled no longer."""
+        handles = self.compiling.get(handle, [])
+        for sample in handles:
+            del self.compiling[sample]
+        return handles
+
+    def end_compiling(self, handles: list[int], reason: FinishReason) -> None:
+        """The step loop ends them at once, all samples of a client together."""
+        ends: dict[int, list[Event]] = {}
+        for handle in handles:
+            for sample in self.take_compiling(handle):
+                event = Event(handle=sample, finish_reason=reason)
+                ends.setdefault(self.owners[sample], []).append(event)
+        columns = TokenColumns(np.zeros(0, np.uint32), np.zeros(0, np.int32))
+        for client, events in ends.items():
+            self.io.handler.deliver(ClientOutput(client, columns, events), self.io.now_s)
 
     # What holds after each.
 
@@ -453,7 +487,7 @@ class MessageHandlerMachine(RuleBasedStateMachine):
             if session is not None:
                 own = {h for h in self.running if self.owners[h] == session.client}
                 known = {h for handles in session.requests.values() for h in handles}
-                waiting = {handle for handle in known if handle in self.io.compiling}
+                waiting = {handle for handle in known if handle in self.compiling}
                 assert known - waiting == own
                 assert all(self.owners[handle] == session.client for handle in client.num_tokens)
                 if session.backlog is None:

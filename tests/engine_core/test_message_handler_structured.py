@@ -9,7 +9,9 @@ import pytest
 
 from nanocore.engine_core.grammars.matcher import NoGrammars
 from nanocore.engine_core.io.control_handler import ServedFiles
-from nanocore.engine_core.mailbox import AddRequest, ControlReply, Farewell
+from nanocore.engine_core.log.metrics import stats_of
+from nanocore.engine_core.mailbox import Farewell, Shutdown
+from nanocore.engine_core.requests.request import Request
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import (
     Abort,
@@ -19,7 +21,6 @@ from nanocore.protocol.messages import (
     Event,
     Message,
     Output,
-    Reply,
     Submit,
 )
 from nanocore.protocol.sampling import EngineSamplingParams
@@ -27,15 +28,14 @@ from nanocore.protocol.sockets.options import SendResult
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.engine_core.scripted_io import MAX_NUM_QUEUED_REQS, Io
 from tests.engine_core.test_admission import admission, submit
-from tests.fakes import FakeGrammars, FakeMatcher
-from tests.protocol.samples import STATS
+from tests.fakes import FakeGrammars, FakeMatcher, make_request
 
 
-def added(io: Io) -> AddRequest:
-    """The one request that the step loop was given."""
-    event = io.next_event(AddRequest)
-    assert io.inbox.empty()
-    return event
+def added(io: Io) -> Request:
+    """The one request that waits to be run."""
+    io.work()
+    (request,) = io.scheduler.waiting
+    return request
 
 
 def aborts(*handles: int, message: str | None = None) -> list[Event]:
@@ -43,12 +43,16 @@ def aborts(*handles: int, message: str | None = None) -> list[Event]:
 
 
 def check_is_forgotten(io: Io) -> None:
-    """Nothing of it is left: its id and its places are free, and the step loop got nothing."""
+    """Nothing of it is left: its id and its places are free, and nothing waits or comes of it."""
     io.compile(len(io.grammars.waiting))
-    assert io.inbox.empty()
-    assert len(io.compiling) == 0
+    io.work()
+    assert io.take_sent() == []
+    assert io.scheduler.num_requests == io.scheduler.num_unready == 0
+    assert not io.scheduler.waiting
+    assert not io.scheduler.log.take().requests, "it is not logged"
     assert io.handler.sessions.request_ids == {}
     io.check_tables()
+    fill_the_queue(io, MAX_NUM_QUEUED_REQS)
 
 
 def fill_the_queue(io: Io, num: int) -> None:
@@ -57,54 +61,97 @@ def fill_the_queue(io: Io, num: int) -> None:
 
 
 def test_a_request_that_is_not_known_is_answered_when_it_is_compiled(io: Io) -> None:
-    io.num_steps = 7
+    io.scheduler.counters.num_steps = 7
     io.submit_structured("x", "a", n=3)
+    io.work()
     assert io.take_sent() == []
-    assert io.inbox.empty()
-    io.num_steps = 9
-    io.compile()
+    assert not io.scheduler.waiting
+    assert io.core.is_idle
+    io.scheduler.counters.num_steps = 9
+    io.grammars.finish()
+    request = added(io)
     accepted = io.take_one(Accepted)
     assert (accepted.request_id, accepted.handle) == ("x", 1)
-    event = added(io)
-    assert [sample.handle for sample in event.request.samples] == [1, 2, 3]
-    assert event.arrival == 7, "its place in line is that of its SUBMIT"
-    matchers = [sample.matcher for sample in event.request.samples]
+    assert [sample.handle for sample in request.samples] == [1, 2, 3]
+    assert request.arrival == 7, "its place in line is that of its SUBMIT"
+    matchers = [sample.matcher for sample in request.samples]
     assert all(isinstance(one, FakeMatcher) for one in matchers)
     assert len(set(map(id, matchers))) == 3, "each sample has its own"
+    assert request.compiled_s is not None
 
 
 def test_one_that_is_known_is_accepted_at_once(io: Io) -> None:
     io.submit_structured("x", "a")
-    io.compile()
+    io.work()
+    io.grammars.finish()
+    first = added(io)
+    io.scheduler.abort(first.handle)
     io.take_sent()
-    first = added(io).request
     io.submit_structured("y", "a")
     io.take_one(Accepted)
-    event = added(io)
-    assert event.arrival is None
-    assert isinstance(event.request.matcher, FakeMatcher)
-    assert event.request.matcher is not first.matcher
+    request = added(io)
+    assert request.compiled_s is None
+    assert isinstance(request.matcher, FakeMatcher)
+    assert request.matcher is not first.matcher
     assert not io.grammars.waiting
 
 
 def test_what_cannot_be_compiled_is_an_error_at_once_when_it_is_known(io: Io) -> None:
     io.submit_structured("x", "bad (")
-    io.compile()
+    io.grammars.finish()
+    io.work()
     io.submit_structured("y", "bad (")
     for request_id, error in zip("xy", io.take_sent(), strict=True):
         assert isinstance(error, Error)
         assert (error.code, error.request_id) == ("invalid_request", request_id)
         assert "bad (" in error.message
     check_is_forgotten(io)
-    fill_the_queue(io, MAX_NUM_QUEUED_REQS)  # of which neither takes a place
+
+
+def test_all_samples_of_what_cannot_be_compiled_are_gone(io: Io) -> None:
+    io.submit_structured("x", "bad (", n=3)
+    io.grammars.finish()
+    io.work()
+    io.take_one(Error)
+    check_is_forgotten(io)
 
 
 def test_an_overloaded_compiler_says_when_to_try_again(io: Io) -> None:
     io.submit_structured("x", "busy")
-    io.compile()
+    io.grammars.finish()
+    io.work()
     error = io.take_one(Error)
     assert (error.code, error.request_id, error.retry_after_s) == ("overloaded", "x", 3.0)
     check_is_forgotten(io)
+
+
+def test_a_request_that_is_aborted_while_it_is_compiled_is_accepted_and_ended(io: Io) -> None:
+    io.submit_structured("x", "a", n=2)
+    io.receive(Abort(request_ids=["x"]))
+    io.work()
+    accepted, output = io.take_sent()
+    assert isinstance(accepted, Accepted)
+    assert isinstance(output, Output)
+    assert output.events == aborts(1, 2)
+    assert len(io.grammars.withdrawn) == 1
+    assert io.counters.num_aborts == 2
+    check_is_forgotten(io)
+
+
+@pytest.mark.parametrize("regex", ["a", "bad ("])
+def test_whichever_comes_first_of_an_abort_and_the_grammar_is_told(io: Io, regex: str) -> None:
+    io.submit_structured("x", regex)
+    io.grammars.finish()
+    io.receive(Abort(request_ids=["x"]))
+    io.work()
+    first, *rest = [type(message) for message in io.take_sent()]
+    assert (first, rest) == ((Error, []) if regex == "bad (" else (Accepted, [Output]))
+    io.submit_structured("y", regex + "2")
+    io.receive(Abort(request_ids=["y"]))
+    io.grammars.finish()
+    io.work()
+    assert [type(message) for message in io.take_sent()] == [Accepted, Output]
+    assert io.handler.sessions.request_ids == {}
 
 
 def test_a_known_error_that_is_raised_again_and_again_does_not_grow() -> None:
@@ -124,16 +171,17 @@ def test_an_id_that_waits_is_in_use(io: Io) -> None:
     io.submit_structured("x", "b")
     error = io.take_one(Error)
     assert error.code == "duplicate_request_id"
-    io.compile()
-    assert isinstance(io.take_sent()[0], Accepted)
+    io.grammars.finish()
+    io.work()
+    io.take_one(Accepted)
 
 
 def test_handles_that_nobody_was_told_name_nothing(io: Io) -> None:
     io.submit_structured("x", "a", n=2)
     io.receive(Abort(request_ids=[], handles=np.array([1, 2], "<u4").tobytes()))
     assert io.take_sent() == []
-    io.compile()
-    assert len(added(io).request.samples) == 2
+    io.grammars.finish()
+    assert len(added(io).samples) == 2
 
 
 def test_a_client_that_is_gone_when_what_waits_is_aborted_takes_the_rest_with_it(io: Io) -> None:
@@ -141,8 +189,20 @@ def test_a_client_that_is_gone_when_what_waits_is_aborted_takes_the_rest_with_it
         io.submit_structured(request_id, request_id)
     io.peers.state[b"a"] = SendResult.GONE
     io.receive(Abort(request_ids=["x", "y"]))
+    io.work()
     assert io.in_session() == set()
-    check_is_forgotten(io)
+    io.work()
+    assert io.scheduler.num_unready == 0
+    assert len(io.grammars.withdrawn) == 2
+
+
+def test_a_session_that_ends_takes_what_is_compiled_with_it(io: Io) -> None:
+    io.submit_structured("x", "a", n=2)
+    io.receive(Bye())
+    io.grammars.finish()
+    io.work()
+    assert io.take_sent() == []
+    assert io.scheduler.num_requests == io.scheduler.num_unready == 0
 
 
 def test_what_waits_to_be_compiled_counts_as_waiting(io: Io) -> None:
@@ -152,26 +212,31 @@ def test_what_waits_to_be_compiled_counts_as_waiting(io: Io) -> None:
     io.submit_structured("one more", "a")
     error = io.take_one(Error)
     assert (error.code, error.request_id) == ("overloaded", "one more")
-    io.compile(len(io.grammars.waiting))
+    io.grammars.finish()
+    io.work()
     io.take_sent()
     io.receive(Submit(request_id="y", prompt_token_ids=b"\1\0\0\0"))
     (error,) = io.take_sent()
     assert isinstance(error, Error), "they wait for the step loop now"
 
 
-def test_stats_count_what_the_step_loop_does_not_know(io: Io) -> None:
+def test_stats_count_what_is_compiled_as_waiting(io: Io) -> None:
     io.submit_structured("x", "a", n=2)
     io.submit_structured("y", "b", n=3)
+    io.scheduler.add(make_request(9, [1], 2))
     io.receive(Abort(request_ids=["y"]))
-    io.take_sent()
-    io.handler.deliver(ControlReply(1, Reply(call_id=1, stats=STATS)), io.now_s)
-    reply = io.take_one(Reply)
-    assert reply.stats is not None
-    assert (reply.stats.num_requests_waiting, reply.stats.num_aborts) == (2 + 2, 6 + 3)
+    io.work()
+    stats = stats_of(io.scheduler, is_paused=False)
+    assert (stats.num_requests_waiting, stats.num_aborts) == (2 + 1, 3)
+    assert io.scheduler.num_waiting == 1, "steps and the live view leave them out"
+    assert [one.request.handle for one in io.scheduler.log.take().requests] == [9]
 
 
 def test_an_engine_that_stops_ends_what_waits(io: Io) -> None:
     io.submit_structured("x", "a", n=2)
+    io.inbox.put(Shutdown("SIGTERM"))
+    io.core.run()
+    io.work()
     io.handler.say_bye(Farewell("SIGTERM", failure=False), io.now_s)
     accepted, output, bye = io.take_sent()
     assert isinstance(accepted, Accepted)

@@ -44,7 +44,7 @@ def test_the_page_says_what_the_scheduler_does() -> None:
         step = scheduler.planned
         cells = dict.fromkeys("ABC", "")
         for chunk in step.scheduled():
-            name = names[scheduler.running.table.request(chunk.row).handle]
+            name = names[scheduler.running.request(chunk.row).handle]
             cells[name] = f"{chunk.num_computed} + {chunk.num_tokens}"
         for request in step.preempted:
             cells[names[request.handle]] = "preempted"

@@ -50,7 +50,7 @@ class Pipeline:
 def known(scheduler: Scheduler, row: int) -> tuple[int, int]:
     """(tokens known, tokens computed or planned) of a row."""
     running = scheduler.running
-    return len(running.table.known_tokens(row)), running.table.num_computed[row]
+    return len(running.known_tokens(row)), running.num_computed[row]
 
 
 def test_a_token_is_planned_before_it_is_known() -> None:

@@ -385,9 +385,7 @@ def test_chunks_of_prompts_go_by_priority_and_behind_an_urgent_one_that_waits() 
         plan = engine.step()
         assert plan.num_tokens <= 16
         step = engine.completed
-        return {
-            engine.scheduler.running.table.request(c.row).handle: c.num_tokens for c in step.chunks
-        }
+        return {engine.scheduler.running.request(c.row).handle: c.num_tokens for c in step.chunks}
 
     assert chunks() == {2: 8, 1: 8}
     engine.add(3, [3] * 40, 2, priority=-1)

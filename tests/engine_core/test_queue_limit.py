@@ -16,7 +16,7 @@ from nanocore.engine_core.io.limits import (
     QueueLimit,
     held_bytes,
 )
-from nanocore.engine_core.requests.step_log import SchedulerCounters
+from nanocore.engine_core.log.event_log import SchedulerCounters
 from nanocore.protocol.errors import EngineOverloadedError
 from nanocore.protocol.messages import Submit
 from nanocore.protocol.structured_outputs import StructuredOutputs
@@ -81,7 +81,8 @@ def test_each_limit_is_named_by_its_flag(
 def test_one_request_may_always_wait(queue: Queue) -> None:
     queue.limit.enter(10**6, 100, 10**9)
     queue.refuse()
-    queue.limit.leave(10**6, 100, 10**9)
+    queue.drain(100, num_tokens=10**4)
+    queue.counters.dequeued_bytes += 10**9
     queue.fill()
 
 
@@ -246,7 +247,7 @@ def test_sessions_that_were_sent_away_are_reckoned_with_once_each(queue: Queue) 
     assert queue.refuse(client=2).retry_after_s == pytest.approx(1.0)
     assert queue.refuse(client=3).retry_after_s == pytest.approx(1.5)
     queue.drain(20, seconds=10.0)  # none of them has come back
-    queue.limit.leave(0, -20)
+    queue.fill(20)
     assert queue.refuse(client=4).retry_after_s == pytest.approx(0.5)
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from nanocore.engine_core.io.limits import QueueLimit
+from nanocore.engine_core.log.event_log import SchedulerCounters
 from nanocore.engine_core.mailbox import AddRequest
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.requests.step_log import SchedulerCounters
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.errors import (
     ContextLengthError,
@@ -155,13 +155,15 @@ def ask(io: Io, outputs: list[int], **given: Any) -> list[Message]:
 
 def check_ended(io: Io, sent: list[Message], **event: Any) -> None:
     """It was accepted and has ended, and its id and its place are free."""
-    accepted, output = sent
+    io.work()
+    accepted, output = sent + io.take_sent()
     assert isinstance(accepted, Accepted)
     assert isinstance(output, Output)
     assert output.events == [Event(handle=accepted.handle, **event)]
     assert not output.tokens
-    assert io.inbox.empty()
     assert not io.handler.sessions.request_ids
+    assert io.scheduler.num_requests == io.scheduler.num_unready == 0
+    assert not io.scheduler.log.take().requests, "it is not logged"
     io.check_tables()
     for i in range(8):
         io.submit(f"another {i}")
@@ -184,24 +186,26 @@ def test_a_stop_id_before_min_tokens_is_a_token_like_others(io: Io) -> None:
 
 def test_a_structured_request_waits_until_its_matcher_knows_its_outputs(io: Io) -> None:
     io.submit_structured("first", "a")
-    io.compile()
-    io.inbox.get_nowait()
+    io.grammars.finish()
+    io.work()
     io.take_sent()
     assert ask(io, [ALLOWED], structured_outputs=WANTED, max_tokens=9) == [], "although it is known"
-    io.compile()
-    assert isinstance(io.take_sent()[0], Accepted)
-    event = io.next_event(AddRequest)
-    assert isinstance(event.request.matcher, FakeMatcher)
-    assert event.request.matcher.output == [ALLOWED]
+    io.grammars.finish()
+    io.work()
+    io.take_one(Accepted)
+    _, request = io.scheduler.waiting
+    assert isinstance(request.matcher, FakeMatcher)
+    assert request.matcher.output == [ALLOWED]
 
 
 def test_outputs_that_the_grammar_forbids_are_refused(io: Io) -> None:
     ask(io, [FORBIDDEN], structured_outputs=WANTED, max_tokens=9)
-    io.compile()
+    io.grammars.finish()
+    io.work()
     error = io.take_one(Error)
     assert (error.code, error.request_id) == ("invalid_request", "x")
     assert "output_token_ids[0]" in error.message
-    assert io.inbox.empty()
+    assert io.scheduler.num_requests == io.scheduler.num_unready == 0
     io.check_tables()
 
 
@@ -209,5 +213,5 @@ def test_structured_outputs_of_the_whole_length_end_when_they_are_known_to_be_ri
     io: Io,
 ) -> None:
     assert ask(io, [ALLOWED], structured_outputs=WANTED, max_tokens=1) == []
-    io.compile()
+    io.grammars.finish()
     check_ended(io, io.take_sent(), finish_reason="length")

@@ -31,7 +31,7 @@ def in_line(engine: Engine) -> list[int]:
 
 
 def running(scheduler: Scheduler) -> list[int]:
-    return sorted(request.handle for request in scheduler.running.table.running())
+    return sorted(request.handle for request in list(scheduler.running))
 
 
 def computed(plan: SchedulerOutput) -> list[tuple[int, int]]:
@@ -158,9 +158,7 @@ def test_pipeline_groups_share_the_samples_evenly(num_groups: int) -> None:
             plan = scheduler.schedule(group)
             check_plan(scheduler, plan)
             worker.submit(plan)
-        sizes.add(
-            tuple(scheduler.running.table.row_counts(group)[0] for group in range(num_groups))
-        )
+        sizes.add(tuple(scheduler.running.row_counts(group)[0] for group in range(num_groups)))
         deliveries.take(scheduler, worker.collect())
     assert (6 // num_groups,) * num_groups in sizes
     assert deliveries.tokens == {handle: expected_tokens(PROMPT, 6) for handle in range(1, 7)}

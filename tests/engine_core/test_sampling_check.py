@@ -7,8 +7,8 @@ import pytest
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.admission import MAX_HANDLE
 from nanocore.engine_core.io.limits import QueueLimit
+from nanocore.engine_core.log.event_log import SchedulerCounters
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.requests.step_log import SchedulerCounters
 from nanocore.protocol.errors import (
     ContextLengthError,
     EngineOverloadedError,

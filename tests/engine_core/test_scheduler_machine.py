@@ -28,7 +28,9 @@ from hypothesis.stateful import (
 
 from nanocore.engine_core.grammars.mask_filler import MaskFiller, StepMasks
 from nanocore.engine_core.policy.waiting_queue import QUANTUM_TOKENS, WaitingQueue
+from nanocore.engine_core.requests.readiness import Prerequisite
 from nanocore.engine_core.scheduling.step_plan import StepPlan
+from nanocore.kv_cache import FULL, CacheGroup, Capacity
 from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from nanocore.protocol.sampling import EngineSamplingParams
 from tests.campaign import examples
@@ -49,6 +51,7 @@ from tests.fakes import (
     withhold_some,
 )
 
+KV_LOAD, ADAPTER = Prerequisite("kv_load"), Prerequisite("adapter")
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
 STEMS = ([0, 1, 2, 3, 0, 1, 2, 3, 1], [1] * 12, [2, 3], [3], [2] * 18, [0] * 26)
@@ -56,16 +59,32 @@ STEMS = ([0, 1, 2, 3, 0, 1, 2, 3, 1], [1] * 12, [2, 3], [3], [2] * 18, [0] * 26)
 MAX_MODEL_LEN."""
 
 
+GROUPS = (
+    FULL,
+    [CacheGroup("full"), CacheGroup("window(5)", 5)],
+    [CacheGroup("full", 0, 3), CacheGroup("window(10)", 10)],
+    [CacheGroup("full"), CacheGroup("window(1)", 1, 2), CacheGroup("window(13)", 13, 3)],
+    [CacheGroup("window(6)", 6)],
+    [CacheGroup("window(3)", 3, 2), CacheGroup("window(20)", 20)],
+)
+"""Of layers. Windows end within blocks and at their ends; some cover a token, some most prompts."""
+
+
 @st.composite
 def limits(draw: st.DrawFn) -> dict[str, Any]:
     max_num_seqs = draw(st.integers(1, 5))
     num_drafts = draw(st.sampled_from([0, 0, 1, 3]))
+    groups = draw(st.just(FULL) | st.sampled_from(GROUPS))
+    max_num_batched_tokens = draw(st.integers(max_num_seqs * (1 + num_drafts), 40))
+    memory = Capacity(1, BLOCK_SIZE, groups, max_num_batched_tokens)
+    longest = memory.slabs_of(MAX_MODEL_LEN)
     return {
         "num_speculative_tokens": num_drafts,
-        "num_blocks": draw(st.integers(8, 16)),
+        "cache_groups": groups,
+        "num_blocks": longest + draw(st.integers(0, 8)),
         "block_size": BLOCK_SIZE,
         "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": draw(st.integers(max_num_seqs * (1 + num_drafts), 40)),
+        "max_num_batched_tokens": max_num_batched_tokens,
         "max_model_len": MAX_MODEL_LEN,
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 5, 8, 9])),
@@ -129,16 +148,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.samples: list[range] = []  # handles of each request
         self.plans: deque[list[object]] = deque()
         self.aborted: set[int] = set()
-        self.findable: set[bytes] = set()
+        self.findable: set[tuple[int | None, bytes]] = set()
+        self.awaited: list[tuple[int, Prerequisite]] = []
         self.scheduler.kv_cache.subscribe(self.replay)
 
     def replay(self, batch: KVEventBatch) -> None:
         for event in batch.events:
             match event:
-                case BlockStored():
-                    self.findable.update(event.block_hashes)
-                case BlockRemoved(block_hashes):
-                    self.findable.difference_update(block_hashes)
+                case BlockStored(block_hashes, group=group):
+                    stored = {(group, digest) for digest in block_hashes}
+                    assert not self.findable & stored, "stored twice"
+                    self.findable |= stored
+                case BlockRemoved(block_hashes, group):
+                    removed = {(group, digest) for digest in block_hashes}
+                    assert removed <= self.findable
+                    self.findable -= removed
                 case AllBlocksCleared():
                     self.findable.clear()
 
@@ -156,6 +180,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, None, 0, 1]),
         fails_at=st.sampled_from([None, None, None, -1, 3]),
         num_resumed=st.sampled_from([0, 0, 1, 2, 5, 13]),
+        waits=st.sampled_from([(), (), (), (KV_LOAD,), (KV_LOAD, ADAPTER)]),
     )
     def add(
         self,
@@ -172,6 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs: int | None,
         fails_at: int | None,
         num_resumed: int,
+        waits: tuple[Prerequisite, ...],
     ) -> None:
         """fails_at: None of a plain request; else when the matcher of a structured one fails.
 
@@ -219,7 +245,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.prompts[sample.handle] = prompt
             self.sampling[sample.handle] = sample.sampling
         self.samples.append(range(handle, handle + n))
+        for what in waits:
+            request.wait_for(what)
+        self.awaited += [(one.handle, what) for one in request.samples for what in waits]
         self.scheduler.add(request)
+
+    @precondition(lambda self: self.awaited)
+    @rule(data=st.data())
+    def ready(self, data: st.DataObject) -> None:
+        """Something comes that a sample waits for, or waited for until it ended."""
+        place = data.draw(st.integers(0, len(self.awaited) - 1))
+        self.scheduler.ready(*self.awaited.pop(place))
+        check_rows(self.scheduler)
 
     @rule(
         stem=st.sampled_from(STEMS),
@@ -282,7 +319,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_blocks(self.scheduler)
         kv_cache = self.scheduler.kv_cache
         kv_cache.publish_events()
-        assert self.findable == {block.key[0] for block in kv_cache.pool.blocks if block.key}
+        pools = kv_cache.pools
+        assert self.findable == {
+            (group if len(pools) > 1 else None, block.key[0])
+            for group, pool in enumerate(pools)
+            for block in pool.blocks
+            if block.key
+        }
 
     @precondition(lambda self: self.may_abort and self.expected)
     @rule(data=st.data())
@@ -311,6 +354,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler") and self.fairness is not None:
             self.fairness.changed()
 
+    @invariant()
+    def there_is_a_step_for_whoever_may_run(self) -> None:
+        if hasattr(self, "scheduler") and not len(self.scheduler.running.in_flight):
+            scheduler = self.scheduler
+            assert (scheduler.next_group() is not None) == (scheduler.num_requests > 0)
+
     @rule()
     def reset_prefix_cache(self) -> None:
         kv_cache = self.scheduler.kv_cache
@@ -327,6 +376,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.filler.close()
 
     def run_to_the_end(self) -> None:
+        for handle, what in self.awaited:
+            self.scheduler.ready(handle, what)
         for _ in range(3000):
             while self.can_plan:
                 self.plan()

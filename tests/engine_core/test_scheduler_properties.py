@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.kv_cache import FULL, CacheGroup, Capacity
 from tests.campaign import examples
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
 from tests.fakes import (
@@ -26,6 +27,11 @@ from tests.fakes import (
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 48
+GROUPS = (
+    [CacheGroup("full", 0, 2), CacheGroup("window(7)", 7)],
+    [CacheGroup("full"), CacheGroup("window(2)", 2, 3), CacheGroup("window(17)", 17)],
+    [CacheGroup("window(8)", 8)],
+)
 SPACING = 10  # of handles: a request's samples have the next ones
 
 
@@ -36,8 +42,11 @@ def workloads(draw: st.DrawFn) -> dict:
     (prompt, max_tokens, arrival step, abort step or None, salt, samples, prompt_logprobs); an abort
     is of the first sample, or at steps that 3 does not divide of all.
     """
-    needed = -(-MAX_MODEL_LEN // BLOCK_SIZE)
+    groups = draw(st.just(FULL) | st.sampled_from(GROUPS))
     max_num_seqs = draw(st.integers(1, 6))
+    max_num_batched_tokens = draw(st.integers(max_num_seqs, 40))
+    memory = Capacity(1, BLOCK_SIZE, groups, max_num_batched_tokens)
+    needed = memory.slabs_of(MAX_MODEL_LEN)
     stems = draw(
         st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=1, max_size=3)
     )
@@ -60,8 +69,9 @@ def workloads(draw: st.DrawFn) -> dict:
             "num_blocks": draw(st.integers(needed, 3 * needed)),
             "block_size": BLOCK_SIZE,
             "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": draw(st.integers(max_num_seqs, 40)),
+            "max_num_batched_tokens": max_num_batched_tokens,
             "max_model_len": MAX_MODEL_LEN,
+            "cache_groups": groups,
             "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 5, 8, 9])),
             "policy": draw(st.sampled_from(["fcfs", "priority"])),
             "max_num_partial_prefills": draw(st.sampled_from([0, 0, 1])),

@@ -18,9 +18,10 @@ from typing import Any
 import coverage
 import pytest
 
-from nanocore.engine_core.scheduling import running_set
-from nanocore.engine_core.scheduling.running_set import RunningSet
+from nanocore.engine_core.scheduling import preemption, running_set
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.scheduling.step_plan import StepPlan
+from nanocore.kv_cache import FULL, CacheGroup, Capacity
 from tests.engine_core.scheduler_checks import check_idle, check_plan
 from tests.fakes import (
     Deliveries,
@@ -31,17 +32,24 @@ from tests.fakes import (
 )
 
 BLOCK_SIZE = 4
+WINDOWS = [CacheGroup("full", 0, 3), CacheGroup("window(5)", 5, 2)]
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "one group": (60, {"depth": 2}),
     "two stages": (150, {"depth": 2, "num_groups": 2}),
     "three stages": (30, {"depth": 3, "num_groups": 3}),
     "drafts": (30, {"depth": 1, "num_speculative_tokens": 2}),
     "priorities": (120, {"depth": 2, "policy": "priority"}),
+    "windows": (60, {"depth": 2, "cache_groups": WINDOWS}),
+    "windows, two stages": (60, {"depth": 2, "num_groups": 2, "cache_groups": WINDOWS}),
 }
 """Of engines: how many workloads each runs, and its limits. Some shortages are rare with stages."""
 
-MEASURED = ("compute", "_share_budget", "_provide", "_make_room", "_decodes", "_idle_rows")
-"""Methods of `RunningSet` that share out tokens and blocks."""
+MEASURED = (
+    *(f"RunningSet.{name}" for name in ("compute", "_share_budget", "_provide", "_idle_rows")),
+    "RunningSet._decodes",
+    "Preempter.make_room",
+)
+"""Methods that share out tokens and blocks."""
 
 Situations = Counter[str]
 Workload = tuple[dict[str, Any], list[tuple[int, int, int, int]], dict[int, int]]
@@ -69,13 +77,11 @@ def run(workload: Workload, depth: int, kind: str = "") -> Situations:
                 break
             num_planned += 1
             scheduler.abort(aborts.get(num_planned, 0))
-            with observed(scheduler.running, kind, situations):
+            with observed(scheduler, kind, situations):
                 plan = scheduler.schedule(group)
             check_plan(scheduler, plan)
             assert not scheduler.is_stuck
-            assert scheduler.planned.stalled <= {
-                one.row for one in scheduler.running.table.running()
-            }
+            assert scheduler.planned.stalled <= {one.row for one in list(scheduler.running)}
             worker.submit(plan)
         assert len(worker) or not scheduler.num_requests, "requests wait, and no step can begin"
         if len(worker):
@@ -90,12 +96,13 @@ def run(workload: Workload, depth: int, kind: str = "") -> Situations:
 
 
 @contextmanager
-def observed(running: RunningSet, kind: str, situations: Situations) -> Iterator[None]:
+def observed(scheduler: Scheduler, kind: str, situations: Situations) -> Iterator[None]:
     """Count what happens while a step is planned."""
-    make_room = running._make_room
+    running, ours = scheduler.running, scheduler.preemption
+    make_room = ours.make_room
 
     def note(plan: StepPlan, row: int, num_tokens: int) -> None:
-        waiting = [running.table.request(waiting) for waiting in plan.stalled]
+        waiting = [running.request(waiting) for waiting in plan.stalled]
         num_preempted = len(plan.preempted)
         make_room(plan, row, num_tokens)
         if len(plan.preempted) == num_preempted:
@@ -105,9 +112,9 @@ def observed(running: RunningSet, kind: str, situations: Situations) -> Iterator
         else:
             situations[f"{kind}: preempted"] += 1
 
-    running._make_room = note  # type: ignore[method-assign]
+    ours.make_room = note  # type: ignore[method-assign]
     yield
-    running._make_room = make_room  # type: ignore[method-assign]
+    ours.make_room = make_room  # type: ignore[method-assign]
 
 
 def random_workload(seed: int, **limits: Any) -> Workload:
@@ -118,7 +125,8 @@ def random_workload(seed: int, **limits: Any) -> Workload:
     """
     draw = random.Random(seed)
     num_blocks = draw.randint(7, 9)
-    most = num_blocks * BLOCK_SIZE
+    groups = limits.get("cache_groups", FULL)
+    most = Capacity(num_blocks, BLOCK_SIZE, groups, max_step_tokens=64).most_tokens
     requests = []
     for _ in range(draw.randint(6, 10)):
         is_short = draw.random() < 0.7
@@ -167,7 +175,10 @@ def test_who_did_not_fit_is_admitted_when_more_of_its_prefix_is_computed(policy:
 
 def test_who_wants_more_blocks_than_there_are_is_served_in_every_way(tmp_path: Path) -> None:
     measured = coverage.Coverage(
-        data_file=None, branch=True, include=[running_set.__file__], config_file=False
+        data_file=None,
+        branch=True,
+        include=[running_set.__file__, preemption.__file__],
+        config_file=False,
     )
     situations = Situations()
     with measured.collect():
@@ -176,11 +187,13 @@ def test_who_wants_more_blocks_than_there_are_is_served_in_every_way(tmp_path: P
             for seed in range(num_seeds):
                 situations += run(random_workload(seed, **limits), depth, kind)
     measured.json_report(outfile=str(tmp_path / "coverage.json"))
-    (report,) = json.loads((tmp_path / "coverage.json").read_text())["files"].values()
+    functions: dict[str, Any] = {}
+    for report in json.loads((tmp_path / "coverage.json").read_text())["files"].values():
+        functions |= report["functions"]
     for name in MEASURED:
-        found = report["functions"][f"RunningSet.{name}"]
+        found = functions[name]
         assert found["executed_lines"], name
         assert not found["missing_lines"] + found["missing_branches"], f"{name} is not reached"
-    for kind in ("one group", "two stages", "priorities"):
+    for kind in ("one group", "two stages", "priorities", "windows"):
         for situation in ("waits", "preempted", "who waits is preempted"):
             assert situations[f"{kind}: {situation}"], situations

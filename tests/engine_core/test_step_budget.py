@@ -11,7 +11,7 @@ import pytest
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.policy.step_budget import MIN_PROMPT_TOKENS, CostModel, StepBudget
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.kv_cache import KVCacheManager
+from nanocore.kv_cache import Capacity, KVCacheManager
 from tests.fakes import Deliveries, FakeExecutor, make_request
 
 MAX_MODEL_LEN = 4096
@@ -40,7 +40,9 @@ class Timed:
             max_model_len=MAX_MODEL_LEN,
             target_itl_ms=target_itl_ms,
         )
-        self.scheduler = Scheduler(config, KVCacheManager(4096, 16), clock=lambda: self.now_s)
+        self.scheduler = Scheduler(
+            config, KVCacheManager(Capacity(4096, 16)), clock=lambda: self.now_s
+        )
         self.executor = FakeExecutor(16, 4096, checks_kv=False)
         self.deliveries = Deliveries()
         self.steps: list[tuple[int, int, float]] = []
@@ -198,7 +200,9 @@ class Recorded:
             target_itl_ms=50.0,
             **limits,
         )  # type: ignore[arg-type]
-        self.scheduler = Scheduler(config, KVCacheManager(64, 4), clock=lambda: self.now_s)
+        self.scheduler = Scheduler(
+            config, KVCacheManager(Capacity(64, 4)), clock=lambda: self.now_s
+        )
         self.executor = FakeExecutor(4, 64)
         self.observed: list[tuple[int, int, float]] = []
         self.asked: list[tuple[int, int, int]] = []

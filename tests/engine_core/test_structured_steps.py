@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.grammars.mask_filler import MaskFiller
+from nanocore.engine_core.log.trace import StepTrace
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlCall, Inbox, Outbox
+from nanocore.engine_core.requests.readiness import GRAMMAR
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.step_trace import StepTrace
+from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.messages import Event
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -294,17 +296,32 @@ def test_workers_are_not_told_what_a_grammar_says() -> None:
     assert request.sampling.structured_outputs is not None
 
 
+def waiting_to_be_compiled(scheduler: Scheduler, request: Request) -> Request:
+    request.wait_for(GRAMMAR)
+    scheduler.add(request)
+    return request
+
+
+def compiled(scheduler: Scheduler, request: Request) -> None:
+    request.follow(FakeGrammar())
+    for sample in request.samples:
+        scheduler.ready(sample.handle, GRAMMAR)
+
+
 def test_a_request_that_waited_to_be_compiled_has_the_place_of_its_submit() -> None:
-    """Before those that came after it."""
+    """Before those that came after it, which it does not hold up."""
     scheduler, executor = make_scheduler(max_num_seqs=1)
     scheduler.add(make_request(1, [1] * 5, 3))
-    for _ in range(2):
-        scheduler.update(executor.execute(scheduler.schedule()))
+    scheduler.update(executor.execute(scheduler.schedule()))
+    late = waiting_to_be_compiled(scheduler, make_request(2, [2] * 5, 3, n=2))
+    scheduler.update(executor.execute(scheduler.schedule()))
     scheduler.add(make_request(4, [4] * 5, 3))
-    late = make_request(2, [2] * 5, 3, n=2)
-    scheduler.add(late, arrival=1)
+    assert [request.handle for request in scheduler.waiting] == [4]
+    assert (scheduler.num_requests, scheduler.num_waiting, scheduler.num_unready) == (2, 1, 2)
+    compiled(scheduler, late)
     assert [request.handle for request in scheduler.waiting] == [2, 4]
     assert [sample.arrival for sample in late.samples] == [1, 1]
+    assert (scheduler.num_requests, scheduler.num_waiting, scheduler.num_unready) == (4, 3, 0)
 
 
 def test_the_time_to_compile_counts_as_waiting_where_that_is_worth_priority() -> None:
@@ -314,18 +331,22 @@ def test_the_time_to_compile_counts_as_waiting_where_that_is_worth_priority() ->
     )
     scheduler.add(make_request(1, [1] * 5, 9))
     scheduler.update(executor.execute(scheduler.schedule()))
-    early, late = make_request(2, [2] * 5, 3), make_request(3, [3] * 5, 3)
-    time_s[0] = late.received_s = 1.0
+    time_s[0] = 1.0
+    late = waiting_to_be_compiled(scheduler, make_request(3, [3] * 5, 3))
+    time_s[0] = 2.0  # came after another one with as many steps done: they are equals
+    early = waiting_to_be_compiled(scheduler, make_request(2, [2] * 5, 3))
     scheduler.update(executor.execute(scheduler.schedule()))
     time_s[0] = 10.0
     scheduler.add(make_request(4, [4] * 5, 3))
-    scheduler.update(executor.execute(scheduler.schedule()))
     time_s[0] = 11.0
-    scheduler.add(late, arrival=1)  # as if its grammar took all that time
+    compiled(scheduler, late)
     assert [request.handle for request in scheduler.waiting] == [3, 4]
-    early.received_s = 2.0  # came after another one with as many steps done: they are equals
-    scheduler.add(early, arrival=1)
+    compiled(scheduler, early)
     assert [request.handle for request in scheduler.waiting] == [2, 3, 4]
+    logged = {
+        one.request.handle: one for one in scheduler.log.take().requests if one.kind == "queued"
+    }
+    assert [logged[one.handle].at_s for one in (early, late)] == [11.0, 11.0]
 
 
 def test_a_step_that_waits_for_masks_is_blamed_on_their_requests() -> None:

@@ -14,7 +14,7 @@ from nanocore.engine_core.step_clock import StepClock
 def test_a_watchdog_that_was_stopped_is_over() -> None:
     """It holds the core: what it drops last it would free while the interpreter ends."""
     core = cast("Any", SimpleNamespace(clock=StepClock()))
-    watchdog = Watchdog(core, 1000.0, str, Outbox(), threading.current_thread())
+    watchdog = Watchdog(core, 1000.0, Outbox(), threading.current_thread())
     watchdog.start()
     assert watchdog.is_alive()
     watchdog.stop()

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanocore.engine_core.metrics.collector import IoCounts
-from nanocore.engine_core.utilisation import Utilisation
+from nanocore.engine_core.log.metrics import IoCounts
+from nanocore.engine_core.log.utilisation import Utilisation
 from nanocore.http.exposition import exposition
 from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
-from tests.engine_core.metrics.clocked_engine import Engine
+from tests.engine_core.log.clocked_engine import Engine
 from tests.fakes import make_request
 
 pytestmark = [

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.core import Metric as Family
 from prometheus_client.parser import text_string_to_metric_families
 
-from nanocore.engine_core.metrics.collector import EngineMetrics, IoCounts
+from nanocore.engine_core.log.metrics import EngineMetrics, IoCounts
 from nanocore.http.exposition import exposition, read_exposition
 from nanocore.protocol.metrics import Metric, MetricSample
 from tests.fakes import make_request, make_scheduler

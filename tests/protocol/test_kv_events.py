@@ -38,8 +38,9 @@ WRITTEN: list[Any] = [
             "medium": "GPU",
             "lora_name": None,
             "extra_keys": [["5a17"], None],
+            "group_idx": None,
         },
-        {"type": "BlockRemoved", "block_hashes": [A], "medium": "CPU"},
+        {"type": "BlockRemoved", "block_hashes": [A], "medium": "CPU", "group_idx": None},
         {"type": "AllBlocksCleared"},
     ],
     None,
@@ -59,7 +60,8 @@ class RouterStored(RouterEvent, tag="BlockStored"):
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[Any, ...] | None] | None = None
-    group_idx: int | None = None  # younger than what we send
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None  # younger than what we send
 
 
 class RouterRemoved(RouterEvent, tag="BlockRemoved"):

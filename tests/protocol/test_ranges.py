@@ -17,7 +17,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.grammars.matcher import NoGrammars
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.limits import QueueLimit
-from nanocore.engine_core.requests.step_log import SchedulerCounters
+from nanocore.engine_core.log.event_log import SchedulerCounters
 from nanocore.protocol.codec import abort_handles, engine_decoder, pack_int32
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError, ProtocolError
 from nanocore.protocol.messages import (

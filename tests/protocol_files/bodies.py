@@ -56,7 +56,14 @@ STATS: Body = {
     "num_preemptions": 5, "num_aborts": 6, "prompt_tokens": 7, "generation_tokens": 8,
     "num_steps": MAX_INT, "paused": False,
 }  # fmt: skip
-MORE_STATS: Body = {"prefix_cache_hit_rate": 0.25, "num_clients": 2, "num_protocol_errors": 1}
+CACHE_GROUPS = [
+    {"name": "full", "num_blocks": 60, "num_free_blocks": 31},
+    {"name": "window(128)", "num_blocks": 4, "num_free_blocks": 1, "prefix_cache_lost_tokens": 48},
+]
+MORE_STATS: Body = {
+    "prefix_cache_hit_rate": 0.25, "num_clients": 2, "num_protocol_errors": 1,
+    "groups": CACHE_GROUPS,
+}  # fmt: skip
 METRICS = [
     {
         "name": "num_steps", "type": "counter", "help": "Steps.",

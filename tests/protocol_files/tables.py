@@ -23,6 +23,7 @@ from nanocore.protocol.messages import (
     TokenLogprobs,
 )
 from nanocore.protocol.metrics import (
+    CacheGroupStats,
     Metric,
     MetricSample,
     RecentSteps,
@@ -47,6 +48,7 @@ HEADINGS: dict[str, Struct] = {
     "#### Event": Event,
     "#### Log probabilities": TokenLogprobs,
     "#### Stats": Stats,
+    "#### Cache group": CacheGroupStats,
     "#### Metric": Metric,
     "#### Metric sample": MetricSample,
     "#### Recent steps": RecentSteps,
@@ -74,6 +76,7 @@ FIRST_SINCE = {
     **dict.fromkeys((StructuredOutputs, StructuralTag, Structure), "1.6"),
     ReasoningMarks: "1.7",
     Draining: "1.9",
+    CacheGroupStats: "1.13",
     **dict.fromkeys((Metric, MetricSample), "1.10"),
     **dict.fromkeys((RecentSteps, StepColumns, RequestPhases), "1.11"),
 }

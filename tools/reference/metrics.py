@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.io.limits import QueueLimit
-from nanocore.engine_core.metrics.collector import EngineMetrics, IoCounts
+from nanocore.engine_core.log.metrics import EngineMetrics, IoCounts
+from nanocore.engine_core.log.utilisation import Utilisation
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.utilisation import Utilisation
 from nanocore.http.exposition import NOT_NAMING
-from nanocore.kv_cache import KVCacheManager
+from nanocore.kv_cache import Capacity, KVCacheManager
 from nanocore.protocol.metrics import Metric
 from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
 from tools.reference.markdown import item, page, wrapped
@@ -55,7 +55,7 @@ def metrics_page() -> str:
 
 def _metrics() -> list[Metric]:
     config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=MAX_MODEL_LEN)
-    scheduler = Scheduler(config, KVCacheManager(8, 16))
+    scheduler = Scheduler(config, KVCacheManager(Capacity(8, 16)))
     limit = QueueLimit(1, 1, scheduler.counters)
     used = Utilisation(_COST, _SPEED)
     collector = EngineMetrics(scheduler, limit.rejections, _CACHE, used)

@@ -14,20 +14,19 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from nanocore.engine_core.grammars import grammar_text
 from nanocore.engine_core.grammars.lenient import find_fault, relax
 from nanocore.engine_core.grammars.schema import escaped, parse_schema
-from nanocore.engine_core.grammars.schema_checks import (
-    check_forms,
-    check_lark,
-    check_regex,
-    check_schema,
-    check_triggers,
+from nanocore.engine_core.grammars.schema_checks import check_forms, check_schema
+from nanocore.engine_core.grammars.token_matcher import (
+    CompiledGrammar,
+    TokenMatcher,
+    why,
+    write_mask,
 )
-from nanocore.engine_core.grammars.token_matcher import TokenMatcher, why, write_mask
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError, shorten
 from nanocore.protocol.structured_outputs import StructuredOutputs
@@ -40,17 +39,11 @@ FOLLOW_S: Final = 5.0
 _TOKENS_PER_LOOK: Final = 256
 
 
-class FollowedGrammar:
-    """Implements `Grammar` for one resumed sample, whose matcher has consumed its earlier
-    output.
-    """
+class FollowedGrammar(msgspec.Struct):
+    """Implements `Grammar` for one resumed sample, whose matcher has taken in earlier output."""
 
-    def __init__(self, matcher: TokenMatcher, not_held: Sequence[str]) -> None:
-        self._matcher = matcher
-        self.not_held = not_held
-
-    def matcher(self) -> TokenMatcher:
-        return self._matcher
+    matcher: Callable[[], TokenMatcher]
+    not_held: Sequence[str]
 
 
 def followed(
@@ -69,7 +62,7 @@ def followed(
             return _refusal(i, token, matcher.failure)
         if i % _TOKENS_PER_LOOK == 0 and time.thread_time() - start_s > FOLLOW_S:
             return _refusal(i, token, f"to get there takes more than {FOLLOW_S:g} s")
-    return FollowedGrammar(matcher, grammar.not_held)
+    return FollowedGrammar(lambda: matcher, grammar.not_held)
 
 
 def _refusal(i: int, token: int, reason: str) -> InvalidRequestError:
@@ -80,46 +73,6 @@ def _refusal(i: int, token: int, reason: str) -> InvalidRequestError:
 
 
 _WALK_TOKENS: Final = 16
-
-
-class CompiledGrammar:
-    """Implements `Grammar`: the start of every sample of a request. Any thread may use it.
-
-    on_too_slow: called with the reason when a matcher of it took too long. num_bytes: about what it
-    takes. not_held: see `Grammar`.
-    """
-
-    def __init__(
-        self,
-        vocabulary: TokenTable,
-        beginning: llguidance.LLMatcher,
-        words_W: NDArray[np.int32],
-        num_bytes: int,
-    ) -> None:
-        self.num_bytes: Final = num_bytes
-        self.not_held: Sequence[str] = ()
-        self.on_too_slow: Callable[[str], None] = lambda reason: None
-        self._vocabulary = vocabulary
-        self._beginning = beginning
-        self._first_words_W = words_W
-
-    def matcher(self) -> TokenMatcher:
-        return TokenMatcher(
-            self._vocabulary,
-            self._beginning,
-            self._first_words_W,
-            lambda reason: self.on_too_slow(reason),
-        )
-
-
-def try_grammar(vocabulary: TokenTable, wanted: StructuredOutputs) -> tuple[str, list[str]]:
-    """Return llguidance's text of a structured output, and the pointers that are not enforced.
-
-    Raises:
-        InvalidRequestError: see `compile_grammar`.
-    """
-    text, grammar = compile_grammar(vocabulary, wanted)
-    return text, [*grammar.not_held]
 
 
 def compile_grammar(
@@ -133,8 +86,6 @@ def compile_grammar(
         InvalidRequestError: it cannot be compiled, or would take too long; it says where.
     """
     schemas = _schemas(wanted)
-    for field, schema in schemas:
-        check_forms(field, schema)
     compact = wanted.disable_any_whitespace
 
     def refusal(schema: Any) -> str | None:
@@ -153,7 +104,7 @@ def compile_grammar(
 
 
 def compile_text(vocabulary: TokenTable, text: str) -> CompiledGrammar:
-    """Compile the text that `try_grammar` returned; takes about as long.
+    """Compile the text that `compile_grammar` returned; takes about as long.
 
     Raises:
         InvalidRequestError: it cannot be compiled after all.
@@ -170,7 +121,9 @@ def _compiled(vocabulary: TokenTable, text: str) -> tuple[CompiledGrammar, str |
     start = time.thread_time()
     matcher = _begin(vocabulary, text)
     reason = write_mask(matcher, vocabulary, words_W)
-    num_bytes = _estimated_bytes(text, words_W, (time.thread_time() - start) * 1000)
+    cpu_ms = (time.thread_time() - start) * 1000
+    # As measured: of the parsed text, and of what is built in this time.
+    num_bytes = 100_000 + words_W.nbytes + 600 * len(text) + round(250_000 * cpu_ms)
     return CompiledGrammar(vocabulary, matcher, words_W, num_bytes), reason
 
 
@@ -182,20 +135,7 @@ def _made(
 ) -> tuple[str, CompiledGrammar]:
     for field, schema in schemas:
         check_schema(field, schema)
-    text = _text(vocabulary, wanted, [schema for _, schema in schemas])
-    if wanted.free_prefixes:
-        is_json = wanted.json is not None or wanted.json_object
-        is_loose = is_json and not wanted.disable_any_whitespace
-        text = grammar_text.with_free_prefixes(text, wanted.free_prefixes, vocabulary, is_loose)
-    if wanted.reasoning is not None:
-        text = grammar_text.after_reasoning(text, wanted.reasoning, vocabulary)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequestError(
-            f"structured_outputs.{wanted.kind} holds half a surrogate pair, "
-            f"{text[error.start : error.end]!a}: no text has that; write the whole character"
-        ) from None
+    text = grammar_text.text_of(wanted, [schema for _, schema in schemas], vocabulary)
     grammar, reason = _compiled(vocabulary, text)
     if reason is not None:
         raise _error(wanted, reason, schemas, refusal)
@@ -243,35 +183,17 @@ def _first_line(reason: str) -> str:
 
 
 def _schemas(wanted: StructuredOutputs) -> list[tuple[str, Any]]:
-    """Parse all schemas: (name of the field within structured_outputs, JSON value)."""
-    if wanted.json is not None:
-        texts = [("json", wanted.json)]
-    elif wanted.structural_tag is not None:
+    """Return (name of the field within structured_outputs, JSON value) of all schemas, parsed."""
+    texts = [] if wanted.json is None else [("json", wanted.json)]
+    if wanted.structural_tag is not None:
         texts = [
             (f"structural_tag.structures[{i}].schema", one.schema)
             for i, one in enumerate(wanted.structural_tag.structures)
         ]
-    else:
-        texts = []
-    return [(field, parse_schema(field, text)) for field, text in texts]
-
-
-def _text(vocabulary: TokenTable, wanted: StructuredOutputs, schemas: list[Any]) -> str:
-    compact = wanted.disable_any_whitespace
-    if wanted.json is not None:
-        return grammar_text.of_schema(schemas[0], compact)
-    if wanted.regex is not None:
-        check_regex("regex", wanted.regex)
-        return grammar_text.of_regex(wanted.regex)
-    if wanted.choice is not None:
-        return grammar_text.of_choice(wanted.choice)
-    if wanted.grammar is not None:
-        check_lark(wanted.grammar)
-        return grammar_text.of_lark(wanted.grammar)
-    if wanted.structural_tag is not None:
-        check_triggers(wanted.structural_tag)
-        return grammar_text.of_structural_tag(wanted.structural_tag, schemas, compact, vocabulary)
-    return grammar_text.of_schema({"type": "object"}, compact)
+    schemas = [(field, parse_schema(field, text)) for field, text in texts]
+    for field, schema in schemas:
+        check_forms(field, schema)
+    return schemas
 
 
 @cache
@@ -318,10 +240,3 @@ def _walk(grammar: CompiledGrammar, vocabulary: TokenTable) -> None:
         place = int(filled[step * 7919 % len(filled)])
         word = int(words_W[place]) & 0xFFFFFFFF
         matcher.append([place * 32 + (word & -word).bit_length() - 1])
-
-
-def _estimated_bytes(text: str, words_W: NDArray[np.int32], cpu_ms: float) -> int:
-    """Estimate a grammar's memory from measurements: parsed text, and what was built in this
-    time.
-    """
-    return 100_000 + words_W.nbytes + 600 * len(text) + round(250_000 * cpu_ms)

@@ -71,8 +71,9 @@ class CompileStart(msgspec.Struct, frozen=True):
     is_urgent: bool
 
 
-def engine_error(wanted: StructuredOutputs, what: str) -> str:
+def engine_error(wanted: StructuredOutputs, error: BaseException) -> str:
     """Error text for a bug of the engine."""
+    what = f"{type(error).__name__}: {error}"
     return (
         f"structured_outputs.{wanted.kind} could not be compiled, by an error of the engine "
         f"({shorten(what)}): please report it"
@@ -113,15 +114,8 @@ class CompileProcess:
         self._is_closed = False
         self._start(is_urgent)
 
-    @property
-    def pid(self) -> int | None:
-        """Process id; None if there is no process."""
-        running = self._running
-        return None if running is None else running.process.pid
-
     def run(self, place: int, wanted: StructuredOutputs) -> tuple[str, list[str]]:
-        """Compile a structured output; return llguidance's text for it and the pointers that are
-        not held.
+        """Compile; return llguidance's text for it and the pointers that are not held.
 
         place: the asking thread's, from 0 to NUM_WORKERS - 1.
 

@@ -22,7 +22,7 @@ from typing import Final, NoReturn
 
 import msgspec
 
-from nanocore.engine_core.grammars.compilation import try_grammar
+from nanocore.engine_core.grammars.compilation import compile_grammar
 from nanocore.engine_core.grammars.compile_process import (
     CPU_LIMIT_S,
     MEMORY_LIMIT_MIB,
@@ -86,9 +86,7 @@ def _load(start: CompileStart) -> TokenTable | None:
 
 
 class CompileWorkers:
-    """One forked process for each pipe, waiting for a request or compiling; replaced when it
-    ends.
-    """
+    """One forked process for each pipe, which waits or compiles; replaced when it ends."""
 
     def __init__(self, vocabulary: TokenTable, pipes: list[Pipe[CompileRequest]]) -> None:
         self._vocabulary = vocabulary
@@ -156,9 +154,7 @@ class CompileWorkers:
                 os._exit(0)
 
     def _try(self, request: CompileRequest) -> tuple[CompileResult, bool]:
-        """Return a request's result, and whether it was quick. Beyond the limits this process
-        ends.
-        """
+        """Return a request's result, and whether it was quick; may end the process instead."""
         results: list[CompileResult] = []
         thread = start_thread(
             lambda: results.append(_compile(self._vocabulary, request)), "request"
@@ -181,15 +177,14 @@ def _compile(vocabulary: TokenTable, request: CompileRequest) -> CompileResult:
     signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
     _limit_memory(_pages()[0] * resource.getpagesize() + MEMORY_LIMIT_MIB * 2**20)
     try:
-        text, not_held = try_grammar(vocabulary, request.wanted)
-        return CompileResult(request.number, text=text, not_held=not_held)
+        text, grammar = compile_grammar(vocabulary, request.wanted)
+        return CompileResult(request.number, text=text, not_held=[*grammar.not_held])
     except InvalidRequestError as error:
         return CompileResult(request.number, refusal=str(error))
     except MemoryError:
         return CompileResult(request.number, signal=signal.SIGABRT)
     except BaseException as error:
-        what = f"{type(error).__name__}: {error}"
-        return CompileResult(request.number, refusal=engine_error(request.wanted, what))
+        return CompileResult(request.number, refusal=engine_error(request.wanted, error))
 
 
 def _limit_memory(num_bytes: int) -> None:

@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final
 
 import msgspec
 
-from nanocore.engine_core.grammars.compilation import CompiledGrammar, compile_text, followed
+from nanocore.engine_core.grammars.compilation import compile_text, followed
 from nanocore.engine_core.grammars.compile_process import NUM_WORKERS, CompileProcess, engine_error
 from nanocore.engine_core.grammars.matcher import Compiled, GrammarSource, NoGrammars
+from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable, VocabularySource
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
@@ -79,87 +80,6 @@ def _num_bytes(value: CompiledGrammar | str) -> int:
     return value.num_bytes if isinstance(value, CompiledGrammar) else _REFUSAL_BYTES
 
 
-T = TypeVar("T")
-
-
-class FairQueue(Generic[T]):
-    """A queue in which clients take turns, each with its items in order. One thread at a time uses
-    it.
-
-    A client with many items delays itself, and others by one item each. At most max_in_hand items
-    of a client are processed at a time, so that others find a free thread. An item may be queued
-    for several clients, once for each.
-    """
-
-    def __init__(self, max_in_hand: int) -> None:
-        self._max_in_hand = max_in_hand
-        self._in_hand: Counter[int] = Counter()
-        self._waiting: OrderedDict[int, dict[T, None]] = OrderedDict()
-
-    def __bool__(self) -> bool:
-        return next(self._turns(), None) is not None
-
-    def count(self, client: int) -> int:
-        return len(self._waiting.get(client, ()))
-
-    def add(self, client: int, item: T) -> None:
-        self._waiting.setdefault(client, {})[item] = None
-
-    def remove(self, client: int, item: T) -> None:
-        own = self._waiting.get(client)
-        if own is not None:
-            own.pop(item, None)
-            if not own:
-                del self._waiting[client]
-
-    def pop(self) -> tuple[int, T]:
-        """Take the next client's oldest item; it may still be queued for others. Call `done`
-        afterwards.
-
-        The item counts as in hand until `done`.
-
-        Raises:
-            StopIteration: there is none.
-        """
-        client = next(self._turns())
-        item = next(iter(self._waiting[client]))
-        self._waiting.move_to_end(client)
-        self.remove(client, item)
-        self._in_hand[client] += 1
-        return client, item
-
-    def done(self, client: int) -> None:
-        self._in_hand[client] -= 1
-        if not self._in_hand[client]:
-            del self._in_hand[client]
-
-    def clear(self) -> None:
-        self._waiting.clear()
-
-    def _turns(self) -> Iterator[int]:
-        """Clients that may be served, the next one first."""
-        return (c for c in self._waiting if self._in_hand[c] < self._max_in_hand)
-
-
-MAX_WAITING: Final = 256
-"""Compilations that wait for one client; beyond that, its requests that need one are sent away."""
-MAX_IN_HAND: Final = 2
-"""Compilations of one client at a time: long ones of its own delay no other client."""
-MAX_CACHE_BYTES: Final = 256 * 2**20
-_QUICK_S: Final = 0.05
-"""Grammars that took longer in the compile process are compiled at low priority."""
-_RETRY_AFTER_S: Final = 5.0
-_END_LIMIT_S: Final = 5.0
-
-
-class Compiler(Protocol):
-    """Compiles structured outputs within limits, for several threads; see `CompileProcess`."""
-
-    def run(self, place: int, wanted: StructuredOutputs) -> tuple[str, list[str]]: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(eq=False)
 class _Waiter:
     client: int
@@ -177,6 +97,70 @@ class _Job:
     is_begun: bool = False
 
 
+class _FairQueue:
+    """A queue in which clients take turns, each with its jobs in order. For a thread at a time.
+
+    A client with many jobs delays itself, and others by one job each. At most max_in_hand jobs of a
+    client are processed at a time, so that others find a free thread. A job may be queued for
+    several clients, once for each.
+    """
+
+    def __init__(self, max_in_hand: int) -> None:
+        self._max_in_hand = max_in_hand
+        self._in_hand: Counter[int] = Counter()
+        self._waiting: OrderedDict[int, dict[_Job, None]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return next(self._turns(), None) is not None
+
+    def count(self, client: int) -> int:
+        return len(self._waiting.get(client, ()))
+
+    def add(self, client: int, job: _Job) -> None:
+        self._waiting.setdefault(client, {})[job] = None
+
+    def remove(self, client: int, job: _Job) -> None:
+        own = self._waiting.get(client, {})
+        own.pop(job, None)
+        if not own:
+            self._waiting.pop(client, None)
+
+    def pop(self) -> tuple[int, _Job]:
+        """Take the next client's oldest job, which may still be queued for others.
+
+        It counts as in hand until `done`.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        client = next(self._turns())
+        job = next(iter(self._waiting[client]))
+        self._waiting.move_to_end(client)
+        self.remove(client, job)
+        self._in_hand[client] += 1
+        return client, job
+
+    def done(self, client: int) -> None:
+        self._in_hand[client] -= 1
+        if not self._in_hand[client]:
+            del self._in_hand[client]
+
+    def _turns(self) -> Iterator[int]:
+        """Clients that may be served, the next one first."""
+        return (c for c in self._waiting if self._in_hand[c] < self._max_in_hand)
+
+
+MAX_WAITING: Final = 256
+"""Compilations that wait for one client; beyond that, its requests that need one are sent away."""
+MAX_IN_HAND: Final = 2
+"""Compilations of one client at a time: long ones of its own delay no other client."""
+MAX_CACHE_BYTES: Final = 256 * 2**20
+_QUICK_S: Final = 0.05
+"""Grammars that took longer in the compile process are compiled at low priority."""
+_RETRY_AFTER_S: Final = 5.0
+_END_LIMIT_S: Final = 5.0
+
+
 class GrammarCompiler:
     """Implements `GrammarSource` with threads of its own. Any thread may call it.
 
@@ -187,7 +171,7 @@ class GrammarCompiler:
     def __init__(
         self,
         vocabulary: Callable[[], TokenTable],
-        compiler: Compiler,
+        compiler: CompileProcess | VocabularyLoad,
         num_threads: int = NUM_WORKERS,
         *,
         max_waiting: int = MAX_WAITING,
@@ -198,7 +182,7 @@ class GrammarCompiler:
         self._max_waiting = max_waiting
         self._cache = GrammarCache(max_cache_bytes)
         self._jobs: dict[bytes, _Job] = {}
-        self._waiting: FairQueue[_Job] = FairQueue(MAX_IN_HAND)
+        self._waiting = _FairQueue(MAX_IN_HAND)
         self._is_closed = False
         self._changed = threading.Condition()
         self._threads = [
@@ -207,9 +191,7 @@ class GrammarCompiler:
         ]
 
     def find(self, wanted: StructuredOutputs, client: int = 0) -> Compiled | None:
-        """Return the known result, or an EngineOverloadedError if the client waits for too many
-        others.
-        """
+        """Return the known result, or an error if the client waits for too many others."""
         key = digest(wanted)
         with self._changed:
             known = self._cache.find(key)
@@ -242,7 +224,6 @@ class GrammarCompiler:
         """Drop pending compilations and end the process. Idempotent."""
         with self._changed:
             self._is_closed = True
-            self._waiting.clear()
             self._jobs.clear()
             self._changed.notify_all()
         self._compiler.close()
@@ -272,9 +253,7 @@ class GrammarCompiler:
                 result: Compiled | None = self._cache.find(job.key)
             self._finish(client, job, result or self._compiled(place, job))
 
-    def _compiled(
-        self, place: int, job: _Job
-    ) -> CompiledGrammar | InvalidRequestError | EngineOverloadedError:
+    def _compiled(self, place: int, job: _Job) -> Compiled:
         try:
             vocabulary = self._vocabulary()
             start_s = time.monotonic()
@@ -291,8 +270,7 @@ class GrammarCompiler:
             what = f"structured_outputs.{job.wanted.kind} could not be compiled"
             return EngineOverloadedError(f"{what} ({error!r}): try again later", _RETRY_AFTER_S)
         except Exception as error:
-            what = f"{type(error).__name__}: {error}"
-            return InvalidRequestError(engine_error(job.wanted, what))
+            return InvalidRequestError(engine_error(job.wanted, error))
         grammar.not_held = not_held
         grammar.on_too_slow = partial(self._refuse, job.key)
         return grammar
@@ -340,8 +318,8 @@ class GrammarCompiler:
 class VocabularyLoad:
     """Loads a model's vocabulary and starts the compile process, once.
 
-    Implements `Compiler` by that process. Without a vocabulary a model is served all the same, and
-    structured outputs are refused with the reason. Any thread may call it.
+    Without a vocabulary a model is served all the same, and structured outputs are refused with the
+    reason. Any thread may call it.
     """
 
     def __init__(self, source: VocabularySource) -> None:

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from nanocore.engine_core.grammars.schema import with_safe_patterns
+from nanocore.engine_core.grammars.schema_checks import check_lark, check_regex, check_triggers
 from nanocore.engine_core.grammars.token_table import TokenTable
-from nanocore.protocol.structured_outputs import ReasoningMarks, StructuralTag
+from nanocore.protocol.errors import InvalidRequestError
+from nanocore.protocol.structured_outputs import ReasoningMarks, StructuralTag, StructuredOutputs
 
 _ESCAPES: Final = 'bfnrt"\\'
 """Escapes after a backslash in a string: each character can be written in one way alone.
@@ -30,37 +32,70 @@ _JSON_PIECES: Final = re.compile(
 )
 
 
+_Grammars = list[dict[str, Any]]
+"""The first one is where the output starts."""
+
+
+def text_of(wanted: StructuredOutputs, schemas: list[Any], vocabulary: TokenTable) -> str:
+    """Return the grammar of a structured output. schemas: its JSON Schemas, parsed.
+
+    Raises:
+        InvalidRequestError: a part of it that llguidance would get wrong, or half a surrogate pair.
+    """
+    grammars = _form(wanted, schemas, vocabulary)
+    if wanted.free_prefixes:
+        is_json = wanted.json is not None or wanted.json_object
+        is_loose = is_json and not wanted.disable_any_whitespace
+        grammars = _with_free_prefixes(grammars, wanted.free_prefixes, vocabulary, is_loose)
+    if wanted.reasoning is not None:
+        grammars = _after_reasoning(grammars, wanted.reasoning, vocabulary)
+    text = _joined(grammars)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"structured_outputs.{wanted.kind} holds half a surrogate pair, "
+            f"{text[error.start : error.end]!a}: no text has that; write the whole character"
+        ) from None
+    return text
+
+
 def of_schema(schema: Any, compact: bool) -> str:
     """Grammar of a JSON Schema. A value that is no schema fails when it is compiled.
 
     compact: allow no white space.
     """
-    return _joined({"json_schema": _guided(schema, compact)})
+    return _joined([{"json_schema": _guided(schema, compact)}])
 
 
-def of_regex(regex: str) -> str:
-    return _lark(f"start: /{_in_slashes(regex)}/")
+def _form(wanted: StructuredOutputs, schemas: list[Any], vocabulary: TokenTable) -> _Grammars:
+    compact = wanted.disable_any_whitespace
+    if wanted.structural_tag is not None:
+        check_triggers(wanted.structural_tag)
+        return _of_structural_tag(wanted.structural_tag, schemas, compact, vocabulary)
+    if wanted.regex is not None:
+        check_regex(wanted.regex)
+        return [{"lark_grammar": f"start: /{_in_slashes(wanted.regex)}/"}]
+    if wanted.choice is not None:  # one expression, so that llguidance shares their prefixes
+        texts = " | ".join(map(_literal, wanted.choice))
+        return [{"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}]
+    if wanted.grammar is not None:
+        check_lark(wanted.grammar)
+        return [{"lark_grammar": wanted.grammar}]
+    schema = schemas[0] if schemas else {"type": "object"}
+    return [{"json_schema": _guided(schema, compact)}]
 
 
-def of_choice(choice: list[str]) -> str:
-    """Grammar of fixed texts, as one expression, so that llguidance shares their prefixes."""
-    return _lark("start: CHOICE\nCHOICE: " + " | ".join(_literal(text) for text in choice))
-
-
-def of_lark(grammar: str) -> str:
-    return _joined({"lark_grammar": grammar})
-
-
-def of_structural_tag(
+def _of_structural_tag(
     tag: StructuralTag, schemas: list[Any], compact: bool, vocabulary: TokenTable
-) -> str:
+) -> _Grammars:
     """Grammar of free text with tagged structures. schemas: one for each structure.
 
     A trigger ends the free text where it appears first, as text; or it is a special token, or
     begins with one. So the structures of a trigger begin after it, and of several triggers that a
     structure begins with the shortest counts.
     """
-    triggers = [_first_trigger(one.begin, tag.triggers) for one in tag.structures]
+    triggers = [min(filter(one.begin.startswith, tag.triggers), key=len) for one in tag.structures]
     lark = [f"start: part* TEXT\nTEXT: {_text_without(_unused(tag.triggers, triggers))}"]
     parts = []
     for i, trigger in enumerate(dict.fromkeys(triggers)):
@@ -79,21 +114,20 @@ def of_structural_tag(
         lark.append(f"part_{i}: {head} ({' | '.join(bodies)})")
         parts.append(f"part_{i}")
     lark.append(f"part: {' | '.join(parts)}")
-    return _joined(
-        {"name": "tag", "lark_grammar": "\n".join(lark)},
-        *(
-            {"name": f"schema_{k}", "json_schema": _guided(schema, compact)}
-            for k, schema in enumerate(schemas)
-        ),
-    )
+    of_schemas = [
+        {"name": f"schema_{k}", "json_schema": _guided(schema, compact)}
+        for k, schema in enumerate(schemas)
+    ]
+    return [{"name": "tag", "lark_grammar": "\n".join(lark)}, *of_schemas]
 
 
-def after_reasoning(text: str, marks: ReasoningMarks, vocabulary: TokenTable) -> str:
-    """Put free reasoning, enclosed in marks, before a grammar text.
+def _after_reasoning(
+    grammars: _Grammars, marks: ReasoningMarks, vocabulary: TokenTable
+) -> _Grammars:
+    """Put free reasoning, enclosed in marks, before grammars.
 
     Models write new lines between the two. Without a beginning of its own the reasoning must come.
     """
-    grammars = json.loads(text)["grammars"]
     grammars[0]["name"] = "form"
     thoughts = "ended"
     special = _special_prefix(marks.end, vocabulary)
@@ -107,19 +141,18 @@ def after_reasoning(text: str, marks: ReasoningMarks, vocabulary: TokenTable) ->
         f"TEXT: {_ANY_TEXT}",
         r"LINES: /\n{1,2}/",
     ]
-    return _joined({"name": "reasoning", "lark_grammar": "\n".join(lark)}, *grammars)
+    return [{"name": "reasoning", "lark_grammar": "\n".join(lark)}, *grammars]
 
 
-def with_free_prefixes(
-    text: str, prefixes: list[str], vocabulary: TokenTable, may_be_indented: bool
-) -> str:
+def _with_free_prefixes(
+    grammars: _Grammars, prefixes: list[str], vocabulary: TokenTable, may_be_indented: bool
+) -> _Grammars:
     """Allow, in place of a grammar's form, one of the prefixes and any text after it.
 
     may_be_indented: white space may come before the form, too, as before a prefix. A model that
     begins with some would else have to go on with a prefix. What follows a prefix may hold special
     tokens, as calls of tools do.
     """
-    grammars = json.loads(text)["grammars"]
     grammars[0]["name"] = "bound"
     beginnings = (
         _told_apart(prefix, vocabulary, " ?" if may_be_indented else "")
@@ -133,7 +166,7 @@ def with_free_prefixes(
         f"TEXT: {_ANY_TEXT}",
         r"SPACE: /[\x20\t\r\n]{1,4}/",
     ]
-    return _joined({"name": "free", "lark_grammar": "\n".join(lark)}, *grammars)
+    return [{"name": "free", "lark_grammar": "\n".join(lark)}, *grammars]
 
 
 def _told_apart(prefix: str, vocabulary: TokenTable, space: str) -> str:
@@ -158,11 +191,6 @@ def _told_apart(prefix: str, vocabulary: TokenTable, space: str) -> str:
     return " ".join(cut)
 
 
-def _first_trigger(begin: str, triggers: list[str]) -> str:
-    """Return the trigger that ends the free text before `begin`: the shortest prefix of it."""
-    return min(filter(begin.startswith, triggers), key=len)
-
-
 def _unused(triggers: list[str], used: list[str]) -> list[str]:
     """Return triggers that no structure begins with; free text must not contain them.
 
@@ -174,13 +202,8 @@ def _unused(triggers: list[str], used: list[str]) -> list[str]:
 
 def _text_without(texts: list[str]) -> str:
     """Terminal for any text that contains none of these."""
-    return " & ".join(
-        [_ANY_TEXT, *(f"~/(?s:.*){_in_slashes(_regex_literal(text))}(?s:.*)/" for text in texts)]
-    )
-
-
-def _regex_literal(text: str) -> str:
-    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~]", r"\\\g<0>", text)
+    escaped = (re.sub(r"[\\.+*?()|\[\]{}^$#&\-~]", r"\\\g<0>", text) for text in texts)
+    return " & ".join([_ANY_TEXT, *(f"~/(?s:.*){_in_slashes(one)}(?s:.*)/" for one in escaped)])
 
 
 def _guided(schema: Any, compact: bool) -> Any:
@@ -200,12 +223,8 @@ def _guided(schema: Any, compact: bool) -> Any:
     return {**with_safe_patterns(schema), "x-guidance": options}
 
 
-def _joined(*grammars: dict[str, Any]) -> str:
+def _joined(grammars: _Grammars) -> str:
     return json.dumps({"grammars": grammars}, allow_nan=False, ensure_ascii=False)
-
-
-def _lark(text: str) -> str:
-    return _joined({"lark_grammar": text})
 
 
 def _literal(text: str) -> str:
@@ -216,12 +235,8 @@ def _literal(text: str) -> str:
 def _in_slashes(regex: str) -> str:
     """Escape a regular expression for Lark's slashes."""
     escapes = {"/": "\\/", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
-
-    def escape(match: re.Match[str]) -> str:
-        last = match[0][-1]
-        return escapes.get(last, match[0])
-
-    return re.sub(r"\\.|[/\n\r\t]", escape, regex, flags=re.DOTALL)
+    pattern = re.compile(r"\\.|[/\n\r\t]", re.DOTALL)
+    return pattern.sub(lambda match: escapes.get(match[0][-1], match[0]), regex)
 
 
 def _sequence(text: str, vocabulary: TokenTable) -> str:

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-from nanocore.engine_core.grammars.schema import SchemaError, escaped, parts
-from nanocore.engine_core.grammars.schema_checks import check_schema
+from nanocore.engine_core.grammars.schema import escaped, parts
+from nanocore.engine_core.grammars.schema_checks import first_fault
 from nanocore.protocol.errors import shorten
 
 _MAX_POINTERS: Final = 64
@@ -21,8 +21,8 @@ _MAX_POINTERS: Final = 64
 _MAX_COMPILATIONS: Final = 100
 _MAX_SEARCH_S: Final = 0.1
 _OF_NAMES: Final = ("properties", "patternProperties")
-_OF_LISTS: Final = ("prefixItems", "anyOf", "allOf", "oneOf", "items")
-_OF_ONE: Final = ("items", "additionalItems", "additionalProperties", "not")
+_OF_SCHEMAS: Final = ("prefixItems", "anyOf", "allOf", "oneOf", "items", "additionalItems",
+                      "additionalProperties", "not")  # fmt: skip
 _KEY_OF: Final = (
     ("Invalid type", "type"),
     ("Unknown format", "format"),
@@ -61,12 +61,10 @@ def _blamed(
     pointer: str, part: Any, alone: Any, refusal: Callable[[Any], str | None]
 ) -> tuple[str, str, Sequence[str]] | None:
     """Return the faulty part's JSON pointer, its keyword, and keywords to remove everywhere."""
-    try:
-        check_schema("json", part)
-    except SchemaError as error:
-        holder = max((at for at, _ in parts(part) if error.place.startswith(f"{at}/")), key=len)
-        key = error.place[len(holder) + 1 :].split("/")[0]
-        return pointer + holder, key, ()
+    if (fault := first_fault(part)) is not None:
+        place, _ = fault
+        holder = max((at for at, _ in parts(part) if place.startswith(f"{at}/")), key=len)
+        return pointer + holder, place[len(holder) + 1 :].split("/")[0], ()
     reason = refusal(alone)
     if reason is None:
         return None
@@ -152,17 +150,14 @@ def _parts(place: str, schema: Any, root: Any) -> Iterator[tuple[str, Any]]:
         found = at_pointer(root, reference[1:])
         if found is not None:
             yield reference[1:], found
-    for name in _OF_NAMES:
-        if isinstance(schema.get(name), dict):
-            for key, one in schema[name].items():
-                yield f"{place}/{name}/{escaped(key)}", one
-    for name in _OF_LISTS:
-        if isinstance(schema.get(name), list):
-            for i, one in enumerate(schema[name]):
-                yield f"{place}/{name}/{i}", one
-    for name in _OF_ONE:
-        if isinstance(schema.get(name), (dict, bool)):
-            yield f"{place}/{name}", schema[name]
+    for name in (*_OF_NAMES, *_OF_SCHEMAS):
+        value, at = schema.get(name), f"{place}/{name}"
+        if isinstance(value, list):
+            yield from ((f"{at}/{i}", one) for i, one in enumerate(value))
+        elif isinstance(value, dict) and name in _OF_NAMES:
+            yield from ((f"{at}/{escaped(key)}", one) for key, one in value.items())
+        elif isinstance(value, (dict, bool)):
+            yield at, value
 
 
 def at_pointer(root: Any, pointer: str) -> Any:

@@ -51,14 +51,12 @@ class MaskFiller:
         self._num_busy = 0
         self._begun: SimpleQueue[bool] = SimpleQueue()
         self._done: SimpleQueue[None] = SimpleQueue()
-        self._threads = [
-            start_thread(self._run, f"masks-{i}") for i in range(num_threads or _num_threads())
-        ]
+        num_cores = len(os.sched_getaffinity(0))
+        num_threads = num_threads or min(max(num_cores // _CORES_PER_THREAD, 1), _MAX_NUM_THREADS)
+        self._threads = [start_thread(self._run, f"masks-{i}") for i in range(num_threads)]
 
     def begin(self, matchers: Sequence[Matcher]) -> None:
-        """Start filling a mask for each matcher. The matchers and masks must not be touched until
-        `wait`.
-        """
+        """Start filling a mask for each matcher. Until `wait` nobody else may touch these."""
         assert not self._num_busy, "masks are being filled"
         self._matchers = matchers
         self._has_mask = [False] * len(matchers)
@@ -69,9 +67,7 @@ class MaskFiller:
             self._begun.put(True)
 
     def wait(self) -> tuple[list[int], dict[int, str]]:
-        """Return indices of matchers that have a mask, and failures by index; the others allow all
-        tokens.
-        """
+        """Return the matchers that have a mask, and failures; the others allow all tokens."""
         for _ in range(self._num_busy):
             self._done.get()
         self._num_busy = 0
@@ -138,9 +134,7 @@ class StepMasks:
         return self._plan is not None
 
     def begin(self, plan: SchedulerOutput) -> None:
-        """Start filling the masks of a planned step, if its tokens are known. Call before
-        submitting it.
-        """
+        """Start filling the masks of a step, if its tokens are known, before it is submitted."""
         if plan.awaits_masks:
             self._plan = plan
             self._fill()
@@ -169,26 +163,19 @@ class StepMasks:
         return [(filled[i][1], failures[i]) for i in sorted(failures)]
 
     def blame(self) -> str | None:
-        """Clause that names the requests whose masks are being waited for, or None; for any
-        thread.
-        """
-        waiting_for = self._waiting_for
-        if not waiting_for:
+        """Clause that names the requests whose masks it waits for, or None; for any thread."""
+        if not (waiting_for := self._waiting_for):
             return None
         ids = ", ".join(repr(request.request_id) for _, request in waiting_for[:3])
         more = f" and {len(waiting_for) - 3} more" if len(waiting_for) > 3 else ""
         return f"it waits for the masks of the structured outputs of requests {ids}{more}"
 
     def _fill(self) -> None:
-        if not self._scheduler.running.are_masks_known:
-            return
-        masked = self._scheduler.planned.masked
-        self._filling = [(row, request) for row, request in masked if request.row == row]
+        *before, planned = [one.plan for one in self._scheduler.running.in_flight]
+        sampling = {request for earlier in before for _, request in earlier.masked}
+        if not sampling.isdisjoint(request for _, request in planned.masked):
+            return  # a mask follows from all tokens so far, and one of them is in flight
+        self._filling = [(row, request) for row, request in planned.masked if request.row == row]
         matchers = [request.matcher for _, request in self._filling if request.matcher is not None]
         assert self._filler is not None, "a structured request in an engine that has none"
         self._filler.begin(matchers)
-
-
-def _num_threads() -> int:
-    num_cores = len(os.sched_getaffinity(0))
-    return min(max(num_cores // _CORES_PER_THREAD, 1), _MAX_NUM_THREADS)

@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final
-from urllib.parse import unquote
 
 from nanocore.protocol.errors import InvalidRequestError, shorten
 
@@ -88,24 +87,12 @@ def _finite(text: str) -> float:
 
 
 _WITHOUT_CONTROLS: Final = r"--[\x00-\x08\x0e-\x1f]]"
-_ESCAPE: Final = re.compile(r"\\(?:[xuUpP]\{[^}]*\}|x\w{2}|u\w{4}|U\w{8}|[pP]\w|.)", re.DOTALL)
-_BEGIN_OF_SET: Final = re.compile(r"\[\^?\]?")
-"""Start of a set; a bracket that comes first closes nothing."""
+_TOKEN: Final = re.compile(
+    r"\\(?:[xuUpP]\{[^}]*\}|x\w{2}|u\w{4}|U\w{8}|[pP]\w|.)|\[\^?\]?|.", re.DOTALL
+)
+"""An escape, the start of a set, or a character. A bracket that comes first closes no set."""
 _HARMLESS: Final = re.compile(r"\[(?:[^\x00-\x1f\[\\^]|\\[-dws.$()*+?/\[\]\\^{|}])*\]")
 """Sets that can hold no control characters other than white space."""
-_VERBOSE: Final = re.compile(r"\(\?[A-Za-z-]*x[A-Za-z-]*[:)]")
-
-
-def check_pattern(name: str, pattern: str) -> None:
-    """Refuse verbose patterns: in their comments brackets could not be told from sets.
-
-    Raises:
-        InvalidRequestError: the pattern has the flag x.
-    """
-    if _VERBOSE.search(pattern):
-        raise InvalidRequestError(
-            f"structured_outputs.{name}: the flag x is not supported: write it without"
-        )
 
 
 def with_safe_patterns(schema: Any) -> Any:
@@ -126,42 +113,23 @@ def safe_pattern(pattern: str) -> str:
     the escapes of those two through. Except for \\b, control characters cannot be written without
     \\u anyway. The new pattern matches less, never more.
     """
-    safe, i = [], 0
-    while i < len(pattern):
-        end = _end_of_part(pattern, i)
-        part = pattern[i:end]
-        is_set = part[0] == "[" and not _HARMLESS.fullmatch(part)
-        is_coded = part[0] < " " or part[:2] in (r"\x", r"\u", r"\U", r"\p", r"\P", r"\a")
-        safe.append(f"[{part}{_WITHOUT_CONTROLS}" if is_set or is_coded else part)
-        i = end
-    return "".join(safe)
-
-
-def _end_of_part(pattern: str, i: int) -> int:
-    """Return the end of the set, the escape or the character that begins at i."""
-    if pattern[i] == "\\":
-        return _end_of_escape(pattern, i)
-    if pattern[i] != "[":
-        return i + 1
-    depth = 0
-    while i < len(pattern):
-        if pattern[i] == "[":
+    safe, part, depth = "", "", 0
+    for token in _TOKEN.findall(pattern):
+        part += token
+        if token[0] == "[":
             depth += 1
-            begin = _BEGIN_OF_SET.match(pattern, i)
-            i = begin.end() if begin else i + 1
-        elif pattern[i] == "\\":
-            i = _end_of_escape(pattern, i)
-        else:
-            depth -= pattern[i] == "]"
-            i += 1
-            if depth == 0:
-                return i
-    return len(pattern)
+        elif token == "]" and depth:
+            depth -= 1
+        if not depth:
+            safe, part = safe + _safe_part(part), ""
+    return safe + _safe_part(part)
 
 
-def _end_of_escape(pattern: str, i: int) -> int:
-    match = _ESCAPE.match(pattern, i)
-    return match.end() if match else i + 1
+def _safe_part(part: str) -> str:
+    """Return a set, an escape or a character without control characters."""
+    is_set = part[:1] == "[" and not _HARMLESS.fullmatch(part)
+    is_coded = "" < part[:1] < " " or part[:2] in (r"\x", r"\u", r"\U", r"\p", r"\P", r"\a")
+    return f"[{part}{_WITHOUT_CONTROLS}" if is_set or is_coded else part
 
 
 BY_NAME: Final = frozenset(
@@ -170,14 +138,6 @@ BY_NAME: Final = frozenset(
 """Keywords that hold schemas by their names."""
 VALUES: Final = frozenset({"const", "enum", "default", "examples", "example", "x-guidance"})
 """Keywords that hold values, in which nothing is a keyword."""
-
-
-class SchemaError(InvalidRequestError):
-    """A refused schema. place: JSON pointer of the keyword to blame, or of a value in it."""
-
-    def __init__(self, message: str, place: str) -> None:
-        super().__init__(message)
-        self.place = place
 
 
 def parts(schema: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -197,32 +157,6 @@ def parts(schema: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
                 yield from parts(one, f"{place}/{key}/{escaped(name)}")
         elif key not in VALUES and isinstance(value, (dict, list)):
             yield from parts(value, f"{place}/{escaped(key)}")
-
-
-def check_references(field: str, schema: Any) -> None:
-    """Refuse references to values, which `parts` would not have visited.
-
-    Raises:
-        SchemaError: a $ref leads to something that is not a schema for `parts`.
-    """
-    for place, part in parts(schema):
-        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
-            reference = part.get(keyword)
-            if isinstance(reference, str) and not _leads_to_a_part(reference):
-                raise SchemaError(
-                    f"structured_outputs.{field} at '{place}/{keyword}': {shorten(reference)} "
-                    "points to a value, or to a map of schemas: put the schema into $defs",
-                    f"{place}/{keyword}",
-                )
-
-
-def _leads_to_a_part(reference: str) -> bool:
-    by_name = False
-    for key in unquote(reference.partition("#")[2]).split("/")[1:]:
-        if not by_name and key in VALUES:
-            return False
-        by_name = not by_name and key in BY_NAME
-    return not by_name
 
 
 def escaped(key: str) -> str:

@@ -8,20 +8,15 @@ written.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from decimal import Decimal, InvalidOperation
+from itertools import chain
 from math import lcm
 from typing import Any, Final
+from urllib.parse import unquote
 
-from nanocore.engine_core.grammars.schema import (
-    Rounded,
-    SchemaError,
-    check_pattern,
-    check_references,
-    escaped,
-    parts,
-)
+from nanocore.engine_core.grammars.schema import BY_NAME, VALUES, Rounded, escaped, parts
 from nanocore.protocol.errors import InvalidRequestError, quoted, shorten
 from nanocore.protocol.structured_outputs import StructuralTag
 
@@ -33,32 +28,99 @@ MERGING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$
 _LOWER: Final = ("minimum", "exclusiveMinimum")
 _UPPER: Final = ("maximum", "exclusiveMaximum")
 _UNWRITABLE: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_VERBOSE: Final = re.compile(r"\(\?[A-Za-z-]*x[A-Za-z-]*[:)]")
+"""Verbose patterns: in their comments brackets could not be told from sets."""
+Fault = tuple[str, str]
+"""(JSON pointer of the keyword or value to blame, the rest of the sentence about it)"""
 _Bound = tuple[Decimal, str, bool]
 """(the bound, its JSON pointer, whether it is exclusive)"""
 
 
-def check_values(field: str, schema: Any) -> None:
-    """Refuse const, enum, bounds and multipleOf that llguidance would change.
+def check_schema(field: str, schema: Any) -> None:
+    """Refuse a schema that would take minutes, or would accept invalid values.
 
     Raises:
-        SchemaError: and where, as a JSON pointer.
+        InvalidRequestError: and where, as a JSON pointer.
     """
+    fault = first_fault(schema)
+    if fault is not None:
+        raise InvalidRequestError(f"structured_outputs.{field} at {fault[0]!r}{fault[1]}")
+
+
+def first_fault(schema: Any) -> Fault | None:
+    """Return why a schema is refused, or None."""
+    return next(_faults(schema), None)
+
+
+def _faults(schema: Any) -> Iterator[Fault]:
+    """Yield what is wrong. A check may rely on it that those before it have found nothing."""
+    yield from _reference_faults(schema)
+    yield from _value_faults(schema)
+    yield from _bound_faults(schema)
+    multiples: list[tuple[str, Decimal]] = []
+    for place, part in parts(schema):
+        for at, pattern in _patterns(place, part):
+            yield from ((at, reason) for reason in _regex_faults(pattern))
+            if _VERBOSE.search(pattern):
+                yield at, ": the flag x is not supported: write it without"
+        if isinstance(multiple := part.get("multipleOf"), (int, float)):
+            multiples.append((f"{place}/multipleOf", Decimal(str(multiple))))
+        yield from _required_faults(place, part)
+        yield from _min_properties_faults(place, part)
+    yield from _multiple_faults(multiples, _is_merged(schema))
+
+
+def _is_merged(schema: Any) -> bool:
+    """Whether several parts of a schema may hold of one value."""
+    return any(not MERGING.isdisjoint(part) for _, part in parts(schema))
+
+
+def _reference_faults(schema: Any) -> Iterator[Fault]:
+    """References to values, which `parts` would not have visited."""
+    for place, part in parts(schema):
+        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+            reference = part.get(keyword)
+            if isinstance(reference, str) and not _leads_to_a_part(reference):
+                yield (
+                    f"{place}/{keyword}",
+                    f": {shorten(reference)} points to a value, or to a map of schemas: put the "
+                    "schema into $defs",
+                )
+
+
+def _leads_to_a_part(reference: str) -> bool:
+    by_name = False
+    for key in unquote(reference.partition("#")[2]).split("/")[1:]:
+        if not by_name and key in VALUES:
+            return False
+        by_name = not by_name and key in BY_NAME
+    return not by_name
+
+
+def _value_faults(schema: Any) -> Iterator[Fault]:
+    """Const, enum, bounds and multipleOf that llguidance would change."""
     for place, part in parts(schema):
         for keyword in ("const", "enum"):
             for at, value in _values(part.get(keyword), f"{place}/{keyword}"):
-                _check_value(field, at, value)
+                if _is_number(value):
+                    yield from _number_faults(at, value)
+                elif isinstance(value, str) and (found := _UNWRITABLE.search(value)):
+                    yield (
+                        at,
+                        f": the control character {found[0]!a} cannot be written: leave it out, or "
+                        "allow any string",
+                    )
         for keyword in (*_LOWER, *_UPPER, "multipleOf"):
             bound: Any = part.get(keyword)
             if _is_number(bound):
-                _check_number(field, f"{place}/{keyword}", bound)
+                at = f"{place}/{keyword}"
+                yield from _number_faults(at, bound)
                 if len(_decimal(bound).as_tuple().digits) > MAX_DIGITS and isinstance(bound, float):
-                    raise _refusal(
-                        field,
-                        f"{place}/{keyword}",
-                        f"{bound} has more than {MAX_DIGITS} digits, and would be rounded: "
-                        "write fewer",
+                    yield (
+                        at,
+                        f": {bound} has more than {MAX_DIGITS} digits, and would be rounded: write "
+                        "fewer",
                     )
-    _check_exclusive_bounds(field, schema)
 
 
 def _values(value: Any, place: str) -> Iterator[tuple[str, Any]]:
@@ -73,68 +135,52 @@ def _values(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         yield place, value
 
 
-def _check_value(field: str, place: str, value: Any) -> None:
-    if _is_number(value):
-        _check_number(field, place, value)
-    elif isinstance(value, str) and (found := _UNWRITABLE.search(value)):
-        raise _refusal(
-            field,
-            place,
-            f"the control character {found[0]!a} cannot be written: leave it out, or allow any "
-            "string",
-        )
-
-
-def _check_number(field: str, place: str, value: float) -> None:
+def _number_faults(place: str, value: float) -> Iterator[Fault]:
     if abs(value) > MAX_NUMBER:
-        raise _refusal(
-            field,
+        yield (
             place,
-            f"{shorten(str(value))} is beyond 2^53 = {MAX_NUMBER}, where numbers are not exact: "
+            f": {shorten(str(value))} is beyond 2^53 = {MAX_NUMBER}, where numbers are not exact: "
             "ask for less, or make it a string",
         )
     if isinstance(value, Rounded):
-        raise _refusal(
-            field,
+        yield (
             place,
-            f"it has more digits than a number holds, and would be {value!r}: write fewer, or make "
-            "it a string",
+            f": it has more digits than a number holds, and would be {value!r}: write fewer, or "
+            "make it a string",
         )
 
 
-def _check_exclusive_bounds(field: str, schema: Any) -> None:
-    """Refuse a whole exclusive bound that would be let in: another bound is less than 1 away.
+def _bound_faults(schema: Any) -> Iterator[Fault]:
+    """Whole exclusive bounds that would be let in: another bound is less than 1 away.
 
     Where parts of the schema may hold of one value, bounds of all of them are looked at together.
     """
-    together: tuple[list[_Bound], list[_Bound]] = ([], [])
-    is_merged = any(not MERGING.isdisjoint(part) for _, part in parts(schema))
-    for place, part in parts(schema):
-        if not _may_be_a_fraction(part):
-            continue
-        own = _bounds(place, part, _LOWER), _bounds(place, part, _UPPER)
-        for bounds, more in zip(together, own, strict=True):
-            bounds += more
-        if not is_merged:
-            _check_pairs(field, *own)
-    if is_merged:
-        _check_pairs(field, *together)
+    bounds = [
+        (_bounds(place, part, _LOWER), _bounds(place, part, _UPPER))
+        for place, part in parts(schema)
+        if _may_be_a_fraction(part)
+    ]
+    if _is_merged(schema):
+        bounds = [([*chain(*(low for low, _ in bounds))], [*chain(*(high for _, high in bounds))])]
+    for lower, upper in bounds:
+        yield from _close_bounds(lower, upper, 1)
+        yield from _close_bounds(upper, lower, -1)
 
 
-def _check_pairs(field: str, lower: list[_Bound], upper: list[_Bound]) -> None:
-    lowest, highest = sorted(one[0] for one in lower), sorted(one[0] for one in upper)
-    for value, place, is_exclusive in lower:
-        if is_exclusive and bisect_left(highest, value) < bisect_left(highest, value + 1):
-            raise _too_close(field, place, value)
-    for value, place, is_exclusive in upper:
-        if is_exclusive and bisect_right(lowest, value - 1) < bisect_right(lowest, value):
-            raise _too_close(field, place, value)
+def _close_bounds(bounds: list[_Bound], opposite: list[_Bound], sign: int) -> Iterator[Fault]:
+    """Exclusive bounds with an opposite one less than 1 away. sign: -1 for upper bounds."""
+    ends = sorted(sign * value for value, _, _ in opposite)
+    for value, place, is_exclusive in bounds:
+        if is_exclusive and bisect_left(ends, sign * value) < bisect_left(ends, sign * value + 1):
+            yield (
+                place,
+                f": {value:f} would be accepted, because it is a whole number and another bound is "
+                "less than 1 away: exclude one with a fraction, such as 0.001 in place of 0",
+            )
 
 
 def _bounds(place: str, part: dict[str, Any], keywords: tuple[str, str]) -> list[_Bound]:
-    """Return (bound, JSON pointer, is exclusive); in old drafts a flag makes the plain keyword
-    exclusive.
-    """
+    """Return bounds; in old drafts a flag makes the plain keyword exclusive."""
     plain, exclusive = keywords
     return [
         (value, f"{place}/{keyword}", value % 1 == 0 and flag)
@@ -157,19 +203,6 @@ def _decimal(value: float) -> Decimal:
     return Decimal(str(value)).normalize()
 
 
-def _too_close(field: str, place: str, value: Decimal) -> SchemaError:
-    return _refusal(
-        field,
-        place,
-        f"{value:f} would be accepted, because it is a whole number and another bound is less than "
-        "1 away: exclude one with a fraction, such as 0.001 in place of 0",
-    )
-
-
-def _refusal(field: str, place: str, text: str) -> SchemaError:
-    return SchemaError(f"structured_outputs.{field} at {place!r}: {text}", place)
-
-
 MAX_REPETITIONS: Final = 1000
 """Limit of ?, *, + and {} in one expression, whose cost grows with their square."""
 MAX_LARK_REPETITIONS: Final = 2500
@@ -178,25 +211,27 @@ MAX_MULTIPLE: Final = 100_000
 """Limit of multipleOf without its decimal point, and of the common multiple of merged ones."""
 
 
-def check_regex(field: str, regex: str) -> None:
+def check_regex(regex: str) -> None:
     """Refuse a regular expression that would take minutes, or that llguidance would misread.
 
     Raises:
         InvalidRequestError: it is empty, ends in half an escape, or has too many repetitions.
     """
-    name = f"structured_outputs.{field}"
+    for reason in _regex_faults(regex):
+        raise InvalidRequestError(f"structured_outputs.regex{reason}")
+
+
+def _regex_faults(regex: str) -> Iterator[str]:
     if not regex:
-        raise InvalidRequestError(f"{name} is empty: an output cannot be empty")
+        yield " is empty: an output cannot be empty"
     unescaped = re.sub(r"\\.", "", regex, flags=re.DOTALL)
     if unescaped.endswith("\\"):
-        raise InvalidRequestError(
-            f"{name} at character {len(regex) - 1}: a backslash that escapes nothing: write two"
-        )
+        yield f" at character {len(regex) - 1}: a backslash that escapes nothing: write two"
     count = len(re.findall(r"[?*+{]", unescaped))
     if count > MAX_REPETITIONS:
-        raise InvalidRequestError(
-            f"{name} has {count} repetitions: at most {MAX_REPETITIONS} are allowed, because more "
-            "would take too long; combine some, as in a{1,100}"
+        yield (
+            f" has {count} repetitions: at most {MAX_REPETITIONS} are allowed, because more would "
+            "take too long; combine some, as in a{1,100}"
         )
 
 
@@ -215,31 +250,6 @@ def check_lark(grammar: str) -> None:
             )
 
 
-def check_schema(field: str, schema: Any) -> None:
-    """Refuse a schema that would take minutes, or would accept invalid values.
-
-    Raises:
-        SchemaError: and where, as a JSON pointer.
-    """
-    check_references(field, schema)
-    check_values(field, schema)
-    multiples: list[tuple[str, Decimal]] = []
-    is_merged = False
-    for place, part in parts(schema):
-        for at, pattern in _patterns(place, part):
-            try:
-                check_regex(f"{field} at {at!r}", pattern)
-                check_pattern(f"{field} at {at!r}", pattern)
-            except InvalidRequestError as error:
-                raise SchemaError(str(error), at) from None
-        if isinstance(multiple := part.get("multipleOf"), (int, float)):
-            multiples.append((f"{place}/multipleOf", Decimal(str(multiple))))
-        _check_required(field, place, part)
-        _check_min_properties(field, place, part)
-        is_merged = is_merged or not MERGING.isdisjoint(part)
-    _check_multiples(field, multiples, is_merged)
-
-
 _TYPES: Final = ("array", "boolean", "integer", "null", "number", "object", "string")
 _MAPS: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _LISTS: Final = ("prefixItems", "anyOf", "allOf", "oneOf")
@@ -247,42 +257,42 @@ _ONES: Final = ("additionalProperties", "additionalItems", "not", "contains", "p
                 "if", "then", "else", "unevaluatedItems", "unevaluatedProperties")  # fmt: skip
 _COUNTS: Final = ("minLength", "maxLength", "minItems", "maxItems", "minProperties",
                   "maxProperties", "minContains", "maxContains")  # fmt: skip
-_FORMS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
-    "type": (
-        f"one of {', '.join(_TYPES)}, or a list of them",
-        # "any" is draft 3's, which is a keyword's value that is not supported.
-        lambda value: all(
-            one in (*_TYPES, "any") for one in (value if isinstance(value, list) else [value])
-        ),
-    ),
-    "items": ("a schema, or a list of them", lambda value: isinstance(value, (dict, bool, list))),
-    # A Boolean is draft 3's: see `_check_required`.
-    "required": (
-        "a list of names",
-        lambda value: isinstance(value, bool) or _is_list_of(value, str),
-    ),
-    "enum": ("a list of values", lambda value: isinstance(value, list)),
+_Test = Callable[[Any], bool]
+
+
+def _is(*kinds: type) -> _Test:
+    return lambda value: isinstance(value, kinds)
+
+
+def _is_list_of(*kinds: type) -> _Test:
+    return lambda value: isinstance(value, list) and all(isinstance(one, kinds) for one in value)
+
+
+def _is_type(value: Any) -> bool:
+    # "any" is draft 3's, which is a keyword's value that is not supported.
+    return all(one in (*_TYPES, "any") for one in (value if isinstance(value, list) else [value]))
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value == int(value)
+
+
+_FORMS: Final[dict[str, tuple[str, _Test]]] = {
+    "type": (f"one of {', '.join(_TYPES)}, or a list of them", _is_type),
+    "items": ("a schema, or a list of them", _is(dict, bool, list)),
+    # A Boolean is draft 3's: see `_required_faults`.
+    "required": ("a list of names", lambda value: _is(bool)(value) or _is_list_of(str)(value)),
+    "enum": ("a list of values", _is(list)),
     "multipleOf": ("a number above 0", lambda value: _is_number(value) and value > 0),
-    "uniqueItems": ("true or false", lambda value: isinstance(value, bool)),
-    **dict.fromkeys(_MAPS, ("an object", lambda value: isinstance(value, dict))),
-    **dict.fromkeys(_LISTS, ("a list of schemas", lambda value: _is_list_of(value, (dict, bool)))),
-    **dict.fromkeys(_ONES, ("a schema", lambda value: isinstance(value, (dict, bool)))),
-    **dict.fromkeys(
-        _COUNTS,
-        (
-            "a whole number from 0",
-            lambda value: _is_number(value) and value >= 0 and value == int(value),
-        ),
-    ),
-    **dict.fromkeys(("minimum", "maximum"), ("a number", lambda value: _is_number(value))),
+    "uniqueItems": ("true or false", _is(bool)),
+    **dict.fromkeys(_MAPS, ("an object", _is(dict))),
+    **dict.fromkeys(_LISTS, ("a list of schemas", _is_list_of(dict, bool))),
+    **dict.fromkeys(_ONES, ("a schema", _is(dict, bool))),
+    **dict.fromkeys(_COUNTS, ("a whole number from 0", _is_count)),
+    **dict.fromkeys(("minimum", "maximum"), ("a number", _is_number)),
     # In draft 4 a Boolean, which belongs to minimum or maximum.
-    **dict.fromkeys(
-        ("exclusiveMinimum", "exclusiveMaximum"),
-        ("a number", lambda value: isinstance(value, (int, float))),
-    ),
-    **dict.fromkeys(
-        ("pattern", "format", "$ref"), ("a string", lambda value: isinstance(value, str))
-    ),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), ("a number", _is(int, float))),
+    **dict.fromkeys(("pattern", "format", "$ref"), ("a string", _is(str))),
 }
 """By keyword: what its value is in every draft of JSON Schema, in words and as a test."""
 
@@ -304,18 +314,13 @@ def check_forms(field: str, schema: Any, place: str = "") -> None:
                     f"structured_outputs.{field} at {at!r}: {quoted(value)} is not {form}"
                 )
         if keyword in _MAPS:
-            value = value or {}
-            for name, one in value.items():
+            for name, one in (value or {}).items():
                 check_forms(field, one, f"{at}/{escaped(name)}")
         elif keyword in (*_LISTS, "items") and isinstance(value, list):
             for i, one in enumerate(value):
                 check_forms(field, one, f"{at}/{i}")
         elif keyword in (*_ONES, "items"):
             check_forms(field, value, at)
-
-
-def _is_list_of(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    return isinstance(value, list) and all(isinstance(one, kinds) for one in value)
 
 
 def check_triggers(tag: StructuralTag) -> None:
@@ -337,9 +342,7 @@ def check_triggers(tag: StructuralTag) -> None:
 
 
 def _patterns(place: str, part: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (JSON pointer, pattern) of a schema's pattern and patternProperties; skip empty
-    ones.
-    """
+    """Return (JSON pointer, pattern) of a schema's patterns that are not empty."""
     own = {f"{place}/pattern": part.get("pattern")}
     by_name = part.get("patternProperties")
     for key in by_name if isinstance(by_name, dict) else ():
@@ -347,38 +350,33 @@ def _patterns(place: str, part: dict[str, Any]) -> list[tuple[str, str]]:
     return [(at, one) for at, one in own.items() if isinstance(one, str) and one]
 
 
-def _check_required(field: str, place: str, part: dict[str, Any]) -> None:
-    """Refuse draft 3's `required: true` in a property: llguidance would ignore it."""
+def _required_faults(place: str, part: dict[str, Any]) -> Iterator[Fault]:
+    """Draft 3's `required: true` in a property: llguidance would ignore it."""
     properties = part.get("properties")
     for name, one in properties.items() if isinstance(properties, dict) else ():
         if isinstance(one, dict) and one.get("required") is True:
-            at = f"{place}/properties/{escaped(name)}/required"
-            raise SchemaError(
-                f"structured_outputs.{field} at {at!r}: true has no effect: list the property's "
-                "name in `required` of its object",
-                at,
+            yield (
+                f"{place}/properties/{escaped(name)}/required",
+                ": true has no effect: list the property's name in `required` of its object",
             )
 
 
-def _check_min_properties(field: str, place: str, part: dict[str, Any]) -> None:
-    """Refuse minProperties with free names: a name may come twice, and counts once for a reader."""
+def _min_properties_faults(place: str, part: dict[str, Any]) -> Iterator[Fault]:
+    """Counts of properties with free names: a name may come twice, and counts once for a reader."""
     least, required = part.get("minProperties"), part.get("required")
     num_required = len(required) if isinstance(required, list) else 0
     if not isinstance(least, (int, float)) or least <= max(1, num_required):
         return
     if part.get("additionalProperties", True) is not False or "patternProperties" in part:
-        raise SchemaError(
-            f"structured_outputs.{field} at '{place}/minProperties': {least} cannot be enforced "
-            "where names are free, because one may occur twice: list required names, or set "
-            "additionalProperties to false",
+        yield (
             f"{place}/minProperties",
+            f": {least} cannot be enforced where names are free, because one may occur twice: list "
+            "required names, or set additionalProperties to false",
         )
 
 
-def _check_multiples(field: str, multiples: list[tuple[str, Decimal]], is_merged: bool) -> None:
-    """Check each multipleOf alone, and all together if parts of the schema may apply to one
-    value.
-    """
+def _multiple_faults(multiples: list[tuple[str, Decimal]], is_merged: bool) -> Iterator[Fault]:
+    """Check each multipleOf alone, and all together if parts may apply to one value."""
     digits = max((_num_decimals(value) for _, value in multiples), default=0)
     common = 1
     for place, value in multiples:
@@ -388,11 +386,11 @@ def _check_multiples(field: str, multiples: list[tuple[str, Decimal]], is_merged
         except (InvalidOperation, OverflowError):
             own = MAX_MULTIPLE + 1
         if max(own, common) > MAX_MULTIPLE:
-            raise SchemaError(
-                f"structured_outputs.{field} at {place!r}: multipleOf={value} is too large, alone "
-                "or with the others: without their decimal points, it and the common multiple of "
-                f"all may be at most {MAX_MULTIPLE}; leave it out",
+            yield (
                 place,
+                f": multipleOf={value} is too large, alone or with the others: without their "
+                f"decimal points, it and the common multiple of all may be at most {MAX_MULTIPLE}; "
+                "leave it out",
             )
 
 

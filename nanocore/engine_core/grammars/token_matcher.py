@@ -6,9 +6,10 @@ It never raises for what a grammar does: it fails, once, with a text for the cli
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,24 +25,34 @@ MASK_CREDIT_MS: Final = 50.0
 """CPU time beyond that for all masks of a sample together, so that noise does not decide."""
 
 
+class CompiledGrammar(msgspec.Struct, eq=False):
+    """Implements `Grammar`: the start of every sample of a request. Any thread may use it.
+
+    beginning: is only copied. num_bytes: about what it takes. not_held: see `Grammar`.
+    on_too_slow: called with the reason when a matcher of it took too long.
+    """
+
+    vocabulary: TokenTable
+    beginning: llguidance.LLMatcher
+    first_words_W: NDArray[np.int32]
+    num_bytes: int
+    not_held: Sequence[str] = ()
+    on_too_slow: Callable[[str], None] = lambda reason: None
+
+    def matcher(self) -> TokenMatcher:
+        return TokenMatcher(self)
+
+
 class TokenMatcher:
     """Implements `Matcher` for one sample.
 
     llguidance's matcher is copied when the first token is there: the first mask is the grammar's.
     """
 
-    def __init__(
-        self,
-        vocabulary: TokenTable,
-        beginning: llguidance.LLMatcher,
-        first_words_W: NDArray[np.int32],
-        too_slow: Callable[[str], None],
-    ) -> None:
+    def __init__(self, grammar: CompiledGrammar) -> None:
         self.failure: str | None = None
-        self._vocabulary = vocabulary
-        self._beginning = beginning
-        self._first_words_W = first_words_W
-        self._too_slow = too_slow
+        self._grammar = grammar
+        self._vocabulary = grammar.vocabulary
         self._matcher: llguidance.LLMatcher | None = None
         self._noted: list[int] = []
         self._is_ended = False
@@ -62,7 +73,7 @@ class TokenMatcher:
 
     def _fill(self, words_W: NDArray[np.int32]) -> None:
         if not self._noted and self._matcher is None:
-            words_W[:] = self._first_words_W
+            words_W[:] = self._grammar.first_words_W
             return
         matcher = self.take_in()
         if self.failure is not None:
@@ -76,7 +87,7 @@ class TokenMatcher:
     def take_in(self) -> llguidance.LLMatcher:
         """Consume the noted tokens, however long it takes; return llguidance's matcher."""
         if self._matcher is None:
-            self._matcher = self._beginning.deep_copy()
+            self._matcher = self._grammar.beginning.deep_copy()
         tokens, self._noted = self._noted, []
         self._consume(self._matcher, tokens)
         return self._matcher
@@ -84,15 +95,14 @@ class TokenMatcher:
     def _consume(self, matcher: llguidance.LLMatcher, tokens: list[int]) -> None:
         """Consume tokens. After an EOS only EOS may follow, which llguidance need not know."""
         for token in tokens:
-            if self._is_ended:
-                if token not in self._vocabulary.eos_token_ids:
-                    self.failure = _refused(token)
-                    return
-            elif token in self._vocabulary.eos_token_ids:
-                if not matcher.is_stopped() and not matcher.consume_token(token):
+            if token in self._vocabulary.eos_token_ids:
+                if not (self._is_ended or matcher.is_stopped() or matcher.consume_token(token)):
                     self.failure = _refused(token)
                     return
                 self._is_ended = True
+            elif self._is_ended:
+                self.failure = _refused(token)
+                return
             elif not matcher.consume_token(token):
                 self.failure = _failure(matcher, token)
                 return
@@ -105,7 +115,7 @@ class TokenMatcher:
                 f"{cost_ms:.0f} ms, and {MASK_MS:.0f} ms are allowed in the long run; make it "
                 "simpler"
             )
-            self._too_slow(self.failure)
+            self._grammar.on_too_slow(self.failure)
 
 
 def write_mask(

@@ -76,13 +76,8 @@ class TokenTable:
         self.eos_token_ids: Final = frozenset(tokenizer.eos_tokens)
         self.all_words: Final = self._words(range(vocab_size))
         self.eos_words: Final = self._words(self.eos_token_ids)
-        self.special_words: Final = self._words(
-            [
-                token
-                for token in range(min(vocab_size, tokenizer.vocab_size))
-                if tokenizer.is_special_token(token)
-            ]
-        )
+        known = range(min(vocab_size, tokenizer.vocab_size))
+        self.special_words: Final = self._words([*filter(tokenizer.is_special_token, known)])
 
     @classmethod
     def load(cls, source: VocabularySource) -> TokenTable:

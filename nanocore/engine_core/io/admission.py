@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.grammars.matcher import Grammar, GrammarSource
 from nanocore.engine_core.io.limits import QueueLimit, held_bytes
-from nanocore.engine_core.requests.ends import end_by_stop
+from nanocore.engine_core.requests.readiness import GRAMMAR
 from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
-from nanocore.kv_cache import KeyChain
+from nanocore.kv_cache import Capacity, KeyChain
 from nanocore.protocol.errors import (
     ContextLengthError,
     EngineOverloadedError,
@@ -29,89 +29,8 @@ from nanocore.protocol.errors import (
     counted,
 )
 from nanocore.protocol.fields import MAX_EXACT_INT, check_limits
-from nanocore.protocol.messages import Event, ModelCard, Submit
+from nanocore.protocol.messages import ModelCard, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
-
-
-class SamplingCheck:
-    """Checks sampling parameters against the model and the engine, beyond their ranges.
-
-    max_logprobs: limit per token; -1: no limit.
-    """
-
-    def __init__(self, model: ModelCard, max_logprobs: int) -> None:
-        self._vocab_size = model.vocab_size
-        self._max_logprobs = max_logprobs
-
-    def check(self, sampling: EngineSamplingParams, eos_token_ids: Sequence[int]) -> None:
-        """Check token ids, logprobs, and that every step has a token left to choose.
-
-        eos_token_ids: those that end this request.
-
-        Raises:
-            InvalidRequestError: the first that is wrong.
-        """
-        allowed, bad_words = sampling.allowed_token_ids, sampling.bad_words_token_ids
-        self._check_ids("stop_token_ids", sampling.stop_token_ids)
-        self._check_ids("allowed_token_ids", allowed or ())
-        self._check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
-        for i, words in enumerate(bad_words):
-            self._check_ids(f"bad_words_token_ids[{i}]", words)
-        if sampling.logprobs is not None:
-            self._check_logprobs("logprobs", sampling.logprobs)
-        if sampling.prompt_logprobs is not None:
-            self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
-        if allowed is not None or sampling.min_tokens or bad_words:
-            self._check_choice(sampling, eos_token_ids)
-
-    def no_token_id(self, place: str, token_id: int, hint: str = "") -> InvalidRequestError:
-        """Error for an invalid token id. place: field and index."""
-        return InvalidRequestError(
-            f"{place}={token_id} is not a token id of this model: valid ids are "
-            f"0 to {self._vocab_size - 1}{hint}"
-        )
-
-    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
-        if ids and not 0 <= min(ids) <= max(ids) < self._vocab_size:
-            for i, token_id in enumerate(ids):
-                if not 0 <= token_id < self._vocab_size:
-                    raise self.no_token_id(f"{name}[{i}]", token_id)
-
-    def _check_logprobs(self, name: str, asked: int) -> None:
-        limit, vocab_size = self._max_logprobs, self._vocab_size
-        if asked == -1 and (limit == -1 or limit >= vocab_size):
-            return
-        if asked == -1:
-            asked = vocab_size
-            name = f"{name}=-1, all {vocab_size} tokens of the vocabulary,"
-        else:
-            name = f"{name}={asked}"
-        if limit != -1 and asked > limit:
-            raise InvalidRequestError(
-                f"{name} is out of range: this engine gives at most {limit}; ask for fewer, or "
-                "start it with a higher --max-logprobs (-1: no limit)"
-            )
-        if asked > vocab_size:
-            raise InvalidRequestError(
-                f"{name} is out of range: the vocabulary has {vocab_size} tokens; -1 is for all"
-            )
-
-    def _check_choice(self, sampling: EngineSamplingParams, eos_token_ids: Sequence[int]) -> None:
-        allowed = sampling.allowed_token_ids
-        forbidden = {words[0] for words in sampling.bad_words_token_ids if len(words) == 1}
-        if sampling.min_tokens:
-            forbidden.update(eos_token_ids, sampling.stop_token_ids)
-        if allowed is None:
-            num_forbidden = sum(token_id < self._vocab_size for token_id in forbidden)
-            num_left, what = self._vocab_size - num_forbidden, "the vocabulary"
-        else:
-            num_left, what = len(set(allowed) - forbidden), "allowed_token_ids"
-        if num_left == 0:
-            ends = f", or an end before min_tokens={sampling.min_tokens}"
-            raise InvalidRequestError(
-                f"no token is left to choose: each of {what} is a bad word"
-                f"{ends if sampling.min_tokens else ''}; allow more tokens"
-            )
 
 
 def longest(max_model_len: int, max_tokens: int | None) -> int:
@@ -171,24 +90,18 @@ def check_outputs(
         )
 
 
-def end_by_outputs(request: Request) -> Event | None:
-    """Return the end of a request whose resumed outputs have completed it, or None."""
-    assert request.token_ids is not None
-    if not request.num_resumed_tokens:
-        return None
-    last = int(request.token_ids[-1])
-    stop = end_by_stop(request, last, request.num_resumed_tokens)
-    if stop is None and request.num_tokens == request.max_num_tokens:
-        return Event(handle=request.handle, finish_reason="length")
-    return stop
-
-
 MAX_HANDLE: Final = 2**32 - 1
+_HOLD_IDS: Final = (
+    f"hold one or more int32 values, little-endian, of {TOKEN_DTYPE.itemsize} bytes each"
+)
+_SEED_BITS: Final = MAX_EXACT_INT.bit_length()
 
 
 class Admission:
-    """Validates SUBMITs and builds requests of them. grammars: known grammars of structured
-    outputs.
+    """Validates SUBMITs and builds requests of them.
+
+    grammars: known grammars of structured outputs. capacity: of the KV cache; None if
+    all layers keep every token.
     """
 
     def __init__(
@@ -197,23 +110,25 @@ class Admission:
         config: EngineConfig,
         queue_limit: QueueLimit,
         grammars: GrammarSource,
+        capacity: Capacity | None = None,
     ) -> None:
         self._model = model
+        self._capacity = capacity or Capacity(model.num_blocks, model.block_size)
+        self._most_tokens = self._capacity.most_tokens
         self._seeds = random.Random(config.seed)
         self._policy = config.scheduling_policy
         self._cached = config.enable_prefix_caching
         self._salted = config.salt_prefix_cache_by_session
         self._queue_limit = queue_limit
         self._grammars = grammars
-        self._check = SamplingCheck(model, config.max_logprobs)
+        self._max_logprobs = config.max_logprobs
 
     def build(self, submit: Submit, handle: int, client: int, is_only: bool = False) -> Request:
         """Validate a SUBMIT and build its request, block keys included.
 
-        Of sibling samples it returns the first, which holds the others back; their handles follow
-        on its own. A request that `awaits_grammar` cannot run before its grammar is compiled.
-        Resumed outputs may have ended it: see `end_by_outputs`. is_only: its session has no other
-        request.
+        Of sibling samples it returns the first, whose handle the others' follow. It may have to
+        wait for its grammar. Resumed outputs may have ended it: see `end_by_outputs`. is_only: its
+        session has no other request.
 
         Raises:
             ContextLengthError: prompt, outputs and max_tokens exceed the model or the KV cache.
@@ -230,7 +145,7 @@ class Admission:
         outputs = self._token_ids("output_token_ids", submit.output_token_ids)
         sampling = submit.sampling or self._model.default_sampling
         eos_token_ids = () if sampling.ignore_eos else tuple(self._model.eos_token_ids)
-        self._check.check(sampling, eos_token_ids)
+        self._check_sampling(sampling, eos_token_ids)
         if sampling.prompt_logprobs == -1:  # by the number a step's share of them is computed
             sampling = replace(sampling, prompt_logprobs=self._model.vocab_size)
         check_outputs(outputs, sampling, eos_token_ids, len(prompt), self._model.max_model_len)
@@ -254,7 +169,7 @@ class Admission:
             token_ids=np.concatenate((prompt, outputs)) if len(outputs) else prompt,
             max_num_tokens=max_num_tokens,
             sampling=sampling,
-            seed=self._draw_seed() if sampling.seed is None else sampling.seed,
+            seed=self._seeds.getrandbits(_SEED_BITS) if sampling.seed is None else sampling.seed,
             eos_token_ids=eos_token_ids,
             key_chain=key_chain,
             priority=submit.priority,
@@ -265,10 +180,69 @@ class Admission:
             request.add_siblings(sampling.n - 1)
         if grammar is not None and not len(outputs):  # else it is to follow them first
             request.follow(grammar)
+        elif sampling.structured_outputs is not None:
+            request.wait_for(GRAMMAR)
         return request
 
-    def _draw_seed(self) -> int:
-        return self._seeds.getrandbits(MAX_EXACT_INT.bit_length())
+    def _check_sampling(self, sampling: EngineSamplingParams, eos_token_ids: Sequence[int]) -> None:
+        """Check token ids, logprobs, and that every step has a token left to choose."""
+        allowed, bad_words = sampling.allowed_token_ids, sampling.bad_words_token_ids
+        self._check_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_ids("allowed_token_ids", allowed or ())
+        self._check_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
+        for i, words in enumerate(bad_words):
+            self._check_ids(f"bad_words_token_ids[{i}]", words)
+        if sampling.logprobs is not None:
+            self._check_logprobs("logprobs", sampling.logprobs)
+        if sampling.prompt_logprobs is not None:
+            self._check_logprobs("prompt_logprobs", sampling.prompt_logprobs)
+        if allowed is not None or sampling.min_tokens or bad_words:
+            self._check_choice(sampling, eos_token_ids)
+
+    def _no_token_id(self, place: str, token_id: int, hint: str = "") -> InvalidRequestError:
+        """Error for an invalid token id. place: field and index."""
+        return InvalidRequestError(
+            f"{place}={token_id} is not a token id of this model: valid ids are "
+            f"0 to {self._model.vocab_size - 1}{hint}"
+        )
+
+    def _check_ids(self, name: str, ids: Sequence[int]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self._model.vocab_size:
+            for i, token_id in enumerate(ids):
+                if not 0 <= token_id < self._model.vocab_size:
+                    raise self._no_token_id(f"{name}[{i}]", token_id)
+
+    def _check_logprobs(self, name: str, asked: int) -> None:
+        limit, vocab_size = self._max_logprobs, self._model.vocab_size
+        name = f"{name}={asked}"
+        if asked == -1:
+            asked, name = vocab_size, f"{name}, all {vocab_size} tokens of the vocabulary,"
+        if limit != -1 and asked > limit:
+            raise InvalidRequestError(
+                f"{name} is out of range: this engine gives at most {limit}; ask for fewer, or "
+                "start it with a higher --max-logprobs (-1: no limit)"
+            )
+        if asked > vocab_size:
+            raise InvalidRequestError(
+                f"{name} is out of range: the vocabulary has {vocab_size} tokens; -1 is for all"
+            )
+
+    def _check_choice(self, sampling: EngineSamplingParams, eos_token_ids: Sequence[int]) -> None:
+        allowed = sampling.allowed_token_ids
+        forbidden = {words[0] for words in sampling.bad_words_token_ids if len(words) == 1}
+        if sampling.min_tokens:
+            forbidden.update(eos_token_ids, sampling.stop_token_ids)
+        if allowed is None:
+            num_forbidden = sum(token_id < self._model.vocab_size for token_id in forbidden)
+            num_left, what = self._model.vocab_size - num_forbidden, "the vocabulary"
+        else:
+            num_left, what = len(set(allowed) - forbidden), "allowed_token_ids"
+        if num_left == 0:
+            ends = f", or an end before min_tokens={sampling.min_tokens}"
+            raise InvalidRequestError(
+                f"no token is left to choose: each of {what} is a bad word"
+                f"{ends if sampling.min_tokens else ''}; allow more tokens"
+            )
 
     def _find_grammar(self, sampling: EngineSamplingParams, client: int) -> Grammar | None:
         """Return the request's grammar; None if it has none, or it is not compiled yet."""
@@ -290,24 +264,20 @@ class Admission:
     def _prompt(self, column: bytes) -> np.ndarray:
         if not column:
             raise InvalidRequestError(
-                "the prompt is empty: prompt_token_ids has 0 bytes, and must hold one or more "
-                f"int32 values, little-endian, of {TOKEN_DTYPE.itemsize} bytes each"
+                f"the prompt is empty: prompt_token_ids has 0 bytes, and must {_HOLD_IDS}"
             )
         return self._token_ids("prompt_token_ids", column)
 
     def _token_ids(self, field: str, column: bytes) -> np.ndarray:
         if len(column) % TOKEN_DTYPE.itemsize:
-            raise InvalidRequestError(
-                f"{field} has {len(column)} bytes: it must hold one or more int32 values, "
-                f"little-endian, of {TOKEN_DTYPE.itemsize} bytes each"
-            )
+            raise InvalidRequestError(f"{field} has {len(column)} bytes: it must {_HOLD_IDS}")
         token_ids = np.frombuffer(column, TOKEN_DTYPE)
         if len(token_ids) and not self._are_ids(token_ids):
             bad = int(((token_ids < 0) | (token_ids >= self._model.vocab_size)).argmax())
             swapped = self._are_ids(token_ids.byteswap())
             hint = "; its bytes are in big-endian order" if swapped else ""
             place = f"{field}[{bad}]"
-            raise self._check.no_token_id(place, int(token_ids[bad]), hint)
+            raise self._no_token_id(place, int(token_ids[bad]), hint)
         return token_ids
 
     def _are_ids(self, token_ids: np.ndarray) -> bool:
@@ -337,11 +307,11 @@ class Admission:
                 "or start the engine with a larger --max-model-len"
             )
         total = max_model_len if max_tokens is None else num_prompt + max_tokens
-        capacity = self._model.num_blocks * self._model.block_size
-        if total - 1 > capacity:  # the last token is delivered, its KV is never needed
+        most = self._most_tokens
+        if total - 1 > most:  # the last token is delivered, its KV is never needed
             raise ContextLengthError(
-                f"the request may reach {total} tokens (the prompt has {num_prompt}, {asked}), but "
-                f"the whole KV cache holds {capacity}: lower max_tokens, or start the engine with "
-                "more KV memory (--kv-cache-memory-bytes)"
+                f"the request may reach {total} tokens (the prompt has {num_prompt}, {asked})"
+                f"{self._capacity.described(total)}, but the whole KV cache holds {most}: lower "
+                "max_tokens, or start the engine with more KV memory (--kv-cache-memory-bytes)"
             )
         return total

@@ -7,35 +7,32 @@ its session, and ends with it at the latest.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Final, get_args
 
 from nanocore.engine_core.io.served_files import ServedFiles
 from nanocore.engine_core.io.session import Session
+from nanocore.engine_core.log.metrics import EngineMetrics, IoCounts
 from nanocore.engine_core.mailbox import ControlCall, Inbox
-from nanocore.engine_core.metrics.collector import EngineMetrics, IoCounts
 from nanocore.protocol.errors import shorten
 from nanocore.protocol.messages import ADMIN_OPERATIONS, Control, ControlOperation, Reply
-
-logger = logging.getLogger(__name__)
-
 
 MAX_CALLS: Final = 64  # of one session, that wait for the step loop
 
 
-def may_ask(session: Session, operation: str) -> bool:
-    """Whether the session's role allows the operation."""
-    return session.is_admin or operation not in ADMIN_OPERATIONS
-
-
-def not_permitted(control: Control) -> Reply:
-    """Reply to an operation that the session's role does not allow."""
-    text = (
+def not_permitted(session: Session, control: Control) -> Reply | None:
+    """Return the reply to an operation that the session's role does not allow, or None."""
+    if session.is_admin or control.operation not in ADMIN_OPERATIONS:
+        return None
+    return _refusal(
+        control,
         f"{control.operation} concerns all clients, and this session's key has the role user: "
-        "ask an administrator, or have the key put into the engine's folder admins"
+        "ask an administrator, or have the key put into the engine's folder admins",
     )
-    return Reply(call_id=control.call_id, ok=False, message=text)
+
+
+def _refusal(control: Control, message: str) -> Reply:
+    return Reply(call_id=control.call_id, ok=False, message=message)
 
 
 class ControlHandler:
@@ -52,16 +49,12 @@ class ControlHandler:
     def handle(
         self, session: Session, control: Control, counts: Callable[[], IoCounts]
     ) -> Reply | None:
-        """Return the reply, or None if the step loop will reply. counts: reads the io thread's
-        counts.
-        """
+        """Return the reply, or None if the step loop will. counts: reads the io thread's."""
         match control.operation:
             case "stats" | "reset_prefix_cache" | "pause" | "resume" as operation:
                 if session.num_calls == MAX_CALLS:
-                    return self._refusal(
-                        control,
-                        f"{MAX_CALLS} calls of this session are under way: wait for a REPLY",
-                    )
+                    text = f"{MAX_CALLS} calls of this session are under way: wait for a REPLY"
+                    return _refusal(control, text)
                 session.num_calls += 1
                 if operation in ("pause", "resume"):
                     session.has_paused = operation == "pause"
@@ -77,7 +70,7 @@ class ControlHandler:
             case _:
                 names = ", ".join(get_args(ControlOperation))
                 text = f"operation {shorten(control.operation)!r} is not one of {names}"
-                return self._refusal(control, text)
+                return _refusal(control, text)
 
     def answered(self, session: Session) -> None:
         """Note that the step loop has replied to one of the session's calls."""
@@ -97,7 +90,4 @@ class ControlHandler:
             text = f"read_file needs the name of a file; this model has {names}"
         else:
             text = f"file {shorten(control.file)!r} is not served; this model has {names}"
-        return self._refusal(control, text)
-
-    def _refusal(self, control: Control, message: str) -> Reply:
-        return Reply(call_id=control.call_id, ok=False, message=message)
+        return _refusal(control, text)

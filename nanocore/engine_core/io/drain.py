@@ -16,7 +16,7 @@ from typing import Final
 from nanocore.engine_core.io.session import Session, SessionTable
 from nanocore.engine_core.mailbox import Inbox, Shutdown
 from nanocore.protocol.codec import returned_id
-from nanocore.protocol.errors import ErrorCode, counted
+from nanocore.protocol.errors import counted
 from nanocore.protocol.messages import Control, Draining, Error, Message, Reply, Submit
 
 logger = logging.getLogger(__name__)
@@ -48,22 +48,18 @@ class Drain:
         self._cause = ""
         self._deadline_s = math.inf
         self._is_over = False
-
-    @property
-    def next_look_s(self) -> float:
+        self.next_look_s = math.inf
         """Latest time of the next call of `go_on`."""
-        return math.inf if self._is_over else self._deadline_s
 
     def begin(self, cause: str, now_s: float) -> None:
-        """Refuse new requests, and end the engine when open ones have finished. Later calls do
-        nothing.
+        """Refuse new requests, and end the engine when open ones have finished. Idempotent.
 
         cause: what requests that are cut are told, a signal's name, say.
         """
         if self.is_on:
             return
         self.is_on, self._cause = True, cause
-        self._deadline_s = now_s + self._timeout_s
+        self._deadline_s = self.next_look_s = now_s + self._timeout_s
         self.go_on(now_s)
         if self._is_over:
             return
@@ -90,7 +86,7 @@ class Drain:
                 reason += f": not done within {self._timeout_s:g} s (--shutdown-timeout)"
         elif num:
             reason += ": the engine is paused, so this request could not come to its end"
-        self._is_over = True
+        self._is_over, self.next_look_s = True, math.inf
         if num:
             logger.info("the drain ends and aborts %s: %s", counted(num, "request"), reason)
         else:
@@ -120,9 +116,8 @@ class Drain:
         return True
 
     def _refusal(self, request_id: str, now_s: float) -> Error:
-        code: ErrorCode = "draining"
         return Error(
-            code=code,
+            code="draining",
             message=f"this engine is about to end ({self._cause}) and takes no new requests: send "
             "it to another engine, or to the next one at this endpoint",
             request_id=returned_id(request_id),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from nanocore.engine_core.io.limits import ClientLimit, DrainRate, QueueLimit
+from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.io.limits import DrainRate
 from nanocore.protocol.messages import (
     PROTOCOL_VERSION,
     Capability,
@@ -33,31 +34,27 @@ def max_silent_checks(session_timeout_ms: int) -> int:
 
 
 class HandshakeHandler:
-    """Answers HELLO with WELCOME or REFUSED. Belongs to the io thread. instance: identifies the
-    engine.
-    """
+    """Answers HELLO with WELCOME or REFUSED, in the io thread. instance: identifies the engine."""
 
     def __init__(
         self,
         model: ModelCard,
+        config: EngineConfig,
         capabilities: list[Capability],
-        max_num_seqs: int,
-        client_limit: ClientLimit,
-        queue_limit: QueueLimit,
+        max_num_clients: int,
         instance: str,
-        max_logprobs: int,
     ) -> None:
         self._model = model
         self._limits = Limits(
             max_frame_bytes=MAX_FRAME_BYTES,
-            max_num_seqs=max_num_seqs,
-            max_num_queued_reqs=queue_limit.max_num_queued_reqs,
-            max_num_queued_tokens=queue_limit.max_num_queued_tokens,
-            max_num_queued_bytes=queue_limit.max_num_queued_bytes,
+            max_num_seqs=config.sizes.max_num_seqs,
+            max_num_queued_reqs=config.max_num_queued_reqs,
+            max_num_queued_tokens=config.max_num_queued_tokens,
+            max_num_queued_bytes=config.max_num_queued_bytes,
             ping_interval_ms=int(PING_INTERVAL_S * 1e3),
             session_timeout_ms=int(SESSION_TIMEOUT_S * 1e3),
-            max_num_clients=client_limit.max_num_clients,
-            max_logprobs=max_logprobs,
+            max_num_clients=max_num_clients,
+            max_logprobs=config.max_logprobs,
         )
         self._capabilities: list[str] = [*capabilities]
         self._instance = instance

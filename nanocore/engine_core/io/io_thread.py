@@ -16,9 +16,9 @@ from typing import Final
 
 from nanocore.engine_core.io.handshake_handler import PING_INTERVAL_S, SESSION_TIMEOUT_S
 from nanocore.engine_core.io.message_handler import MessageHandler
+from nanocore.engine_core.log.trace import StepTrace
 from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.scheduling.outputs import ClientOutput
-from nanocore.engine_core.step_trace import StepTrace
 from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sockets.engine_socket import EngineSocket
 
@@ -40,8 +40,7 @@ def stats_line(before: Stats, now: Stats, passed_s: float) -> str:
 
 
 class StatsLog:
-    """Logs throughput and load every ten seconds, in vLLM's words; an idle engine logs one line,
-    then none.
+    """Logs throughput and load every ten seconds, in vLLM's words; when idle, one line more.
 
     read: reads the counters; the step loop is not asked. Times are of one monotonic clock.
     """
@@ -77,8 +76,7 @@ class ReceiveThrottle:
 
     Steps run in the same process and need its interpreter. A flood of messages would leave them
     little of it, so a flood gets half of the time at most; the rest waits in its sender's socket.
-    Turns are measured in CPU time: a thread that waited for a core or the interpreter took nothing
-    from the steps.
+    Turns are measured in CPU time: waiting for a core or the interpreter costs the steps nothing.
 
     clock: monotonic, in seconds. cpu_clock: CPU seconds of this thread.
     """
@@ -160,14 +158,14 @@ class IoThread(threading.Thread):
         next_check_s = self._clock() + PING_INTERVAL_S
         farewell = None
         while farewell is None:
-            self._wait(min(next_check_s, self._handler.next_deadline_s))
+            self._wait(min(next_check_s, self._handler.requests.deadlines.next_s))
             farewell = self._deliver()
             self._receive_batch()
             for routing_id in self._socket.take_gone():
                 self._handler.peer_gone(routing_id)
             now_s = self._clock()
             self._handler.flush(now_s)
-            self._handler.end_overdue(now_s)
+            self._handler.requests.end_overdue(now_s)
             if now_s >= next_check_s:
                 next_check_s = now_s + PING_INTERVAL_S
                 self._handler.check_sessions(now_s)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Final
 
@@ -103,11 +104,6 @@ class KVEventPublisher(threading.Thread):
             self._socket.watch(self._wake_up)
             self._sockets = stack.pop_all()
 
-    @property
-    def num_malformed_requests(self) -> int:
-        """Messages to the replay endpoint that were no requests."""
-        return self._replays.num_malformed if self._replays else 0
-
     def publish(self, batch: events.KVEventBatch) -> None:
         """Queue a batch; never waits. For the step loop; after the end it does nothing."""
         if self._ended:
@@ -145,7 +141,7 @@ class KVEventPublisher(threading.Thread):
             "kv events: %d batches published, %d dropped, %d malformed replay requests",
             self.num_published,
             self.num_dropped,
-            self.num_malformed_requests,
+            self._replays.num_malformed if self._replays else 0,
         )
 
     def run(self) -> None:
@@ -204,9 +200,10 @@ def _wire_event(
                 medium=medium,
                 lora_name=None,
                 extra_keys=_wire_extra_keys(event),
+                group_idx=event.group,
             )
-        case events.BlockRemoved():
-            return wire.BlockRemoved([_wire_hash(digest) for digest in event.block_hashes], medium)
+        case events.BlockRemoved(block_hashes, group):
+            return wire.BlockRemoved([_wire_hash(digest) for digest in block_hashes], medium, group)
         case events.AllBlocksCleared():
             return wire.AllBlocksCleared()
 
@@ -224,9 +221,7 @@ def _wire_extra_keys(event: events.BlockStored) -> list[list[str] | None] | None
 
 
 class ReplayRing:
-    """The latest payloads by sequence number; the oldest are dropped when either limit is
-    exceeded.
-    """
+    """The latest payloads by sequence number; above either limit the oldest are dropped."""
 
     def __init__(
         self, max_batches: int = MAX_RING_BATCHES, max_bytes: int = MAX_RING_BYTES
@@ -248,16 +243,10 @@ class ReplayRing:
             self._num_bytes -= len(self._entries.popleft()[1])
 
     def between(self, start: int, end: int, limit: int) -> list[tuple[int, bytes]]:
-        """Return (sequence number, payload) of at most `limit` batches from `start` up to `end` -
-        1.
-        """
-        first = bisect_left(self._entries, start, key=_sequence_of)
-        last = bisect_left(self._entries, end, key=_sequence_of)
+        """Return (sequence number, payload) of `limit` batches or fewer, from start to end - 1."""
+        first = bisect_left(self._entries, start, key=itemgetter(0))
+        last = bisect_left(self._entries, end, key=itemgetter(0))
         return list(islice(self._entries, first, min(last, first + limit)))
-
-
-def _sequence_of(entry: tuple[int, bytes]) -> int:
-    return entry[0]
 
 
 class _Replay(msgspec.Struct):
@@ -329,8 +318,8 @@ class ReplayServer:
         return self._socket.send(routing_id, replay_end_frames())
 
 
-class PublisherSocket:
-    """The PUB socket: an IpcRouter whose peers subscribe. Belongs to one thread.
+class PublisherSocket(IpcRouter):
+    """The PUB socket: its peers subscribe. Belongs to one thread.
 
     A subscription is a message of one frame: 1, or 0 to end it, and a prefix of topics.
 
@@ -339,29 +328,25 @@ class PublisherSocket:
     """
 
     def __init__(self, path: Path) -> None:
-        self.router = IpcRouter(path, PUB, SUBSCRIBER_HIGH_WATER_MARK)
-        self.router.limit(MAX_OBSERVERS, math.inf)
+        super().__init__(path, PUB, SUBSCRIBER_HIGH_WATER_MARK)
+        self.limit(MAX_OBSERVERS, math.inf)
         self._topics: dict[bytes, set[bytes]] = {}
-
-    def watch(self, fd: int) -> None:
-        """Let `wait` return when this descriptor becomes readable, too."""
-        self.router.watch(fd)
 
     def wait(self, timeout_ms: int) -> set[int]:
         """Sleep until a watched descriptor is ready; take in subscriptions. -1: no limit."""
-        ready = self.router.wait(timeout_ms)
+        ready = super().wait(timeout_ms)
         for _ in range(MAX_SUBSCRIPTIONS):
-            if (received := self.router.receive()) is None:
+            if (received := self.receive()) is None:
                 break
             routing_id, frames = received
-            self.router.admit(routing_id)
+            self.admit(routing_id)
             topics = self._topics.setdefault(routing_id, set())
             action, topic = frames[0][:1], frames[0][1:]
             if action == b"\0":
                 topics.discard(topic)
             elif len(topics) < MAX_SUBSCRIPTIONS and len(topic) <= MAX_TOPIC_BYTES:
                 topics.add(topic)
-        for routing_id in self.router.take_gone():
+        for routing_id in self.take_gone():
             self._topics.pop(routing_id, None)
         return ready
 
@@ -369,9 +354,5 @@ class PublisherSocket:
         """Queue a message for subscribers of its topic; those at the high-water mark miss it."""
         for routing_id, topics in list(self._topics.items()):
             if any(frames[0].startswith(topic) for topic in topics):
-                if self.router.send(routing_id, frames) is SendResult.GONE:
+                if self.send(routing_id, frames) is SendResult.GONE:
                     del self._topics[routing_id]
-
-    def close(self) -> None:
-        """Send what is queued, for at most a second, and close. Idempotent."""
-        self.router.close()

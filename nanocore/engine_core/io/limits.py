@@ -13,11 +13,12 @@ import resource
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from operator import sub
 from typing import Final, TypeAlias
 
 import msgspec
 
-from nanocore.engine_core.requests.step_log import SchedulerCounters
+from nanocore.engine_core.log.event_log import SchedulerCounters
 from nanocore.protocol.errors import ConfigError, EngineOverloadedError
 from nanocore.protocol.messages import Submit
 from nanocore.protocol.sampling import EngineSamplingParams
@@ -74,8 +75,7 @@ MAX_UNKNOWN_RETRY_S: Final = 5.0
 
 
 class DrainRate:
-    """Drain rates of quantities, as an exponential mean over `HORIZON_S` of the times with
-    something left.
+    """Drain rates of quantities: exponential means over `HORIZON_S` of times with something left.
 
     Totals are read whenever a request or session asks to enter, so it needs no thread and no timer.
     An interval ends when something drained, not when that is seen: who was told to come back later
@@ -189,17 +189,12 @@ class QueueLimit:
         self.max_num_queued_reqs = max_num_queued_reqs
         self.max_num_queued_tokens = max_num_queued_tokens
         self.max_num_queued_bytes = max_num_queued_bytes
-        self.rejections = {
-            "max_num_queued_reqs": 0,
-            "max_num_queued_tokens": 0,
-            "max_num_queued_bytes": 0,
-        }
+        limits = "max_num_queued_reqs", "max_num_queued_tokens", "max_num_queued_bytes"
+        self.rejections = dict.fromkeys(limits, 0)
         """Requests that were refused, by the limit."""
         self._counters = counters
         self._clock = clock
-        self._num_reqs = 0
-        self._num_tokens = 0
-        self._num_bytes = 0
+        self._entered: _Quantities = (0, 0, 0)
         self._outflow = DrainRate(3)
         self._sent_away: OrderedDict[int, float] = OrderedDict()  # sessions, and until when
 
@@ -222,15 +217,14 @@ class QueueLimit:
         """
         gone = self._counters
         totals = gone.dequeued_reqs, gone.dequeued_tokens, gone.dequeued_bytes
-        reqs, tokens, held = self._num_reqs, self._num_tokens, self._num_bytes
         # Read after the totals: see `count_dequeued`.
         num_free_rows = 0 if gone.is_paused else gone.num_free_rows
-        waiting = reqs - totals[0], tokens - totals[1], held - totals[2]
+        reqs, tokens, held = map(sub, self._entered, totals)
         now_s = self._clock()
         # What takes a free row leaves at once, which says nothing of how long others wait.
-        is_empty = not waiting[0] or num_free_rows > 0
+        is_empty = not reqs or num_free_rows > 0
         self._outflow.observe(now_s, totals, is_empty, gone.dequeued_s)
-        waiting = max(waiting[0] - num_free_rows, 0), *waiting[1:]
+        waiting = max(reqs - num_free_rows, 0), tokens, held
         more = num_samples, num_tokens, num_bytes
         found = self._problem(waiting, more, may_exceed=is_only and num_samples == 1)
         if found is not None:
@@ -241,22 +235,16 @@ class QueueLimit:
                 f"the engine is overloaded: {problem}; try again in {retry_s:.2g} s", retry_s
             )
         self._sent_away.pop(client, None)
-        self._num_reqs += num_samples
-        self._num_tokens += num_tokens
-        self._num_bytes += num_bytes
+        self._count(*more)
 
-    def leave(self, num_tokens: int, num_samples: int, num_bytes: int = 0) -> None:
-        """Take back what `enter` counted, for a request that never reaches the step loop."""
-        self._num_reqs -= num_samples
-        self._num_tokens -= num_tokens
-        self._num_bytes -= num_bytes
+    def _count(self, num_samples: int, num_tokens: int, num_bytes: int) -> None:
+        reqs, tokens, held = self._entered
+        self._entered = reqs + num_samples, tokens + num_tokens, held + num_bytes
 
     def _problem(
         self, waiting: _Quantities, more: _Quantities, may_exceed: bool
     ) -> tuple[str, str] | None:
-        """Return (limit, reason) if the request may not wait. may_exceed: all limits except
-        bytes.
-        """
+        """Return (limit, reason) if the request may not wait. may_exceed: limits except bytes."""
         reqs, tokens, held = waiting
         num_samples, num_tokens, num_bytes = more
         if not reqs:
@@ -282,9 +270,7 @@ class QueueLimit:
     def _retry_after_s(
         self, waiting: _Quantities, more: _Quantities, client: int, now_s: float
     ) -> float:
-        """Return when the request would fit. Its session is expected back then, for a short
-        while.
-        """
+        """Return when the request would fit. Its session is expected back then, for a while."""
         self._sent_away.pop(client, None)
         while self._sent_away and next(iter(self._sent_away.values())) < now_s:
             self._sent_away.popitem(last=False)

@@ -1,7 +1,7 @@
 """Handles each client's messages, and delivers what the step loop produces.
 
-Belongs to the io thread, which hands it messages, events and the time, and whose socket is its
-`Peers`. It has no socket, thread or clock of its own, so that tests can play any order of events.
+Belongs to the io thread, which hands it messages, events and the time. It only sends by the socket,
+and has no thread or clock of its own, so that tests can play any order of events.
 Requests belong to the session that submitted them, so no client can touch another's. Sessions end
 by BYE, disconnection, silence, or not reading; their requests are then aborted. Replies and log
 lines quote little of what a client sent, and more messages do not cause more log lines.
@@ -11,29 +11,30 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
+from nanocore.engine_core.grammars.matcher import GrammarSource
 from nanocore.engine_core.io.admission import Admission
-from nanocore.engine_core.io.control_handler import ControlHandler, may_ask, not_permitted
+from nanocore.engine_core.io.control_handler import ControlHandler, not_permitted
 from nanocore.engine_core.io.drain import Drain
 from nanocore.engine_core.io.handshake_handler import (
     SESSION_TIMEOUT_S,
     HandshakeHandler,
     max_silent_checks,
 )
-from nanocore.engine_core.io.request_handler import CompilingRequests, RequestHandler
+from nanocore.engine_core.io.request_handler import RequestHandler
 from nanocore.engine_core.io.session import (
+    MAX_BACKLOG_BYTES,
     MAX_BACKLOGS_BYTES,
     Session,
     SessionTable,
     output_frames,
-    over_limit,
 )
+from nanocore.engine_core.log.metrics import IoCounts, completed
 from nanocore.engine_core.mailbox import BeginDrain, ControlReply, Farewell, GrammarDone, Inbox
-from nanocore.engine_core.metrics.collector import IoCounts, completed
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder
 from nanocore.protocol.errors import ErrorCode, ProtocolError, counted
@@ -48,32 +49,21 @@ from nanocore.protocol.messages import (
     Pong,
     Submit,
 )
-from nanocore.protocol.metrics import Stats
+from nanocore.protocol.sockets.engine_socket import EngineSocket
 from nanocore.protocol.sockets.options import SendResult
 
 logger = logging.getLogger(__name__)
 
+MAX_ENTRIES: Final = 1024  # of the event log, that nobody has taken
 BACKLOG_TIMEOUT_S: Final = 30.0
-
-
-class Peers(Protocol):
-    """Connected peers by routing id; an `EngineSocket` in the engine."""
-
-    def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult: ...
-
-    def is_admin(self, routing_id: bytes) -> bool: ...
-
-    def admit(self, routing_id: bytes) -> None: ...
-
-    def dismiss(self, routing_id: bytes) -> None: ...
 
 
 class MessageHandler:
     """Serves one engine's clients. Times are seconds of any one monotonic clock.
 
     Args:
-        peers: connections of the socket.
-        inbox: the step loop's.
+        peers: sends, and knows each peer's role; who receives is the io thread.
+        inbox: the step loop's. grammars: compiles structured outputs.
         num_steps, step_age_ms: read the step counter and the age of the current step, for PONG.
         shutdown_timeout_s: limit of a drain.
         max_backlogs_bytes: unsent replies and logprobs of all clients together; above it, the
@@ -82,11 +72,11 @@ class MessageHandler:
 
     def __init__(
         self,
-        peers: Peers,
+        peers: EngineSocket,
         inbox: Inbox,
         reception: HandshakeHandler,
         admission: Admission,
-        compiling: CompilingRequests,
+        grammars: GrammarSource,
         controls: ControlHandler,
         num_steps: Callable[[], int],
         step_age_ms: Callable[[], int],
@@ -98,9 +88,7 @@ class MessageHandler:
         self._reception = reception
         self._controls = controls
         self._num_steps, self._step_age_ms = num_steps, step_age_ms
-        self._requests = RequestHandler(
-            self.sessions, inbox, admission, compiling, num_steps, self._send, self._send_output
-        )
+        self.requests = RequestHandler(self.sessions, inbox, admission, grammars, self._send)
         self.drain = Drain(self.sessions, inbox, shutdown_timeout_s, self._send)
         self._max_backlogs_bytes = max_backlogs_bytes
         self._decoder = engine_decoder()
@@ -134,45 +122,34 @@ class MessageHandler:
     def deliver(
         self, event: ClientOutput | ControlReply | GrammarDone | BeginDrain, now_s: float
     ) -> None:
-        """Send what the step loop produced, or continue a request whose grammar is compiled."""
+        """Send what the step loop produced, or answer a SUBMIT whose grammar is compiled."""
         if isinstance(event, BeginDrain):
             self.drain.begin(event.cause, now_s)
             return
         if isinstance(event, GrammarDone):
-            self._requests.go_on(event, now_s)
+            self.requests.answer(event, now_s)
             return
         session = self.sessions.by_client.get(event.client)
         if session is None:
             return
         if isinstance(event, ClientOutput):
-            self._send_output(session, event, now_s)
+            self.requests.accept_ended(session, event, now_s)
+            if self.sessions.has(session):
+                self._send_output(session, event, now_s)
             return
         self._controls.answered(session)
         reply = event.reply
         if reply.stats is not None:
-            reply = msgspec.structs.replace(reply, stats=self.completed(reply.stats))
+            reply = msgspec.structs.replace(reply, stats=completed(reply.stats, self.counts()))
         self._send(session, reply, now_s)
 
-    def completed(self, stats: Stats) -> Stats:
-        """Add the io thread's counts to the step loop's stats."""
-        return completed(stats, self.counts())
-
     def flush(self, now_s: float) -> None:
-        """Send slow clients what their sockets take; close sessions that took nothing for too
-        long.
-        """
+        """Send slow clients what their sockets take; close sessions that take nothing for long."""
+        # Also once a second; sooner, because entries hold requests that have ended in memory.
+        self._controls.metrics.fold(MAX_ENTRIES)
         for session in list(self.sessions.slow.values()):
             self._flush(session, now_s)
         self.drain.go_on(now_s)
-
-    @property
-    def next_deadline_s(self) -> float:
-        """Time of the next `end_overdue` with something to do; infinity if there is no deadline."""
-        return self._requests.deadlines.next_s
-
-    def end_overdue(self, now_s: float) -> None:
-        """End requests whose `timeout_s` has passed."""
-        self._requests.end_overdue(now_s)
 
     def check_sessions(self, now_s: float) -> None:
         """PING every client, close silent sessions, and log recently closed ones."""
@@ -188,41 +165,33 @@ class MessageHandler:
                 self._send(session, Ping(), now_s)
 
     def counts(self) -> IoCounts:
-        compiling, slow = self._requests.compiling, self.sessions.slow.values()
+        slow = self.sessions.slow.values()
         return IoCounts(
             num_clients=len(self.sessions),
             num_protocol_errors=self._num_protocol_errors,
-            num_compiling=len(compiling),
-            num_aborts=compiling.num_aborts,
             backlog_bytes=sum([one.backlog.num_bytes for one in slow if one.backlog]),
             is_draining=self.drain.is_on,
             is_paused=any(one.has_paused for one in self.sessions.by_peer.values()),
             closed=self._num_closed,
         )
 
-    def peer_gone(self, routing_id: bytes) -> None:
+    def peer_gone(self, routing_id: bytes, reason: str = "the client is gone") -> None:
         """Close a disconnected peer's session, if it has one, and abort its requests."""
         if (session := self.sessions.by_peer.get(routing_id)) is not None:
-            self._close(session, "the client is gone")
+            self._close(session, reason)
 
     def expel(self, routing_id: bytes, reason: str) -> None:
         """Say BYE to a peer and close its session, if it has one."""
         self._peers.send(routing_id, encode(Bye(reason=reason)))
-        if (session := self.sessions.by_peer.get(routing_id)) is not None:
-            self._close(session, reason)
+        self.peer_gone(routing_id, reason)
 
     def say_bye(self, farewell: Farewell, now_s: float) -> None:
-        """Send BYE to every client, after ERROR `engine_dead` if the engine failed.
-
-        Otherwise requests that still wait for their grammar are aborted, as the step loop aborts
-        its own.
-        """
+        """Send BYE to every client, after ERROR `engine_dead` if the engine failed."""
         self._log_closed()
+        self._controls.metrics.fold()  # the step loop has ended: this is the last of its log
         for session in list(self.sessions.by_peer.values()):
             if farewell.failure:
                 self._try_send(session, encode(Error(code="engine_dead", message=farewell.reason)))
-            else:
-                self._requests.end_compiling(session, farewell.reason, now_s)
             self._try_send(session, encode(Bye(reason=farewell.reason)))
 
     def _open_session(self, routing_id: bytes, message: Message, now_s: float) -> None:
@@ -244,16 +213,17 @@ class MessageHandler:
             self.drain.tell(session, now_s)
 
     def _handle(self, session: Session, message: Message, now_s: float) -> None:
-        if isinstance(message, Control) and not may_ask(session, message.operation):
-            self._send(session, not_permitted(message), now_s)
-            return
+        if isinstance(message, Control):
+            if (refused := not_permitted(session, message)) is not None:
+                self._send(session, refused, now_s)
+                return
         if self.drain.handle(session, message, now_s):
             return
         match message:
             case Submit():
-                self._requests.submit(session, message, now_s)
+                self.requests.submit(session, message, now_s)
             case Abort():
-                self._requests.abort(session, message, now_s)
+                self.requests.abort(session, message)
             case Ping(nonce=nonce, session_timeout_ms=timeout_ms):
                 if timeout_ms is not None:
                     session.max_silent_checks = max_silent_checks(timeout_ms)
@@ -305,11 +275,14 @@ class MessageHandler:
             self._close_over_limit()
 
     def _close_over_limit(self) -> None:
-        most = over_limit(self.sessions.slow.values(), self._max_backlogs_bytes)
-        if most is not None and most.backlog is not None:
-            has_logprobs = most.backlog.logprobs_bytes > most.backlog.num_bytes // 2
+        """Close the session with the largest backlog, if it or all are over their limit."""
+        backlogs = [one.backlog for one in self.sessions.slow.values() if one.backlog]
+        most = max(backlogs, key=lambda one: (one.num_bytes, one.client))
+        all_bytes = sum(one.num_bytes for one in backlogs)
+        if most.num_bytes >= MAX_BACKLOG_BYTES or all_bytes > self._max_backlogs_bytes:
+            has_logprobs = most.logprobs_bytes > most.num_bytes // 2
             what = "log probabilities or embeddings" if has_logprobs else "answers"
-            self._close(most, f"the client does not read its {what}")
+            self._close(self.sessions.slow[most.client], f"the client does not read its {what}")
 
     def _try_send(self, session: Session, frames: list[bytes]) -> SendResult:
         result = self._peers.send(session.routing_id, frames)
@@ -351,7 +324,7 @@ class MessageHandler:
         self._closed[reason] += 1
         self._num_closed[reason] += 1
         self._peers.dismiss(session.routing_id)
-        self._requests.forget(self.sessions.close(session))
+        self.requests.forget(self.sessions.close(session))
         self._controls.leave(session)
 
     def _log_closed(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import get_args
 
-from nanocore.protocol.errors import ModelFileError, NanocoreError, StartFile
+from nanocore.protocol.errors import ModelFileError, NanocoreError, StartFile, StartReport
 from nanocore.protocol.messages import (
     MAX_FILE_BYTES,
     MAX_FILE_CHUNK_BYTES,
@@ -75,9 +75,7 @@ class ServedFiles:
         self.entries.append(ModelFile(name=name, num_bytes=len(content), sha256=digest))
 
     def chunk(self, name: str | None, offset: int) -> bytes | None:
-        """Return at most MAX_FILE_CHUNK_BYTES from `offset` on, empty at the end; None: no such
-        file.
-        """
+        """Return MAX_FILE_CHUNK_BYTES or fewer from `offset` on; None: there is no such file."""
         content = self._contents.get(name or "")
         return None if content is None else content[offset : offset + MAX_FILE_CHUNK_BYTES]
 
@@ -100,9 +98,7 @@ class ServedFilesLoad:
         folder: None if it is not known yet. report: None if no client launched the engine.
     """
 
-    def __init__(
-        self, folder: Path | None, report: Callable[[list[StartFile]], None] | None
-    ) -> None:
+    def __init__(self, folder: Path | None, report: Callable[[StartReport], None] | None) -> None:
         self._report = report
         self._files: ServedFiles | None = None
         self._thread = Thread(target=self._load, args=(folder,), name="files", daemon=True)
@@ -131,4 +127,4 @@ class ServedFilesLoad:
 
     def _tell(self, files: ServedFiles) -> None:
         if self._report is not None:
-            self._report(files.put_into_cache())
+            self._report(StartReport(files=files.put_into_cache()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -64,11 +64,9 @@ class TokenLog(msgspec.Struct):
 
 
 class SessionTable:
-    """The open sessions and their requests, indexed. Only the table's methods change its
-    dictionaries.
+    """The open sessions and their requests, indexed. Only its methods change its dictionaries.
 
-    Client numbers and handles are never reused: what still names a closed session or an ended
-    request finds nothing.
+    Client numbers and handles are never reused: those of what has ended find nothing.
 
     by_peer: by routing id. by_client: by number. slow: sessions with a backlog, by number.
     request_ids: by handle, for all open samples.
@@ -253,17 +251,6 @@ class Session(msgspec.Struct):
         return limit is not None and is_served and self.num_silent_checks >= limit
 
 
-def over_limit(slow: Iterable[Session], max_bytes: int = MAX_BACKLOGS_BYTES) -> Session | None:
-    """Return the session with the largest backlog, if it or all together are over the limit.
-
-    max_bytes: of those of all.
-    """
-    sizes = [(one.backlog.num_bytes, one.client, one) for one in slow if one.backlog]
-    most_bytes, _, most = max(sizes)
-    all_bytes = sum(num_bytes for num_bytes, _, _ in sizes)
-    return most if most_bytes >= MAX_BACKLOG_BYTES or all_bytes > max_bytes else None
-
-
 def _num_bytes(frames: list[bytes]) -> int:
     return sum(map(len, frames)) + _MESSAGE_OVERHEAD_BYTES
 
@@ -287,10 +274,10 @@ def output_frames(
     if output.num_logprobs_bytes <= max_logprobs_bytes:
         return [_encode(output)]
     client, nothing = output.client, TokenColumns(np.zeros(0, np.uint32), np.zeros(0, np.int32))
-    prompts = [
-        ClientOutput(client, nothing, [], part)
-        for part in _cut_entries(output.prompt_logprobs, max_logprobs_bytes)
-    ]
+    prompts = []
+    if (entries := output.prompt_logprobs) is not None:
+        parts = map(entries.take, _cut(entries.bytes_of_each, max_logprobs_bytes))
+        prompts = [ClientOutput(client, nothing, [], part) for part in parts]
     outputs = [
         ClientOutput(client, part) for part in _cut_tokens(output.tokens, max_logprobs_bytes)
     ]
@@ -329,11 +316,6 @@ def _said(entries: LogprobColumns) -> TokenLogprobs:
         token_ids=entries.token_ids.astype(TOKEN_DTYPE, copy=False).tobytes(),
         logprobs=entries.logprobs.astype(FLOAT_DTYPE, copy=False).tobytes(),
     )
-
-
-def _cut_entries(entries: LogprobColumns | None, max_bytes: int) -> Iterator[LogprobColumns]:
-    if entries is not None:
-        yield from map(entries.take, _cut(entries.bytes_of_each, max_bytes))
 
 
 def _cut_tokens(tokens: TokenColumns, max_bytes: int) -> Iterator[TokenColumns]:

@@ -9,13 +9,12 @@ same pace, so the order of two requests never changes, and the key is fixed at a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple, TypeAlias
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeAlias
 
 from nanocore.engine_core.parameters import SchedulingPolicy
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.scheduling.row_table import RowTable
-from nanocore.kv_cache import Block, BlockKey, KVCacheManager
 
 Precedence: TypeAlias = tuple[float, int, int]
 """Smaller is admitted earlier, larger is preempted earlier."""
@@ -35,48 +34,100 @@ def precedence_key(policy: SchedulingPolicy, aging_s: float) -> PrecedenceKey:
     )
 
 
-def next_preempted(table: RowTable, precedence: PrecedenceKey) -> Request:
-    """Return the running request to preempt: the last by precedence, of equals the cheapest.
+MIN_STALE_ENTRIES: Final = 64
+"""Removed entries stay in a heap until they are more than this and twice the live ones."""
 
-    Its cost is the tokens it computed itself; those it found in the prefix cache it will probably
-    find again. The most expensive of equals stays, so the engine always makes progress. Requests
-    that only wait for their last token are left alone: they release their blocks by themselves.
+
+class RequestHeap:
+    """A heap of requests with removal from any place; the smallest key goes first.
+
+    A request's key does not change while it is in the heap. Removal is lazy: it leaves a stale
+    entry, which is dropped when it reaches the top or when stale entries are too many.
     """
 
-    def order(request: Request) -> tuple[float, int, int, int]:
+    def __init__(self, key: Callable[[Request], Precedence]) -> None:
+        self._key = key
+        self._heap: list[tuple[Precedence, int]] = []
+        self._requests: dict[int, Request] = {}  # entries of the heap beyond these are stale
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.handle in self._requests
+
+    def __iter__(self) -> Iterator[Request]:
+        """Iterate in order. For tests and reports: it sorts."""
+        return iter(sorted(self._requests.values(), key=self._key))
+
+    def push(self, request: Request) -> None:
+        heapq.heappush(self._heap, (self._key(request), request.handle))
+        self._requests[request.handle] = request
+
+    def head(self) -> Request | None:
+        while self._heap:
+            request = self._requests.get(self._heap[0][1])
+            if request is not None:
+                return request
+            heapq.heappop(self._heap)
+        return None
+
+    def remove(self, request: Request) -> None:
+        del self._requests[request.handle]
+        if self._heap[0][1] == request.handle:
+            heapq.heappop(self._heap)
+        elif len(self._heap) > MIN_STALE_ENTRIES + 2 * len(self._requests):
+            self._heap = [entry for entry in self._heap if entry[1] in self._requests]
+            heapq.heapify(self._heap)
+
+
+class PriorityVictims:
+    """The running requests that may be preempted for a waiting one, under the priority policy.
+
+    Only priority preempts, never age: a lower priority whose age has made up for it stays.
+    """
+
+    def __init__(self, precedence: PrecedenceKey) -> None:
+        def last_first(request: Request) -> Precedence:
+            first, arrival, handle = precedence(request)
+            return -first, -arrival, -handle
+
+        self._precedence = precedence
+        self._running = RequestHeap(last_first)
+
+    def add(self, request: Request) -> None:
+        self._running.push(request)
+
+    def discard(self, request: Request) -> None:
+        """Forget a request that ended or was preempted, if it is known."""
+        if request in self._running:
+            self._running.remove(request)
+
+    def may_preempt_for(self, waiting: Request) -> bool:
+        """Whether there is one for this request. Costs O(1)."""
+        last = self._running.head()
+        return last is not None and self._may_preempt(last, waiting)
+
+    def of(self, waiting: Request) -> list[Request]:
+        """Return those that may be preempted for this request, the lowest first."""
+        return [one for one in self._running if self._may_preempt(one, waiting)]
+
+    def _may_preempt(self, running: Request, waiting: Request) -> bool:
+        is_lower = running.priority > waiting.priority
+        return is_lower and self._precedence(running) > self._precedence(waiting)
+
+
+def last_of(running: Iterable[tuple[Request, int]], precedence: PrecedenceKey) -> Request:
+    """Return the request to preempt when blocks run out: the last; of equals the cheapest.
+
+    The most expensive of equals stays, so the engine always makes progress.
+
+    running: requests, and the tokens that each would have to compute again.
+    """
+
+    def order(candidate: tuple[Request, int]) -> tuple[float, int, int, int]:
+        request, cost = candidate
         first, arrival, handle = precedence(request)
-        num_computed, num_cached = table.num_computed[request.row], table.num_cached[request.row]
-        return first, arrival, int(num_cached - num_computed), handle
+        return first, arrival, -cost, handle
 
-    return max((one for one in table.running() if one.row not in table.finishing), key=order)
-
-
-class BlockShortage(NamedTuple):
-    """State of the pool when a request did not fit: as long as it persists, trying is futile.
-
-    num_gains: see `BlockPool`. missing: key of the first block of its prefix that was not cached.
-    """
-
-    handle: int
-    num_free_blocks: int
-    num_gains: int
-    missing: BlockKey | None
-
-    @classmethod
-    def of(cls, kv_cache: KVCacheManager, request: Request, hits: Sequence[Block]) -> BlockShortage:
-        """Record the current state. hits: cached blocks of the request's prefix."""
-        keys = request.prefix_keys(kv_cache.block_size)
-        missing = keys[len(hits)] if len(hits) < len(keys) else None
-        return cls(request.handle, kv_cache.num_free_blocks, kv_cache.pool.num_gains, missing)
-
-    def persists(self, kv_cache: KVCacheManager, request: Request) -> bool:
-        """Whether no block was freed since, and no more of the prefix became cached."""
-        return (
-            request.handle == self.handle
-            and kv_cache.pool.num_gains == self.num_gains
-            and not (self.missing and kv_cache.is_findable(self.missing))
-        )
-
-
-NO_SHORTAGE: Final = BlockShortage(-1, -1, -1, None)
-"""Matches no request: no handle is negative."""
+    return max(running, key=order)[0]

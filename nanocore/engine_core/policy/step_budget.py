@@ -10,14 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-
-from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.scheduling.row_table import RowTable
 
 MIN_PROMPT_TOKENS = 16
 """Prompts get so many tokens even if decodes alone miss the target: nobody starves."""
@@ -127,18 +122,3 @@ class StepBudget:
         num_prompt = 2 * slack_s / divisor if divisor > 0 else most
         num_prompt = max(min(num_prompt, most), MIN_PROMPT_TOKENS)
         return min(num_decodes + int(num_prompt), self.max_num_batched_tokens)
-
-
-def chunk_limit(
-    config: SchedulerConfig, table: RowTable, request: Request, chunks: Sequence[tuple[int, ...]]
-) -> int:
-    """Tokens of a prompt that a step may compute, beside these chunks of (row, tokens, ...).
-
-    A step tells so many log probabilities of prompt tokens, or one token's. Each may have as many
-    as the vocabulary has tokens, and they take memory here and on their way to the client.
-    """
-    if not (of_token := request.num_logprobs_per_prompt_token):
-        return config.max_chunk
-    told = sum(n * table.request(row).num_logprobs_per_prompt_token for row, n, *_ in chunks)
-    most = (config.max_prompt_logprobs - told) // of_token
-    return min(config.max_chunk, max(most, int(not told)))

@@ -9,74 +9,34 @@ sessions goes then is still decided by deficit round robin.
 
 Only the head of the queue is admitted; no other request passes it. There is one exception: when as
 many prompts are computed in chunks as `max_num_partial_prefills` allows, a long prompt at the head
-is deferred, and shorter ones are admitted before it. Of the sibling samples of a prompt (n > 1) one
-is queued and the others wait behind it until all of its prompt is planned: then they find its
-blocks in the prefix cache.
+is deferred, and shorter ones are admitted before it. Requests that wait for anything else are not
+here: see `requests/readiness.py`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final, TypeAlias
 
 import msgspec
 
-from nanocore.engine_core.policy.order import Precedence, PrecedenceKey
+from nanocore.engine_core.policy.order import (
+    MIN_STALE_ENTRIES,
+    Precedence,
+    PrecedenceKey,
+    RequestHeap,
+)
+from nanocore.engine_core.requests.readiness import PARTIAL_PREFILLS
 from nanocore.engine_core.requests.request import Request
 
 QUANTUM_TOKENS: Final = 512
-_MIN_STALE_ENTRIES: Final = 64
-"""Removed entries stay in a heap until they are more than this and twice the live ones."""
 _BEFORE_ALL: Final = -1, 0
 
 Turn: TypeAlias = tuple[int, int]
 """(round, place in line) of a session; the smaller one is served first. A session's only grows."""
 Candidate: TypeAlias = tuple[Turn, Precedence, Request]
 """The smallest is served first; no two requests have the same precedence."""
-
-
-class RequestHeap:
-    """A heap of requests with removal from any place; the smallest key goes first.
-
-    A request's key does not change while it is in the heap. Removal is lazy: it leaves a stale
-    entry, which is dropped when it reaches the top or when stale entries are too many.
-    """
-
-    def __init__(self, key: Callable[[Request], Precedence]) -> None:
-        self._key = key
-        self._heap: list[tuple[Precedence, int]] = []
-        self._requests: dict[int, Request] = {}  # entries of the heap beyond these are stale
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request: Request) -> bool:
-        return request.handle in self._requests
-
-    def __iter__(self) -> Iterator[Request]:
-        """Iterate in order. For tests and reports: it sorts."""
-        return iter(sorted(self._requests.values(), key=self._key))
-
-    def push(self, request: Request) -> None:
-        heapq.heappush(self._heap, (self._key(request), request.handle))
-        self._requests[request.handle] = request
-
-    def head(self) -> Request | None:
-        while self._heap:
-            request = self._requests.get(self._heap[0][1])
-            if request is not None:
-                return request
-            heapq.heappop(self._heap)
-        return None
-
-    def remove(self, request: Request) -> None:
-        del self._requests[request.handle]
-        if self._heap[0][1] == request.handle:
-            heapq.heappop(self._heap)
-        elif len(self._heap) > _MIN_STALE_ENTRIES + 2 * len(self._requests):
-            self._heap = [entry for entry in self._heap if entry[1] in self._requests]
-            heapq.heapify(self._heap)
 
 
 class _Account(msgspec.Struct):
@@ -207,7 +167,7 @@ class SessionQueues:
         heap.remove(request)
         if not heap:
             del self._heaps[client]
-            if len(self._order) > _MIN_STALE_ENTRIES + 2 * len(self._heaps):
+            if len(self._order) > MIN_STALE_ENTRIES + 2 * len(self._heaps):
                 self._rebuild_order()
         self._fairness.leave(client)
 
@@ -243,67 +203,41 @@ class SessionQueues:
 
 
 class PriorityLevel:
-    """The waiting requests of one priority.
+    """The waiting requests of one priority, in two lanes: in line, and deferred.
 
     Deferred requests are kept apart because they may not always go. A session has one turn for both
-    places; with requests in both it sends the one that came first.
+    lanes; with requests in both it sends the one that came first.
     """
 
     def __init__(self, precedence: PrecedenceKey, quantum_tokens: int = QUANTUM_TOKENS) -> None:
-        self.num_requests = 0
         self._fairness = DeficitRoundRobin(quantum_tokens)
-        self._others = SessionQueues(precedence, self._fairness)
-        self._deferred = SessionQueues(precedence, self._fairness)
+        self._lanes = [SessionQueues(precedence, self._fairness) for _ in range(2)]
+        self.num_requests = 0
 
-    def push(self, request: Request) -> None:
-        self._others.push(request)
-        self.num_requests += 1
+    def lane(self, request: Request) -> SessionQueues:
+        """Return the lane that a request of this priority is in, or is to be put in."""
+        return self._lanes[PARTIAL_PREFILLS in request.waits_for]
 
-    def defer(self, request: Request) -> None:
-        """Move a request to the deferred ones. Its session keeps its turn."""
-        # In this order: a session whose last request leaves would lose its turn.
-        self._deferred.push(request)
-        self._others.remove(request)
-
-    def remove(self, request: Request, is_deferred: bool) -> None:
-        self._queues(is_deferred).remove(request)
-        self.num_requests -= 1
-
-    def admit(self, request: Request, is_deferred: bool, num_tokens: int) -> None:
-        """Take out a request that gets a row; its session is charged num_tokens."""
-        self._queues(is_deferred).admit(request, num_tokens)
-        self.num_requests -= 1
-
-    def head(self, with_deferred: bool) -> Request | None:
-        """Return the request to serve first, and make its turn the current one.
+    def head(self, with_deferred: bool, advances: bool = True) -> Request | None:
+        """Return the request to serve first. advances: make its turn the current one.
 
         The result stays the same until a request is taken out, preempted or deferred.
         """
-        first = self._first(with_deferred)
+        in_line, deferred = self._lanes
+        first = in_line.first()
+        later = deferred.first() if with_deferred else None
+        if first is None or (later is not None and later < first):
+            first = later
         if first is None:
             return None
         turn, _, request = first
-        self._fairness.advance_to(turn)
+        if advances:
+            self._fairness.advance_to(turn)
         return request
-
-    def peek(self) -> Request | None:
-        """Return the head without advancing the turn."""
-        first = self._first(with_deferred=True)
-        return first and first[2]
-
-    def _first(self, with_deferred: bool) -> Candidate | None:
-        first = self._others.first()
-        deferred = self._deferred.first() if with_deferred else None
-        if first is None or (deferred is not None and deferred < first):
-            first = deferred
-        return first
-
-    def _queues(self, is_deferred: bool) -> SessionQueues:
-        return self._deferred if is_deferred else self._others
 
 
 class WaitingQueue:
-    """All requests without a row.
+    """The requests that wait for a row and for nothing else, or for the partial-prefill limit.
 
     Args:
         precedence: sort key of requests.
@@ -321,27 +255,31 @@ class WaitingQueue:
         self._precedence = precedence
         self._has_priorities = has_priorities
         self._quantum_tokens = quantum_tokens
-        self._requests = RequestHeap(precedence)
+        self._in_line = RequestHeap(precedence)
         self.deferred = RequestHeap(precedence)
         self._levels: dict[int, PriorityLevel] = {}  # by priority; none is empty
         # The head is asked for several times a step, so it is kept until the next change.
         self._heads: dict[bool, Request | None] = {}  # by with_deferred
 
     def __len__(self) -> int:
-        """Count the requests that can be admitted; siblings that wait behind one do not count."""
-        return len(self._requests) + len(self.deferred)
+        return len(self._in_line) + len(self.deferred)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._in_line or request in self.deferred
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over requests that are not deferred, by precedence."""
-        return iter(self._requests)
+        return iter(self._in_line)
 
     def push(self, request: Request) -> None:
         self._heads.clear()
-        self._requests.push(request)
+        self._in_line.push(request)
         key = self._level_key(request)
         if key not in self._levels:
             self._levels[key] = PriorityLevel(self._precedence, self._quantum_tokens)
-        self._levels[key].push(request)
+        level = self._levels[key]
+        level.lane(request).push(request)
+        level.num_requests += 1
 
     def head(self, with_deferred: bool = True) -> Request | None:
         """Return the request to admit next. with_deferred: deferred ones may go, too."""
@@ -351,77 +289,51 @@ class WaitingQueue:
 
     def peek(self) -> Request | None:
         """Return the head without advancing its session's turn: for reports."""
-        first = self._first_by_precedence(with_deferred=True)
-        return first and self._levels[self._level_key(first)].peek()
+        return self._find_head(with_deferred=True, advances=False)
 
     def remove(self, request: Request) -> None:
-        is_deferred = self._take_out(request)
-        self._levels[self._level_key(request)].remove(request, is_deferred)
-        self._drop_empty_level(request)
+        level = self._levels[self._level_key(request)]
+        level.lane(request).remove(request)
+        self._drop(request, level)
 
     def admit(self, request: Request, num_tokens: int) -> None:
         """Take out a request that gets a row; its session is charged num_tokens."""
-        is_deferred = self._take_out(request)
-        self._levels[self._level_key(request)].admit(request, is_deferred, num_tokens)
-        self._drop_empty_level(request)
+        level = self._levels[self._level_key(request)]
+        level.lane(request).admit(request, num_tokens)
+        self._drop(request, level)
 
     def defer(self, request: Request) -> None:
         """Let shorter prompts be admitted before this one: see `max_num_partial_prefills`."""
         self._heads.clear()
-        self._requests.remove(request)
+        self._in_line.remove(request)
+        level = self._levels[self._level_key(request)]
+        before = level.lane(request)
+        request.waits_for |= {PARTIAL_PREFILLS}
         self.deferred.push(request)
-        self._levels[self._level_key(request)].defer(request)
+        # In this order: a session whose last request leaves would lose its turn.
+        level.lane(request).push(request)
+        before.remove(request)
 
-    def leave(self, request: Request) -> None:
-        """Take out a request that ended, from the queue or from behind its sibling."""
-        if (sibling := request.awaited_sibling) is not None:
-            siblings = sibling.waiting_siblings
-            sibling.waiting_siblings = [one for one in siblings if one is not request]
-        else:
-            self.remove(request)
-
-    def release_siblings(self, request: Request) -> None:
-        """Queue the samples behind a request whose prompt is planned: they hit its blocks.
-
-        They arrived with it, so they go before everything that arrived later in their session.
-        """
-        if request.waiting_siblings:
-            siblings, request.waiting_siblings = request.waiting_siblings, ()
-            for sibling in siblings:
-                sibling.awaited_sibling = None
-                self.push(sibling)
-
-    def promote_sibling(self, request: Request) -> None:
-        """Let the next sample compute the prompt: this one ended before its prompt was planned."""
-        (next_sample, *others), request.waiting_siblings = request.waiting_siblings, ()
-        next_sample.awaited_sibling = None
-        next_sample.waiting_siblings = others
-        for sibling in others:
-            sibling.awaited_sibling = next_sample
-        self.push(next_sample)
-
-    def _find_head(self, with_deferred: bool) -> Request | None:
-        first = self._first_by_precedence(with_deferred)
-        return first and self._levels[self._level_key(first)].head(with_deferred)
-
-    def _first_by_precedence(self, with_deferred: bool) -> Request | None:
-        first = self._requests.head()
+    def _find_head(self, with_deferred: bool, advances: bool = True) -> Request | None:
+        first = self._in_line.head()
         deferred = self.deferred.head() if with_deferred else None
         if first is None or (deferred and self._precedence(deferred) < self._precedence(first)):
             first = deferred
-        return first
+        if first is None:
+            return None
+        return self._levels[self._level_key(first)].head(with_deferred, advances)
 
     def _level_key(self, request: Request) -> int:
         return request.priority if self._has_priorities else 0
 
-    def _take_out(self, request: Request) -> bool:
-        """Remove it from the heap that has it; return whether it was deferred."""
+    def _drop(self, request: Request, level: PriorityLevel) -> None:
+        """Forget a request that is in no lane of its level any more."""
         self._heads.clear()
-        is_deferred = request not in self._requests
-        (self.deferred if is_deferred else self._requests).remove(request)
-        return is_deferred
-
-    def _drop_empty_level(self, request: Request) -> None:
-        key = self._level_key(request)
-        if not self._levels[key].num_requests:
-            del self._levels[key]
+        if request.waits_for:
+            self.deferred.remove(request)
+            request.waits_for -= {PARTIAL_PREFILLS}
+        else:
+            self._in_line.remove(request)
+        level.num_requests -= 1
+        if not level.num_requests:
+            del self._levels[self._level_key(request)]

@@ -1,12 +1,17 @@
-"""The number of KV blocks and the longest request, from flags and memory."""
+"""The size of the KV cache and the longest request, from flags and memory."""
 
 from __future__ import annotations
 
 import logging
+from typing import Final
+
+import msgspec
 
 from nanocore.engine_core.config import EngineConfig
+from nanocore.kv_cache import CacheGroup, Capacity
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.memory.kv_groups import KVGroup, joined_groups, rank_slab_bytes
 from nanocore.worker.rank_messages import WorkerInfo
 
 logger = logging.getLogger(__name__)
@@ -30,46 +35,71 @@ def longest_request(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def size_cache(
-    config: EngineConfig, ranks: list[WorkerInfo], max_model_len: int
-) -> tuple[int, int]:
-    """Return the number of KV blocks, and the limit of tokens per request.
+class CacheSize(msgspec.Struct, frozen=True):
+    """Size of an engine's KV cache.
 
-    The pool is what the rank with the least room has, and no more than max_num_seqs requests of
-    that length can use; so every rank's blocks are the same.
+    kv_groups: of the model's layers. capacity: of every rank. max_model_len: tokens per request.
+    """
+
+    kv_groups: list[KVGroup]
+    capacity: Capacity
+    max_model_len: int
+
+    def rank_bytes(self, rank: WorkerInfo) -> int:
+        return self.capacity.num_slabs * rank_slab_bytes(rank.kv_groups, self.kv_groups)
+
+
+_MIN_TOKENS: Final = 2
+"""A request's at least: one that is computed, and one that is sampled."""
+
+
+def size_cache(config: EngineConfig, ranks: list[WorkerInfo], max_model_len: int) -> CacheSize:
+    """Size the KV cache.
+
+    It is what the rank with the least room has, and no more than max_num_seqs requests of that
+    length can use; so every rank's slabs are as many.
 
     Raises:
         CacheMemoryError: a request of max_model_len does not fit, and may not be cut to what fits;
             or there is not so much memory as flags say. ConfigError: no request fits the blocks.
     """
-    _check_flags(config, ranks)
-    block_size = config.sizes.block_size
-    fits_auto = config.max_model_len == "auto"
-    num_needed = -(-max_model_len // block_size)
+    stages = ranks[:: config.tensor_parallel_size]
+    groups = joined_groups([stage.kv_groups for stage in stages])
+    slab_bytes = [rank_slab_bytes(rank.kv_groups, groups) for rank in ranks]
+    _check_flags(config, ranks, slab_bytes)
+    counts = [rank.available_kv_bytes // size for rank, size in zip(ranks, slab_bytes, strict=True)]
+    capacity = Capacity(
+        config.num_gpu_blocks_override or min(counts),
+        config.sizes.block_size,
+        [CacheGroup(group.name, group.window, group.per_slab) for group in groups],
+        config.scheduler_config(max_model_len).max_chunk,
+    )
+    num_needed = capacity.slabs_of(max_model_len)
     if config.num_gpu_blocks_override is not None:
-        return config.num_gpu_blocks_override, _length_in_blocks(config, max_model_len)
-    tightest = min(ranks, key=lambda rank: rank.available_kv_bytes // rank.kv_block_bytes)
-    num_blocks = tightest.available_kv_bytes // tightest.kv_block_bytes
-    if num_blocks >= num_needed:
-        return min(num_blocks, num_needed * config.sizes.max_num_seqs), max_model_len
-    if fits_auto and num_blocks * block_size >= 2:
-        return num_blocks, num_blocks * block_size
-    raise CacheMemoryError(_too_long(config, ranks, tightest, max_model_len))
+        max_model_len = _length_in_blocks(config, capacity, max_model_len)
+    elif capacity.num_slabs >= num_needed:
+        num_slabs = min(capacity.num_slabs, num_needed * config.sizes.max_num_seqs)
+        capacity = msgspec.structs.replace(capacity, num_slabs=num_slabs)
+    elif config.max_model_len == "auto" and capacity.most_tokens >= _MIN_TOKENS:
+        max_model_len = capacity.most_tokens
+    else:
+        size = CacheSize(groups, capacity, max_model_len)
+        raise CacheMemoryError(_too_long(config, ranks, counts.index(min(counts)), size))
+    return CacheSize(groups, capacity, max_model_len)
 
 
-def _length_in_blocks(config: EngineConfig, max_model_len: int) -> int:
+def _length_in_blocks(config: EngineConfig, capacity: Capacity, max_model_len: int) -> int:
     """Return max_model_len, or what fits --num-gpu-blocks-override if no length was asked for."""
-    num_blocks = config.num_gpu_blocks_override or 0
-    num_tokens = num_blocks * config.sizes.block_size
+    num_tokens = capacity.most_tokens
     if num_tokens >= max_model_len:
         return max_model_len
-    blocks = f"--num-gpu-blocks-override {num_blocks}: blocks of {config.sizes.block_size} hold"
-    if num_tokens < 2:
+    blocks = f"--num-gpu-blocks-override {capacity.num_slabs}: blocks of {capacity.block_size} hold"
+    if num_tokens < _MIN_TOKENS:
         raise ConfigError(f"{blocks} no request of two tokens; raise it, or --block-size")
     if isinstance(config.max_model_len, int):
         raise ConfigError(
             f"{blocks} {num_tokens} tokens, and one request may have --max-model-len "
-            f"{max_model_len}: raise the former to {-(-max_model_len // config.sizes.block_size)}, "
+            f"{max_model_len}: raise the former to {capacity.slabs_of(max_model_len)}, "
             "or lower the latter (or auto)"
         )
     logger.warning(
@@ -78,19 +108,19 @@ def _length_in_blocks(config: EngineConfig, max_model_len: int) -> int:
     return num_tokens
 
 
-def _check_flags(config: EngineConfig, ranks: list[WorkerInfo]) -> None:
+def _check_flags(config: EngineConfig, ranks: list[WorkerInfo], slab_bytes: list[int]) -> None:
     """Check that every rank has the memory that flags name."""
-    for number, rank in enumerate(ranks):
+    for number, (rank, one_bytes) in enumerate(zip(ranks, slab_bytes, strict=True)):
         where = f" on rank {number}" if len(ranks) > 1 else ""
         have_bytes = rank.memory_bytes
         there_is = f"there are {have_bytes / 1e6:.1f} MB for it{where} beside the weights"
         if config.num_gpu_blocks_override is not None:
-            need_bytes = config.num_gpu_blocks_override * rank.kv_block_bytes
+            need_bytes = config.num_gpu_blocks_override * one_bytes
             if need_bytes > have_bytes:
                 raise CacheMemoryError(
                     f"--num-gpu-blocks-override {config.num_gpu_blocks_override}: that many blocks "
                     f"need {need_bytes / 1e6:.1f} MB, and {there_is}: use at most "
-                    f"{have_bytes // rank.kv_block_bytes}, or leave it out"
+                    f"{have_bytes // one_bytes}, or leave it out"
                 )
         elif (config.kv_cache_memory_bytes or 0) > have_bytes:
             raise CacheMemoryError(
@@ -100,27 +130,26 @@ def _check_flags(config: EngineConfig, ranks: list[WorkerInfo]) -> None:
             )
 
 
-def _too_long(
-    config: EngineConfig, ranks: list[WorkerInfo], tightest: WorkerInfo, max_model_len: int
-) -> str:
+def _too_long(config: EngineConfig, ranks: list[WorkerInfo], tightest: int, size: CacheSize) -> str:
     """Error text: memory needed and available, the longest request that fits, and flags to
     change.
     """
-    need_bytes = -(-max_model_len // config.sizes.block_size) * tightest.kv_block_bytes
-    have_bytes = tightest.available_kv_bytes
-    longest = have_bytes // tightest.kv_block_bytes * config.sizes.block_size
-    where = f" on rank {ranks.index(tightest)}" if len(ranks) > 1 else ""
+    rank, capacity, max_model_len = ranks[tightest], size.capacity, size.max_model_len
+    slab_bytes = rank_slab_bytes(rank.kv_groups, size.kv_groups)
+    need_bytes, have_bytes = capacity.slabs_of(max_model_len) * slab_bytes, rank.available_kv_bytes
+    longest = capacity.most_tokens
+    where = f" on rank {tightest}" if len(ranks) > 1 else ""
     remedies = []
-    if need_bytes <= tightest.memory_bytes:
+    if need_bytes <= rank.memory_bytes:
         remedies.append(f"--kv-cache-memory-bytes {need_bytes}")
-    if longest >= 2:
+    if longest >= _MIN_TOKENS:
         remedies.insert(0, f"--max-model-len {longest} (or auto)")
-    if tightest.device.startswith("cuda") and config.kv_cache_memory_bytes is None:
+    if rank.device.startswith("cuda") and config.kv_cache_memory_bytes is None:
         remedies.append(f"--gpu-memory-utilization above {config.gpu_memory_utilization}")
     if config.kv_cache_dtype == "auto":
         remedies.append("--kv-cache-dtype int8")
     return (
         f"the KV cache of one request of {max_model_len} tokens needs {need_bytes / 1e6:.1f} MB"
-        f"{where}, and there are {have_bytes / 1e6:.1f} MB for it, enough for {longest} tokens: "
-        f"use {', or '.join(remedies) or 'a smaller model'}"
+        f"{where}{capacity.described(max_model_len)}, and there are {have_bytes / 1e6:.1f} MB for "
+        f"it, enough for {longest} tokens: use {', or '.join(remedies) or 'a smaller model'}"
     )

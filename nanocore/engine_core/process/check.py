@@ -43,28 +43,27 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
     max_model_len = longest_request(config, model_config)
     ServedFiles(folder)  # they can be read, or made
     ranks = dry_run(config.worker_config(str(folder), max_model_len))
-    num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
+    size = size_cache(config, ranks, max_model_len)
     logger.info("model %s (%s), %s", folder, model_config.architecture, describe_workers(ranks))
     for number, rank in enumerate(ranks):
         logger.info(
             "rank %d: %.1f MB of weights, %.1f MB for KV",
             number,
             rank.weight_bytes / 1e6,
-            num_blocks * rank.kv_block_bytes / 1e6,
+            size.rank_bytes(rank) / 1e6,
         )
     logger.info(
-        "%d blocks of %d tokens, requests of %d tokens at most: an engine would start",
-        num_blocks,
-        config.sizes.block_size,
-        max_model_len,
+        "%s of %d tokens, requests of %d tokens at most: an engine would start",
+        size.capacity.shared_blocks,
+        size.capacity.block_size,
+        size.max_model_len,
     )
     expected = forecast(
         config,
         str(folder),
         model_config.architecture,
         ranks,
-        num_blocks,
-        max_model_len,
+        size,
         machine_speeds(ranks, _MEASURE_S),
     )
     print(msgspec.json.encode(expected).decode() if as_json else table(expected))

@@ -7,15 +7,14 @@ once; a standby claims them when it takes over.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import NamedTuple
 
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.io.limits import ClientLimit
-from nanocore.engine_core.step_trace import StepTrace
+from nanocore.engine_core.log.trace import StepTrace
 from nanocore.protocol.endpoint import TcpAddress
 from nanocore.protocol.sockets.engine_socket import EngineSocket, bind_engine_socket
 from nanocore.system.endpoint_lock import EndpointLock
@@ -40,47 +39,42 @@ def claim_resources(
     Raises:
         StartError: somebody else has it, or it cannot be had.
     """
-    socket = stack.enter_context(_engine_socket(config, lock))
-    publisher = _kv_event_publisher(config)
-    if publisher is not None:
-        stack.enter_context(closing(publisher))
-    trace = StepTrace(config.step_trace) if config.step_trace else None
-    if trace is not None:
-        stack.enter_context(closing(trace))
+    socket = _engine_socket(config, stack, lock)
+    publisher = trace = None
+    if config.kv_events_endpoint is not None:
+        publisher = KVEventPublisher(
+            config.kv_events_endpoint,
+            config.kv_events_replay_endpoint,
+            config.kv_events_topic,
+            medium="GPU" if select_device(config.device).type == "cuda" else "CPU",
+        )
+        stack.callback(publisher.close)
+    if config.step_trace:
+        trace = StepTrace(config.step_trace)
+        stack.callback(trace.close)
     return ClaimedResources(socket, publisher, trace)
 
 
-@contextmanager
-def _engine_socket(config: EngineConfig, lock: EndpointLock | None) -> Iterator[EngineSocket]:
+def _engine_socket(
+    config: EngineConfig, stack: ExitStack, lock: EndpointLock | None
+) -> EngineSocket:
     """Bind the engine's socket and guard its endpoint. Clients that connect now wait."""
-    with ExitStack() as stack:
-        keys = None
-        address = config.address
-        if isinstance(address, TcpAddress):
-            assert config.curve_dir is not None, "the configuration was checked"
-            from nanocore.protocol.sockets.curve import EngineKeys  # imports zmq
+    keys = None
+    address = config.address
+    if isinstance(address, TcpAddress):
+        assert config.curve_dir is not None, "the configuration was checked"
+        from nanocore.protocol.sockets.curve import EngineKeys  # imports zmq
 
-            keys = EngineKeys.load(Path(config.curve_dir))
-            if address.is_every_interface:
-                logger.warning(
-                    "%s is reachable from every network of this machine; only clients with a key "
-                    "in %s are served",
-                    config.endpoint,
-                    keys.clients,
-                )
-        else:
-            stack.callback((lock or EndpointLock(config.endpoint)).release)
-        socket = stack.enter_context(closing(bind_engine_socket(config.endpoint, keys)))
-        ClientLimit.of_this_process(config.max_num_clients)  # an error is told before the load
-        yield socket
-
-
-def _kv_event_publisher(config: EngineConfig) -> KVEventPublisher | None:
-    if config.kv_events_endpoint is None:
-        return None
-    return KVEventPublisher(
-        config.kv_events_endpoint,
-        config.kv_events_replay_endpoint,
-        config.kv_events_topic,
-        medium="GPU" if select_device(config.device).type == "cuda" else "CPU",
-    )
+        keys = EngineKeys.load(Path(config.curve_dir))
+        if address.is_every_interface:
+            logger.warning(
+                "%s is reachable from every network of this machine; only clients with a key in %s "
+                "are served",
+                config.endpoint,
+                keys.clients,
+            )
+    else:
+        stack.callback((lock or EndpointLock(config.endpoint)).release)
+    socket = stack.enter_context(closing(bind_engine_socket(config.endpoint, keys)))
+    ClientLimit.of_this_process(config.max_num_clients)  # an error is told before the load
+    return socket

@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.process.cache_size import CacheSize
 from nanocore.system.cache_folder import CacheFolder
 from nanocore.worker.cost.machine_speed import STRETCH_S, measure_speed
 from nanocore.worker.cost.model_cost import (
@@ -104,6 +105,17 @@ class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     left_bytes: int
 
 
+class GroupForecast(msgspec.Struct, frozen=True, kw_only=True):
+    """A cache group. block_bytes: of a block, over all ranks. most_blocks: that the longest request
+    holds at once.
+    """
+
+    name: str
+    num_layers: int
+    block_bytes: int
+    most_blocks: int
+
+
 class ContextForecast(msgspec.Struct, frozen=True, kw_only=True):
     """Best times for requests of context_tokens each.
 
@@ -121,8 +133,8 @@ class ContextForecast(msgspec.Struct, frozen=True, kw_only=True):
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """What `--check --json` prints.
 
-    kv_token_bytes: K and V of a token, over all ranks. active_params: used for one token. speed: of
-    all ranks together, as measured.
+    kv_token_bytes: K and V of a token in all layers, over all ranks. active_params: used for one
+    token. speed: of all ranks together, as measured.
     """
 
     model: str
@@ -138,6 +150,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_num_seqs: int
     speed: MachineSpeed
+    groups: list[GroupForecast]
     ranks: list[RankMemory]
     contexts: list[ContextForecast]
 
@@ -180,17 +193,16 @@ def forecast(
     folder: str,
     architecture: str,
     ranks: list[WorkerInfo],
-    num_blocks: int,
-    max_model_len: int,
+    size: CacheSize,
     speeds: list[MachineSpeed],
 ) -> Forecast:
     """Compute an engine's memory and best times. speeds: of each rank, while all are busy."""
     whole = joined_cost(ranks)
-    block_size, num_seqs = config.sizes.block_size, config.sizes.max_num_seqs
+    num_seqs = config.sizes.max_num_seqs
     roofline = Roofline(_costs(ranks), speeds, config.tensor_parallel_size)
 
     def at_context(context: int) -> ContextForecast:
-        num_requests = min(num_seqs, num_blocks // -(-context // block_size))
+        num_requests = min(num_seqs, size.capacity.num_requests(context))
         return ContextForecast(
             context_tokens=context,
             num_requests=num_requests,
@@ -207,14 +219,15 @@ def forecast(
         kernels=ranks[0].kernels,
         num_params=whole.num_params,
         active_params=whole.active_params,
-        kv_token_bytes=_kv_token_bytes(ranks, block_size),
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_model_len=max_model_len,
+        kv_token_bytes=_kv_token_bytes(ranks, size.capacity.block_size),
+        num_blocks=size.capacity.num_blocks,
+        block_size=size.capacity.block_size,
+        max_model_len=size.max_model_len,
         max_num_seqs=num_seqs,
         speed=MachineSpeed.joined(speeds),
-        ranks=[_rank_memory(rank, num_blocks) for rank in ranks],
-        contexts=[at_context(context) for context in _contexts(max_model_len)],
+        groups=_groups(ranks, size),
+        ranks=[_rank_memory(rank, size) for rank in ranks],
+        contexts=[at_context(context) for context in _contexts(size.max_model_len)],
     )
 
 
@@ -227,11 +240,26 @@ def _costs(ranks: list[WorkerInfo]) -> list[ModelCost]:
 
 
 def _kv_token_bytes(ranks: list[WorkerInfo], block_size: int) -> float:
-    return sum(rank.kv_block_bytes for rank in ranks) / block_size
+    groups = [group for rank in ranks for group in rank.kv_groups]
+    return sum(group.block_bytes for group in groups) / block_size
 
 
-def _rank_memory(rank: WorkerInfo, num_blocks: int) -> RankMemory:
-    kv_bytes = num_blocks * rank.kv_block_bytes
+def _groups(ranks: list[WorkerInfo], size: CacheSize) -> list[GroupForecast]:
+    of_ranks = [group for rank in ranks for group in rank.kv_groups]
+    most_blocks = size.capacity.blocks_of(size.max_model_len)
+    return [
+        GroupForecast(
+            name=group.name,
+            num_layers=group.num_layers,
+            block_bytes=sum(own.block_bytes for own in of_ranks if own.window == group.window),
+            most_blocks=most,
+        )
+        for group, most in zip(size.kv_groups, most_blocks, strict=True)
+    ]
+
+
+def _rank_memory(rank: WorkerInfo, size: CacheSize) -> RankMemory:
+    kv_bytes = size.rank_bytes(rank)
     return RankMemory(
         weight_bytes=rank.weight_bytes,
         kv_cache_bytes=kv_bytes,
@@ -265,12 +293,22 @@ def _memory_rows(forecast: Forecast) -> Iterator[str]:
         parameters += f", {forecast.active_params / 1e6:,.1f} M active for a token"
     blocks = f"{forecast.num_blocks:,} blocks of {forecast.block_size} tokens"
     yield "memory" + (f", the most of {len(ranks)} ranks" if len(ranks) > 1 else "")
+    groups = forecast.groups if len(forecast.groups) > 1 else []
     for name, num_bytes, note in (
         ("weights", max(rank.weight_bytes for rank in ranks), parameters),
         (
             "KV cache",
             max(rank.kv_cache_bytes for rank in ranks),
-            f"{forecast.kv_token_bytes:,.0f} bytes per token, {blocks}",
+            f"{forecast.kv_token_bytes:,.0f} bytes per token"
+            + (", if all layers keep it" if groups else f", {blocks}"),
+        ),
+        *(
+            (
+                f" {group.name}",
+                group.most_blocks * group.block_bytes,
+                f"{group.num_layers} layers, {group.most_blocks:,} blocks in the longest request",
+            )
+            for group in groups
         ),
         (
             "activations",
@@ -280,7 +318,7 @@ def _memory_rows(forecast: Forecast) -> Iterator[str]:
         ("tables", max(rank.table_bytes for rank in ranks), "token ids, block ids, rotations"),
         ("left", min(rank.left_bytes for rank in ranks), "of available memory"),
     ):
-        yield f"  {name:<11}{num_bytes / 1e6:>12,.1f} MB  {note}"
+        yield f"  {name:<14}{num_bytes / 1e6:>9,.1f} MB  {note}"
 
 
 def _machine_rows(forecast: Forecast) -> Iterator[str]:
@@ -310,9 +348,9 @@ def _context_row(one: ContextForecast) -> str:
     )
 
 
-def memory_summary(workers: list[WorkerInfo], num_blocks: int, block_size: int) -> str:
+def memory_summary(workers: list[WorkerInfo], size: CacheSize) -> str:
     """Return a line for the log about memory."""
-    ranks = [_rank_memory(rank, num_blocks) for rank in workers]
+    ranks = [_rank_memory(rank, size) for rank in workers]
     parts = ", ".join(
         f"{name} {max(getattr(rank, field) for rank in ranks) / 1e6:,.1f} MB"
         for name, field in (
@@ -323,7 +361,7 @@ def memory_summary(workers: list[WorkerInfo], num_blocks: int, block_size: int) 
         )
     )
     where = "on each rank, " if len(ranks) > 1 else ""
-    kv_token_bytes = _kv_token_bytes(workers, block_size)
+    kv_token_bytes = _kv_token_bytes(workers, size.capacity.block_size)
     return f"memory {where}{parts}; {kv_token_bytes:,.0f} bytes of KV a token"
 
 

@@ -16,12 +16,13 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Final
 
 import msgspec
 
-from nanocore.protocol.errors import StartError, StartFile, StartReport
+from nanocore.protocol.errors import StartError, StartReport
 from nanocore.system.child_process import signal_at_parent_death
 
 GRACE_S: Final = 4.0
@@ -54,29 +55,21 @@ class ParentLink:
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(signal.SIGHUP, self._on_hang_up)
 
-    def report_ready(self, parts: dict[str, float]) -> None:
-        """Report that the engine serves. parts: of its start, in seconds."""
-        self._send(StartReport(parts=parts))
-
-    def report_standing_by(self) -> None:
-        self._send(StartReport(standing_by=True))
-
-    def report_files(self, files: list[StartFile]) -> None:
-        self._send(StartReport(files=files))
-
     def report_failure(self, error: StartError) -> None:
         text = str(error).encode(errors="backslashreplace").decode()  # it may quote any bytes
-        self._send(StartReport(text, error.exit_code))
+        self.report(StartReport(text, error.exit_code))
 
-    def _send(self, report: StartReport) -> None:
+    def report(self, report: StartReport) -> None:
+        """Tell the client how far the start is."""
         try:
             self._socket.sendall(msgspec.json.encode(report) + b"\n")
         except OSError:
             self._on_orphaned()  # nobody listens: the watch thread sees the same
 
     def _watch(self) -> None:
-        while data := self._recv():
-            self._heard += data
+        with suppress(OSError):
+            while data := self._socket.recv(64):
+                self._heard += data
         self._on_orphaned()
         threading.Event().wait(GRACE_S)
         self._remove_directory()
@@ -97,9 +90,3 @@ class ParentLink:
     def _remove_directory(self) -> None:
         if self._heard.endswith(b"\0"):
             shutil.rmtree(self._heard[:-1], ignore_errors=True)
-
-    def _recv(self) -> bytes:
-        try:
-            return self._socket.recv(64)
-        except OSError:
-            return b""

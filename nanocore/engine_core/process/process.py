@@ -36,11 +36,12 @@ from nanocore.engine_core.io.io_thread import IoThread, StatsLog
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.io.limits import ClientLimit, QueueLimit, raise_descriptor_limit
 from nanocore.engine_core.io.message_handler import MessageHandler
-from nanocore.engine_core.io.request_handler import CompilingRequests
 from nanocore.engine_core.io.served_files import ServedFiles, ServedFilesLoad
+from nanocore.engine_core.log.metrics import EngineMetrics, completed, stats_of
+from nanocore.engine_core.log.trace import StepTrace
+from nanocore.engine_core.log.utilisation import Utilisation
 from nanocore.engine_core.mailbox import BeginDrain, Farewell, Inbox, Outbox, Shutdown
-from nanocore.engine_core.metrics.collector import EngineMetrics, stats_of
-from nanocore.engine_core.process.cache_size import longest_request, size_cache
+from nanocore.engine_core.process.cache_size import CacheSize, longest_request, size_cache
 from nanocore.engine_core.process.claimed_resources import claim_resources
 from nanocore.engine_core.process.forecast import (
     forecast,
@@ -56,14 +57,13 @@ from nanocore.engine_core.process.start_parts import IdleWork, StartParts, proce
 from nanocore.engine_core.process.watchdog import GRACE_S, Watchdog
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_clock import DeadMansSwitch, StepClock
-from nanocore.engine_core.step_trace import StepTrace
-from nanocore.engine_core.utilisation import Utilisation
 from nanocore.kv_cache import KVCacheManager
 from nanocore.protocol.errors import (
     CacheMemoryError,
     ConfigError,
     ModelFileError,
     StartError,
+    StartReport,
     is_out_of_memory,
     shorten,
 )
@@ -87,8 +87,11 @@ logger = logging.getLogger(__name__)
 
 def log_beginning(config: EngineConfig, folder: Path, model: ModelConfig, imports_s: float) -> None:
     name = f"model {folder} ({model.architecture})"
-    where = f"{_describe_ranks(config)} | endpoint {config.endpoint}"
-    logger.info("nanocore %s | %s | %s", __version__, name, where)
+    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
+    where = "one rank, in this process"
+    if (num_ranks := tp_size * pp_size) > 1:
+        where = f"{num_ranks} ranks (tensor parallel {tp_size}, pipeline parallel {pp_size})"
+    logger.info("nanocore %s | %s | %s | endpoint %s", __version__, name, where, config.endpoint)
     logger.info("imports %.2f s, since the process began", imports_s)
 
 
@@ -107,13 +110,6 @@ def log_generation_defaults(model: ModelConfig) -> None:
         logger.info("defaults of requests without sampling parameters: %s", given)
     if defaults.ignored:
         logger.info("generation_config.json: ignored: %s", ", ".join(defaults.ignored))
-
-
-def _describe_ranks(config: EngineConfig) -> str:
-    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
-    if tp_size * pp_size == 1:
-        return "one rank, in this process"
-    return f"{tp_size * pp_size} ranks (tensor parallel {tp_size}, pipeline parallel {pp_size})"
 
 
 _NO_GRAMMARS: Final = NoGrammars("structured_outputs: this engine has no vocabulary")
@@ -154,10 +150,8 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
             started_s = time.monotonic()
             claimed = claim_resources(config, claims, lock)
         ranks = _profile(executor, parts)
-        num_blocks, max_model_len = _allocate(config, executor, ranks, max_model_len, parts)
-        utilisation, later = _machine_use(
-            config, folder, model_config, ranks, num_blocks, max_model_len
-        )
+        size = _allocate(config, executor, ranks, max_model_len, parts)
+        utilisation, later = _machine_use(config, folder, model_config, ranks, size)
         vocabulary = VocabularyLoad(_vocabulary_source(folder, files, model_config))
         grammars = stack.enter_context(closing(vocabulary.grammars()))
         if not isinstance(grammars, NoGrammars):
@@ -166,7 +160,8 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
         return serve(
             config,
             claimed.socket,
-            _model_card(config, folder, model_config, ranks, num_blocks, max_model_len, files),
+            _model_card(config, folder, model_config, ranks, size, files),
+            size,
             files,
             executor,
             started_s,
@@ -185,17 +180,16 @@ def _machine_use(
     folder: Path,
     model: ModelConfig,
     ranks: list[WorkerInfo],
-    num_blocks: int,
-    max_model_len: int,
+    size: CacheSize,
 ) -> tuple[Utilisation, list[Callable[[], None]]]:
     """Log memory and the best speed; return what adds up steps, and what is left for later."""
-    logger.info("%s", memory_summary(ranks, num_blocks, config.sizes.block_size))
+    logger.info("%s", memory_summary(ranks, size))
     utilisation = Utilisation(joined_cost(ranks), None)
 
     def use(speeds: list[MachineSpeed]) -> None:
         utilisation.speed = MachineSpeed.joined(speeds)
         name = model.architecture
-        expected = forecast(config, str(folder), name, ranks, num_blocks, max_model_len, speeds)
+        expected = forecast(config, str(folder), name, ranks, size, speeds)
         logger.info("%s", speed_summary(expected))
 
     known = known_speeds(ranks)
@@ -215,6 +209,7 @@ def serve(
     config: EngineConfig,
     socket: EngineSocket,
     card: ModelCard,
+    size: CacheSize,
     files: ServedFiles,
     executor: StepExecutor,
     started_s: float,
@@ -238,17 +233,18 @@ def serve(
     """
     inbox: Inbox = SimpleQueue()
     outbox = Outbox()
-    kv_cache = _kv_cache(config, card, publisher)
+    kv_cache = _kv_cache(config, size, publisher)
     scheduler = Scheduler(config.scheduler_config(card.max_model_len), kv_cache)
     switch = DeadMansSwitch(config.step_timeout_s + 2 * GRACE_S, StartError.exit_code)
     masks = None
     if not isinstance(grammars, NoGrammars):
         masks = MaskFiller(card.vocab_size, scheduler.config.max_num_seqs)
-    clock = StepClock(switch, utilisation)
-    core = EngineCore(scheduler, executor, inbox, outbox, trace, clock, masks)
-    io_thread = _io_thread(config, socket, card, files, core, inbox, outbox, grammars, trace)
-    watchdog = Watchdog(core, config.step_timeout_s, core.blame, outbox, io_thread)
-    interrupted = handle_signals(inbox, outbox)
+    core = EngineCore(scheduler, executor, inbox, outbox, trace, StepClock(switch), masks)
+    io_thread = _io_thread(
+        config, socket, card, files, core, inbox, outbox, grammars, trace, utilisation
+    )
+    watchdog = Watchdog(core, config.step_timeout_s, outbox, io_thread)
+    signals = handle_signals(inbox, outbox)
     if parent is not None:
         parent.on_orphaned(lambda: inbox.put(Shutdown("the launching client is gone")))
     gc.collect()
@@ -257,10 +253,10 @@ def serve(
     watchdog.start()
     executor.on_failure(lambda reason: inbox.put(Shutdown(reason, failure=True)))
     running = _running(config, card.model, parent)
-    with registered(running), IdleWork(lambda: is_idle(scheduler), later):
+    with registered(running), IdleWork(lambda: not scheduler.num_requests, later):
         logger.info("ready in %.1f s", time.monotonic() - started_s)
         if parent is not None:
-            parent.report_ready(parts or {})
+            parent.report(StartReport(parts=parts or {}))
         farewell, exit_code = run_core(core)
     watchdog.stop()
     if masks is not None:
@@ -268,21 +264,17 @@ def serve(
     outbox.put(farewell)
     io_thread.join()
     log_end(farewell, utilisation)
-    return 130 if interrupted and not farewell.failure else exit_code
+    return 130 if signal.SIGINT in signals and not farewell.failure else exit_code
 
 
 def _kv_cache(
-    config: EngineConfig, card: ModelCard, publisher: KVEventPublisher | None
+    config: EngineConfig, size: CacheSize, publisher: KVEventPublisher | None
 ) -> KVCacheManager:
-    kv_cache = KVCacheManager(card.num_blocks, card.block_size, config.enable_prefix_caching)
+    kv_cache = KVCacheManager(size.capacity, config.enable_prefix_caching)
     if publisher is not None:
         kv_cache.subscribe(publisher.publish)
         publisher.start()
     return kv_cache
-
-
-def is_idle(scheduler: Scheduler) -> bool:
-    return not scheduler.num_running and not scheduler.num_waiting
 
 
 def log_end(farewell: Farewell, utilisation: Utilisation | None) -> None:
@@ -292,18 +284,15 @@ def log_end(farewell: Farewell, utilisation: Utilisation | None) -> None:
 
 
 def _running(config: EngineConfig, model: str, parent: ParentLink | None) -> Running:
-    def absolute(path: str | None) -> str | None:
-        return None if path is None else os.path.abspath(path)
-
     return Running(
         kind="engine",
         pid=os.getpid(),
         address=config.endpoint,
         model=model,
         endpoints=(config.endpoint,),
-        curve_dir=absolute(config.curve_dir),
+        curve_dir=config.curve_dir and os.path.abspath(config.curve_dir),
         launched_by=None if parent is None else os.getppid(),
-        step_trace=absolute(config.step_trace or None),
+        step_trace=config.step_trace and os.path.abspath(config.step_trace),
     )
 
 
@@ -321,17 +310,17 @@ def _allocate(
     ranks: list[WorkerInfo],
     max_model_len: int,
     parts: StartParts,
-) -> tuple[int, int]:
-    """Size and allocate the KV cache; return its blocks and the longest request's tokens."""
+) -> CacheSize:
+    """Size and allocate the KV cache."""
     with parts.part("kv cache") as notes:
-        num_blocks, max_model_len = size_cache(config, ranks, max_model_len)
-        executor.allocate_kv_cache(num_blocks, max_model_len)
-        num_bytes = num_blocks * sum(rank.kv_block_bytes for rank in ranks)
+        size = size_cache(config, ranks, max_model_len)
+        executor.allocate_kv_cache(size.capacity.num_slabs, size.max_model_len, size.kv_groups)
+        num_bytes = sum(map(size.rank_bytes, ranks))
         notes.append(
-            f"{num_blocks} blocks of {config.sizes.block_size} tokens, "
-            f"{num_bytes / 1e6:.0f} MB, requests of {max_model_len} tokens at most"
+            f"{size.capacity.shared_blocks} of {size.capacity.block_size} tokens, "
+            f"{num_bytes / 1e6:.0f} MB, requests of {size.max_model_len} tokens at most"
         )
-    return num_blocks, max_model_len
+    return size
 
 
 def _model_card(
@@ -339,8 +328,7 @@ def _model_card(
     folder: Path,
     model: ModelConfig,
     ranks: list[WorkerInfo],
-    num_blocks: int,
-    max_model_len: int,
+    size: CacheSize,
     files: ServedFiles,
 ) -> ModelCard:
     return ModelCard(
@@ -348,14 +336,14 @@ def _model_card(
         architecture=model.architecture,
         dtype=ranks[0].dtype,
         vocab_size=model.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=size.max_model_len,
         eos_token_ids=list(model.eos_token_ids),
         block_size=config.sizes.block_size,
-        num_blocks=num_blocks,
+        num_blocks=size.capacity.num_blocks,
         default_sampling=model.generation.sampling(),
         files=files.entries,
         hidden_size=model.hidden_size,
-        numerics_fingerprint=numerics_fingerprint(ranks, model, max_model_len),
+        numerics_fingerprint=numerics_fingerprint(ranks, model, size.max_model_len),
     )
 
 
@@ -369,6 +357,7 @@ def _io_thread(
     outbox: Outbox,
     grammars: GrammarSource,
     trace: StepTrace | None,
+    utilisation: Utilisation | None,
 ) -> IoThread:
     counters, clock = core.scheduler.counters, core.clock
     queue_limit = QueueLimit(
@@ -377,32 +366,28 @@ def _io_thread(
         counters,
         config.max_num_queued_bytes,
     )
+    cache = _cache_labels(config, card)
+    metrics = EngineMetrics(core.scheduler, queue_limit.rejections, cache, utilisation)
     client_limit = ClientLimit.of_this_process(config.max_num_clients)
     capabilities = config.capabilities
     if not isinstance(grammars, NoGrammars):
         capabilities.append("structured_outputs")
     handshakes = HandshakeHandler(
-        card,
-        capabilities,
-        config.sizes.max_num_seqs,
-        client_limit,
-        queue_limit,
-        instance=secrets.token_hex(16),
-        max_logprobs=config.max_logprobs,
+        card, config, capabilities, client_limit.max_num_clients, secrets.token_hex(16)
     )
     handler = MessageHandler(
         socket,
         inbox,
         handshakes,
-        Admission(card, config, queue_limit, grammars),
-        CompilingRequests(grammars, queue_limit, outbox.put),
-        ControlHandler(inbox, files, _metrics(config, card, core, queue_limit)),
+        Admission(card, config, queue_limit, grammars, core.scheduler.kv_cache.capacity),
+        grammars,
+        ControlHandler(inbox, files, metrics),
         num_steps=lambda: counters.num_steps,
         step_age_ms=lambda: clock.age_ms,
         shutdown_timeout_s=config.shutdown_timeout,
     )
     stats_log = StatsLog(
-        lambda: handler.completed(stats_of(core.scheduler, False)), time.monotonic()
+        lambda: completed(stats_of(core.scheduler, False), handler.counts()), time.monotonic()
     )
     return IoThread(
         socket,
@@ -415,16 +400,13 @@ def _io_thread(
     )
 
 
-def _metrics(
-    config: EngineConfig, card: ModelCard, core: EngineCore, queue_limit: QueueLimit
-) -> EngineMetrics:
-    cache = {
+def _cache_labels(config: EngineConfig, card: ModelCard) -> dict[str, str]:
+    return {
         "block_size": str(card.block_size),
         "num_gpu_blocks": str(card.num_blocks),
         "enable_prefix_caching": str(config.enable_prefix_caching),
         "cache_dtype": config.kv_cache_dtype,
     }
-    return EngineMetrics(core.scheduler, queue_limit.rejections, cache, core.clock.utilisation)
 
 
 def run_core(core: EngineCore) -> tuple[Farewell, int]:
@@ -447,24 +429,21 @@ def handle_signals(inbox: Inbox, outbox: Outbox) -> list[int]:
     """Let SIGTERM and SIGINT begin a drain, and a second one end the process.
 
     SIGHUP ends the step loop: the terminal or the launching client is gone. Returns a list that
-    takes the SIGINTs seen.
+    takes the signal that began the drain.
     """
     seen: list[int] = []
-    interrupts: list[int] = []
 
     def on_signal(number: int, _frame: FrameType | None) -> None:
         if seen:
             os._exit(130)
         seen.append(number)
-        if number == signal.SIGINT:
-            interrupts.append(number)
         outbox.put(BeginDrain(signal.Signals(number).name))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
         signal.signal(signal.SIGHUP, lambda *_: inbox.put(Shutdown("SIGHUP")))
-    return interrupts
+    return seen
 
 
 def find_model(config: EngineConfig) -> Path:

@@ -18,7 +18,7 @@ from typing import Final
 
 from nanocore.engine_core.mailbox import SIGNAL_POLL_S
 from nanocore.engine_core.process.parent import ParentLink
-from nanocore.protocol.errors import WorkerError
+from nanocore.protocol.errors import StartReport, WorkerError
 from nanocore.system.endpoint_lock import EndpointLock
 from nanocore.worker.executors.executor import StepExecutor
 
@@ -54,7 +54,7 @@ def stand_by(
         Thread(target=wait_for_lock, name="standby", daemon=True).start()
         logger.info("standing by: loaded, and waiting for the engine at %s to end", endpoint)
         if parent is not None:
-            parent.report_standing_by()
+            parent.report(StartReport(standing_by=True))
         while True:
             with suppress(Empty):
                 what = news.get(timeout=SIGNAL_POLL_S)

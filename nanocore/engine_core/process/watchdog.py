@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable
 from typing import Final
 
 from nanocore.engine_core.core import EngineCore
@@ -31,22 +30,20 @@ class Watchdog(threading.Thread):
     """Watches one step loop, from `start` to `stop`.
 
     Args:
-        core: the step loop. timeout_s: how long a step may take. blame: what it waits for, as a
-        clause. outbox, io_thread: by which clients are told.
+        core: the step loop. timeout_s: how long a step may take. outbox, io_thread: by which
+        clients are told.
     """
 
     def __init__(
         self,
         core: EngineCore,
         timeout_s: float,
-        blame: Callable[[], str],
         outbox: Outbox,
         io_thread: threading.Thread,
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._core = core
         self._timeout_s = timeout_s
-        self._blame = blame
         self._outbox = outbox
         self._io_thread = io_thread
         self._stopped = threading.Event()
@@ -81,7 +78,7 @@ class Watchdog(threading.Thread):
         """Tell clients first: writing the log may take forever, and may hold the interpreter."""
         step = self._core.scheduler.counters.num_steps
         reason = (
-            f"step {step} was not done after {self._timeout_s:g} s: {self._blame()} "
+            f"step {step} was not done after {self._timeout_s:g} s: {self._core.blame()} "
             "(--step-timeout-s is the limit)"
         )
         self._outbox.put(Farewell(reason, failure=True))

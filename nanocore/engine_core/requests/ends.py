@@ -1,9 +1,8 @@
-"""Stop checks: which requests end with a step's result, and their final event.
+"""Stop checks: with which token a request ends, and its final event.
 
 In this order: min_tokens, EOS, stop ids, length. A request also ends when it gets no token because
 its logits are not finite; then its blocks must not be found by others. An embedding ends a request,
-too, in place of the token that was sampled with it. With several tokens a row they are checked in
-order, so an end may come in their middle. Python runs only for rows that may end.
+too, in place of the token that was sampled with it.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.scheduling.columns import TokenColumns
-from nanocore.engine_core.scheduling.row_table import RowTable
 from nanocore.protocol.messages import Event, FinishReason
 from nanocore.worker.plan import NO_TOKEN
 
@@ -32,52 +30,37 @@ _NOT_FINITE: Final = (
     "the embedding is not finite (NaN or infinity): the model's weights or the KV cache are "
     "damaged, or its dtype overflows; try --dtype float32"
 )
-_NO_TOKEN_BYTES: Final = np.array(NO_TOKEN, "<i4").tobytes()
 
 
-def ends_by_token(
-    table: RowTable, sampled: TokenColumns, pooled: dict[int, bytes]
-) -> tuple[TokenColumns, dict[int, End]]:
-    """Return the tokens that count, cut after a row's end, and the ends by row.
+class StopIds:
+    """How many requests stop at a token id, for all ids: most tokens are none, and cost no Python.
 
-    Args:
-        sampled: tokens that are not in the table yet.
-        pooled: embeddings by row; the tokens of these rows do not count.
+    The last element stands for all larger ids.
     """
-    notable = table.may_stop(sampled.token_ids)
-    if pooled:
-        places = np.isin(sampled.owner_of_each(), list(pooled)).nonzero()[0]
-        notable = sorted({*notable, *places.tolist()})
-    # A search of bytes is the cheapest test. It may match across two ids, hence the second look.
-    if _NO_TOKEN_BYTES in sampled.token_ids.tobytes():
-        notable = sorted({*notable, *(sampled.token_ids == NO_TOKEN).nonzero()[0].tolist()})
-    if not notable:
-        return sampled, {}
-    ends: dict[int, End] = {}
-    num_kept: dict[int, int] = {}
-    for i, (index, place) in zip(notable, sampled.locate(notable), strict=True):
-        row, token_id = int(sampled.owners[index]), int(sampled.token_ids[i])
-        if row in ends:  # an earlier token of this step has ended it
-            continue
-        event = _end(table, row, token_id, place, pooled.get(row))
-        if event is None:
-            continue
-        ends[row] = table.request(row), event
-        # A stop token is delivered; NO_TOKEN and what was sampled beside an embedding are not.
-        has_token = token_id != NO_TOKEN and row not in pooled
-        if sampled.counts is not None or not has_token:
-            num_kept[index] = place + has_token
-    return sampled.shortened(num_kept) if num_kept else sampled, ends
 
+    def __init__(self) -> None:
+        self.counts = np.zeros(1, np.int32)
 
-def ends_by_length(table: RowTable, rows: list[int]) -> dict[int, End]:
-    """Return the ends of those rows that have reached their length."""
-    ends = {}
-    for row in rows:
-        request = table.request(row)
-        if table.num_tokens[row] == request.max_num_tokens:
-            ends[row] = request, Event(handle=request.handle, finish_reason="length")
-    return ends
+    def add(self, request: Request) -> None:
+        self._count(request, 1)
+
+    def remove(self, request: Request) -> None:
+        self._count(request, -1)
+
+    def find(self, token_ids: NDArray[np.int32]) -> list[int]:
+        """Return indices of tokens that are EOS or a stop id of some request, any one."""
+        if len(self.counts) == 1:
+            return []
+        # Ids beyond the table are clipped to its last element, which is 0 or counts larger ids.
+        hits: list[int] = self.counts.take(token_ids, mode="clip").nonzero()[0].tolist()
+        return hits
+
+    def _count(self, request: Request, change: int) -> None:
+        for token_id in request.stop_token_ids:
+            if token_id + 2 > len(self.counts):
+                more = np.zeros(token_id + 3 - len(self.counts), np.int32)
+                self.counts = np.append(self.counts[:-1], more)
+            self.counts[token_id] += change
 
 
 def end_by_stop(request: Request, token_id: int, number: int) -> Event | None:
@@ -92,6 +75,16 @@ def end_by_stop(request: Request, token_id: int, number: int) -> Event | None:
     return None
 
 
+def end_by_outputs(request: Request) -> Event | None:
+    """Return the end of a request whose resumed outputs have completed it, or None."""
+    if not (outputs := request.resumed_tokens):
+        return None
+    stop = end_by_stop(request, outputs[-1], len(outputs))
+    if stop is None and request.num_tokens == request.max_num_tokens:
+        return Event(handle=request.handle, finish_reason="length")
+    return stop
+
+
 def end_outside_a_step(request: Request, reason: FinishReason, message: str | None) -> Event:
     """Make the event of an abort or an error. A grammar that fails is the request's own fault."""
     is_invalid = reason == "error" and request.matcher is not None and request.matcher.failure
@@ -103,19 +96,20 @@ def end_outside_a_step(request: Request, reason: FinishReason, message: str | No
     )
 
 
-def _end(
-    table: RowTable, row: int, token_id: int, place: int, embedding: bytes | None
+def end_by_result(
+    request: Request, number: int, token_id: int, embedding: bytes | None
 ) -> Event | None:
-    """Return the end that this token brings, if any. place: its index after the known tokens."""
-    request = table.request(row)
-    number = int(table.num_tokens[row]) + place - request.num_prompt_tokens + 1
+    """Return the end that output token `number`, from 1, brings, if any.
+
+    embedding: float32 bytes, of a request that ends with one.
+    """
     if token_id == NO_TOKEN:
         return _end_without_token(request, number)
-    if embedding is not None:
-        if np.isfinite(np.frombuffer(embedding, "<f4")).all():
-            return Event(handle=request.handle, finish_reason="stop", embedding=embedding)
-        return Event(handle=request.handle, finish_reason="error", message=_NOT_FINITE)
-    return end_by_stop(request, token_id, number)
+    if embedding is None:
+        return end_by_stop(request, token_id, number)
+    if np.isfinite(np.frombuffer(embedding, "<f4")).all():
+        return Event(handle=request.handle, finish_reason="stop", embedding=embedding)
+    return Event(handle=request.handle, finish_reason="error", message=_NOT_FINITE)
 
 
 def _end_without_token(request: Request, number: int) -> Event:

@@ -1,7 +1,7 @@
 """A request inside the engine: tokens, limits, block keys and times; no text.
 
 Built and validated on the io thread, because hashing a long prompt takes a while, then owned by the
-scheduler. While a request runs, its tokens and counts live in the `RowTable`; they come back here
+scheduler. While a request runs, its tokens and counts live in the `RunningSet`; they come back here
 when it is preempted.
 """
 
@@ -15,48 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.grammars.matcher import Grammar, Matcher
+from nanocore.engine_core.requests.readiness import NOTHING, SIBLING, Prerequisite
 from nanocore.kv_cache import BlockKey, KeyChain
 from nanocore.protocol.fields import MAX_EXACT_INT
-from nanocore.protocol.metrics import MAX_MOVES, Phase
 from nanocore.protocol.sampling import EngineSamplingParams
 
 TOKEN_DTYPE = np.dtype("<i4")
 """Token ids, rows and block ids in columns, on the wire and in memory."""
-
-
-class RequestTimes(msgspec.Struct):
-    """When a request reached each point, in seconds of the scheduler's clock; 0: not yet.
-
-    Args:
-        queued_s: the scheduler took it.
-        admitted_s: it first got a row.
-        first_token_s, last_token_s: of its output.
-        num_tokens: prompt and output tokens when it last left its row.
-        phases: phases with the time of entering each; other threads may read it at any time.
-    """
-
-    queued_s: float = 0.0
-    admitted_s: float = 0.0
-    first_token_s: float = 0.0
-    last_token_s: float = 0.0
-    num_tokens: int = 0
-    num_preemptions: int = 0
-    phases: list[tuple[Phase, float]] = msgspec.field(default_factory=list)
-
-    def admit(self, now_s: float) -> None:
-        self.admitted_s = self.admitted_s or now_s
-        self.enter("prefill", now_s)
-
-    def preempt(self, now_s: float) -> None:
-        self.num_preemptions += 1
-        self.enter("preempted", now_s)
-
-    def enter(self, phase: Phase, now_s: float) -> None:
-        # A request that is preempted again and again must not grow without bound: the oldest
-        # phases but the first are dropped.
-        if len(self.phases) == MAX_MOVES:
-            del self.phases[1]
-        self.phases.append((phase, now_s))
 
 
 @dataclass(slots=True, eq=False)
@@ -78,10 +43,15 @@ class Request:
         compiled_s: when its grammar was compiled, if it had to wait for that.
         num_resumed_tokens: how many of its last submitted tokens are outputs of an earlier run.
         num_bytes: approximate memory it holds while it waits, with all its samples.
+        last_token_s: when its last token came before it left its row; 0: none has.
+        last_num_tokens: prompt and output tokens that it left its row with.
+        was_queued: whether it has ever been in line, or behind a sibling that was; then it is
+            logged.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission, else None.
         num_prompt_logprobs: logprobs of prompt tokens delivered so far.
         row: its row, or -1.
         sample: which of the samples it is, from 0.
+        waits_for: what must come before it can be in line; see `readiness`.
         waiting_siblings: samples that wait until all of this one's prompt is planned, because then
             they find it in the prefix cache. awaited_sibling: the sample that this one waits for.
         matcher: follows a structured output; it has seen the output tokens delivered so far.
@@ -105,11 +75,14 @@ class Request:
     num_resumed_tokens: int = 0
     num_bytes: int = 0
     num_prompt_tokens: int = field(init=False)
-    times: RequestTimes = field(init=False, default_factory=RequestTimes)
+    last_token_s: float = field(init=False, default=0.0)
+    last_num_tokens: int = field(init=False, default=0)
+    was_queued: bool = field(init=False, default=False)
     num_cached_tokens: int | None = None
     num_prompt_logprobs: int = 0
     row: int = -1
     sample: int = 0
+    waits_for: frozenset[Prerequisite] = NOTHING
     waiting_siblings: Sequence[Request] = ()
     awaited_sibling: Request | None = None
     matcher: Matcher | None = None
@@ -126,6 +99,12 @@ class Request:
     @property
     def num_submitted_tokens(self) -> int:
         return self.num_prompt_tokens + self.num_resumed_tokens
+
+    @property
+    def resumed_tokens(self) -> list[int]:
+        """Output tokens of an earlier run, of a request that was not admitted yet."""
+        assert self.token_ids is not None
+        return self.token_ids[self.num_prompt_tokens :].tolist()  # type: ignore[no-any-return]
 
     @property
     def num_tokens(self) -> int:
@@ -183,21 +162,51 @@ class Request:
                 seed=(self.seed + i) % (MAX_EXACT_INT + 1),
                 key_chain=self.key_chain.copy(),
                 sample=i,
+                waits_for=self.waits_for | {SIBLING},
                 awaited_sibling=self,
             )
             for i in range(1, num_more + 1)
         ]
 
-    @property
-    def awaits_grammar(self) -> bool:
-        """Whether its output is structured and its grammar is not compiled yet."""
-        return self.matcher is None and self.sampling.structured_outputs is not None
+    def release_siblings(self) -> Sequence[Request]:
+        """Let go of the samples that wait for this one's prompt; return them."""
+        siblings, self.waiting_siblings = self.waiting_siblings, ()
+        for sibling in siblings:
+            sibling.awaited_sibling = None
+        return siblings
 
-    def follow(self, grammar: Grammar) -> None:
-        """Constrain the output of each sample by the grammar."""
+    def leave_siblings(self) -> Request | None:
+        """Leave the other samples; return the one that is to compute the prompt instead, if any."""
+        if (awaited := self.awaited_sibling) is not None:
+            awaited.waiting_siblings = [one for one in awaited.waiting_siblings if one is not self]
+        if not self.waiting_siblings:
+            return None
+        siblings = self.release_siblings()
+        # One that is ready, if there is one: the others would wait longer behind one that is not.
+        first = next((one for one in siblings if not one.waits_outside), siblings[0])
+        first.waiting_siblings = [one for one in siblings if one is not first]
+        for sibling in first.waiting_siblings:
+            sibling.awaited_sibling = first
+        return first
+
+    def wait_for(self, what: Prerequisite) -> None:
+        """Let each sample wait for this. To be called before the scheduler gets the request."""
+        for sample in self.samples:
+            sample.waits_for |= {what}
+
+    @property
+    def waits_outside(self) -> bool:
+        """Whether it, or the sibling it waits for, waits for what the step loop cannot give."""
+        awaited = self.awaited_sibling
+        is_behind = awaited is not None and awaited.waits_outside
+        return is_behind or any(one.is_outside for one in self.waits_for)
+
+    def follow(self, grammar: Grammar, compiled_s: float | None = None) -> None:
+        """Constrain the output of each sample by the grammar. compiled_s: if it waited for that."""
         self.not_held = grammar.not_held
         for sample in self.samples:
             sample.matcher = grammar.matcher()
+            sample.compiled_s = compiled_s
 
     def give_tokens(self) -> NDArray[np.int32]:
         """Hand the tokens over to the row table, because the request gets a row."""

@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from nanocore.worker.plan import RowLogprobs
 
 IntArray = NDArray[np.integer]
+Intervals = tuple[float, int] | NDArray[np.float64] | None
+"""Times between a row's tokens: (seconds, number of rows that share it), or one per row."""
 
 
 def places(counts: IntArray) -> IntArray:
@@ -216,3 +218,45 @@ class TokenColumns(msgspec.Struct):
     def owner_of_each(self) -> IntArray:
         """Return the owner of each token; integers [tokens]."""
         return self.owners if self.counts is None else np.repeat(self.owners, self.counts)
+
+
+class TokenTimes:
+    """When each row got its last token. intervals: between these and the ones before, of a step.
+
+    While consecutive steps have tokens for the same rows, one time stands for all of them, and a
+    step costs one comparison. The column is written only when rows come or go.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self.intervals: Intervals = None
+        self._column = np.zeros(max_num_seqs)
+        self._rows: IntArray | None = None  # the time of these rows is `_rows_s`, not the column's
+        self._rows_s = 0.0
+
+    def stamp(self, rows: IntArray, now_s: float) -> None:
+        """Record new tokens. rows: must be the same array object as long as the rows are equal."""
+        if rows is self._rows:
+            self.intervals = now_s - self._rows_s, len(rows)
+        elif len(rows):
+            self._settle()
+            before = self._column[rows]
+            self.intervals = now_s - before[before > 0]
+        else:
+            self.intervals = None
+            return
+        self._rows, self._rows_s = rows, now_s
+
+    def of(self, row: int) -> float:
+        """Return when the row got its last token; 0 if it has none."""
+        self._settle()
+        return float(self._column[row])
+
+    def set(self, row: int, last_token_s: float) -> None:
+        """Start anew for another request in this row; 0 if it has no token yet."""
+        self._settle()
+        self._column[row] = last_token_s
+
+    def _settle(self) -> None:
+        if self._rows is not None:
+            self._column[self._rows] = self._rows_s
+            self._rows = None

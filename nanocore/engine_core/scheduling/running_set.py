@@ -1,116 +1,146 @@
-"""The running set: rows, their tokens and blocks, and the steps in flight.
+"""The running set: the requests that own rows, their tokens and blocks, and the steps in flight.
 
-The scheduler decides who runs; this class owns the state of those who do. A step goes through
+A running request owns a fixed row, the same here and on every worker, until it ends or is
+preempted. Its state is in numpy columns: a Python loop over requests would cost microseconds per
+request and step (8 µs in vLLM). Python runs only for rows that are admitted, computed in chunks,
+cross a block, end or are preempted; all others cost a few vector operations together.
 
-    compute (tokens and blocks of running rows) → admit (new rows) → begin (in flight) → accept
+A row is in one of three states: *prefilling* while known tokens of it are left to plan, *decoding*
+while each step takes one token, and *finishing* when its last step is planned and the result is not
+in. A step goes through
 
-Python per request runs only for rows that are admitted, computed in chunks, cross a block, end or
-are preempted; all other rows cost a few vector operations together. A row is *prefilling* while
-known tokens of it are left to plan, *decoding* while each step takes one token, and *finishing*
-when its last step is planned and the result is not in. Its columns are in `RowTable`:
+    compute (running rows) → admit (new rows) → begin (in flight) → take_oldest, append, rewind
 
-    num_tokens      tokens whose ids are known
-    num_computed    tokens that are computed, counted when they are planned: with steps in flight it
-                    may exceed num_tokens
-    max_computed    num_computed with which it samples its last token, which is never computed
-    held_tokens     tokens that fit its blocks
-    quiet_until     num_computed up to which a decode needs no new block and does not end
-
-A step may compute draft tokens beyond a row's known ones; drafts that were not accepted are taken
-back (`RowTable.rewind`). `StepPlan` says which rows a step serves, and how.
+The scheduler decides who runs, `preemption` who stops when blocks run out; `step_result` reads the
+results.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.policy.order import Precedence, PrecedenceKey, next_preempted
-from nanocore.engine_core.policy.step_budget import chunk_limit
-from nanocore.engine_core.requests.ends import ends_by_length, ends_by_token
-from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.requests.step_log import StepLog
-from nanocore.engine_core.scheduling.columns import IntArray, TokenColumns, attended_tokens
-from nanocore.engine_core.scheduling.row_table import RowTable
-from nanocore.engine_core.scheduling.step_plan import Chunk, StepOutcome, StepPlan, new_row
-from nanocore.engine_core.scheduling.step_result import ResultReader
-from nanocore.kv_cache import Block, KVCacheManager
-from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
+from nanocore.engine_core.grammars.matcher import Matcher
+from nanocore.engine_core.policy.order import Precedence, PrecedenceKey
+from nanocore.engine_core.requests.ends import StopIds
+from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
+from nanocore.engine_core.scheduling.columns import (
+    IntArray,
+    TokenColumns,
+    TokenTimes,
+    attended_tokens,
+    places,
+)
+from nanocore.engine_core.scheduling.step_plan import (
+    Chunk,
+    StepOutcome,
+    StepPlan,
+    chunk_limit,
+    new_row,
+)
+from nanocore.kv_cache import KVCacheManager, Prefix
+from nanocore.worker.plan import SchedulerOutput
 
 
 class RunningSet:
-    """The requests that own rows.
+    """The rows. Groups (row modulo num_groups) are served by steps of their own.
 
     Args:
-        config: the limits.
-        kv_cache: the manager of their blocks.
-        precedence: sort key of requests; the largest is preempted first.
-        step_log: gets the inter-token times.
+        kv_cache: of the rows' blocks. precedence: sort key of requests, for the order of prompts.
 
-    table: the rows; only the running set writes it.
+    token_ids: int32 [max_num_seqs, max_model_len + 1]; memory pages are touched only as rows fill.
+        The last column is for a token sampled after a prompt of max_model_len, never computed.
+    num_tokens: tokens whose ids are known.
+    num_computed: tokens whose KV is computed or planned; with steps in flight it may exceed
+        num_tokens. max_computed: its limit, all tokens but the last.
+    num_cached: tokens found in the prefix cache. held_tokens: tokens that fit the row's blocks.
+    quiet_until: while num_computed is at most this, a decode needs no block and does not reach its
+        length, so no Python runs for the row.
+    num_drafts: draft tokens that a row may compute beyond its known ones; 0 for structured output,
+        because a mask is for one token.
+    requests: by row, or None. client, handle: of the row's request. clients: rows per client.
+    decoding: rows, in the order in which they began to decode. The array is replaced, never
+        changed: steps in flight refer to it, and equal arrays are told by identity.
+    prefilling, finishing: rows, in admission order.
+    matchers: by row with structured output. pooled_rows: rows that end with an embedding.
+    in_flight: steps, the oldest first. sampled: tokens since the last plan, for pipeline stages.
     """
 
+    # Dictionaries of more than 30 attributes are slow.
+    __slots__ = (
+        "_config", "_free_rows", "_kv_cache", "_num_rows", "_precedence", "_removed_rows",
+        "_stalled", "client", "clients", "decoding", "finishing", "handle", "held_tokens",
+        "in_flight", "logprob_rows", "matchers", "max_computed", "may_overlap", "num_cached",
+        "num_computed", "num_drafts", "num_groups", "num_tokens", "pooled_rows", "prefilling",
+        "prompt_logprob_rows", "quiet_until", "requests", "sampled", "stop_ids", "times",
+        "token_ids",
+    )  # fmt: skip
+
     def __init__(
-        self,
-        config: SchedulerConfig,
-        kv_cache: KVCacheManager,
-        precedence: PrecedenceKey,
-        step_log: StepLog,
+        self, config: SchedulerConfig, kv_cache: KVCacheManager, precedence: PrecedenceKey
     ) -> None:
+        num_rows, num_groups = config.max_num_seqs, config.num_groups
+
+        def column() -> IntArray:
+            return np.zeros(num_rows, np.int64)
+
         # A row's next step needs its last one's result: with drafts for the number of tokens, with
         # groups because the first pipeline stage learns sampled tokens through the engine.
-        self.may_overlap = config.num_groups == 1 and not config.num_speculative_tokens
-        self._num_groups = config.num_groups
-        self._num_drafts = config.num_speculative_tokens
+        self.may_overlap = num_groups == 1 and not config.num_speculative_tokens
+        self.num_groups = num_groups
         self._config = config
-        self.table = RowTable(
-            config.max_num_seqs,
-            config.max_model_len,
-            config.num_groups,
-            config.num_speculative_tokens,
-            step_log,
-        )
-        self._results = ResultReader(self.table)
-        self._in_flight: deque[StepOutcome] = deque()
-        # Rows that wait for blocks, over all groups; all are decoding or prefilling. Nobody is
-        # admitted while this is not empty, so a stale entry would stop admission for ever.
+        self._kv_cache = kv_cache
+        self._precedence = precedence
+        self.token_ids = np.zeros((num_rows, config.max_model_len + 1), TOKEN_DTYPE)
+        self.num_tokens, self.num_computed, self.max_computed = column(), column(), column()
+        self.num_cached, self.held_tokens, self.quiet_until = column(), column(), column()
+        self.num_drafts, self.client = column(), column()
+        self.handle: NDArray[np.uint32] = np.zeros(num_rows, np.uint32)
+        self.logprob_rows: set[int] = set()
+        self.prompt_logprob_rows: set[int] = set()
+        self.pooled_rows: set[int] = set()
+        self.matchers: dict[int, Matcher] = {}
+        self.requests: list[Request | None] = [None] * num_rows
+        self.clients: dict[int, int] = {}
+        self.stop_ids = StopIds()
+        self.times = TokenTimes(num_rows)
+        self.decoding: IntArray = np.zeros(0, np.int64)
+        self.prefilling: list[int] = []
+        self.finishing: list[int] = []
+        self._num_rows = 0
+        self._free_rows = [list(range(i, num_rows, num_groups)) for i in range(num_groups)]
+        self.in_flight: deque[StepOutcome] = deque()
+        # Rows that wait for blocks, over all groups. Nobody is admitted while there are any, so a
+        # stale entry would stop admission for ever.
         self._stalled: set[int] = set()
         # Both since the last plan; workers learn of them with the next one.
         self._removed_rows: list[int] = []
-        self._sampled: list[TokenColumns] = []  # for pipeline stages that do not sample
-        self._kv_cache = kv_cache
-        self.precedence = precedence
-        self._by_priority = config.policy == "priority"
+        self.sampled: list[TokenColumns] = []
 
     def __len__(self) -> int:
-        return len(self.table)
+        return self._num_rows
 
-    @property
-    def num_in_flight(self) -> int:
-        return len(self._in_flight)
+    def __iter__(self) -> Iterator[Request]:  # by row
+        return (request for request in self.requests if request is not None)
 
-    @property
-    def groups_in_flight(self) -> list[int]:
-        return [outcome.plan.group for outcome in self._in_flight]
+    def request(self, row: int) -> Request:
+        request = self.requests[row]
+        assert request is not None, f"row {row} is free"
+        return request
 
-    @property
-    def planned(self) -> StepPlan:
-        """The step that began last."""
-        return self._in_flight[-1].plan
+    def row_counts(self, group: int) -> tuple[int, int]:
+        """Return (owned rows, free rows) of the group."""
+        num_free = len(self._free_rows[group])
+        return len(range(group, len(self.requests), self.num_groups)) - num_free, num_free
 
-    @property
-    def are_masks_known(self) -> bool:
-        """Whether the masks of the planned step can be computed now.
-
-        A mask follows from the request's tokens so far, so no earlier step in flight may still
-        sample one of them.
-        """
-        *before, planned = [outcome.plan for outcome in self._in_flight]
-        sampling = {request for earlier in before for _, request in earlier.masked}
-        return sampling.isdisjoint(request for _, request in planned.masked)
+    def known_tokens(self, row: int) -> NDArray[np.int32]:
+        """Return a view of the row's prompt and output tokens."""
+        return self.token_ids[row, : self.num_tokens[row]]
 
     @property
     def is_short_of_blocks(self) -> bool:
@@ -120,13 +150,12 @@ class RunningSet:
     @property
     def can_go_on(self) -> bool:
         """Whether a row has tokens to compute, and does not wait for blocks."""
-        table = self.table
-        return len(table.decoding) + len(table.prefilling) > len(self._stalled)
+        return len(self.decoding) + len(self.prefilling) > len(self._stalled)
 
     def has_work(self, group: int) -> bool:
         """Whether a step of this group, which has none in flight, would compute anything."""
-        num_taken, _ = self.table.row_counts(group)
-        return num_taken > 0 or any(self.next_chunk(row, group) for row in self.table.prefilling)
+        is_taken = self.row_counts(group)[0] > 0
+        return is_taken or any(self._next_chunk(row, group) for row in self.prefilling)
 
     def decode_load(self, group: int) -> tuple[int, int]:
         """Return (tokens, tokens attended to) of the decodes in a step of the group."""
@@ -134,39 +163,28 @@ class RunningSet:
         counts = np.ones_like(ends) if counts is None else counts
         return int(counts.sum()), int(attended_tokens(counts, ends).sum())
 
-    def next_chunk(self, row: int, group: int) -> int:
-        """Return how many tokens of a prefilling row a step of the group may compute.
-
-        A step of any group may compute a prompt's tokens except the last one. That one samples, and
-        a row may sample only in steps of its own group: otherwise its token could still be unknown
-        when the next step of its own group, which computes it, is planned.
-        """
-        table = self.table
-        num_left = int(table.num_tokens[row] - table.num_computed[row])
-        return min(num_left - (row % self._num_groups != group), self._config.max_chunk)
-
     def compute(
         self,
-        number: int,
-        group: int,
-        token_budget: int,
-        reserved: tuple[Precedence, int] | None = None,
-    ) -> tuple[StepPlan, int]:
-        """Begin a plan: give every running row of the group its tokens and blocks.
+        plan: StepPlan,
+        reserved: tuple[Precedence, int] | None,
+        make_room: Callable[[StepPlan, int, int], None],
+    ) -> int:
+        """Give every running row of the plan's group its tokens and blocks.
 
         Args:
             reserved: (precedence, tokens) of a waiting request for which others were preempted: its
                 tokens are kept free before prompts of later precedence get theirs.
+            make_room: called with a row and the number of tokens that its blocks are to hold, if
+                too few are free: stalls the row, or preempts one.
 
-        Returns the plan and the budget that is left.
+        Returns the budget that is left.
         """
-        table = self.table
-        plan = StepPlan(number, token_budget, group, self._num_groups)
-        assert self.may_overlap or group not in self.groups_in_flight, (
-            f"step {number} of group {group} needs what its last one, in flight, samples"
+        group = plan.group
+        assert self.may_overlap or all(group != one.plan.group for one in self.in_flight), (
+            f"step {plan.number} of group {group} needs what its last one, in flight, samples"
         )
-        if not (len(table) or self._num_drafts):
-            return plan, token_budget
+        if not (self._num_rows or self._config.num_speculative_tokens):
+            return plan.token_budget
         # One pass may fail for lack of blocks. Then a row was stalled or preempted, its tokens
         # return to the budget, and the next pass shares it out anew. Each failed pass takes one row
         # out, so this ends. Blocks that a pass has allocated stay with their rows: `_provide` finds
@@ -176,42 +194,163 @@ class RunningSet:
             decoding, ends, counts = self._decodes(group, plan.stalled)
             num_decoded = len(decoding) if counts is None else int(counts.sum())
             # Only these decodes cross a block or reach their length; the others need no Python.
-            notable = (ends > table.quiet_until[decoding]).nonzero()[0]
+            notable = (ends > self.quiet_until[decoding]).nonzero()[0]
             decodes = list(zip(decoding[notable].tolist(), ends[notable].tolist(), strict=True))
-            chunks, budget = self._share_budget(plan, token_budget - num_decoded, reserved)
-            if all(self._provide(plan, row, end) for row, end in decodes + chunks):
+            chunks, budget = self._share_budget(plan, plan.token_budget - num_decoded, reserved)
+            for row, end in decodes + chunks:
+                if not self._provide(plan, row, end):
+                    make_room(plan, row, end)
+                    break
+            else:
                 break
         # Which rows of this group are stalled is decided anew in each of its plans; rows of other
         # groups stay stalled until their own group plans.
-        self._stalled = {r for r in self._stalled if r % self._num_groups != group}
-        self._stalled |= plan.stalled
+        self._stalled = {r for r in self._stalled if r % self.num_groups != group} | plan.stalled
         plan.decoding, plan.decode_ends, plan.decode_counts = decoding, ends, counts
-        table.num_computed[decoding] = ends
-        for row, end in decodes:
-            if end == table.max_computed[row]:
-                plan.last.append(row)
-        if plan.last and not self._num_drafts:
-            table.finish_decoding(plan.last)
+        self.num_computed[decoding] = ends
+        plan.last += [row for row, end in decodes if end == self.max_computed[row]]
+        # With drafts a row may get fewer tokens than it computes, so the result decides.
+        if plan.last and not self._config.num_speculative_tokens:
+            self.decoding = self.decoding[~np.isin(self.decoding, plan.last)]
+            self.finishing += plan.last
         for row, end in chunks:
-            self._plan_chunk(plan, row, int(table.num_computed[row]), end)
-        return plan, budget
+            self._plan_chunk(plan, row, int(self.num_computed[row]), end)
+        return budget
 
-    def admit(self, plan: StepPlan, request: Request, hits: list[Block], count: int) -> None:
-        """Give a request a row, its cached blocks `hits`, and `count` tokens to compute after them.
+    def _decodes(self, group: int, stalled: set[int]) -> tuple[IntArray, IntArray, IntArray | None]:
+        """Return (rows, their computed tokens after the step, tokens each computes) of decodes.
 
-        The caller has checked that the blocks fit.
+        None stands for one token each. Drafts beyond a request's length are not computed.
         """
+        decoding = self.decoding
+        if self.num_groups > 1:
+            decoding = decoding[decoding % self.num_groups == group]
+        if stalled:
+            decoding = decoding[~np.isin(decoding, list(stalled))]
+        num_computed = self.num_computed[decoding]
+        if not self._config.num_speculative_tokens:
+            return decoding, num_computed + 1, None
+        most = num_computed + 1 + self.num_drafts[decoding]
+        ends = np.minimum(most, self.max_computed[decoding])
+        return decoding, ends, ends - num_computed
+
+    def _share_budget(
+        self, plan: StepPlan, budget: int, reserved: tuple[Precedence, int] | None
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Share the budget among running prompts.
+
+        Returns (row, its computed tokens after the step) of each, and the budget that is left.
+        """
+        num_reserved = 0
+        chunks: list[tuple[int, int]] = []
+        requests = [self.request(row) for row in self.prefilling]
+        if self._config.policy == "priority":
+            requests.sort(key=self._precedence)
+        for request in requests:
+            row = request.row
+            if reserved and not num_reserved and self._precedence(request) > reserved[0]:
+                num_reserved = min(reserved[1], budget)
+                budget -= num_reserved
+            limit = chunk_limit(self._config, self.requests, request, chunks)
+            count = min(self._next_chunk(row, plan.group), limit, budget)
+            if count and row not in plan.stalled:
+                chunks.append((row, count))
+                budget -= count
+        ends = [(row, int(self.num_computed[row]) + count) for row, count in chunks]
+        return ends, budget + num_reserved  # the reserved tokens are for the waiting request
+
+    def _next_chunk(self, row: int, group: int) -> int:
+        """Return how many tokens of a prefilling row a step of the group may compute.
+
+        A step of any group may compute a prompt's tokens except the last one. That one samples, and
+        a row may sample only in steps of its own group: otherwise its token could still be unknown
+        when the next step of its own group, which computes it, is planned.
+        """
+        num_left = int(self.num_tokens[row] - self.num_computed[row])
+        return min(num_left - (row % self.num_groups != group), self._config.max_chunk)
+
+    def _provide(self, plan: StepPlan, row: int, num_tokens: int) -> bool:
+        """Let a row hold blocks for num_tokens, and no others; False if too few are free."""
+        request, num_computed = self.request(row), int(self.num_computed[row])
+        held_tokens = int(self.held_tokens[row])
+        # Decodes register full blocks here and in `leave` only: once a block, not in every step.
+        if num_tokens > held_tokens:
+            self._register(request, num_computed)
+        if self._kv_cache.has_windows:
+            self._kv_cache.leave_window(request.handle, num_computed, self._last_step)
+            self._hold(request, held_tokens)
+        if num_tokens <= held_tokens:
+            return True
+        if (block_ids := self._kv_cache.allocate(request.handle, num_tokens)) is None:
+            return False
+        num_more = len(block_ids) * self._kv_cache.block_size // plan.num_cache_groups
+        self._hold(request, held_tokens + num_more)
+        # Once in a plan: in a later pass nobody gets more tokens but rows behind the failed one.
+        assert row not in plan.blocks
+        plan.blocks[row] = block_ids
+        return True
+
+    def _hold(self, request: Request, held_tokens: int) -> None:
+        """Record how many tokens fit the request's blocks."""
+        self.held_tokens[request.row] = held_tokens
+        # Computing token number max_num_tokens - 2 (from 0) samples the last one.
+        self.quiet_until[request.row] = min(held_tokens, request.max_num_tokens - 2)
+
+    def _plan_chunk(self, plan: StepPlan, row: int, computed: int, end: int) -> None:
+        """Plan tokens `computed` to `end` - 1 of a prefilling row."""
+        plan.chunks.append(Chunk(row, end - computed, computed))
+        self.num_computed[row] = end
+        # Now, not when the result is in: a request admitted later in this very step can share the
+        # blocks, because all KV writes of a layer precede its reads.
+        request = self.request(row)
+        plan.num_prompt_tokens += max(min(end, request.num_prompt_tokens) - computed, 0)
+        self._register(request, end)
+        if end < self.num_tokens[row]:
+            return
+        self.prefilling.remove(row)
+        plan.completed.append(row)
+        if end == request.num_submitted_tokens:
+            plan.first.append(row)
+        if end == request.max_num_tokens - 1:
+            plan.last.append(row)
+            self.finishing.append(row)
+        else:
+            plan.started.append(row)
+            if self._kv_cache.has_windows:  # the next step lets go of what only prompts see
+                self.quiet_until[row] = end
+
+    def _register(self, request: Request, num_computed: int) -> None:
+        """Make a running request's full blocks findable, as far as their tokens are known.
+
+        With steps in flight more tokens may be computed than are known; a key needs known ones.
+        """
+        if not self._kv_cache.enable_prefix_caching:
+            return
+        block_size, keys = self._kv_cache.block_size, request.key_chain.keys
+        num_full = num_computed // block_size
+        if len(keys) < num_full:  # output tokens have filled a block: extend the chain of keys
+            row = request.row
+            end = min(num_computed, int(self.num_tokens[row]))
+            request.key_chain.extend(self.token_ids[row, len(keys) * block_size : end].tobytes())
+            num_full = min(num_full, len(keys))
+        self._kv_cache.register(request.handle, keys, num_full)
+
+    def admit(self, plan: StepPlan, request: Request, prefix: Prefix, count: int) -> None:
+        """Give a request a row, its cached prefix, and `count` tokens after it, which fit."""
         block_size = self._kv_cache.block_size
-        num_cached = len(hits) * block_size
+        num_cached, num_prompt = len(prefix.blocks) * block_size, request.num_submitted_tokens
         end = num_cached + count
-        block_ids = self._kv_cache.allocate(request.handle, end, hits)
+        block_ids = self._kv_cache.allocate(request.handle, end, prefix, num_prompt)
         assert block_ids is not None, "the whole prompt fits, so its first chunk does"
-        resumed = request.was_admitted
-        if not resumed:
-            self._kv_cache.stats.record(request.num_tokens, num_cached)
+        if not (resumed := request.was_admitted):
+            lost = prefix.num_lost * block_size, prefix.lost_group
+            self._kv_cache.stats.record(request.num_tokens, num_cached, *lost)
+            if prefix.num_lost:
+                plan.lost[request.request_id] = lost
         token_ids = request.give_tokens()
-        held_tokens = len(block_ids) * block_size
-        row = self.table.add(request, token_ids, num_cached, held_tokens, plan.group)
+        row = self._own_row(request, token_ids, plan.group)
+        self.num_computed[row] = self.num_cached[row] = num_cached
+        self._hold(request, len(block_ids) // plan.num_cache_groups * block_size)
         plan.added.append(new_row(request, token_ids, num_cached, block_ids))
         if resumed:
             plan.resumed.append(request)
@@ -222,61 +361,94 @@ class RunningSet:
             plan.cached[request.request_id] = num_cached
         self._plan_chunk(plan, row, num_cached, end)
 
+    def _own_row(self, request: Request, token_ids: NDArray[np.int32], group: int) -> int:
+        """Give a request a free row of the group; returns the row. token_ids: its known tokens."""
+        # The lowest row keeps the used part of the columns dense.
+        row = heapq.heappop(self._free_rows[group])
+        self._num_rows += 1
+        self.requests[row] = request
+        self.token_ids[row, : len(token_ids)] = token_ids
+        self.num_tokens[row] = len(token_ids)
+        # After the tokens: the live view reads `row` from another thread, then the row's tokens.
+        request.row = row
+        self.max_computed[row] = request.max_num_tokens - 1
+        self.client[row] = request.client
+        self.handle[row] = request.handle
+        self.clients[request.client] = self.clients.get(request.client, 0) + 1
+        self.times.set(row, request.last_token_s)
+        self.stop_ids.add(request)
+        if request.sampling.logprobs is not None:
+            self.logprob_rows.add(row)
+        if request.sampling.prompt_logprobs is not None:
+            self.prompt_logprob_rows.add(row)
+        if request.sampling.pooling is not None:
+            self.pooled_rows.add(row)
+        if request.matcher is not None:
+            self.matchers[row] = request.matcher
+        self.num_drafts[row] = 0 if request.matcher else self._config.num_speculative_tokens
+        self.prefilling.append(row)
+        return row
+
     def begin(self, plan: StepPlan) -> SchedulerOutput:
         """Put the complete plan in flight; returns the message to workers."""
         if plan.started:
-            self.table.start_decoding(plan.started)
-        plan.masked = self.table.structured(plan.decoding, plan.completed)
-        self._in_flight.append(StepOutcome(plan))
-        removed_rows, self._removed_rows = self._removed_rows, []
-        sampled, self._sampled = self._sampled, []
-        return plan.message(self._idle_rows(plan), removed_rows, sampled)
+            self.decoding = np.append(self.decoding, plan.started)
+        if self.matchers:
+            rows = plan.decoding[np.isin(plan.decoding, list(self.matchers))].tolist()
+            rows += [row for row in plan.completed if row in self.matchers]
+            plan.masked = [(row, self.request(row)) for row in rows]
+        self.in_flight.append(StepOutcome(plan))
+        message = plan.message(self._idle_rows(plan), self._removed_rows, self.sampled)
+        self._removed_rows, self.sampled = [], []
+        return message
 
-    def accept(self, result: ModelRunnerOutput, now_s: float) -> StepOutcome:
-        """Take in the result of the oldest step in flight.
+    def _idle_rows(self, plan: StepPlan) -> list[int]:
+        """Return the group's rows that compute nothing in this step, which workers must be told."""
+        if len(plan.decoding) + len(plan.chunks) == self._num_rows:
+            return []
+        served = {chunk.row for chunk in plan.chunks}.union(plan.last)
+        held = dict.fromkeys((*self.prefilling, *self.finishing, *plan.stalled))
+        return [r for r in held if r not in served and r % self.num_groups == plan.group]
 
-        A row may get no token, or several. Requests that end keep their rows until they `leave`.
-
-        Raises:
-            ValueError: the result does not fit the step.
-        """
-        table = self.table
-        outcome = self._in_flight.popleft()
-        plan, dead_rows = outcome.plan, outcome.dead_rows
-        self._kv_cache.complete(plan.number)  # first: what only this step could write is free now
-        sampled = self._results.read(outcome, result)  # without dead rows
-        self._results.take_prompt_logprobs(outcome, result)
-        pooled = self._results.read_pooled(outcome, result)
-        sampled, ends = ends_by_token(table, sampled, pooled)
-        table.append(sampled, now_s)
-        table.advance_matchers(sampled)
-        if plan.decode_counts is not None:
-            # Dead rows, too: with drafts a group has one step in flight, so no other request can
-            # have got them before this result.
-            table.rewind(plan.decoding)
-        if self._num_groups > 1:
-            self._sampled.append(sampled)
-        clients = table.clients
-        outcome.clients = next(iter(clients)) if len(clients) == 1 else table.client[sampled.owners]
-        outcome.tokens = sampled.renamed(table.handle)
-        for row in plan.first:
-            if row not in dead_rows and not (row in ends and ends[row][1].message):
-                outcome.started.append(table.request(row))
-        if plan.last:
-            alive = [row for row in plan.last if row not in dead_rows and row not in ends]
-            ends |= ends_by_length(table, alive)
-        outcome.ends = list(ends.values())
+    def take_oldest(self) -> StepOutcome:
+        """End the oldest step in flight: its result is in."""
+        outcome = self.in_flight.popleft()
+        self._kv_cache.complete(outcome.plan.number)  # what only this step could write is free now
         return outcome
+
+    def append(self, sampled: TokenColumns, now_s: float) -> None:
+        """Append sampled tokens to their rows, and let the matchers of these know them."""
+        rows, counts = sampled.owners, sampled.counts
+        self.times.stamp(rows, now_s)  # before the tokens: it compares with the last step's rows
+        num_tokens = self.num_tokens[rows]
+        if counts is None:
+            self.token_ids[rows, num_tokens] = sampled.token_ids
+            self.num_tokens[rows] = num_tokens + 1
+        else:
+            positions = np.repeat(num_tokens, counts) + places(counts)
+            self.token_ids[np.repeat(rows, counts), positions] = sampled.token_ids
+            self.num_tokens[rows] = num_tokens + counts
+        if self.matchers:
+            owners = sampled.owner_of_each()
+            for i in np.isin(owners, list(self.matchers)).nonzero()[0].tolist():
+                self.matchers[int(owners[i])].append((int(sampled.token_ids[i]),))
+
+    def rewind(self, rows: IntArray) -> None:
+        """Take back draft tokens: the last known token of each row is computed next.
+
+        Blocks stay held. What they got is overwritten, and only known tokens can be found.
+        """
+        self.num_computed[rows] = self.num_tokens[rows] - 1
 
     def preempt(self, request: Request) -> None:
         """Take a request's row and blocks; its tokens go back to it, to be recomputed later.
 
-        Tokens that steps in flight sample for it are lost. They are sampled again, the same ones,
-        because noise depends on the request's seed and the position alone.
+        Tokens that steps in flight sample for it are lost. The same ones are sampled again, because
+        noise depends on the request's seed and the position alone.
         """
-        token_ids = self.table.known_tokens(request.row).copy()
+        known = self.known_tokens(request.row).copy()
         self.leave(request)
-        request.token_ids = token_ids
+        request.token_ids = known
 
     def leave(self, request: Request, keeps_blocks: bool = True) -> None:
         """Take a request's row and blocks.
@@ -287,149 +459,41 @@ class RunningSet:
 
         keeps_blocks: False if the blocks' content must not be found: it is damaged.
         """
-        row = request.row
+        row, handle = request.row, request.handle
         if keeps_blocks:
-            self._register(request, int(self.table.num_computed[row]))
+            self._register(request, int(self.num_computed[row]))
         else:
-            self._kv_cache.forget(request.handle)
-        self.table.remove(row)
+            self._kv_cache.forget(handle)
+        self._free_row(row)
         self._stalled.discard(row)
         self._removed_rows.append(row)
-        for outcome in self._in_flight:
+        for outcome in self.in_flight:
             outcome.dead_rows.add(row)
-        last_step = self._in_flight[-1].plan.number if self._in_flight else 0
-        self._kv_cache.free(request.handle, after_step=last_step)
+        self._kv_cache.free(handle, after_step=self._last_step)
 
-    def _decodes(self, group: int, stalled: set[int]) -> tuple[IntArray, IntArray, IntArray | None]:
-        """Return (rows, their computed tokens after the step, tokens each computes) of decodes.
+    @property
+    def _last_step(self) -> int:
+        """Number of the last step in flight; 0: there is none."""
+        return self.in_flight[-1].plan.number if self.in_flight else 0
 
-        None stands for one token each. Drafts beyond a request's length are not computed.
-        """
-        table = self.table
-        decoding, num_groups = table.decoding, self._num_groups
-        if num_groups > 1:
-            decoding = decoding[decoding % num_groups == group]
-        if stalled:
-            decoding = decoding[~np.isin(decoding, list(stalled))]
-        num_computed = table.num_computed[decoding]
-        if not self._num_drafts:
-            return decoding, num_computed + 1, None
-        most = num_computed + 1 + table.num_drafts[decoding]
-        ends = np.minimum(most, table.max_computed[decoding])
-        return decoding, ends, ends - num_computed
-
-    def _idle_rows(self, plan: StepPlan) -> list[int]:
-        """Return the group's rows that compute nothing in this step, which workers must be told."""
-        table = self.table
-        if len(plan.decoding) + len(plan.chunks) == len(table):
-            return []
-        served = {chunk.row for chunk in plan.chunks}.union(plan.last)
-        held = dict.fromkeys((*table.prefilling, *table.finishing, *plan.stalled))
-        return [r for r in held if r not in served and r % self._num_groups == plan.group]
-
-    def _share_budget(
-        self, plan: StepPlan, budget: int, reserved: tuple[Precedence, int] | None
-    ) -> tuple[list[tuple[int, int]], int]:
-        """Share the budget among running prompts.
-
-        Returns (row, its computed tokens after the step) of each, and the budget that is left.
-        """
-        table = self.table
-        num_reserved = 0
-        chunks: list[tuple[int, int]] = []
-        rows: Sequence[int] = table.prefilling
-        if self._by_priority:
-            rows = sorted(rows, key=lambda row: self.precedence(table.request(row)))
-        for row in rows:
-            if reserved and not num_reserved and self.precedence(table.request(row)) > reserved[0]:
-                num_reserved = min(reserved[1], budget)
-                budget -= num_reserved
-            limit = chunk_limit(self._config, table, table.request(row), chunks)
-            count = min(self.next_chunk(row, plan.group), limit, budget)
-            if count and row not in plan.stalled:
-                chunks.append((row, count))
-                budget -= count
-        ends = [(row, int(table.num_computed[row]) + count) for row, count in chunks]
-        return ends, budget + num_reserved  # the reserved tokens are for the waiting request
-
-    def _provide(self, plan: StepPlan, row: int, num_tokens: int) -> bool:
-        """Let a running row hold blocks for num_tokens; False if another pass is needed."""
-        table = self.table
-        held_tokens = int(table.held_tokens[row])
-        if num_tokens <= held_tokens:
-            return True
-        request = table.request(row)
-        # Decodes register full blocks here and in `leave` only: once a block, not in every step.
-        self._register(request, int(table.num_computed[row]))
-        block_ids = self._kv_cache.allocate(request.handle, num_tokens)
-        if block_ids is None:
-            self._make_room(plan, row, num_tokens)
-            return False
-        table.hold(request, held_tokens + len(block_ids) * self._kv_cache.block_size)
-        plan.blocks.setdefault(row, []).extend(block_ids)
-        return True
-
-    def _make_room(self, plan: StepPlan, row: int, num_tokens: int) -> None:
-        """Stall the row if blocks are about to be released; else preempt somebody for it.
-
-        Blocks come back soon from fences, which end with steps in flight, and from rows that only
-        wait for their last token. If these suffice, a step's wait is cheaper than recomputing a
-        request. If not, the last running request by precedence is preempted, of any group; that may
-        be this row. With steps in flight its blocks are fenced, too: the next pass stalls this row,
-        and a later plan gives it the blocks. Both sums are upper bounds, since blocks may be shared
-        and others wait for them. A row that stalled in vain is decided on again in its group's next
-        plan; with nothing in flight both sums are 0, so somebody is preempted.
-        """
-        table, kv_cache = self.table, self._kv_cache
-        num_needed = kv_cache.num_free_needed(table.request(row).handle, num_tokens)
-        finishing = [table.request(other).handle for other in table.finishing]
-        num_held = sum(len(kv_cache.block_ids(handle)) for handle in finishing)
-        if num_needed <= kv_cache.num_free_blocks + kv_cache.num_fenced_blocks + num_held:
-            plan.stalled.add(row)
-            return
-        last = next_preempted(table, self.precedence)
-        # The plan must forget the row: it was given blocks or stalled in an earlier pass. A stalled
-        # row that no request owns would never leave `_stalled`, and nobody would be admitted again.
-        plan.blocks.pop(last.row, None)
-        plan.stalled.discard(last.row)
-        plan.preempt(last, table.request(row))
-        self.preempt(last)
-
-    def _plan_chunk(self, plan: StepPlan, row: int, computed: int, end: int) -> None:
-        """Plan tokens `computed` to `end` - 1 of a prefilling row."""
-        table = self.table
-        plan.chunks.append(Chunk(row, end - computed, computed))
-        table.num_computed[row] = end
-        # Now, not when the result is in: a request admitted later in this very step can share the
-        # blocks, because all KV writes of a layer precede its reads.
-        request = table.request(row)
-        plan.num_prompt_tokens += max(min(end, request.num_prompt_tokens) - computed, 0)
-        self._register(request, end)
-        if end < table.num_tokens[row]:
-            return
-        table.prefilling.remove(row)
-        plan.completed.append(row)
-        if end == request.num_submitted_tokens:
-            plan.first.append(row)
-        if end == request.max_num_tokens - 1:
-            plan.last.append(row)
-            table.finishing.append(row)
+    def _free_row(self, row: int) -> None:
+        request = self.request(row)
+        request.last_token_s = self.times.of(row)
+        request.last_num_tokens = int(self.num_tokens[row])
+        request.row = -1
+        self.requests[row] = None
+        if row in self.finishing:
+            self.finishing.remove(row)
+        elif row in self.prefilling:
+            self.prefilling.remove(row)
         else:
-            plan.started.append(row)
-
-    def _register(self, request: Request, num_computed: int) -> None:
-        """Make a running request's full blocks findable, as far as their tokens are known.
-
-        With steps in flight more tokens may be computed than are known; a key needs known ones.
-        """
-        if not self._kv_cache.enable_prefix_caching:
-            return
-        block_size = self._kv_cache.block_size
-        num_full = num_computed // block_size
-        keys = request.key_chain.keys
-        if len(keys) < num_full:  # output tokens have filled a block: extend the chain of keys
-            table, row = self.table, request.row
-            end = min(num_computed, int(table.num_tokens[row]))
-            request.key_chain.extend(table.token_ids[row, len(keys) * block_size : end].tobytes())
-            num_full = min(num_full, len(keys))
-        self._kv_cache.register(request.handle, keys, num_full)
+            self.decoding = self.decoding[self.decoding != row]
+        self.clients[request.client] -= 1
+        if not self.clients[request.client]:
+            del self.clients[request.client]
+        self.stop_ids.remove(request)
+        for rows in (self.logprob_rows, self.prompt_logprob_rows, self.pooled_rows):
+            rows.discard(row)
+        self.matchers.pop(row, None)
+        heapq.heappush(self._free_rows[row % self.num_groups], row)
+        self._num_rows -= 1

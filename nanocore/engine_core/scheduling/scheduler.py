@@ -15,24 +15,29 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Final
 
 from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.policy.order import NO_SHORTAGE, BlockShortage, Precedence, precedence_key
-from nanocore.engine_core.policy.step_budget import StepBudget, chunk_limit
+from nanocore.engine_core.log.event_log import (
+    EngineEvents,
+    EntryKind,
+    RequestEntry,
+    SchedulerCounters,
+    StepEntry,
+)
+from nanocore.engine_core.policy.order import precedence_key
+from nanocore.engine_core.policy.step_budget import StepBudget
 from nanocore.engine_core.policy.waiting_queue import WaitingQueue
+from nanocore.engine_core.requests.readiness import SIBLING, Prerequisite
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.requests.step_log import SchedulerCounters, StepLog
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
-from nanocore.engine_core.scheduling.priority_preemption import Need, PriorityPreemption
+from nanocore.engine_core.scheduling.preemption import Preempter
+from nanocore.engine_core.scheduling.room import NO_SHORTAGE, BlockShortage, Room
 from nanocore.engine_core.scheduling.running_set import RunningSet
-from nanocore.engine_core.scheduling.step_plan import StepOutcome, StepPlan
-from nanocore.kv_cache import Block, KVCacheManager
+from nanocore.engine_core.scheduling.step_plan import StepOutcome, StepPlan, chunk_limit
+from nanocore.engine_core.scheduling.step_result import StepResults
+from nanocore.kv_cache import KVCacheManager, Prefix
 from nanocore.protocol.messages import Event
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
-
-_NUM_ARRIVALS: Final = 1024
-"""Steps whose arrival times are kept, for requests that join late since a grammar is compiled."""
 
 
 class Scheduler:
@@ -44,7 +49,7 @@ class Scheduler:
     Args:
         config: the limits.
         kv_cache: owned by the scheduler from here on.
-        clock: returns seconds, for steps, ageing and the step log.
+        clock: returns seconds, for steps, ageing and the event log.
 
     completed: the step whose result came in last.
     """
@@ -59,12 +64,11 @@ class Scheduler:
         self.kv_cache = kv_cache
         self.precedence = precedence_key(config.policy, config.priority_aging_s)
         self.waiting = WaitingQueue(self.precedence, config.policy == "priority")
-        self.step_log = StepLog()
-        self.running = RunningSet(config, kv_cache, self.precedence, self.step_log)
-        self._priority_preemption: PriorityPreemption | None = None
-        if config.policy == "priority":
-            preemption = PriorityPreemption(self.running, kv_cache, config.num_groups)
-            self._priority_preemption = preemption
+        self.log = EngineEvents()
+        self.running = RunningSet(config, kv_cache, self.precedence)
+        self.room = Room(config, kv_cache, self.running)
+        self.preemption = Preempter(config, kv_cache, self.precedence, self.running, self.room)
+        self._results = StepResults(self.running)
         self.counters = SchedulerCounters(num_free_rows=config.max_num_seqs)
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
         self.completed = StepOutcome(StepPlan(0, 0))
@@ -72,23 +76,27 @@ class Scheduler:
         self._begun_s: deque[float] = deque()  # by step in flight
         self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
+        self._unready: dict[int, Request] = {}  # they wait for something outside of the step loop
         self._ended: list[Request] = []  # outside a step's result, since the last update
         self._last_group = 0
-        self._arrivals_s: dict[int, float] = {}  # by step number: when its first request arrived
+        self._num_cache_groups = len(kv_cache.groups)
+        self._arrival = (-1, 0.0)  # number of a step, and when the first request before it came
+        # Cache groups share slabs, so a request's blocks may lie in more of them than they need,
+        # and it may fail to grow though an empty pool would do. Then it runs alone, as compact as
+        # it can: without cached blocks of others, and one step after the other.
+        self._alone: Request | None = None
         # Why the head did not fit: it is not looked up again while that persists.
         self._head_shortage = NO_SHORTAGE
-        # By group: a head for which priority preemption could not free enough.
-        self._failed_preemption: dict[int, BlockShortage] = {}
-        self._watermark_blocks = int(config.watermark * kv_cache.num_blocks)
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """Requests that have not ended, without those that wait for something outside."""
         return len(self._requests)
 
-    def open_requests(self) -> list[Request]:
-        """Return the requests that have not ended, by arrival. Any thread may call this."""
-        return list(self._requests.values())
+    @property
+    def num_unready(self) -> int:
+        """Requests that wait for something outside of the step loop."""
+        return len(self._unready)
 
     @property
     def num_running(self) -> int:
@@ -104,13 +112,13 @@ class Scheduler:
 
         To be asked right after `schedule`, whose own step is in flight then.
         """
-        busy = self.num_running or self.planned.preempted or self.running.num_in_flight > 1
+        busy = self.num_running or self.planned.preempted or len(self.running.in_flight) > 1
         return bool(self.waiting) and not busy
 
     @property
     def planned(self) -> StepPlan:
         """The step that was planned last."""
-        return self.running.planned
+        return self.running.in_flight[-1].plan
 
     def next_group(self) -> int | None:
         """Return the group of rows that the next step serves; None if there is nothing to do.
@@ -119,39 +127,61 @@ class Scheduler:
         several groups (pipeline stages), and with drafts, a group is in at most one step.
         """
         running = self.running
+        if running.in_flight and self._alone is not None and self._alone.row >= 0:
+            return None
         if running.may_overlap:
             # With nothing in flight a step is planned whenever somebody is there: if it turns out
             # empty, `is_stuck` detects it.
-            if not running.num_in_flight:
+            if not running.in_flight:
                 return 0 if self._requests else None
             return 0 if running.can_go_on or self._can_admit(0) else None
-        num_groups, last, busy = self.config.num_groups, self._last_group, running.groups_in_flight
+        num_groups, last = self.config.num_groups, self._last_group
+        busy = [one.plan.group for one in running.in_flight]
         for group in [(last + i) % num_groups for i in range(1, num_groups + 1)]:
             # Round robin over groups, so that all pipeline stages stay busy.
             if group not in busy and (running.has_work(group) or self._can_admit(group)):
                 return group
         return None
 
-    def add(self, request: Request, arrival: int | None = None) -> None:
-        """Queue a request; its sibling samples wait behind it, see `WaitingQueue`.
+    def add(self, request: Request) -> None:
+        """Take a request with its sibling samples; it is queued when it waits for nothing.
 
-        arrival: the step number at its SUBMIT, if its grammar had to be compiled since. It keeps
-            the place in line of that time, and ages from then on.
+        Its place in line is that of its arrival, whatever it waits for: see `readiness`.
         """
-        now_s = self.clock()
-        arrival_s = now_s if arrival is None else request.received_s
-        arrival = self.counters.num_steps if arrival is None else arrival
-        # Requests of one step are equals: they share the arrival time of the first.
-        arrival_s = self._arrivals_s.setdefault(arrival, arrival_s)
-        if len(self._arrivals_s) > _NUM_ARRIVALS:
-            del self._arrivals_s[next(iter(self._arrivals_s))]
+        num_steps, now_s = self.counters.num_steps, self.clock()
+        if self._arrival[0] != num_steps:  # requests of one step are equals
+            self._arrival = num_steps, now_s
         for sample in request.samples:
             assert sample.handle not in self._requests
-            self._requests[sample.handle] = sample
-            sample.arrival, sample.arrival_s = arrival, arrival_s
-            sample.times.queued_s = now_s
-            sample.times.enter("queued", sample.received_s or now_s)
-        self.waiting.push(request)
+            sample.arrival, sample.arrival_s = self._arrival
+            if sample.waits_for and sample.waits_outside:
+                self._unready[sample.handle] = sample
+            else:
+                self._know(sample, now_s)
+        if not request.waits_for:
+            self.waiting.push(request)
+
+    def ready(self, handle: int, what: Prerequisite) -> None:
+        """Let a request wait no longer for this; if that was all, it is queued.
+
+        One that has ended is ignored.
+        """
+        request = self.find(handle)
+        if request is None:
+            return
+        assert what in request.waits_for, f"{request} does not wait for {what.name}"
+        request.waits_for -= {what}
+        if handle in self._unready:
+            for sample in request.samples:
+                if sample.handle in self._unready and not sample.waits_outside:
+                    del self._unready[sample.handle]
+                    self._know(sample, self.clock())
+        if not request.waits_for:
+            self.waiting.push(request)
+
+    def find(self, handle: int) -> Request | None:
+        """Return the request, unless it has ended."""
+        return self._requests.get(handle) or self._unready.get(handle)
 
     def abort(self, handle: int) -> Request | None:
         """End a request for its client, as `end` does."""
@@ -161,19 +191,22 @@ class Scheduler:
 
     def end(self, handle: int) -> Request | None:
         """End a request wherever it is; returns it, or None if it has ended already."""
-        request = self._requests.get(handle)
+        request = self.find(handle)
         if request is None:
             return None
         if request.row < 0:  # it waits, for the first time or after a preemption
-            self.waiting.leave(request)
+            if request in self.waiting:
+                self.waiting.remove(request)
             self.counters.count_dequeued(request, self.clock())
-        self._ended.append(request)
+        if request.was_queued:
+            self._ended.append(request)
         self._end(request)
         return request
 
     def abort_all(self) -> list[Request]:
         """End every request."""
-        return [ended for handle in list(self._requests) if (ended := self.abort(handle))]
+        handles = [*self._requests, *self._unready]
+        return [ended for handle in handles if (ended := self.abort(handle))]
 
     def schedule(self, group: int = 0) -> SchedulerOutput:
         """Plan the next step, for the group that `next_group` returned.
@@ -184,26 +217,31 @@ class Scheduler:
         running, counters = self.running, self.counters
         counters.num_steps += 1
         self._last_group = group
+        num_groups, num_cache_groups = self.config.num_groups, self._num_cache_groups
+        plan = StepPlan(counters.num_steps, 0, group, num_groups, num_cache_groups)
         # The order matters: first priority preemption, which changes who runs, then running rows,
         # then admission with the budget and blocks that are left.
-        head = self.waiting.head(self._may_be_partial)
-        preempted, reserved = self._preempt_for_head(head, group)
-        token_budget = self._token_budget(group)
-        plan, budget = running.compute(counters.num_steps, group, token_budget, reserved)
+        reserved = None
+        if (head := self.waiting.head(self.room.may_be_partial)) is not None:
+            reserved = self.preemption.preempt_for(plan, head, self.num_requests)
+        num_preempted = len(plan.preempted)
+        plan.token_budget = self._token_budget(group)  # it depends on who runs
+        budget = running.compute(plan, reserved, self.preemption.make_room)
         # The blocks of rows that `compute` preempted are for running rows: admission could give
-        # them back to the preempted. Asked before those are added that were preempted for the head,
-        # which must be admitted.
-        may_admit = not plan.preempted and not running.is_short_of_blocks
-        plan.preempt_first(preempted, head)
+        # them back to the preempted. Those that were preempted before made room for the head, which
+        # must be admitted.
+        may_admit = len(plan.preempted) == num_preempted and not running.is_short_of_blocks
+        if plan.preempted and not len(running) and self.kv_cache.has_windows:
+            last = plan.preempted[-1]
+            if plan.preempters[last.request_id] == last.request_id:
+                self._alone = last
         for request in plan.preempted:
             self.waiting.push(request)  # with its old precedence, so it keeps its place in line
-            request.times.preempt(self.clock())
-            if self._priority_preemption is not None:
-                self._priority_preemption.removed(request)
+            self.log.append(RequestEntry(self.clock(), "preempted", request))
         counters.num_preemptions += len(plan.preempted)
         # Before admission: the siblings may be admitted in the step that completes their prompt.
         for row in plan.completed:
-            self.waiting.release_siblings(running.table.request(row))
+            self._release_siblings(running.request(row))
         if self.waiting and may_admit:
             self._schedule_waiting(plan, budget)
         self._begun_s.append(self.clock())
@@ -218,7 +256,7 @@ class Scheduler:
             ValueError: the result does not fit the step.
         """
         now_s = self.clock()
-        self.completed = outcome = self.running.accept(result, now_s)
+        self.completed = outcome = self._results.accept(result, now_s)
         self.counters.prompt_tokens += outcome.plan.num_prompt_tokens
         self.counters.generation_tokens += len(outcome.tokens.token_ids)
         events: list[tuple[int, Event]] = []
@@ -226,77 +264,41 @@ class Scheduler:
         for request in outcome.started:
             started = Event(handle=request.handle, num_cached_tokens=request.num_cached_tokens)
             events.append((request.client, started))
-            self.step_log.begin(request, now_s)
+            is_embedding = request.sampling.pooling is not None
+            kind: EntryKind = "embedding" if is_embedding else "first_token"
+            self.log.append(RequestEntry(now_s, kind, request))
         for request, ended in outcome.ends:
             events.append((request.client, ended))
             outcome.finished.append(request)
             self._end(request, keeps_blocks=ended.finish_reason != "error")
-            self.step_log.end(request, ended, now_s)
+            self.log.end(request, ended, now_s)
         # The trace reports those that ended otherwise since the last step with this one.
         outcome.finished += self._ended
         self._ended = []
-        outcome.begin_decodes(self.running.table.requests, now_s)
+        for row in outcome.plan.completed:  # who has not ended decodes from now on
+            if (one := self.running.requests[row]) and row not in outcome.dead_rows:
+                self.log.append(RequestEntry(now_s, "decode", one))
         self.counters.count_rows(self.config.max_num_seqs - self.num_running)
-        self._log(outcome.plan, now_s)
+        self._log_step(outcome.plan, now_s)
         return split_by_client(outcome.clients, outcome.tokens, events, outcome.prompt_logprobs)
 
     def _can_admit(self, group: int) -> bool:
-        head = self.waiting.head(self._may_be_partial)
+        head = self.waiting.head(self.room.may_be_partial)
         may_fit = head is not None and not self.is_still_blocked(head)
         return may_fit and not self.running.is_short_of_blocks and self.num_admissible(group) > 0
 
     def num_admissible(self, group: int) -> int:
-        """Return how many rows a step of this group may give to waiting requests.
-
-        Groups stay equally large.
-        """
-        num_taken, num_free = self.running.table.row_counts(group)
-        # Without a share, one pipeline group would take all requests while the others idle.
-        fair_share = -(-self.num_requests // self.config.num_groups)
-        return min(num_free, fair_share - num_taken)
+        """Return how many rows a step of this group may give to waiting requests."""
+        return self.room.num_rows(group, self.num_requests)
 
     def _token_budget(self, group: int) -> int:
         running = self.running
-        if not self.budget.has_target or not (self.waiting or running.table.prefilling):
+        if not self.budget.has_target or not (self.waiting or running.prefilling):
             return self.config.max_num_batched_tokens
         num_decodes, context = running.decode_load(group)
         # The longest context is assumed for the prompt tokens: an estimate on the safe side.
-        prompts = [int(running.table.num_computed[row]) for row in running.table.prefilling]
+        prompts = [int(running.num_computed[row]) for row in running.prefilling]
         return self.budget.num_tokens(num_decodes, context, max(prompts, default=0))
-
-    def _preempt_for_head(
-        self, head: Request | None, group: int
-    ) -> tuple[list[Request], tuple[Precedence, int] | None]:
-        """Preempt lower priorities for the head of the queue, if that lets it be admitted.
-
-        With steps in flight the victims' blocks are fenced: then the head is admitted by a later
-        step, and until then `_failed_preemption` stays as it is, so this is tried again.
-
-        Returns (preempted requests, (precedence, tokens) to reserve of the budget for the head).
-        """
-        preemption = self._priority_preemption
-        if preemption is None or head is None or not preemption.may_preempt_for(head, group):
-            return [], None
-        failed = self._failed_preemption.get(group, NO_SHORTAGE)
-        is_same = failed.num_free_blocks == self.kv_cache.num_free_blocks
-        if is_same and failed.persists(self.kv_cache, head):
-            return [], None
-        hits = self._find_prefix(head)
-        num_uncached = head.num_tokens - len(hits) * self.kv_cache.block_size
-        count = min(num_uncached, chunk_limit(self.config, self.running.table, head, ()))
-        if count < num_uncached and not self._may_be_partial:
-            return [], None  # the partial-prefill limit will defer it
-
-        def need() -> Need:  # anew after each preemption, which changes all of it
-            num_blocks = self.kv_cache.num_free_needed(head.handle, head.num_tokens, hits)
-            return Need(self.num_admissible(group) > 0, num_blocks + self._num_reserved_blocks)
-
-        preempted = preemption.preempt_for(head, group, need)
-        is_admitted = need().has_row and self._fits(head, hits)
-        if not (preempted or is_admitted):
-            self._failed_preemption[group] = BlockShortage.of(self.kv_cache, head, hits)
-        reserved = (self.precedence(head), count) if is_admitted else None
-        return preempted, reserved
 
     def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
         """Admit waiting requests while budget, rows and blocks last; none passes the head.
@@ -304,37 +306,39 @@ class Scheduler:
         Except for the partial-prefill limit: a prompt of several chunks is deferred while as many
         as the limit are running, and those behind it go on.
         """
-        num_rows = self.num_admissible(plan.group)
+        room, requests = self.room, self.running.requests
+        num_rows, alone = self.num_admissible(plan.group), self._alone
         while budget > 0 and num_rows > 0:
-            request = self.waiting.head(self._may_be_partial)
+            request = self.waiting.head(room.may_be_partial)
             if request is None or self.is_still_blocked(request):
                 return
-            hits = self._find_prefix(request)
-            num_uncached = request.num_tokens - len(hits) * self.kv_cache.block_size
-            limit = chunk_limit(self.config, self.running.table, request, plan.chunks)
+            if self.is_held_up(request):
+                return
+            self.kv_cache.is_compact = request is alone
+            prefix, num_uncached = room.find_prefix(request, is_cached=request is not alone)
+            limit = chunk_limit(self.config, requests, request, plan.chunks)
             count = min(num_uncached, budget, max(limit, 1))  # 1: a limit must not block the queue
-            if count < num_uncached and not self._may_be_partial:
-                if num_uncached <= chunk_limit(self.config, self.running.table, request, ()):
+            if count < num_uncached and not room.may_be_partial:
+                if num_uncached <= chunk_limit(self.config, requests, request, ()):
                     return  # a later step has the budget for all of it
                 self.waiting.defer(request)
-            elif self._fits(request, hits):
+            elif room.fits(request, prefix):
                 # It leaves the queue first: the queue looks for it by `was_admitted`, which changes
                 # with the row. Its session is charged for what it will compute.
                 self.waiting.admit(request, num_uncached)
-                self._admit(plan, request, hits, count)
+                self._admit(plan, request, prefix, count)
                 budget -= count
                 num_rows -= 1
                 if count == num_uncached:
-                    self.waiting.release_siblings(request)
+                    self._release_siblings(request)
             else:
-                self._head_shortage = BlockShortage.of(self.kv_cache, request, hits)
+                self._head_shortage = BlockShortage.of(self.kv_cache, request, prefix)
                 return
 
-    @property
-    def _may_be_partial(self) -> bool:
-        """Whether the partial-prefill limit allows one more prompt in chunks."""
-        limit = self.config.max_num_partial_prefills
-        return not limit or len(self.running.table.prefilling) < limit
+    def is_held_up(self, request: Request) -> bool:
+        """Whether the head may not be admitted because one of the two has to run alone."""
+        alone = self._alone
+        return alone is not None and self.num_running > 0 and (request is alone or alone.row >= 0)
 
     def is_still_blocked(self, request: Request) -> bool:
         """Whether the head did not fit before and cannot fit now, without looking it up again.
@@ -343,47 +347,51 @@ class Scheduler:
         """
         return self.num_running > 0 and self._head_shortage.persists(self.kv_cache, request)
 
-    def _find_prefix(self, request: Request) -> list[Block]:
-        keys = request.prefix_keys(self.kv_cache.block_size)
-        return self.kv_cache.find_prefix(keys, request.num_tokens)
+    def _know(self, request: Request, now_s: float) -> None:
+        """Count, log and show a request from now on."""
+        self._requests[request.handle] = request
+        request.was_queued = True
+        self.log.append(RequestEntry(now_s, "queued", request))
 
-    def _fits(self, request: Request, hits: list[Block]) -> bool:
-        """Whether the whole prompt fits now, beside the watermark that others need to grow.
+    def _release_siblings(self, request: Request) -> None:
+        """Queue the samples behind a request whose prompt is planned: they hit its blocks.
 
-        Only the first chunk's blocks are taken then: two long prompts may fit one by one and not
-        together, and one of them is preempted later.
+        They arrived with it, so they go before everything that arrived later in their session.
         """
-        num_reserved = self._num_reserved_blocks
-        return self.kv_cache.can_allocate(request.handle, request.num_tokens, hits, num_reserved)
+        if request.waiting_siblings:
+            for sibling in request.release_siblings():
+                self.ready(sibling.handle, SIBLING)
 
-    @property
-    def _num_reserved_blocks(self) -> int:
-        return self._watermark_blocks if self.num_running else 0
-
-    def _admit(self, plan: StepPlan, request: Request, hits: list[Block], count: int) -> None:
+    def _admit(self, plan: StepPlan, request: Request, prefix: Prefix, count: int) -> None:
         """Give a waiting request a row and its first tokens."""
         self.counters.count_dequeued(request, self.clock())
-        self.running.admit(plan, request, hits, count)
-        request.times.admit(self.clock())
-        if self._priority_preemption is not None:
-            self._priority_preemption.admitted(request)
+        self.running.admit(plan, request, prefix, count)
+        self.log.append(RequestEntry(self.clock(), "prefill", request))
+        self.preemption.admitted(request)
 
     def _end(self, request: Request, keeps_blocks: bool = True) -> None:
         """Forget a request. keeps_blocks: False if their content is damaged."""
+        if request is self._alone:
+            self._alone, self.kv_cache.is_compact = None, False
         if request.row >= 0:
             self.running.leave(request, keeps_blocks)
-            if self._priority_preemption is not None:
-                self._priority_preemption.removed(request)
-        del self._requests[request.handle]
-        if request.waiting_siblings:  # it ended before its prompt was planned
-            self.waiting.promote_sibling(request)
+            self.preemption.removed(request)
+        if self._requests.pop(request.handle, None) is None:
+            del self._unready[request.handle]
+        if request.sampling.n > 1 and (sibling := request.leave_siblings()) is not None:
+            self.ready(sibling.handle, SIBLING)
 
-    def _log(self, plan: StepPlan, now_s: float) -> None:
+    def _log_step(self, plan: StepPlan, now_s: float) -> None:
         """Log a step, and teach the cost model its duration."""
         # With steps in flight, a step begins to run when the one before it has ended.
         seconds = now_s - max(self._begun_s.popleft(), self._last_update_s)
         self._last_update_s = now_s
         if self.budget.has_target:
             self.budget.observe(plan.num_tokens, plan.context, seconds)
-        rows, num_free = len(self.running), self.kv_cache.num_free_blocks
-        self.step_log.steps.append(plan.log_entry(now_s, seconds, rows, self.num_waiting, num_free))
+        entry = StepEntry(
+            plan.number, now_s, seconds, plan.num_decode_tokens, plan.num_prefill_tokens,
+            len(self.running), self.num_waiting, self.kv_cache.num_free_blocks,
+            len(plan.preempted), len(plan.completed), plan.decode_ends, plan.decode_counts,
+            plan.chunks, self.running.times.intervals,
+        )  # fmt: skip
+        self.log.append(entry)

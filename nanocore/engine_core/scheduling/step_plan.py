@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.requests.ends import End
 from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
-from nanocore.engine_core.requests.step_log import StepEntry
 from nanocore.engine_core.scheduling.columns import (
     IntArray,
     LogprobColumns,
@@ -37,11 +37,11 @@ class Chunk(NamedTuple):
     num_computed: int
 
 
-class StepPlan:
+class StepPlan(msgspec.Struct, eq=False):
     """What one step computes.
 
     Args:
-        group: the group of rows it serves, see `RowTable`: only these decode or finish a prompt.
+        group: the group of rows it serves, see `RunningSet`: only these decode or finish a prompt.
 
     decoding: rows that compute from their last token on. decode_ends: their computed tokens after
         the step. decode_counts: how many each computes; None if one each. Beyond the first, these
@@ -53,41 +53,38 @@ class StepPlan:
     last: rows that may reach their length with it; without drafts they will, unless EOS or a stop
         id comes first.
     stalled: running rows that get nothing until an earlier step releases blocks.
-    blocks: ids of the blocks given to running rows.
+    blocks: ids of the blocks given to running rows, by row; group after group.
     added: rows given to requests. new, resumed, preempted: requests.
-    cached: tokens found in the prefix cache, by request id.
+    cached: tokens found in the prefix cache, by request id. lost: tokens that a group of layers had
+        let go of, and its name, by request id.
     preempters: for each preempted request's id, the id of the request it was preempted for.
     masked: (row, request) of rows with structured output that sample: the step needs their masks.
     """
 
-    __slots__ = (
-        "added", "blocks", "cached", "chunks", "completed", "decode_counts", "decode_ends",
-        "decoding", "first", "group", "last", "masked", "new", "num_groups", "num_prompt_tokens",
-        "number", "preempted", "preempters", "resumed", "stalled", "started", "token_budget",
-    )  # fmt: skip
-
-    def __init__(self, number: int, token_budget: int, group: int = 0, num_groups: int = 1) -> None:
-        self.number = number
-        self.token_budget = token_budget
-        self.group = group
-        self.num_groups = num_groups
-        self.decoding = self.decode_ends = _NO_ROWS
-        self.decode_counts: IntArray | None = None
-        self.chunks: list[Chunk] = []
-        self.num_prompt_tokens = 0
-        self.completed: list[int] = []
-        self.first: list[int] = []
-        self.last: list[int] = []
-        self.started: list[int] = []
-        self.stalled: set[int] = set()
-        self.blocks: dict[int, list[int]] = {}
-        self.added: list[NewRow] = []
-        self.new: list[Request] = []
-        self.resumed: list[Request] = []
-        self.preempted: list[Request] = []
-        self.cached: dict[str, int] = {}
-        self.preempters: dict[str, str] = {}
-        self.masked: list[tuple[int, Request]] = []
+    number: int
+    token_budget: int
+    group: int = 0
+    num_groups: int = 1
+    num_cache_groups: int = 1
+    decoding: IntArray = _NO_ROWS
+    decode_ends: IntArray = _NO_ROWS
+    decode_counts: IntArray | None = None
+    chunks: list[Chunk] = []
+    num_prompt_tokens: int = 0
+    completed: list[int] = []
+    first: list[int] = []
+    last: list[int] = []
+    started: list[int] = []
+    stalled: set[int] = set()
+    blocks: dict[int, list[int]] = {}
+    added: list[NewRow] = []
+    new: list[Request] = []
+    resumed: list[Request] = []
+    preempted: list[Request] = []
+    cached: dict[str, int] = {}
+    lost: dict[str, tuple[int, str]] = {}
+    preempters: dict[str, str] = {}
+    masked: list[tuple[int, Request]] = []
 
     @property
     def num_decode_tokens(self) -> int:
@@ -96,7 +93,7 @@ class StepPlan:
 
     @property
     def num_prefill_tokens(self) -> int:
-        return sum([chunk.num_tokens for chunk in self.chunks])
+        return sum([chunk.num_tokens for chunk in self.chunks]) if self.chunks else 0
 
     @property
     def num_tokens(self) -> int:
@@ -109,31 +106,22 @@ class StepPlan:
         decoded = int(attended_tokens(counts, self.decode_ends).sum())
         return decoded + sum([int(attended_tokens(n, n + start)) for _, n, start in self.chunks])
 
-    def log_entry(
-        self, ended_s: float, seconds: float, num_running: int, num_waiting: int, num_free: int
-    ) -> StepEntry:
-        """Make the step log's entry. num_free: blocks."""
-        return StepEntry(
-            self.number,
-            ended_s,
-            seconds,
-            len(self.decoding) if self.decode_counts is None else self.num_decode_tokens,
-            self.num_prefill_tokens if self.chunks else 0,
-            num_running,
-            num_waiting,
-            num_free,
-            len(self.preempted),
-        )
-
     def preempt(self, request: Request, preempter: Request) -> None:
         self.preempted.append(request)
         self.preempters[request.request_id] = preempter.request_id
 
-    def preempt_first(self, requests: list[Request], preempter: Request | None) -> None:
-        """Record requests that lost their rows before anything was planned."""
-        self.preempted[:0] = requests
-        if preempter is not None:
-            self.preempters |= {one.request_id: preempter.request_id for one in requests}
+    def _block_ids(self) -> list[int]:
+        """Return the blocks of all rows, group after group."""
+        num_groups, of_rows = self.num_cache_groups, self.blocks.values()
+        if num_groups == 1:
+            return [one for ids in of_rows for one in ids]
+        counts = [len(ids) // num_groups for ids in of_rows]
+        return [
+            one
+            for group in range(num_groups)
+            for ids, n in zip(of_rows, counts, strict=True)
+            for one in ids[group * n : (group + 1) * n]
+        ]
 
     def scheduled(self) -> Iterator[Chunk]:
         """Iterate over all rows that take part, decoding ones first."""
@@ -174,8 +162,10 @@ class StepPlan:
             sampled_token_ids=b"".join([one.token_ids.tobytes() for one in sampled]),
             removed_rows=pack_int32(removed_rows),
             added=self.added,
-            block_rows=pack_int32([row for row, ids in self.blocks.items() for _ in ids]),
-            block_ids=pack_int32([block_id for ids in self.blocks.values() for block_id in ids]),
+            block_rows=pack_int32(
+                [row for row, ids in self.blocks.items() for _ in ids[:: self.num_cache_groups]]
+            ),
+            block_ids=pack_int32(self._block_ids()),
             chunk_rows=pack_int32(rows + idle_rows),
             chunk_counts=pack_int32(counts + [0] * len(idle_rows)),
             num_tokens=self.num_tokens,
@@ -210,11 +200,28 @@ class StepOutcome:
         self.finished: list[Request] = []
         self.prompt_logprobs: list[tuple[int, LogprobColumns]] = []
 
-    def begin_decodes(self, requests: Sequence[Request | None], now_s: float) -> None:
-        """Record the phase of rows that decode from now on. requests: by row; None: it ended."""
-        for row in self.plan.completed:
-            if (request := requests[row]) is not None and row not in self.dead_rows:
-                request.times.enter("decode", now_s)
+
+def chunk_limit(
+    config: SchedulerConfig,
+    requests: Sequence[Request | None],
+    request: Request,
+    chunks: Sequence[tuple[int, ...]],
+) -> int:
+    """Tokens of a prompt that a step may compute, beside these chunks of (row, tokens, ...).
+
+    A step reports so many log probabilities of prompt tokens, or one token's. Each may have as many
+    as the vocabulary has tokens, and they take memory here and on their way to the client.
+
+    requests: by row.
+    """
+    if not (of_token := request.num_logprobs_per_prompt_token):
+        return config.max_chunk
+    told = 0
+    for row, num_tokens, *_ in chunks:
+        other = requests[row]
+        told += num_tokens * (other.num_logprobs_per_prompt_token if other else 0)
+    most = (config.max_prompt_logprobs - told) // of_token
+    return min(config.max_chunk, max(most, int(not told)))
 
 
 def new_row(

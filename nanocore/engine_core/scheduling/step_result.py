@@ -1,4 +1,4 @@
-"""A worker's result, checked against the plan and read into columns.
+"""A worker's result: checked against the plan, and taken into the rows; and who ends with it.
 
 Workers are our own code. Still, a result that does not fit its plan would put tokens into the wrong
 rows, and only clients would notice; so it ends the engine instead.
@@ -7,28 +7,111 @@ rows, and only clients would notice; so it ends the engine instead.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 import numpy as np
 
+from nanocore.engine_core.requests.ends import End, end_by_result
 from nanocore.engine_core.requests.request import TOKEN_DTYPE
 from nanocore.engine_core.scheduling.columns import IntArray, LogprobColumns, TokenColumns
-from nanocore.engine_core.scheduling.row_table import RowTable
+from nanocore.engine_core.scheduling.running_set import RunningSet
 from nanocore.engine_core.scheduling.step_plan import StepOutcome, StepPlan
 from nanocore.protocol.codec import pack_int32
+from nanocore.protocol.messages import Event
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, RowLogprobs
 
+_NO_TOKEN_BYTES: Final = np.array(NO_TOKEN, "<i4").tobytes()
 
-class ResultReader:
-    """Reads results for the running set. table: the running set's."""
 
-    def __init__(self, table: RowTable) -> None:
-        self._table = table
-        self._decoding: IntArray = table.decoding
+class StepResults:
+    """Takes results into the running set."""
+
+    def __init__(self, running: RunningSet) -> None:
+        self._running = running
+        self._decoding: IntArray = running.decoding
         self._ascending = b""
         self._rows_bytes = b""
         self._rows: IntArray = np.zeros(0, np.int64)
 
-    def read(self, outcome: StepOutcome, result: ModelRunnerOutput) -> TokenColumns:
+    def accept(self, result: ModelRunnerOutput, now_s: float) -> StepOutcome:
+        """Take in the result of the oldest step in flight.
+
+        A row may get no token, or several. Requests that end keep their rows until they leave.
+
+        Raises:
+            ValueError: the result does not fit the step.
+        """
+        running = self._running
+        outcome = running.take_oldest()
+        plan, dead_rows = outcome.plan, outcome.dead_rows
+        sampled = self._read(outcome, result)  # without dead rows
+        self._take_prompt_logprobs(outcome, result)
+        pooled = self._read_pooled(outcome, result)
+        sampled, ends = self._ends_by_token(sampled, pooled)
+        running.append(sampled, now_s)
+        if plan.decode_counts is not None:
+            # Dead rows, too: with drafts a group has one step in flight, so no other request can
+            # have got them before this result.
+            running.rewind(plan.decoding)
+        if running.num_groups > 1:
+            running.sampled.append(sampled)
+        clients = running.clients
+        outcome.clients = (
+            next(iter(clients)) if len(clients) == 1 else running.client[sampled.owners]
+        )
+        outcome.tokens = sampled.renamed(running.handle)
+        for row in plan.first:
+            if row not in dead_rows and not (row in ends and ends[row][1].message):
+                outcome.started.append(running.request(row))
+        for row in plan.last:
+            if row not in dead_rows and row not in ends:
+                request = running.request(row)
+                if running.num_tokens[row] == request.max_num_tokens:
+                    ends[row] = request, Event(handle=request.handle, finish_reason="length")
+        outcome.ends = list(ends.values())
+        return outcome
+
+    def _ends_by_token(
+        self, sampled: TokenColumns, pooled: dict[int, bytes]
+    ) -> tuple[TokenColumns, dict[int, End]]:
+        """Return the tokens that count, cut after a row's end, and the ends by row.
+
+        With several tokens a row they are checked in order, so an end may come in their middle.
+
+        Args:
+            sampled: tokens that the rows do not have yet.
+            pooled: embeddings by row; the tokens of these rows do not count.
+        """
+        running = self._running
+        notable = running.stop_ids.find(sampled.token_ids)
+        if pooled:
+            places = np.isin(sampled.owner_of_each(), list(pooled)).nonzero()[0]
+            notable = sorted({*notable, *places.tolist()})
+        # A search of bytes is the cheapest test. It may match across two ids, hence the second
+        # look.
+        if _NO_TOKEN_BYTES in sampled.token_ids.tobytes():
+            notable = sorted({*notable, *(sampled.token_ids == NO_TOKEN).nonzero()[0].tolist()})
+        if not notable:
+            return sampled, {}
+        ends: dict[int, End] = {}
+        num_kept: dict[int, int] = {}
+        for i, (index, place) in zip(notable, sampled.locate(notable), strict=True):
+            row, token_id = int(sampled.owners[index]), int(sampled.token_ids[i])
+            if row in ends:  # an earlier token of this step has ended it
+                continue
+            request = running.request(row)
+            number = int(running.num_tokens[row]) + place - request.num_prompt_tokens + 1
+            event = end_by_result(request, number, token_id, pooled.get(row))
+            if event is None:
+                continue
+            ends[row] = request, event
+            # A stop token is delivered; NO_TOKEN and what was sampled beside an embedding are not.
+            has_token = token_id != NO_TOKEN and row not in pooled
+            if sampled.counts is not None or not has_token:
+                num_kept[index] = place + has_token
+        return sampled.shortened(num_kept) if num_kept else sampled, ends
+
+    def _read(self, outcome: StepOutcome, result: ModelRunnerOutput) -> TokenColumns:
         """Return the sampled tokens by row, without dead rows and rows that got none.
 
         Raises:
@@ -46,25 +129,25 @@ class ResultReader:
         if outcome.dead_rows:
             sampled = sampled.take(~np.isin(sampled.owners, list(outcome.dead_rows)))
         if counts is not None or plan.decode_counts is not None:
-            _check_counts(self._table, plan, sampled)
-        if result.logprobs is not None or self._table.num_asking:
+            _check_counts(self._running, plan, sampled)
+        if result.logprobs is not None or self._running.logprob_rows:
             sampled.logprobs = self._logprobs(outcome, sampled, result)
         return sampled
 
-    def take_prompt_logprobs(self, outcome: StepOutcome, result: ModelRunnerOutput) -> None:
+    def _take_prompt_logprobs(self, outcome: StepOutcome, result: ModelRunnerOutput) -> None:
         """Move the step's prompt logprobs, without those of dead rows, to the outcome.
 
         Raises:
             ValueError: they are not those of the tokens that the step computed first.
         """
-        asking = self._table.prompt_logprob_rows
+        asking = self._running.prompt_logprob_rows
         if result.prompt_logprobs is None and not asking:
             return
         expected: Counter[int] = Counter()
         for row, num_tokens, start in outcome.plan.chunks:
             if row in asking and row not in outcome.dead_rows:
                 # Logits of a token give the logprob of the next one: entry 0 is of token 1.
-                request = self._table.request(row)
+                request = self._running.request(row)
                 end = min(start + num_tokens, request.num_requested_prompt_logprobs)
                 expected[row] = max(end - max(start, request.num_prompt_logprobs), 0)
         logprobs = _living(result.prompt_logprobs, outcome)
@@ -76,18 +159,18 @@ class ResultReader:
             )
         for row, count in counts.items():
             assert logprobs is not None
-            request, own = self._table.request(row), logprobs.take(logprobs.owners == row)
+            request, own = self._running.request(row), logprobs.take(logprobs.owners == row)
             # Counted as delivered from here on: a preempted request does not report them again.
             request.num_prompt_logprobs += count
-            outcome.prompt_logprobs.append((request.client, own.renamed(self._table.handle)))
+            outcome.prompt_logprobs.append((request.client, own.renamed(self._running.handle)))
 
-    def read_pooled(self, outcome: StepOutcome, result: ModelRunnerOutput) -> dict[int, bytes]:
+    def _read_pooled(self, outcome: StepOutcome, result: ModelRunnerOutput) -> dict[int, bytes]:
         """Return the embeddings, float32 bytes, by row; without dead rows.
 
         Raises:
             ValueError: they are not those of the prompts that the step has completed.
         """
-        pooled_rows = self._table.pooled_rows
+        pooled_rows = self._running.pooled_rows
         if not (pooled_rows or result.pooled_rows):
             return {}
         rows = np.frombuffer(result.pooled_rows, TOKEN_DTYPE).tolist()
@@ -112,7 +195,7 @@ class ResultReader:
         """Return logprobs for the tokens whose row requested them; NO_TOKEN gets none."""
         logprobs = _living(result.logprobs, outcome)
         rows = sampled.owner_of_each()
-        asked = self._table.asks_logprobs[rows] & (sampled.token_ids != NO_TOKEN)
+        asked = np.isin(rows, list(self._running.logprob_rows)) & (sampled.token_ids != NO_TOKEN)
         expected = np.sort(rows[asked])
         owners = np.zeros(0, np.int64) if logprobs is None else np.sort(logprobs.owners)
         if not np.array_equal(owners, expected):
@@ -146,7 +229,7 @@ class ResultReader:
 
         A result with exactly this column needs no further check of its rows.
         """
-        # `RowTable.decoding` is replaced when it changes, so identity tells that it is the same.
+        # `RunningSet.decoding` is replaced when it changes, so identity tells that it is the same.
         if plan.decoding is not self._decoding:
             self._decoding = plan.decoding
             self._ascending = np.sort(plan.decoding).astype(TOKEN_DTYPE).tobytes()
@@ -183,13 +266,13 @@ def _check_rows(plan: StepPlan, rows: IntArray) -> None:
             raise ValueError(f"step {plan.number} {words}: {sorted(wrong)}")
 
 
-def _check_counts(table: RowTable, plan: StepPlan, sampled: TokenColumns) -> None:
+def _check_counts(running: RunningSet, plan: StepPlan, sampled: TokenColumns) -> None:
     """Check that no row has more tokens than it computed from its last known one on."""
     rows = sampled.owners
     counts = np.ones_like(rows) if sampled.counts is None else sampled.counts
     most = np.ones_like(rows)
     if plan.decode_counts is not None:  # with drafts no other step of the row is in flight
-        most = table.num_computed[rows] + 1 - table.num_tokens[rows]
+        most = running.num_computed[rows] + 1 - running.num_tokens[rows]
     for i in (counts > most).nonzero()[0].tolist():
         raise ValueError(
             f"step {plan.number} has {counts[i]} tokens for row {rows[i]}: at most {most[i]}"

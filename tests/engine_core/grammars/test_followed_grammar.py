@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from nanocore.engine_core.grammars import compilation
-from nanocore.engine_core.grammars.compilation import CompiledGrammar, FollowedGrammar, followed
+from nanocore.engine_core.grammars.compilation import FollowedGrammar, followed
 from nanocore.engine_core.grammars.matcher import Compiled
+from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +13,7 @@ import numpy as np
 import pytest
 
 from nanocore.engine_core.grammars import grammar_compiler as grammars_module
-from nanocore.engine_core.grammars import grammar_text
-from nanocore.engine_core.grammars.compilation import CompiledGrammar, compile_grammar
+from nanocore.engine_core.grammars.compilation import compile_grammar
 from nanocore.engine_core.grammars.grammar_compiler import (
     MAX_IN_HAND,
     GrammarCache,
@@ -21,6 +21,7 @@ from nanocore.engine_core.grammars.grammar_compiler import (
     digest,
 )
 from nanocore.engine_core.grammars.matcher import Compiled
+from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
@@ -57,7 +58,7 @@ class Gate:
             raise MemoryError
         if name == "broken":
             raise RuntimeError("a mistake of ours")
-        return grammar_text.of_choice([name]), []
+        return json.dumps({"grammars": [{"lark_grammar": f'start: "{name}"'}]}), []
 
     def close(self) -> None:
         for event in self.ends.values():

@@ -10,8 +10,9 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanocore.demo_model import demo_model_folder
-from nanocore.engine_core.grammars.compilation import CompiledGrammar, compile_grammar
+from nanocore.engine_core.grammars.compilation import compile_grammar
 from nanocore.engine_core.grammars.matcher import Matcher
+from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable, VocabularySource
 from nanocore.protocol.structured_outputs import StructuredOutputs
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from nanocore.engine_core.metrics.collector import IoCounts
+from nanocore.engine_core.log.metrics import IoCounts
+from nanocore.engine_core.requests.readiness import GRAMMAR
 from nanocore.protocol.messages import Event
-from tests.engine_core.metrics.clocked_engine import Engine
+from tests.engine_core.log.clocked_engine import Engine
 from tests.fakes import make_request
 
 ABORT = Event(handle=1, finish_reason="abort")
@@ -57,7 +58,7 @@ def test_what_never_ran_has_an_end_and_no_other_time() -> None:
     request = engine.add(make_request(1, [1] * 6, 3))
     engine.now_s += 2
     engine.scheduler.abort(request.handle)
-    engine.scheduler.step_log.end(request, ABORT, engine.now_s)
+    engine.scheduler.log.end(request, ABORT, engine.now_s)
     assert engine.value("request_success", ("finished_reason", "abort")) == 1
     assert engine.observed("e2e_request_latency_seconds") == (1, 2)
     for name in ("queue_time", "prefill_time", "decode_time", "inference_time"):
@@ -99,7 +100,7 @@ def test_samples_are_requests_and_together_one_with_n() -> None:
     engine.step()
     (short, *_) = request.waiting_siblings or [request]
     engine.scheduler.abort(short.handle)
-    engine.scheduler.step_log.end(short, ABORT, engine.now_s)
+    engine.scheduler.log.end(short, ABORT, engine.now_s)
     assert engine.observed("request_params_n") == (0, 0)
     while engine.scheduler.num_requests:
         engine.step()
@@ -111,9 +112,10 @@ def test_samples_are_requests_and_together_one_with_n() -> None:
 def test_what_the_message_handler_knows_is_in_it() -> None:
     engine = Engine()
     engine.add(make_request(1, [1] * 5, 4))
-    metrics = engine.metrics(
-        IoCounts(num_clients=2, num_compiling=3, is_draining=True, closed={"gone": 7})
-    )
+    unready = make_request(2, [1] * 5, 4, n=3)
+    unready.wait_for(GRAMMAR)
+    engine.add(unready)
+    metrics = engine.metrics(IoCounts(num_clients=2, is_draining=True, closed={"gone": 7}))
     values = {
         (name, *(value for _, value in sample.labels)): sample.value
         for name, metric in metrics.items()
@@ -129,17 +131,15 @@ def test_what_the_message_handler_knows_is_in_it() -> None:
     assert values["cache_config_info", "b"] == 1
 
 
-def test_the_journal_is_emptied_whoever_asks() -> None:
+def test_the_log_is_emptied_whoever_asks() -> None:
     engine = Engine()
     for handle in range(1, 4):
         engine.add(make_request(handle, [1] * 5, 3))
     while engine.scheduler.num_requests:
         engine.step()
-    step_log = engine.scheduler.step_log
-    assert len(step_log.ended) == 3
+    assert len(engine.scheduler.log) > 3
     engine.collector.fold()
-    for noted in (step_log.ended, step_log.intervals, step_log.steps, step_log.first_tokens):
-        assert not noted
+    assert not len(engine.scheduler.log)
     assert engine.observed("e2e_request_latency_seconds")[0] == 3
 
 
@@ -153,8 +153,9 @@ def test_a_step_of_the_same_rows_notes_as_much_however_many_they_are(num_others:
     for _ in range(4):
         engine.step()
     engine.collector.fold()
-    step_log = engine.scheduler.step_log
     for _ in range(3):
         engine.step()
-    assert list(step_log.intervals) == [(1.0, num_others + 1)] * 3
-    assert [step.num_tokens for step in step_log.steps] == [num_others + 1] * 3
+    assert len(engine.scheduler.log) == 2 * 3, "a step, and that the loop is done with it"
+    steps = engine.scheduler.log.take().steps
+    assert [step.intervals for step in steps] == [(1.0, num_others + 1)] * 3
+    assert [step.num_tokens for step in steps] == [num_others + 1] * 3

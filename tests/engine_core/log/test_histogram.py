@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client import Histogram as Reference
 
-from nanocore.engine_core.metrics.collector import Histogram
-from nanocore.engine_core.metrics.families import TOKEN_BOUNDS
+from nanocore.engine_core.log.metrics import TOKEN_BOUNDS, Histogram
 
 VALUES = st.floats(0, 100) | st.sampled_from(TOKEN_BOUNDS)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(VALUES, max_size=20), max_size=4))
 def test_columns_are_counted_as_single_values_are(columns: list[list[float]]) -> None:
     ours = Histogram(TOKEN_BOUNDS)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from nanocore.engine_core.metrics.collector import EngineMetrics, IoCounts
+from nanocore.engine_core.log.event_log import StepDone
+from nanocore.engine_core.log.metrics import EngineMetrics, IoCounts
+from nanocore.engine_core.log.utilisation import Utilisation
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.engine_core.utilisation import Utilisation
 from nanocore.protocol.metrics import Metric
 from tests.fakes import FakeExecutor, make_scheduler
 
@@ -21,7 +22,6 @@ class Engine:
         self.executor: FakeExecutor
         self.scheduler, self.executor = make_scheduler(clock=lambda: self.now_s, **settings)
         self.rejections = {"max_num_queued_reqs": 2}
-        self.utilisation = utilisation
         counted = self.scheduler, self.rejections
         self.collector = EngineMetrics(*counted, {"a": "b"}, utilisation)
 
@@ -37,8 +37,7 @@ class Engine:
         result = self.executor.execute(self.scheduler.schedule(group))
         self.now_s += seconds
         self.scheduler.update(result)
-        if self.utilisation is not None:
-            self.utilisation.add(seconds, self.scheduler.completed.plan)
+        self.scheduler.log.append(StepDone(seconds))
 
     def metrics(self, io: IoCounts | None = None) -> dict[str, Metric]:
         return {one.name: one for one in self.collector.collect(io or IoCounts())}

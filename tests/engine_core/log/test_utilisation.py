@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
+from nanocore.engine_core.log.event_log import Entries, StepDone, StepEntry
+from nanocore.engine_core.log.utilisation import Utilisation
 from nanocore.engine_core.mailbox import AddRequest
-from nanocore.engine_core.scheduling.step_plan import StepPlan
+from nanocore.engine_core.scheduling.step_plan import Chunk, StepPlan
 from nanocore.engine_core.step_clock import StepClock
-from nanocore.engine_core.utilisation import Utilisation
 from nanocore.worker.cost.model_cost import AttentionCost, MachineSpeed, ModelCost
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from tests.engine_core.core_under_test import CoreUnderTest
@@ -50,27 +51,33 @@ class Worker(CoreUnderTest):
         self.now_s += 0.25
         return super().collect()
 
-    def use(self, used: Utilisation | None, seed: int, num_requests: int = 30) -> None:
-        """Requests of random lengths that come and go, to their end."""
-        rng, core = random.Random(seed), self.core
-        core.clock = Clock(self, used)
+    def use(self, used: Utilisation, seed: int, num_steps: int = 10**6) -> None:
+        """Requests of random lengths that come and go, to their end.
+
+        num_steps: entries are taken after so many steps, as another thread does at any time.
+        """
+        rng, core, num_requests = random.Random(seed), self.core, 30
+        core.clock = Clock(self)
         waiting = list(range(num_requests))
         while waiting or self.scheduler.num_requests:
             while waiting and rng.random() < 0.3:
                 prompt = [rng.randrange(9) for _ in range(rng.randrange(1, 40))]
                 request = make_request(waiting.pop(), prompt, rng.randrange(1, 30))
-                self.inbox.put(AddRequest(request, 0))
+                self.inbox.put(AddRequest(request))
             core.drain_inbox(wait=False)
             if not core.is_idle:
                 core.step()
+            if len(self.plans) % num_steps == 0:
+                used.take(self.scheduler.log.take())
             self.now_s += 0.5  # between steps
+        used.take(self.scheduler.log.take())
 
 
 class Clock(StepClock):
     """The worker's."""
 
-    def __init__(self, worker: Worker, used: Utilisation | None) -> None:
-        super().__init__(utilisation=used)
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
         self._worker = worker
 
     def begin(self) -> None:
@@ -80,6 +87,18 @@ class Clock(StepClock):
     def age_s(self) -> float:
         assert self.began_s is not None, "asked in steps"
         return self._worker.now_s - self.began_s
+
+
+def entries(busy_s: float, decode_ends: list[int], chunks: Sequence[Chunk] = ()) -> Entries:
+    """What a step logs that computes a token in each row, and chunks."""
+    ends, num_prefilled = np.array(decode_ends, np.int64), sum(one.num_tokens for one in chunks)
+    step = StepEntry(
+        number=1, ended_s=1.0, duration_s=1.0, num_decode_tokens=len(ends),
+        num_prefill_tokens=num_prefilled, num_running=0, num_waiting=0, num_free_blocks=0,
+        num_preempted=0, num_completed=0, decode_ends=ends, decode_counts=None, chunks=chunks,
+        intervals=None,
+    )  # fmt: skip
+    return Entries([step], [StepDone(busy_s)], [])
 
 
 def tokens_of(plan: StepPlan) -> Iterator[tuple[int, int]]:
@@ -114,25 +133,14 @@ def reference(plans: list[StepPlan], is_prefill: bool) -> tuple[int, int, float,
 
 
 @pytest.mark.parametrize("limits", [{}, {"num_groups": 3}, {"num_speculative_tokens": 2}])
-@pytest.mark.parametrize("num_notes", [1, 7, 10**6])
-def test_totals_are_those_of_every_token(limits: dict[str, int], num_notes: int) -> None:
-    class Folded(Utilisation):
-        """Adds up after so many notes, which another thread does at any time."""
-
-        num_added = 0
-
-        def add(self, seconds: float, plan: StepPlan) -> None:
-            super().add(seconds, plan)
-            self.num_added += 1
-            if self.num_added % num_notes == 0:
-                self.fold()
-
+@pytest.mark.parametrize("num_steps", [1, 7, 10**6])
+def test_totals_are_those_of_every_token(limits: dict[str, int], num_steps: int) -> None:
     worker = Worker(**limits)
-    used = Folded(COST, SPEED)
-    worker.use(used, seed=num_notes)
+    used = Utilisation(COST, SPEED)
+    worker.use(used, num_steps, num_steps)
     totals = used.totals()
     for kind, is_prefill in (("decode", False), ("prefill", True)):
-        found = [totals[f"{kind}_{name}"] for name in ("steps", "tokens", "bytes", "flops")]
+        found = [totals[kind][f"step{name}"] for name in ("s", "_tokens", "_read_bytes", "_flops")]
         expected = reference(worker.plans, is_prefill)
         assert expected[0] > 10
         assert found == pytest.approx(expected)
@@ -144,53 +152,49 @@ def test_a_step_lasts_while_the_loop_is_busy_with_it() -> None:
     used = Utilisation(COST, SPEED)
     worker.use(used, seed=1)
     totals = used.totals()
-    assert totals["decode_seconds"] == 0.25 * totals["decode_steps"]  # pauses are not counted
-    assert totals["prefill_seconds"] == 0.25 * totals["prefill_steps"]
+    for numbers in totals.values():
+        assert numbers["step_seconds"] == 0.25 * numbers["steps"]  # pauses are not counted
 
 
 def test_shares_are_of_what_the_machine_gives() -> None:
     worker = Worker()
     used = Utilisation(COST, SPEED)
-    assert used.totals()["decode_mbu"] == used.totals()["prefill_mfu"] == 0
+    assert used.totals()["decode"]["mbu"] == used.totals()["prefill"]["mfu"] == 0
     worker.use(used, seed=1)
-    totals = used.totals()
-    for kind in ("decode", "prefill"):
-        seconds = totals[f"{kind}_seconds"]
-        assert totals[f"{kind}_mbu"] == pytest.approx(totals[f"{kind}_bytes"] / seconds / 1e6)
-        assert totals[f"{kind}_mfu"] == pytest.approx(totals[f"{kind}_flops"] / seconds / 1e7)
-        assert totals[f"{kind}_peak_bytes_per_second"] == pytest.approx(1e6)
-        assert totals[f"{kind}_peak_flops_per_second"] == 1e7
+    for numbers in used.totals().values():
+        seconds = numbers["step_seconds"]
+        assert numbers["mbu"] == pytest.approx(numbers["step_read_bytes"] / seconds / 1e6)
+        assert numbers["mfu"] == pytest.approx(numbers["step_flops"] / seconds / 1e7)
+        assert numbers["machine_bytes_per_second"] == pytest.approx(1e6)
+        assert numbers["machine_flops_per_second"] == 1e7
 
 
 def test_no_share_is_above_one_where_the_machine_was_measured_too_slow() -> None:
     used = Utilisation(COST, MachineSpeed(bytes_per_s=1, flops_per_s=1))
     Worker().use(used, seed=1)
-    totals = used.totals()
-    for kind in ("decode", "prefill"):
-        assert totals[f"{kind}_mbu"] == totals[f"{kind}_mfu"] == 1
-        had = totals[f"{kind}_flops"] / totals[f"{kind}_seconds"]
-        assert totals[f"{kind}_peak_flops_per_second"] == had
+    for numbers in used.totals().values():
+        assert numbers["mbu"] == numbers["mfu"] == 1
+        had = numbers["step_flops"] / numbers["step_seconds"]
+        assert numbers["machine_flops_per_second"] == had
     assert all("100.0% of the FLOP/s (MFU)" in line for line in used.summary())
 
 
 def test_before_the_machines_speed_is_known_there_are_counts_and_no_shares() -> None:
     used = Utilisation(COST, None)
     Worker().use(used, seed=1)
-    counts = used.totals()
-    assert counts["decode_steps"] > 10
+    counts = used.totals()["decode"]
+    assert counts["steps"] > 10
     assert not [name for name in counts if name.endswith(("mbu", "mfu", "_per_second"))]
     assert all("the machine's speed was not measured" in line for line in used.summary())
     used.speed = SPEED
-    assert counts.items() < used.totals().items()
-    assert used.totals()["decode_mbu"] > 0
+    assert counts.items() < used.totals()["decode"].items()
+    assert used.totals()["decode"]["mbu"] > 0
 
 
 def test_the_log_has_a_line_for_each_kind_of_steps() -> None:
     used = Utilisation(COST, SPEED)
     assert list(used.summary()) == []
-    plan = StepPlan(1, 64)
-    plan.decoding, plan.decode_ends = np.array([0, 1]), np.array([3, 4])
-    used.add(0.5, plan)
+    used.take(entries(0.5, [3, 4]))
     num_bytes = 2400 + 16_000 * (1 - 0.75**2) + 7 * 50
     flops = 2 * (2 * 3000 + 400) + 7 * 120
     assert list(used.summary()) == [
@@ -201,11 +205,16 @@ def test_the_log_has_a_line_for_each_kind_of_steps() -> None:
 
 def test_a_step_without_tokens_is_none() -> None:
     used = Utilisation(COST, SPEED)
-    used.add(0.1, StepPlan(1, 64))
-    assert used.totals()["decode_steps"] == used.totals()["prefill_steps"] == 0
+    used.take(entries(0.1, []))
+    assert [numbers["steps"] for numbers in used.totals().values()] == [0, 0]
 
 
-def test_the_step_loop_does_without() -> None:
-    worker = Worker()
-    worker.use(None, seed=2)
-    assert worker.plans
+def test_a_step_counts_when_the_step_loop_is_done_with_it() -> None:
+    used = Utilisation(COST, SPEED)
+    first, second = entries(0.5, [3]), entries(0.25, [4])
+    used.take(Entries(first.steps, [], []))
+    assert used.totals()["decode"]["steps"] == 0
+    used.take(Entries(second.steps, first.done, []))
+    assert [used.totals()["decode"][name] for name in ("steps", "step_seconds")] == [1, 0.5]
+    used.take(Entries([], second.done, []))
+    assert [used.totals()["decode"][name] for name in ("steps", "step_seconds")] == [2, 0.75]

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanocore.engine_core.metrics.collector import MAX_ENDED, MAX_OPEN, MAX_STEPS, IoCounts
-from nanocore.engine_core.requests.request import Request, RequestTimes
-from nanocore.engine_core.step_trace import StepTrace
+from nanocore.engine_core.log.event_log import RequestEntry, StepDone
+from nanocore.engine_core.log.history import MAX_ENDED, MAX_OPEN, MAX_STEPS, RequestLife
+from nanocore.engine_core.log.metrics import IoCounts
+from nanocore.engine_core.log.trace import StepTrace
+from nanocore.engine_core.requests.request import Request
 from nanocore.protocol.messages import Event
 from nanocore.protocol.metrics import MAX_MOVES, RecentSteps, RequestPhases
-from tests.engine_core.metrics.clocked_engine import Engine
+from tests.engine_core.log.clocked_engine import Engine
 from tests.fakes import make_request
 
 CLIENT = 1
@@ -41,7 +43,7 @@ def end(engine: Engine, request: Request) -> None:
     """As the step loop ends what a client aborts."""
     assert engine.scheduler.abort(request.handle) is request
     event = Event(handle=request.handle, finish_reason="abort")
-    engine.scheduler.step_log.end(request, event, engine.now_s)
+    engine.scheduler.log.end(request, event, engine.now_s)
 
 
 def test_a_request_goes_from_the_queue_through_its_chunks_to_its_end() -> None:
@@ -126,7 +128,7 @@ def test_what_is_lost_in_flight_did_not_decode() -> None:
     late = engine.add(make_request(2, [2] * 8, 4))
     first = engine.executor.execute(scheduler.schedule())
     scheduler.running.preempt(late)
-    late.times.preempt(engine.now_s)
+    scheduler.log.append(RequestEntry(engine.now_s, "preempted", late))
     scheduler.waiting.push(late)
     engine.now_s += 1
     scheduler.update(first)
@@ -180,12 +182,13 @@ def test_outputs_of_an_earlier_run_are_not_counted_again() -> None:
 
 
 def test_many_phases_keep_their_beginning_and_their_end() -> None:
-    times = RequestTimes()
+    request = make_request(1, [1], 1)
+    life = RequestLife(request)
     for i in range(5 * MAX_MOVES):
-        times.enter("preempted" if i else "queued", float(i))
-    assert len(times.phases) == MAX_MOVES
-    assert [at_s for _, at_s in times.phases[:2]] == [0, 4 * MAX_MOVES + 1]
-    assert times.phases[-1] == ("preempted", 5 * MAX_MOVES - 1)
+        life.take(RequestEntry(float(i), "preempted" if i else "queued", request))
+    assert len(life.phases) == MAX_MOVES
+    assert [at_s for _, at_s in life.phases[:2]] == [0, 4 * MAX_MOVES + 1]
+    assert life.phases[-1] == ("preempted", 5 * MAX_MOVES - 1)
 
 
 def test_what_is_kept_is_bounded_whether_or_not_anybody_looks() -> None:
@@ -196,10 +199,10 @@ def test_what_is_kept_is_bounded_whether_or_not_anybody_looks() -> None:
     while engine.scheduler.num_requests:
         engine.step()
         engine.collector.fold()  # as the io thread does once a second
-    kept, step_log = engine.collector._recent, engine.scheduler.step_log
+    kept = engine.collector._history
     assert (len(kept.steps), len(kept.ended)) == (MAX_STEPS, MAX_ENDED)
-    assert not step_log.steps
-    assert not step_log.ended
+    assert not kept.open
+    assert not len(engine.scheduler.log)
     told = recent(engine)
     last = num_requests * num_tokens
     assert told.steps.number == [*range(last - MAX_STEPS + 1, last + 1)]
@@ -222,6 +225,7 @@ def test_steps_and_ways_are_those_of_the_step_trace(tmp_path: Path, seed: int) -
     rng = random.Random(seed)
     engine, path = _random_engine(rng), tmp_path / "trace"
     trace = StepTrace(str(path))
+    trace.attach(engine.scheduler)
     _run_at_random(engine, trace, rng)
     trace.close()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -268,16 +272,16 @@ def _run_at_random(engine: Engine, trace: StepTrace, rng: random.Random) -> None
             prompt = [rng.randrange(3) for _ in range(rng.randint(1, 20))]
             request = make_request(waiting.pop(0), prompt, rng.randint(1, 20), max_model_len=48)
             engine.add(request)
-        if rng.random() < 0.1 and (some := scheduler.open_requests()):
+        if rng.random() < 0.1 and (some := list(scheduler._requests.values())):
             end(engine, rng.choice(some))
         group = scheduler.next_group()
         if group is None:
             continue
         plan = scheduler.schedule(group)
-        trace.begin(scheduler)
+        trace.begin()
         result = engine.executor.execute(plan)
         engine.now_s += rng.random()
         scheduler.update(result)
-        trace.end(scheduler)
+        scheduler.log.append(StepDone(0.0))
         if rng.random() < 0.2:
             engine.collector.fold()

@@ -1,1 +1,0 @@
-"""Metrics, made on the io thread of what the step loop notes."""
