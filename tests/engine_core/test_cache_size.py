@@ -199,6 +199,24 @@ def test_what_does_not_fit_is_refused_with_what_each_group_takes() -> None:
     assert size.capacity.slabs_of(560) == 12 < size.capacity.slabs_of(561)
 
 
+def test_an_override_makes_room_for_so_many_blocks_of_every_group() -> None:
+    """As whole retention needed: 20 blocks, 4 slabs for the full layers and 20 for the windows."""
+    ranks = [windowed(10**6)]
+    config = EngineConfig(num_gpu_blocks_override=20, max_model_len=320)
+    size = size_cache(config, ranks, 320)
+    assert (size.capacity.num_slabs, size.max_model_len) == (24, 320)
+    few = {"max_model_len": 160, "max_num_batched_tokens": 32}
+    with pytest.raises(ConfigError, match=r"hold 80 tokens, .*-len 160: raise the former to 6, or"):
+        size_cache(EngineConfig(num_gpu_blocks_override=5, **few), ranks, 160)
+    fits = size_cache(EngineConfig(num_gpu_blocks_override=6, **few), ranks, 160)
+    assert fits.max_model_len == 160
+    small = msgspec.structs.replace(windowed(0), memory_bytes=10**6)
+    with pytest.raises(
+        CacheMemoryError, match=r"need 1\.2 MB, and .* 1\.0 MB .*: use at most 162,"
+    ):
+        size_cache(EngineConfig(num_gpu_blocks_override=200), [small], 64)
+
+
 @pytest.mark.parametrize("length", [1, 16, 100, 560, 561, 4000])
 def test_the_longest_request_is_what_the_slabs_hold(length: int) -> None:
     for num_slabs in (1, 6, 7, 12, 40):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -66,17 +67,17 @@ def size_cache(config: EngineConfig, ranks: list[WorkerInfo], max_model_len: int
     stages = ranks[:: config.tensor_parallel_size]
     groups = joined_groups([stage.kv_groups for stage in stages])
     slab_bytes = [rank_slab_bytes(rank.kv_groups, groups) for rank in ranks]
-    _check_flags(config, ranks, slab_bytes)
+    _check_flags(config, ranks, slab_bytes, groups)
     counts = [rank.available_kv_bytes // size for rank, size in zip(ranks, slab_bytes, strict=True)]
     capacity = Capacity(
-        config.num_gpu_blocks_override or min(counts),
+        _slabs_for(config.num_gpu_blocks_override or 0, groups) or min(counts),
         config.sizes.block_size,
         [CacheGroup(group.name, group.window, group.per_slab) for group in groups],
         config.scheduler_config(max_model_len).max_chunk,
     )
     num_needed = capacity.slabs_of(max_model_len)
     if config.num_gpu_blocks_override is not None:
-        max_model_len = _length_in_blocks(config, capacity, max_model_len)
+        max_model_len = _length_in_blocks(config, capacity, groups, max_model_len)
     elif capacity.num_slabs >= num_needed:
         num_slabs = min(capacity.num_slabs, num_needed * config.sizes.max_num_seqs)
         capacity = msgspec.structs.replace(capacity, num_slabs=num_slabs)
@@ -88,18 +89,35 @@ def size_cache(config: EngineConfig, ranks: list[WorkerInfo], max_model_len: int
     return CacheSize(groups, capacity, max_model_len)
 
 
-def _length_in_blocks(config: EngineConfig, capacity: Capacity, max_model_len: int) -> int:
+def _slabs_for(num_blocks: int, groups: Sequence[KVGroup]) -> int:
+    """Return the slabs that hold so many blocks of every group."""
+    return sum(-(-num_blocks // group.per_slab) for group in groups)
+
+
+def _most_blocks(num_slabs: int, groups: Sequence[KVGroup]) -> int:
+    """Return how many blocks of every group so many slabs hold."""
+    most = int(num_slabs / sum(1 / group.per_slab for group in groups))
+    return next(n for n in range(most, -1, -1) if _slabs_for(n, groups) <= num_slabs)
+
+
+def _length_in_blocks(
+    config: EngineConfig, capacity: Capacity, groups: Sequence[KVGroup], max_model_len: int
+) -> int:
     """Return max_model_len, or what fits --num-gpu-blocks-override if no length was asked for."""
     num_tokens = capacity.most_tokens
     if num_tokens >= max_model_len:
         return max_model_len
-    blocks = f"--num-gpu-blocks-override {capacity.num_slabs}: blocks of {capacity.block_size} hold"
+    num_blocks, size = config.num_gpu_blocks_override, capacity.block_size
+    blocks = f"--num-gpu-blocks-override {num_blocks}: blocks of {size} hold"
     if num_tokens < _MIN_TOKENS:
         raise ConfigError(f"{blocks} no request of two tokens; raise it, or --block-size")
     if isinstance(config.max_model_len, int):
+        num_slabs = capacity.slabs_of(max_model_len)
+        num_needed = _most_blocks(num_slabs, groups)
+        num_needed += _slabs_for(num_needed, groups) < num_slabs
         raise ConfigError(
             f"{blocks} {num_tokens} tokens, and one request may have --max-model-len "
-            f"{max_model_len}: raise the former to {capacity.slabs_of(max_model_len)}, "
+            f"{max_model_len}: raise the former to {num_needed}, "
             "or lower the latter (or auto)"
         )
     logger.warning(
@@ -108,19 +126,21 @@ def _length_in_blocks(config: EngineConfig, capacity: Capacity, max_model_len: i
     return num_tokens
 
 
-def _check_flags(config: EngineConfig, ranks: list[WorkerInfo], slab_bytes: list[int]) -> None:
+def _check_flags(
+    config: EngineConfig, ranks: list[WorkerInfo], slab_bytes: list[int], groups: Sequence[KVGroup]
+) -> None:
     """Check that every rank has the memory that flags name."""
     for number, (rank, one_bytes) in enumerate(zip(ranks, slab_bytes, strict=True)):
         where = f" on rank {number}" if len(ranks) > 1 else ""
         have_bytes = rank.memory_bytes
         there_is = f"there are {have_bytes / 1e6:.1f} MB for it{where} beside the weights"
         if config.num_gpu_blocks_override is not None:
-            need_bytes = config.num_gpu_blocks_override * one_bytes
+            need_bytes = _slabs_for(config.num_gpu_blocks_override, groups) * one_bytes
             if need_bytes > have_bytes:
                 raise CacheMemoryError(
                     f"--num-gpu-blocks-override {config.num_gpu_blocks_override}: that many blocks "
                     f"need {need_bytes / 1e6:.1f} MB, and {there_is}: use at most "
-                    f"{have_bytes // one_bytes}, or leave it out"
+                    f"{_most_blocks(have_bytes // one_bytes, groups)}, or leave it out"
                 )
         elif (config.kv_cache_memory_bytes or 0) > have_bytes:
             raise CacheMemoryError(
