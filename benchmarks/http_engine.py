@@ -21,6 +21,7 @@ from overhead_wire import demo_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.process.process import serve
+from nanocore.kv_cache import Capacity
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets.engine_socket import bind_engine_socket
 from nanocore.worker.models import load_model_config
@@ -70,7 +71,9 @@ def main() -> int:
         files=files.entries, hidden_size=model.hidden_size,
     )  # fmt: skip
     executor = PacedExecutor(config.sizes.max_num_seqs)
-    return serve(config, bind_engine_socket(sys.argv[1], None), card, files, executor, started_s)
+    socket = bind_engine_socket(sys.argv[1], None)
+    capacity = Capacity(NUM_BLOCKS, BLOCK_SIZE)
+    return serve(config, socket, card, capacity, files, executor, started_s)
 
 
 if __name__ == "__main__":

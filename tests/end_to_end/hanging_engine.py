@@ -23,6 +23,7 @@ import numpy as np
 from nanocore.engine_core.cli import parse_config
 from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.process import process
+from nanocore.kv_cache import Capacity
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets.engine_socket import bind_engine_socket
 from nanocore.system.standard_streams import LogHandler
@@ -91,7 +92,8 @@ def main(arguments: list[str]) -> NoReturn:
     socket = bind_engine_socket(config.endpoint)
     executor = HangingExecutor(how)
     files, started_at = ServedFiles(Path("/nowhere")), time.monotonic()
-    sys.exit(process.serve(config, socket, card, files, executor, started_at))
+    capacity = Capacity(card.num_blocks, card.block_size)
+    sys.exit(process.serve(config, socket, card, capacity, files, executor, started_at))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from torch import Tensor
 from nanocore.engine_core.requests.request import Request
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.kv_quantization import kv_cache_format
+from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.sampling import Noise, TokenPlaces
@@ -26,10 +26,13 @@ from nanocore.kernels.step import BegunStep, GraphSupport, StepRows
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step
+from nanocore.kv_cache import CacheGroup
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.memory.kv_groups import joined_groups
+from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
@@ -234,10 +237,13 @@ class Engine:
             stream = self.stream
         kernels = (kernels or DeviceKernels()) if depth else TorchKernels()
         self.runner = ModelRunner(model, kernels, stream=stream)
-        self.num_blocks, self.budget = num_blocks, budget
+        layout = KVLayout(model.kv_specs, self.kv_format, BLOCK_SIZE)
+        self.kv_groups = joined_groups([layout.groups])
+        self.num_slabs, self.budget = num_blocks * len(self.kv_groups), budget
         self.allocate()
         self.scheduler, _ = make_scheduler(
-            num_blocks=num_blocks,
+            num_blocks=self.num_slabs,
+            cache_groups=[CacheGroup(g.name, g.window, g.per_slab) for g in self.kv_groups],
             block_size=BLOCK_SIZE,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=budget,
@@ -246,9 +252,13 @@ class Engine:
         self.depth = max(1, depth)
         self.deliveries = Deliveries()
 
+    @property
+    def kv_format(self) -> KVCacheFormat:
+        return kv_cache_format("auto", self.runner.placement.dtype)
+
     def allocate(self) -> None:
-        kv_format = kv_cache_format("auto", self.runner.placement.dtype)
-        self.runner.allocate(kv_format, self.num_blocks, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN)
+        sizes = self.num_slabs, BLOCK_SIZE, MAX_NUM_SEQS, MAX_MODEL_LEN
+        self.runner.allocate(self.kv_format, *sizes, self.kv_groups)
         self.runner.capture(self.budget)
 
     def run(self, wishes: list[Wish]) -> dict[int, list[int]]:

@@ -57,7 +57,7 @@ from nanocore.engine_core.process.start_parts import IdleWork, StartParts, proce
 from nanocore.engine_core.process.watchdog import GRACE_S, Watchdog
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_clock import DeadMansSwitch, StepClock
-from nanocore.kv_cache import KVCacheManager
+from nanocore.kv_cache import Capacity, KVCacheManager
 from nanocore.protocol.errors import (
     CacheMemoryError,
     ConfigError,
@@ -161,7 +161,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
             config,
             claimed.socket,
             _model_card(config, folder, model_config, ranks, size, files),
-            size,
+            size.capacity,
             files,
             executor,
             started_s,
@@ -209,7 +209,7 @@ def serve(
     config: EngineConfig,
     socket: EngineSocket,
     card: ModelCard,
-    size: CacheSize,
+    capacity: Capacity,
     files: ServedFiles,
     executor: StepExecutor,
     started_s: float,
@@ -233,7 +233,7 @@ def serve(
     """
     inbox: Inbox = SimpleQueue()
     outbox = Outbox()
-    kv_cache = _kv_cache(config, size, publisher)
+    kv_cache = _kv_cache(config, capacity, publisher)
     scheduler = Scheduler(config.scheduler_config(card.max_model_len), kv_cache)
     switch = DeadMansSwitch(config.step_timeout_s + 2 * GRACE_S, StartError.exit_code)
     masks = None
@@ -268,9 +268,9 @@ def serve(
 
 
 def _kv_cache(
-    config: EngineConfig, size: CacheSize, publisher: KVEventPublisher | None
+    config: EngineConfig, capacity: Capacity, publisher: KVEventPublisher | None
 ) -> KVCacheManager:
-    kv_cache = KVCacheManager(size.capacity, config.enable_prefix_caching)
+    kv_cache = KVCacheManager(capacity, config.enable_prefix_caching)
     if publisher is not None:
         kv_cache.subscribe(publisher.publish)
         publisher.start()
