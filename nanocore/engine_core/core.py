@@ -185,15 +185,16 @@ class EngineCore:
         request, compiled = self.scheduler.find(event.handle), event.compiled
         if request is None:
             return  # it has ended meanwhile
-        self._outbox.put(event)  # first: its outputs follow its ACCEPTED
-        handles = [sample.handle for sample in request.samples]
-        if isinstance(compiled, Exception) or self._is_complete(request):
-            for handle in handles:
-                self.scheduler.end(handle)
-            return
-        request.follow(compiled, event.at_s)
-        for handle in handles:
-            self.scheduler.ready(handle, GRAMMAR)
+        is_refused = isinstance(compiled, Exception)
+        if not isinstance(compiled, Exception):
+            request.follow(compiled, event.at_s)  # before its ACCEPTED, which tells `not_held`
+        self._outbox.put(event)  # before its outputs
+        is_over = is_refused or self._is_complete(request)
+        for sample in request.samples:
+            if is_over:
+                self.scheduler.end(sample.handle)
+            else:
+                self.scheduler.ready(sample.handle, GRAMMAR)
 
     def _is_complete(self, request: Request) -> bool:
         """Whether resumed outputs have completed the request; then its client is told so."""

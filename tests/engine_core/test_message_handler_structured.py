@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from typing import Any
 
 import numpy as np
 import pytest
@@ -268,3 +269,22 @@ def test_the_request_is_checked_before_anything_is_compiled(io: Io) -> None:
     error = io.take_one(Error)
     assert "stop_token_ids[0]" in error.message
     assert not io.grammars.waiting
+
+
+def test_what_a_grammar_leaves_out_is_known_before_the_io_thread_can_tell_it(
+    io: Io, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ACCEPTED names it, and the io thread may send that as soon as the event is in its outbox."""
+    io.submit_structured("x", "a", n=2)
+    io.core.drain_inbox(wait=False)
+    (request, *_) = io.scheduler._unready.values()
+    put, known = io.outbox.put, []
+
+    def look(event: Any) -> None:
+        known.append([sample.matcher is not None for sample in request.samples])
+        put(event)
+
+    monkeypatch.setattr(io.core._outbox, "put", look)
+    io.grammars.finish()
+    io.core.drain_inbox(wait=False)
+    assert known == [[True, True]]
