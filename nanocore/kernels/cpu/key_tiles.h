@@ -2,14 +2,14 @@
 
 #pragma once
 
-#include <vector>
-
 #include "kv_cache.h"
 
 namespace nanocore {
 
 constexpr int kKeys = 128;  // of a tile; it begins at a multiple
 constexpr int kUnits = kKeys / kBlockUnit;
+// Never written, so no memory is taken but the system's page of zeros.
+alignas(64) inline char kZeros[16 << 20];
 
 // Some keys and their values, 16 in a unit, of which `count` are there.
 struct KeyTile {
@@ -104,11 +104,14 @@ class KeyTiles {
 
     int64_t head_block_bytes() const { return cache_.block_size * cache_.head_dim * value_bytes(); }
 
-    // A thread's, and as long as the longest it was asked for.
-    static const char* zeros(int64_t num_bytes) {
-        static thread_local std::vector<char> memory;
-        if (static_cast<int64_t>(memory.size()) < num_bytes) memory.assign(num_bytes, 0);
-        return memory.data();
+    // Blocks larger than all zeros that there are get their own first one in place of them.
+    const char* zeros(int64_t num_bytes) const {
+        return num_bytes <= static_cast<int64_t>(sizeof kZeros) ? kZeros : first_block();
+    }
+
+    const char* first_block() const {
+        return static_cast<const char*>(cache_.k) + *own_ * cache_.block_bytes +
+               head_ * head_block_bytes();
     }
 
     const PagedKV<T>& cache_;
