@@ -185,11 +185,10 @@ class EngineCore:
         request, compiled = self.scheduler.find(event.handle), event.compiled
         if request is None:
             return  # it has ended meanwhile
-        is_refused = isinstance(compiled, Exception)
         if not isinstance(compiled, Exception):
             request.follow(compiled, event.at_s)  # before its ACCEPTED, which tells `not_held`
         self._outbox.put(event)  # before its outputs
-        is_over = is_refused or self._is_complete(request)
+        is_over = isinstance(compiled, Exception) or self._is_complete(request)
         for sample in request.samples:
             if is_over:
                 self.scheduler.end(sample.handle)

@@ -124,6 +124,12 @@ class KVCacheManager:
         return [self.pool] if self._arena is None else self._arena.pools
 
     @property
+    def blocks_by_group(self) -> list[tuple[str, int, int]]:
+        """Name of each group, its blocks if it had all of the memory, and those it could have."""
+        named = zip(self.groups, self.pools, strict=True)
+        return [(group.name, len(pool.blocks), pool.num_free) for group, pool in named]
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that could be handed out; cached ones among them can still be hit."""
         if self._arena is None:

@@ -67,6 +67,9 @@ class WindowGroup:
         self.pool = SlabPool(arena, per_slab, self.forget)
         self._block_size = block_size
         self._most = most_blocks(window, block_size, max_step_tokens)
+        # Everybody's checkpoints, in blocks: by the position alone, so prompts agree on them.
+        self._early = [num_tokens // block_size for num_tokens in CHECKPOINTS_TOKENS]
+        self._stride = CHECKPOINT_STRIDE_TOKENS // block_size or 1
         self._events = events
         self._index: dict[bytes, Block] = {}
         self._held: dict[int, _Held] = {}
@@ -205,10 +208,7 @@ class WindowGroup:
 
     def _is_kept(self, number: int, boundaries: Sequence[int]) -> bool:
         """Whether a block is in the window of some checkpoint behind it."""
-        # Everybody's checkpoints follow from the position alone, so prompts agree on them.
-        stride = CHECKPOINT_STRIDE_TOKENS // self._block_size or 1
-        early = [num_tokens // self._block_size for num_tokens in CHECKPOINTS_TOKENS]
-        ends = *boundaries, *early, (number // stride + 1) * stride
+        ends = *boundaries, *self._early, (number // self._stride + 1) * self._stride
         return any(end - self.num_seen <= number < end for end in ends)
 
 

@@ -67,12 +67,12 @@ def stats_of(scheduler: Scheduler, is_paused: bool) -> Stats:
         paused=is_paused,
         groups=[] if len(kv_cache.groups) == 1 else [
             CacheGroupStats(
-                name=group.name,
-                num_blocks=kv_cache.num_slabs * group.per_slab,
-                num_free_blocks=pool.num_free,
-                prefix_cache_lost_tokens=kv_cache.stats.lost_tokens[group.name],
+                name=name,
+                num_blocks=num_blocks,
+                num_free_blocks=num_free,
+                prefix_cache_lost_tokens=kv_cache.stats.lost_tokens[name],
             )
-            for group, pool in zip(kv_cache.groups, kv_cache.pools, strict=True)
+            for name, num_blocks, num_free in kv_cache.blocks_by_group
         ],
     )  # fmt: skip
 

@@ -130,12 +130,8 @@ class StepTrace:
         }
         if len(kv_cache.groups) > 1:
             line["groups"] = [
-                {
-                    "name": group.name,
-                    "free_blocks": pool.num_free,
-                    "total_blocks": kv_cache.num_slabs * group.per_slab,
-                }
-                for group, pool in zip(kv_cache.groups, kv_cache.pools, strict=True)
+                {"name": name, "free_blocks": num_free, "total_blocks": num_blocks}
+                for name, num_blocks, num_free in kv_cache.blocks_by_group
             ]
         self._arrived = []
         self._write(self._encoder.encode(line) + b"\n")
