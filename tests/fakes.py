@@ -45,6 +45,7 @@ from nanocore.worker.plan import (
     SchedulerOutput,
     TokenMasks,
 )
+from tests.kv_cache.fake_states import StateGroup, open_group
 
 VOCAB_SIZE = 50
 NUM_WORDS = -(-VOCAB_SIZE // 32)
@@ -404,7 +405,9 @@ class FakeExecutor:
             assert end - num_drafts <= row.num_known, "the first stage does not know it"
         context = row.token_ids + row.drafts
         for position in range(row.num_computed, row.num_computed + count * self.checks_kv):
-            for group in range(len(self.cache_groups)):
+            for group, kind in enumerate(self.cache_groups):
+                if isinstance(kind, StateGroup) and not self._is_kept(kind, row, position, end):
+                    continue
                 block_id, slab = self._block_of(row, group, position)
                 if slab not in self.slabs or self.slabs[slab][0] != group:
                     self.slabs[slab] = group, {}
@@ -413,6 +416,14 @@ class FakeExecutor:
                 writer = self.written.setdefault((group, block_id), row)
                 assert writer is row, "two rows write to one block"
         row.first, row.num_computed = row.num_computed, end
+
+    def _is_kept(self, group: StateGroup, row: _Row, position: int, end: int) -> bool:
+        """Whether the state after a position is stored: at a step's end, and in its snapshots."""
+        number = position // self.block_size
+        has_begun = number * self.block_size < row.num_computed
+        is_held = has_begun or (number + 1) % group.stride == 0
+        ends_block = (position + 1) % self.block_size == 0
+        return position == end - 1 or (is_held and ends_block)
 
     def _prompt_logprobs(self, row: _Row) -> list[LogprobEntry]:
         """Of prompt tokens after those that are computed now, which are not known yet."""
@@ -431,9 +442,12 @@ class FakeExecutor:
     def _sample(self, row: _Row, step: int) -> list[int]:
         """The row's next tokens: the drafts that are what would have come anyway, and one more."""
         context = row.token_ids + row.drafts
-        for group, window in enumerate([one.window for one in self.cache_groups]):
-            first = max(row.first - window + 1, 0) if window else 0
-            for position in range(first, row.num_computed * self.checks_kv):
+        for group, kind in enumerate(self.cache_groups):
+            first = max(row.first - kind.window + 1, 0) if kind.window else 0
+            seen = range(first, row.num_computed * self.checks_kv)
+            if isinstance(kind, StateGroup):  # what it began with, and has come to
+                seen = [one for one in (row.first - 1, row.num_computed - 1) if one in seen]
+            for position in seen:
                 block_id, slab = self._block_of(row, group, position)
                 writer, held = self.slabs.get(slab, (group, {}))
                 place = block_id, position % self.block_size
@@ -541,7 +555,7 @@ def make_scheduler(
         **settings,
     )
     capacity = Capacity(num_blocks, block_size, cache_groups, config.max_chunk)
-    kv_cache = KVCacheManager(capacity, enable_prefix_caching)
+    kv_cache = KVCacheManager(capacity, enable_prefix_caching, open_group)
     executor = FakeExecutor(
         block_size, num_blocks, cache_groups=cache_groups, num_groups=config.num_groups
     )

@@ -8,8 +8,13 @@ from typing import Final
 import msgspec
 
 
+def num_seen(window: int, block_size: int) -> int:
+    """Return how many blocks before a boundary the next token sees."""
+    return -(-(window - 1) // block_size)
+
+
 class CacheGroup(msgspec.Struct, frozen=True):
-    """Layers that keep the same tokens.
+    """Layers that keep the same of a request.
 
     window: tokens that a token sees, itself included; 0: all. per_slab: blocks of a slab.
     """
@@ -18,22 +23,24 @@ class CacheGroup(msgspec.Struct, frozen=True):
     window: int = 0
     per_slab: int = 1
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether a request holds a block for each of its tokens: then it can be the primary."""
+        return not self.window
+
+    def most_blocks(self, num_blocks: int, block_size: int, max_step_tokens: int) -> int:
+        """Return how many blocks a request holds at most at a time, which has num_blocks in all."""
+        if not self.window:
+            return num_blocks
+        # A step's tokens may begin and end within a block.
+        num_of_step = -(-max_step_tokens // block_size) + 1
+        return min(num_blocks, num_seen(self.window, block_size) + num_of_step)
+
 
 FULL: Final = (CacheGroup("full"),)
 """The group of models in which every layer keeps all tokens: a slab is a block."""
 
 _ANY_STEP: Final = 2**31
-
-
-def num_seen(window: int, block_size: int) -> int:
-    """Return how many blocks before a boundary the next token sees."""
-    return -(-(window - 1) // block_size)
-
-
-def most_blocks(window: int, block_size: int, max_step_tokens: int) -> int:
-    """Return how many blocks a request holds at most: its window's, and those of a step."""
-    # A step's tokens may begin and end within a block.
-    return num_seen(window, block_size) + -(-max_step_tokens // block_size) + 1
 
 
 class Capacity(msgspec.Struct, frozen=True):
@@ -57,9 +64,7 @@ class Capacity(msgspec.Struct, frozen=True):
         """Blocks of each group that a request of so many tokens holds at most."""
         num_blocks = -(-num_tokens // self.block_size)
         return [
-            min(num_blocks, most_blocks(group.window, self.block_size, self.max_step_tokens))
-            if group.window
-            else num_blocks
+            group.most_blocks(num_blocks, self.block_size, self.max_step_tokens)
             for group in self.groups
         ]
 

@@ -5,7 +5,7 @@ first `allocate` to its `free`. A failed allocation changes nothing. Freed block
 flight may still write or read are fenced: they are not handed out until that step is complete.
 
 Layers that keep the same tokens are a group, with blocks of its own. The primary group keeps all
-tokens of a request, and its blocks are the nodes of the prefix index; other groups keep a window.
+tokens of a request, and its blocks are the nodes of the prefix index; others keep less (`groups`).
 All groups have the same block size and the same keys. In a model that has nothing but windows the
 primary group's blocks have no memory.
 """
@@ -22,10 +22,11 @@ from nanocore.kv_cache.block_key import BlockKey
 from nanocore.kv_cache.block_pool import Block, BlockPool, NodePool
 from nanocore.kv_cache.capacity import Capacity
 from nanocore.kv_cache.events import EventLog, GroupEvents, KVEventSubscriber
+from nanocore.kv_cache.groups import Groups, OpenGroup
 from nanocore.kv_cache.prefix_index import PrefixIndex
 from nanocore.kv_cache.slab_pool import Need, SlabArena, SlabPool
 from nanocore.kv_cache.stats import PrefixCacheStats
-from nanocore.kv_cache.window_group import WindowGroups
+from nanocore.kv_cache.window_group import WindowGroup
 
 
 class Prefix(msgspec.Struct, frozen=True):
@@ -65,22 +66,28 @@ _NODES_PER_BLOCK: Final = 8
 """Nodes without memory that are kept for each slab, so that long prefixes are found again."""
 
 _Left = tuple[BlockPool | SlabPool, list[Block], bool]
-"""Blocks of any pool that a request has left: see `window_group.Left`."""
+"""Blocks of any pool that a request has left: see `groups.Left`."""
 
 
 class KVCacheManager:
     """Allocates fixed-size blocks to requests and finds cached prefixes.
 
     Args:
-        capacity: the memory. Of its groups the one that keeps all tokens is the first, if there is
-            one, and windows are distinct.
+        capacity: the memory. Of its groups one that keeps all tokens is the first, if there is
+            one, and no two are the same.
         enable_prefix_caching: whether full blocks are registered and looked up.
+        open_group: makes the blocks of a group that keeps less than all tokens.
 
     pool: blocks of the primary group; only the manager takes and releases them. is_compact: if set,
     a request takes no slab as long as a pool has free blocks in others, even if that evicts some.
     """
 
-    def __init__(self, capacity: Capacity, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        enable_prefix_caching: bool = True,
+        open_group: OpenGroup = WindowGroup,
+    ) -> None:
         self.capacity = capacity
         self.groups = groups = capacity.groups
         self.num_slabs = num_slabs = capacity.num_slabs
@@ -95,15 +102,15 @@ class KVCacheManager:
         self._completed_step = 0
         self._log: EventLog | None = None  # until there is a subscriber
         self._arena: SlabArena | None = None
-        self._windows: WindowGroups | None = None
-        self._has_memory = not groups[0].window  # the primary group
+        self._others: Groups | None = None
+        self._has_memory = groups[0].keeps_all  # the primary group
         is_alone = len(groups) == 1
         events = [GroupEvents(None if is_alone else number) for number in range(len(groups))]
         # Of the primary group; blocks without memory are nobody's to know.
         self._primary_events = events[0] if self._has_memory else GroupEvents(None)
         self._events = events
         self.pool: BlockPool | SlabPool
-        if not any(group.window for group in groups):
+        if len(groups) == 1 and self._has_memory:
             self.pool = BlockPool(num_slabs, on_evict=self._forget)
             return
         self._arena = SlabArena(num_slabs)
@@ -111,12 +118,13 @@ class KVCacheManager:
         self.pool = NodePool(_NODES_PER_BLOCK * num_slabs, on_evict=self._forget)
         if self._has_memory:
             self.pool = SlabPool(self._arena, groups[0].per_slab, self._forget)
-        self._windows = WindowGroups(capacity, self._arena, events)
+        others = list(zip(groups, events, strict=True))[self._has_memory :]
+        self._others = Groups([open_group(one, capacity, self._arena, own) for one, own in others])
 
     @property
     def has_windows(self) -> bool:
         """Whether requests have blocks to leave: see `leave_window`."""
-        return self._windows is not None
+        return self._others is not None
 
     @property
     def pools(self) -> Sequence[BlockPool | SlabPool]:
@@ -150,7 +158,7 @@ class KVCacheManager:
     @property
     def num_cached_blocks(self) -> int:
         """Blocks that can be found, held or free."""
-        return len(self._index) + sum(group.num_cached for group in self._windows or ())
+        return len(self._index) + sum(group.num_cached for group in self._others or ())
 
     @property
     def usage(self) -> float:
@@ -164,8 +172,8 @@ class KVCacheManager:
 
     def block_ids(self, handle: int, group: int = 0) -> list[int]:
         """Return the ids of a group's blocks that a request holds, in the order of its tokens."""
-        if self._windows is not None and (window := self.groups[group].window):
-            return self._windows.block_ids(handle, window)
+        if self._others is not None and (group or not self._has_memory):
+            return self._others.block_ids(handle, self.groups[group])
         holding = self._holdings.get(handle)
         return [block.block_id for block in holding.blocks] if holding else []
 
@@ -177,11 +185,11 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return NO_PREFIX
         blocks = self._index.find_prefix(keys[: (num_tokens - 1) // self.block_size])
-        if self._windows is None or not blocks:
+        if self._others is None or not blocks:
             return Prefix(blocks)
         found = [block.key for block in blocks if block.key is not None]
-        boundary, lost_group = self._windows.last_boundary(found)
-        seen = self._windows.seen(found, boundary)
+        boundary, lost_group = self._others.last_boundary(found)
+        seen = self._others.seen(found, boundary)
         return Prefix(blocks[:boundary], seen, len(blocks) - boundary, lost_group)
 
     def is_findable(self, key: BlockKey) -> bool:
@@ -259,8 +267,8 @@ class KVCacheManager:
                 holding.blocks += hits
                 holding.num_registered = len(hits)
                 holding.last_key = hits[-1].key
-            if self._windows is not None:
-                self._windows.admit(handle, len(hits), prefix.seen)
+            if self._others is not None:
+                self._others.admit(handle, len(hits), prefix.seen)
             num_before = 0
         else:
             assert not hits, "a prefix is shared at admission only"
@@ -269,7 +277,7 @@ class KVCacheManager:
         if (num_new := num_blocks - len(blocks)) > 0:
             blocks += self.pool.take(num_new)
         added = [one.block_id for one in blocks[num_before:]] if self._has_memory else []
-        for group in self._windows or ():
+        for group in self._others or ():
             added += group.allocate(handle, num_blocks, num_before)
         return added
 
@@ -286,7 +294,7 @@ class KVCacheManager:
             return
         blocks, parent = holding.blocks, holding.last_key
         before = start, parent
-        known: list[BlockKey] | None = None if self._windows is None else []
+        known: list[BlockKey] | None = None if self._others is None else []
         while start < num_full:
             num_put = self._index.put(blocks[start:num_full], parent, keys[start:num_full])
             if num_put:
@@ -302,7 +310,7 @@ class KVCacheManager:
                     known.append(parent)
                 start += 1
         holding.num_registered, holding.last_key = num_full, parent
-        for group in self._windows or ():
+        for group in self._others or ():
             group.register(handle, *before, known or ())
 
     def leave_window(self, handle: int, num_computed: int, after_step: int = 0) -> None:
@@ -310,8 +318,8 @@ class KVCacheManager:
 
         after_step: the last step that may read them.
         """
-        assert self._windows is not None
-        left = self._windows.leave(handle, num_computed, self._holdings[handle].boundaries)
+        assert self._others is not None
+        left = self._others.leave(handle, num_computed, self._holdings[handle].boundaries)
         self._release([one for one in left if one[1]], after_step)
 
     def forget(self, handle: int) -> None:
@@ -321,7 +329,7 @@ class KVCacheManager:
             return
         if cached := [block for block in holding.blocks if block.key is not None]:
             self._forget(cached)
-        for group in self._windows or ():
+        for group in self._others or ():
             group.forget([block for block in group.blocks(handle) if block.key is not None])
 
     def free(self, handle: int, after_step: int = 0) -> None:
@@ -335,7 +343,7 @@ class KVCacheManager:
             return
         # Blocks go back last first: see `BlockPool.release`.
         left: list[_Left] = [(self.pool, holding.blocks[::-1], False)]
-        left += [(group.pool, group.pop(handle)[::-1], False) for group in self._windows or ()]
+        left += [(group.pool, group.pop(handle)[::-1], False) for group in self._others or ()]
         self._release(left, after_step)
 
     def complete(self, step: int) -> None:
@@ -350,7 +358,7 @@ class KVCacheManager:
         if self._holdings or self._fenced:
             return False
         self._index.clear()
-        for group in self._windows or ():
+        for group in self._others or ():
             group.clear()
         if self._log is not None:
             self._log.cleared()
@@ -422,8 +430,8 @@ class KVCacheManager:
             num_new = num_blocks - (len(holding.blocks) if holding else boundary)
             num_soon = sum([len(self._holdings[one].blocks) for one in released])
             needs.append(Need(self.pool, num_new, prefix.blocks, num_soon))
-        assert self._windows is not None
-        needs += self._windows.needs(handle, num_blocks, boundary, prefix.seen, released)
+        assert self._others is not None
+        needs += self._others.needs(handle, num_blocks, boundary, prefix.seen, released)
         if not with_fenced:
             return needs
         return [one._replace(num_soon=one.num_soon + self._num_fenced(one.pool)) for one in needs]

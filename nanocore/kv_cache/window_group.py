@@ -12,14 +12,14 @@ are reused first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from nanocore.kv_cache.block_key import BlockKey
 from nanocore.kv_cache.block_pool import Block
-from nanocore.kv_cache.capacity import Capacity, most_blocks, num_seen
+from nanocore.kv_cache.capacity import CacheGroup, Capacity, num_seen
 from nanocore.kv_cache.events import GroupEvents
-from nanocore.kv_cache.slab_pool import Need, SlabArena, SlabPool
+from nanocore.kv_cache.slab_pool import SlabArena, SlabPool
 
 CHECKPOINTS_TOKENS: Final = (512, 1024)
 CHECKPOINT_STRIDE_TOKENS: Final = 2048
@@ -42,31 +42,19 @@ class _Held:
 
 
 class WindowGroup:
-    """One group of layers with the same window.
-
-    Args:
-        name: of the group. window: tokens that a token sees, itself included, at least 1.
-        max_step_tokens: of a request in one step. events: are told what can be found.
-
-    num_seen: blocks before a boundary that the next token sees.
+    """Implements `Group` for layers with the same window. num_seen: blocks before a boundary that
+    the next token sees.
     """
 
     def __init__(
-        self,
-        name: str,
-        window: int,
-        block_size: int,
-        arena: SlabArena,
-        per_slab: int,
-        max_step_tokens: int,
-        events: GroupEvents,
+        self, group: CacheGroup, capacity: Capacity, arena: SlabArena, events: GroupEvents
     ) -> None:
-        self.name = name
-        self.window = window
-        self.num_seen = num_seen(window, block_size)
-        self.pool = SlabPool(arena, per_slab, self.forget)
+        block_size = capacity.block_size
+        self.group = group
+        self.num_seen = num_seen(group.window, block_size)
+        self.pool = SlabPool(arena, group.per_slab, self.forget)
         self._block_size = block_size
-        self._most = most_blocks(window, block_size, max_step_tokens)
+        self._most = group.most_blocks(2**31, block_size, capacity.max_step_tokens)
         # Everybody's checkpoints, in blocks: by the position alone, so prompts agree on them.
         self._early = [num_tokens // block_size for num_tokens in CHECKPOINTS_TOKENS]
         self._stride = CHECKPOINT_STRIDE_TOKENS // block_size or 1
@@ -171,7 +159,7 @@ class WindowGroup:
         """
         held = self._held[handle]
         # A block leaves when its last token is before the first one that is seen.
-        num_left = max(num_computed - self.window + 1, 0) // self._block_size - held.first
+        num_left = max(num_computed - self.group.window + 1, 0) // self._block_size - held.first
         if num_left <= 0:
             return [[], []]
         left, held.blocks = held.blocks[:num_left], held.blocks[num_left:]
@@ -210,83 +198,3 @@ class WindowGroup:
         """Whether a block is in the window of some checkpoint behind it."""
         ends = *boundaries, *self._early, (number // self._stride + 1) * self._stride
         return any(end - self.num_seen <= number < end for end in ends)
-
-
-Left = tuple[SlabPool, list[Block], bool]
-"""Blocks of a pool that a request has left, and whether nobody is likely to need them again."""
-
-
-class WindowGroups:
-    """All groups with a window of a model; none if all layers keep every token.
-
-    Args:
-        capacity: of the memory, which they share with the primary group.
-        events: of each of the capacity's groups.
-    """
-
-    def __init__(self, capacity: Capacity, arena: SlabArena, events: Sequence[GroupEvents]) -> None:
-        self._groups = [
-            WindowGroup(
-                group.name, group.window, capacity.block_size, arena, group.per_slab,
-                capacity.max_step_tokens, own,
-            )
-            for group, own in zip(capacity.groups, events, strict=True)
-            if group.window
-        ]  # fmt: skip
-
-    def __iter__(self) -> Iterator[WindowGroup]:
-        return iter(self._groups)
-
-    def block_ids(self, handle: int, window: int) -> list[int]:
-        """Return the ids of the blocks that a request holds in the group with this window."""
-        (group,) = [group for group in self._groups if group.window == window]
-        return [block.block_id for block in group.blocks(handle)]
-
-    def last_boundary(self, keys: Sequence[BlockKey]) -> tuple[int, str]:
-        """Return the last boundary, in blocks, that all can serve; and who lacks a later one.
-
-        keys: of the blocks that the primary group has.
-        """
-        boundary, lost_group, is_settled = len(keys), "", False
-        # A group may lack what another one's earlier boundary needs.
-        while not is_settled:
-            before = boundary
-            for group in self._groups:
-                if (last := group.last_boundary(keys, boundary)) < boundary:
-                    boundary, lost_group = last, lost_group or group.name
-            is_settled = boundary == before
-        return boundary, lost_group
-
-    def seen(self, keys: Sequence[BlockKey], boundary: int) -> list[list[Block]]:
-        """Return, of each group, the blocks before a boundary that the next token sees."""
-        return [group.seen(keys, boundary) for group in self._groups]
-
-    def admit(self, handle: int, boundary: int, seen: Sequence[list[Block]]) -> None:
-        """Let a request hold the blocks before the end of its cached prefix."""
-        for number, group in enumerate(self._groups):
-            group.admit(handle, boundary, seen[number] if seen else ())
-
-    def needs(
-        self,
-        handle: int,
-        num_blocks: int,
-        boundary: int,
-        seen: Sequence[list[Block]],
-        released: Collection[int],
-    ) -> Iterator[Need]:
-        """Yield what a request needs for its first num_blocks; boundary, seen: of its prefix.
-
-        released: requests whose blocks count as free.
-        """
-        for number, group in enumerate(self._groups):
-            hits = seen[number] if seen else ()
-            num_new = group.num_needed(handle, num_blocks, boundary, len(hits))
-            num_soon = sum([len(group.blocks(one)) for one in released])
-            yield Need(group.pool, num_new, hits, num_soon)
-
-    def leave(self, handle: int, num_computed: int, boundaries: Sequence[int]) -> Iterator[Left]:
-        """Take the blocks from a request that its tokens from num_computed on do not see."""
-        for group in self._groups:
-            kept, others = group.leave(handle, num_computed, boundaries)
-            yield group.pool, kept, False
-            yield group.pool, others, True

@@ -1,4 +1,4 @@
-"""Cache groups at random: full attention, one or two windows, or windows alone, in one memory.
+"""Cache groups at random: full attention, windows, windows alone, or states, in one memory.
 
 The machine knows what every block holds: who wrote it last, and for which prefix. So it sees a hit
 on something else, a block that two own, and a window that lacks a block. It is told nothing of
@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from nanocore.kv_cache import CacheGroup, Capacity, KeyChain, KVCacheManager
 from tests.campaign import examples
+from tests.kv_cache.fake_states import StateGroup, open_group
 
 BLOCK_SIZE = 2
 MAX_STEP_TOKENS = 6
@@ -26,6 +27,8 @@ GROUPS = (
     (CacheGroup("full", 0, 2), CacheGroup("window(2)", 2, 1), CacheGroup("window(7)", 7, 3)),
     (CacheGroup("window(5)", 5, 1),),
     (CacheGroup("window(1)", 1, 2), CacheGroup("window(4)", 4, 1)),
+    (CacheGroup("full", 0, 3), StateGroup("state", 0, 1)),
+    (CacheGroup("latent", 0, 1), StateGroup("state", 0, 2, stride=3), CacheGroup("window(4)", 4)),
 )
 
 
@@ -46,7 +49,9 @@ class GroupsMachine(RuleBasedStateMachine):
     @initialize(groups=st.sampled_from(GROUPS), num_slabs=st.integers(3, 9))
     def start(self, groups: tuple[CacheGroup, ...], num_slabs: int) -> None:
         self.groups = groups
-        self.kv_cache = KVCacheManager(Capacity(num_slabs, BLOCK_SIZE, groups, MAX_STEP_TOKENS))
+        self.kv_cache = KVCacheManager(
+            Capacity(num_slabs, BLOCK_SIZE, groups, MAX_STEP_TOKENS), open_group=open_group
+        )
         self.num_slabs = num_slabs
         self.rows: dict[int, Row] = {}
         self.num_handles = 0
@@ -56,7 +61,9 @@ class GroupsMachine(RuleBasedStateMachine):
         self.in_use: dict[int, list[set[int]]] = {}
 
     def needed(self, group: CacheGroup, computed: int) -> int:
-        """The first block that the next token sees."""
+        """The first block that the next token needs."""
+        if isinstance(group, StateGroup):
+            return max(-(-computed // BLOCK_SIZE) - 1, 0)
         return max(computed - group.window + 1, 0) // BLOCK_SIZE if group.window else 0
 
     def held(self, group: int) -> list[int]:
@@ -74,6 +81,8 @@ class GroupsMachine(RuleBasedStateMachine):
         for group, table in enumerate(row.tables):
             for number in range(row.computed // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
                 stop = min((number + 1) * BLOCK_SIZE, end)
+                if number not in table and isinstance(self.groups[group], StateGroup):
+                    continue
                 block = table[number]
                 shared = [
                     other for other in self.rows.values()
@@ -87,8 +96,12 @@ class GroupsMachine(RuleBasedStateMachine):
         """Append the blocks; of those before the first that is seen there is none."""
         assert len({len(ids) for ids in added}) == 1
         for group, table, ids in zip(self.groups, row.tables, added, strict=True):
-            first = self.needed(group, row.computed)
-            table.update((n, one) for n, one in enumerate(ids, num_before) if n >= first)
+            first, end = self.needed(group, row.computed), num_before + len(ids)
+            held = range(first, end)
+            if isinstance(group, StateGroup):
+                is_hit = row.computed > 0 and num_before == 0
+                held = [first] * is_hit + group.written(max(num_before, first + is_hit), end)
+            table.update((n, one) for n, one in enumerate(ids, num_before) if n in held)
 
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24),
