@@ -147,3 +147,24 @@ def test_a_request_whose_blocks_lie_in_too_many_slabs_gets_on_alone(depth: int) 
         check_idle(scheduler)
         assert not scheduler.kv_cache.is_compact
     assert num_alone, "no workload needs it"
+
+
+def test_a_request_whose_cached_prefix_lies_in_too_many_slabs_gets_on_without_it() -> None:
+    groups, most = [CacheGroup("full"), CacheGroup("window(9)", 9, 5)], 40
+    scheduler, executor = make_scheduler(
+        num_blocks=Capacity(1, 4, groups, 8).slabs_of(most), cache_groups=groups,
+        max_model_len=most, long_prefill_token_threshold=8,
+    )  # fmt: skip
+    first, second = [1] * 23, [1] * 36 + [2] * 3
+    scheduler.add(make_request(1, first, 5, max_model_len=most))
+    scheduler.add(make_request(2, second, 1, max_model_len=most))
+    deliveries, num_alone = Deliveries(), 0
+    while scheduler.num_requests:
+        plan = scheduler.schedule()
+        assert not scheduler.is_stuck
+        num_alone += scheduler.kv_cache.is_compact
+        deliveries.take(scheduler, executor.execute(plan))
+    assert num_alone, "the prefix fits"
+    assert deliveries.tokens[1] == expected_tokens(first, 5)
+    assert deliveries.tokens[2] == expected_tokens(second, 1)
+    check_idle(scheduler)

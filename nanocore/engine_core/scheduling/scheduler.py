@@ -82,8 +82,8 @@ class Scheduler:
         self._num_cache_groups = len(kv_cache.groups)
         self._arrival = (-1, 0.0)  # number of a step, and when the first request before it came
         # Cache groups share slabs, so a request's blocks may lie in more of them than they need,
-        # and it may fail to grow though an empty pool would do. Then it runs alone, as compact as
-        # it can: without cached blocks of others, and one step after the other.
+        # and it may not fit, or fail to grow, though an empty pool would do. Then it runs alone, as
+        # compact as it can: without cached blocks of others, and one step after the other.
         self._alone: Request | None = None
         # Why the head did not fit: it is not looked up again while that persists.
         self._head_shortage = NO_SHORTAGE
@@ -114,6 +114,11 @@ class Scheduler:
         """
         busy = self.num_running or self.planned.preempted or len(self.running.in_flight) > 1
         return bool(self.waiting) and not busy
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing runs, and no step in flight keeps blocks from being free."""
+        return not (self.num_running or self.running.in_flight)
 
     @property
     def planned(self) -> StepPlan:
@@ -331,6 +336,9 @@ class Scheduler:
                 num_rows -= 1
                 if count == num_uncached:
                     self._release_siblings(request)
+            elif prefix.blocks and self.kv_cache.has_windows and self.is_empty:
+                # What it shares lies in more slabs than it needs.
+                alone = self._alone = request
             else:
                 self._head_shortage = BlockShortage.of(self.kv_cache, request, prefix)
                 return
