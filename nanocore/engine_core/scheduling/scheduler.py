@@ -116,11 +116,6 @@ class Scheduler:
         return bool(self.waiting) and not busy
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing runs, and no step in flight keeps blocks from being free."""
-        return not (self.num_running or self.running.in_flight)
-
-    @property
     def planned(self) -> StepPlan:
         """The step that was planned last."""
         return self.running.in_flight[-1].plan
@@ -336,8 +331,8 @@ class Scheduler:
                 num_rows -= 1
                 if count == num_uncached:
                     self._release_siblings(request)
-            elif prefix.blocks and self.kv_cache.has_windows and self.is_empty:
-                # What it shares lies in more slabs than it needs.
+            elif prefix.blocks and self.kv_cache.num_free_blocks == self.kv_cache.num_blocks:
+                # What it would share lies in more slabs than it needs.
                 alone = self._alone = request
             else:
                 self._head_shortage = BlockShortage.of(self.kv_cache, request, prefix)
