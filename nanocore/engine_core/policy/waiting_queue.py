@@ -40,12 +40,11 @@ Candidate: TypeAlias = tuple[Turn, Precedence, Request]
 
 
 class _Account(msgspec.Struct):
-    """One session's share. num_tokens: charged, below one quantum. is_listed: in `_absent`."""
+    """One session's share. num_tokens: charged, below one quantum."""
 
     turn: Turn
     num_tokens: int = 0
     num_waiting: int = 0
-    is_listed: bool = False
 
 
 class DeficitRoundRobin:
@@ -67,9 +66,10 @@ class DeficitRoundRobin:
         self._round = 0
         self._num_places = 0
         self._accounts: dict[int, _Account] = {}
-        self._absent: list[tuple[int, int]] = []  # heap of (round, client); some have returned
+        self._num_kept = 0
 
     def __len__(self) -> int:
+        """Accounts, including those of absent sessions that were not swept out."""
         return len(self._accounts)
 
     def of(self, client: int) -> Turn:
@@ -79,26 +79,19 @@ class DeficitRoundRobin:
     def enter(self, client: int) -> None:
         """Count one more waiting request. A new session is last in the current round."""
         account = self._accounts.get(client)
-        if account is None:
+        if account is None or self._is_over(account):
+            if len(self._accounts) > MIN_STALE_ENTRIES + 2 * self._num_kept:
+                self._sweep()
             account = self._accounts[client] = _Account((self._round, self._next_place()))
         account.num_waiting += 1
 
     def leave(self, client: int) -> None:
-        """Count one less. A session without requests is forgotten, unless it is still in debt."""
-        account = self._accounts[client]
-        account.num_waiting -= 1
-        if not account.num_waiting:
-            self._forget_or_list(client, account)
+        """Count one less. A session that is in debt keeps it though it has no request."""
+        self._accounts[client].num_waiting -= 1
 
     def advance_to(self, turn: Turn) -> None:
         """Make this the current turn; sessions that enter from now on come after it."""
         self._round = max(self._round, turn[0])
-        while self._absent and self._absent[0][0] <= self._round:
-            client = heapq.heappop(self._absent)[1]
-            account = self._accounts[client]
-            account.is_listed = False
-            if not account.num_waiting:
-                self._forget_or_list(client, account)
 
     def charge(self, client: int, num_tokens: int) -> None:
         """Charge a session for an admitted request with this many uncached tokens."""
@@ -108,16 +101,14 @@ class DeficitRoundRobin:
         now = max(self._round, account.turn[0])
         account.turn = now + num_rounds, self._next_place()
 
-    def _forget_or_list(self, client: int, account: _Account) -> None:
-        # A session in debt must not lose its debt by having no request for a moment: it is kept
-        # until the round in which the debt is paid.
-        if account.is_listed:
-            return
-        if account.turn[0] <= self._round:
-            del self._accounts[client]
-        else:
-            account.is_listed = True
-            heapq.heappush(self._absent, (account.turn[0], client))
+    def _is_over(self, account: _Account) -> bool:
+        """Whether a session has no request, and the round in which its debt is paid has come."""
+        return not account.num_waiting and account.turn[0] <= self._round
+
+    def _sweep(self) -> None:
+        accounts = self._accounts.items()
+        self._accounts = {client: one for client, one in accounts if not self._is_over(one)}
+        self._num_kept = len(self._accounts)
 
     def _next_place(self) -> int:
         self._num_places += 1
