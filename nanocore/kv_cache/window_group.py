@@ -63,7 +63,6 @@ class WindowGroup:
         self._held: dict[int, _Held] = {}
 
     def blocks(self, handle: int) -> Sequence[Block]:
-        """Return the blocks that a request holds, in the order of its tokens."""
         held = self._held.get(handle)
         return held.blocks if held else ()
 
@@ -72,7 +71,6 @@ class WindowGroup:
         return len(self._index)
 
     def last_boundary(self, keys: Sequence[BlockKey], end: int) -> int:
-        """Return the last boundary up to `end` whose window is cached. keys: of the prefix."""
         # Backwards, because a missing block rules out all boundaries that see it at once.
         index = end - 1
         while index >= max(end - self.num_seen, 0):
@@ -82,30 +80,20 @@ class WindowGroup:
         return end
 
     def seen(self, keys: Sequence[BlockKey], boundary: int) -> list[Block]:
-        """Return the blocks before a boundary that `last_boundary` returned."""
         found = [self._find(key) for key in keys[max(boundary - self.num_seen, 0) : boundary]]
         return [block for block in found if block is not None]
 
     def num_needed(self, handle: int, num_blocks: int, boundary: int, num_hits: int) -> int:
-        """Return how many blocks more a request takes for its first num_blocks.
-
-        boundary, num_hits: blocks of its cached prefix, and those that are seen, if it holds none.
-        """
         if (held := self._held.get(handle)) is not None:
             return num_blocks - held.end
         # It takes them step by step, and lets go of the first ones before it takes the last ones.
         return min(num_blocks - boundary, self._most - num_hits)
 
     def admit(self, handle: int, boundary: int, hits: Sequence[Block]) -> None:
-        """Let a request hold the blocks before the end of its cached prefix, in blocks."""
         self.pool.hold(hits)
         self._held[handle] = _Held(boundary - len(hits), hits)
 
     def allocate(self, handle: int, num_blocks: int, start: int) -> list[int]:
-        """Let a request hold blocks up to its first num_blocks.
-
-        Returns the ids of blocks from number `start` on; 0 of those that it does not hold.
-        """
         held = self._held[handle]
         if (num_new := num_blocks - held.end) > 0:
             held.blocks += self.pool.take(num_new)
@@ -117,10 +105,6 @@ class WindowGroup:
     def register(
         self, handle: int, start: int, parent: BlockKey | None, keys: Sequence[BlockKey]
     ) -> None:
-        """Make blocks from number `start` on findable under these keys.
-
-        parent: key of the block before them.
-        """
         held, index = self._held[handle], self._index
         added: list[BlockKey] = []  # consecutive ones that were not findable before
         before, previous = parent, parent
@@ -152,11 +136,6 @@ class WindowGroup:
         held.num_registered = max(held.num_registered, start + len(keys))
 
     def leave(self, handle: int, num_computed: int, boundaries: Sequence[int]) -> list[list[Block]]:
-        """Take the blocks from a request that its tokens from num_computed on do not see.
-
-        boundaries: its checkpoints, in blocks. Returns those inside of a checkpoint's window, and
-        the others; the caller releases them.
-        """
         held = self._held[handle]
         # A block leaves when its last token is before the first one that is seen.
         num_left = max(num_computed - self.group.window + 1, 0) // self._block_size - held.first
@@ -174,14 +153,12 @@ class WindowGroup:
         return held.blocks if held else []
 
     def forget(self, blocks: Sequence[Block]) -> None:
-        """Remove cached blocks from the index."""
         keys = [block.key for block in blocks if block.key is not None]
         assert len(keys) == len(blocks)
         self._events.removed(keys)
         self._remove(blocks)
 
     def clear(self) -> None:
-        """Remove all blocks from the index; nobody is told of each."""
         self._remove(list(self._index.values()))
 
     def _remove(self, blocks: Sequence[Block]) -> None:

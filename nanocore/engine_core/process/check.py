@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _MEASURE_S: Final = 0.03
 """Per measurement of the machine; somebody waits for the result."""
 _VOCABULARY_TOKEN_BYTES: Final = 170
-"""Of a token in the table that structured outputs are masked with, as measured."""
+"""Memory of one token in the table that structured outputs are masked with, as measured."""
 
 
 def check_engine(config: EngineConfig, as_json: bool = False) -> None:
