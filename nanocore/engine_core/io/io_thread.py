@@ -2,25 +2,31 @@
 
 It waits for messages and for the step loop's events, hands them to the message handler in turns,
 and ends with the step loop's farewell. Whatever arrives is data: each message is handled inside one
-`try`.
+`try`. It also sees when a step hangs: then it tells the clients why, and ends the process.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import math
+import os
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
+from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io.handshake_handler import PING_INTERVAL_S, SESSION_TIMEOUT_S
 from nanocore.engine_core.io.message_handler import MessageHandler
 from nanocore.engine_core.log.trace import StepTrace
 from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
 from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.protocol.errors import StartError
 from nanocore.protocol.metrics import Stats
 from nanocore.protocol.sockets.engine_socket import EngineSocket
+from nanocore.system.standard_streams import STDERR_FD, can_be_written
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +115,37 @@ class ReceiveThrottle:
         return True
 
 
+class Watchdog:
+    """Finds a step that hangs. The step loop cannot be asked while its step hangs.
+
+    Looks at the step clock are counted, not its time, so a process that was stopped and continued
+    is not blamed. If the io thread cannot look, the `DeadMansSwitch` ends the process some seconds
+    later.
+
+    core: the step loop. timeout_s: how long a step may take.
+    """
+
+    def __init__(self, core: EngineCore, timeout_s: float) -> None:
+        self._core = core
+        self._timeout_s = timeout_s
+        self._began_s: float | None = None
+        self._num_looks = 0
+
+    def look(self) -> str | None:
+        """Return what to tell of a step that hangs, or None. Called every PING_INTERVAL_S."""
+        # Only a step that was there at the last look has run for the whole time since.
+        last_s, self._began_s = self._began_s, self._core.clock.began_s
+        is_same = last_s is not None and self._began_s == last_s
+        self._num_looks = self._num_looks + 1 if is_same else 0
+        if self._num_looks < math.ceil(self._timeout_s / PING_INTERVAL_S):
+            return None
+        step = self._core.scheduler.counters.num_steps
+        return (
+            f"step {step} was not done after {self._timeout_s:g} s: {self._core.blame()} "
+            "(--step-timeout-s is the limit)"
+        )
+
+
 BACKLOG_RETRY_S: Final = 0.01  # a peer takes some 100 messages at a time
 
 
@@ -118,7 +155,7 @@ class IoThread(threading.Thread):
     Args:
         socket: bound; the thread takes it over and closes it.
         max_connections: limit of the socket.
-        stats_log: logs throughput; None: no log.
+        stats_log: logs throughput; None: no log. watchdog: finds a step that hangs.
         clock: monotonic, in seconds. cpu_clock: CPU seconds of the thread.
         trace: notes which outputs are sent.
     """
@@ -131,6 +168,7 @@ class IoThread(threading.Thread):
         inbox: Inbox,
         outbox: Outbox,
         stats_log: StatsLog | None = None,
+        watchdog: Watchdog | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
         trace: StepTrace | None = None,
@@ -141,6 +179,7 @@ class IoThread(threading.Thread):
         self._handler = handler
         self._inbox, self._outbox = inbox, outbox
         self._stats_log = stats_log
+        self._watchdog = watchdog
         self._clock = clock
         self._trace = trace
         self._throttle = ReceiveThrottle(clock, cpu_clock)
@@ -171,8 +210,21 @@ class IoThread(threading.Thread):
                 self._handler.check_sessions(now_s)
                 if self._stats_log is not None:
                     self._stats_log.look(now_s)
+                if self._watchdog and (reason := self._watchdog.look()):
+                    self._end_process(reason)
+        self._say_bye(farewell)
+
+    def _say_bye(self, farewell: Farewell) -> None:
         self._handler.say_bye(farewell, self._clock())
         self._socket.close()
+
+    def _end_process(self, reason: str) -> NoReturn:
+        """Tell clients first: writing the log may take forever, and may hold the interpreter."""
+        self._say_bye(Farewell(reason, failure=True))
+        logger.error("%s", reason)
+        if can_be_written():
+            faulthandler.dump_traceback(STDERR_FD, all_threads=True)
+        os._exit(StartError.exit_code)
 
     def _wait(self, next_check_s: float) -> None:
         """Sleep until there is something to do; during a rest only for the step loop."""

@@ -1,1 +1,1 @@
-"""The engine as a process: its start and its end, its parent, its watchdog."""
+"""The engine as a process: its start and its end, its parent."""

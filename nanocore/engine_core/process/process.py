@@ -1,9 +1,9 @@
 """The engine process from start to end: load, size the cache, serve, say goodbye.
 
-Threads: main runs the step loop; `io` owns the socket; `watchdog` detects a step that hangs;
-`masks-*` and `grammars-*` serve structured outputs; `kv-events` exists if events are published,
-`parent-watch` if a client launched us. The compile process tries grammars. Each start-up phase logs
-one line with its seconds.
+Threads: main runs the step loop; `io` owns the socket, and detects a step that hangs; `masks-*` and
+`grammars-*` serve structured outputs; `kv-events` exists if events are published, `parent-watch` if
+a client launched us. The compile process tries grammars. Each start-up phase logs one line with its
+seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from nanocore.engine_core.grammars.token_table import VocabularySource
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.control_handler import ControlHandler
 from nanocore.engine_core.io.handshake_handler import HandshakeHandler
-from nanocore.engine_core.io.io_thread import IoThread, StatsLog
+from nanocore.engine_core.io.io_thread import IoThread, StatsLog, Watchdog
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.io.limits import ClientLimit, QueueLimit, raise_descriptor_limit
 from nanocore.engine_core.io.message_handler import MessageHandler
@@ -54,7 +54,6 @@ from nanocore.engine_core.process.forecast import (
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.process.standby import stand_by
 from nanocore.engine_core.process.start_parts import IdleWork, StartParts, process_age_s
-from nanocore.engine_core.process.watchdog import GRACE_S, Watchdog
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_clock import DeadMansSwitch, StepClock
 from nanocore.kv_cache import Capacity, KVCacheManager
@@ -112,6 +111,8 @@ def log_generation_defaults(model: ModelConfig) -> None:
         logger.info("generation_config.json: ignored: %s", ", ".join(defaults.ignored))
 
 
+GRACE_S: Final = 20.0
+"""Time for the io thread to find a step that hangs, and to tell all clients."""
 _NO_GRAMMARS: Final = NoGrammars("structured_outputs: this engine has no vocabulary")
 
 
@@ -235,7 +236,7 @@ def serve(
     outbox = Outbox()
     kv_cache = _kv_cache(config, capacity, publisher)
     scheduler = Scheduler(config.scheduler_config(card.max_model_len), kv_cache)
-    switch = DeadMansSwitch(config.step_timeout_s + 2 * GRACE_S, StartError.exit_code)
+    switch = DeadMansSwitch(config.step_timeout_s + GRACE_S, StartError.exit_code)
     masks = None
     if not isinstance(grammars, NoGrammars):
         masks = MaskFiller(card.vocab_size, scheduler.config.max_num_seqs)
@@ -243,14 +244,12 @@ def serve(
     io_thread = _io_thread(
         config, socket, card, files, core, inbox, outbox, grammars, trace, utilisation
     )
-    watchdog = Watchdog(core, config.step_timeout_s, outbox, io_thread)
     signals = handle_signals(inbox, outbox)
     if parent is not None:
         parent.on_orphaned(lambda: inbox.put(Shutdown("the launching client is gone")))
     gc.collect()
     gc.freeze()  # what start-up made lives on: keep the collector from walking it
     io_thread.start()
-    watchdog.start()
     executor.on_failure(lambda reason: inbox.put(Shutdown(reason, failure=True)))
     running = _running(config, card.model, parent)
     with registered(running), IdleWork(lambda: not scheduler.num_requests, later):
@@ -258,7 +257,8 @@ def serve(
         if parent is not None:
             parent.report(StartReport(parts=parts or {}))
         farewell, exit_code = run_core(core)
-    watchdog.stop()
+    core.clock.end()
+    core.clock.rest()
     if masks is not None:
         masks.close()
     outbox.put(farewell)
@@ -396,6 +396,7 @@ def _io_thread(
         inbox,
         outbox,
         None if config.disable_log_stats else stats_log,
+        Watchdog(core, config.step_timeout_s),
         trace=trace,
     )
 
