@@ -13,6 +13,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+import struct
 import time
 from typing import Final
 
@@ -22,30 +23,6 @@ _REARM_S: Final = 1.0
 """Age at which an armed switch is armed again: arming costs microseconds."""
 
 _SIGEV_THREAD: Final = 2
-
-
-class _SigEvent(ctypes.Structure):
-    """sigevent(7) of Linux on 64 bits, for SIGEV_THREAD."""
-
-    _fields_ = (
-        ("value", ctypes.c_size_t),
-        ("signo", ctypes.c_int),
-        ("notify", ctypes.c_int),
-        ("function", ctypes.c_void_p),
-        ("attributes", ctypes.c_void_p),
-        ("padding", ctypes.c_byte * 32),
-    )
-
-
-class _TimerSpec(ctypes.Structure):
-    """itimerspec(3): an interval, unused here, and the time until it expires."""
-
-    _fields_ = (
-        ("interval_s", ctypes.c_long),
-        ("interval_ns", ctypes.c_long),
-        ("value_s", ctypes.c_long),
-        ("value_ns", ctypes.c_long),
-    )
 
 
 class DeadMansSwitch:
@@ -65,15 +42,12 @@ class DeadMansSwitch:
         self._timeout_s = timeout_s
         faulthandler.register(signal.SIGALRM, file=STDERR_FD, all_threads=True)
         self._libc = ctypes.CDLL(None, use_errno=True)
-        # A thread that the C library starts when the time is up calls _exit(exit_code).
-        event = _SigEvent(
-            value=exit_code,
-            notify=_SIGEV_THREAD,
-            function=ctypes.cast(self._libc._exit, ctypes.c_void_p),
-        )
+        # A thread that the C library starts when the time is up calls _exit(exit_code). This is
+        # sigevent(7) on 64 bits: value, signal, notification, function, attributes, padding.
+        function = ctypes.cast(self._libc._exit, ctypes.c_void_p).value
+        event = struct.pack("NiiNN32x", exit_code, 0, _SIGEV_THREAD, function, 0)
         self._timer = ctypes.c_void_p()
-        clock = ctypes.c_int(time.CLOCK_MONOTONIC)
-        if self._libc.timer_create(clock, ctypes.byref(event), ctypes.byref(self._timer)) != 0:
+        if self._libc.timer_create(time.CLOCK_MONOTONIC, event, ctypes.byref(self._timer)) != 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 
@@ -87,8 +61,9 @@ class DeadMansSwitch:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _set(self, seconds: float) -> None:
-        spec = _TimerSpec(value_s=int(seconds), value_ns=int(seconds % 1 * 1e9))
-        self._libc.timer_settime(self._timer, 0, ctypes.byref(spec), None)
+        # itimerspec(3): no interval, then seconds and nanoseconds until the time is up.
+        spec = struct.pack("4l", 0, 0, int(seconds), int(seconds % 1 * 1e9))
+        self._libc.timer_settime(self._timer, 0, spec, None)
 
 
 class StepClock:
