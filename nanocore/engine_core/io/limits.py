@@ -13,7 +13,7 @@ import resource
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from operator import sub
+from operator import add, sub
 from typing import Final, TypeAlias
 
 import msgspec
@@ -162,7 +162,7 @@ def held_bytes(submit: Submit, sampling: EngineSamplingParams, block_size: int) 
 
 
 _PATIENCE_S: Final = 1.0
-_Quantities: TypeAlias = tuple[int, int, int]
+_Quantities: TypeAlias = tuple[int, ...]
 """Requests, tokens, bytes."""
 
 
@@ -186,9 +186,7 @@ class QueueLimit:
         max_num_queued_bytes: int = 2**28,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.max_num_queued_reqs = max_num_queued_reqs
-        self.max_num_queued_tokens = max_num_queued_tokens
-        self.max_num_queued_bytes = max_num_queued_bytes
+        self._limits: _Quantities = max_num_queued_reqs, max_num_queued_tokens, max_num_queued_bytes
         limits = "max_num_queued_reqs", "max_num_queued_tokens", "max_num_queued_bytes"
         self.rejections = dict.fromkeys(limits, 0)
         """Requests that were refused, by the limit."""
@@ -235,11 +233,7 @@ class QueueLimit:
                 f"the engine is overloaded: {problem}; try again in {retry_s:.2g} s", retry_s
             )
         self._sent_away.pop(client, None)
-        self._count(*more)
-
-    def _count(self, num_samples: int, num_tokens: int, num_bytes: int) -> None:
-        reqs, tokens, held = self._entered
-        self._entered = reqs + num_samples, tokens + num_tokens, held + num_bytes
+        self._entered = tuple(map(add, self._entered, more))
 
     def _problem(
         self, waiting: _Quantities, more: _Quantities, may_exceed: bool
@@ -247,23 +241,23 @@ class QueueLimit:
         """Return (limit, reason) if the request may not wait. may_exceed: limits except bytes."""
         reqs, tokens, held = waiting
         num_samples, num_tokens, num_bytes = more
+        max_reqs, max_tokens, max_bytes = self._limits
         if not reqs:
             return None
-        if reqs + num_samples > self.max_num_queued_reqs and not may_exceed:
+        if reqs + num_samples > max_reqs and not may_exceed:
             samples = "" if num_samples == 1 else f"; here come {num_samples} samples more"
             return "max_num_queued_reqs", (
-                f"{reqs} requests wait, and at most {self.max_num_queued_reqs} may "
-                f"(--max-num-queued-reqs){samples}"
+                f"{reqs} requests wait, and at most {max_reqs} may (--max-num-queued-reqs){samples}"
             )
-        if tokens + num_tokens > self.max_num_queued_tokens and not may_exceed:
+        if tokens + num_tokens > max_tokens and not may_exceed:
             return "max_num_queued_tokens", (
                 f"requests of {tokens} prompt tokens wait; with {num_tokens} more they "
-                f"would be over {self.max_num_queued_tokens} (--max-num-queued-tokens)"
+                f"would be over {max_tokens} (--max-num-queued-tokens)"
             )
-        if held + num_bytes > self.max_num_queued_bytes:
+        if held + num_bytes > max_bytes:
             return "max_num_queued_bytes", (
                 f"requests that wait hold {held} bytes; with {num_bytes} more they would be "
-                f"over {self.max_num_queued_bytes} (--max-num-queued-bytes)"
+                f"over {max_bytes} (--max-num-queued-bytes)"
             )
         return None
 
@@ -274,10 +268,10 @@ class QueueLimit:
         self._sent_away.pop(client, None)
         while self._sent_away and next(iter(self._sent_away.values())) < now_s:
             self._sent_away.popitem(last=False)
-        limits = self.max_num_queued_reqs, self.max_num_queued_tokens, self.max_num_queued_bytes
         # What would never fit comes in when nobody waits.
         over = [
-            min(now + n - limit, now) for now, n, limit in zip(waiting, more, limits, strict=True)
+            min(now + n - limit, now)
+            for now, n, limit in zip(waiting, more, self._limits, strict=True)
         ]
         over[0] = min(max(over[0], 1) + len(self._sent_away), waiting[0])
         retry_s = self._outflow.retry_after_s(over)
