@@ -88,8 +88,10 @@ class NanocoreError(Exception):
 class InvalidRequestError(NanocoreError, ValueError):
     """The request cannot be served as written; sending it again will not help.
 
-    param: the field that it is about, where somebody wants to know.
+    code: of its ERROR message. param: the field that it is about, where somebody wants to know.
     """
+
+    code: ClassVar[ErrorCode] = "invalid_request"
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -99,9 +101,13 @@ class InvalidRequestError(NanocoreError, ValueError):
 class ContextLengthError(InvalidRequestError):
     """The prompt, or prompt plus max_tokens, exceeds the model's or the KV cache's capacity."""
 
+    code = "context_length_exceeded"
+
 
 class EngineOverloadedError(NanocoreError):
     """The engine accepts no more requests now; `retry_after_s` is its estimate."""
+
+    code: ClassVar[ErrorCode] = "overloaded"
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -110,6 +116,8 @@ class EngineOverloadedError(NanocoreError):
 
 class EngineDrainingError(EngineOverloadedError):
     """The engine finishes its requests, accepts no new ones, and then stops."""
+
+    code = "draining"
 
 
 class EngineDeadError(NanocoreError):

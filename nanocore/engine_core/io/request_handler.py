@@ -24,12 +24,7 @@ from nanocore.engine_core.requests.readiness import GRAMMAR
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import abort_handles, returned_id
-from nanocore.protocol.errors import (
-    ContextLengthError,
-    EngineOverloadedError,
-    ErrorCode,
-    InvalidRequestError,
-)
+from nanocore.protocol.errors import EngineOverloadedError, ErrorCode, InvalidRequestError
 from nanocore.protocol.messages import Abort, Accepted, Error, Message, Submit
 
 _MIN_SWEPT: Final = 64
@@ -211,17 +206,11 @@ class RequestHandler:
         error: EngineOverloadedError | InvalidRequestError,
         now_s: float,
     ) -> None:
-        code: ErrorCode = "invalid_request"
-        retry_after_s = None
-        if isinstance(error, EngineOverloadedError):
-            code, retry_after_s = "overloaded", error.retry_after_s
-        elif isinstance(error, ContextLengthError):
-            code = "context_length_exceeded"
         refusal = Error(
-            code=code,
+            code=error.code,
             message=str(error),
             request_id=returned_id(request_id),
-            retry_after_s=retry_after_s,
+            retry_after_s=error.retry_after_s if isinstance(error, EngineOverloadedError) else None,
         )
         self._send(session, refusal, now_s)
 
