@@ -54,7 +54,7 @@ class ControlCall(msgspec.Struct, frozen=True):
 class Shutdown(msgspec.Struct, frozen=True):
     """To the step loop: end every request and return. Put by signal handlers, too.
 
-    failure: not on purpose.
+    To the io thread, as the last event: tell every client and return. failure: not on purpose.
     """
 
     reason: str
@@ -86,17 +86,8 @@ class GrammarDone(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class Farewell(msgspec.Struct, frozen=True):
-    """To the io thread, as the last event: tell every client and return. failure: see
-    `Shutdown`.
-    """
-
-    reason: str
-    failure: bool
-
-
 InboxEvent = AddRequest | AbortRequests | GrammarDone | ControlCall | Shutdown
-OutboxEvent = ClientOutput | ControlReply | GrammarDone | BeginDrain | Farewell
+OutboxEvent = ClientOutput | ControlReply | GrammarDone | BeginDrain | Shutdown
 Inbox = SimpleQueue[InboxEvent]
 
 

@@ -20,7 +20,7 @@ from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.io.message_handler import MessageHandler
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES, MAX_BACKLOGS_BYTES, Session
 from nanocore.engine_core.log.metrics import EngineMetrics
-from nanocore.engine_core.mailbox import AddRequest, Farewell, GrammarDone, Inbox, Outbox
+from nanocore.engine_core.mailbox import AddRequest, GrammarDone, Inbox, Outbox, Shutdown
 from nanocore.engine_core.scheduling.columns import TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import encode
@@ -136,7 +136,7 @@ class Io:
         """Let the step loop take what is in its inbox, and deliver what it has to say."""
         self.core.drain_inbox(wait=False)
         for event in self.outbox.drain():
-            assert not isinstance(event, Farewell)
+            assert not isinstance(event, Shutdown)
             self.handler.deliver(event, self.now_s)
 
     def flush(self) -> None:

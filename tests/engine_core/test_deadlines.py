@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.io.handshake_handler import PING_INTERVAL_S
 from nanocore.engine_core.io.request_handler import Deadlines
-from nanocore.engine_core.mailbox import AbortRequests, AddRequest, Farewell
+from nanocore.engine_core.mailbox import AbortRequests, AddRequest, Shutdown
 from nanocore.protocol.messages import Accepted, Event, Output, Submit
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.protocol.structured_outputs import StructuredOutputs
@@ -143,7 +143,7 @@ def test_the_io_thread_wakes_for_a_deadline_and_for_none_that_is_over(
         waits_ms.append(timeout_ms)
         io.clock.now_s += timeout_ms / 1e3
         if len(waits_ms) == 2:
-            io.outbox.put(Farewell("enough", failure=False))
+            io.outbox.put(Shutdown("enough", failure=False))
 
     io.socket.on_wait = wait
     io.thread.run()

@@ -21,7 +21,7 @@ from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.io.io_thread import MAX_TURN_S, IoThread, ReceiveThrottle, StatsLog
 from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.log.event_log import SchedulerCounters
-from nanocore.engine_core.mailbox import AbortRequests, Farewell, Shutdown
+from nanocore.engine_core.mailbox import AbortRequests, Shutdown
 from nanocore.engine_core.requests.request import Request
 from nanocore.protocol.codec import encode
 from nanocore.protocol.messages import Bye, Error, Output, Ping, Pong, Submit
@@ -103,7 +103,7 @@ class Threaded(Io):
         )
 
     def say_farewell(self, _timeout_ms: int = 0) -> None:
-        self.outbox.put(Farewell("enough", failure=False))
+        self.outbox.put(Shutdown("enough", failure=False))
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from nanocore.engine_core.mailbox import Farewell, Outbox
+from nanocore.engine_core.mailbox import Outbox, Shutdown
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def outbox() -> Iterator[Outbox]:
     outbox.close()
 
 
-def _event(number: int) -> Farewell:
-    return Farewell(str(number), failure=False)
+def _event(number: int) -> Shutdown:
+    return Shutdown(str(number), failure=False)
 
 
 def _is_readable(outbox: Outbox) -> bool:
@@ -63,12 +63,12 @@ def test_a_reader_that_sleeps_between_drains_gets_everything_in_order(outbox: Ou
 def test_several_writers_lose_nothing_and_each_keeps_its_order(outbox: Outbox) -> None:
     def put(name: str) -> None:
         for number in range(5_000):
-            outbox.put(Farewell(f"{name} {number}", failure=False))
+            outbox.put(Shutdown(f"{name} {number}", failure=False))
 
     writers = [threading.Thread(target=put, args=(name,)) for name in "abc"]
     for writer in writers:
         writer.start()
-    received: list[Farewell] = []
+    received: list[Shutdown] = []
     while len(received) < 15_000:
         assert select.select([outbox.fd], [], [], 10.0)[0], "a wake-up was lost"
         received += outbox.drain()  # type: ignore[arg-type]

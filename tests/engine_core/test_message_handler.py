@@ -14,7 +14,7 @@ from nanocore.engine_core.mailbox import (
     AbortRequests,
     AddRequest,
     ControlCall,
-    Farewell,
+    Shutdown,
 )
 from nanocore.protocol.codec import pack_int32
 from nanocore.protocol.messages import (
@@ -82,7 +82,7 @@ def test_a_bad_submit_of_an_id_in_use_is_a_duplicate_whatever_else_is_wrong(io: 
 
 
 def test_a_failing_engine_says_so_to_everyone(io: Io) -> None:
-    io.handler.say_bye(Farewell("it broke", failure=True), io.now_s)
+    io.handler.say_bye(Shutdown("it broke", failure=True), io.now_s)
     error, bye = io.take_sent()
     assert isinstance(error, Error)
     assert (error.code, error.message) == ("engine_dead", "it broke")
@@ -94,7 +94,7 @@ def test_the_event_log_is_taken_when_it_is_long_once_a_second_and_at_the_end(io:
     ways_to_take = (
         (MAX_ENTRIES, io.flush),
         (1, io.check_sessions),
-        (1, lambda: io.handler.say_bye(Farewell("SIGTERM", failure=False), io.now_s)),
+        (1, lambda: io.handler.say_bye(Shutdown("SIGTERM", failure=False), io.now_s)),
     )
     for num_entries, take in ways_to_take:
         for _ in range(num_entries):
@@ -109,7 +109,7 @@ def test_the_event_log_is_taken_when_it_is_long_once_a_second_and_at_the_end(io:
 def test_the_last_words_to_a_vanished_client_are_lost_without_harm(io: Io) -> None:
     handle = io.submit("x")
     io.peers.state[b"a"] = SendResult.GONE
-    io.handler.say_bye(Farewell("it broke", failure=True), io.now_s)
+    io.handler.say_bye(Shutdown("it broke", failure=True), io.now_s)
     assert io.in_session() == set()
     assert io.inbox.get_nowait() == AbortRequests([handle])
     assert io.inbox.empty()

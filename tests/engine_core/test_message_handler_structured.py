@@ -11,7 +11,7 @@ import pytest
 from nanocore.engine_core.grammars.matcher import NoGrammars
 from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.log.metrics import stats_of
-from nanocore.engine_core.mailbox import Farewell, Shutdown
+from nanocore.engine_core.mailbox import Shutdown
 from nanocore.engine_core.requests.request import Request
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import (
@@ -238,7 +238,7 @@ def test_an_engine_that_stops_ends_what_waits(io: Io) -> None:
     io.inbox.put(Shutdown("SIGTERM"))
     io.core.run()
     io.work()
-    io.handler.say_bye(Farewell("SIGTERM", failure=False), io.now_s)
+    io.handler.say_bye(Shutdown("SIGTERM", failure=False), io.now_s)
     accepted, output, bye = io.take_sent()
     assert isinstance(accepted, Accepted)
     assert isinstance(output, Output)
@@ -248,7 +248,7 @@ def test_an_engine_that_stops_ends_what_waits(io: Io) -> None:
 
 def test_an_engine_that_fails_says_so_once_for_all(io: Io) -> None:
     io.submit_structured("x", "a")
-    io.handler.say_bye(Farewell("it broke", failure=True), io.now_s)
+    io.handler.say_bye(Shutdown("it broke", failure=True), io.now_s)
     kinds: list[type[Message]] = [type(message) for message in io.take_sent()]
     assert kinds == [Error, Bye]
 

@@ -21,7 +21,7 @@ from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io.handshake_handler import PING_INTERVAL_S, SESSION_TIMEOUT_S
 from nanocore.engine_core.io.message_handler import MessageHandler
 from nanocore.engine_core.log.trace import StepTrace
-from nanocore.engine_core.mailbox import Farewell, Inbox, Outbox, Shutdown
+from nanocore.engine_core.mailbox import Inbox, Outbox, Shutdown
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.errors import StartError
 from nanocore.protocol.metrics import Stats
@@ -214,13 +214,13 @@ class IoThread(threading.Thread):
                     self._end_process(reason)
         self._say_bye(farewell)
 
-    def _say_bye(self, farewell: Farewell) -> None:
+    def _say_bye(self, farewell: Shutdown) -> None:
         self._handler.say_bye(farewell, self._clock())
         self._socket.close()
 
     def _end_process(self, reason: str) -> NoReturn:
         """Tell clients first: writing the log may take forever, and may hold the interpreter."""
-        self._say_bye(Farewell(reason, failure=True))
+        self._say_bye(Shutdown(reason, failure=True))
         logger.error("%s", reason)
         if can_be_written():
             faulthandler.dump_traceback(STDERR_FD, all_threads=True)
@@ -236,12 +236,12 @@ class IoThread(threading.Thread):
             wait_s = BACKLOG_RETRY_S if is_slow else max(0.0, next_s - self._clock())
             self._socket.wait(int(wait_s * 1e3) + 1)
 
-    def _deliver(self) -> Farewell | None:
+    def _deliver(self) -> Shutdown | None:
         """Hand over the events in the outbox; return the farewell if it is among them."""
         farewell = None
         now_s = self._clock()
         for event in self._outbox.drain():
-            if isinstance(event, Farewell):
+            if isinstance(event, Shutdown):
                 farewell = event
             else:
                 if self._trace is not None and isinstance(event, ClientOutput):

@@ -34,7 +34,7 @@ from nanocore.engine_core.io.session import (
     output_frames,
 )
 from nanocore.engine_core.log.metrics import IoCounts, completed
-from nanocore.engine_core.mailbox import BeginDrain, ControlReply, Farewell, GrammarDone, Inbox
+from nanocore.engine_core.mailbox import BeginDrain, ControlReply, GrammarDone, Inbox, Shutdown
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder
 from nanocore.protocol.errors import ErrorCode, ProtocolError, counted
@@ -185,7 +185,7 @@ class MessageHandler:
         self._peers.send(routing_id, encode(Bye(reason=reason)))
         self.peer_gone(routing_id, reason)
 
-    def say_bye(self, farewell: Farewell, now_s: float) -> None:
+    def say_bye(self, farewell: Shutdown, now_s: float) -> None:
         """Send BYE to every client, after ERROR `engine_dead` if the engine failed."""
         self._log_closed()
         self._controls.metrics.fold()  # the step loop has ended: this is the last of its log

@@ -40,7 +40,7 @@ from nanocore.engine_core.io.served_files import ServedFiles, ServedFilesLoad
 from nanocore.engine_core.log.metrics import EngineMetrics, completed, stats_of
 from nanocore.engine_core.log.trace import StepTrace
 from nanocore.engine_core.log.utilisation import Utilisation
-from nanocore.engine_core.mailbox import BeginDrain, Farewell, Inbox, Outbox, Shutdown
+from nanocore.engine_core.mailbox import BeginDrain, Inbox, Outbox, Shutdown
 from nanocore.engine_core.process.cache_size import CacheSize, longest_request, size_cache
 from nanocore.engine_core.process.claimed_resources import claim_resources
 from nanocore.engine_core.process.forecast import (
@@ -277,7 +277,7 @@ def _kv_cache(
     return kv_cache
 
 
-def log_end(farewell: Farewell, utilisation: Utilisation | None) -> None:
+def log_end(farewell: Shutdown, utilisation: Utilisation | None) -> None:
     for line in utilisation.summary() if utilisation else ():
         logger.info("%s", line)
     logger.info("stopped: %s", farewell.reason)
@@ -410,20 +410,19 @@ def _cache_labels(config: EngineConfig, card: ModelCard) -> dict[str, str]:
     }
 
 
-def run_core(core: EngineCore) -> tuple[Farewell, int]:
+def run_core(core: EngineCore) -> tuple[Shutdown, int]:
     """Run the step loop to its end; return the farewell to clients and the exit code."""
     try:
         shutdown = core.run()
     except StartError as error:  # a worker's
-        return Farewell(str(error), failure=True), error.exit_code
+        return Shutdown(str(error), failure=True), error.exit_code
     except Exception as error:
         logger.exception("the step loop failed")
         reason = f"internal error: {type(error).__name__}: {error}"
         if is_out_of_memory(error):
-            return Farewell(f"out of memory in a step: {error}", True), CacheMemoryError.exit_code
-        return Farewell(reason, failure=True), StartError.exit_code
-    exit_code = StartError.exit_code if shutdown.failure else 0
-    return Farewell(shutdown.reason, shutdown.failure), exit_code
+            return Shutdown(f"out of memory in a step: {error}", True), CacheMemoryError.exit_code
+        return Shutdown(reason, failure=True), StartError.exit_code
+    return shutdown, StartError.exit_code if shutdown.failure else 0
 
 
 def handle_signals(inbox: Inbox, outbox: Outbox) -> list[int]:
