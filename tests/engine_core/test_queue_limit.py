@@ -50,10 +50,10 @@ class Queue:
             self.limit.enter(num_tokens, 1, 1)
 
     def refuse(
-        self, num_tokens: int = 1, num_samples: int = 1, num_bytes: int = 1, client: int = 0
+        self, num_tokens: int = 1, num_samples: int = 1, num_bytes: int = 1
     ) -> EngineOverloadedError:
         with pytest.raises(EngineOverloadedError) as caught:
-            self.limit.enter(num_tokens, num_samples, num_bytes, client)
+            self.limit.enter(num_tokens, num_samples, num_bytes)
         return caught.value
 
 
@@ -88,12 +88,12 @@ def test_one_request_may_always_wait(queue: Queue) -> None:
 
 def test_who_has_nothing_here_is_not_kept_out_by_others(queue: Queue) -> None:
     queue.fill()
-    queue.limit.enter(1000, 1, 1, client=1, is_only=True)
-    queue.refuse(client=1)
+    queue.limit.enter(1000, 1, 1, is_only=True)
+    queue.refuse()
     with pytest.raises(EngineOverloadedError, match="here come 2 samples more"):
-        queue.limit.enter(1, 2, 1, client=2, is_only=True)
+        queue.limit.enter(1, 2, 1, is_only=True)
     with pytest.raises(EngineOverloadedError, match="--max-num-queued-bytes"):
-        queue.limit.enter(1, 1, 100_000, client=2, is_only=True)
+        queue.limit.enter(1, 1, 100_000, is_only=True)
 
 
 def test_what_is_refused_is_not_counted(queue: Queue) -> None:
@@ -175,15 +175,6 @@ def test_the_next_one_is_due_when_it_has_not_left_for_a_while(queue: Queue) -> N
     assert queue.refuse(num_samples=2).retry_after_s == pytest.approx(8.0)
 
 
-def test_it_is_never_later_than_nobody_waits(queue: Queue) -> None:
-    queue.fill()
-    for _ in range(20):
-        queue.let_go(2, seconds=1.0)
-    times_s = [queue.refuse(client=client).retry_after_s for client in range(100)]
-    assert times_s == sorted(times_s)
-    assert times_s[-1] == pytest.approx(10 / 2)
-
-
 def test_free_rows_are_not_waited_for(queue: Queue) -> None:
     queue.counters.num_free_rows = 2
     queue.fill(12)
@@ -238,37 +229,15 @@ def test_a_queue_that_stands_still_says_the_longest_time_and_a_fast_one_the_shor
     assert fast.refuse().retry_after_s == MIN_RETRY_S
 
 
-def test_sessions_that_were_sent_away_are_reckoned_with_once_each(queue: Queue) -> None:
-    queue.fill()
-    for _ in range(20):
-        queue.let_go(2, seconds=1.0)
-    for _ in range(5):
-        assert queue.refuse(client=1).retry_after_s == pytest.approx(0.5)
-    assert queue.refuse(client=2).retry_after_s == pytest.approx(1.0)
-    assert queue.refuse(client=3).retry_after_s == pytest.approx(1.5)
-    queue.drain(20, seconds=10.0)  # none of them has come back
-    queue.fill(20)
-    assert queue.refuse(client=4).retry_after_s == pytest.approx(0.5)
-
-
-def test_who_comes_in_is_expected_no_more(queue: Queue) -> None:
-    queue.fill()
-    queue.let_go(2, seconds=1.0)
-    queue.refuse(client=1)
-    queue.drain(1, seconds=0.5)
-    queue.limit.enter(1, 1, 1, client=1)
-    assert queue.refuse(client=2).retry_after_s == pytest.approx(0.5)
-
-
 def test_sessions_are_refused_for_as_long_as_they_take_to_end() -> None:
-    closed = DrainRate(1)
-    closed.observe(0.0, [0], is_empty=False)
-    assert closed.retry_after_s([1]) == UNKNOWN_RETRY_S
+    closed = DrainRate()
+    closed.observe(0.0, 0, is_empty=False)
+    assert closed.retry_after_s(1) == UNKNOWN_RETRY_S
     for num in range(1, 21):
-        closed.observe(4.0 * num, [num], is_empty=False)
-    assert closed.retry_after_s([1]) == pytest.approx(4.0)
-    closed.observe(1080.0, [20], is_empty=False)
-    assert closed.retry_after_s([1]) == MAX_RETRY_S
+        closed.observe(4.0 * num, num, is_empty=False)
+    assert closed.retry_after_s(1) == pytest.approx(4.0)
+    closed.observe(1080.0, 20, is_empty=False)
+    assert closed.retry_after_s(1) == MAX_RETRY_S
 
 
 def test_bytes_are_of_all_that_a_request_holds() -> None:

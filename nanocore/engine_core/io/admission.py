@@ -158,7 +158,7 @@ class Admission:
         grammar = self._find_grammar(sampling, client)
         num_bytes = held_bytes(submit, sampling, self._model.block_size)
         num_tokens = len(prompt) + len(outputs)
-        self._queue_limit.enter(num_tokens, sampling.n, num_bytes, client, is_only)
+        self._queue_limit.enter(num_tokens, sampling.n, num_bytes, is_only)
         key_chain = KeyChain(self._model.block_size, self._extra_keys(submit, client))
         if self._cached:
             key_chain.extend(submit.prompt_token_ids + submit.output_token_ids)

@@ -59,7 +59,7 @@ class HandshakeHandler:
         self._capabilities: list[str] = [*capabilities]
         self._instance = instance
         self._num_opened = 0
-        self._closed_sessions = DrainRate(1)
+        self._closed_sessions = DrainRate()
 
     def refusal(self, hello: Hello, num_sessions: int) -> Refused | None:
         """Return why this client gets no session now, or None. num_sessions: open sessions."""
@@ -78,8 +78,8 @@ class HandshakeHandler:
             "it with a higher --max-num-clients"
         )
         num_closed = self._num_opened - num_sessions
-        self._closed_sessions.observe(time.monotonic(), [num_closed], is_empty=not num_sessions)
-        retry_s = self._closed_sessions.retry_after_s([1])
+        self._closed_sessions.observe(time.monotonic(), num_closed, is_empty=not num_sessions)
+        retry_s = self._closed_sessions.retry_after_s(1)
         return Refused(message=text, supported=[PROTOCOL_VERSION], retry_after_s=retry_s)
 
     def welcome(self, hello: Hello, session_id: str, is_admin: bool) -> Welcome:

@@ -11,8 +11,7 @@ import math
 import os
 import resource
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import add, sub
 from typing import Final, TypeAlias
 
@@ -75,65 +74,51 @@ MAX_UNKNOWN_RETRY_S: Final = 5.0
 
 
 class DrainRate:
-    """Drain rates of quantities: exponential means over `HORIZON_S` of times with something left.
+    """Drain rate of a queue: an exponential mean over `HORIZON_S` of times with something left.
 
-    Totals are read whenever a request or session asks to enter, so it needs no thread and no timer.
-    An interval ends when something drained, not when that is seen: who was told to come back later
-    would else measure how long it stayed away. Times are seconds of any one monotonic clock.
+    The total is read whenever a request or session asks to enter, so it needs no thread and no
+    timer. An interval ends when something drained, not when that is seen: who was told to come back
+    later would else measure how long it stayed away. Times are seconds of any one monotonic clock.
     """
 
-    def __init__(self, num_quantities: int) -> None:
-        self._drained = [0.0] * num_quantities  # within the horizon
+    def __init__(self) -> None:
+        self._drained = 0.0  # within the horizon
         self._seconds = 0.0  # likewise
-        self._totals: list[float] | None = None  # at the interval's begin, if something was there
+        self._total: int | None = None  # at the interval's begin, if something was there
         self._begun_s = 0.0
         self._waited_s = 0.0  # since something drained
 
     def observe(
-        self, now_s: float, totals: Sequence[float], is_empty: bool, drained_s: float | None = None
+        self, now_s: float, total: int, is_empty: bool, drained_s: float | None = None
     ) -> None:
-        """Note totals drained since the start. The first is of what waits, the others of its parts.
+        """Note how many have drained since the start.
 
         is_empty: nothing is left to drain. drained_s: when the last drained; None: just now.
         """
-        drained_s = now_s if drained_s is None else drained_s
-        if self._totals is None:
-            self._begin(now_s, totals)
-        elif totals[0] > self._totals[0]:
-            self._note(drained_s - self._begun_s, totals)
-            self._begin(drained_s, totals)
+        if self._total is None:
+            self._total, self._begun_s = total, now_s
+        elif total > self._total:
+            drained_s = now_s if drained_s is None else drained_s
+            elapsed_s = max(drained_s - self._begun_s, 0.0)
+            kept = math.exp(-elapsed_s / HORIZON_S)
+            self._seconds = self._seconds * kept + elapsed_s
+            self._drained = self._drained * kept + total - self._total
+            self._total, self._begun_s = total, drained_s
         if is_empty:
-            self._totals = None
+            self._total = None
         self._waited_s = now_s - self._begun_s
 
-    def retry_after_s(self, needed: Sequence[float]) -> float:
-        """Return when the needed amounts will have drained, from 0.05 to 60 s.
+    def retry_after_s(self, needed: float) -> float:
+        """Return when as many as needed will have drained, from 0.05 to 60 s.
 
         With no rate yet it is as long again as nothing has drained, from 1 to 5 s.
         """
         if not self._seconds:
             return round(min(max(self._waited_s, UNKNOWN_RETRY_S), MAX_UNKNOWN_RETRY_S), 3)
-        each_s = self._seconds / self._drained[0]
-        waits_s = [
-            quantity * self._seconds / drained if drained else MAX_UNKNOWN_RETRY_S
-            for quantity, drained in zip(needed, self._drained, strict=True)
-            if quantity > 0
-        ]
+        each_s = self._seconds / self._drained
         # The next one is due; if it is late, it is taken to be late by as much again.
-        wait_s = max(waits_s) - each_s + abs(each_s - self._waited_s)
+        wait_s = (needed - 1) * each_s + abs(each_s - self._waited_s)
         return round(min(max(wait_s, MIN_RETRY_S), MAX_RETRY_S), 3)
-
-    def _begin(self, now_s: float, totals: Sequence[float]) -> None:
-        self._totals = [*totals]
-        self._begun_s = now_s
-
-    def _note(self, elapsed_s: float, totals: Sequence[float]) -> None:
-        assert self._totals is not None
-        elapsed_s = max(elapsed_s, 0.0)
-        kept = math.exp(-elapsed_s / HORIZON_S)
-        self._seconds = self._seconds * kept + elapsed_s
-        grown = [now - before for now, before in zip(totals, self._totals, strict=True)]
-        self._drained = [n * kept + more for n, more in zip(self._drained, grown, strict=True)]
 
 
 _SAMPLE_BYTES: Final = 2048  # a Request, what it points to, and its place in the queue
@@ -161,7 +146,6 @@ def held_bytes(submit: Submit, sampling: EngineSamplingParams, block_size: int) 
     return held + sampling.n * (_SAMPLE_BYTES + keys)
 
 
-_PATIENCE_S: Final = 1.0
 _Quantities: TypeAlias = tuple[int, ...]
 """Requests, tokens, bytes."""
 
@@ -193,15 +177,13 @@ class QueueLimit:
         self._counters = counters
         self._clock = clock
         self._entered: _Quantities = (0, 0, 0)
-        self._outflow = DrainRate(3)
-        self._sent_away: OrderedDict[int, float] = OrderedDict()  # sessions, and until when
+        self._outflow = DrainRate()
 
     def enter(
         self,
         num_tokens: int,
         num_samples: int = 1,
         num_bytes: int = 0,
-        client: int = 0,
         is_only: bool = False,
     ) -> None:
         """Count a request in; each of its samples counts as one request.
@@ -209,9 +191,7 @@ class QueueLimit:
         num_tokens: prompt and resumed outputs. is_only: its session has no other open request.
 
         Raises:
-            EngineOverloadedError: the queue is full; nothing was counted. Its Retry-After is when
-            enough has drained for this request, and for one of each other session that was refused
-            and is expected back; at the latest when nobody waits.
+            EngineOverloadedError: the queue is full; nothing was counted.
         """
         gone = self._counters
         totals = gone.dequeued_reqs, gone.dequeued_tokens, gone.dequeued_bytes
@@ -221,18 +201,17 @@ class QueueLimit:
         now_s = self._clock()
         # What takes a free row leaves at once, which says nothing of how long others wait.
         is_empty = not reqs or num_free_rows > 0
-        self._outflow.observe(now_s, totals, is_empty, gone.dequeued_s)
+        self._outflow.observe(now_s, totals[0], is_empty, gone.dequeued_s)
         waiting = max(reqs - num_free_rows, 0), tokens, held
         more = num_samples, num_tokens, num_bytes
         found = self._problem(waiting, more, may_exceed=is_only and num_samples == 1)
         if found is not None:
             limit, problem = found
             self.rejections[limit] += 1
-            retry_s = self._retry_after_s(waiting, more, client, now_s)
+            retry_s = self._retry_after_s(waiting, more)
             raise EngineOverloadedError(
                 f"the engine is overloaded: {problem}; try again in {retry_s:.2g} s", retry_s
             )
-        self._sent_away.pop(client, None)
         self._entered = tuple(map(add, self._entered, more))
 
     def _problem(
@@ -261,19 +240,11 @@ class QueueLimit:
             )
         return None
 
-    def _retry_after_s(
-        self, waiting: _Quantities, more: _Quantities, client: int, now_s: float
-    ) -> float:
-        """Return when the request would fit. Its session is expected back then, for a while."""
-        self._sent_away.pop(client, None)
-        while self._sent_away and next(iter(self._sent_away.values())) < now_s:
-            self._sent_away.popitem(last=False)
-        # What would never fit comes in when nobody waits.
-        over = [
-            min(now + n - limit, now)
+    def _retry_after_s(self, waiting: _Quantities, more: _Quantities) -> float:
+        """Return when enough has drained for the request; at the latest when nobody waits."""
+        # A limit that is exceeded by a share of what waits needs that share of the requests to go.
+        shares = [
+            (now + n - limit) / max(now, 1)
             for now, n, limit in zip(waiting, more, self._limits, strict=True)
         ]
-        over[0] = min(max(over[0], 1) + len(self._sent_away), waiting[0])
-        retry_s = self._outflow.retry_after_s(over)
-        self._sent_away[client] = now_s + retry_s + _PATIENCE_S
-        return retry_s
+        return self._outflow.retry_after_s(max(min(max(shares), 1.0) * waiting[0], 1.0))
