@@ -19,7 +19,7 @@ from nanocore.client.connection.engine_connection import (
 from nanocore.engine_core.cli import build_parser
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
 from nanocore.engine_core.io.control_handler import MAX_CALLS
-from nanocore.engine_core.io.handshake_handler import (
+from nanocore.engine_core.io.handshake import (
     MIN_SILENT_CHECKS,
     PING_INTERVAL_S,
     SESSION_TIMEOUT_S,

@@ -15,7 +15,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.control_handler import MAX_CALLS, ControlHandler, ServedFiles
-from nanocore.engine_core.io.handshake_handler import HandshakeHandler
+from nanocore.engine_core.io.handshake import welcome
 from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.io.message_handler import MessageHandler
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES, MAX_BACKLOGS_BYTES, Session
@@ -83,7 +83,7 @@ class Io:
         self.handler = MessageHandler(
             self.peers,
             self.inbox,
-            HandshakeHandler(CARD, config, ["prefix_caching"], MAX_NUM_CLIENTS, "0" * 32),
+            welcome(CARD, config, ["prefix_caching"], MAX_NUM_CLIENTS, "0" * 32),
             admission or Admission(CARD, EngineConfig(), queue_limit, self.grammars),
             self.grammars,
             ControlHandler(self.inbox, files, self.metrics),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanocore.engine_core.io.control_handler import ServedFiles
-from nanocore.engine_core.io.handshake_handler import PING_INTERVAL_S
+from nanocore.engine_core.io.handshake import PING_INTERVAL_S
 from nanocore.engine_core.io.request_handler import Deadlines
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, Shutdown
 from nanocore.protocol.messages import Accepted, Event, Output, Submit

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from nanocore.engine_core.io.control_handler import MAX_CALLS, ServedFiles
-from nanocore.engine_core.io.handshake_handler import SESSION_TIMEOUT_S
+from nanocore.engine_core.io.handshake import SESSION_TIMEOUT_S
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, ControlReply
 from nanocore.protocol.codec import encode

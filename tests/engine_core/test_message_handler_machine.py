@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.io.control_handler import ServedFiles
-from nanocore.engine_core.io.handshake_handler import SESSION_TIMEOUT_S
+from nanocore.engine_core.io.handshake import SESSION_TIMEOUT_S
 from nanocore.engine_core.mailbox import (
     AbortRequests,
     AddRequest,

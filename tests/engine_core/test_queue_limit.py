@@ -12,7 +12,6 @@ from nanocore.engine_core.io.limits import (
     MAX_UNKNOWN_RETRY_S,
     MIN_RETRY_S,
     UNKNOWN_RETRY_S,
-    DrainRate,
     QueueLimit,
     held_bytes,
 )
@@ -227,17 +226,6 @@ def test_a_queue_that_stands_still_says_the_longest_time_and_a_fast_one_the_shor
     for _ in range(100):
         fast.let_go(10, seconds=0.02)
     assert fast.refuse().retry_after_s == MIN_RETRY_S
-
-
-def test_sessions_are_refused_for_as_long_as_they_take_to_end() -> None:
-    closed = DrainRate()
-    closed.observe(0.0, 0, is_empty=False)
-    assert closed.retry_after_s(1) == UNKNOWN_RETRY_S
-    for num in range(1, 21):
-        closed.observe(4.0 * num, num, is_empty=False)
-    assert closed.retry_after_s(1) == pytest.approx(4.0)
-    closed.observe(1080.0, 20, is_empty=False)
-    assert closed.retry_after_s(1) == MAX_RETRY_S
 
 
 def test_bytes_are_of_all_that_a_request_holds() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nanocore.engine_core.io.handshake_handler import (
+from nanocore.engine_core.io.handshake import (
     MIN_SILENT_CHECKS,
     SESSION_TIMEOUT_S,
     max_silent_checks,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Final, NoReturn
 
 from nanocore.engine_core.core import EngineCore
-from nanocore.engine_core.io.handshake_handler import PING_INTERVAL_S, SESSION_TIMEOUT_S
+from nanocore.engine_core.io.handshake import PING_INTERVAL_S, SESSION_TIMEOUT_S
 from nanocore.engine_core.io.message_handler import MessageHandler
 from nanocore.engine_core.log.trace import StepTrace
 from nanocore.engine_core.mailbox import Inbox, Outbox, Shutdown

@@ -20,11 +20,7 @@ from nanocore.engine_core.grammars.matcher import GrammarSource
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.control_handler import ControlHandler, not_permitted
 from nanocore.engine_core.io.drain import Drain
-from nanocore.engine_core.io.handshake_handler import (
-    SESSION_TIMEOUT_S,
-    HandshakeHandler,
-    max_silent_checks,
-)
+from nanocore.engine_core.io.handshake import SESSION_TIMEOUT_S, max_silent_checks, refusal
 from nanocore.engine_core.io.request_handler import RequestHandler
 from nanocore.engine_core.io.session import (
     MAX_BACKLOG_BYTES,
@@ -39,6 +35,7 @@ from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.protocol.codec import InvalidSubmitError, encode, engine_decoder
 from nanocore.protocol.errors import ErrorCode, ProtocolError, counted
 from nanocore.protocol.messages import (
+    PROTOCOL_VERSION,
     Abort,
     Bye,
     Control,
@@ -48,6 +45,7 @@ from nanocore.protocol.messages import (
     Ping,
     Pong,
     Submit,
+    Welcome,
 )
 from nanocore.protocol.sockets.engine_socket import EngineSocket
 from nanocore.protocol.sockets.options import SendResult
@@ -63,7 +61,8 @@ class MessageHandler:
 
     Args:
         peers: sends, and knows each peer's role; who receives is the io thread.
-        inbox: the step loop's. grammars: compiles structured outputs.
+        inbox: the step loop's. welcome: a template, see `handshake.welcome`.
+        grammars: compiles structured outputs.
         num_steps, step_age_ms: read the step counter and the age of the current step, for PONG.
         shutdown_timeout_s: limit of a drain.
         max_backlogs_bytes: unsent replies and logprobs of all clients together; above it, the
@@ -74,7 +73,7 @@ class MessageHandler:
         self,
         peers: EngineSocket,
         inbox: Inbox,
-        reception: HandshakeHandler,
+        welcome: Welcome,
         admission: Admission,
         grammars: GrammarSource,
         controls: ControlHandler,
@@ -85,7 +84,7 @@ class MessageHandler:
     ) -> None:
         self.sessions = SessionTable()
         self._peers = peers
-        self._reception = reception
+        self._welcome = welcome
         self._controls = controls
         self._num_steps, self._step_age_ms = num_steps, step_age_ms
         self.requests = RequestHandler(self.sessions, inbox, admission, grammars, self._send)
@@ -199,14 +198,19 @@ class MessageHandler:
             return
         if not isinstance(message, Hello):
             raise ProtocolError(f"{message.op.name} before HELLO, or after BYE", "no_session")
-        refused = self._reception.refusal(message, len(self.sessions))
+        refused = refusal(message, self._welcome.limits.max_num_clients, len(self.sessions))
         if refused is not None:
             self._peers.send(routing_id, encode(refused))
             return
         self._peers.admit(routing_id)
         session = self.sessions.open(routing_id, now_s)
         session.is_admin = self._peers.is_admin(routing_id)
-        welcome = self._reception.welcome(message, session.session_id, session.is_admin)
+        welcome = msgspec.structs.replace(
+            self._welcome,
+            protocol=min(PROTOCOL_VERSION, message.protocol),
+            session=session.session_id,
+            role="admin" if session.is_admin else "user",
+        )
         session.minor = welcome.protocol[1]
         self._send(session, welcome, now_s)
         if self.sessions.has(session):

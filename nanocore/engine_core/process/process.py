@@ -31,7 +31,7 @@ from nanocore.engine_core.grammars.matcher import GrammarSource, NoGrammars
 from nanocore.engine_core.grammars.token_table import VocabularySource
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.control_handler import ControlHandler
-from nanocore.engine_core.io.handshake_handler import HandshakeHandler
+from nanocore.engine_core.io.handshake import welcome
 from nanocore.engine_core.io.io_thread import IoThread, StatsLog, Watchdog
 from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.io.limits import ClientLimit, QueueLimit, raise_descriptor_limit
@@ -372,13 +372,11 @@ def _io_thread(
     capabilities = config.capabilities
     if not isinstance(grammars, NoGrammars):
         capabilities.append("structured_outputs")
-    handshakes = HandshakeHandler(
-        card, config, capabilities, client_limit.max_num_clients, secrets.token_hex(16)
-    )
+    instance = secrets.token_hex(16)
     handler = MessageHandler(
         socket,
         inbox,
-        handshakes,
+        welcome(card, config, capabilities, client_limit.max_num_clients, instance),
         Admission(card, config, queue_limit, grammars, core.scheduler.kv_cache.capacity),
         grammars,
         ControlHandler(inbox, files, metrics),
