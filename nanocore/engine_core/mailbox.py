@@ -1,16 +1,12 @@
 """The two queues between the io thread and the step loop, and their events.
 
 These events stay inside the process; they are not the wire's messages. The step loop sleeps on its
-inbox when it has nothing to do. The io thread sleeps in the socket's poller, so the outbox also has
-a file descriptor.
+inbox when it has nothing to do. The io thread sleeps in its socket's poller, and the outbox wakes
+it.
 """
 
 from __future__ import annotations
 
-import os
-import select
-from collections import deque
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Final
 
@@ -19,6 +15,7 @@ import msgspec
 from nanocore.engine_core.grammars.matcher import Compiled
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.engine_core.waking_queue import WakingQueue
 from nanocore.protocol.messages import ControlOperation, FinishReason, Reply
 
 SIGNAL_POLL_S: Final = 1.0
@@ -89,40 +86,4 @@ class GrammarDone(msgspec.Struct, frozen=True):
 InboxEvent = AddRequest | AbortRequests | GrammarDone | ControlCall | Shutdown
 OutboxEvent = ClientOutput | ControlReply | GrammarDone | BeginDrain | Shutdown
 Inbox = SimpleQueue[InboxEvent]
-
-
-class Outbox:
-    """A queue whose reader sleeps in a poller: `fd` is readable while the queue is not empty.
-
-    Any thread puts and one drains. A writer wakes the reader once per burst, not once per event.
-    Whoever marks the reader as woken wakes it afterwards, so who finds it marked need not: what it
-    has appended is taken either by the drain that takes the mark away, or after that wake-up.
-    """
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        self._poll.register(self.fd, select.POLLIN)
-        self._events: deque[OutboxEvent] = deque()
-        self._woken = False  # the reader will drain what is in the queue now
-
-    def put(self, event: OutboxEvent) -> None:
-        self._events.append(event)
-        if not self._woken:
-            self._woken = True
-            os.eventfd_write(self.fd, 1)
-
-    def drain(self) -> list[OutboxEvent]:
-        """Take all events, in order; never waits."""
-        with suppress(BlockingIOError):
-            os.eventfd_read(self.fd)
-        # In this order: what is appended before this line is taken now, and what is appended after
-        # it has a wake-up of its own. A wake-up for nothing may come of it; none is lost.
-        self._woken = False
-        return [self._events.popleft() for _ in range(len(self._events))]
-
-    def wait(self, timeout_s: float) -> None:
-        self._poll.poll(timeout_s * 1e3)
-
-    def close(self) -> None:
-        os.close(self.fd)
+Outbox = WakingQueue[OutboxEvent]

@@ -150,14 +150,12 @@ def test_a_client_that_takes_nothing_loses_its_replay(
     assert server.turn(0.0) is not None
     assert server.turn(REPLAY_TIMEOUT_S) is not None
     assert server.turn(REPLAY_TIMEOUT_S + 1) is None
-    assert server.num_given_up == 1
 
 
 def test_a_client_that_left_is_forgotten(server: ReplayServer, router: FakeRouter) -> None:
     router.gone.add(b"a")
     router.ask(b"a", 0)
     assert server.turn(0.0) is None
-    assert server.num_given_up == 0
 
 
 def test_a_new_request_replaces_the_one_being_answered(
@@ -179,7 +177,6 @@ def test_what_is_no_request_is_counted_and_harms_nobody(
         router.incoming.append((b"a", frames))
     router.ask(b"b", 999)
     run_until_idle(server)
-    assert server.num_malformed == 5
     assert router.taken == {b"b": [999, "end"]}
 
 

@@ -1,7 +1,7 @@
 """Publishes and replays KV cache events on a thread that alone owns the sockets.
 
 The step loop hands each batch to a bounded queue and never waits: when the queue is full, batches
-are dropped and counted, and subscribers see gaps in the sequence numbers. A replay client's
+are dropped, and subscribers see gaps in the sequence numbers. A replay client's
 progress is a position in a ring, not a queue, so one that does not read costs its socket's
 high-water mark and no more; one that takes nothing for a while loses its replay. If the thread
 fails, the engine continues without it. Salts are secrets of their owners: only their digest leaves
@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Final
 import msgspec
 import xxhash
 
+from nanocore.engine_core.waking_queue import WakingQueue
 from nanocore.kv_cache import events
 from nanocore.protocol import kv_events as wire
 from nanocore.protocol.codec import unpack_int32
@@ -58,8 +58,7 @@ class KVEventPublisher(threading.Thread):
     Args:
         endpoint: ipc, for subscribers. replay_endpoint: ipc, for replays; None: no replays.
         topic: first frame of every batch. medium: where the blocks lie.
-        max_queued: limit of batches that wait to be sent. ring: batches for replays.
-        clock: wall clock, in seconds.
+        max_queued: limit of batches that wait to be sent. clock: wall clock, in seconds.
 
     Raises:
         ConfigError: an endpoint that cannot be served.
@@ -73,19 +72,16 @@ class KVEventPublisher(threading.Thread):
         topic: str = "",
         medium: wire.Medium = "GPU",
         max_queued: int = MAX_QUEUED_BATCHES,
-        ring: ReplayRing | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(name="kv-events", daemon=True)
-        self.num_published = self.num_dropped = 0
         self._topic = topic.encode()
         self._medium = medium
         self._max_queued = max_queued
         self._clock = clock
-        self._queue: deque[tuple[float, events.KVEventBatch]] = deque()
-        self._num_dropped_now = 0  # in the current episode
+        self._num_dropped = 0  # in the current episode
         self._ended = False
-        self._ring = ReplayRing() if ring is None else ring
+        self._ring = ReplayRing()
         self._replays: ReplayServer | None = None
         with ExitStack() as stack:  # gives back what was taken if a later step fails
             lock = EndpointLock(endpoint, "--kv-events-endpoint")
@@ -100,8 +96,8 @@ class KVEventPublisher(threading.Thread):
                 router.limit(MAX_OBSERVERS, math.inf)
                 self._replays = ReplayServer(router, self._ring, self._topic)
                 self._socket.watch(router.fileno())
-            self._wake_up = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._socket.watch(self._wake_up)
+            self._queue = WakingQueue[tuple[float, events.KVEventBatch] | None]()
+            self._socket.watch(self._queue.fd)
             self._sockets = stack.pop_all()
 
     def publish(self, batch: events.KVEventBatch) -> None:
@@ -109,40 +105,27 @@ class KVEventPublisher(threading.Thread):
         if self._ended:
             return
         if len(self._queue) >= self._max_queued:
-            if not self._num_dropped_now:
+            if not self._num_dropped:
                 logger.warning(
                     "KV events are dropped: %d batches wait to be published", self._max_queued
                 )
-            self._num_dropped_now += 1
-            self.num_dropped += 1
+            self._num_dropped += 1
             return
-        if self._num_dropped_now:
-            logger.warning("KV events resume after %d dropped batches", self._num_dropped_now)
-            self._num_dropped_now = 0
-        self._queue.append((self._clock(), batch))
-        os.eventfd_write(self._wake_up, 1)
+        if self._num_dropped:
+            logger.warning("KV events resume after %d dropped batches", self._num_dropped)
+            self._num_dropped = 0
+        self._queue.put((self._clock(), batch))
 
     def close(self) -> None:
         """Send what is queued, for at most some seconds, and end. Idempotent."""
-        if self._wake_up < 0:
-            return
         self._ended = True
         if self.ident is None:
             self._sockets.close()
-        else:
-            os.eventfd_write(self._wake_up, 1)
+        elif self.is_alive():
+            self._queue.put(None)
             self.join(_JOIN_TIMEOUT_S)
             if self.is_alive():
                 logger.error("the KV event thread does not end: abandoning it")
-                return
-        os.close(self._wake_up)
-        self._wake_up = -1
-        logger.info(
-            "kv events: %d batches published, %d dropped, %d malformed replay requests",
-            self.num_published,
-            self.num_dropped,
-            self._replays.num_malformed if self._replays else 0,
-        )
 
     def run(self) -> None:
         """Serve. A failure ends the events, not the engine."""
@@ -152,33 +135,24 @@ class KVEventPublisher(threading.Thread):
             logger.exception("the KV event thread failed: no more events are published")
         finally:
             self._ended = True
-            self._queue.clear()
             self._sockets.close()
 
     def _serve(self) -> None:
         timeout_ms = -1
         while True:
             self._socket.wait(timeout_ms)
-            ending = self._ended  # before the queue is emptied: nothing is queued after it
-            self._send_queued()
-            if ending:
-                return
+            for entry in self._queue.drain():
+                if entry is None:
+                    return
+                self._send(*entry)
             due_s = self._replays.turn(time.monotonic()) if self._replays else None
             timeout_ms = -1 if due_s is None else int(due_s * 1e3)
 
-    def _send_queued(self) -> None:
-        try:
-            os.eventfd_read(self._wake_up)
-        except BlockingIOError:
-            return
-        # Batches appended from here on have their own wake-up.
-        for _ in range(len(self._queue)):
-            ts, batch = self._queue.popleft()
-            payload = wire.encode_batch(wire_batch(batch, ts, self._medium))
-            self._socket.publish(wire.event_frames(self._topic, batch.sequence, payload))
-            if self._replays is not None:
-                self._ring.append(batch.sequence, payload)
-            self.num_published += 1
+    def _send(self, ts: float, batch: events.KVEventBatch) -> None:
+        payload = wire.encode_batch(wire_batch(batch, ts, self._medium))
+        self._socket.publish(wire.event_frames(self._topic, batch.sequence, payload))
+        if self._replays is not None:
+            self._ring.append(batch.sequence, payload)
 
 
 def wire_batch(batch: events.KVEventBatch, ts: float, medium: wire.Medium) -> wire.KVEventBatch:
@@ -258,18 +232,13 @@ class _Replay(msgspec.Struct):
 
 
 class ReplayServer:
-    """Answers replay requests from a ring, a burst per client and turn.
-
-    num_malformed: requests that were none. num_given_up: replays that nobody took.
-    """
+    """Answers replay requests from a ring, a burst per client and turn."""
 
     def __init__(self, socket: IpcRouter, ring: ReplayRing, topic: bytes) -> None:
         self._socket = socket
         self._topic = topic
         self._ring = ring
         self._replays: dict[bytes, _Replay] = {}
-        self.num_malformed = 0
-        self.num_given_up = 0
 
     def turn(self, now_s: float) -> float | None:
         """Take requests and send what clients take now.
@@ -286,7 +255,6 @@ class ReplayServer:
             else:
                 del self._replays[routing_id]
                 if result is SendResult.FULL:
-                    self.num_given_up += 1
                     logger.warning("a KV event replay was abandoned: its client does not read")
         return min(waits_s, default=None)
 
@@ -297,11 +265,8 @@ class ReplayServer:
             if received is None:
                 return self._socket.is_busy
             routing_id, frames = received
-            try:
+            with suppress(ProtocolError):  # one that is malformed gets no reply
                 start = replay_start(frames)
-            except ProtocolError:
-                self.num_malformed += 1
-            else:
                 # Up to what is there now: later batches reach the client as a subscriber.
                 self._replays[routing_id] = _Replay(start, self._ring.last + 1, now_s)
         return True

@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.io.limits import ClientLimit
 from nanocore.engine_core.log.trace import StepTrace
 from nanocore.protocol.endpoint import TcpAddress
 from nanocore.protocol.sockets.engine_socket import EngineSocket, bind_engine_socket
 from nanocore.system.endpoint_lock import EndpointLock
 from nanocore.worker.devices import select_device
+
+if TYPE_CHECKING:
+    from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,8 @@ def claim_resources(
     socket = _engine_socket(config, stack, lock)
     publisher = trace = None
     if config.kv_events_endpoint is not None:
+        from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher  # rarely used
+
         publisher = KVEventPublisher(
             config.kv_events_endpoint,
             config.kv_events_replay_endpoint,

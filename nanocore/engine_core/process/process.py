@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from nanocore import __version__
 from nanocore.demo_model import demo_model_folder
@@ -33,7 +33,6 @@ from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.control_handler import ControlHandler
 from nanocore.engine_core.io.handshake import welcome
 from nanocore.engine_core.io.io_thread import IoThread, StatsLog, Watchdog
-from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 from nanocore.engine_core.io.limits import ClientLimit, QueueLimit, raise_descriptor_limit
 from nanocore.engine_core.io.message_handler import MessageHandler
 from nanocore.engine_core.io.served_files import ServedFiles, ServedFilesLoad
@@ -80,6 +79,9 @@ from nanocore.worker.models import load_model_config
 from nanocore.worker.numerics import numerics_fingerprint
 from nanocore.worker.rank_messages import WorkerInfo
 from nanocore.worker.worker import LocalExecutor
+
+if TYPE_CHECKING:
+    from nanocore.engine_core.io.kv_event_publisher import KVEventPublisher
 
 logger = logging.getLogger(__name__)
 
