@@ -88,7 +88,8 @@ class StepClock:
         self.began_s = None
 
     def rest(self) -> None:
-        """Disarm the switch: no step follows for a while."""
+        """End a step that failed, and disarm the switch: no step follows for a while."""
+        self.began_s = None
         if self._switch and self._armed_s is not None:
             self._switch.disarm()
             self._armed_s = None

@@ -42,54 +42,6 @@ def longest(max_model_len: int, max_tokens: int | None) -> int:
     return max_model_len + (max_tokens == 1)
 
 
-def check_outputs(
-    outputs: np.ndarray,
-    sampling: EngineSamplingParams,
-    eos_token_ids: Sequence[int],
-    num_prompt: int,
-    max_model_len: int,
-) -> None:
-    """Check that a run with these parameters may have produced the outputs.
-
-    eos_token_ids: those that end this request.
-
-    Raises:
-        ContextLengthError: prompt and outputs are longer than the model allows.
-        InvalidRequestError: the request has several samples or none, or would have ended before.
-    """
-    num_outputs, num_free = len(outputs), sampling.min_tokens
-    if not num_outputs:
-        return
-    if sampling.pooling is not None:
-        raise InvalidRequestError(
-            f"output_token_ids with pooling={sampling.pooling!r}: an embedding has no output "
-            "tokens; leave output_token_ids out"
-        )
-    if sampling.n != 1:
-        raise InvalidRequestError(
-            f"output_token_ids with n={sampling.n}: it belongs to one sample; resume each sample "
-            "as a separate request, with n=1 and, for sample i, seed + i"
-        )
-    if sampling.max_tokens is not None and num_outputs > sampling.max_tokens:
-        raise InvalidRequestError(
-            f"output_token_ids has {counted(num_outputs, 'token')}, more than max_tokens="
-            f"{sampling.max_tokens}, which counts what was produced already, too"
-        )
-    if num_prompt + num_outputs > longest(max_model_len, sampling.max_tokens):
-        raise ContextLengthError(
-            f"the prompt has {counted(num_prompt, 'token')} and output_token_ids {num_outputs}, "
-            f"together more than max_model_len={max_model_len}: start the engine with a larger "
-            "--max-model-len"
-        )
-    is_stop = np.isin(outputs[num_free:-1], [*eos_token_ids, *sampling.stop_token_ids])
-    if is_stop.any():
-        i = num_free + int(is_stop.argmax())
-        raise InvalidRequestError(
-            f"output_token_ids[{i}]={outputs[i]} is EOS or a stop id: the request ended there, "
-            f"and output_token_ids goes on after it; leave the rest out"
-        )
-
-
 MAX_HANDLE: Final = 2**32 - 1
 _HOLD_IDS: Final = (
     f"hold one or more int32 values, little-endian, of {TOKEN_DTYPE.itemsize} bytes each"
@@ -148,7 +100,7 @@ class Admission:
         self._check_sampling(sampling, eos_token_ids)
         if sampling.prompt_logprobs == -1:  # by the number a step's share of them is computed
             sampling = replace(sampling, prompt_logprobs=self._model.vocab_size)
-        check_outputs(outputs, sampling, eos_token_ids, len(prompt), self._model.max_model_len)
+        self._check_outputs(outputs, sampling, eos_token_ids, len(prompt))
         max_num_tokens = self._max_num_tokens(len(prompt), sampling)
         if handle + sampling.n - 1 > MAX_HANDLE:
             raise EngineOverloadedError(
@@ -242,6 +194,47 @@ class Admission:
             raise InvalidRequestError(
                 f"no token is left to choose: each of {what} is a bad word"
                 f"{ends if sampling.min_tokens else ''}; allow more tokens"
+            )
+
+    def _check_outputs(
+        self,
+        outputs: np.ndarray,
+        sampling: EngineSamplingParams,
+        eos_token_ids: Sequence[int],
+        num_prompt: int,
+    ) -> None:
+        """Check that a run with these parameters may have produced the outputs."""
+        num_outputs, num_free = len(outputs), sampling.min_tokens
+        max_model_len = self._model.max_model_len
+        if not num_outputs:
+            return
+        if sampling.pooling is not None:
+            raise InvalidRequestError(
+                f"output_token_ids with pooling={sampling.pooling!r}: an embedding has no output "
+                "tokens; leave output_token_ids out"
+            )
+        if sampling.n != 1:
+            raise InvalidRequestError(
+                f"output_token_ids with n={sampling.n}: it belongs to one sample; resume each "
+                "sample as a separate request, with n=1 and, for sample i, seed + i"
+            )
+        if sampling.max_tokens is not None and num_outputs > sampling.max_tokens:
+            raise InvalidRequestError(
+                f"output_token_ids has {counted(num_outputs, 'token')}, more than max_tokens="
+                f"{sampling.max_tokens}, which counts what was produced already, too"
+            )
+        if num_prompt + num_outputs > longest(max_model_len, sampling.max_tokens):
+            raise ContextLengthError(
+                f"the prompt has {counted(num_prompt, 'token')} and output_token_ids {num_outputs}"
+                f", together more than max_model_len={max_model_len}: start the engine with a "
+                "larger --max-model-len"
+            )
+        is_stop = np.isin(outputs[num_free:-1], [*eos_token_ids, *sampling.stop_token_ids])
+        if is_stop.any():
+            i = num_free + int(is_stop.argmax())
+            raise InvalidRequestError(
+                f"output_token_ids[{i}]={outputs[i]} is EOS or a stop id: the request ended there, "
+                f"and output_token_ids goes on after it; leave the rest out"
             )
 
     def _find_grammar(self, sampling: EngineSamplingParams, client: int) -> Grammar | None:

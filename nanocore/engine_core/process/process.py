@@ -259,13 +259,14 @@ def serve(
         if parent is not None:
             parent.report(StartReport(parts=parts or {}))
         farewell, exit_code = run_core(core)
-    core.clock.end()
     core.clock.rest()
     if masks is not None:
         masks.close()
     outbox.put(farewell)
     io_thread.join()
-    log_end(farewell, utilisation)
+    for line in utilisation.summary() if utilisation else ():
+        logger.info("%s", line)
+    logger.info("stopped: %s", farewell.reason)
     return 130 if signal.SIGINT in signals and not farewell.failure else exit_code
 
 
@@ -277,12 +278,6 @@ def _kv_cache(
         kv_cache.subscribe(publisher.publish)
         publisher.start()
     return kv_cache
-
-
-def log_end(farewell: Shutdown, utilisation: Utilisation | None) -> None:
-    for line in utilisation.summary() if utilisation else ():
-        logger.info("%s", line)
-    logger.info("stopped: %s", farewell.reason)
 
 
 def _running(config: EngineConfig, model: str, parent: ParentLink | None) -> Running:
@@ -368,8 +363,13 @@ def _io_thread(
         counters,
         config.max_num_queued_bytes,
     )
-    cache = _cache_labels(config, card)
-    metrics = EngineMetrics(core.scheduler, queue_limit.rejections, cache, utilisation)
+    cache_labels = {
+        "block_size": str(card.block_size),
+        "num_gpu_blocks": str(card.num_blocks),
+        "enable_prefix_caching": str(config.enable_prefix_caching),
+        "cache_dtype": config.kv_cache_dtype,
+    }
+    metrics = EngineMetrics(core.scheduler, queue_limit.rejections, cache_labels, utilisation)
     client_limit = ClientLimit.of_this_process(config.max_num_clients)
     capabilities = config.capabilities
     if not isinstance(grammars, NoGrammars):
@@ -399,15 +399,6 @@ def _io_thread(
         Watchdog(core, config.step_timeout_s),
         trace=trace,
     )
-
-
-def _cache_labels(config: EngineConfig, card: ModelCard) -> dict[str, str]:
-    return {
-        "block_size": str(card.block_size),
-        "num_gpu_blocks": str(card.num_blocks),
-        "enable_prefix_caching": str(config.enable_prefix_caching),
-        "cache_dtype": config.kv_cache_dtype,
-    }
 
 
 def run_core(core: EngineCore) -> tuple[Shutdown, int]:

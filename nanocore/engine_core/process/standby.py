@@ -9,11 +9,9 @@ from __future__ import annotations
 import gc
 import logging
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
-from types import FrameType
 from typing import Final
 
 from nanocore.engine_core.mailbox import SIGNAL_POLL_S
@@ -48,7 +46,13 @@ def stand_by(
     if parent is not None:
         parent.on_orphaned(lambda: news.put(0))
     executor.on_failure(lambda reason: news.put(WorkerError(reason)))
-    with _signals_put(news):
+    codes = {signal.SIGTERM: 0, signal.SIGINT: _INTERRUPTED}
+
+    def on_signal(number: int, _frame: object) -> None:
+        news.put(codes[signal.Signals(number)])
+
+    handlers = {number: signal.signal(number, on_signal) for number in codes}
+    try:
         gc.collect()
         gc.freeze()
         Thread(target=wait_for_lock, name="standby", daemon=True).start()
@@ -59,6 +63,9 @@ def stand_by(
             with suppress(Empty):
                 what = news.get(timeout=SIGNAL_POLL_S)
                 break
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if isinstance(what, Exception):
         raise what
     if isinstance(what, EndpointLock):
@@ -66,19 +73,3 @@ def stand_by(
     else:
         logger.info("stopped while standing by")
     return what
-
-
-@contextmanager
-def _signals_put(news: SimpleQueue[EndpointLock | int | Exception]) -> Iterator[None]:
-    """Let SIGTERM and SIGINT put their exit codes meanwhile."""
-    codes = {signal.SIGTERM: 0, signal.SIGINT: _INTERRUPTED}
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        news.put(codes[signal.Signals(number)])
-
-    before = {number: signal.signal(number, on_signal) for number in codes}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
