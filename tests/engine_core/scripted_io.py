@@ -85,7 +85,6 @@ class Io:
             self.inbox,
             welcome(CARD, config, ["prefix_caching"], MAX_NUM_CLIENTS, "0" * 32),
             admission or Admission(CARD, EngineConfig(), queue_limit, self.grammars),
-            self.grammars,
             ControlHandler(self.inbox, files, self.metrics),
             num_steps=lambda: self.num_steps,
             step_age_ms=lambda: 0,

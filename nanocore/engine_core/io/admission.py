@@ -52,7 +52,7 @@ _SEED_BITS: Final = MAX_EXACT_INT.bit_length()
 class Admission:
     """Validates SUBMITs and builds requests of them.
 
-    grammars: known grammars of structured outputs. capacity: of the KV cache; None if
+    grammars: of structured outputs. capacity: of the KV cache; None if
     all layers keep every token.
     """
 
@@ -72,7 +72,7 @@ class Admission:
         self._cached = config.enable_prefix_caching
         self._salted = config.salt_prefix_cache_by_session
         self._queue_limit = queue_limit
-        self._grammars = grammars
+        self.grammars = grammars
         self._max_logprobs = config.max_logprobs
 
     def build(self, submit: Submit, handle: int, client: int, is_only: bool = False) -> Request:
@@ -241,7 +241,7 @@ class Admission:
         """Return the request's grammar; None if it has none, or it is not compiled yet."""
         if sampling.structured_outputs is None:
             return None
-        found = self._grammars.find(sampling.structured_outputs, client)
+        found = self.grammars.find(sampling.structured_outputs, client)
         if isinstance(found, Exception):
             # It may be kept and raised again: without what it took up the last time.
             raise found.with_traceback(None)

@@ -72,10 +72,6 @@ class ControlHandler:
                 text = f"operation {shorten(control.operation)!r} is not one of {names}"
                 return _refusal(control, text)
 
-    def answered(self, session: Session) -> None:
-        """Note that the step loop has replied to one of the session's calls."""
-        session.num_calls -= 1
-
     def leave(self, session: Session) -> None:
         """Withdraw the pause of a session that has ended. Nobody awaits the reply."""
         if session.has_paused:

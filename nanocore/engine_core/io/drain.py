@@ -15,9 +15,8 @@ from typing import Final
 
 from nanocore.engine_core.io.session import Session, SessionTable
 from nanocore.engine_core.mailbox import Inbox, Shutdown
-from nanocore.protocol.codec import returned_id
-from nanocore.protocol.errors import counted
-from nanocore.protocol.messages import Control, Draining, Error, Message, Reply, Submit
+from nanocore.protocol.errors import EngineDrainingError, counted
+from nanocore.protocol.messages import Control, Draining, Message, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -108,23 +107,20 @@ class Drain:
             case Control(operation="pause") if self.is_on:
                 text = "the engine drains: what is paused could not come to its end"
                 self._send(session, Reply(call_id=message.call_id, ok=False, message=text), now_s)
-            # An id that is in use is a duplicate: any other code would end the request that has it.
-            case Submit(request_id=request_id) if self.is_on and request_id not in session.requests:
-                self._send(session, self._refusal(request_id, now_s), now_s)
             case _:
                 return False
         return True
 
-    def _refusal(self, request_id: str, now_s: float) -> Error:
-        return Error(
-            code="draining",
-            message=f"this engine is about to end ({self._cause}) and takes no new requests: send "
-            "it to another engine, or to the next one at this endpoint",
-            request_id=returned_id(request_id),
-            # By then this engine is gone; who comes sooner may be refused again. That it has gone
-            # before, its BYE says.
-            retry_after_s=max(MIN_RETRY_AFTER_S, float(math.ceil(self._left_s(now_s)))),
-        )
+    def check(self, now_s: float) -> None:
+        """Raise an EngineDrainingError while a drain is on."""
+        if self.is_on:
+            raise EngineDrainingError(
+                f"this engine is about to end ({self._cause}) and takes no new requests: send it "
+                "to another engine, or to the next one at this endpoint",
+                # By then this engine is gone; who comes sooner may be refused again. That it has
+                # gone before, its BYE says.
+                max(MIN_RETRY_AFTER_S, float(math.ceil(self._left_s(now_s)))),
+            )
 
     @property
     def _is_awaited(self) -> bool:

@@ -16,7 +16,6 @@ from typing import Final
 
 import msgspec
 
-from nanocore.engine_core.grammars.matcher import GrammarSource
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.control_handler import ControlHandler, not_permitted
 from nanocore.engine_core.io.drain import Drain
@@ -62,7 +61,6 @@ class MessageHandler:
     Args:
         peers: sends, and knows each peer's role; who receives is the io thread.
         inbox: the step loop's. welcome: a template, see `handshake.welcome`.
-        grammars: compiles structured outputs.
         num_steps, step_age_ms: read the step counter and the age of the current step, for PONG.
         shutdown_timeout_s: limit of a drain.
         max_backlogs_bytes: unsent replies and logprobs of all clients together; above it, the
@@ -75,7 +73,6 @@ class MessageHandler:
         inbox: Inbox,
         welcome: Welcome,
         admission: Admission,
-        grammars: GrammarSource,
         controls: ControlHandler,
         num_steps: Callable[[], int],
         step_age_ms: Callable[[], int],
@@ -87,8 +84,8 @@ class MessageHandler:
         self._welcome = welcome
         self._controls = controls
         self._num_steps, self._step_age_ms = num_steps, step_age_ms
-        self.requests = RequestHandler(self.sessions, inbox, admission, grammars, self._send)
         self.drain = Drain(self.sessions, inbox, shutdown_timeout_s, self._send)
+        self.requests = RequestHandler(self.sessions, inbox, admission, self.drain, self._send)
         self._max_backlogs_bytes = max_backlogs_bytes
         self._decoder = engine_decoder()
         self._num_protocol_errors = 0
@@ -136,7 +133,7 @@ class MessageHandler:
             if self.sessions.has(session):
                 self._send_output(session, event, now_s)
             return
-        self._controls.answered(session)
+        session.num_calls -= 1
         reply = event.reply
         if reply.stats is not None:
             reply = msgspec.structs.replace(reply, stats=completed(reply.stats, self.counts()))

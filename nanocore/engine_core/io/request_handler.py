@@ -16,8 +16,9 @@ from typing import Final
 
 import msgspec
 
-from nanocore.engine_core.grammars.matcher import Compiled, GrammarSource
+from nanocore.engine_core.grammars.matcher import Compiled
 from nanocore.engine_core.io.admission import Admission
+from nanocore.engine_core.io.drain import Drain
 from nanocore.engine_core.io.session import Session, SessionTable
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest, GrammarDone, Inbox
 from nanocore.engine_core.requests.readiness import GRAMMAR
@@ -86,7 +87,7 @@ class _Unanswered(msgspec.Struct):
 class RequestHandler:
     """Handles SUBMIT and ABORT, and ends requests at their deadlines.
 
-    grammars: compiles structured outputs. send: sends to a session at a time, which may close it.
+    send: sends to a session at a time, which may close it.
     """
 
     def __init__(
@@ -94,14 +95,14 @@ class RequestHandler:
         sessions: SessionTable,
         inbox: Inbox,
         admission: Admission,
-        grammars: GrammarSource,
+        drain: Drain,
         send: Callable[[Session, Message, float], None],
     ) -> None:
         self.deadlines = Deadlines(sessions.request_ids)
         self._sessions = sessions
         self._inbox = inbox
         self._admission = admission
-        self._grammars = grammars
+        self._drain = drain
         self._send = send
         self._num_handles = 0
         self._unanswered: dict[int, _Unanswered] = {}  # by each sample's handle
@@ -113,6 +114,7 @@ class RequestHandler:
             self._send(session, Error(code=code, message=text, request_id=submit.request_id), now_s)
             return
         try:
+            self._drain.check(now_s)
             if submit.priority < 0 and not session.is_admin:
                 raise InvalidRequestError(
                     f"priority={submit.priority}: values below 0 are for administrators; use 0 or "
@@ -188,7 +190,7 @@ class RequestHandler:
         def done(compiled: Compiled) -> None:
             self._inbox.put(GrammarDone(request.handle, compiled, time.monotonic()))
 
-        withdraw = self._grammars.compile(wanted, done, request.client, output)
+        withdraw = self._admission.grammars.compile(wanted, done, request.client, output)
         self._unanswered |= dict.fromkeys(handles, _Unanswered(request, handles, withdraw))
 
     def _take_unanswered(self, handle: int) -> _Unanswered | None:

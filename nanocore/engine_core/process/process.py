@@ -380,7 +380,6 @@ def _io_thread(
         inbox,
         welcome(card, config, capabilities, client_limit.max_num_clients, instance),
         Admission(card, config, queue_limit, grammars, core.scheduler.kv_cache.capacity),
-        grammars,
         ControlHandler(inbox, files, metrics),
         num_steps=lambda: counters.num_steps,
         step_age_ms=lambda: clock.age_ms,
