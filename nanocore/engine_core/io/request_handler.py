@@ -33,44 +33,42 @@ _MIN_SWEPT: Final = 64
 
 
 class Deadlines:
-    """When requests with a `timeout_s` must end: a heap of their samples. Belongs to the io thread.
+    """When samples of requests with a `timeout_s` must end: a heap. Belongs to the io thread.
 
-    Ended requests are skipped when they reach the head, and swept out when they are the majority.
-    So the cost per request is constant, and a deadline in a week holds no memory for a week.
+    Ended samples are skipped when they reach the head, and swept out when they are the majority.
+    So the cost per sample is constant, and a deadline in a week holds no memory for a week.
 
     open_handles: samples that have not ended; read at every call.
     """
 
     def __init__(self, open_handles: Collection[int]) -> None:
         self._open_handles = open_handles
-        self._heap: list[tuple[float, Sequence[int]]] = []
+        self._heap: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
-        """Entries, including ended requests that were not swept out."""
+        """Entries, including ended samples that were not swept out."""
         return len(self._heap)
 
     @property
     def next_s(self) -> float:
         """Time of the next deadline; infinity if there is none."""
-        while self._heap and not self._open(self._heap[0][1]):
+        while self._heap and self._heap[0][1] not in self._open_handles:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else math.inf
 
     def add(self, handles: Sequence[int], deadline_s: float) -> None:
         if len(self._heap) > 2 * len(self._open_handles) + _MIN_SWEPT:
-            self._heap = [entry for entry in self._heap if self._open(entry[1])]
+            self._heap = [entry for entry in self._heap if entry[1] in self._open_handles]
             heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (deadline_s, handles))
+        for handle in handles:
+            heapq.heappush(self._heap, (deadline_s, handle))
 
     def take_passed(self, now_s: float) -> list[int]:
         """Remove and return the open samples whose deadlines have passed."""
         passed = []
         while self.next_s <= now_s:
-            passed += self._open(heapq.heappop(self._heap)[1])
+            passed.append(heapq.heappop(self._heap)[1])
         return passed
-
-    def _open(self, handles: Sequence[int]) -> list[int]:
-        return [handle for handle in handles if handle in self._open_handles]
 
 
 class _Unanswered(msgspec.Struct):
