@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import pytest
 
 from nanocore.engine_core.grammars import grammar_compiler as module
-from nanocore.engine_core.grammars.grammar_compiler import GrammarCompiler, VocabularyLoad
+from nanocore.engine_core.grammars.grammar_compiler import GrammarCompiler, grammars_of
 from nanocore.engine_core.grammars.matcher import NoGrammars
 from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable
@@ -26,8 +26,7 @@ def test_the_first_request_that_needs_the_vocabulary_has_it_loaded(
 ) -> None:
     caplog.set_level(logging.INFO)
     write_byte_tokenizer(tmp_path)
-    load = VocabularyLoad(source_of(tmp_path, VOCAB_SIZE, [EOS]))
-    grammars = load.grammars()
+    grammars = grammars_of(source_of(tmp_path, VOCAB_SIZE, [EOS]))
     assert isinstance(grammars, GrammarCompiler)
     assert "vocabulary in" not in caplog.text, "nobody has asked for it"
     done: SimpleQueue[object] = SimpleQueue()
@@ -39,7 +38,7 @@ def test_the_first_request_that_needs_the_vocabulary_has_it_loaded(
 
 
 def test_a_model_without_one_says_why_to_whoever_asks(tmp_path: Path) -> None:
-    grammars = VocabularyLoad(source_of(tmp_path, VOCAB_SIZE, [EOS])).grammars()
+    grammars = grammars_of(source_of(tmp_path, VOCAB_SIZE, [EOS]))
     assert isinstance(grammars, NoGrammars)
     error = grammars.find(StructuredOutputs(json_object=True))
     assert isinstance(error, InvalidRequestError)
@@ -50,7 +49,7 @@ def test_a_vocabulary_that_turns_out_to_be_none_is_refused_with_the_reason(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("[]")
-    grammars = VocabularyLoad(source_of(tmp_path, VOCAB_SIZE, [EOS])).grammars()
+    grammars = grammars_of(source_of(tmp_path, VOCAB_SIZE, [EOS]))
     done: SimpleQueue[object] = SimpleQueue()
     grammars.compile(WANTED, done.put)
     error = done.get(timeout=60)
@@ -65,7 +64,7 @@ def test_a_bug_in_loading_reaches_the_request_as_one(
 ) -> None:
     write_byte_tokenizer(tmp_path)
     monkeypatch.setattr(TokenTable, "load", lambda *_: 1 / 0)
-    grammars = VocabularyLoad(source_of(tmp_path, VOCAB_SIZE, [EOS])).grammars()
+    grammars = grammars_of(source_of(tmp_path, VOCAB_SIZE, [EOS]))
     done: SimpleQueue[object] = SimpleQueue()
     grammars.compile(WANTED, done.put)
     assert "please report it" in str(done.get(timeout=60))
@@ -76,9 +75,9 @@ def test_an_engine_that_ends_loads_nothing_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_byte_tokenizer(tmp_path)
-    monkeypatch.setattr(module, "CompileProcess", lambda *_: 1 / 0)
-    load = VocabularyLoad(source_of(tmp_path, VOCAB_SIZE, [EOS]))
-    load.close()
-    load.load_and_stay()
-    with pytest.raises(InvalidRequestError, match="the engine ends"):
-        load.get()
+    monkeypatch.setattr(module.TokenTable, "load", lambda *_: 1 / 0)
+    grammars = grammars_of(source_of(tmp_path, VOCAB_SIZE, [EOS]))
+    done: SimpleQueue[object] = SimpleQueue()
+    assert grammars.close()
+    grammars.compile(WANTED, done.put)
+    assert done.empty()

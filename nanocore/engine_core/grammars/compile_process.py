@@ -1,7 +1,8 @@
 """The engine's side of the compile process (`compile_server`): start, requests, restart, end.
 
-The engine and each worker hold the two ends of a socket pair, so that a result is read by the
-thread that asked.
+A socket is the process's stdin. Its first message brings the vocabulary, as the descriptor of a
+file in memory. Each other one brings the end of a socket pair for one request: a worker takes it,
+says which one it is, and then the result. If a worker ends before, its parent says how.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from pathlib import Path
+from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -27,7 +28,7 @@ from nanocore.worker.executors.pipe import Pipe
 logger = logging.getLogger(__name__)
 
 NUM_WORKERS: Final = 4
-"""Concurrent compilations, each with a socket pair and a thread of the engine."""
+"""Concurrent compilations, each in a worker, with a thread of the engine."""
 CPU_LIMIT_S: Final = 0.5
 MEMORY_LIMIT_MIB: Final = 512
 """Address space that a compilation may add."""
@@ -37,38 +38,18 @@ LIMIT_SIGNALS: Final = (signal.SIGPROF, signal.SIGABRT, signal.SIGSEGV, signal.S
 """Signals by which a limit ends a compilation; other ends are not the grammar's fault."""
 
 
-class CompileRequest(msgspec.Struct, frozen=True):
-    """A structured output to compile. number: counts from 1 for each socket pair."""
-
-    number: int
-    wanted: StructuredOutputs
-
-
 class CompileResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """llguidance's text, or why the request is refused, or the signal that ended the process.
+    """llguidance's text, or why the request is refused, or the signal that ended the worker.
 
-    number: its request's; if the process was ended just after its result, there are two of them.
-    not_held: what was left out. signal: 0 if the process ended by itself.
+    not_held: what was left out. signal: 0 if the worker ended by itself. pid: of the worker, if
+    this says that it has begun or ended.
     """
 
-    number: int
     text: str | None = None
     not_held: list[str] = []
     refusal: str | None = None
     signal: int = 0
-
-
-class CompileStart(msgspec.Struct, frozen=True):
-    """The vocabulary and sockets of a compile process, as JSON on its command line.
-
-    tokenizer: descriptor of a file in memory with the content of tokenizer.json.
-    """
-
-    tokenizer: int
-    vocab_size: int
-    eos_token_ids: list[int]
-    sockets: list[int]
-    is_urgent: bool
+    pid: int = 0
 
 
 def engine_error(wanted: StructuredOutputs, error: BaseException) -> str:
@@ -101,36 +82,38 @@ _RETRY_AFTER_S: Final = 5.0
 
 
 class CompileProcess:
-    """Compiles grammars in a child process; NUM_WORKERS threads may ask at a time.
+    """Compiles grammars in a child process, replaced when it is gone. Any thread may use it."""
 
-    is_urgent: it loads its vocabulary at the usual priority; after a restart it does anyway.
-    """
-
-    def __init__(self, source: VocabularySource, is_urgent: bool = True) -> None:
+    def __init__(self, source: VocabularySource) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._asking = [threading.Lock() for _ in range(NUM_WORKERS)]
         self._running: _Running | None = None
         self._is_closed = False
-        self._start(is_urgent)
 
-    def run(self, place: int, wanted: StructuredOutputs) -> tuple[str, list[str]]:
+    def start(self) -> None:
+        """Start the process, which then loads its vocabulary, unless it runs or this is closed."""
+        with self._lock, suppress(EOFError):
+            try:
+                self._started()
+            except OSError as error:
+                logger.error("the compile process cannot be started: %s", error)
+
+    def run(self, wanted: StructuredOutputs) -> tuple[str, list[str]]:
         """Compile; return llguidance's text for it and the pointers that are not held.
-
-        place: the asking thread's, from 0 to NUM_WORKERS - 1.
 
         Raises:
             InvalidRequestError: why it is refused; it would be again.
             EngineOverloadedError: the process is gone; another one is on its way.
+            OSError: there is no descriptor for the request.
         """
-        result = self._ask(place, wanted)
-        if result is not None and result.signal in _NOT_BY_A_CLOCK:
-            result = self._ask(place, wanted)  # a refusal is kept: so not by one accident
-        if result is not None and result.text is not None:
+        result = self._ask(wanted)
+        if result.signal in _NOT_BY_A_CLOCK:
+            result = self._ask(wanted)  # a refusal is kept: so not by one accident
+        if result.text is not None:
             return result.text, result.not_held
-        if result is not None and result.refusal is not None:
+        if result.refusal is not None:
             raise InvalidRequestError(result.refusal)
-        if result is not None and result.signal in LIMIT_SIGNALS:
+        if result.signal in LIMIT_SIGNALS:
             raise InvalidRequestError(too_complex(wanted, result.signal))
         raise EngineOverloadedError(
             f"structured_outputs.{wanted.kind} could not be compiled: the compile process is gone "
@@ -144,98 +127,102 @@ class CompileProcess:
             self._is_closed = True
             self._end()
 
-    def _ask(self, place: int, wanted: StructuredOutputs) -> CompileResult | None:
-        """Return None if the process is gone; another one is started then."""
-        with self._asking[place]:
-            running = self._running
-            result = None if running is None else running.ask(place, wanted)
-        if result is None:
-            self._restart(running)
-        return result
-
-    def _start(self, is_urgent: bool = True) -> None:
+    def _ask(self, wanted: StructuredOutputs) -> CompileResult:
+        """Return an empty result if the process is gone; another one is started then."""
+        running = None
+        ours, theirs = socket.socketpair()
         try:
-            self._running = _Running(self._source, is_urgent)
-        except OSError as error:
-            logger.error("the compile process cannot be started: %s", error)
+            with ours:
+                with theirs, self._lock:
+                    running = self._started()
+                    socket.send_fds(running.socket, [b"r"], [theirs.fileno()])
+                return running.result(wanted, ours)
+        except (OSError, EOFError, msgspec.DecodeError):
+            with self._lock:
+                if running is not None and running is self._running:  # nobody else found it gone
+                    logger.error("the compile process is gone (exit code %s)", self._end())
+            self.start()
+            return CompileResult()
 
-    def _restart(self, gone: _Running | None) -> None:
-        """Start another process, unless another thread did."""
-        with self._lock:
-            if self._is_closed or self._running is not gone:
-                return
-            code = self._end()
-            logger.error("the compile process is gone (exit code %s)", code)
-            self._start()
+    def _started(self) -> _Running:
+        """Return the process, started if there is none. The lock is held.
+
+        Raises:
+            EOFError: this is closed. OSError: it cannot be started.
+        """
+        if self._is_closed:
+            raise EOFError
+        if self._running is None:
+            self._running = _Running(self._source)
+        return self._running
 
     def _end(self) -> int | None:
-        """End the process; return its exit code, or None if there was none."""
+        """End the process; return its exit code, or None if there was none. The lock is held."""
         running, self._running = self._running, None
         if running is None:
             return None
         running.process.kill()
         code = running.process.wait()
-        for asking, pipe in zip(self._asking, running.pipes, strict=True):
-            with asking:  # whoever asked has heard of it
-                pipe.close()
+        with running.listening:  # who listens hears of the end
+            running.socket.close()
         return code
 
 
 class _Running:
-    """A process and our ends of its socket pairs. Raises OSError if it cannot be started."""
+    """A process and our end of its socket. Raises OSError if it cannot be started."""
 
-    def __init__(self, source: VocabularySource, is_urgent: bool) -> None:
-        pairs = [socket.socketpair() for _ in range(NUM_WORKERS)]
-        theirs = [end.fileno() for _, end in pairs]
-        tokenizer = os.memfd_create("tokenizer.json")
-        eos = sorted(source.eos_token_ids)
-        start = CompileStart(tokenizer, source.vocab_size, eos, theirs, is_urgent)
+    def __init__(self, source: VocabularySource) -> None:
+        source = msgspec.structs.replace(source, name="tokenizer.json")  # a path may be no Unicode
+        self.listening = threading.Lock()
+        self._ended: dict[int, CompileResult] = {}
+        self.socket, theirs = socket.socketpair()
+        self.socket.settimeout(_ANSWER_LIMIT_S)
         try:
-            with open(tokenizer, "wb", closefd=False) as file:
-                file.write(source.tokenizer or b"")
-            self.process = subprocess.Popen(
-                [*_COMMAND, msgspec.json.encode(start).decode()],
-                pass_fds=[tokenizer, *theirs],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                # A process that forks has one thread.
-                env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-            )
+            with theirs, open(os.memfd_create("vocabulary"), "w+b") as file:
+                file.write(msgspec.msgpack.encode(source))
+                file.seek(0)
+                socket.send_fds(self.socket, [b"v"], [file.fileno()])
+                self.process = subprocess.Popen(
+                    _COMMAND,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    # A process that forks has one thread.
+                    env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+                )
         except OSError:
-            for ours, _ in pairs:
-                ours.close()
+            self.socket.close()
             raise
-        finally:
-            os.close(tokenizer)
-            for _, end in pairs:
-                end.close()
-        for ours, _ in pairs:
-            ours.settimeout(_ANSWER_LIMIT_S)
-        self.pipes: list[Pipe[CompileResult]] = [Pipe(ours, CompileResult) for ours, _ in pairs]
-        self._numbers = [0] * NUM_WORKERS
 
-    def ask(self, place: int, wanted: StructuredOutputs) -> CompileResult | None:
-        """Return the result of a compilation, or None if the process is gone."""
-        self._numbers[place] += 1
-        number, pipe = self._numbers[place], self.pipes[place]
+    def result(self, wanted: StructuredOutputs, end: socket.socket) -> CompileResult:
+        """Return the result of a compilation. end: ours, of the request's socket pair.
+
+        Raises:
+            OSError, EOFError or msgspec.DecodeError: the process is gone or hangs.
+        """
+        end.settimeout(_ANSWER_LIMIT_S)
+        pipe: Pipe[CompileResult] = Pipe(end, CompileResult)
+        pipe.send(wanted)
+        worker = self._next(pipe).pid
         try:
-            pipe.send(CompileRequest(number, wanted))
-            end_s = time.monotonic() + _ANSWER_LIMIT_S
-            while True:
-                while not pipe.has_message(_LOOK_S):
-                    if time.monotonic() > end_s or self._is_stopped():
-                        return None
-                if (result := pipe.recv()).number == number:
-                    return result
-        except (OSError, EOFError, msgspec.DecodeError):
-            return None
+            return self._next(pipe)
+        except EOFError:
+            return self._end_of(worker)
+
+    def _next(self, pipe: Pipe[CompileResult]) -> CompileResult:
+        end_s = time.monotonic() + _ANSWER_LIMIT_S
+        while not pipe.has_message(_LOOK_S):
+            if time.monotonic() > end_s or self._is_stopped():
+                raise TimeoutError
+        return pipe.recv()
+
+    def _end_of(self, worker: int) -> CompileResult:
+        with self.listening:
+            while worker not in self._ended:
+                ended = Pipe[CompileResult](self.socket, CompileResult).recv()
+                self._ended[ended.pid] = ended
+            return self._ended.pop(worker)
 
     def _is_stopped(self) -> bool:
-        """Whether a signal has stopped the process or one of its children."""
-        pid = self.process.pid
-        try:
-            forked = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            stats = [Path(f"/proc/{one}/stat").read_bytes() for one in (pid, *forked)]
-        except OSError:  # one of them has just ended
-            return False
-        return any(stat.rpartition(b") ")[2].startswith(b"T") for stat in stats)
+        """Whether a signal has stopped the process."""
+        how = os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, self.process.pid, how) is not None

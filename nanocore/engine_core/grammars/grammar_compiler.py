@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -26,7 +26,7 @@ import msgspec
 
 from nanocore.engine_core.grammars.compilation import compile_text, followed
 from nanocore.engine_core.grammars.compile_process import NUM_WORKERS, CompileProcess, engine_error
-from nanocore.engine_core.grammars.matcher import Compiled, GrammarSource, NoGrammars
+from nanocore.engine_core.grammars.matcher import Compiled, NoGrammars
 from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable, VocabularySource
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
@@ -65,19 +65,18 @@ class GrammarCache:
         return InvalidRequestError(found) if isinstance(found, str) else found
 
     def put(self, key: bytes, value: CompiledGrammar | InvalidRequestError) -> None:
-        before = self._known.pop(key, None)
-        if before is not None:
-            self.num_bytes -= _num_bytes(before)
+        self.num_bytes -= _num_bytes(self._known.pop(key, None))
         kept = str(value) if isinstance(value, InvalidRequestError) else value
         self._known[key] = kept
         self.num_bytes += _num_bytes(kept)
         while self.num_bytes > self._max_bytes and len(self._known) > 1:
-            _, forgotten = self._known.popitem(last=False)
-            self.num_bytes -= _num_bytes(forgotten)
+            self.num_bytes -= _num_bytes(self._known.popitem(last=False)[1])
 
 
-def _num_bytes(value: CompiledGrammar | str) -> int:
-    return value.num_bytes if isinstance(value, CompiledGrammar) else _REFUSAL_BYTES
+def _num_bytes(value: CompiledGrammar | str | None) -> int:
+    if isinstance(value, CompiledGrammar):
+        return value.num_bytes
+    return 0 if value is None else _REFUSAL_BYTES
 
 
 @dataclass(eq=False)
@@ -89,12 +88,16 @@ class _Waiter:
 
 @dataclass(eq=False)
 class _Job:
-    """A compilation and the requests that wait for it."""
+    """A compilation and the requests that wait for it.
+
+    was_slow: it has lowered the priority of its thread, for good.
+    """
 
     key: bytes
     wanted: StructuredOutputs
     askers: list[_Waiter] = field(default_factory=list)
     is_begun: bool = False
+    was_slow: bool = False
 
 
 class _FairQueue:
@@ -126,7 +129,7 @@ class _FairQueue:
             self._waiting.pop(client, None)
 
     def pop(self) -> tuple[int, _Job]:
-        """Take the next client's oldest job, which may still be queued for others.
+        """Take the next client's oldest job, also from others' queues.
 
         It counts as in hand until `done`.
 
@@ -136,7 +139,8 @@ class _FairQueue:
         client = next(self._turns())
         job = next(iter(self._waiting[client]))
         self._waiting.move_to_end(client)
-        self.remove(client, job)
+        for asker in job.askers:
+            self.remove(asker.client, job)
         self._in_hand[client] += 1
         return client, job
 
@@ -164,31 +168,37 @@ _END_LIMIT_S: Final = 5.0
 class GrammarCompiler:
     """Implements `GrammarSource` with threads of its own. Any thread may call it.
 
-    vocabulary: returns it when it is loaded, or raises an InvalidRequestError for all who ask; it
-    is called by these threads. compiler: closed with it.
+    load: returns the vocabulary, or raises an InvalidRequestError for all who ask; called once.
+    process: closed with it.
     """
 
     def __init__(
         self,
-        vocabulary: Callable[[], TokenTable],
-        compiler: CompileProcess | VocabularyLoad,
+        load: Callable[[], TokenTable],
+        process: CompileProcess,
         num_threads: int = NUM_WORKERS,
         *,
         max_waiting: int = MAX_WAITING,
         max_cache_bytes: int = MAX_CACHE_BYTES,
     ) -> None:
-        self._vocabulary = vocabulary
-        self._compiler = compiler
+        self._load = load
+        self._loading = threading.Lock()
+        self._loaded: TokenTable | Exception | None = None
+        self._process = process
         self._max_waiting = max_waiting
         self._cache = GrammarCache(max_cache_bytes)
         self._jobs: dict[bytes, _Job] = {}
         self._waiting = _FairQueue(MAX_IN_HAND)
         self._is_closed = False
         self._changed = threading.Condition()
-        self._threads = [
-            start_thread(partial(self._work, place), f"grammars-{place}")
-            for place in range(num_threads)
-        ]
+        self._threads = [self._start(place) for place in range(num_threads)]
+
+    def prepare(self) -> None:
+        """Load the vocabulary for a request to come."""
+        try:
+            self._vocabulary()
+        except InvalidRequestError as error:
+            logger.info("%s", error)
 
     def find(self, wanted: StructuredOutputs, client: int = 0) -> Compiled | None:
         """Return the known result, or an error if the client waits for too many others."""
@@ -226,7 +236,7 @@ class GrammarCompiler:
             self._is_closed = True
             self._jobs.clear()
             self._changed.notify_all()
-        self._compiler.close()
+        self._process.close()
         return join_threads(self._threads, _END_LIMIT_S)
 
     def _withdraw(self, job: _Job, asker: _Waiter) -> None:
@@ -248,20 +258,25 @@ class GrammarCompiler:
                     return
                 client, job = self._waiting.pop()
                 job.is_begun = True
-                for asker in job.askers:
-                    self._waiting.remove(asker.client, job)
                 result: Compiled | None = self._cache.find(job.key)
-            self._finish(client, job, result or self._compiled(place, job))
+            self._finish(client, job, result or self._compiled(job))
+            if job.was_slow:
+                with suppress(RuntimeError):  # the system has no other thread
+                    self._threads[place] = self._start(place)
+                    return
 
-    def _compiled(self, place: int, job: _Job) -> Compiled:
+    def _start(self, place: int) -> threading.Thread:
+        return start_thread(partial(self._work, place), f"grammars-{place}")
+
+    def _compiled(self, job: _Job) -> Compiled:
         try:
             vocabulary = self._vocabulary()
             start_s = time.monotonic()
-            text, not_held = self._compiler.run(place, job.wanted)
-            if time.monotonic() - start_s <= _QUICK_S:
-                grammar = compile_text(vocabulary, text)
-            else:
-                grammar = self._compiled_aside(vocabulary, text)
+            text, not_held = self._process.run(job.wanted)
+            if time.monotonic() - start_s > _QUICK_S:
+                give_way(threading.current_thread())
+                job.was_slow = True
+            grammar = compile_text(vocabulary, text)
         except InvalidRequestError as error:
             return InvalidRequestError(str(error))  # a new one: without what it passed on its way
         except EngineOverloadedError as error:
@@ -275,22 +290,25 @@ class GrammarCompiler:
         grammar.on_too_slow = partial(self._refuse, job.key)
         return grammar
 
-    def _compiled_aside(self, vocabulary: TokenTable, text: str) -> CompiledGrammar:
-        """Compile in a low-priority thread, if the system gives one."""
-        compiled: Future[CompiledGrammar] = Future()
+    def _vocabulary(self) -> TokenTable:
+        """Return the vocabulary; load it, if no other thread has.
 
-        def run() -> None:
-            try:
-                compiled.set_result(compile_text(vocabulary, text))
-            except BaseException as error:
-                compiled.set_exception(error)
-
-        try:
-            thread = start_thread(run, "grammar")
-        except RuntimeError:
-            return compile_text(vocabulary, text)
-        give_way(thread)
-        return compiled.result()
+        Raises:
+            InvalidRequestError: there is none. Exception: a bug that its loading met.
+        """
+        with self._loading:
+            if self._loaded is None:
+                start_s = time.monotonic()
+                try:
+                    self._loaded = self._load()
+                    logger.info(
+                        "structured outputs: vocabulary in %.2f s", time.monotonic() - start_s
+                    )
+                except Exception as error:
+                    self._loaded = error
+        if isinstance(self._loaded, Exception):
+            raise self._loaded
+        return self._loaded
 
     def _finish(self, client: int, job: _Job, result: Compiled) -> None:
         """Report a result to all waiters. client: the one whose turn it was."""
@@ -315,76 +333,20 @@ class GrammarCompiler:
             self._cache.put(key, InvalidRequestError(reason))
 
 
-class VocabularyLoad:
-    """Loads a model's vocabulary and starts the compile process, once.
+def grammars_of(source: VocabularySource) -> GrammarCompiler | NoGrammars:
+    """Return the compiler of structured outputs; without a vocabulary, what refuses them.
 
-    Without a vocabulary a model is served all the same, and structured outputs are refused with the
-    reason. Any thread may call it.
+    The vocabulary is loaded when it is needed.
     """
+    try:
+        source.check()
+    except InvalidRequestError as why:
+        logger.info("%s", why)
+        return NoGrammars(str(why))
+    process = CompileProcess(source)
 
-    def __init__(self, source: VocabularySource) -> None:
-        self._source = source
-        self._lock = threading.Lock()
-        self._result: TokenTable | Exception | None = None
-        self._process: CompileProcess | None = None
-        self._is_closed = threading.Event()
+    def load() -> TokenTable:
+        process.start()  # it loads it, too, meanwhile
+        return TokenTable.load(source)
 
-    def grammars(self) -> GrammarSource:
-        """Return the compiler of structured outputs, or what refuses them."""
-        try:
-            self._source.check()
-        except InvalidRequestError as why:
-            logger.info("%s", why)
-            return NoGrammars(str(why))
-        return GrammarCompiler(self.get, self)
-
-    def get(self, is_urgent: bool = True) -> TokenTable:
-        """Return the vocabulary; load it, if no other thread has.
-
-        The first caller's thread has to live as long as the compile process, which the kernel ends
-        with it. is_urgent: a request waits.
-
-        Raises:
-            InvalidRequestError: there is none. Exception: a bug that its loading met.
-        """
-        with self._lock:
-            if self._result is None:
-                self._result = self._load(is_urgent)
-        if isinstance(self._result, TokenTable):
-            return self._result
-        raise self._result
-
-    def load_and_stay(self) -> None:
-        """Load it for a request to come, and return when this is closed."""
-        try:
-            self.get(is_urgent=False)
-        except Exception as error:
-            logger.info("%s", error)
-        self._is_closed.wait()
-
-    def run(self, place: int, wanted: StructuredOutputs) -> tuple[str, list[str]]:
-        """See `CompileProcess.run`; the vocabulary has been loaded."""
-        if self._process is None:
-            raise EngineOverloadedError("the engine ends: try again later")
-        return self._process.run(place, wanted)
-
-    def close(self) -> None:
-        """End the compile process. Idempotent."""
-        self._is_closed.set()
-        if self._process is not None:
-            self._process.close()
-
-    def _load(self, is_urgent: bool) -> TokenTable | Exception:
-        if self._is_closed.is_set():
-            return InvalidRequestError("the engine ends")
-        start_s = time.monotonic()
-        self._process = CompileProcess(self._source, is_urgent)
-        try:
-            table = TokenTable.load(self._source)
-        except Exception as error:
-            self._process.close()
-            return error
-        logger.info("structured outputs: vocabulary in %.2f s", time.monotonic() - start_s)
-        if self._is_closed.is_set():
-            self._process.close()  # which was closed before there was one
-        return table
+    return GrammarCompiler(load, process)

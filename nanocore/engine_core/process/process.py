@@ -25,7 +25,7 @@ from nanocore import __version__
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
-from nanocore.engine_core.grammars.grammar_compiler import VocabularyLoad
+from nanocore.engine_core.grammars.grammar_compiler import grammars_of
 from nanocore.engine_core.grammars.mask_filler import MaskFiller
 from nanocore.engine_core.grammars.matcher import GrammarSource, NoGrammars
 from nanocore.engine_core.grammars.token_table import VocabularySource
@@ -155,10 +155,10 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
         ranks = _profile(executor, parts)
         size = _allocate(config, executor, ranks, max_model_len, parts)
         utilisation, later = _machine_use(config, folder, model_config, ranks, size)
-        vocabulary = VocabularyLoad(_vocabulary_source(folder, files, model_config))
-        grammars = stack.enter_context(closing(vocabulary.grammars()))
+        vocabulary = _vocabulary_source(folder, files, model_config)
+        grammars = stack.enter_context(closing(grammars_of(vocabulary)))
         if not isinstance(grammars, NoGrammars):
-            later.append(vocabulary.load_and_stay)
+            later.append(grammars.prepare)
         log_generation_defaults(model_config)
         return serve(
             config,

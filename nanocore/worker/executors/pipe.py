@@ -70,7 +70,9 @@ class Pipe(Generic[T]):
 
     def has_message(self, timeout_s: float) -> bool:
         """Whether `recv` has something to read, or the end to report, within this time."""
-        return self.has_taken_in or bool(select.select([self._end], [], [], timeout_s)[0])
+        poll = select.poll()  # select cannot wait for descriptors above 1023
+        poll.register(self._end, select.POLLIN)
+        return self.has_taken_in or bool(poll.poll(timeout_s * 1000))
 
     def recv(self) -> T:
         """Wait for a message. Raises EOFError: the other side is gone."""

@@ -48,7 +48,9 @@ FOUR_HUNDRED_PATTERNS = json.dumps(
 
 
 def demo_process() -> CompileProcess:
-    return CompileProcess(source_of(DEMO_MODEL, 1030, [2]))
+    process = CompileProcess(source_of(DEMO_MODEL, 1030, [2]))
+    process.start()
+    return process
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,7 @@ def ended_by(process: CompileProcess, number: int, times: int = 1) -> str:
 
     def ask() -> None:
         try:
-            answers.put(process.run(0, ENDLESS))
+            answers.put(process.run(ENDLESS))
         except (InvalidRequestError, EngineOverloadedError) as error:
             answers.put(f"{type(error).__name__}: {error}")
 
@@ -114,22 +116,22 @@ def busy_ticks(process: CompileProcess) -> dict[int, int]:
 
 def test_what_passes_compiles_to_what_was_tried(process: CompileProcess) -> None:
     vocabulary = demo_vocabulary()
-    grammar = compile_text(vocabulary, process.run(0, want("a"))[0])
+    grammar = compile_text(vocabulary, process.run(want("a"))[0])
     assert vocabulary.tokenizer.decode_str(allowed(vocabulary, grammar.matcher())) == "a"
 
 
 def test_a_refusal_comes_as_it_is(process: CompileProcess) -> None:
     with pytest.raises(InvalidRequestError, match="json is not JSON"):
-        process.run(1, StructuredOutputs(json="{"))
+        process.run(StructuredOutputs(json="{"))
 
 
 def test_a_trial_that_does_not_end_is_refused_and_the_next_is_served(
     process: CompileProcess,
 ) -> None:
     with pytest.raises(InvalidRequestError, match=r"more than 0\.5 s of CPU time; make it simpler"):
-        process.run(0, ENDLESS)
-    assert process.run(0, want("a"))
-    assert process.run(1, want("b"))
+        process.run(ENDLESS)
+    assert process.run(want("a"))
+    assert process.run(want("b"))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_a_trial_that_crashes_twice_is_refused_and_the_next_is_served(
         told = ended_by(process, number, times=2)
         assert told == f"InvalidRequestError: {too_complex(ENDLESS, number)}"
         assert text in told
-        assert process.run(0, want("a"))
+        assert process.run(want("a"))
 
 
 def test_a_trial_that_crashes_once_is_tried_again(process: CompileProcess) -> None:
@@ -155,7 +157,7 @@ def test_a_trial_that_crashes_once_is_tried_again(process: CompileProcess) -> No
     assert told == f"InvalidRequestError: {too_complex(ENDLESS, signal.SIGPROF)}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGALRM, signal.SIGILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGALRM, signal.SIGILL, signal.SIGSTOP])
 def test_what_ends_a_trial_from_outside_is_no_refusal(
     monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -163,21 +165,7 @@ def test_what_ends_a_trial_from_outside_is_no_refusal(
     with trials_within(monkeypatch, **limits) as process:
         told = ended_by(process, number)
         assert "EngineOverloadedError: structured_outputs.grammar could not be compiled" in told
-        assert process.run(0, want("a"))
-
-
-def test_a_trial_that_is_lost_on_its_way_is_told_of(process: CompileProcess) -> None:
-    """Its process is killed when it has read a part of it."""
-    running = process._running
-    assert running is not None
-    running.pipes[0]._end.send(b"1")
-    while running.process.poll() is None:
-        for pid in child_pids(running.process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineOverloadedError, match="gone or hangs"):
-        process.run(0, want("a"))
-    assert process.run(0, want("a"))
+        assert process.run(want("a"))
 
 
 def test_a_model_whose_folder_is_gone_has_structured_outputs(tmp_path: Path) -> None:
@@ -185,14 +173,14 @@ def test_a_model_whose_folder_is_gone_has_structured_outputs(tmp_path: Path) -> 
     folder.symlink_to(DEMO_MODEL)
     source = source_of(folder, 1030, [2])
     folder.unlink()
-    process = CompileProcess(source, is_urgent=False)
+    process = CompileProcess(source)
     try:
-        assert process.run(0, want("a"))
+        assert process.run(want("a"))
         process._running.process.kill()  # type: ignore[union-attr]
         process._running.process.wait()  # type: ignore[union-attr]
         with pytest.raises(EngineOverloadedError):
-            process.run(0, want("a"))
-        assert process.run(0, want("a")), "it was started again"
+            process.run(want("a"))
+        assert process.run(want("a")), "it was started again"
     finally:
         process.close()
     assert TokenTable.load(source).vocab_size == 1030
@@ -213,10 +201,10 @@ def trials_within(monkeypatch: pytest.MonkeyPatch, **limits: float) -> Iterator[
 
 def test_one_process_serves_quick_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     with trials_within(monkeypatch, _QUICK_S=WAIT_S) as process:
-        assert process.run(0, want("a"))
+        assert process.run(want("a"))
         first = set(child_pids(pid_of(process)))
         for name in "bcd":
-            assert process.run(0, want(name))
+            assert process.run(want(name))
         assert set(child_pids(pid_of(process))) == first
 
 
@@ -229,7 +217,7 @@ def test_one_that_was_slow_or_grew_serves_no_other(
             long = StructuredOutputs(choice=[f"{name}{i:x}" * 4 for i in range(4000)])
             while len(before := set(child_pids(pid_of(process)))) < NUM_WORKERS:
                 pass
-            assert process.run(0, long)
+            assert process.run(long)
             while before <= set(child_pids(pid_of(process))):
                 pass
 
@@ -247,7 +235,7 @@ def test_a_long_trial_gives_way_to_others(monkeypatch: pytest.MonkeyPatch) -> No
 
 def ended_of(process: CompileProcess) -> None:
     with pytest.raises(EngineOverloadedError):
-        process.run(0, ENDLESS)
+        process.run(ENDLESS)
 
 
 def niceness(pid: int) -> int:
@@ -268,8 +256,7 @@ from tests.engine_core.grammars.walks import load_table, source_of
 from tests.engine_core.grammars.walks import demo_vocabulary
 process.MEMORY_LIMIT_MIB, process.CPU_LIMIT_S = int(sys.argv[1]), 60
 vocabulary, results = demo_vocabulary(), []
-trial = process.CompileRequest(1, ENDLESS)
-start_thread(lambda: results.append(process._compile(vocabulary, trial)), "trial").join()
+start_thread(lambda: results.append(process._compile(vocabulary, ENDLESS)), "trial").join()
 sys.exit(-results[0].signal)
 """
 
@@ -283,11 +270,11 @@ def test_a_trial_that_takes_all_memory_ends_at_its_limit() -> None:
 
 
 def test_one_that_is_killed_before_its_trial_leaves_it_to_the_next(process: CompileProcess) -> None:
-    assert process.run(0, want("a"))
+    assert process.run(want("a"))
     for pid in child_pids(pid_of(process)):
         os.kill(pid, signal.SIGKILL)
-    for place in range(NUM_WORKERS):
-        assert process.run(place, want("b"))
+    for _ in range(NUM_WORKERS):
+        assert process.run(want("b"))
 
 
 def test_a_process_that_is_gone_is_told_of_and_started_again() -> None:
@@ -313,20 +300,19 @@ def test_a_process_that_is_gone_is_told_of_and_started_again() -> None:
     assert pid_of(process) is None
 
 
-@pytest.mark.parametrize("whom", ["all", "those that try"])
 def test_processes_that_are_stopped_are_told_of_and_started_again(
-    process: CompileProcess, monkeypatch: pytest.MonkeyPatch, whom: str
+    process: CompileProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compile_process, "_LOOK_S", 0.02)
-    assert process.run(0, want("a"))
+    assert process.run(want("a"))
     pid = pid_of(process)
     assert pid is not None
-    for one in [*child_pids(pid), *([pid] if whom == "all" else [])]:
+    for one in [pid, *child_pids(pid)]:
         os.kill(one, signal.SIGSTOP)
     with pytest.raises(EngineOverloadedError, match="gone or hangs"):
-        process.run(0, want("b"))
+        process.run(want("b"))
     assert pid_of(process) != pid
-    assert process.run(0, want("b"))
+    assert process.run(want("b"))
 
 
 def test_closing_ends_a_trial_in_its_midst() -> None:
@@ -357,6 +343,6 @@ def test_no_evil_input_outlives_its_trial(
 ) -> None:
     before = pid_of(process)
     with suppress(InvalidRequestError):
-        assert process.run(0, wanted)
+        assert process.run(wanted)
     assert pid_of(process) == before
-    assert process.run(0, want("a"))
+    assert process.run(want("a"))

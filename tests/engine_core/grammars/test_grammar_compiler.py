@@ -25,6 +25,7 @@ from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
+from nanocore.system.large_stack_threads import start_thread
 
 WAIT_S = 60
 
@@ -45,7 +46,7 @@ class Gate:
         self.begun: Queue[str] = Queue()
         self.ends: dict[str, threading.Event] = {}
 
-    def run(self, place: int, wanted: StructuredOutputs) -> tuple[str, list[str]]:
+    def run(self, wanted: StructuredOutputs) -> tuple[str, list[str]]:
         [name] = wanted.choice or []
         self.begun.put(name)
         if name in self.ends:
@@ -263,24 +264,30 @@ def test_what_may_be_over_soon_is_told_and_not_remembered(
         assert grammars.find(want(name)) is None
 
 
-def test_a_long_trial_is_compiled_aside_or_where_there_is_no_thread_for_it_here(
+def test_a_long_trials_thread_gives_way_and_is_replaced_if_there_is_another(
     vocabulary: TokenTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asides: list[str] = []
+    started: list[str] = []
+    gave_way: list[threading.Thread] = []
 
-    def refuse(target: Callable[[], None], name: str) -> threading.Thread:
-        asides.append(name)
-        raise RuntimeError("can't start new thread")
+    def start(target: Callable[[], None], name: str) -> threading.Thread:
+        started.append(name)
+        if len(started) > 1:
+            raise RuntimeError("can't start new thread")
+        return start_thread(target, name)
 
     monkeypatch.setattr(grammars_module, "_QUICK_S", -1.0)
+    monkeypatch.setattr(grammars_module, "give_way", gave_way.append)
     done: Queue[Compiled] = Queue()
     with pool(vocabulary, Gate()) as grammars:
-        grammars.compile(want("a"), done.put)
-        assert isinstance(done.get(timeout=WAIT_S), CompiledGrammar)
-        monkeypatch.setattr(grammars_module, "start_thread", refuse)
-        grammars.compile(want("b"), done.put)
-        assert isinstance(done.get(timeout=WAIT_S), CompiledGrammar)
-    assert asides == ["grammar"]
+        monkeypatch.setattr(grammars_module, "start_thread", start)
+        for name in "abc":
+            grammars.compile(want(name), done.put)
+            assert isinstance(done.get(timeout=WAIT_S), CompiledGrammar)
+    first, second, third = gave_way
+    assert first is not second
+    assert second is third
+    assert started[:2] == ["grammars-0", "grammars-0"]
 
 
 def test_a_refusal_holds_nothing_of_where_it_came_from(vocabulary: TokenTable) -> None:
