@@ -8,11 +8,9 @@ written.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
-from decimal import Decimal, InvalidOperation
-from itertools import chain
-from math import lcm
+from decimal import Decimal
+from math import ceil, floor, lcm
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -53,39 +51,30 @@ def first_fault(schema: Any) -> Fault | None:
 
 
 def _faults(schema: Any) -> Iterator[Fault]:
-    """Yield what is wrong. A check may rely on it that those before it have found nothing."""
-    yield from _reference_faults(schema)
-    yield from _value_faults(schema)
-    yield from _bound_faults(schema)
-    multiples: list[tuple[str, Decimal]] = []
-    for place, part in parts(schema):
-        for at, pattern in _patterns(place, part):
-            yield from ((at, reason) for reason in _regex_faults(pattern))
-            if _VERBOSE.search(pattern):
-                yield at, ": the flag x is not supported: write it without"
-        if isinstance(multiple := part.get("multipleOf"), (int, float)):
-            multiples.append((f"{place}/multipleOf", Decimal(str(multiple))))
+    every = list(parts(schema))
+    for place, part in every:
+        yield from _reference_faults(place, part)
+        yield from _value_faults(place, part)
+        yield from _pattern_faults(place, part)
         yield from _required_faults(place, part)
         yield from _min_properties_faults(place, part)
-    yield from _multiple_faults(multiples, _is_merged(schema))
+    # Parts that may hold of one value are looked at together.
+    is_merged = any(not MERGING.isdisjoint(part) for _, part in every)
+    for group in [every] if is_merged else [[one] for one in every]:
+        yield from _bound_faults(group)
+    yield from _multiple_faults(every, is_merged)
 
 
-def _is_merged(schema: Any) -> bool:
-    """Whether several parts of a schema may hold of one value."""
-    return any(not MERGING.isdisjoint(part) for _, part in parts(schema))
-
-
-def _reference_faults(schema: Any) -> Iterator[Fault]:
-    """References to values, which `parts` would not have visited."""
-    for place, part in parts(schema):
-        for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
-            reference = part.get(keyword)
-            if isinstance(reference, str) and not _leads_to_a_part(reference):
-                yield (
-                    f"{place}/{keyword}",
-                    f": {shorten(reference)} points to a value, or to a map of schemas: put the "
-                    "schema into $defs",
-                )
+def _reference_faults(place: str, part: dict[str, Any]) -> Iterator[Fault]:
+    """References to values, which `parts` does not visit."""
+    for keyword in ("$ref", "$dynamicRef", "$recursiveRef"):
+        reference = part.get(keyword)
+        if isinstance(reference, str) and not _leads_to_a_part(reference):
+            yield (
+                f"{place}/{keyword}",
+                f": {shorten(reference)} points to a value, or to a map of schemas: put the "
+                "schema into $defs",
+            )
 
 
 def _leads_to_a_part(reference: str) -> bool:
@@ -97,30 +86,29 @@ def _leads_to_a_part(reference: str) -> bool:
     return not by_name
 
 
-def _value_faults(schema: Any) -> Iterator[Fault]:
+def _value_faults(place: str, part: dict[str, Any]) -> Iterator[Fault]:
     """Const, enum, bounds and multipleOf that llguidance would change."""
-    for place, part in parts(schema):
-        for keyword in ("const", "enum"):
-            for at, value in _values(part.get(keyword), f"{place}/{keyword}"):
-                if _is_number(value):
-                    yield from _number_faults(at, value)
-                elif isinstance(value, str) and (found := _UNWRITABLE.search(value)):
-                    yield (
-                        at,
-                        f": the control character {found[0]!a} cannot be written: leave it out, or "
-                        "allow any string",
-                    )
-        for keyword in (*_LOWER, *_UPPER, "multipleOf"):
-            bound: Any = part.get(keyword)
-            if _is_number(bound):
-                at = f"{place}/{keyword}"
-                yield from _number_faults(at, bound)
-                if len(_decimal(bound).as_tuple().digits) > MAX_DIGITS and isinstance(bound, float):
-                    yield (
-                        at,
-                        f": {bound} has more than {MAX_DIGITS} digits, and would be rounded: write "
-                        "fewer",
-                    )
+    for keyword in ("const", "enum"):
+        for at, value in _values(part.get(keyword), f"{place}/{keyword}"):
+            if _is_number(value):
+                yield from _number_faults(at, value)
+            elif isinstance(value, str) and (found := _UNWRITABLE.search(value)):
+                yield (
+                    at,
+                    f": the control character {found[0]!a} cannot be written: leave it out, or "
+                    "allow any string",
+                )
+    for keyword in (*_LOWER, *_UPPER, "multipleOf"):
+        bound: Any = part.get(keyword)
+        if _is_number(bound):
+            at = f"{place}/{keyword}"
+            yield from _number_faults(at, bound)
+            if len(_decimal(bound).as_tuple().digits) > MAX_DIGITS and isinstance(bound, float):
+                yield (
+                    at,
+                    f": {bound} has more than {MAX_DIGITS} digits, and would be rounded: write "
+                    "fewer",
+                )
 
 
 def _values(value: Any, place: str) -> Iterator[tuple[str, Any]]:
@@ -150,43 +138,31 @@ def _number_faults(place: str, value: float) -> Iterator[Fault]:
         )
 
 
-def _bound_faults(schema: Any) -> Iterator[Fault]:
-    """Whole exclusive bounds that would be let in: another bound is less than 1 away.
-
-    Where parts of the schema may hold of one value, bounds of all of them are looked at together.
-    """
-    bounds = [
-        (_bounds(place, part, _LOWER), _bounds(place, part, _UPPER))
-        for place, part in parts(schema)
-        if _may_be_a_fraction(part)
-    ]
-    if _is_merged(schema):
-        bounds = [([*chain(*(low for low, _ in bounds))], [*chain(*(high for _, high in bounds))])]
-    for lower, upper in bounds:
-        yield from _close_bounds(lower, upper, 1)
-        yield from _close_bounds(upper, lower, -1)
-
-
-def _close_bounds(bounds: list[_Bound], opposite: list[_Bound], sign: int) -> Iterator[Fault]:
-    """Exclusive bounds with an opposite one less than 1 away. sign: -1 for upper bounds."""
-    ends = sorted(sign * value for value, _, _ in opposite)
-    for value, place, is_exclusive in bounds:
-        if is_exclusive and bisect_left(ends, sign * value) < bisect_left(ends, sign * value + 1):
-            yield (
-                place,
-                f": {value:f} would be accepted, because it is a whole number and another bound is "
-                "less than 1 away: exclude one with a fraction, such as 0.001 in place of 0",
-            )
+def _bound_faults(group: list[tuple[str, dict[str, Any]]]) -> Iterator[Fault]:
+    """Whole exclusive bounds that would be let in: an opposite bound is less than 1 away."""
+    numbers = [(place, part) for place, part in group if _may_be_a_fraction(part)]
+    lower, upper = _bounds(numbers, _LOWER), _bounds(numbers, _UPPER)
+    above_lower = {ceil(value) for value, _, _ in lower}
+    below_upper = {floor(value) for value, _, _ in upper}
+    for bounds, near in ((lower, below_upper), (upper, above_lower)):
+        for value, place, is_exclusive in bounds:
+            if is_exclusive and value in near:
+                yield (
+                    place,
+                    f": {value:f} would be accepted, because it is a whole number and another "
+                    "bound is less than 1 away: exclude one with a fraction, such as 0.001 in "
+                    "place of 0",
+                )
 
 
-def _bounds(place: str, part: dict[str, Any], keywords: tuple[str, str]) -> list[_Bound]:
+def _bounds(numbers: list[tuple[str, dict[str, Any]]], keywords: tuple[str, str]) -> list[_Bound]:
     """Return bounds; in old drafts a flag makes the plain keyword exclusive."""
     plain, exclusive = keywords
     return [
-        (value, f"{place}/{keyword}", value % 1 == 0 and flag)
-        for keyword, flag in ((plain, part.get(exclusive) is True), (exclusive, True))
+        (_decimal(part[keyword]), f"{place}/{keyword}", is_exclusive)
+        for place, part in numbers
+        for keyword, is_exclusive in ((plain, part.get(exclusive) is True), (exclusive, True))
         if _is_number(part.get(keyword))
-        for value in [_decimal(part[keyword])]
     ]
 
 
@@ -341,13 +317,16 @@ def check_triggers(tag: StructuralTag) -> None:
             )
 
 
-def _patterns(place: str, part: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (JSON pointer, pattern) of a schema's patterns that are not empty."""
+def _pattern_faults(place: str, part: dict[str, Any]) -> Iterator[Fault]:
     own = {f"{place}/pattern": part.get("pattern")}
     by_name = part.get("patternProperties")
     for key in by_name if isinstance(by_name, dict) else ():
         own[f"{place}/patternProperties/{escaped(key)}"] = key
-    return [(at, one) for at, one in own.items() if isinstance(one, str) and one]
+    for at, pattern in own.items():
+        if isinstance(pattern, str) and pattern:
+            yield from ((at, reason) for reason in _regex_faults(pattern))
+            if _VERBOSE.search(pattern):
+                yield at, ": the flag x is not supported: write it without"
 
 
 def _required_faults(place: str, part: dict[str, Any]) -> Iterator[Fault]:
@@ -375,16 +354,18 @@ def _min_properties_faults(place: str, part: dict[str, Any]) -> Iterator[Fault]:
         )
 
 
-def _multiple_faults(multiples: list[tuple[str, Decimal]], is_merged: bool) -> Iterator[Fault]:
+def _multiple_faults(every: list[tuple[str, dict[str, Any]]], is_merged: bool) -> Iterator[Fault]:
     """Check each multipleOf alone, and all together if parts may apply to one value."""
+    multiples = [
+        (f"{place}/multipleOf", _decimal(part["multipleOf"]))
+        for place, part in every
+        if _is_number(part.get("multipleOf"))
+    ]
     digits = max((_num_decimals(value) for _, value in multiples), default=0)
     common = 1
     for place, value in multiples:
-        try:
-            own = int(value.scaleb(_num_decimals(value)))
-            common = lcm(common, int(value.scaleb(digits))) if is_merged else own
-        except (InvalidOperation, OverflowError):
-            own = MAX_MULTIPLE + 1
+        own = int(value.scaleb(_num_decimals(value)))
+        common = lcm(common, int(value.scaleb(digits))) if is_merged else own
         if max(own, common) > MAX_MULTIPLE:
             yield (
                 place,
