@@ -27,7 +27,7 @@ from nanocore.engine_core.grammars.token_matcher import (
     why,
     write_mask,
 )
-from nanocore.engine_core.grammars.token_table import TokenTable
+from nanocore.engine_core.grammars.token_table import TokenTable, tokens_of
 from nanocore.protocol.errors import InvalidRequestError, shorten
 from nanocore.protocol.structured_outputs import StructuredOutputs
 
@@ -233,10 +233,7 @@ def _walk(grammar: CompiledGrammar, vocabulary: TokenTable) -> None:
         matcher.fill(words_W)
         if matcher.failure is not None:
             raise InvalidRequestError(matcher.failure)
-        words_W &= ~vocabulary.eos_words
-        filled = np.flatnonzero(words_W)
-        if len(filled) == 0:  # it can only end
+        tokens = tokens_of(words_W & ~vocabulary.eos_words)
+        if len(tokens) == 0:  # it can only end
             return
-        place = int(filled[step * 7919 % len(filled)])
-        word = int(words_W[place]) & 0xFFFFFFFF
-        matcher.append([place * 32 + (word & -word).bit_length() - 1])
+        matcher.append([int(tokens[step * 7919 % len(tokens)])])

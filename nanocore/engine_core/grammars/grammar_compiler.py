@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,9 +55,6 @@ class GrammarCache:
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._known: OrderedDict[bytes, CompiledGrammar | str] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._known)
 
     def find(self, key: bytes) -> CompiledGrammar | InvalidRequestError | None:
         found = self._known.get(key)
@@ -103,13 +101,12 @@ class _Job:
 class _FairQueue:
     """A queue in which clients take turns, each with its jobs in order. For a thread at a time.
 
-    A client with many jobs delays itself, and others by one job each. At most max_in_hand jobs of a
+    A client with many jobs delays itself, and others by one job each. At most MAX_IN_HAND jobs of a
     client are processed at a time, so that others find a free thread. A job may be queued for
     several clients, once for each.
     """
 
-    def __init__(self, max_in_hand: int) -> None:
-        self._max_in_hand = max_in_hand
+    def __init__(self) -> None:
         self._in_hand: Counter[int] = Counter()
         self._waiting: OrderedDict[int, dict[_Job, None]] = OrderedDict()
 
@@ -145,13 +142,11 @@ class _FairQueue:
         return client, job
 
     def done(self, client: int) -> None:
-        self._in_hand[client] -= 1
-        if not self._in_hand[client]:
-            del self._in_hand[client]
+        self._in_hand -= Counter((client,))  # without zeros
 
     def _turns(self) -> Iterator[int]:
         """Clients that may be served, the next one first."""
-        return (c for c in self._waiting if self._in_hand[c] < self._max_in_hand)
+        return (c for c in self._waiting if self._in_hand[c] < MAX_IN_HAND)
 
 
 MAX_WAITING: Final = 256
@@ -179,16 +174,15 @@ class GrammarCompiler:
         num_threads: int = NUM_WORKERS,
         *,
         max_waiting: int = MAX_WAITING,
-        max_cache_bytes: int = MAX_CACHE_BYTES,
     ) -> None:
         self._load = load
         self._loading = threading.Lock()
-        self._loaded: TokenTable | Exception | None = None
+        self._loaded: Future[TokenTable] = Future()
         self._process = process
         self._max_waiting = max_waiting
-        self._cache = GrammarCache(max_cache_bytes)
+        self._cache = GrammarCache(MAX_CACHE_BYTES)
         self._jobs: dict[bytes, _Job] = {}
-        self._waiting = _FairQueue(MAX_IN_HAND)
+        self._waiting = _FairQueue()
         self._is_closed = False
         self._changed = threading.Condition()
         self._threads = [self._start(place) for place in range(num_threads)]
@@ -297,18 +291,15 @@ class GrammarCompiler:
             InvalidRequestError: there is none. Exception: a bug that its loading met.
         """
         with self._loading:
-            if self._loaded is None:
+            if not self._loaded.done():
                 start_s = time.monotonic()
                 try:
-                    self._loaded = self._load()
-                    logger.info(
-                        "structured outputs: vocabulary in %.2f s", time.monotonic() - start_s
-                    )
+                    self._loaded.set_result(self._load())
+                    took_s = time.monotonic() - start_s
+                    logger.info("structured outputs: vocabulary in %.2f s", took_s)
                 except Exception as error:
-                    self._loaded = error
-        if isinstance(self._loaded, Exception):
-            raise self._loaded
-        return self._loaded
+                    self._loaded.set_exception(error)
+        return self._loaded.result()
 
     def _finish(self, client: int, job: _Job, result: Compiled) -> None:
         """Report a result to all waiters. client: the one whose turn it was."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from nanocore.engine_core.grammars.schema import with_safe_patterns
-from nanocore.engine_core.grammars.schema_checks import check_lark, check_regex, check_triggers
+from nanocore.engine_core.grammars.schema_checks import check_regex, check_triggers
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.structured_outputs import ReasoningMarks, StructuralTag, StructuredOutputs
@@ -80,7 +80,6 @@ def _form(wanted: StructuredOutputs, schemas: list[Any], vocabulary: TokenTable)
         texts = " | ".join(map(_literal, wanted.choice))
         return [{"lark_grammar": f"start: CHOICE\nCHOICE: {texts}"}]
     if wanted.grammar is not None:
-        check_lark(wanted.grammar)
         return [{"lark_grammar": wanted.grammar}]
     schema = schemas[0] if schemas else {"type": "object"}
     return [{"json_schema": _guided(schema, compact)}]

@@ -181,8 +181,6 @@ def _decimal(value: float) -> Decimal:
 
 MAX_REPETITIONS: Final = 1000
 """Limit of ?, *, + and {} in one expression, whose cost grows with their square."""
-MAX_LARK_REPETITIONS: Final = 2500
-MAX_LARK_INTERSECTIONS: Final = 64
 MAX_MULTIPLE: Final = 100_000
 """Limit of multipleOf without its decimal point, and of the common multiple of merged ones."""
 
@@ -209,21 +207,6 @@ def _regex_faults(regex: str) -> Iterator[str]:
             f" has {count} repetitions: at most {MAX_REPETITIONS} are allowed, because more would "
             "take too long; combine some, as in a{1,100}"
         )
-
-
-def check_lark(grammar: str) -> None:
-    """Refuse a grammar with too many of the most costly operators.
-
-    Raises:
-        InvalidRequestError: which ones, and how many.
-    """
-    for operators, limit in (("?*+{", MAX_LARK_REPETITIONS), ("&~", MAX_LARK_INTERSECTIONS)):
-        count = sum(map(grammar.count, operators))
-        if count > limit:
-            raise InvalidRequestError(
-                f"structured_outputs.grammar has {count} of the characters {operators}: at most "
-                f"{limit} are allowed, because more would take too long; make it smaller"
-            )
 
 
 _TYPES: Final = ("array", "boolean", "integer", "null", "number", "object", "string")

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore.engine_core.grammars.token_table import TokenTable
+from nanocore.engine_core.grammars.token_table import TokenTable, tokens_of
 from nanocore.protocol.errors import shorten
 
 if TYPE_CHECKING:
@@ -148,8 +148,7 @@ def _take_no_names(
     Where a text must follow that begins with a special token's name, llguidance's mask has that
     token, although it does not consume it there. An EOS would end the output.
     """
-    words = words_W & vocabulary.special_words
-    for token in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist():
+    for token in tokens_of(words_W & vocabulary.special_words).tolist():
         if matcher.validate_tokens([token]) == 0:
             words_W[token // 32] ^= np.int32(1) << np.int32(token % 32)
     if not words_W.any():

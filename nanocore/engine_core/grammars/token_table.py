@@ -61,6 +61,11 @@ class VocabularySource(msgspec.Struct, frozen=True):
         return eos
 
 
+def tokens_of(words_W: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Return the tokens that a mask allows."""
+    return np.flatnonzero(np.unpackbits(words_W.view(np.uint8), bitorder="little"))
+
+
 class TokenTable:
     """The model's tokens for llguidance and masks: bit t of a mask is token t.
 
@@ -114,9 +119,7 @@ class TokenTable:
 
     def special_ranges(self) -> str:
         """Special tokens except EOS, in Lark's form: "3,7-9"."""
-        others = np.flatnonzero(
-            np.unpackbits((self.special_words & ~self.eos_words).view(np.uint8), bitorder="little")
-        )
+        others = tokens_of(self.special_words & ~self.eos_words)
         runs = np.split(others, np.flatnonzero(np.diff(others) != 1) + 1)
         return ",".join(f"{run[0]}-{run[-1]}" for run in runs if len(run))
 

@@ -170,7 +170,6 @@ def test_a_regex_is_refused_with_a_reason(vocabulary: TokenTable, regex: str, wo
         ('root ::= "a"', """; grammars here are Lark's, not GBNF: start: "a" | "b\""""),
         ("start: <|none|>", "unknown special token"),
         ("start: <[5000]>", "Token range end too large"),
-        ("start: A\nA: /a/" + " & /a/" * 65, "at most 64"),
     ],
 )
 def test_a_grammar_is_refused_with_line_and_column(
