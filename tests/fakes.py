@@ -231,9 +231,8 @@ class FakeGrammars:
             result = FakeGrammar(output=output)
         done(result)
 
-    def close(self) -> bool:
+    def close(self) -> None:
         self.waiting.clear()
-        return True
 
 
 def withhold_some(token_ids: list[int], step: int) -> int:

@@ -24,10 +24,12 @@ from nanocore.engine_core.process.parent import ParentLink
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, StartError, memory_errors
 from nanocore.system import standard_streams
 from nanocore.system.flags import FlagParser, WholeFlagParser
-from nanocore.system.large_stack_threads import any_alive
+from nanocore.system.large_stack_threads import join_threads
 from nanocore.system.logs import complain, start_log
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
 
+_END_LIMIT_S: Final = 5.0
+"""Time that threads of grammars have to end before the process ends without them."""
 _MIN_ADDRESS_SPACE_BYTES: Final = 900 * 10**6
 _MIN_DATA_BYTES: Final = 360 * 10**6
 """Need of libraries and threads, as measured with torch for CPUs; a larger need shows later."""
@@ -220,6 +222,6 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     finally:
         standard_streams.flush_or_drop()
     logging.disable()  # what libraries have to say when the process ends
-    if any_alive():  # a grammar is compiled that nobody waits for
+    if not join_threads(_END_LIMIT_S):  # a grammar is compiled that nobody waits for
         os._exit(exit_code)
     sys.exit(exit_code)

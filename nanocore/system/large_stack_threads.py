@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 STACK_BYTES: Final = 256 * 2**20
@@ -41,18 +41,13 @@ def give_way(thread: threading.Thread) -> None:
         os.setpriority(os.PRIO_PROCESS, thread.native_id, niceness)
 
 
-def any_alive() -> bool:
-    """Whether one of these threads runs.
+def join_threads(timeout_s: float) -> bool:
+    """Wait for these threads, for at most timeout_s together; return whether all have ended.
 
-    The process must not end in the ordinary way then: native code that returns to an interpreter
-    which is ending crashes the process.
+    The process must not end in the ordinary way if one runs: native code that returns to an
+    interpreter which is ending crashes the process.
     """
-    return any(thread.is_alive() for thread in _started)
-
-
-def join_threads(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
-    """Join threads, for at most timeout_s together; return whether all have ended."""
     end_s = time.monotonic() + timeout_s
-    for thread in threads:
+    for thread in (threads := list(_started)):
         thread.join(max(0.0, end_s - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)

@@ -32,7 +32,7 @@ from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable, VocabularySource
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
-from nanocore.system.large_stack_threads import give_way, join_threads, start_thread
+from nanocore.system.large_stack_threads import give_way, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,6 @@ MAX_CACHE_BYTES: Final = 256 * 2**20
 _QUICK_S: Final = 0.05
 """Grammars that took longer in the compile process are compiled at low priority."""
 _RETRY_AFTER_S: Final = 5.0
-_END_LIMIT_S: Final = 5.0
 
 
 class GrammarCompiler:
@@ -185,7 +184,8 @@ class GrammarCompiler:
         self._waiting = _FairQueue()
         self._is_closed = False
         self._changed = threading.Condition()
-        self._threads = [self._start(place) for place in range(num_threads)]
+        for place in range(num_threads):
+            self._start(place)
 
     def prepare(self) -> None:
         """Load the vocabulary for a request to come."""
@@ -224,14 +224,13 @@ class GrammarCompiler:
             self._changed.notify_all()
         return partial(self._withdraw, job, asker)
 
-    def close(self) -> bool:
+    def close(self) -> None:
         """Drop pending compilations and end the process. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._jobs.clear()
             self._changed.notify_all()
         self._process.close()
-        return join_threads(self._threads, _END_LIMIT_S)
 
     def _withdraw(self, job: _Job, asker: _Waiter) -> None:
         """Leave a pending job. A compilation that has begun goes on and is cached for others."""
@@ -256,11 +255,11 @@ class GrammarCompiler:
             self._finish(client, job, result or self._compiled(job))
             if job.was_slow:
                 with suppress(RuntimeError):  # the system has no other thread
-                    self._threads[place] = self._start(place)
+                    self._start(place)
                     return
 
-    def _start(self, place: int) -> threading.Thread:
-        return start_thread(partial(self._work, place), f"grammars-{place}")
+    def _start(self, place: int) -> None:
+        start_thread(partial(self._work, place), f"grammars-{place}")
 
     def _compiled(self, job: _Job) -> Compiled:
         try:

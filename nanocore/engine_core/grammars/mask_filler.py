@@ -19,7 +19,7 @@ from nanocore.engine_core.grammars.matcher import Matcher
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.codec import pack_int32
-from nanocore.system.large_stack_threads import join_threads, start_thread
+from nanocore.system.large_stack_threads import start_thread
 from nanocore.worker.executors.executor import StepExecutor
 from nanocore.worker.plan import SchedulerOutput, TokenMasks
 
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 _CORES_PER_THREAD: Final = 8
 """The others are the model's, which computes meanwhile."""
 _MAX_NUM_THREADS: Final = 8
-_END_LIMIT_S: Final = 5.0
 
 
 class MaskFiller:
@@ -80,14 +79,10 @@ class MaskFiller:
         """Concatenate these masks, as `TokenMasks` has them."""
         return b"".join([self._words_MW[i] for i in masks])
 
-    def close(self) -> bool:
-        """End the threads, each when it has filled its mask. Idempotent.
-
-        Returns False if one is still filling after seconds.
-        """
+    def close(self) -> None:
+        """End the threads, each when it has filled its mask. Idempotent."""
         for _ in self._threads:
             self._begun.put(False)
-        return join_threads(self._threads, _END_LIMIT_S)
 
     def _run(self) -> None:
         while self._begun.get():

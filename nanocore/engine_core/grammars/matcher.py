@@ -35,8 +35,8 @@ class NoGrammars:
         done(self.find(wanted))
         return lambda: None
 
-    def close(self) -> bool:
-        return True
+    def close(self) -> None:
+        pass
 
 
 class Matcher(Protocol):
@@ -98,9 +98,6 @@ class GrammarSource(Protocol):
         """
         ...
 
-    def close(self) -> bool:
-        """Stop compiling; done may not be called for pending compilations.
-
-        Returns False if a thread is still compiling: the process cannot end in order then.
-        """
+    def close(self) -> None:
+        """Stop compiling; done may not be called for pending compilations."""
         ...

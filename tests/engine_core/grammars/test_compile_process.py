@@ -27,7 +27,7 @@ from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
 from tests.campaign import in_campaign
 from tests.end_to_end.rank_processes import child_pids
-from tests.engine_core.grammars import compile_server_within_limits
+from tests.engine_core.grammars import compile_process_within_limits
 from tests.engine_core.grammars.evil_inputs import EVIL_INPUTS
 from tests.engine_core.grammars.walks import DEMO_MODEL, allowed, demo_vocabulary, source_of
 
@@ -189,7 +189,7 @@ def test_a_model_whose_folder_is_gone_has_structured_outputs(tmp_path: Path) -> 
 @contextmanager
 def trials_within(monkeypatch: pytest.MonkeyPatch, **limits: float) -> Iterator[CompileProcess]:
     """With these constants of `process` in place of its own."""
-    command = (sys.executable, "-m", compile_server_within_limits.__name__)
+    command = (sys.executable, "-m", compile_process_within_limits.__name__)
     monkeypatch.setattr(compile_process, "_COMMAND", command)
     monkeypatch.setenv("TRIAL_LIMITS", json.dumps(limits))
     process = demo_process()
@@ -249,7 +249,7 @@ def niceness(pid: int) -> int:
 
 MEMORY_SCRIPT = """
 import sys
-from nanocore.engine_core.grammars import compile_server as process
+from nanocore.engine_core.grammars import compile_process as process
 from nanocore.system.large_stack_threads import start_thread
 from tests.engine_core.grammars.test_compile_process import ENDLESS
 from tests.engine_core.grammars.walks import load_table, source_of
@@ -296,7 +296,7 @@ def test_a_process_that_is_gone_is_told_of_and_started_again() -> None:
     assert isinstance(results[-1], CompiledGrammar)
     assert len(results) > 1
     assert pid_of(process) != before
-    assert grammars.close()
+    grammars.close()
     assert pid_of(process) is None
 
 
@@ -322,7 +322,7 @@ def test_closing_ends_a_trial_in_its_midst() -> None:
     assert isinstance(done.get(timeout=WAIT_S), CompiledGrammar)
     pids = child_pids(pid_of(process))
     grammars.compile(ENDLESS, done.put)
-    assert grammars.close()
+    grammars.close()
     assert done.empty()
     while any(is_running(pid) for pid in pids):
         pass
