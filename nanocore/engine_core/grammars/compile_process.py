@@ -248,6 +248,7 @@ def main() -> None:
         source = msgspec.msgpack.decode(file.read(), type=VocabularySource)
     try:
         vocabulary = TokenTable.load(source)
+        del source  # tens of megabytes, perhaps
     except InvalidRequestError:
         sys.exit(_NO_VOCABULARY)  # the engine finds the same, and says so
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

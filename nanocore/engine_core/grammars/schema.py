@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from decimal import Decimal, InvalidOperation
 from typing import Any, Final
 
@@ -140,23 +140,26 @@ VALUES: Final = frozenset({"const", "enum", "default", "examples", "example", "x
 """Keywords that hold values, in which nothing is a keyword."""
 
 
-def parts(schema: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+def parts(
+    schema: Any, place: str = "", keywords: Collection[str] | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (JSON pointer, schema) of all schemas that are objects, parents before children.
 
-    One may be changed when it has come: those that follow are looked for afterwards.
+    One may be changed when it has come: those that follow are looked for afterwards. keywords: that
+    hold schemas, besides BY_NAME; None: all but VALUES.
     """
     if isinstance(schema, list):
         for i, one in enumerate(schema):
-            yield from parts(one, f"{place}/{i}")
+            yield from parts(one, f"{place}/{i}", keywords)
     if not isinstance(schema, dict):
         return
     yield place, schema
     for key, value in schema.items():
         if key in BY_NAME and isinstance(value, dict):
             for name, one in value.items():
-                yield from parts(one, f"{place}/{key}/{escaped(name)}")
-        elif key not in VALUES and isinstance(value, (dict, list)):
-            yield from parts(value, f"{place}/{escaped(key)}")
+                yield from parts(one, f"{place}/{key}/{escaped(name)}", keywords)
+        elif key not in VALUES if keywords is None else key in keywords:
+            yield from parts(value, f"{place}/{escaped(key)}", keywords)
 
 
 def escaped(key: str) -> str:

@@ -256,30 +256,20 @@ _FORMS: Final[dict[str, tuple[str, _Test]]] = {
 """By keyword: what its value is in every draft of JSON Schema, in words and as a test."""
 
 
-def check_forms(field: str, schema: Any, place: str = "") -> None:
+def check_forms(field: str, schema: Any) -> None:
     """Refuse values of keywords that no JSON Schema allows, lenient or not; null is let through.
 
     Raises:
         InvalidRequestError: where, as a JSON pointer, and what is allowed.
     """
-    if not isinstance(schema, dict):
-        return
-    for keyword, value in schema.items():
-        at = f"{place}/{escaped(keyword)}"
-        if keyword in _FORMS and value is not None:
-            form, is_of_form = _FORMS[keyword]
-            if not is_of_form(value):
+    for place, part in parts(schema, keywords=(*_LISTS, *_ONES, "items")):
+        for keyword, value in part.items():
+            form, is_of_form = _FORMS.get(keyword, ("", _is(object)))
+            if value is not None and not is_of_form(value):
+                at = f"{place}/{escaped(keyword)}"
                 raise InvalidRequestError(
                     f"structured_outputs.{field} at {at!r}: {quoted(value)} is not {form}"
                 )
-        if keyword in _MAPS:
-            for name, one in (value or {}).items():
-                check_forms(field, one, f"{at}/{escaped(name)}")
-        elif keyword in (*_LISTS, "items") and isinstance(value, list):
-            for i, one in enumerate(value):
-                check_forms(field, one, f"{at}/{i}")
-        elif keyword in (*_ONES, "items"):
-            check_forms(field, value, at)
 
 
 def check_triggers(tag: StructuralTag) -> None:
