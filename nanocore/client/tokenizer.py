@@ -31,7 +31,6 @@ from nanocore.client.tokenizer_files import (
     VOCABULARY_FILES,
     SpecialTokens,
     make_tokenizer_json,
-    read_tokenizer,
 )
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError, quoted
 from nanocore.protocol.messages import ModelFileName
@@ -96,7 +95,7 @@ class Tokenizer:
         if content is None:
             content = make_tokenizer_json(files, config, older, source)
         try:
-            self.backend = read_tokenizer(content)
+            self.backend = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise InvalidRequestError(f"tokenizer.json of {source}: {error}") from None
         # Truncation, padding and dropout of training are not for prompts.

@@ -1,7 +1,4 @@
-"""Tokenizer files: tokenizer.json, special tokens, and creation of a missing tokenizer.json.
-
-`tokenizers` parses a tokenizer.json slowly, because it tries one kind of model after the other.
-`read_tokenizer` hands over a BPE vocabulary as objects: a quarter of the time for 262,144 tokens.
+"""Tokenizer files: special tokens, and creation of a missing tokenizer.json.
 
 Special tokens are named by tokenizer_config.json and the older special_tokens_map.json. The older
 file wins, as in transformers, unless the newer one lists all added tokens ("added_tokens_decoder").
@@ -22,78 +19,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import tokenizers
 
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.messages import ModelFileName
-
-
-class _Model(msgspec.Struct, tag="BPE", forbid_unknown_fields=True):
-    """Model of a tokenizer.json. Its fields are the arguments of `tokenizers.models.BPE`."""
-
-    vocab: dict[str, int]
-    merges: msgspec.Raw
-    dropout: float | None = None
-    unk_token: str | None = None
-    continuing_subword_prefix: str | None = None
-    end_of_word_suffix: str | None = None
-    fuse_unk: bool = False
-    byte_fallback: bool = False
-    ignore_merges: bool = False
-
-    def build(self) -> tokenizers.models.BPE:
-        given = msgspec.structs.asdict(self) | {"merges": self._pairs()}
-        # Given as None, they would become the strings of nothing.
-        return tokenizers.models.BPE(**{k: v for k, v in given.items() if v is not None})
-
-    def _pairs(self) -> list[tuple[str, str]]:
-        try:
-            return msgspec.json.decode(self.merges, type=list[tuple[str, str]])
-        except msgspec.ValidationError:  # "left right", before tokenizers 0.20
-            texts = msgspec.json.decode(self.merges, type=list[str])
-            return [(left, right) for left, right in (text.split(" ") for text in texts)]
-
-
-class _File(msgspec.Struct):
-    """A tokenizer.json with a BPE model. What is Raw is passed on as it is."""
-
-    version: msgspec.Raw
-    model: _Model
-    added_tokens: list[dict[str, Any]]
-    truncation: msgspec.Raw = msgspec.Raw(b"null")
-    padding: msgspec.Raw = msgspec.Raw(b"null")
-    normalizer: msgspec.Raw = msgspec.Raw(b"null")
-    pre_tokenizer: msgspec.Raw = msgspec.Raw(b"null")
-    post_processor: msgspec.Raw = msgspec.Raw(b"null")
-    decoder: msgspec.Raw = msgspec.Raw(b"null")
-
-
-def read_tokenizer(content: bytes) -> tokenizers.Tokenizer:
-    """Return what `tokenizers.Tokenizer.from_buffer` makes of a tokenizer.json.
-
-    Raises:
-        Exception: it is damaged. The library has no narrower type.
-    """
-    try:
-        file = msgspec.json.decode(content, type=_File)
-        model = file.model.build()
-        added = [_added_token(**entry) for entry in file.added_tokens]
-    except (ValueError, TypeError):  # another kind of model, or an older layout
-        return tokenizers.Tokenizer.from_buffer(content)
-    ids = {entry["content"]: entry["id"] for entry in file.added_tokens}
-    file.model, file.added_tokens = _Model({}, msgspec.Raw(b"[]")), []
-    tokenizer = tokenizers.Tokenizer.from_buffer(msgspec.json.encode(file))
-    tokenizer.model = model
-    tokenizer.add_tokens(added)
-    if any(tokenizer.token_to_id(text) != token_id for text, token_id in ids.items()):
-        return tokenizers.Tokenizer.from_buffer(content)  # its ids have gaps
-    return tokenizer
-
-
-def _added_token(*, id: int, content: str, **flags: bool) -> tokenizers.AddedToken:
-    return tokenizers.AddedToken(content, **flags)
-
 
 STANDARD_NAMES: Final = frozenset(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
