@@ -18,14 +18,12 @@ from nanocore.client.chat.constraints import (
     read_response_format,
     with_reasoning,
 )
-from nanocore.client.chat.events import Text, ToolArguments, ToolBegin
+from nanocore.client.chat.events import Text
 from nanocore.client.chat.parsing.formats import (
     Formats,
     detect_formats,
     make_parser,
     marks_of,
-    new_id_of,
-    reasoning_end,
     wrap_in_reasoning,
 )
 from nanocore.client.chat.parsing.reasoning import (
@@ -33,8 +31,14 @@ from nanocore.client.chat.parsing.reasoning import (
     OPENING_MARKS,
     prompt_opens_reasoning,
 )
-from nanocore.client.chat.parsing.stream_reader import Marks, OutputParser, ParsedEvent, Steps
-from nanocore.client.chat.parsing.tool_parser import NewId, ToolParser, make_call_id
+from nanocore.client.chat.parsing.stream_reader import (
+    Marks,
+    OutputParser,
+    ParsedEvent,
+    Steps,
+    StreamReader,
+)
+from nanocore.client.chat.parsing.tool_parser import NewId, ToolParser
 from nanocore.client.chat.template import CHATML_END, DEFAULT_TEMPLATE_KWARGS, ChatTemplates
 from nanocore.client.chat.tools import (
     GENERIC_FORMAT,
@@ -145,7 +149,7 @@ def prepare_chat(
             parser = _OneCallParser(parser)
         return SpecialTextFilter(parser, dropped) if dropped else parser
 
-    end = reasoning_end(formats)
+    end = formats.reasoning_end
     return PreparedChat(array("i", token_ids), params, new_parser, end, tool_prompt, names)
 
 
@@ -163,9 +167,9 @@ def _parser(
 ) -> OutputParser:
     forced: OutputParser | None = None
     if choice.tool is not None:
-        forced = NamedToolParser(choice.tool.name, index, new_id_of(formats))
+        forced = NamedToolParser(choice.tool.name, index, formats.new_id)
     elif choice.mode == "required":
-        forced = RequiredToolsParser(tools, index, new_id_of(formats))
+        forced = RequiredToolsParser(tools, index, formats.new_id)
     if forced is not None:
         return wrap_in_reasoning(formats, forced, in_reasoning=in_reasoning, index=index)
     return make_parser(formats, tools, in_reasoning=in_reasoning, index=index)
@@ -284,28 +288,22 @@ def _form(
         return form and with_reasoning(form, formats, in_reasoning), names
 
 
-class NamedToolParser:
+class NamedToolParser(ToolParser):
     """Reads the whole text as the arguments of one call of this tool.
 
     The call begins with the first text, or at the end if there is none, because it was forced.
     """
 
-    def __init__(self, name: str, index: int = 0, new_id: NewId = make_call_id) -> None:
+    is_bare = True
+
+    def __init__(self, name: str, index: int = 0, new_id: NewId | None = None) -> None:
+        super().__init__((), index, new_id)
         self._name = name
-        self._index = index
-        self._new_id = new_id
-        self._is_begun = False
 
-    def feed(self, delta: str) -> list[ParsedEvent]:
-        if not delta:
-            return []
-        return [*self.finish(), ToolArguments(0, delta, self._index)]
-
-    def finish(self) -> list[ParsedEvent]:
-        if self._is_begun:
-            return []
-        self._is_begun = True
-        return [ToolBegin(0, self._new_id(), self._name, self._index)]
+    def block(self, opener: str) -> Steps[None]:
+        yield from self.fill(1)
+        self.begin(self._name)
+        yield from self.before(Marks(()), self.add)
 
 
 class RequiredToolsParser(ToolParser):
@@ -329,7 +327,7 @@ class RequiredToolsParser(ToolParser):
             yield from self.call_array()
 
 
-class SpecialTextFilter:
+class SpecialTextFilter(StreamReader):
     """Drops these texts before another parser reads the rest; the longest match first.
 
     For formats whose marks are special tokens: the detokenizer then keeps special tokens, and all
@@ -337,28 +335,17 @@ class SpecialTextFilter:
     """
 
     def __init__(self, inner: OutputParser, dropped: Collection[str]) -> None:
+        super().__init__()
         self._inner = inner
         self._dropped = Marks(dropped)
-        self._held = ""
-
-    def feed(self, delta: str) -> list[ParsedEvent]:
-        if not self._held and not self._dropped.may_begin(delta):
-            return self._inner.feed(delta)
-        kept = self._kept(self._held + delta, ended=False)
-        return self._inner.feed(kept) if kept else []
 
     def finish(self) -> list[ParsedEvent]:
-        kept = self._kept(self._held, ended=True)
-        events = self._inner.feed(kept) if kept else []
-        return events + self._inner.finish()
+        return super().finish() + self._inner.finish()
 
-    def _kept(self, text: str, ended: bool) -> str:
-        kept = []
-        at = 0
-        while True:
-            start, mark = self._dropped.find(text, at, ended)
-            kept.append(text[at:start])
-            at = start + len(mark or "")
-            if mark is None:
-                self._held = text[start:]
-                return "".join(kept)
+    def run(self) -> Steps[None]:
+        mark: str | None = ""
+        while mark is not None:
+            mark = yield from self.until(self._dropped, self._pass)
+
+    def _pass(self, text: str) -> None:
+        self._out += self._inner.feed(text)

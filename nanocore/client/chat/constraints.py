@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from nanocore.client.chat.parsing.formats import REASONING_PARSERS, Formats, beginnings_of
+from nanocore.client.chat.parsing.formats import Formats
 from nanocore.client.chat.tools import (
     Tool,
     ToolChoice,
@@ -181,9 +181,10 @@ def constraint(
 def _or_calls(
     response_format: StructuredOutputsParams, tools: list[Tool], tool_format: str | None
 ) -> StructuredOutputsParams:
-    if tool_format is None or not tools:
+    parser = Formats(tool_format).tool_parser
+    if parser is None or not tools:
         return response_format
-    prefixes = beginnings_of(tool_format, tools)
+    prefixes = parser.beginnings(tools)
     if not prefixes:
         raise InvalidRequestError(
             "response_format cannot be combined with optional tools: calls in the format "
@@ -211,15 +212,15 @@ def with_reasoning(
     Raises:
         InvalidRequestError: the model's reasoning is not a single text between two marks.
     """
-    if formats.reasoning is None or wanted.reasoning:
+    parser = formats.reasoning_parser
+    if parser is None or wanted.reasoning:
         return wanted
-    marks = REASONING_PARSERS[formats.reasoning].marks
-    if len(marks) != 2:
+    if len(parser.marks) != 2:
         raise InvalidRequestError(
             f"the model's response format ({formats.reasoning}) cannot be constrained: leave out "
             "response_format, structured_outputs and a forced tool_choice"
         )
-    begin, end = marks
+    begin, end = parser.marks
     reasoning = ReasoningMarks(begin="" if in_reasoning else begin, end=end)
     return replace(wanted, reasoning=reasoning)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -27,52 +27,14 @@ from nanocore.client.chat.parsing.reasoning import (
     ThinkParser,
 )
 from nanocore.client.chat.parsing.stream_reader import OutputParser
-from nanocore.client.chat.parsing.tool_parser import NewId, make_call_id
+from nanocore.client.chat.parsing.tool_parser import NewId, ToolParser, make_call_id
 from nanocore.client.chat.tools import Tool
 from nanocore.protocol.errors import InvalidRequestError
 
 T = TypeVar("T")
 
 
-class Formats(msgspec.Struct, frozen=True):
-    """Formats of a model's tool calls and reasoning; None: no such format, all is text."""
-
-    tools: str | None = None
-    reasoning: str | None = None
-
-
-class ToolFormat(Protocol):
-    """Constructor of a parser of text and calls, such as a ToolParser class."""
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """Texts that the parser must see even if they are special tokens."""
-        ...
-
-    def __call__(self, tools: Sequence[Tool], index: int, new_id: NewId | None) -> OutputParser: ...
-
-
-class ReasoningFormat(Protocol):
-    """Constructor of a parser of reasoning around another parser, such as ThinkParser."""
-
-    @property
-    def marks(self) -> tuple[str, ...]:
-        """Texts that the parser must see even if they are special tokens."""
-        ...
-
-    def __call__(self, inner: OutputParser, in_reasoning: bool, index: int) -> OutputParser: ...
-
-
-class _HarmonyReasoning:
-    """Harmony's tool parser also reads reasoning, so it is used alone."""
-
-    marks = HarmonyParser.marks
-
-    def __call__(self, inner: OutputParser, in_reasoning: bool, index: int) -> OutputParser:
-        return inner if isinstance(inner, HarmonyParser) else HarmonyParser(index=index)
-
-
-TOOL_PARSERS: Final[dict[str, ToolFormat]] = {
+TOOL_PARSERS: Final[dict[str, type[ToolParser]]] = {
     "deepseek_v3": DeepseekV3Parser,
     "deepseek_v31": DeepseekV3Parser,
     "harmony": HarmonyParser,
@@ -87,14 +49,46 @@ TOOL_PARSERS: Final[dict[str, ToolFormat]] = {
     "qwen3_xml": Qwen3CoderParser,
     "seed_oss": SeedOssParser,
 }
-REASONING_PARSERS: Final[dict[str, ReasoningFormat]] = {
+REASONING_PARSERS: Final[dict[str, type[ThinkParser | HarmonyParser]]] = {
     "deepseek_r1": ThinkParser,
-    "harmony": _HarmonyReasoning(),
+    "harmony": HarmonyParser,
     "mistral": MistralThinkParser,
-    "openai_gptoss": _HarmonyReasoning(),
+    "openai_gptoss": HarmonyParser,
     "qwen3": ThinkParser,
     "seed_oss": SeedOssThinkParser,
 }
+
+
+class Formats(msgspec.Struct, frozen=True):
+    """Formats of a model's tool calls and reasoning; None: no such format, all is text.
+
+    Properties and functions that need a parser raise InvalidRequestError for an unknown format.
+    """
+
+    tools: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def tool_parser(self) -> type[ToolParser] | None:
+        return None if self.tools is None else _known(TOOL_PARSERS, self.tools, "tool calls")
+
+    @property
+    def reasoning_parser(self) -> type[ThinkParser | HarmonyParser] | None:
+        """Parser of reasoning; Harmony's reads calls, too, so it is used alone."""
+        if self.reasoning is None:
+            return None
+        return _known(REASONING_PARSERS, self.reasoning, "reasoning")
+
+    @property
+    def new_id(self) -> NewId:
+        """Function that makes call ids: some templates check the form of past ids."""
+        return make_call_id if self.tool_parser is None else self.tool_parser.default_id
+
+    @property
+    def reasoning_end(self) -> str | None:
+        """Mark that ends reasoning; None if there is none, or more than two marks."""
+        marks = () if self.reasoning_parser is None else self.reasoning_parser.marks
+        return marks[1] if len(marks) == 2 else None
 
 
 def make_parser(
@@ -109,71 +103,30 @@ def make_parser(
 
     in_reasoning: the prompt ends within the reasoning. index: the sample's. new_id: makes ids of
     calls; None uses the format's own.
-
-    Raises:
-        InvalidRequestError: there is no such format.
     """
     inner: OutputParser = PlainTextParser(index)
-    if formats.tools is not None:
-        tool_format = _known(TOOL_PARSERS, formats.tools, "tool calls")
-        if tools:
-            inner = tool_format(tools, index, new_id)
+    tool_parser = formats.tool_parser
+    if tool_parser is not None and tools:
+        inner = tool_parser(tools, index, new_id)
     return wrap_in_reasoning(formats, inner, in_reasoning=in_reasoning, index=index)
 
 
 def wrap_in_reasoning(
     formats: Formats, inner: OutputParser, *, in_reasoning: bool = False, index: int = 0
 ) -> OutputParser:
-    """Return the parser, wrapped in the one for reasoning if the formats have reasoning.
-
-    Raises:
-        InvalidRequestError: there is no such format.
-    """
-    if formats.reasoning is None:
+    """Return the parser, wrapped in the one for reasoning if the formats have reasoning."""
+    parser = formats.reasoning_parser
+    if parser is None:
         return inner
-    return _known(REASONING_PARSERS, formats.reasoning, "reasoning")(inner, in_reasoning, index)
-
-
-def new_id_of(formats: Formats) -> NewId:
-    """Return the function that makes call ids: some templates check the form of past ids."""
-    new_id: NewId = make_call_id
-    if formats.tools is not None:
-        parser = _known(TOOL_PARSERS, formats.tools, "tool calls")
-        new_id = getattr(parser, "default_id", make_call_id)
-    return new_id
-
-
-def beginnings_of(tool_format: str, tools: Sequence[Tool]) -> list[str]:
-    """Return the texts that begin a tool call in this format; [] where it has no such mark.
-
-    Raises:
-        InvalidRequestError: there is no such format.
-    """
-    parser = _known(TOOL_PARSERS, tool_format, "tool calls")
-    beginnings = getattr(parser, "beginnings", None)
-    return [] if beginnings is None else list(beginnings(tools))
-
-
-def reasoning_end(formats: Formats) -> str | None:
-    """Return the mark that ends reasoning; None if there is none, or more than two marks."""
-    if formats.reasoning is None:
-        return None
-    marks = _known(REASONING_PARSERS, formats.reasoning, "reasoning").marks
-    return marks[1] if len(marks) == 2 else None
+    if issubclass(parser, ThinkParser):
+        return parser(inner, in_reasoning, index)
+    return inner if isinstance(inner, parser) else parser(index=index)
 
 
 def marks_of(formats: Formats, has_tools: bool = True) -> frozenset[str]:
-    """Return the texts that the formats' parsers must see even if they are special tokens.
-
-    Raises:
-        InvalidRequestError: there is no such format.
-    """
-    marks: set[str] = set()
-    if formats.tools is not None and has_tools:
-        marks.update(_known(TOOL_PARSERS, formats.tools, "tool calls").marks)
-    if formats.reasoning is not None:
-        marks.update(_known(REASONING_PARSERS, formats.reasoning, "reasoning").marks)
-    return frozenset(marks)
+    """Return the texts that the formats' parsers must see even if they are special tokens."""
+    parsers = formats.tool_parser if has_tools else None, formats.reasoning_parser
+    return frozenset(mark for parser in parsers if parser is not None for mark in parser.marks)
 
 
 def _known(parsers: Mapping[str, T], name: str, what: str) -> T:

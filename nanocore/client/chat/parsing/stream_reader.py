@@ -50,10 +50,6 @@ class Marks:
                     return start, text[start : start + length]
         return len(text), None
 
-    def may_begin(self, text: str) -> bool:
-        """Whether this text may contain a mark or its beginning."""
-        return self._first.search(text) is not None
-
 
 ParsedEvent = Text | Reasoning | ToolBegin | ToolArguments
 
