@@ -142,7 +142,7 @@ class AsyncEngineClient(BaseClient):
     ) -> AnswerStream:
         """Send a completion; its output is read from an AnswerStream as text events.
 
-        `AnswerStream.listen` serves many requests without a task for each.
+        `AnswerStream.request.listen` serves many requests without a task for each.
 
         Args:
             fit_max_tokens: limit max_tokens to what the prompt leaves of max_model_len.

@@ -79,8 +79,9 @@ class Delivery:
         self._task = asyncio.current_task()
         self._loop.add(self)
         try:
-            for stream in self._streams:
-                listen = stream.listen if self._encoder.is_stream else stream.on_end
+            for answer in self._streams:
+                request = answer.request
+                listen = request.listen if self._encoder.is_stream else request.on_end
                 listen(self._wake)
             # The loop does the work; this task only notices the end of the connection, which the
             # server reports after a complete response, too.
@@ -155,13 +156,14 @@ class Delivery:
                 return b""
             if events:
                 if self._record is not None:
-                    self._record.note_events(events, stream)
-                body += self._encoder.feed(number, events, stream.num_output_tokens)
+                    self._record.note_events(events, stream.request.progress)
+                body += self._encoder.feed(number, events, stream.request.num_output_tokens)
                 last = events[-1]
                 if type(last) is Finished and last.message is not None:
                     self._end_with(_engine_error(last), body)
                     return b""
-            if stream.is_behind:  # it parses a bounded amount per read, so that others have a turn
+            # It parses a bounded amount per read, so that others have a turn.
+            if stream.request.progress.is_behind:
                 self._wake()
             elif stream.finished:
                 has_finished = True
@@ -176,7 +178,7 @@ class Delivery:
         # Nothing is sent before that: if one of several prompts is refused, the response must
         # still get its status.
         streams = self._streams
-        while self._num_accepted < len(streams) and streams[self._num_accepted].is_answered:
+        while self._num_accepted < len(streams) and streams[self._num_accepted].request.is_answered:
             self._exchange.note_ignored(streams[self._num_accepted].not_held)
             self._num_accepted += 1
         return self._num_accepted == len(streams)

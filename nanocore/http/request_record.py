@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal, Protocol, TypeAlias
 
 from nanocore.client import SamplingParams
-from nanocore.client.chat.answer_stream import AnswerStream
 from nanocore.client.chat.events import ChatEvent, Finished, Started
+from nanocore.client.requests.progress import Progress
 from nanocore.http.dialects.encoding import UsageSum
 
 Operation: TypeAlias = Literal["chat", "text_completion", "embeddings"]
@@ -42,9 +42,9 @@ class RequestRecord:
         self.status = 0
         self.error: str | None = None
 
-    def note_events(self, events: Sequence[ChatEvent], stream: AnswerStream) -> None:
+    def note_events(self, events: Sequence[ChatEvent], progress: Progress) -> None:
         if self.first_token_s is None:
-            self.first_token_s = stream.first_token_s
+            self.first_token_s = progress.first_token_s
         for event in events:
             if type(event) is Started:
                 self.usage.add_prompt(len(event.prompt_token_ids), event.num_cached_tokens)

@@ -86,7 +86,7 @@ class Aborts:
         close = AnswerStream.close
 
         def closed(answer: AnswerStream) -> None:
-            request_id = answer._stream.request_id
+            request_id = answer.request.request_id
             is_abort = not answer.finished and request_id not in self.last_steps
             close(answer)
             if is_abort:

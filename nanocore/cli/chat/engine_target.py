@@ -132,7 +132,7 @@ class EngineChatTarget:
         events = response.events()
         try:
             async for event in events:
-                for resume in response.resumes[num_resumes:]:
+                for resume in response.request.resumes[num_resumes:]:
                     num_resumes += 1
                     yield Resumed(resume.num_output_tokens, resume.is_exact)
                 yield event

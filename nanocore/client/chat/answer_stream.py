@@ -24,7 +24,7 @@ from nanocore.client.chat.events import (
 )
 from nanocore.client.chat.parsing.stream_reader import OutputParser, ParsedEvent
 from nanocore.client.chat.tools import ToolPrompt
-from nanocore.client.requests.request_outputs import Resume, SampleLogprobs
+from nanocore.client.requests.request_outputs import SampleLogprobs
 from nanocore.client.requests.request_stream import RequestStream
 from nanocore.client.requests.sample import Sample
 from nanocore.client.tokenizer import Tokenizer
@@ -35,27 +35,24 @@ class AnswerStream:
     """A response that is being generated. It has one reader.
 
     Args:
-        stream: the request's.
+        request: its stream; `listen` and `on_end` there tell of news that `read` may find.
         new_parser: makes the parser of the sample with this index.
         tokenizer: the model's.
         reasoning_end: mark that ends the reasoning, for counting reasoning tokens.
         tool_prompt: how the model sees the request's tools, if its template does not show them.
         form_names: the caller's names of the structured output, for errors and `not_held`.
-
-    As of the last `read`: finished: everything was read, or reading has failed. is_behind: more is
-    available, and was left so that other tasks run first. num_output_tokens: of all samples.
     """
 
     def __init__(
         self,
-        stream: RequestStream,
+        request: RequestStream,
         new_parser: Callable[[int], OutputParser],
         tokenizer: Tokenizer,
         reasoning_end: str | None = None,
         tool_prompt: ToolPrompt | None = None,
         form_names: FormNames | None = None,
     ) -> None:
-        self._stream = stream
+        self.request = request
         self.form_names = form_names or FormNames()
         self.tool_prompt = tool_prompt
         self._reasoning_end = None
@@ -65,29 +62,16 @@ class AnswerStream:
         self._tokenizer = tokenizer
         self._samples: list[_SampleEvents] = []
         self._has_started = False
-        self.finished = False
-        self.is_behind = False
-        self.num_output_tokens = 0
 
     @property
-    def is_answered(self) -> bool:
-        """Whether the engine has accepted the request, or refused."""
-        return self._stream.is_answered
+    def finished(self) -> bool:
+        """Whether everything was read, or reading has failed."""
+        return self.request.finished
 
     @property
     def not_held(self) -> Sequence[str]:
         """Parts of a lenient schema that the engine's grammar lacks; known once answered."""
-        return self.form_names.not_held(self._stream.not_held)
-
-    @property
-    def resumes(self) -> Sequence[Resume]:
-        """Changes of engine of this request."""
-        return self._stream.resumes
-
-    @property
-    def first_token_s(self) -> float | None:
-        """Time of the first token, by the monotonic clock; None before."""
-        return self._stream.progress.first_token_s
+        return self.form_names.not_held(self.request.not_held)
 
     def read(self) -> list[ChatEvent]:
         """Return new events; of a long backlog only some, so that the event loop is not blocked.
@@ -96,16 +80,13 @@ class AnswerStream:
             NanocoreError: the request was refused or has failed, or the engine is gone. Raised once
                 everything that came before was read.
         """
-        stream = self._stream
+        request = self.request
         events: list[ChatEvent] = []
         try:
-            is_new = stream.advance()
+            is_new = request.advance()
         except (InvalidRequestError, EngineOverloadedError) as error:
             self.form_names.rename(error)
             raise
-        finally:
-            self.finished, self.is_behind = stream.finished, stream.progress.is_behind
-            self.num_output_tokens = stream.num_output_tokens
         if is_new:
             if not self._has_started:
                 self._start(events)
@@ -113,22 +94,9 @@ class AnswerStream:
                 sample.read(events)
         return events
 
-    def news(self) -> asyncio.Future[None]:
-        """Return a future to await after `read` found nothing, and before it is called again."""
-        return self._stream.news()
-
-    def listen(self, callback: Callable[[], None]) -> None:
-        """Register a callback for news that `read` may find; called at least once."""
-        self._stream.listen(callback)
-
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """Register a callback for the end; with stop strings also for all news."""
-        self._stream.on_end(callback)
-
     def close(self) -> None:
         """Stop reading: the request is aborted unless it has ended. Idempotent."""
-        self._stream.close()
-        self.finished = True
+        self.request.close()
 
     async def events(self) -> AsyncGenerator[ChatEvent, None]:
         """Yield all events as they arrive; leaving aborts the request. Raises NanocoreError."""
@@ -137,10 +105,10 @@ class AnswerStream:
                 events = self.read()
                 for event in events:
                     yield event
-                if self.is_behind:
+                if self.request.progress.is_behind:
                     await asyncio.sleep(0)
                 elif not events:
-                    await self.news()
+                    await self.request.news()
         except NanocoreError as error:
             if self._has_started:
                 yield Failed(error)
@@ -149,26 +117,26 @@ class AnswerStream:
             self.close()
 
     def _start(self, events: list[ChatEvent]) -> None:
-        stream = self._stream
+        request = self.request
         self._has_started = True
         self._samples = [
             _SampleEvents(
                 sample,
                 self._new_parser(sample.index),
                 self._tokenizer,
-                stream,
+                request,
                 self._reasoning_end,
                 self.form_names,
             )
-            for sample in stream.samples
+            for sample in request.samples
         ]
         events.append(
             Started(
-                stream.request_id,
-                stream.prompt_token_ids,
-                stream.samples[0].num_cached_tokens or 0,
-                stream.seed,
-                stream.prompt_logprobs,
+                request.request_id,
+                request.prompt_token_ids,
+                request.samples[0].num_cached_tokens or 0,
+                request.seed,
+                request.prompt_logprobs,
                 self.not_held,
             )
         )
