@@ -13,7 +13,7 @@ import msgspec
 from nanocore.protocol.errors import EngineDeadError, NanocoreError
 from nanocore.protocol.messages import Control, ControlOperation, Message, Ping, Pong, Reply
 
-ReplyMessage = TypeVar("ReplyMessage", bound=Message)
+ReplyMessage = TypeVar("ReplyMessage", Reply, Pong)
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 
@@ -42,24 +42,24 @@ class ControlCalls:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._replies: dict[int, asyncio.Future[Reply]] = {}
-        self._pongs: dict[int, asyncio.Future[Pong]] = {}
+        self._waiting: dict[tuple[type[Reply | Pong], int], asyncio.Future[Any]] = {}
         self._ids = itertools.count(1)
 
     def __len__(self) -> int:
-        return len(self._replies) + len(self._pongs)
+        return len(self._waiting)
 
     async def control(self, operation: ControlOperation, **fields: Unpack[ControlFields]) -> Reply:
-        return await self._call(
-            self._replies, lambda call_id: Control(call_id=call_id, operation=operation, **fields)
-        )
+        call_id = next(self._ids)
+        message = Control(call_id=call_id, operation=operation, **fields)
+        return await self._call((Reply, call_id), message)
 
     async def ping(self, timeout_s: float) -> EngineHealth:
         """Measure the round trip of a PING; raises EngineDeadError."""
         start_s = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
-                pong = await self._call(self._pongs, lambda nonce: Ping(nonce=nonce))
+                nonce = next(self._ids)
+                pong = await self._call((Pong, nonce), Ping(nonce=nonce))
         except TimeoutError:
             raise EngineDeadError(f"the engine did not answer within {timeout_s} s") from None
         age_ms = pong.step_age_ms
@@ -71,33 +71,26 @@ class ControlCalls:
 
     def resolve(self, message: Reply | Pong) -> None:
         """Pass a reply to its call, if it still waits."""
-        if isinstance(message, Reply):
-            _resolve(self._replies.get(message.call_id), message)
-        else:
-            _resolve(self._pongs.get(message.nonce), message)
+        call_id = message.call_id if isinstance(message, Reply) else message.nonce
+        future = self._waiting.get((type(message), call_id))
+        if future is not None and not future.done():
+            future.set_result(message)
 
     def fail(self, error: NanocoreError) -> None:
         """Raise the error in all waiting calls."""
-        waiting: list[asyncio.Future[Any]] = [*self._replies.values(), *self._pongs.values()]
-        for future in waiting:
+        for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
                 future.exception()  # retrieve it: a call that could not be sent never awaits it
 
     async def _call(
-        self,
-        waiting: dict[int, asyncio.Future[ReplyMessage]],
-        make_message: Callable[[int], Message],
+        self, awaited: tuple[type[ReplyMessage], int], message: Message
     ) -> ReplyMessage:
-        call_id = next(self._ids)
-        waiting[call_id] = asyncio.get_running_loop().create_future()
+        """Send a message and return its reply. awaited: the reply's type and number."""
+        future: asyncio.Future[ReplyMessage] = asyncio.get_running_loop().create_future()
+        self._waiting[awaited] = future
         try:
-            await self._send(make_message(call_id))
-            return await waiting[call_id]
+            await self._send(message)
+            return await future
         finally:
-            del waiting[call_id]
-
-
-def _resolve(future: asyncio.Future[ReplyMessage] | None, message: ReplyMessage) -> None:
-    if future is not None and not future.done():
-        future.set_result(message)
+            del self._waiting[awaited]

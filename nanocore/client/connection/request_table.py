@@ -64,7 +64,6 @@ class RequestTable:
         self._requests: dict[str, OpenRequest] = {}  # by the id on the wire
         self._by_handle: dict[int, Sample] = {}
         self._with_logprobs: dict[int, Sample] = {}  # of requests that requested them
-        self._aliases: dict[str, set[str]] = {}  # by a stream's id: other ids of its requests
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -77,29 +76,24 @@ class RequestTable:
         for sample in request.samples:
             sample.request_id = request.request_id
             sample.handle = None
-        self._hold(request)
-
-    def _hold(self, request: OpenRequest) -> None:
         self._requests[request.request_id] = request
-        if request.request_id != request.stream.request_id:
-            self._aliases.setdefault(request.stream.request_id, set()).add(request.request_id)
 
     def remove(self, request: OpenRequest) -> None:
         """Free the request's id, unless another request uses it by now."""
         if self.holds(request):
             del self._requests[request.request_id]
-            name = request.stream.request_id
-            if request.request_id != name:
-                self._aliases[name].discard(request.request_id)
-                if not self._aliases[name]:
-                    del self._aliases[name]
 
     def holds(self, request: OpenRequest) -> bool:
         return self._requests.get(request.request_id) is request
 
     def wire_ids(self, request_id: str) -> list[str]:
         """Ids under which a caller's request may run in this session."""
-        return [request_id, *self._aliases.get(request_id, ())]
+        open_ids = [
+            wire_id
+            for wire_id, request in self._requests.items()
+            if request.stream.request_id == request_id and wire_id != request_id
+        ]
+        return [request_id, *open_ids]
 
     def has(self, sample: Sample) -> bool:
         """Whether the sample runs in this session."""
@@ -207,13 +201,12 @@ class RequestTable:
         for request in list(self._requests.values()):
             self.remove(request)
             if not self.take_over(request, error):
-                self._hold(request)
+                self._requests[request.request_id] = request
 
     def fail(self, error: NanocoreError) -> None:
         """Fail requests that do not continue elsewhere."""
         self.hand_over(error)
         requests, self._requests = self._requests, {}
-        self._aliases.clear()
         self._by_handle.clear()
         self._with_logprobs.clear()
         for request in requests.values():
