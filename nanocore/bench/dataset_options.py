@@ -6,7 +6,7 @@ import argparse
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -99,8 +99,14 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
          help="seconds per unit of a timestamp (default: 1, mooncake 0.001)")  # fmt: skip
 
 
+def values_of(options: type, given: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the flags that have the names of a dataclass's fields."""
+    names = [each.name for each in fields(options) if hasattr(given, each.name)]
+    return {name: getattr(given, name) for name in names}
+
+
 def dataset_options(given: argparse.Namespace) -> DatasetOptions:
-    values = {each.name: getattr(given, each.name) for each in fields(DatasetOptions)}
+    values = values_of(DatasetOptions, given)
     if given.input_len is not None:
         values["random_input_len"] = given.input_len
     if given.output_len is not None:

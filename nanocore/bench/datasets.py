@@ -41,6 +41,7 @@ from nanocore.bench.dataset_options import (
 from nanocore.bench.load import BenchRequest, Prompt
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
+from nanocore.protocol.messages import ModelCard
 
 TokenIds = npt.NDArray[np.int32]
 MOONCAKE_BLOCK_TOKENS: Final = 512
@@ -61,7 +62,7 @@ class PromptSource:
 
     tokenizer, vocab_size, eos_token_ids: the model's, if known. takes_text: prompts are sent as
     texts, else as token ids. takes_token_ids: they can be sent as token ids. has_template: prompts
-    become messages in this process.
+    become messages in this process; chat endpoints do so themselves.
     """
 
     tokenizer: Tokenizer | None
@@ -70,6 +71,12 @@ class PromptSource:
     has_template: bool = True
     vocab_size: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @classmethod
+    def of_engine(cls, tokenizer: Tokenizer | None, card: ModelCard) -> Self:
+        """Return the source for an engine, which takes token ids."""
+        eos_token_ids = tuple(card.eos_token_ids)
+        return cls(tokenizer, False, vocab_size=card.vocab_size, eos_token_ids=eos_token_ids)
 
     def vocabulary(self, as_text: bool) -> PromptVocabulary:
         """Return the vocabulary of random prompts; raises ConfigError if it is unknown."""
@@ -82,6 +89,38 @@ class PromptSource:
                 "--engine-endpoint"
             )
         return PromptVocabulary.of_size(self.vocab_size, self.eos_token_ids)
+
+    def prompt(self, text: str, is_chat: bool) -> tuple[Prompt, int | None]:
+        """Return a prompt, and its number of tokens; None if it is unknown.
+
+        is_chat: apply the chat template to a user message, and send token ids.
+
+        Raises:
+            ConfigError: this needs a tokenizer or a template.
+        """
+        if self.tokenizer is None:
+            if not self.takes_text:
+                raise ConfigError(
+                    "the model has no tokenizer: name one with --tokenizer, or use a dataset of "
+                    "token ids"
+                )
+            if is_chat:
+                raise ConfigError(
+                    "the chat template needs a tokenizer: name one with --tokenizer, or send "
+                    "prompts as they are with --skip-chat-template"
+                )
+            return text, None
+        try:
+            if is_chat:
+                ids = self.tokenizer.encode_chat([{"role": "user", "content": text}])
+            else:
+                ids = self.tokenizer.encode(text)
+        except InvalidRequestError as error:
+            remedy = ", or add --skip-chat-template" if is_chat else ""
+            raise ConfigError(f"{error}{remedy}") from None
+        if self.takes_text and not is_chat:
+            return text, len(ids)
+        return array("i", ids), len(ids)
 
 
 def check_file(options: DatasetOptions) -> None:
@@ -100,11 +139,10 @@ def load_requests(options: DatasetOptions, source: PromptSource) -> list[BenchRe
     """
     check_file(options)
     name = options.dataset_name
-    encoding = TextEncoding(source.tokenizer, source.takes_text)
     if name == SHAREGPT:
-        return sharegpt_requests(options, encoding)
+        return sharegpt_requests(options, source)
     if name == CUSTOM:
-        return custom_requests(options, encoding, source.has_template)
+        return custom_requests(options, source)
     if name == RANDOM:
         return random_requests(options, source.vocabulary(source.takes_text))
     if name == PREFIX_REPETITION:
@@ -337,47 +375,7 @@ class _Conversation(msgspec.Struct):
     conversations: list[_Message] = []
 
 
-@dataclass(frozen=True, slots=True)
-class TextEncoding:
-    """Sends texts as they are, or as token ids. tokenizer: None if unknown."""
-
-    tokenizer: Tokenizer | None
-    as_text: bool
-
-    def prompt(self, text: str, is_chat: bool) -> tuple[Prompt, int | None]:
-        """Return a prompt, and its number of tokens.
-
-        is_chat: apply the chat template to a user message, and send token ids.
-
-        Raises:
-            ConfigError: this needs a tokenizer or a template.
-        """
-        if self.tokenizer is None:
-            if not self.as_text:
-                raise ConfigError(
-                    "the model has no tokenizer: name one with --tokenizer, or use a dataset of "
-                    "token ids"
-                )
-            if is_chat:
-                raise ConfigError(
-                    "the chat template needs a tokenizer: name one with --tokenizer, or send "
-                    "prompts as they are with --skip-chat-template"
-                )
-            return text, None
-        try:
-            if is_chat:
-                ids = self.tokenizer.encode_chat([{"role": "user", "content": text}])
-            else:
-                ids = self.tokenizer.encode(text)
-        except InvalidRequestError as error:
-            remedy = ", or add --skip-chat-template" if is_chat else ""
-            raise ConfigError(f"{error}{remedy}") from None
-        if self.as_text and not is_chat:
-            return text, len(ids)
-        return array("i", ids), len(ids)
-
-
-def sharegpt_requests(options: DatasetOptions, encoding: TextEncoding) -> list[BenchRequest]:
+def sharegpt_requests(options: DatasetOptions, source: PromptSource) -> list[BenchRequest]:
     """Read a file in the format of ShareGPT_V3."""
     file = DatasetFile(options.dataset_path or "")
     try:
@@ -386,7 +384,7 @@ def sharegpt_requests(options: DatasetOptions, encoding: TextEncoding) -> list[B
         file.refuse(f"not a list of objects with `conversations`: {error}")
     entries = [entry for entry in entries if len(entry.conversations) >= 2]
     fixed = options.sharegpt_output_len
-    if encoding.tokenizer is None and fixed is None:
+    if source.tokenizer is None and fixed is None:
         raise ConfigError(
             "output lengths need a tokenizer: name one with --tokenizer, or give "
             "--sharegpt-output-len"
@@ -395,11 +393,11 @@ def sharegpt_requests(options: DatasetOptions, encoding: TextEncoding) -> list[B
     def rows() -> Iterator[BenchRequest]:
         for entry in _shuffled(entries, options):
             question, response = (message.value for message in entry.conversations[:2])
-            prompt, num_tokens = encoding.prompt(question, is_chat=False)
+            prompt, num_tokens = source.prompt(question, is_chat=False)
             num_output = fixed
             if num_output is None:
-                assert encoding.tokenizer is not None, "checked above"
-                num_output = len(encoding.tokenizer.encode(response))
+                assert source.tokenizer is not None, "checked above"
+                num_output = len(source.tokenizer.encode(response))
                 if num_output < MIN_TOKENS:
                     continue
             if num_tokens is None or (
@@ -411,13 +409,8 @@ def sharegpt_requests(options: DatasetOptions, encoding: TextEncoding) -> list[B
     return _sampled(rows(), options, file)
 
 
-def custom_requests(
-    options: DatasetOptions, encoding: TextEncoding, has_template: bool
-) -> list[BenchRequest]:
-    """Read lines such as {"prompt": "...", "output_tokens": 10}.
-
-    has_template: whether prompts become messages here; chat endpoints do so themselves.
-    """
+def custom_requests(options: DatasetOptions, source: PromptSource) -> list[BenchRequest]:
+    """Read lines such as {"prompt": "...", "output_tokens": 10}."""
     file = DatasetFile(options.dataset_path or "")
 
     def rows() -> Iterator[BenchRequest]:
@@ -429,8 +422,8 @@ def custom_requests(
                 if "output_tokens" not in row:
                     file.refuse('"output_tokens" is missing: give --custom-output-len', line)
                 num_output = file.integer(row["output_tokens"], "output_tokens", line, least=1)
-            is_chat = has_template and not options.skip_chat_template
-            prompt, num_tokens = encoding.prompt(text, is_chat)
+            is_chat = source.has_template and not options.skip_chat_template
+            prompt, num_tokens = source.prompt(text, is_chat)
             yield BenchRequest(prompt, num_tokens, num_output)
 
     return _sampled(rows(), options, file)

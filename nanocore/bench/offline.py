@@ -203,12 +203,7 @@ def _source(llm: LLM) -> PromptSource:
         tokenizer = llm.get_tokenizer() if card.files else None
     except InvalidRequestError:  # the model's files contain no tokenizer
         tokenizer = None
-    return PromptSource(
-        tokenizer,
-        takes_text=False,
-        vocab_size=card.vocab_size,
-        eos_token_ids=tuple(card.eos_token_ids),
-    )
+    return PromptSource.of_engine(tokenizer, card)
 
 
 def _params(given: argparse.Namespace, max_tokens: int) -> SamplingParams:

@@ -22,6 +22,7 @@ from nanocore.bench.dataset_options import (
     add_dataset_flags,
     any_number,
     dataset_options,
+    values_of,
 )
 from nanocore.bench.load import Ramp, Traffic
 from nanocore.bench.targets import BACKENDS, NANOCORE, OPENAI, PATHS, Destination, RequestFields
@@ -103,27 +104,18 @@ def parse(arguments: list[str]) -> LoadOptions:
     folder = Path(given.result_dir or "")
     if keeps and folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise ConfigError(f"--result-dir {folder} is not a writable folder")
+    values = values_of(LoadOptions, given) | {
+        "self_timed": is_trace and given.self_timed is not False,
+        "percentile_metrics": _metrics(given.percentile_metrics),
+        "goodput_ms": _goodput(given.goodput_ms),
+        "metadata": _pairs("--metadata", given.metadata, "="),
+    }
     return LoadOptions(
         destination=_destination(given),
         dataset=dataset,
         traffic=_traffic(given),
         fields=_fields(given, dataset),
-        self_timed=is_trace and given.self_timed is not False,
-        max_concurrency=given.max_concurrency,
-        num_warmups=given.num_warmups,
-        ready_timeout_s=given.ready_check_timeout_sec,
-        has_progress_bar=not given.disable_tqdm,
-        label=given.label,
-        html=given.html,
-        percentile_metrics=_metrics(given.percentile_metrics),
-        percentiles=given.metric_percentiles,
-        goodput_ms=_goodput(given.goodput),
-        save_result=given.save_result,
-        save_detailed=given.save_detailed,
-        append_result=given.append_result,
-        result_dir=given.result_dir,
-        result_filename=given.result_filename,
-        metadata=_pairs("--metadata", given.metadata, "="),
+        **values,
     )
 
 
@@ -168,7 +160,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="requests in flight at once (default: no limit)")  # fmt: skip
     add("--num-warmups", type=at_least(0), default=0, metavar="N",
         help="warm-up requests, not measured (default: 0)")  # fmt: skip
-    add("--ready-check-timeout-sec", type=at_least(0), default=0, metavar="S",
+    add("--ready-check-timeout-sec", dest="ready_timeout_s", type=at_least(0), default=0,
+        metavar="S",
         help="seconds to wait for a first successful request (default: 0, none is sent)",
     )  # fmt: skip
 
@@ -193,9 +186,10 @@ def _add_result(parser: argparse.ArgumentParser) -> None:
     add("--percentile-metrics", default="ttft,tpot,itl", metavar="NAMES",
         help=f"metrics to report, separated by commas: {', '.join(METRICS)} "
         "(default: ttft,tpot,itl)")  # fmt: skip
-    add("--metric-percentiles", type=_percentiles, default=(99.0,), metavar="NUMBERS",
+    add("--metric-percentiles", dest="percentiles", type=_percentiles, default=(99.0,),
+        metavar="NUMBERS",
         help="percentiles to report, separated by commas (default: 99)")  # fmt: skip
-    add("--goodput", nargs="+", default=[], metavar="NAME:MS",
+    add("--goodput", dest="goodput_ms", nargs="+", default=[], metavar="NAME:MS",
         help=f"count requests within all these limits; {', '.join(GOODPUT_METRICS)}")  # fmt: skip
     add("--save-result", action="store_true", help="write the results to a JSON file")
     add("--save-detailed", action="store_true",
@@ -208,7 +202,8 @@ def _add_result(parser: argparse.ArgumentParser) -> None:
     add("--label", help="prefix of the default file name (default: the backend)")
     add("--metadata", nargs="*", default=[], metavar="KEY=VALUE",
         help="extra keys for the result JSON")  # fmt: skip
-    add("--disable-tqdm", action="store_true", help="do not show a progress bar")
+    add("--disable-tqdm", dest="has_progress_bar", action="store_false",
+        help="do not show a progress bar")  # fmt: skip
 
 
 def _find(given: argparse.Namespace) -> None:
@@ -250,18 +245,13 @@ def _destination(given: argparse.Namespace) -> Destination:
     headers = _pairs("--header", given.header, "=")
     if "OPENAI_API_KEY" in os.environ:
         headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", **headers}
-    return Destination(
-        backend=backend,
-        engine_endpoint=given.engine_endpoint,
-        curve_dir=given.curve_dir,
-        base_url=given.base_url or f"http://{host}:{given.port or 8000}",
-        path=given.endpoint or PATHS.get(backend, ""),
-        headers=headers,
-        insecure=given.insecure,
-        model=given.served_model_name or given.model,
-        model_id=given.model,
-        tokenizer=given.tokenizer,
-    )
+    values = values_of(Destination, given) | {
+        "backend": backend,
+        "base_url": given.base_url or f"http://{host}:{given.port or 8000}",
+        "model": given.served_model_name or given.model,
+    }
+    path = given.endpoint or PATHS.get(backend, "")
+    return Destination(path=path, headers=headers, model_id=given.model, **values)
 
 
 def _traffic(given: argparse.Namespace) -> Traffic:

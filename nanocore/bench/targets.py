@@ -181,12 +181,7 @@ async def open_engine(
                 raise ConfigError(str(error)) from None
             yield OpenTarget(
                 EngineTarget(client, params),
-                PromptSource(
-                    tokenizer,
-                    takes_text=False,
-                    vocab_size=card.vocab_size,
-                    eos_token_ids=tuple(card.eos_token_ids),
-                ),
+                PromptSource.of_engine(tokenizer, card),
                 destination.model_id or card.model,
                 None if tokenizer is None else named or card.model,
             )
