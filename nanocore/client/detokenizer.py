@@ -210,29 +210,24 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class SampleText:
-    """Text of one sample: detokenization and stop strings."""
+    """Text of one sample: detokenization and stop strings.
+
+    tokens_per_slice: limit for tokens that one read decodes, so that the event loop is not blocked.
+    push: fast path of `read` for one token; None if stop strings must be found.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
-        self._tokenizer = tokenizer
-        self._prompt_token_ids = prompt_token_ids
-        self._skip_special_tokens = params.skip_special_tokens
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, prompt_token_ids, params.skip_special_tokens
+        )
         self._keeps_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         stops = params.stop_strings
         self._stops = StopStringMatcher(stops, self._keeps_stop) if stops else None
-        self._detokenizer: IncrementalDetokenizer | None = None
-
-    @property
-    def tokens_per_slice(self) -> int:
-        """Limit for tokens that one read decodes, so that the event loop is not blocked."""
-        return self._opened().tokens_per_slice
-
-    @property
-    def push(self) -> Callable[[int], str] | None:
-        """Fast path of `read` for one token; None if stop strings must be found."""
-        return None if self._stops is not None else self._opened().push
+        self.tokens_per_slice = self._detokenizer.tokens_per_slice
+        self.push = self._detokenizer.push if self._stops is None else None
 
     def read(
         self, token_ids: list[int], num_read: int, end: Event | None
@@ -241,44 +236,34 @@ class SampleText:
 
         num_read: tokens before these. end: of the sample, after these.
         """
-        detokenizer = self._detokenizer or self._opened()
         shown = token_ids
         if end is not None and end.finish_reason == "stop" and not self._keeps_stop:
             shown = token_ids[:-1]  # the EOS or stop token itself is not text
         if self._stops is not None:
-            return self._read_to_stop(detokenizer, shown, num_read, end, len(token_ids))
-        text = detokenizer.append(shown)
+            return self._read_to_stop(self._stops, shown, num_read, end, len(token_ids))
+        text = self._detokenizer.append(shown)
         if end is not None:
-            text += detokenizer.flush()
+            text += self._detokenizer.flush()
         return text, None, len(token_ids)
 
     def _read_to_stop(
         self,
-        detokenizer: IncrementalDetokenizer,
+        stops: StopStringMatcher,
         shown: list[int],
         num_read: int,
         end: Event | None,
         num_tokens: int,
     ) -> tuple[str, str | None, int]:
-        assert self._stops is not None
         pieces = []
         # As in vLLM V1: a stop string that ends within the first min_tokens is never found.
         num_exempt = self._min_tokens - num_read
         for i, token_id in enumerate(shown):  # one by one, whatever was merged
-            text, stop = self._stops.push(detokenizer.append([token_id]), i >= num_exempt)
+            text, stop = stops.push(self._detokenizer.push(token_id), i >= num_exempt)
             pieces.append(text)
             if stop is not None:
                 return "".join(pieces), stop, i + 1
         stop = None
         if end is not None:
-            text, stop = self._stops.push(detokenizer.flush(), num_tokens > num_exempt)
-            pieces.append(text if stop is not None else text + self._stops.flush())
+            text, stop = stops.push(self._detokenizer.flush(), num_tokens > num_exempt)
+            pieces.append(text if stop is not None else text + stops.flush())
         return "".join(pieces), stop, num_tokens
-
-    def _opened(self) -> IncrementalDetokenizer:
-        # Created late, because by now the engine has validated the prompt's ids.
-        if self._detokenizer is None:
-            self._detokenizer = IncrementalDetokenizer(
-                self._tokenizer, self._prompt_token_ids, self._skip_special_tokens
-            )
-        return self._detokenizer

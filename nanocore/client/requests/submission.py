@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, Self, TypeAlias, TypedDict
 
 from msgspec.structs import replace
 
-from nanocore.client.arguments import check_request_id, check_request_timeout, check_sampling_params
+from nanocore.client.arguments import check_request_id, check_sampling_params
 from nanocore.client.chat.chat_messages import LONG_CHARS
 from nanocore.client.connection.client_session import ClientSession
 from nanocore.client.connection.request_table import OpenRequest
@@ -142,7 +142,6 @@ async def submit(
     request_id = uuid.uuid4().hex if options.request_id is None else options.request_id
     timeout_s = options.timeout_s
     check_sampling_params(params)
-    check_request_timeout(timeout_s)
     check_request_id(request_id, welcome.limits.max_request_id_chars)
     text, token_ids = await _tokenize(session, prompt, ticket)
     if options.fit_max_tokens:
@@ -153,6 +152,7 @@ async def submit(
     sampling = _as_known(params.for_engine(words), welcome.protocol[1])
     _check_version(sampling, welcome.protocol, timeout_s)
     _check_capabilities(sampling, welcome.capabilities)
+    packed_ids = pack_int32(token_ids)  # before the detokenizer gets them, because it checks them
     stream = RequestStream(
         request_id,
         text,
@@ -163,7 +163,7 @@ async def submit(
     )
     stream.message = message = Submit(
         request_id=request_id,
-        prompt_token_ids=pack_int32(token_ids),
+        prompt_token_ids=packed_ids,
         sampling=sampling,
         priority=options.priority,
         cache_salt=options.cache_salt,
