@@ -140,31 +140,21 @@ def engine_flags(arguments: Mapping[str, EngineArgument]) -> list[str]:
     return flags
 
 
-def _text(name: str, value: object) -> str:
-    if isinstance(value, (str, os.PathLike)):
-        text = os.fspath(value)
-    elif isinstance(value, float):
-        return repr(float(value))
-    elif isinstance(value, dict):
-        text = _json(value)
-    else:
-        try:
-            return str(operator.index(value))  # type: ignore[arg-type]
-        except TypeError:
-            text = None
+def _text(name: str, value: EngineArgument) -> str:
     try:
+        if isinstance(value, (str, os.PathLike)):
+            text = os.fspath(value)
+        elif isinstance(value, float):
+            text = repr(float(value))
+        elif isinstance(value, dict):
+            text = json.dumps(value, allow_nan=False)
+        else:
+            text = str(operator.index(value))  # type: ignore[arg-type]
         if isinstance(text, str) and b"\0" not in os.fsencode(text):
             return text
-    except UnicodeEncodeError:
+    except (TypeError, ValueError, RecursionError):
         pass
     raise ConfigError(
         f"{name}={reprlib.repr(value)}: an engine's argument is a str without zeros, a Path, a "
         "number, True, False, a dict that JSON can say, or None for its default"
     )
-
-
-def _json(value: dict[Any, Any]) -> str | None:
-    try:
-        return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return None

@@ -6,10 +6,9 @@ import asyncio
 import threading
 from array import array
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from concurrent import futures
 from functools import partial
 from os import PathLike
-from typing import Any, Generic, Self, TypeVar, Unpack, cast
+from typing import Any, Self, TypeVar, Unpack, cast
 
 from nanocore.client.arguments import EngineArgument, check_sampling_params
 from nanocore.client.async_client import AsyncEngineClient
@@ -17,9 +16,9 @@ from nanocore.client.chat.chat_request import ChatOptions, prepare_chat
 from nanocore.client.requests.request_outputs import EmbeddingOutput, RequestOutput
 from nanocore.client.requests.scoring import ScoreOutput
 from nanocore.client.requests.submission import Prompt
-from nanocore.client.stepwise import QUEUE_FACTOR, StepwiseRequests
+from nanocore.client.stepwise import QUEUE_FACTOR, StepwiseRequests, accepted
 from nanocore.client.tokenizer import ChatMessage, Tokenizer
-from nanocore.protocol.errors import ClientStateError, EngineOverloadedError, InvalidRequestError
+from nanocore.protocol.errors import ClientStateError, InvalidRequestError
 from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.metrics import Metric, Stats
 from nanocore.protocol.sampling import Pooling, SamplingParams
@@ -257,7 +256,7 @@ class LLM:
 
             async def one(call: Callable[[], Awaitable[Result]]) -> Result:
                 async with in_flight:
-                    result = await _accepted(call)
+                    result = await accepted(call)
                 progress.update()
                 return result
 
@@ -270,31 +269,26 @@ class LLM:
         if self._loop.is_closed():
             coroutine.close()
             raise ClientStateError("this LLM is closed: make a new one")
-        call = _Call(self._loop, coroutine)
+        ended = threading.Event()
+        call = asyncio.run_coroutine_threadsafe(_noted(coroutine, ended), self._loop)
         try:
-            return call.outcome.result()
+            return call.result()
         except ExceptionGroup as group:
             raise group.exceptions[0] from None  # the task group's first failure is the cause
         except BaseException:
-            if not call.outcome.done():
-                call.cancel()  # free its resources; requests in flight are aborted
-                futures.wait([call.outcome])
+            if not call.done():
+                # Free its resources; requests in flight are aborted. The second hop lets the
+                # coroutine begin before it is cancelled, so that it notes its end.
+                self._loop.call_soon_threadsafe(self._loop.call_soon, call.cancel)
+                ended.wait()
             raise
 
     def _stop_loop(self) -> None:
         # Calls of other threads end with the client; the loop must run once to report that.
-        futures.wait([_Call(self._loop, _others_end()).outcome])
+        asyncio.run_coroutine_threadsafe(_others_end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-
-async def _accepted(call: Callable[[], Awaitable[Result]]) -> Result:
-    while True:
-        try:
-            return await call()
-        except EngineOverloadedError as busy:
-            await asyncio.sleep(busy.retry_after_s)
 
 
 async def _others_end() -> None:
@@ -304,39 +298,11 @@ async def _others_end() -> None:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-class _Call(Generic[Result]):
-    """A coroutine that runs in another thread's event loop.
-
-    outcome: done only when the coroutine has really ended, unlike the future of
-    asyncio.run_coroutine_threadsafe.
-    """
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Result]
-    ) -> None:
-        self.outcome: futures.Future[Result] = futures.Future()
-        self._loop, self._coroutine = loop, coroutine
-        self._task: asyncio.Task[Result] | None = None
-        loop.call_soon_threadsafe(self._start)
-
-    def cancel(self) -> None:
-        self._loop.call_soon_threadsafe(self._cancel)
-
-    def _start(self) -> None:
-        self._task = self._loop.create_task(self._coroutine)
-        self._task.add_done_callback(self._finish)
-
-    def _cancel(self) -> None:
-        assert self._task is not None, "it was started before"
-        self._task.cancel()
-
-    def _finish(self, task: asyncio.Task[Result]) -> None:
-        if task.cancelled():
-            self.outcome.set_exception(futures.CancelledError())
-        elif (error := task.exception()) is not None:
-            self.outcome.set_exception(error)
-        else:
-            self.outcome.set_result(task.result())
+async def _noted(coroutine: Coroutine[Any, Any, Result], ended: threading.Event) -> Result:
+    try:
+        return await coroutine
+    finally:
+        ended.set()
 
 
 def _params_of_each(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -21,6 +22,7 @@ from nanocore.client.requests.submission import Prompt
 from nanocore.protocol.errors import EngineOverloadedError, NanocoreError
 from nanocore.protocol.sampling import SamplingParams
 
+Result = TypeVar("Result")
 QUEUE_FACTOR: Final = 4
 """Requests in flight per engine row: enough to keep it full, few enough to bound its queue."""
 
@@ -60,8 +62,8 @@ class StepwiseRequests:
             self._in_flight = asyncio.Semaphore(QUEUE_FACTOR * self._client.limits.max_num_seqs)
         request_id, request = str(next(self._ids)), _Request()
         self._requests[request_id] = request
-        outputs = self._generate(prompt, params, request_id)
-        request.task = asyncio.create_task(self._read(request, outputs, self._in_flight))
+        reading = partial(self._read, request, prompt, params, request_id)
+        request.task = asyncio.create_task(self._run(request, reading, self._in_flight))
         return request_id
 
     async def step(self) -> list[RequestOutput]:
@@ -112,37 +114,40 @@ class StepwiseRequests:
                 return error
         return None
 
-    async def _read(
+    async def _run(
         self,
         request: _Request,
-        outputs: AsyncGenerator[RequestOutput, None],
+        reading: Callable[[], Awaitable[None]],
         in_flight: asyncio.Semaphore,
     ) -> None:
         try:
-            async with in_flight, aclosing(outputs):
-                async for output in outputs:
-                    self._hand_over(request, output)
-                    if not output.finished:
-                        request.taken.clear()
-                        await request.taken.wait()
+            async with in_flight:
+                await accepted(reading)
         except Exception as error:
             self._hand_over(request, error)
+
+    async def _read(
+        self, request: _Request, prompt: Prompt, params: SamplingParams | None, request_id: str
+    ) -> None:
+        async with aclosing(self._client.generate(prompt, params, request_id)) as outputs:
+            async for output in outputs:
+                self._hand_over(request, output)
+                if not output.finished:
+                    request.taken.clear()
+                    await request.taken.wait()
 
     def _hand_over(self, request: _Request, news: RequestOutput | Exception) -> None:
         request.news = news
         self._news.set()
 
-    async def _generate(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str
-    ) -> AsyncGenerator[RequestOutput, None]:
-        while True:
-            try:
-                async with aclosing(self._client.generate(prompt, params, request_id)) as outputs:
-                    async for output in outputs:
-                        yield output
-                return
-            except EngineOverloadedError as busy:
-                await asyncio.sleep(busy.retry_after_s)
+
+async def accepted(call: Callable[[], Awaitable[Result]]) -> Result:
+    """Call until the engine is not overloaded any more, and return the result."""
+    while True:
+        try:
+            return await call()
+        except EngineOverloadedError as busy:
+            await asyncio.sleep(busy.retry_after_s)
 
 
 async def _end(requests: list[_Request]) -> None:

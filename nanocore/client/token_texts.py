@@ -34,13 +34,6 @@ class TokenText(NamedTuple):
     bytes: bytes
 
 
-class _Anchor(NamedTuple):
-    """Zero or one token, and its text."""
-
-    token_ids: list[int]
-    text: str
-
-
 class TokenTexts(dict[int, str | bytes]):
     """Texts by token id, filled on first use; "" for unknown ids.
 
@@ -58,14 +51,15 @@ class TokenTexts(dict[int, str | bytes]):
         self._backend = backend
         self._skip_special_tokens = skip_special_tokens
         self.are_exact = self.joins_bytes or (
-            _treats_tokens_singly(steps) and bool(self._anchor.token_ids)
+            _treats_tokens_singly(steps) and bool(self._anchor[0])
         )
 
     def __missing__(self, token_id: int) -> str | bytes:
         text: str | bytes = ""
         if 0 <= token_id < MAX_TOKEN_IDS:
-            whole = self._decode([*self._anchor.token_ids, token_id])
-            text = whole.removeprefix(self._anchor.text)
+            anchor_ids, anchor_text = self._anchor
+            whole = self._decode([*anchor_ids, token_id])
+            text = whole.removeprefix(anchor_text)
             if not self.are_exact and text in ("", whole):
                 text = self._decode([token_id])
             if REPLACEMENT in text:
@@ -97,16 +91,19 @@ class TokenTexts(dict[int, str | bytes]):
             return data
 
     @cached_property
-    def _anchor(self) -> _Anchor:
-        """Return an ordinary token that is put before others, so that they are not the first."""
+    def _anchor(self) -> tuple[list[int], str]:
+        """Ordinary token that is put before others, so that they are not the first; and its text.
+
+        [] and "" if there is none.
+        """
         ordinary = range(0 if self.joins_bytes else self._backend.get_vocab_size())
         for token_id in ordinary:
             text = self._decode([token_id])
             if not text or text.isspace() or REPLACEMENT in text:
                 continue
             if not _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or ""):
-                return _Anchor([token_id], text)
-        return _Anchor([], "")
+                return [token_id], text
+        return [], ""
 
     def _decode(self, token_ids: list[int]) -> str:
         text: str = self._backend.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

@@ -203,10 +203,6 @@ class Tokenizer:
         start = next((i for i in starts if whole[i : i + len(own)] == own), len(starts) - 1)
         return start, len(whole) - start - len(own)
 
-    @property
-    def num_appended_tokens(self) -> int:
-        return self.num_added_tokens[1]
-
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; unknown ids add nothing."""
         known = [token_id for token_id in token_ids if 0 <= token_id < MAX_TOKEN_IDS]

@@ -105,16 +105,14 @@ async def score_request(
         together = await _open_ids(tokenizer, context + continuation) if continuation else []
         continuation_ids = together[len(context_ids) :]
     else:
-        context_ids = (
-            await _open_ids(tokenizer, context)
-            if isinstance(context, str)
-            else _given_ids("context", context)
-        )
-        continuation_ids = (
-            await tokenizer.encode(continuation, add_special_tokens=False)
-            if isinstance(continuation, str)
-            else _given_ids("continuation", continuation)
-        )
+        if isinstance(context, str):
+            context_ids = await _open_ids(tokenizer, context)
+        else:
+            context_ids = _given_ids("context", context)
+        if isinstance(continuation, str):
+            continuation_ids = await tokenizer.encode(continuation, add_special_tokens=False)
+        else:
+            continuation_ids = _given_ids("continuation", continuation)
     if not context_ids and isinstance(context, str):
         prefix_token_id = (await tokenizer.get()).prefix_token_id
         context_ids = [] if prefix_token_id is None else [prefix_token_id]
@@ -141,7 +139,7 @@ async def _open_ids(tokenizer: TokenizerLoader, text: str) -> list[int]:
     """Encode with the tokens that the tokenizer adds before a text (BOS), without those behind
     (EOS)."""
     token_ids = await tokenizer.encode(text)
-    num_appended = (await tokenizer.get()).num_appended_tokens
+    _, num_appended = (await tokenizer.get()).num_added_tokens
     return token_ids[: len(token_ids) - num_appended]
 
 
