@@ -148,7 +148,7 @@ class AsyncEngineClient(BaseClient):
             fit_max_tokens: limit max_tokens to what the prompt leaves of max_model_len.
             ticket: place in the order of submission, from `submit_tickets`.
         """
-        with ticket or self._queue.ticket() as taken:
+        with ticket or SubmitTicket(self._tickets) as taken:
             session = await self._session(_wait_s(timeout_s))
             tokenizer = await session.tokenizer.get()
             options = RequestOptions(request_id, priority, cache_salt, timeout_s, fit_max_tokens)
@@ -171,7 +171,7 @@ class AsyncEngineClient(BaseClient):
         if params is None:
             params = SamplingParams.from_engine(self.model_card.default_sampling)
         check_sampling_params(params)
-        with self._queue.ticket() as ticket:
+        with SubmitTicket(self._tickets) as ticket:
             session = await self._session(_wait_s(timeout_s))
             has_much_text = is_long(messages, options.get("tools"))
             if has_much_text:
@@ -248,7 +248,7 @@ class AsyncEngineClient(BaseClient):
         Each ticket is passed to one call of `submit`, `complete` or `embed`.
         """
         with ExitStack() as stack:
-            yield [stack.enter_context(self._queue.ticket()) for _ in range(number)]
+            yield [stack.enter_context(SubmitTicket(self._tickets)) for _ in range(number)]
 
     async def stats(self) -> Stats:
         """The engine's counters and gauges."""
@@ -316,7 +316,7 @@ class AsyncEngineClient(BaseClient):
             ContextLengthError: without the last token they exceed max_model_len.
             EngineDeadError: the engine is gone.
         """
-        with self._queue.ticket() as ticket:
+        with SubmitTicket(self._tickets) as ticket:
             if is_long(*(text for text in (context, continuation) if isinstance(text, str))):
                 ticket.give_way()
             session = await self._session(math.inf)
@@ -353,7 +353,7 @@ class AsyncEngineClient(BaseClient):
         options: RequestOptions,
         ticket: SubmitTicket | None = None,
     ) -> RequestStream:
-        with ticket or self._queue.ticket() as taken:
+        with ticket or SubmitTicket(self._tickets) as taken:
             session = await self._session(_wait_s(options.timeout_s))
             return await submit(session, prompt, params, options, taken)
 

@@ -21,7 +21,7 @@ from nanocore.client.connection.client_session import ClientSession
 from nanocore.client.connection.engine_supervisor import EngineSupervisor
 from nanocore.client.connection.session_manager import SessionManager
 from nanocore.client.connection.tokenizer_loader import TokenizerPreload
-from nanocore.client.requests.submission import SubmitQueue
+from nanocore.client.requests.submission import SubmitTicket
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import ClientStateError, ConfigError, InvalidRequestError
 from nanocore.protocol.messages import Limits, ModelCard
@@ -57,7 +57,7 @@ class BaseClient:
         self._loop: asyncio.AbstractEventLoop | None = None  # while it is entered
         self._supervisor: EngineSupervisor | None = None
         self._manager: SessionManager | None = None
-        self._queue = SubmitQueue()
+        self._tickets: dict[SubmitTicket, None] = {}
         self.tokenizer_preload: TokenizerPreload | None = None
         """Preload for the engine that this client will connect to; set before it is entered."""
 

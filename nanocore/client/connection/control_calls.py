@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -29,14 +29,6 @@ class EngineHealth(msgspec.Struct, frozen=True):
     step_age_s: float | None = None
 
 
-class ControlFields(TypedDict, total=False):
-    """Fields of a CONTROL: file and offset of read_file, after of steps."""
-
-    file: str | None
-    offset: int
-    after: int
-
-
 class ControlCalls:
     """Calls of one connection that wait for a reply. send: sends a message."""
 
@@ -48,10 +40,12 @@ class ControlCalls:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    async def control(self, operation: ControlOperation, **fields: Unpack[ControlFields]) -> Reply:
+    async def control(
+        self, operation: ControlOperation, file: str | None = None, offset: int = 0, after: int = 0
+    ) -> Reply:
+        """Return the reply to a CONTROL. file, offset: of read_file. after: of steps."""
         call_id = next(self._ids)
-        message = Control(call_id=call_id, operation=operation, **fields)
-        return await self._call((Reply, call_id), message)
+        return await self._call((Reply, call_id), Control(call_id, operation, file, offset, after))
 
     async def ping(self, timeout_s: float) -> EngineHealth:
         """Measure the round trip of a PING; raises EngineDeadError."""

@@ -13,7 +13,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -217,26 +217,27 @@ class SessionManager:
             wait_for_listener = self._supervisor is None
             return await self._new_session(self._endpoints[0], timeout_s, wait_for_listener)
         deadline_s = time.monotonic() + timeout_s
-        while True:
-            try:
-                return await self._session_of_any(self._endpoints, timeout_s)
-            except EngineDeadError:
-                if time.monotonic() > deadline_s:
-                    raise
-            await asyncio.sleep(_RESTART_POLL_S)
+        return await self._session_of_any(
+            self._endpoints, timeout_s, lambda: time.monotonic() <= deadline_s
+        )
 
-    async def _session_of_any(self, endpoints: Sequence[str], timeout_s: float) -> ClientSession:
-        errors: list[NanocoreError] = []
+    async def _session_of_any(
+        self, endpoints: Sequence[str], timeout_s: float, may_try_again: Callable[[], bool]
+    ) -> ClientSession:
         if len(endpoints) > 1:
             timeout_s = min(timeout_s, NEXT_ENDPOINT_TIMEOUT_S)
-        for endpoint in endpoints:
-            try:
-                return await self._new_session(endpoint, timeout_s, wait_for_listener=False)
-            except (EngineDeadError, EngineOverloadedError) as error:
-                errors.append(error)
-        if len(errors) == 1:
-            raise errors[0]
-        raise EngineDeadError("; ".join(map(str, errors)))
+        while True:
+            errors: list[NanocoreError] = []
+            for endpoint in endpoints:
+                try:
+                    return await self._new_session(endpoint, timeout_s, wait_for_listener=False)
+                except (EngineDeadError, EngineOverloadedError) as error:
+                    errors.append(error)
+            if len(errors) > 1:
+                errors = [EngineDeadError("; ".join(map(str, errors)))]
+            if isinstance(errors[0], EngineOverloadedError) or not may_try_again():
+                raise errors[0]
+            await asyncio.sleep(_RESTART_POLL_S)
 
     async def _new_session(
         self, endpoint: str, timeout_s: float, wait_for_listener: bool
@@ -273,7 +274,8 @@ class SessionManager:
         if not old.connection.is_draining or not endpoints:
             endpoints.insert(0, old.endpoint)
         try:
-            self._session = await self._session_of_any_or_ours(endpoints)
+            may_try_again = functools.partial(self._may_listen_again, time.monotonic())
+            self._session = await self._session_of_any(endpoints, REOPEN_TIMEOUT_S, may_try_again)
         except EngineDeadError as error:
             first = old.connection.first_error
             text = str(error) if first is None else f"{first}; {error}"
@@ -285,19 +287,11 @@ class SessionManager:
             self._close_tokenizer(old)
         return self._session
 
-    async def _session_of_any_or_ours(self, endpoints: Sequence[str]) -> ClientSession:
-        # A launched engine that is being restarted will listen again: wait for it.
-        since_s = time.monotonic()
-        while True:
-            try:
-                return await self._session_of_any(endpoints, REOPEN_TIMEOUT_S)
-            except EngineDeadError:
-                if self._supervisor is None or self._ended is not None:
-                    raise
-                is_noticed = self._supervisor.is_restarting
-                if not is_noticed and time.monotonic() - since_s > STOP_TIMEOUT_S:
-                    raise
-            await asyncio.sleep(_RESTART_POLL_S)
+    def _may_listen_again(self, since_s: float) -> bool:
+        """Whether a launched engine is being restarted, or its death may not be noticed yet."""
+        if self._supervisor is None or self._ended is not None:
+            return False
+        return self._supervisor.is_restarting or time.monotonic() - since_s <= STOP_TIMEOUT_S
 
     def _take_over(
         self, request: OpenRequest, error: NanocoreError, connection: EngineConnection

@@ -28,29 +28,20 @@ from nanocore.protocol.messages import Capability, Submit
 from nanocore.protocol.sampling import EngineSamplingParams, SamplingParams
 
 
-class SubmitQueue:
-    """Order of one client's requests: they are submitted in the order of the calls.
+class SubmitTicket:
+    """Place of one request in the order of submission, which is the order of the calls.
 
     A request may wait for a session, the tokenizer or a template; later ones wait for it. Requests
-    with long texts give way, so that they delay no others. Belongs to one event loop.
+    with long texts give way, so that they delay no others. Leaving the ticket's `with` block lets
+    the next request submit. Belongs to one event loop.
+
+    tickets: the client's, in order; the new one takes the last place. It is the first one's turn.
     """
-
-    def __init__(self) -> None:
-        self._tickets: dict[SubmitTicket, None] = {}  # in order; the first one's turn
-
-    def ticket(self) -> SubmitTicket:
-        """Take the last place. Leaving the ticket's `with` block lets the next request submit."""
-        ticket = SubmitTicket(self._tickets)
-        self._tickets[ticket] = None
-        return ticket
-
-
-class SubmitTicket:
-    """Place of one request in the queue."""
 
     def __init__(self, tickets: dict[SubmitTicket, None]) -> None:
         self._tickets = tickets
         self._turn = asyncio.Event()
+        tickets[self] = None
 
     async def turn(self) -> None:
         """Wait until all earlier requests are submitted, have failed, or gave way."""
