@@ -106,6 +106,7 @@ def parse(arguments: list[str]) -> LoadOptions:
         raise ConfigError(f"--result-dir {folder} is not a writable folder")
     values = values_of(LoadOptions, given) | {
         "self_timed": is_trace and given.self_timed is not False,
+        "has_progress_bar": not given.disable_tqdm,
         "percentile_metrics": _metrics(given.percentile_metrics),
         "goodput_ms": _goodput(given.goodput_ms),
         "metadata": _pairs("--metadata", given.metadata, "="),
@@ -202,8 +203,7 @@ def _add_result(parser: argparse.ArgumentParser) -> None:
     add("--label", help="prefix of the default file name (default: the backend)")
     add("--metadata", nargs="*", default=[], metavar="KEY=VALUE",
         help="extra keys for the result JSON")  # fmt: skip
-    add("--disable-tqdm", dest="has_progress_bar", action="store_false",
-        help="do not show a progress bar")  # fmt: skip
+    add("--disable-tqdm", action="store_true", help="do not show a progress bar")
 
 
 def _find(given: argparse.Namespace) -> None:

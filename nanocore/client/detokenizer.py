@@ -258,7 +258,7 @@ class SampleText:
         # As in vLLM V1: a stop string that ends within the first min_tokens is never found.
         num_exempt = self._min_tokens - num_read
         for i, token_id in enumerate(shown):  # one by one, whatever was merged
-            text, stop = stops.push(self._detokenizer.push(token_id), i >= num_exempt)
+            text, stop = stops.push(self._detokenizer.append([token_id]), i >= num_exempt)
             pieces.append(text)
             if stop is not None:
                 return "".join(pieces), stop, i + 1
