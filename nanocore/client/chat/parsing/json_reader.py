@@ -31,67 +31,6 @@ def escape(text: str) -> str:
     return json_string(text)[1:-1]
 
 
-class JsonScanner:
-    """Follows one JSON value. is_done: its end was found."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-        self._depth = 0
-        self._is_in_string = False
-        self._is_escaped = False
-
-    def scan(self, text: str, at: int) -> int:
-        """Return the end of the value's text, from `at` on.
-
-        Stops before characters that are invalid in JSON: "<" outside of strings, control characters
-        within one.
-        """
-        while at < len(text) and not self.is_done:
-            if self._is_escaped:
-                if text[at] < " ":
-                    return at
-                self._is_escaped = False
-                at += 1
-                continue
-            found = self._pattern().search(text, at)
-            if found is None:
-                return len(text)
-            if found[0] == "<" or (self._is_in_string and found[0] < " "):
-                return found.start()
-            if not self._is_in_string and not self._depth and found[0] in "}], \t\r\n":
-                self.is_done = True
-                return found.start()
-            at = found.end()
-            self._follow(found[0])
-        return at
-
-    def escape_control(self, character: str) -> str:
-        """Return the control character at which `scan` stopped, escaped for a JSON string."""
-        escaped = escape(character)
-        if self._is_escaped:  # the backslash before it was emitted already
-            self._is_escaped = False
-            return escaped[1:]
-        return escaped
-
-    def _pattern(self) -> re.Pattern[str]:
-        if self._is_in_string:
-            return _IN_VALUE_STRING
-        return _IN_BRACKETS if self._depth else _IN_SCALAR
-
-    def _follow(self, character: str) -> None:
-        if self._is_in_string:
-            if character == "\\":
-                self._is_escaped = True
-                return
-            self._is_in_string = False
-        elif character == '"':
-            self._is_in_string = True
-            return
-        else:
-            self._depth += 1 if character in "{[" else -1
-        self.is_done = self._depth == 0
-
-
 class JsonReader(StreamReader):
     """Base of parsers of JSON. closer: the mark that ends a block; a value that is not complete
     ends there, too, unless the mark is in a string."""
@@ -100,46 +39,57 @@ class JsonReader(StreamReader):
 
     def json_value(self, sink: Sink) -> Steps[None]:
         """Read one value of any kind, unchanged."""
-        scanner = JsonScanner()
-        while not scanner.is_done:
-            end = scanner.scan(self._text, self._at)
+        depth = 0
+        while True:
+            mark = yield from self._before(_IN_BRACKETS if depth else _IN_SCALAR, sink)
+            if mark is None or (not depth and mark not in '"{[<'):
+                return
+            if mark == "<" and self.closer and (yield from self.sees(self.closer)):
+                return
+            sink(self.take(self._at + 1))
+            if mark == '"':
+                yield from self._rest_of_string(sink)
+            elif mark in "{[":
+                depth += 1
+            elif mark in "}]":
+                depth -= 1
+            if not depth and mark != "<":
+                return
+
+    def _rest_of_string(self, sink: Sink) -> Steps[None]:
+        """Read a string after its first quote, unchanged but for control characters."""
+        mark: str | None = ""
+        while mark is not None and mark != '"':
+            mark = yield from self._before(_IN_VALUE_STRING, sink)
+            is_escaped = mark == "\\"
+            if is_escaped:
+                sink(self.take(self._at + 1))
+                yield from self.fill(1)
+            character = self.take(self._at + 1)
+            sink(escape(character)[is_escaped:] if "" < character < " " else character)
+
+    def _before(self, pattern: re.Pattern[str], sink: Sink) -> Steps[str | None]:
+        """Pass the text before a character of this pattern to `sink`; None if the text ends."""
+        while True:
+            found = pattern.search(self._text, self._at)
+            end = found.start() if found else len(self._text)
             if end > self._at:
                 sink(self.take(end))
-            elif scanner.is_done:
-                return
-            elif self._at < len(self._text):
-                character = self._text[self._at]
-                if character < " ":
-                    self.take(self._at + 1)
-                    sink(scanner.escape_control(character))
-                elif self.closer and (yield from self.sees(self.closer)):
-                    return
-                else:
-                    sink(self.take(self._at + 1))
-            elif self._ended:
-                return
-            else:
-                yield
+            if found or self._ended:
+                return found and found[0]
+            yield
 
     def json_text(self, sink: Sink) -> Steps[bool]:
         """Read a string and pass its content to `sink`; False if there is none, or it has no
         end."""
         if not (yield from self.accept('"')):
             return False
-        while True:
-            found = _IN_STRING.search(self._text, self._at)
-            end = found.start() if found else len(self._text)
-            if end > self._at:
-                sink(self.take(end))
-            if found is None:
-                if self._ended:
-                    return False
-                yield
-            elif found[0] == '"':
-                self.take(end + 1)
+        while (mark := (yield from self._before(_IN_STRING, sink))) is not None:
+            if mark == '"':
+                self.take(self._at + 1)
                 return True
-            else:
-                sink((yield from self._escape()))
+            sink((yield from self._escape()))
+        return False
 
     def word(self) -> Steps[str | None]:
         """Read a string; None if there is none, or it has no end."""
