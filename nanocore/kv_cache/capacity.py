@@ -83,7 +83,9 @@ class Capacity(msgspec.Struct, frozen=True):
     @property
     def most_tokens(self) -> int:
         """Tokens of the longest request that fits."""
-        low, high = 0, self.num_slabs * self.groups[0].per_slab
+        # Of windows alone, any length may fit.
+        group = self.groups[0]
+        low, high = 0, self.num_slabs * group.per_slab if group.keeps_all else _ANY_STEP
         while low < high:
             middle = (low + high + 1) // 2
             if self.slabs_of(middle * self.block_size) <= self.num_slabs:

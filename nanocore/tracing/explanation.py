@@ -21,7 +21,7 @@ from nanocore.tracing.timeline import RequestTimeline, RunTimeline, StepTimes
 _MOST_NAMED: Final = 3
 PARTS: Final = {
     "compiling": "compiling its structured output",
-    "handover": "validation in the io thread, and handover to the scheduler",
+    "handover": "validation, and the step that was running",
     "waiting": "waiting for its first row",
     "prefill": "in steps that computed its prompt",
     "between_chunks": "with a row, in steps that computed none of its tokens",

@@ -96,7 +96,7 @@ def test_an_explanation_in_words(trace: str, capsys: pytest.CaptureFixture[str])
         "    paused for 10.000 ms:\n"
         f"       10.000 ms  {REASONS['kv_blocks']} (1 step)\n"
         "  time to first token 33.000 ms:\n"
-        "      1.000 ms    3.0%  validation in the io thread, and handover to the scheduler\n"
+        "      1.000 ms    3.0%  validation, and the step that was running\n"
         "     21.000 ms   63.6%  waiting for its first row\n"
         "     10.000 ms   30.3%  in steps that computed its prompt\n"
         "      1.000 ms    3.0%  from its first token to the socket\n"

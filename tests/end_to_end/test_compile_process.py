@@ -59,3 +59,18 @@ def test_an_engine_outlives_its_trials_and_ends_in_order_while_one_runs() -> Non
         assert running.wait() == 0
         while any(map(is_running, left)):
             pass
+
+
+def test_a_compile_process_that_is_stopped_ends_with_an_engine_that_is_killed() -> None:
+    async def use(endpoint: str) -> None:
+        async with AsyncEngineClient.connect(endpoint, timeout_s=WAIT_S, resume=False) as client:
+            await client.complete("Say it", wanting(choice=["no"]))
+
+    with engine(DEMO_MODEL) as running:
+        asyncio.run(use(running.endpoint))
+        trials = trial_process(running.pid)
+        os.kill(trials, signal.SIGSTOP)
+        os.kill(running.pid, signal.SIGKILL)
+        assert running.wait() == -signal.SIGKILL
+        while is_running(trials):
+            pass

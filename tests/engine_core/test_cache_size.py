@@ -96,10 +96,12 @@ def test_a_length_that_does_not_fit_is_refused_with_need_have_longest_and_flags(
         "160 tokens",
         "--max-model-len 160 (or auto)",
         "--kv-cache-memory-bytes 3203072",
-        "--kv-cache-dtype int8",
     ):
         assert word in message
     assert "--gpu-memory-utilization" not in message
+    assert "--kv-cache-dtype" not in message, "of half the size it would not fit"
+    with pytest.raises(CacheMemoryError, match="or --kv-cache-dtype int8"):
+        size_cache(EngineConfig(), [rank(35, block_bytes=50_048)], 1024)
 
 
 def test_on_cuda_the_utilization_is_a_remedy_and_nothing_useless_is_suggested() -> None:

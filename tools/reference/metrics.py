@@ -8,7 +8,7 @@ from nanocore.engine_core.log.metrics import EngineMetrics, IoCounts
 from nanocore.engine_core.log.utilisation import Utilisation
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.http.exposition import NOT_NAMING
-from nanocore.kv_cache import Capacity, KVCacheManager
+from nanocore.kv_cache import CacheGroup, Capacity, KVCacheManager
 from nanocore.protocol.metrics import Metric
 from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
 from tools.reference.markdown import item, page, wrapped
@@ -22,6 +22,7 @@ _CACHE = {
 }
 _FREE_LABELS = {
     "sessions_closed": "reason",
+    "prefix_cache_lost_tokens": "group",
     "cache_config_info": ", ".join(f"`{k}`" for k in _CACHE),
 }
 """Of these the values are not a closed set."""
@@ -55,7 +56,8 @@ def metrics_page() -> str:
 
 def _metrics() -> list[Metric]:
     config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=MAX_MODEL_LEN)
-    scheduler = Scheduler(config, KVCacheManager(Capacity(8, 16)))
+    groups = [CacheGroup("full"), CacheGroup("window(512)", 512)]
+    scheduler = Scheduler(config, KVCacheManager(Capacity(8, 16, groups)))
     limit = QueueLimit(1, 1, scheduler.counters)
     used = Utilisation(_COST, _SPEED)
     collector = EngineMetrics(scheduler, limit.rejections, _CACHE, used)

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
@@ -108,7 +109,7 @@ class CompileProcess:
             if self._running is None and not self._is_closed:
                 try:
                     self._running = _Running(self._source)
-                except OSError as error:
+                except (OSError, RuntimeError) as error:  # RuntimeError: no thread
                     logger.error("the compile process cannot be started: %s", error)
             return self._running
 
@@ -170,8 +171,31 @@ class CompileProcess:
         return code
 
 
+def _start(stdin: int) -> subprocess.Popen[bytes]:
+    """Start a process in a thread that lives as long: the kernel ends the one with the other."""
+    started: Future[subprocess.Popen[bytes]] = Future()
+
+    def run() -> None:
+        try:
+            process = subprocess.Popen(
+                _COMMAND,
+                stdin=stdin,
+                stdout=subprocess.DEVNULL,
+                # A process that forks has one thread.
+                env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        process.wait()
+
+    threading.Thread(target=run, name="compile-process", daemon=True).start()
+    return started.result()
+
+
 class _Running:
-    """A process and our end of its socket. Raises OSError if it cannot be started."""
+    """A process and our end of its socket. Raises OSError or RuntimeError if it does not start."""
 
     def __init__(self, source: VocabularySource) -> None:
         source = msgspec.structs.replace(source, name="tokenizer.json")  # a path may be no Unicode
@@ -184,14 +208,8 @@ class _Running:
                 file.write(msgspec.msgpack.encode(source))
                 file.seek(0)
                 socket.send_fds(self.socket, [b"v"], [file.fileno()])
-                self.process = subprocess.Popen(
-                    _COMMAND,
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    # A process that forks has one thread.
-                    env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-                )
-        except OSError:
+                self.process = _start(theirs.fileno())
+        except (OSError, RuntimeError):
             self.socket.close()
             raise
 
@@ -240,6 +258,7 @@ _NO_VOCABULARY: Final = 4
 
 
 def main() -> None:
+    signal_at_parent_death(signal.SIGKILL)  # the socket's end comes to nobody who is stopped
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     engine = socket.socket(fileno=0)

@@ -166,7 +166,7 @@ def _too_long(config: EngineConfig, ranks: list[WorkerInfo], tightest: int, size
         remedies.insert(0, f"--max-model-len {longest} (or auto)")
     if rank.device.startswith("cuda") and config.kv_cache_memory_bytes is None:
         remedies.append(f"--gpu-memory-utilization above {config.gpu_memory_utilization}")
-    if config.kv_cache_dtype == "auto":
+    if config.kv_cache_dtype == "auto" and need_bytes < 2 * have_bytes:
         remedies.append("--kv-cache-dtype int8")
     return (
         f"the KV cache of one request of {max_model_len} tokens needs {need_bytes / 1e6:.1f} MB"

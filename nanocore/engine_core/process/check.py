@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 _MEASURE_S: Final = 0.03
 """Per measurement of the machine; somebody waits for the result."""
-_VOCABULARY_TOKEN_BYTES: Final = 170
-"""Memory of one token in the table that structured outputs are masked with, as measured."""
+_FILES_TOKEN_BYTES: Final = 170
+"""Size of the tokenizer's files for each token, which the engine serves; as measured."""
+_GRAMMAR_BYTES: Final = 60 * 10**6, 1660
+"""Memory for structured outputs: of libraries and processes, and for each token; as measured."""
 
 
 def check_engine(config: EngineConfig, as_json: bool = False) -> None:
@@ -69,7 +71,8 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
         ranks,
         size,
         machine_speeds(ranks, _MEASURE_S),
-        process_bytes + model_config.vocab_size * _VOCABULARY_TOKEN_BYTES,
+        process_bytes + model_config.vocab_size * _FILES_TOKEN_BYTES,
+        _GRAMMAR_BYTES[0] + model_config.vocab_size * _GRAMMAR_BYTES[1],
     )
     print(msgspec.json.encode(expected).decode() if as_json else table(expected))
 

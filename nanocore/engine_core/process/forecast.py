@@ -134,8 +134,9 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """What `--check --json` prints.
 
     kv_token_bytes: K and V of a token in all layers, over all ranks. active_params: used for one
-    token. speed: of all ranks together, as measured. process_bytes: that a process takes before it
-    loads a model, and the vocabulary of structured outputs, about.
+    token. speed: of all ranks together, as measured. process_bytes: of Python, libraries and the
+    model's files. grammar_bytes: of the vocabulary for structured outputs, here and in the compile
+    process, once it is loaded. Both about, and of the engine's own process.
     """
 
     model: str
@@ -152,6 +153,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     speed: MachineSpeed
     process_bytes: int
+    grammar_bytes: int
     groups: list[GroupForecast]
     ranks: list[RankMemory]
     contexts: list[ContextForecast]
@@ -198,6 +200,7 @@ def forecast(
     size: CacheSize,
     speeds: list[MachineSpeed],
     process_bytes: int = 0,
+    grammar_bytes: int = 0,
 ) -> Forecast:
     """Compute an engine's memory and best times. speeds: of each rank, while all are busy."""
     whole = joined_cost(ranks)
@@ -229,6 +232,7 @@ def forecast(
         max_num_seqs=num_seqs,
         speed=MachineSpeed.joined(speeds),
         process_bytes=process_bytes,
+        grammar_bytes=grammar_bytes,
         groups=_groups(ranks, size),
         ranks=[_rank_memory(rank, size) for rank in ranks],
         contexts=[at_context(context) for context in _contexts(size.max_model_len)],
@@ -320,7 +324,8 @@ def _memory_rows(forecast: Forecast) -> Iterator[str]:
             "in the largest step, estimate",
         ),
         ("tables", max(rank.table_bytes for rank in ranks), "token ids, block ids, rotations"),
-        ("process", forecast.process_bytes, "Python, libraries, vocabulary; about"),
+        ("process", forecast.process_bytes, "Python, libraries, tokenizer's files; about"),
+        ("grammars", forecast.grammar_bytes, "for structured outputs, with their process; about"),
         ("left", min(rank.left_bytes for rank in ranks), "of available memory"),
     ):
         yield f"  {name:<14}{num_bytes / 1e6:>9,.1f} MB  {note}"
