@@ -224,3 +224,5 @@ def test_the_longest_request_is_what_the_slabs_hold(length: int) -> None:
     for num_slabs in (1, 6, 7, 12, 40):
         capacity = Capacity(num_slabs, 16, [CacheGroup("full", 0, 5), CacheGroup("w", 33)], 32)
         assert (length <= capacity.most_tokens) == (capacity.slabs_of(length) <= num_slabs)
+        alone = Capacity(num_slabs, 16, [CacheGroup("w", 33)], 32)
+        assert (length <= alone.most_tokens) == (alone.slabs_of(length) <= num_slabs)

@@ -177,6 +177,8 @@ def _first_line(reason: str) -> str:
     """Shorten a reason to one line, without the regular expression that llguidance quotes."""
     if reason.startswith("NoExtension"):
         return "nothing matches it"
+    if reason.startswith("Unable to determine if regex is empty"):
+        return "whether anything matches it is too hard to find out: make it simpler"
     place, *_ = re.split("invalid regex|regex parse error", reason.partition("\n")[0])
     error = re.search(r"\nerror: ([^\n]*)", reason)
     return shorten(f"{place}invalid regex: {error[1]}" if error else reason.partition("\n")[0])
