@@ -456,7 +456,9 @@ async def test_an_engine_that_is_too_busy_for_what_it_gets_back_is_asked_again(
                 new.send(busy)
             assert _tokens(await new.accept(1)) == [10]
             new.finish(1)
-            assert len((await request).resumes) == 3
+            resumes = (await request).resumes
+            assert len(resumes) == 3
+            assert all(one.next_s is not None for one in resumes), "a token ended all of them"
 
 
 async def test_a_request_that_engines_die_of_fails_alone(endpoint: str) -> None:

@@ -251,9 +251,8 @@ class Resubmission:
             lost.fail(EngineDeadError(text))
             self._end_trial()
             return True
-        resume = _make_resume(lost, connection.welcome, reached_s)
-        stream.resumes.append(resume)
-        stream.progress.at_next(lambda: self._progressed(stream, resume))
+        stream.resumes.append(_make_resume(lost, connection.welcome, reached_s))
+        stream.progress.at_next(lambda: self._progressed(stream))
         unsent: list[tuple[OpenRequest, Submit]] = []
         try:
             unsent = resubmissions(stream, lost.samples, connection.uses)
@@ -274,8 +273,11 @@ class Resubmission:
             raise
         return True
 
-    def _progressed(self, stream: RequestStream, resume: Resume) -> None:
-        resume.next_s = time.monotonic()
+    def _progressed(self, stream: RequestStream) -> None:
+        now_s = time.monotonic()
+        for resume in stream.resumes:  # engines may have died one after the other without a token
+            if resume.next_s is None:
+                resume.next_s = now_s
         if stream is self._tried:
             self._end_trial()
         self._on_progress()
