@@ -81,17 +81,40 @@ class RequestHeap:
             heapq.heapify(self._heap)
 
 
-def lower_priorities(
-    waiting: Request, running: Iterable[Request], precedence: PrecedenceKey
-) -> list[Request]:
-    """Return those that may be preempted for a waiting request under the priority policy.
+class PriorityVictims:
+    """The running requests that may be preempted for a waiting one, under the priority policy.
 
-    Only priority preempts, never age: a lower priority whose age has made up for it stays. The last
-    by precedence is the first.
+    Only priority preempts, never age: a lower priority whose age has made up for it stays.
     """
-    lower = [one for one in running if one.priority > waiting.priority]
-    lower = [one for one in lower if precedence(one) > precedence(waiting)]
-    return sorted(lower, key=precedence, reverse=True)
+
+    def __init__(self, precedence: PrecedenceKey) -> None:
+        def last_first(request: Request) -> Precedence:
+            first, arrival, handle = precedence(request)
+            return -first, -arrival, -handle
+
+        self._precedence = precedence
+        self._running = RequestHeap(last_first)
+
+    def add(self, request: Request) -> None:
+        self._running.push(request)
+
+    def discard(self, request: Request) -> None:
+        """Forget a request that ended or was preempted, if it is known."""
+        if request in self._running:
+            self._running.remove(request)
+
+    def may_preempt_for(self, waiting: Request) -> bool:
+        """Whether there is one for this request. Costs O(1)."""
+        last = self._running.head()
+        return last is not None and self._may_preempt(last, waiting)
+
+    def of(self, waiting: Request) -> list[Request]:
+        """Return those that may be preempted for this request, the lowest first."""
+        return [one for one in self._running if self._may_preempt(one, waiting)]
+
+    def _may_preempt(self, running: Request, waiting: Request) -> bool:
+        is_lower = running.priority > waiting.priority
+        return is_lower and self._precedence(running) > self._precedence(waiting)
 
 
 def last_of(running: Iterable[tuple[Request, int]], precedence: PrecedenceKey) -> Request:

@@ -14,8 +14,8 @@ from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.policy.order import (
     Precedence,
     PrecedenceKey,
+    PriorityVictims,
     last_of,
-    lower_priorities,
 )
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.room import NO_SHORTAGE, BlockShortage, Room
@@ -40,8 +40,19 @@ class Preempter:
         self._precedence = precedence
         self._running = running
         self._room = room
+        num_victims = config.num_groups if config.policy == "priority" else 0
+        self._victims = [PriorityVictims(precedence) for _ in range(num_victims)]  # by group
         # By group: a head for which priority preemption could not free enough.
         self._failed: dict[int, BlockShortage] = {}
+
+    def admitted(self, request: Request) -> None:
+        if self._victims:
+            self._victims[request.row % len(self._victims)].add(request)
+
+    def removed(self, request: Request) -> None:
+        """Forget a request that ended or was preempted; its row may be gone already."""
+        for victims in self._victims:
+            victims.discard(request)
 
     def make_room(self, plan: StepPlan, row: int, num_tokens: int) -> None:
         """Stall a running row if blocks are about to be released; else preempt somebody for it.
@@ -88,15 +99,11 @@ class Preempter:
         Returns (precedence, tokens) to reserve of the budget for the head, if it will be admitted.
         """
         group, room = plan.group, self._room
-        if self._config.policy != "priority":
+        if not (self._victims and self._victims[group].may_preempt_for(head)):
             return None
         failed = self._failed.get(group, NO_SHORTAGE)
         is_same = failed.num_free_blocks == self._kv_cache.num_free_blocks
         if is_same and failed.persists(self._kv_cache, head):
-            return None
-        rows = self._running.requests[group :: self._config.num_groups]
-        running = [request for request in rows if request is not None]
-        if not (victims := lower_priorities(head, running, self._precedence)):
             return None
         prefix, num_uncached = room.find_prefix(head)
         count = min(num_uncached, chunk_limit(self._config, (), head, ()))
@@ -111,8 +118,7 @@ class Preempter:
             # them is cheaper than recomputing a request.
             return has_row() and room.fits(head, prefix, with_fenced=True)
 
-        if will_fit() or not self._suffices(victims, head, prefix):
-            victims = []
+        victims = [] if will_fit() else self._suitable_victims(group, head, prefix)
         for one in victims:
             self._preempt(plan, one, head)
             if will_fit():
@@ -122,15 +128,16 @@ class Preempter:
             self._failed[group] = BlockShortage.of(self._kv_cache, head, prefix)
         return (self._precedence(head), count) if is_admitted else None
 
-    def _suffices(self, victims: list[Request], head: Request, prefix: Prefix) -> bool:
-        """Whether the head fits when all of these are preempted: preempting some without that would
-        only waste work.
-        """
+    def _suitable_victims(self, group: int, head: Request, prefix: Prefix) -> list[Request]:
+        """Return whom to preempt for the head, one after the other; nobody if it is no use."""
+        victims = self._victims[group].of(head)
         if any(one.row in self._running.finishing for one in victims):
-            return False  # its row and blocks are free in a step
+            return []  # its row and blocks are free in a step
+        # All or nothing: preempting some without admitting the head would only waste work.
         handles = [one.handle for one in victims]
-        return self._room.fits(head, prefix, handles, with_fenced=True)
+        return victims if self._room.fits(head, prefix, handles, with_fenced=True) else []
 
     def _preempt(self, plan: StepPlan, request: Request, preempter: Request) -> None:
         plan.preempt(request, preempter)
+        self.removed(request)
         self._running.preempt(request)

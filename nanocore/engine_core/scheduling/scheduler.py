@@ -370,6 +370,7 @@ class Scheduler:
         self.counters.count_dequeued(request, self.clock())
         self.running.admit(plan, request, prefix, count)
         self.log.append(RequestEntry(self.clock(), "prefill", request))
+        self.preemption.admitted(request)
 
     def _end(self, request: Request, keeps_blocks: bool = True) -> None:
         """Forget a request. keeps_blocks: False if their content is damaged."""
@@ -377,6 +378,7 @@ class Scheduler:
             self._alone, self.kv_cache.is_compact = None, False
         if request.row >= 0:
             self.running.leave(request, keeps_blocks)
+            self.preemption.removed(request)
         if self._requests.pop(request.handle, None) is None:
             del self._unready[request.handle]
         if request.sampling.n > 1 and (sibling := request.leave_siblings()) is not None:
