@@ -264,8 +264,10 @@ def check_forms(field: str, schema: Any) -> None:
     """
     for place, part in parts(schema, keywords=(*_LISTS, *_ONES, "items")):
         for keyword, value in part.items():
-            form, is_of_form = _FORMS.get(keyword, ("", _is(object)))
-            if value is not None and not is_of_form(value):
+            if keyword not in _FORMS or value is None:
+                continue
+            form, is_of_form = _FORMS[keyword]
+            if not is_of_form(value):
                 at = f"{place}/{escaped(keyword)}"
                 raise InvalidRequestError(
                     f"structured_outputs.{field} at {at!r}: {quoted(value)} is not {form}"

@@ -66,7 +66,7 @@ class DeficitRoundRobin:
         self._round = 0
         self._num_places = 0
         self._accounts: dict[int, _Account] = {}
-        self._num_kept = 0
+        self._num_kept = 0  # by the last sweep; the next one comes when there are twice as many
 
     def __len__(self) -> int:
         """Accounts, including those of absent sessions that were not swept out."""

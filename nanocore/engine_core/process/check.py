@@ -7,7 +7,6 @@ measured, in tens of milliseconds.
 from __future__ import annotations
 
 import logging
-import resource
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +19,7 @@ from nanocore.engine_core.process.forecast import forecast, machine_speeds, tabl
 from nanocore.engine_core.process.process import describe_workers, find_model
 from nanocore.worker.devices import select_device
 from nanocore.worker.dry_run import dry_run
+from nanocore.worker.memory.host_memory import resident_bytes
 from nanocore.worker.models import load_model_config
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
     model_config = load_model_config(folder, config.hf_overrides, config.override_generation_config)
     max_model_len = longest_request(config, model_config)
     ServedFiles(folder)  # they can be read, or made
-    process_bytes = _resident_bytes()
+    process_bytes = resident_bytes()  # of what an engine imports, and no weights yet
     ranks = dry_run(config.worker_config(str(folder), max_model_len))
     size = size_cache(config, ranks, max_model_len)
     logger.info("model %s (%s), %s", folder, model_config.architecture, describe_workers(ranks))
@@ -75,9 +75,3 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
         _GRAMMAR_BYTES[0] + model_config.vocab_size * _GRAMMAR_BYTES[1],
     )
     print(msgspec.json.encode(expected).decode() if as_json else table(expected))
-
-
-def _resident_bytes() -> int:
-    """Memory of this process, which has imported what an engine imports, and loaded no weights."""
-    pages = Path("/proc/self/statm").read_text().split()[1]
-    return int(pages) * resource.getpagesize()

@@ -49,11 +49,20 @@ def process_bytes() -> int | None:
     return min((num_bytes for num_bytes in left if num_bytes is not None), default=None)
 
 
+def resident_bytes() -> int:
+    """Bytes of memory that this process takes now."""
+    return _used("VmRSS")
+
+
 def _left(limit: int, used_name: str) -> int | None:
     limit_bytes, _ = resource.getrlimit(limit)
     if limit_bytes == resource.RLIM_INFINITY:
         return None
-    return max(0, limit_bytes - _fields(Path("/proc/self/status"))[used_name] * 1024)
+    return max(0, limit_bytes - _used(used_name))
+
+
+def _used(name: str) -> int:
+    return _fields(Path("/proc/self/status"))[name] * 1024
 
 
 def _system_bytes(root: Path) -> int:
