@@ -24,6 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.drafting.drafter import Proposals, Proposer
 from nanocore.engine_core.grammars.matcher import Compiled
 from nanocore.engine_core.io.admission import longest
 from nanocore.engine_core.requests.request import Request
@@ -286,6 +287,7 @@ class FakeExecutor:
     block_size: int
     num_slabs: int
     checks_kv: bool = True
+    planned: list[int] = field(default_factory=list)
     cache_groups: Sequence[CacheGroup] = FULL
     sample: Callable[[list[int]], int] = next_token
     draft: Callable[[list[int]], int] | None = None
@@ -305,6 +307,7 @@ class FakeExecutor:
         self._take_masks(plan, masks)
         plan = msgspec.msgpack.decode(msgspec.msgpack.encode(plan), type=SchedulerOutput)
         self._apply(plan)
+        self._take_drafts(plan)
         counts = {row: int(row % self.num_groups == plan.group) for row in self.rows}
         exceptions = dict(zip(_ints(plan.chunk_rows), _ints(plan.chunk_counts), strict=True))
         assert exceptions.keys() <= self.rows.keys(), "a chunk of a row nobody holds"
@@ -356,6 +359,18 @@ class FakeExecutor:
                 assert row not in self.allowed
                 self.allowed[row] = _tokens(own.tobytes())
 
+    def _take_drafts(self, plan: SchedulerOutput) -> None:
+        self.planned = _ints(plan.draft_token_ids)
+        assert not (self.planned and self.draft), "both the plan and the worker propose drafts"
+        counts = zip(_ints(plan.chunk_rows), _ints(plan.chunk_counts), strict=True)
+        for index, count in sorted(counts) if self.planned else ():
+            row = self.rows[index]
+            num_drafts = row.num_computed + count - len(row.token_ids)
+            if count and num_drafts > 0:
+                row.drafts, self.planned = self.planned[:num_drafts], self.planned[num_drafts:]
+                assert len(row.drafts) == num_drafts
+        assert not self.planned, "drafts of no row"
+
     def _apply(self, plan: SchedulerOutput) -> None:
         sampled = zip(_ints(plan.sampled_rows), _ints(plan.sampled_token_ids), strict=True)
         for index, token_id in sampled:
@@ -396,9 +411,9 @@ class FakeExecutor:
         end = row.num_computed + count
         num_drafts = max(end - len(row.token_ids), 0)
         if num_drafts:
-            assert self.draft is not None, "computes a token nobody knows"
             assert row.num_computed == len(row.token_ids) - 1, "drafts are for decoding rows"
-        for _ in range(num_drafts):
+        for _ in range(num_drafts - len(row.drafts)):
+            assert self.draft is not None, "computes a token nobody knows"
             row.drafts.append(self.draft(row.token_ids + row.drafts))
         if self.num_groups > 1:
             assert end - num_drafts <= row.num_known, "the first stage does not know it"
@@ -521,6 +536,28 @@ class PipelinedExecutor:
         return self._in_flight.popleft()[0]
 
 
+class FakeProposer:
+    """Proposes some drafts of some rows, by `draft_token`."""
+
+    def __init__(self, token_ids: NDArray[np.int32]) -> None:
+        self._token_ids = token_ids
+
+    def propose(
+        self, rows: NDArray[np.integer], num_tokens: NDArray[np.integer], most: NDArray[np.integer]
+    ) -> Proposals:
+        drafts: list[list[int]] = []
+        for row, known, limit in np.stack((rows, num_tokens, most), axis=1).tolist():
+            context: list[int] = self._token_ids[row, :known].tolist()
+            own: list[int] = []
+            for _ in range(context_hash(context) % 5 % (limit + 1)):
+                own.append(draft_token(context + own))
+            drafts.append(own)
+        token_ids = np.zeros((len(rows), int(most.max(initial=0))), np.int32)
+        for i, own in enumerate(drafts):
+            token_ids[i, : len(own)] = own
+        return Proposals(np.array([len(own) for own in drafts], np.int64), token_ids)
+
+
 class TalliedScheduler(Scheduler):
     """A scheduler that knows how many tokens its requests came with, of several samples once."""
 
@@ -541,11 +578,12 @@ def make_scheduler(
     enable_prefix_caching: bool = True,
     clock: Callable[[], float] = time.monotonic,
     cache_groups: Sequence[CacheGroup] = FULL,
+    proposer: Callable[[NDArray[np.int32]], Proposer] | None = None,
     **settings: Any,
 ) -> tuple[TalliedScheduler, FakeExecutor]:
     """A scheduler and the fake worker that checks it. settings: more of SchedulerConfig's.
 
-    num_blocks: slabs, if there are several groups.
+    num_blocks: slabs, if there are several groups. proposer: of drafts; None: the worker's.
     """
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -558,9 +596,9 @@ def make_scheduler(
     executor = FakeExecutor(
         block_size, num_blocks, cache_groups=cache_groups, num_groups=config.num_groups
     )
-    if config.num_speculative_tokens:
+    if config.num_speculative_tokens and proposer is None:
         executor.draft = draft_token
-    return TalliedScheduler(config, kv_cache, clock), executor
+    return TalliedScheduler(config, kv_cache, clock, proposer), executor
 
 
 def make_request(

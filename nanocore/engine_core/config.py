@@ -48,7 +48,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     target_itl_ms: milliseconds that a step with decodes should stay under while prompts are
     computed beside them; infinity is no target. num_groups: groups of rows, one per pipeline
     stage; see `nanocore.worker.plan`. num_speculative_tokens: drafts that a decoding row computes
-    after its token, of which the worker accepts some; no worker drafts yet, so no flag sets it.
+    after its token at most, of which the worker accepts some; no flag sets it yet.
     max_prompt_logprobs: log probabilities of prompt tokens in a step, if it tells those of several.
     """
 
@@ -74,14 +74,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         return min(threshold, self.max_num_batched_tokens)
 
     def __post_init__(self) -> None:
-        most, drafts = f"--max-num-seqs ({self.max_num_seqs})", self.num_speculative_tokens
         require(
-            self.max_num_batched_tokens >= self.max_num_seqs * (1 + drafts),
+            self.max_num_batched_tokens >= self.max_num_seqs,
             "--max-num-batched-tokens",
             self.max_num_batched_tokens,
-            f"must be at least {f'{1 + drafts} times ' if drafts else ''}{most}, so that every "
-            f"running request can take {f'{1 + drafts} tokens' if drafts else 'a token'} in every "
-            "step; raise it or lower --max-num-seqs",
+            f"must be at least --max-num-seqs ({self.max_num_seqs}), so that every running request "
+            "can take a token in every step; raise it or lower --max-num-seqs",
         )
 
 

@@ -50,7 +50,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     block_rows, block_ids: int32 columns; the block is appended to the row's table.
     chunk_rows, chunk_counts: int32 columns; the rows whose token count is not one, with that count
     (0: the row is held but takes no part in this step); prompts may be of other groups. Tokens
-    beyond a row's known ones are drafts, which the worker proposes and verifies.
+    beyond a row's known ones are drafts, which the worker verifies.
+    draft_token_ids: int32 column of all drafts, by ascending rows; empty if the worker is to
+    propose them.
     num_tokens: tokens of the step, over all rows.
     awaits_masks: `TokenMasks` of the step follow, without which it does not sample.
     """
@@ -65,6 +67,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, tag="run"):
     block_ids: bytes
     chunk_rows: bytes
     chunk_counts: bytes
+    draft_token_ids: bytes = b""
     num_tokens: int
     awaits_masks: bool = False
 

@@ -16,7 +16,6 @@ from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.codec import client_decoder, unpack_output
-from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Event, Output
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from tests.engine_core import scheduler_checks
@@ -28,7 +27,6 @@ from tests.fakes import (
     expected_logprobs,
     expected_tokens,
     make_request,
-    make_scheduler,
     next_token,
     row_logprobs,
     tokens_by_handle,
@@ -190,16 +188,35 @@ def test_a_steps_cost_is_known_with_its_drafts_before_and_after_it_is_planned() 
     engine.add(1, PROMPT, 20)
     engine.step()
     running = engine.scheduler.running
-    assert running.decode_load(0) == (3, 6 + 7 + 8)  # tokens, and what they attend to
+    assert running.decode_load(0) == (1, 6)  # drafts get what is left when that is served
     engine.step()
     plan = engine.scheduler.completed.plan
     assert (plan.num_tokens, plan.context) == (3, 6 + 7 + 8)
 
 
-def test_the_budget_covers_every_rows_drafts() -> None:
-    with pytest.raises(ConfigError, match=r"4 times --max-num-seqs \(8\)"):
-        make_scheduler(max_num_seqs=8, max_num_batched_tokens=31, num_speculative_tokens=3)
-    make_scheduler(max_num_seqs=8, max_num_batched_tokens=32, num_speculative_tokens=3)
+def test_drafts_get_what_prompts_leave_of_the_budget() -> None:
+    engine = Engine(num_drafts=3, max_num_seqs=4, max_num_batched_tokens=8)
+    engine.add(1, PROMPT, 20)
+    engine.step()
+    engine.add(2, [9, 2, 6, 5, 3], 20)
+    engine.step()
+    plan = engine.scheduler.completed.plan
+    assert (plan.num_prefill_tokens, plan.num_decode_tokens) == (len(PROMPT), 8 - len(PROMPT))
+    engine.step()
+    plan = engine.scheduler.completed.plan
+    assert plan.decode_counts is not None
+    assert plan.decode_counts.tolist() == [4, 4]
+
+
+def test_nobody_is_preempted_and_no_last_block_is_taken_for_a_draft() -> None:
+    engine = Engine(num_drafts=8, block_size=4, num_blocks=3)
+    engine.add(1, PROMPT[:4], 8)
+    engine.step()
+    engine.step()
+    plan = engine.scheduler.completed.plan
+    # Its second block has room for four tokens; the third would be the last one.
+    assert plan.decode_counts is not None
+    assert plan.decode_counts.tolist() == [4]
 
 
 def after_a_prompt(num_drafts: int) -> tuple[Scheduler, FakeExecutor, SchedulerOutput]:

@@ -41,6 +41,7 @@ from tests.fakes import (
     Deliveries,
     FakeGrammar,
     FakeMatcher,
+    FakeProposer,
     PipelinedExecutor,
     expected_embedding,
     expected_logprobs,
@@ -82,11 +83,12 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
     groups = draw(st.just(FULL) | st.sampled_from(GROUPS))
     if any(isinstance(group, StateGroup) for group in groups):
         num_drafts = 0  # a state cannot be taken back: that is for the kind that will be there
-    max_num_batched_tokens = draw(st.integers(max_num_seqs * (1 + num_drafts), 40))
+    max_num_batched_tokens = draw(st.integers(max_num_seqs, 40))
     memory = Capacity(1, BLOCK_SIZE, groups, max_num_batched_tokens)
     longest = memory.slabs_of(MAX_MODEL_LEN)
     return {
         "num_speculative_tokens": num_drafts,
+        "proposer": draw(st.sampled_from([None, FakeProposer])),
         "cache_groups": groups,
         "num_blocks": longest + draw(st.integers(0, 8)),
         "block_size": BLOCK_SIZE,

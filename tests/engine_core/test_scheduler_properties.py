@@ -17,6 +17,7 @@ from tests.campaign import examples
 from tests.engine_core.scheduler_checks import check_blocks, check_idle, check_plan, check_rows
 from tests.fakes import (
     Deliveries,
+    FakeProposer,
     PipelinedExecutor,
     expected_logprobs,
     expected_tokens,
@@ -211,11 +212,20 @@ def test_pipeline_stages_get_every_token_in_time(workload: dict, num_stages: int
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(workloads(), st.sampled_from([1, 1, 2, 3]), st.integers(1, 4), st.booleans())
+@given(
+    workloads(),
+    st.sampled_from([1, 1, 2, 3]),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from([None, FakeProposer]),
+)
 def test_drafts_change_no_token_whatever_is_accepted_of_them(
-    workload: dict, num_stages: int, num_drafts: int, withholds: bool
+    workload: dict,
+    num_stages: int,
+    num_drafts: int,
+    withholds: bool,
+    proposer: type[FakeProposer] | None,
 ) -> None:
-    limits = workload["limits"]
     run(
         workload,
         depth=num_stages,
@@ -223,7 +233,7 @@ def test_drafts_change_no_token_whatever_is_accepted_of_them(
         withholds=withholds,
         num_levels=1,  # a draft's block may be the one that an urgent prompt would have had
         num_speculative_tokens=num_drafts,
-        max_num_batched_tokens=limits["max_num_batched_tokens"] * (1 + num_drafts),
+        proposer=proposer,
     )
 
 

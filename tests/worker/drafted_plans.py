@@ -10,6 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -43,8 +44,6 @@ class TruthTeller:
 
     truth: the outputs of all requests. wrong: out of so many places.
     """
-
-    max_drafts = MAX_DRAFTS
 
     def __init__(self, wishes: list[Wish], wrong: float, seed: int) -> None:
         self.wishes, self.truth = wishes, list[list[int]]()
@@ -142,12 +141,16 @@ class Driver:
         free = [row for row in range(NUM_ROWS) if row not in self.rows and self.rng.random() < 0.7]
         added = [self.add(row, self.waiting.popleft()) for row in free[: len(self.waiting)]]
         counts, taking_part, blocks = {}, {}, []
+        planned_ids: dict[int, list[int]] = {}
         for number, row in self.rows.items():
             count, drafts = self.draw_count(row)
             if count != 1:
                 counts[number] = count
             row.computed += count
             num_slots = 1 + drafts if row.computed >= row.known and count else 0
+            if self.proposer is not None:
+                places = range(row.known, row.known + drafts)
+                planned_ids[number] = [self.proposer.guess(row.request, one) for one in places]
             row.known += num_slots
             if count:
                 taking_part[number] = row, num_slots
@@ -170,6 +173,11 @@ class Driver:
             block_ids=int32(1 + row * BLOCKS_OF_A_ROW + block for row, block in blocks),
             awaits_masks=any(self.wishes[row.request].allowed for row in self.rows.values()),
         )  # fmt: skip
+        # With steps in flight it is not known which places a row's drafts have.
+        if self.depth == 1 and self.rng.random() < 0.5:
+            drafts_D = [one for number in sorted(planned_ids) for one in planned_ids[number]]
+            plan = msgspec.structs.replace(plan, draft_token_ids=int32(drafts_D))
+            self.seen["planned drafts"] += bool(drafts_D)
         return plan, taking_part
 
     def add(self, number: int, request: int) -> NewRow:

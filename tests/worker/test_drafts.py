@@ -87,7 +87,10 @@ def make_runner(
     proposer: TruthTeller | None = None,
     kernels: Kernels | None = None,
 ) -> ModelRunner:
-    runner = ModelRunner(model, kernels or TorchKernels(), stream=stream, proposer=proposer)
+    max_drafts = 0 if proposer is None else MAX_DRAFTS
+    runner = ModelRunner(
+        model, kernels or TorchKernels(), stream=stream, max_drafts=max_drafts, proposer=proposer
+    )
     num_blocks = 1 + NUM_ROWS * BLOCKS_OF_A_ROW
     kv_format = kv_cache_format("auto", torch.float32)
     runner.allocate(kv_format, num_blocks, BLOCK_SIZE, NUM_ROWS, BLOCKS_OF_A_ROW * BLOCK_SIZE)
@@ -146,6 +149,7 @@ def test_every_kind_of_step_was_among_them() -> None:
     """Runs behind the property above, which draws enough of each even in few examples."""
     kinds = {f"{count} drafts" for count in range(MAX_DRAFTS + 1)}
     kinds |= {"none right", "some right", "all right", "preempted", "aborted", "late", "in flight"}
+    kinds |= {"planned drafts"}
     assert kinds <= {kind for kind, count in SEEN.items() if count}
 
 

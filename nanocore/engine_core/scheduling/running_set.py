@@ -61,8 +61,6 @@ class RunningSet:
     num_cached: tokens found in the prefix cache. held_tokens: tokens that fit the row's blocks.
     quiet_until: while num_computed is at most this, a decode needs no block and does not reach its
         length, so no Python runs for the row.
-    num_drafts: draft tokens that a row may compute beyond its known ones; 0 for structured output,
-        because a mask is for one token.
     requests: by row, or None. client, handle: of the row's request. clients: rows per client.
     decoding: rows, in the order in which they began to decode. The array is replaced, never
         changed: steps in flight refer to it, and equal arrays are told by identity.
@@ -76,7 +74,7 @@ class RunningSet:
         "_config", "_free_rows", "_kv_cache", "_num_rows", "_precedence", "_removed_rows",
         "_stalled", "client", "clients", "decoding", "finishing", "handle", "held_tokens",
         "in_flight", "logprob_rows", "matchers", "max_computed", "may_overlap", "num_cached",
-        "num_computed", "num_drafts", "num_groups", "num_tokens", "pooled_rows", "prefilling",
+        "num_computed", "num_groups", "num_tokens", "pooled_rows", "prefilling",
         "prompt_logprob_rows", "quiet_until", "requests", "sampled", "stop_ids", "times",
         "token_ids",
     )  # fmt: skip
@@ -99,7 +97,7 @@ class RunningSet:
         self.token_ids = np.zeros((num_rows, config.max_model_len + 1), TOKEN_DTYPE)
         self.num_tokens, self.num_computed, self.max_computed = column(), column(), column()
         self.num_cached, self.held_tokens, self.quiet_until = column(), column(), column()
-        self.num_drafts, self.client = column(), column()
+        self.client = column()
         self.handle: NDArray[np.uint32] = np.zeros(num_rows, np.uint32)
         self.logprob_rows: set[int] = set()
         self.prompt_logprob_rows: set[int] = set()
@@ -159,9 +157,8 @@ class RunningSet:
 
     def decode_load(self, group: int) -> tuple[int, int]:
         """Return (tokens, tokens attended to) of the decodes in a step of the group."""
-        _, ends, counts = self._decodes(group, set())
-        counts = np.ones_like(ends) if counts is None else counts
-        return int(counts.sum()), int(attended_tokens(counts, ends).sum())
+        ends = self.num_computed[self._decodes(group, set())] + 1
+        return len(ends), int(attended_tokens(1, ends).sum())
 
     def compute(
         self,
@@ -183,7 +180,7 @@ class RunningSet:
         assert self.may_overlap or all(group != one.plan.group for one in self.in_flight), (
             f"step {plan.number} of group {group} needs what its last one, in flight, samples"
         )
-        if not (self._num_rows or self._config.num_speculative_tokens):
+        if not self._num_rows:
             return plan.token_budget
         # One pass may fail for lack of blocks. Then a row was stalled or preempted, its tokens
         # return to the budget, and the next pass shares it out anew. Each failed pass takes one row
@@ -191,14 +188,14 @@ class RunningSet:
         # them next time. Everything else that a pass computes is dropped: computed counts advance
         # only below, after the pass that succeeds.
         while True:
-            decoding, ends, counts = self._decodes(group, plan.stalled)
-            num_decoded = len(decoding) if counts is None else int(counts.sum())
+            decoding = self._decodes(group, plan.stalled)
+            ends = self.num_computed[decoding] + 1
             # Only these decodes cross a block or reach their length; the others need no Python.
             notable = (ends > self.quiet_until[decoding]).nonzero()[0]
             decodes = list(zip(decoding[notable].tolist(), ends[notable].tolist(), strict=True))
-            chunks, budget = self._share_budget(plan, plan.token_budget - num_decoded, reserved)
+            chunks, budget = self._share_budget(plan, plan.token_budget - len(ends), reserved)
             for row, end in decodes + chunks:
-                if not self._provide(plan, row, end):
+                if not self._provide(plan, row, int(self.num_computed[row]), end):
                     make_room(plan, row, end)
                     break
             else:
@@ -206,33 +203,46 @@ class RunningSet:
         # Which rows of this group are stalled is decided anew in each of its plans; rows of other
         # groups stay stalled until their own group plans.
         self._stalled = {r for r in self._stalled if r % self.num_groups != group} | plan.stalled
-        plan.decoding, plan.decode_ends, plan.decode_counts = decoding, ends, counts
+        plan.decoding, plan.decode_ends = decoding, ends
         self.num_computed[decoding] = ends
         plan.last += [row for row, end in decodes if end == self.max_computed[row]]
-        # With drafts a row may get fewer tokens than it computes, so the result decides.
-        if plan.last and not self._config.num_speculative_tokens:
+        if plan.last:
             self.decoding = self.decoding[~np.isin(self.decoding, plan.last)]
             self.finishing += plan.last
         for row, end in chunks:
             self._plan_chunk(plan, row, int(self.num_computed[row]), end)
         return budget
 
-    def _decodes(self, group: int, stalled: set[int]) -> tuple[IntArray, IntArray, IntArray | None]:
-        """Return (rows, their computed tokens after the step, tokens each computes) of decodes.
+    def draft(self, plan: StepPlan, most: IntArray) -> IntArray:
+        """Let the plan's decodes compute drafts behind their tokens, as many as these at most.
 
-        None stands for one token each. Drafts beyond a request's length are not computed.
+        Drafts get what nobody else needs: no block while each row could want one, none by
+        preemption. Returns how many each of the plan's decodes gets.
         """
+        rows, before = plan.decoding, plan.decode_ends
+        ends = np.minimum(before + most, self.max_computed[rows])
+        for i in (ends > self.held_tokens[rows]).nonzero()[0].tolist():
+            row, num_needed = int(rows[i]), self._num_rows * plan.num_cache_groups
+            has_room = self._kv_cache.num_free_blocks > num_needed
+            if not (has_room and self._provide(plan, row, int(before[i]) - 1, int(ends[i]))):
+                ends[i] = min(ends[i], self.held_tokens[row])
+        counts: IntArray = ends - before
+        if counts.any():
+            plan.decode_ends, plan.decode_counts = ends, counts + 1
+            self.num_computed[rows] = ends
+            # They may get fewer tokens than they compute, so the result decides.
+            is_last = (counts > 0) & (ends == self.max_computed[rows])
+            plan.last += rows[is_last].tolist()
+        return counts
+
+    def _decodes(self, group: int, stalled: set[int]) -> IntArray:
+        """Return the rows that take a token in a step of the group."""
         decoding = self.decoding
         if self.num_groups > 1:
             decoding = decoding[decoding % self.num_groups == group]
         if stalled:
             decoding = decoding[~np.isin(decoding, list(stalled))]
-        num_computed = self.num_computed[decoding]
-        if not self._config.num_speculative_tokens:
-            return decoding, num_computed + 1, None
-        most = num_computed + 1 + self.num_drafts[decoding]
-        ends = np.minimum(most, self.max_computed[decoding])
-        return decoding, ends, ends - num_computed
+        return decoding
 
     def _share_budget(
         self, plan: StepPlan, budget: int, reserved: tuple[Precedence, int] | None
@@ -269,10 +279,12 @@ class RunningSet:
         num_left = int(self.num_tokens[row] - self.num_computed[row])
         return min(num_left - (row % self.num_groups != group), self._config.max_chunk)
 
-    def _provide(self, plan: StepPlan, row: int, num_tokens: int) -> bool:
-        """Let a row hold blocks for num_tokens, and no others; False if too few are free."""
-        request, num_computed = self.request(row), int(self.num_computed[row])
-        held_tokens = int(self.held_tokens[row])
+    def _provide(self, plan: StepPlan, row: int, num_computed: int, num_tokens: int) -> bool:
+        """Let a row hold blocks for num_tokens, and no others; False if too few are free.
+
+        num_computed: its computed tokens before the step.
+        """
+        request, held_tokens = self.request(row), int(self.held_tokens[row])
         # Decodes register full blocks here and in `leave` only: once a block, not in every step.
         if num_tokens > held_tokens:
             self._register(request, num_computed)
@@ -285,9 +297,7 @@ class RunningSet:
             return False
         num_more = len(block_ids) * self._kv_cache.block_size // plan.num_cache_groups
         self._hold(request, held_tokens + num_more)
-        # Once in a plan: in a later pass nobody gets more tokens but rows behind the failed one.
-        assert row not in plan.blocks
-        plan.blocks[row] = block_ids
+        plan.add_blocks(row, block_ids)
         return True
 
     def _hold(self, request: Request, held_tokens: int) -> None:
@@ -385,7 +395,6 @@ class RunningSet:
             self.pooled_rows.add(row)
         if request.matcher is not None:
             self.matchers[row] = request.matcher
-        self.num_drafts[row] = 0 if request.matcher else self._config.num_speculative_tokens
         self.prefilling.append(row)
         return row
 

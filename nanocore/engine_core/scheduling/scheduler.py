@@ -16,7 +16,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.drafting.drafter import Drafter, Proposer
 from nanocore.engine_core.log.event_log import (
     EngineEvents,
     EntryKind,
@@ -50,6 +54,7 @@ class Scheduler:
         config: the limits.
         kv_cache: owned by the scheduler from here on.
         clock: returns seconds, for steps, ageing and the event log.
+        proposer: makes what proposes drafts, of the rows' token ids; None: workers do, if any.
 
     completed: the step whose result came in last.
     """
@@ -59,6 +64,7 @@ class Scheduler:
         config: SchedulerConfig,
         kv_cache: KVCacheManager,
         clock: Callable[[], float] = time.monotonic,
+        proposer: Callable[[NDArray[np.int32]], Proposer] | None = None,
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
@@ -68,6 +74,8 @@ class Scheduler:
         self.running = RunningSet(config, kv_cache, self.precedence)
         self.room = Room(config, kv_cache, self.running)
         self.preemption = Preempter(config, kv_cache, self.precedence, self.running, self.room)
+        propose = None if proposer is None else proposer(self.running.token_ids)
+        self._drafter = Drafter(config.num_speculative_tokens, self.running, propose)
         self._results = StepResults(self.running)
         self.counters = SchedulerCounters(num_free_rows=config.max_num_seqs)
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
@@ -220,7 +228,7 @@ class Scheduler:
         num_groups, num_cache_groups = self.config.num_groups, self._num_cache_groups
         plan = StepPlan(counters.num_steps, 0, group, num_groups, num_cache_groups)
         # The order matters: first priority preemption, which changes who runs, then running rows,
-        # then admission with the budget and blocks that are left.
+        # then admission with the budget and blocks that are left, and at last drafts.
         reserved = None
         if (head := self.waiting.head(self.room.may_be_partial)) is not None:
             reserved = self.preemption.preempt_for(plan, head, self.num_requests)
@@ -243,7 +251,9 @@ class Scheduler:
         for row in plan.completed:
             self._release_siblings(running.request(row))
         if self.waiting and may_admit:
-            self._schedule_waiting(plan, budget)
+            budget = self._schedule_waiting(plan, budget)
+        if self.config.num_speculative_tokens:
+            self._drafter.draft(plan, budget)
         self._begun_s.append(self.clock())
         is_full = self.num_waiting > 0 or running.is_short_of_blocks
         counters.count_rows(self.config.max_num_seqs - self.num_running, is_full)
@@ -300,27 +310,25 @@ class Scheduler:
         prompts = [int(running.num_computed[row]) for row in running.prefilling]
         return self.budget.num_tokens(num_decodes, context, max(prompts, default=0))
 
-    def _schedule_waiting(self, plan: StepPlan, budget: int) -> None:
+    def _schedule_waiting(self, plan: StepPlan, budget: int) -> int:
         """Admit waiting requests while budget, rows and blocks last; none passes the head.
 
         Except for the partial-prefill limit: a prompt of several chunks is deferred while as many
-        as the limit are running, and those behind it go on.
+        as the limit are running, and those behind it go on. Returns the budget that is left.
         """
         room, requests = self.room, self.running.requests
         num_rows, alone = self.num_admissible(plan.group), self._alone
         while budget > 0 and num_rows > 0:
             request = self.waiting.head(room.may_be_partial)
-            if request is None or self.is_still_blocked(request):
-                return
-            if self.is_held_up(request):
-                return
+            if request is None or self.is_still_blocked(request) or self.is_held_up(request):
+                break
             self.kv_cache.is_compact = request is alone
             prefix, num_uncached = room.find_prefix(request, is_cached=request is not alone)
             limit = chunk_limit(self.config, requests, request, plan.chunks)
             count = min(num_uncached, budget, max(limit, 1))  # 1: a limit must not block the queue
             if count < num_uncached and not room.may_be_partial:
                 if num_uncached <= chunk_limit(self.config, requests, request, ()):
-                    return  # a later step has the budget for all of it
+                    break  # a later step has the budget for all of it
                 self.waiting.defer(request)
             elif room.fits(request, prefix):
                 # It leaves the queue first: the queue looks for it by `was_admitted`, which changes
@@ -336,7 +344,8 @@ class Scheduler:
                 alone = self._alone = request
             else:
                 self._head_shortage = BlockShortage.of(self.kv_cache, request, prefix)
-                return
+                break
+        return budget
 
     def is_held_up(self, request: Request) -> bool:
         """Whether the head may not be admitted because one of the two has to run alone."""

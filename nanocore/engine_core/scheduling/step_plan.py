@@ -45,7 +45,7 @@ class StepPlan(msgspec.Struct, eq=False):
 
     decoding: rows that compute from their last token on. decode_ends: their computed tokens after
         the step. decode_counts: how many each computes; None if one each. Beyond the first, these
-        are draft tokens.
+        are draft tokens. draft_token_ids: their ids, row after row; empty if workers propose them.
     chunks: the other rows that take part. num_prompt_tokens: their tokens without recomputed
         outputs.
     completed: rows whose known tokens the step completes, so that they sample. started: those of
@@ -69,6 +69,7 @@ class StepPlan(msgspec.Struct, eq=False):
     decoding: IntArray = _NO_ROWS
     decode_ends: IntArray = _NO_ROWS
     decode_counts: IntArray | None = None
+    draft_token_ids: IntArray = _NO_ROWS
     chunks: list[Chunk] = []
     num_prompt_tokens: int = 0
     completed: list[int] = []
@@ -110,6 +111,17 @@ class StepPlan(msgspec.Struct, eq=False):
         self.preempted.append(request)
         self.preempters[request.request_id] = preempter.request_id
 
+    def add_blocks(self, row: int, block_ids: list[int]) -> None:
+        """Give a running row these blocks, group after group, behind those that it was given."""
+        given, num_groups = self.blocks.get(row, []), self.num_cache_groups
+        old, new = len(given) // num_groups, len(block_ids) // num_groups
+        self.blocks[row] = [
+            one
+            for group in range(num_groups)
+            for ids, count in ((given, old), (block_ids, new))
+            for one in ids[group * count : (group + 1) * count]
+        ]
+
     def _block_ids(self) -> list[int]:
         """Return the blocks of all rows, group after group."""
         num_groups, of_rows = self.num_cache_groups, self.blocks.values()
@@ -145,10 +157,14 @@ class StepPlan(msgspec.Struct, eq=False):
         counts: list[int] = []
         # Only differences are sent: a decode, or the last token of a prompt, of the own group
         # counts one token, which is what workers assume.
+        draft_token_ids = self.draft_token_ids
         if self.decode_counts is not None:
             several = self.decode_counts != 1
             rows += self.decoding[several].tolist()
             counts += self.decode_counts[several].tolist()
+            if len(draft_token_ids):  # workers have rows in ascending order
+                of_rows = np.repeat(self.decoding, self.decode_counts - 1)
+                draft_token_ids = draft_token_ids[of_rows.argsort(kind="stable")]
         for row, num_tokens, _ in self.chunks:
             if num_tokens != 1 or row % self.num_groups != self.group:
                 rows.append(row)
@@ -168,6 +184,7 @@ class StepPlan(msgspec.Struct, eq=False):
             block_ids=pack_int32(self._block_ids()),
             chunk_rows=pack_int32(rows + idle_rows),
             chunk_counts=pack_int32(counts + [0] * len(idle_rows)),
+            draft_token_ids=draft_token_ids.astype(TOKEN_DTYPE).tobytes(),
             num_tokens=self.num_tokens,
             awaits_masks=bool(self.masked),
         )

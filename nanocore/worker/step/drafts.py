@@ -21,15 +21,14 @@ from msgspec.structs import astuple
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.worker.step.batch_step import BatchStep
+from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.step.batch_step import BatchStep, ints
 from nanocore.worker.step.input_batch import InputBatch
 from nanocore.worker.step.step_memory import NewTokens, RowTables
 
 
 class Proposer(Protocol):
-    """Guesses tokens. max_drafts: of a row in a step."""
-
-    max_drafts: int
+    """Guesses tokens where the model runs, for plans that leave that to it."""
 
     def propose(self, token_table: Tensor, rows_D: Tensor, positions_D: Tensor) -> Tensor:
         """Guess tokens for these places, int32 [D], where the model runs, without waiting for it.
@@ -40,12 +39,19 @@ class Proposer(Protocol):
         ...
 
 
-def draft_columns(step: BatchStep) -> dict[str, NDArray]:
-    """Columns of a step with drafts: which slots have one behind them, and whose slots they are."""
+def draft_columns(step: BatchStep, plan: SchedulerOutput) -> dict[str, NDArray]:
+    """Columns of a step with drafts: which slots have one behind them, and whose slots they are.
+
+    planned_D: the drafts, if the plan has them: its rows are in the slots' order.
+    """
     ends_C = np.cumsum(step.slot_counts)
     has_draft_S = np.ones(len(step.sample_rows), bool)
     has_draft_S[ends_C - 1] = False
+    planned_D = ints(plan.draft_token_ids)
+    num_drafts = len(step.sample_rows) - len(step.sampling_rows)
+    assert len(planned_D) in (0, num_drafts), f"step {plan.step}: {len(planned_D)} drafts"
     return {
+        **({"planned_D": planned_D} if len(planned_D) else {}),
         "drafted_D": has_draft_S.nonzero()[0],
         "row_of_S": np.repeat(np.arange(len(ends_C)), step.slot_counts),
         "starts_C": ends_C - step.slot_counts,
@@ -86,8 +92,8 @@ class DraftTracker:
     """Keeps host and device right about rows whose drafts are wrong.
 
     Args:
-        batch: the host's counts. proposer: None without drafts, and then nothing is done here.
-        device: where the model runs.
+        batch: the host's counts; if its rows have no drafts, nothing is done here.
+        proposer: of drafts that plans do not have. device: where the model runs.
 
     excess: int64, of each row, how many of the tokens that the host gave it there are not.
     """
@@ -121,7 +127,7 @@ class DraftTracker:
 
     def corrections(self) -> dict[str, NDArray]:
         """Columns of the next step: what the device is to forget, as rows and then counts."""
-        if self._proposer is None:
+        if not self._batch.max_drafts:
             return {}
         corrections, self._corrections = [_NO_CORRECTION, *self._corrections], []
         parts = [np.concatenate(part) for part in zip(*corrections, strict=True)]
@@ -135,7 +141,7 @@ class DraftTracker:
         Unless the host was certain, its positions, slots and lengths, which it gave as if every
         draft was right, become those of what there is.
         """
-        if self._proposer is None:
+        if not self._batch.max_drafts:
             return
         rows, counts = fields["corrections_X"].view(2, -1)
         self.excess.index_add_(0, rows, -counts)
@@ -148,10 +154,13 @@ class DraftTracker:
             tables.find_slots(fields)
 
     def propose(self, fields: Mapping[str, Tensor], tables: RowTables) -> Tensor:
-        """On the device: write guesses behind rows' last tokens; int32 [D]."""
-        assert self._proposer is not None
+        """On the device: write the drafts behind rows' last tokens; int32 [D]."""
         places = tables.places(fields).of_rows(fields["drafted_D"])
-        drafts_D = self._proposer.propose(*astuple(places))
+        if "planned_D" in fields:
+            drafts_D = fields["planned_D"]
+        else:
+            assert self._proposer is not None, "a plan leaves drafts to a worker that has none"
+            drafts_D = self._proposer.propose(*astuple(places))
         places.write(drafts_D)
         return drafts_D
 

@@ -59,7 +59,7 @@ class ModelRunner:
         model: its weights loaded. kernels: the backend. links: to neighbouring stages.
         stream: of the device; None: the host's. enforce_eager: the host runs kernel by kernel,
             though its kernels could be captured.
-        proposer: of drafts; None: there are none.
+        max_drafts: of a row in a step. proposer: of those that plans do not have.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class ModelRunner:
         links: StageLinks | None = None,
         stream: Stream | None = None,
         enforce_eager: bool = False,
+        max_drafts: int = 0,
         proposer: Proposer | None = None,
     ) -> None:
         self.model = model
@@ -79,7 +80,8 @@ class ModelRunner:
         self.stage = ModelStage(model, kernels, links or StageLinks())
         self.sampler = self.stage.sampler
         self.kv_memory: KVMemory | None = None
-        assert proposer is None or self.placement.pp_size == 1, "stages that do not sample guess"
+        assert not max_drafts or self.placement.pp_size == 1, "stages that do not sample draft"
+        self.max_drafts = max_drafts
         self.proposer = proposer
         self._stream = stream or HostStream()
         self._enforce_eager = enforce_eager
@@ -113,7 +115,7 @@ class ModelRunner:
             block_size,
             self.config.vocab_size,
             self.placement.pp_size,
-            0 if self.proposer is None else self.proposer.max_drafts,
+            self.max_drafts,
             len(self.kv_memory.blocks),
         )
         self.tables = RowTables(self.batch.blocks, max_model_len, block_size, self._beside_host)
@@ -223,7 +225,7 @@ class ModelRunner:
                 columns |= outputs.columns()
         columns |= self._drafts.corrections()
         if step.has_drafts:
-            columns |= draft_columns(step)
+            columns |= draft_columns(step, plan)
             unverified = self._drafts.begin(step)
         staged = self._stream.stage(layout_of(shape, sampling.kinds + kinds_of(columns)))
         staged.write(step_columns(step, appended, slots[2], shape), self.tables.spare_row)

@@ -1,0 +1,1 @@
+"""Speculative decoding in the engine: what decodes compute behind their tokens."""

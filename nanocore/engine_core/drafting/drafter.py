@@ -1,0 +1,81 @@
+"""Drafts of a step: tokens that decodes compute behind their own, to be verified by the worker.
+
+A draft decides how many tokens a row may get in a step, never which: the worker samples behind each
+draft what it would have sampled without, and a draft counts if that is the same. So drafts are
+given what is left when everybody has a token: of the budget, and of the blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanocore.engine_core.scheduling.columns import IntArray
+from nanocore.engine_core.scheduling.running_set import RunningSet
+from nanocore.engine_core.scheduling.step_plan import StepPlan
+
+
+class Proposals(NamedTuple):
+    """Drafts of n rows: counts[i] of them, int64; token_ids: int32 [n, drafts]."""
+
+    counts: NDArray[np.int64]
+    token_ids: NDArray[np.int32]
+
+
+class Proposer(Protocol):
+    """Guesses what follows the known tokens of rows, in the engine's process."""
+
+    def propose(self, rows: IntArray, num_tokens: IntArray, most: IntArray) -> Proposals:
+        """Guess up to most[i] tokens behind the first num_tokens[i] of each row; rows distinct."""
+        ...
+
+
+class Drafter:
+    """Gives the decodes of a step their drafts.
+
+    Args:
+        max_drafts: of a row in a step. running: its tokens and blocks.
+        proposer: of drafts; None: workers propose them, as many as a plan asks for.
+    """
+
+    def __init__(
+        self, max_drafts: int, running: RunningSet, proposer: Proposer | None = None
+    ) -> None:
+        self._max_drafts = max_drafts
+        self._running = running
+        self._proposer = proposer
+
+    def draft(self, plan: StepPlan, budget: int) -> None:
+        """Plan drafts within the budget, behind the tokens of the plan's decodes."""
+        running, rows = self._running, plan.decoding
+        if not (len(rows) and budget):
+            return
+        most = np.minimum(self._max_drafts, running.max_computed[rows] - plan.decode_ends)
+        if running.matchers:  # a mask is for one token
+            most[np.isin(rows, list(running.matchers))] = 0
+        if self._proposer is None:
+            running.draft(plan, _within(budget, most))
+            return
+        proposals = self._proposer.propose(rows, running.num_tokens[rows], most)
+        if not proposals.counts.any():
+            return
+        counts = running.draft(plan, _within(budget, self._before_stops(proposals)))
+        is_draft = np.arange(proposals.token_ids.shape[1]) < counts[:, None]
+        plan.draft_token_ids = proposals.token_ids[is_draft]
+
+    def _before_stops(self, proposals: Proposals) -> IntArray:
+        """Return how many drafts come before a stop id: what follows one is never delivered."""
+        stop_counts = self._running.stop_ids.counts
+        is_stop = stop_counts.take(proposals.token_ids, mode="clip") > 0
+        is_stop &= np.arange(is_stop.shape[1]) < proposals.counts[:, None]
+        first = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1), is_stop.shape[1])
+        counts: IntArray = np.minimum(proposals.counts, first)
+        return counts
+
+
+def _within(budget: int, wanted: IntArray) -> IntArray:
+    """Return what each gets of a budget, the first ones first."""
+    counts: IntArray = np.clip(budget - (wanted.cumsum() - wanted), 0, wanted)
+    return counts
