@@ -222,7 +222,9 @@ class EngineConfig(EngineParameters):
         )
 
     def worker_config(self, folder: str, max_model_len: int) -> WorkerConfig:
-        return self._filled(WorkerConfig, folder=folder, max_model_len=max_model_len)
+        return self._filled(
+            WorkerConfig, folder=folder, max_model_len=max_model_len, num_speculative_tokens=0
+        )
 
     def _filled(self, kind: type[Part], **given: object) -> Part:
         """Fill a part's configuration by name: from what is given, the sizes, and this one."""
