@@ -171,6 +171,29 @@ class FakeMatcher:
             words_W[:] = _words(allowed)
             return len(allowed) < VOCAB_SIZE
 
+    def fill_behind(self, words_DW: NDArray[np.int32], drafts: Sequence[int]) -> bool:
+        assert words_DW.shape == (len(drafts), NUM_WORDS)
+        words_DW[:] = 0
+        for i in range(len(drafts)):
+            output = [*self.output, *drafts[: i + 1]]
+            assert drafts[i] in allowed_tokens(output[:-1]), "it may not follow"
+            if len(output) in (self.fails_at, self.breaks_at):
+                break
+            self.num_fills[len(output)] += 1
+            words_DW[i] = _words(allowed_tokens(output))
+        return True
+
+    def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
+        assert not self._is_filling.locked(), "two threads use it"
+        drafts = [*proposed]
+        for i, token in enumerate(proposed):
+            if token not in allowed_tokens([*self.output, *proposed[:i]]):
+                drafts = [*proposed[:i]]
+                break
+        if len(drafts) < most and len(self.output) % 2:
+            drafts.append(min(allowed_tokens([*self.output, *drafts]), default=0))
+        return drafts
+
 
 @dataclass
 class FakeGrammar:
@@ -299,7 +322,7 @@ class FakeExecutor:
     num_tokens: int = 0
     written: dict[tuple[int, int], _Row] = field(default_factory=dict)
     """Groups and blocks that the last step wrote, and for whom."""
-    allowed: dict[int, frozenset[int]] = field(default_factory=dict)
+    allowed: dict[int, list[frozenset[int]]] = field(default_factory=dict)
     """By the masks of the step, by row."""
 
     def execute(self, plan: SchedulerOutput, masks: TokenMasks | None = None) -> ModelRunnerOutput:
@@ -356,8 +379,7 @@ class FakeExecutor:
             assert masks.step == plan.step
             words = np.frombuffer(masks.words, "<i4").reshape(-1, NUM_WORDS)
             for row, own in zip(_ints(masks.rows), words, strict=True):
-                assert row not in self.allowed
-                self.allowed[row] = _tokens(own.tobytes())
+                self.allowed.setdefault(row, []).append(_tokens(own.tobytes()))
 
     def _take_drafts(self, plan: SchedulerOutput) -> None:
         self.planned = _ints(plan.draft_token_ids)
@@ -472,12 +494,17 @@ class FakeExecutor:
         if row.num_computed < len(row.token_ids):
             return []
         drafts, row.drafts = row.drafts, []
-        tokens = [self.sample(row.token_ids)]
-        if row.new.row in self.allowed:
-            assert not drafts, "a mask is for one token"
-            tokens = [masked_token(row.token_ids, self.allowed[row.new.row], tokens[0])]
-        while len(tokens) <= len(drafts) and drafts[len(tokens) - 1] == tokens[-1] != NO_TOKEN:
-            tokens.append(self.sample(row.token_ids + tokens))
+        masks = self.allowed.get(row.new.row)
+        assert masks is None or len(masks) == 1 + len(drafts), "a mask is for one token"
+        tokens: list[int] = []
+        while len(tokens) <= len(drafts):
+            context = row.token_ids + tokens
+            token = self.sample(context)
+            if masks is not None:
+                token = masked_token(context, masks[len(tokens)], token)
+            tokens.append(token)
+            if token == NO_TOKEN or [token] != drafts[len(tokens) - 1 : len(tokens)]:
+                break
         if drafts:
             tokens = tokens[: max(len(tokens) - self.withhold(row.token_ids, step), 0)]
         row.token_ids += tokens

@@ -142,7 +142,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if withholds:
             executor.withhold = withhold_some
         self.worker = PipelinedExecutor(executor)
-        self.filler = MaskFiller(VOCAB_SIZE, limits["max_num_seqs"], num_threads=1)
+        self.filler = MaskFiller(
+            VOCAB_SIZE,
+            limits["max_num_seqs"] * (1 + limits["num_speculative_tokens"]),
+            num_threads=1,
+        )
         self.masks = StepMasks(self.scheduler, self.worker, self.filler)
         self.matchers: dict[int, FakeMatcher] = {}
         self.failed: dict[int, str] = {}

@@ -29,6 +29,7 @@ from tests.fakes import (
     VOCAB_SIZE,
     FakeGrammar,
     FakeMatcher,
+    FakeProposer,
     PipelinedExecutor,
     expected_structured_tokens,
     expected_tokens,
@@ -63,7 +64,8 @@ class Engine:
         self.max_concurrent_steps = depth
         self.inbox: Inbox = SimpleQueue()
         self.outbox = Outbox()
-        self.filler = Filler(VOCAB_SIZE, 8, num_threads=2)
+        num_masks = 8 * (1 + self.scheduler.config.num_speculative_tokens)
+        self.filler = Filler(VOCAB_SIZE, num_masks, num_threads=2)
         core = EngineCore(self.scheduler, self, self.inbox, self.outbox, trace, masks=self.filler)
         self.core = self.filler.core = core
         self.log: list[str] = []
@@ -277,8 +279,29 @@ def test_a_pause_lets_the_step_that_awaits_masks_finish() -> None:
     assert engine.tokens[1] == expected_structured_tokens([1] * 5, 2)
 
 
-def test_a_structured_row_computes_no_drafts() -> None:
-    """Its mask is for one token; others draft beside it."""
+def test_drafts_of_a_structured_row_are_sampled_by_the_masks_behind_them() -> None:
+    engine = Engine(num_speculative_tokens=3, proposer=FakeProposer)
+    engine.run(structured(1, [1] * 5, 40), structured(2, [2] * 5, 30), make_request(3, [3] * 5, 30))
+    assert engine.tokens[1] == expected_structured_tokens([1] * 5, 40)
+    assert engine.tokens[2] == expected_structured_tokens([2] * 5, 30)
+    assert engine.tokens[3] == expected_tokens([3] * 5, 30)
+    assert engine.scheduler.counters.num_steps < 40
+    rows = [np.frombuffer(masks.rows, "<i4").tolist() for masks in engine.masks]
+    assert any(len(set(one)) < len(one) for one in rows)
+
+
+@pytest.mark.parametrize("fails_at", range(1, 9))
+def test_a_grammar_that_fails_behind_a_draft_fails_where_it_would_without(fails_at: int) -> None:
+    engine = Engine(num_speculative_tokens=3, proposer=FakeProposer)
+    request = make_request(1, [1] * 5, 20)
+    request.matcher = FakeMatcher(fails_at=fails_at)
+    engine.run(request)
+    assert engine.tokens[1] == expected_structured_tokens([1] * 5, fails_at)
+    assert engine.ends[1].finish_reason == "error"
+
+
+def test_a_structured_row_computes_no_drafts_that_a_worker_proposes() -> None:
+    """Masks behind drafts need their tokens; others draft beside it."""
     engine = Engine(num_speculative_tokens=3)
     engine.run(structured(1, [1] * 5, 9), make_request(2, [2] * 5, 30))
     assert engine.tokens[1] == expected_structured_tokens([1] * 5, 9)

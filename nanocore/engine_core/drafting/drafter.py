@@ -18,7 +18,7 @@ from nanocore.engine_core.scheduling.step_plan import StepPlan
 
 
 class Proposals(NamedTuple):
-    """Drafts of n rows: counts[i] of them, int64; token_ids: int32 [n, drafts]."""
+    """Drafts of n rows: counts[i] of them, int64; token_ids: int32 [n, max_drafts]."""
 
     counts: NDArray[np.int64]
     token_ids: NDArray[np.int32]
@@ -53,17 +53,26 @@ class Drafter:
         if not (len(rows) and budget):
             return
         most = np.minimum(self._max_drafts, running.max_computed[rows] - plan.decode_ends)
-        if running.matchers:  # a mask is for one token
-            most[np.isin(rows, list(running.matchers))] = 0
+        structured = np.isin(rows, list(running.matchers)).nonzero()[0].tolist()
         if self._proposer is None:
+            most[structured] = 0  # masks behind drafts need their tokens
             running.draft(plan, _within(budget, most))
             return
         proposals = self._proposer.propose(rows, running.num_tokens[rows], most)
+        for i in structured:
+            own = proposals.token_ids[i]
+            matcher = running.matchers[int(rows[i])]
+            drafts = matcher.draft(own[: proposals.counts[i]].tolist(), int(most[i]))
+            proposals.counts[i] = len(drafts)
+            own[: len(drafts)] = drafts
         if not proposals.counts.any():
             return
         counts = running.draft(plan, _within(budget, self._before_stops(proposals)))
         is_draft = np.arange(proposals.token_ids.shape[1]) < counts[:, None]
         plan.draft_token_ids = proposals.token_ids[is_draft]
+        plan.masked_drafts = {
+            int(rows[i]): proposals.token_ids[i, : counts[i]].tolist() for i in structured
+        }
 
     def _before_stops(self, proposals: Proposals) -> IntArray:
         """Return how many drafts come before a stop id: what follows one is never delivered."""

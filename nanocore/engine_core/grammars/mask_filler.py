@@ -10,6 +10,7 @@ import logging
 import os
 import traceback
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from queue import SimpleQueue
 from typing import Final
 
@@ -31,7 +32,7 @@ _MAX_NUM_THREADS: Final = 8
 
 
 class MaskFiller:
-    """Fills the token masks of up to max_num_rows rows at a time.
+    """Fills up to max_num_masks token masks at a time.
 
     Args:
         vocab_size: of the model, in tokens. num_threads: by default a few, by the cores there are.
@@ -40,10 +41,12 @@ class MaskFiller:
         RuntimeError: the system gives no thread.
     """
 
-    def __init__(self, vocab_size: int, max_num_rows: int, num_threads: int | None = None) -> None:
+    def __init__(self, vocab_size: int, max_num_masks: int, num_threads: int | None = None) -> None:
         # Pages are touched only as rows are filled.
-        self._words_MW = np.zeros((max_num_rows, -(-vocab_size // 32)), np.int32)
+        self._words_MW = np.zeros((max_num_masks, -(-vocab_size // 32)), np.int32)
         self._matchers: Sequence[Matcher] = ()
+        self._drafts: Sequence[Sequence[int]] = ()
+        self._starts: list[int] = []
         self._has_mask: list[bool] = []
         self._bugs: dict[int, str] = {}
         self._left: Iterator[int] = iter(())
@@ -54,10 +57,17 @@ class MaskFiller:
         num_threads = num_threads or min(max(num_cores // _CORES_PER_THREAD, 1), _MAX_NUM_THREADS)
         self._threads = [start_thread(self._run, f"masks-{i}") for i in range(num_threads)]
 
-    def begin(self, matchers: Sequence[Matcher]) -> None:
-        """Start filling a mask for each matcher. Until `wait` nobody else may touch these."""
+    def begin(
+        self, matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Start filling masks for each matcher: one, and one behind each of its drafts, if any.
+
+        Until `wait` nobody else may touch the matchers.
+        """
         assert not self._num_busy, "masks are being filled"
         self._matchers = matchers
+        self._drafts = drafts or [()] * len(matchers)
+        self._starts = [0, *accumulate(1 + len(own) for own in self._drafts)]
         self._has_mask = [False] * len(matchers)
         self._bugs = {}
         self._left = iter(range(len(matchers)))  # whoever calls next() has the row for itself
@@ -66,7 +76,7 @@ class MaskFiller:
             self._begun.put(True)
 
     def wait(self) -> tuple[list[int], dict[int, str]]:
-        """Return the matchers that have a mask, and failures; the others allow all tokens."""
+        """Return the matchers that have masks, and failures; the others allow all tokens."""
         for _ in range(self._num_busy):
             self._done.get()
         self._num_busy = 0
@@ -76,8 +86,9 @@ class MaskFiller:
         return has_mask, failures
 
     def words(self, masks: Sequence[int]) -> bytes:
-        """Concatenate these masks, as `TokenMasks` has them."""
-        return b"".join([self._words_MW[i] for i in masks])
+        """Concatenate the masks of these matchers, as `TokenMasks` has them."""
+        spans = [self._words_MW[self._starts[i] : self._starts[i + 1]] for i in masks]
+        return b"".join([words_MW.tobytes() for words_MW in spans])
 
     def close(self) -> None:
         """End the threads, each when it has filled its mask. Idempotent."""
@@ -91,11 +102,16 @@ class MaskFiller:
             self._done.put(None)
 
     def _fill(self, i: int) -> None:
-        """Fill one mask. Any error is this row's alone; native code panics with a BaseException."""
-        matcher = self._matchers[i]
+        """Fill a row's masks. Any error is its alone; native code panics with a BaseException."""
+        matcher, drafts = self._matchers[i], self._drafts[i]
+        words_DW = self._words_MW[self._starts[i] : self._starts[i + 1]]
         try:
             if matcher.failure is None:
-                self._has_mask[i] = matcher.fill(self._words_MW[i])
+                self._has_mask[i] = matcher.fill(words_DW[0])
+                if len(drafts):
+                    if not self._has_mask[i]:
+                        words_DW[0] = -1
+                    self._has_mask[i] |= matcher.fill_behind(words_DW[1:], drafts)
         except BaseException as error:
             # Without the error's text: it may quote what the client sent.
             where = "".join(traceback.format_tb(error.__traceback__))
@@ -121,6 +137,7 @@ class StepMasks:
         self._filler = filler
         self._plan: SchedulerOutput | None = None
         self._filling: list[tuple[int, Request]] | None = None
+        self._drafts: list[Sequence[int]] = []
         self._waiting_for: list[tuple[int, Request]] = []
 
     @property
@@ -152,7 +169,8 @@ class StepMasks:
         masks, failures = self._filler.wait()
         self._waiting_for = []
         self._filling = self._plan = None
-        rows = pack_int32([filled[i][0] for i in masks])
+        drafts = self._drafts
+        rows = pack_int32([filled[i][0] for i in masks for _ in range(1 + len(drafts[i]))])
         words = self._filler.words(masks)
         self._executor.sample(TokenMasks(step=plan.step, rows=rows, words=words))
         return [(filled[i][1], failures[i]) for i in sorted(failures)]
@@ -173,4 +191,5 @@ class StepMasks:
         self._filling = [(row, request) for row, request in planned.masked if request.row == row]
         matchers = [request.matcher for _, request in self._filling if request.matcher is not None]
         assert self._filler is not None, "a structured request in an engine that has none"
-        self._filler.begin(matchers)
+        self._drafts = [planned.masked_drafts.get(row, ()) for row, _ in self._filling]
+        self._filler.begin(matchers, self._drafts)

@@ -59,6 +59,21 @@ class Matcher(Protocol):
         """
         ...
 
+    def fill_behind(self, words_DW: NDArray[np.int32], drafts: Sequence[int]) -> bool:
+        """Write the masks behind these drafts, one behind each, as `fill` does; after `fill`.
+
+        They are masks of what may never be delivered, so nothing that goes wrong is a failure:
+        no token may follow then, as the failure would have it if the output came there.
+        """
+        ...
+
+    def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
+        """Return drafts, up to so many: of those proposed what may follow, then what must.
+
+        Takes microseconds a token.
+        """
+        ...
+
 
 class Grammar(Protocol):
     """A compiled structured output; it serves any number of samples.

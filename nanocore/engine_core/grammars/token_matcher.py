@@ -71,6 +71,44 @@ class TokenMatcher:
             words_W[:] = self._vocabulary.eos_words
         return words_W[0] != -1 or not np.array_equal(words_W, self._vocabulary.all_words)
 
+    def fill_behind(self, words_DW: NDArray[np.int32], drafts: Sequence[int]) -> bool:
+        """Fill the masks behind drafts, of a copy that follows them."""
+        if self.failure is not None:
+            words_DW[:] = self._vocabulary.eos_words
+            return True
+        words_DW[:] = 0
+        matcher = self.take_in().deep_copy()
+        for words_W, token in zip(words_DW, drafts, strict=True):
+            if not matcher.consume_token(token):
+                break
+            if matcher.is_stopped():
+                words_W[:] = self._vocabulary.eos_words
+            elif write_mask(matcher, self._vocabulary, words_W) is not None:
+                words_W[:] = 0
+                break
+        return not (words_DW == self._vocabulary.all_words).all()
+
+    def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
+        """Draft nothing if masks are slow: each draft costs one, and most are not delivered."""
+        if self._credit_ms < MASK_CREDIT_MS / 2:
+            return ()
+        matcher = self.take_in()
+        if self.failure is not None or self._is_ended or matcher.is_stopped():
+            return ()
+        drafts = self._followed(matcher, proposed[:most])
+        if len(drafts) < most:
+            behind = matcher.deep_copy()
+            if all(behind.consume_token(token) for token in drafts) and not behind.is_stopped():
+                forced = behind.compute_ff_tokens()[: most - len(drafts)]
+                drafts += self._followed(behind, forced)
+        return drafts
+
+    def _followed(self, matcher: llguidance.LLMatcher, token_ids: Sequence[int]) -> list[int]:
+        """Return the first of these tokens that may follow and end nothing."""
+        followed = list(token_ids[: matcher.validate_tokens(list(token_ids))])
+        ends = [i for i, one in enumerate(followed) if one in self._vocabulary.eos_token_ids]
+        return followed[: ends[0]] if ends else followed
+
     def _fill(self, words_W: NDArray[np.int32]) -> None:
         if not self._noted and self._matcher is None:
             words_W[:] = self._grammar.first_words_W

@@ -59,6 +59,7 @@ class StepPlan(msgspec.Struct, eq=False):
         let go of, and its name, by request id.
     preempters: for each preempted request's id, the id of the request it was preempted for.
     masked: (row, request) of rows with structured output that sample: the step needs their masks.
+        masked_drafts: drafts of some of them, by row.
     """
 
     number: int
@@ -86,6 +87,7 @@ class StepPlan(msgspec.Struct, eq=False):
     lost: dict[str, tuple[int, str]] = {}
     preempters: dict[str, str] = {}
     masked: list[tuple[int, Request]] = []
+    masked_drafts: dict[int, list[int]] = {}
 
     @property
     def num_decode_tokens(self) -> int:

@@ -51,6 +51,56 @@ def test_tokens_taken_in_at_once_or_one_by_one_lead_to_the_same_mask(
     assert allowed(vocabulary, at_once) == mask
 
 
+def test_masks_behind_drafts_are_those_that_come_when_the_drafts_were_right(
+    vocabulary: TokenTable,
+) -> None:
+    grammar = compiled(vocabulary, json='{"type":"array","items":{"type":"integer"}}')
+    tokens = tokens_of(vocabulary, "[1, 23,4]")
+    drafted, plain = grammar.matcher(), grammar.matcher()
+    words_DW = np.zeros((1 + len(tokens), len(vocabulary.all_words)), np.int32)
+    assert drafted.fill(words_DW[0])
+    assert drafted.fill_behind(words_DW[1:], tokens)
+    for i in range(len(words_DW)):
+        expected = np.zeros_like(words_DW[0])
+        assert plain.fill(expected)
+        assert np.array_equal(words_DW[i], expected)
+        plain.append(tokens[i : i + 1])
+    assert allowed(vocabulary, drafted) == tokens_of(vocabulary, "[")  # it has followed none
+
+
+def test_behind_a_draft_that_cannot_follow_no_token_may_and_nothing_fails(
+    vocabulary: TokenTable,
+) -> None:
+    matcher = compiled(vocabulary, regex="ab*").matcher()
+    words_DW = np.full((2, len(vocabulary.all_words)), 7, np.int32)
+    assert matcher.fill_behind(words_DW, tokens_of(vocabulary, "xa"))
+    assert not words_DW.any()
+    assert matcher.failure is None
+    assert allowed(vocabulary, matcher) == tokens_of(vocabulary, "a")
+
+
+def test_drafts_are_what_may_follow_of_those_proposed_and_then_what_must(
+    vocabulary: TokenTable,
+) -> None:
+    matcher = compiled(vocabulary, regex=r'\{"name":"[a-z]+","age":[0-9]+\}').matcher()
+
+    def drafted(proposed: str, most: int) -> str:
+        drafts = matcher.draft(tokens_of(vocabulary, proposed), most)
+        return vocabulary.tokenizer.decode_str(list(drafts))
+
+    assert drafted("", 20) == '{"name":"'
+    assert drafted("", 3) == '{"n'
+    assert drafted("nothing", 20) == '{"name":"'
+    matcher.append(tokens_of(vocabulary, '{"name":"bo'))
+    assert drafted('b","agX', 20) == 'b","age":'
+    assert drafted("b1", 20) == "b"
+    matcher.append(tokens_of(vocabulary, '","age":1}'))
+    assert drafted("", 20) == drafted("x", 20) == ""
+    matcher.append([EOS])
+    assert drafted("x", 20) == ""
+    assert matcher.failure is None
+
+
 def test_after_the_end_there_is_only_eos(vocabulary: TokenTable) -> None:
     matcher = compiled(vocabulary, regex="ab*").matcher()
     assert follow(vocabulary, matcher, "ab")
