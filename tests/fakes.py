@@ -24,11 +24,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.drafting.drafter import Proposals, Proposer
 from nanocore.engine_core.grammars.matcher import Compiled
 from nanocore.engine_core.io.admission import longest
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
+from nanocore.engine_core.scheduling.drafter import Proposals, Proposer
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import FULL, CacheGroup, Capacity, KeyChain, KVCacheManager
 from nanocore.kv_cache.block_key import DigestFunction

@@ -66,6 +66,11 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_logprobs: int = MAX_PROMPT_LOGPROBS
 
     @property
+    def max_samples(self) -> int:
+        """Most tokens that a step samples."""
+        return self.max_num_seqs * (1 + self.num_speculative_tokens)
+
+    @property
     def max_chunk(self) -> int:
         """Limit of prompt tokens per request and step."""
         # A threshold beyond the budget is none: a prompt that fits it would wait for a step that
@@ -222,9 +227,7 @@ class EngineConfig(EngineParameters):
         )
 
     def worker_config(self, folder: str, max_model_len: int) -> WorkerConfig:
-        return self._filled(
-            WorkerConfig, folder=folder, max_model_len=max_model_len, num_speculative_tokens=0
-        )
+        return self._filled(WorkerConfig, folder=folder, max_model_len=max_model_len)
 
     def _filled(self, kind: type[Part], **given: object) -> Part:
         """Fill a part's configuration by name: from what is given, the sizes, and this one."""

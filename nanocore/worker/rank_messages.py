@@ -73,7 +73,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     enforce_eager: bool
     batch_invariant: bool
-    num_speculative_tokens: int
     async_scheduling: bool | None
     log_format: LogFormat
 

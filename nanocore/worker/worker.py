@@ -105,14 +105,7 @@ class Worker:
         check_memory(config, {rank: self._info.weight_bytes})
         model = build_model(model_config, self._placement)
         self._graph_capture: CudaGraphCapture | None = None
-        self.runner = ModelRunner(
-            model,
-            self._kernels,
-            links,
-            self._stream(),
-            config.enforce_eager,
-            config.num_speculative_tokens,
-        )
+        self.runner = ModelRunner(model, self._kernels, links, self._stream(), config.enforce_eager)
 
     def _stream(self) -> CudaStream | None:
         if self.device.type != "cuda":

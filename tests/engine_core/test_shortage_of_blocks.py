@@ -45,7 +45,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
 """Of engines: how many workloads each runs, and its limits. Some shortages are rare with stages."""
 
 MEASURED = (
-    *(f"RunningSet.{name}" for name in ("compute", "_share_budget", "_provide", "_idle_rows")),
+    *(f"RunningSet.{name}" for name in ("compute", "_share_budget", "provide", "_idle_rows")),
     "RunningSet._decodes",
     "Preempter.make_room",
 )

@@ -40,7 +40,7 @@ class Wish:
 
 
 class TruthTeller:
-    """Implements `Proposer`: true tokens, but for those that are drawn to be wrong.
+    """Implements `WorkerProposer`: true tokens, but for those that are drawn to be wrong.
 
     truth: the outputs of all requests. wrong: out of so many places.
     """

@@ -241,9 +241,7 @@ def serve(
     switch = DeadMansSwitch(config.step_timeout_s + GRACE_S, StartError.exit_code)
     masks = None
     if not isinstance(grammars, NoGrammars):
-        limits = scheduler.config
-        num_masks = limits.max_num_seqs * (1 + limits.num_speculative_tokens)
-        masks = MaskFiller(card.vocab_size, num_masks)
+        masks = MaskFiller(card.vocab_size, scheduler.config.max_samples)
     core = EngineCore(scheduler, executor, inbox, outbox, trace, StepClock(switch), masks)
     io_thread = _io_thread(
         config, socket, card, files, core, inbox, outbox, grammars, trace, utilisation

@@ -184,7 +184,7 @@ class RunningSet:
             return plan.token_budget
         # One pass may fail for lack of blocks. Then a row was stalled or preempted, its tokens
         # return to the budget, and the next pass shares it out anew. Each failed pass takes one row
-        # out, so this ends. Blocks that a pass has allocated stay with their rows: `_provide` finds
+        # out, so this ends. Blocks that a pass has allocated stay with their rows: `provide` finds
         # them next time. Everything else that a pass computes is dropped: computed counts advance
         # only below, after the pass that succeeds.
         while True:
@@ -195,7 +195,7 @@ class RunningSet:
             decodes = list(zip(decoding[notable].tolist(), ends[notable].tolist(), strict=True))
             chunks, budget = self._share_budget(plan, plan.token_budget - len(ends), reserved)
             for row, end in decodes + chunks:
-                if not self._provide(plan, row, int(self.num_computed[row]), end):
+                if not self.provide(plan, row, int(self.num_computed[row]), end):
                     make_room(plan, row, end)
                     break
             else:
@@ -213,36 +213,11 @@ class RunningSet:
             self._plan_chunk(plan, row, int(self.num_computed[row]), end)
         return budget
 
-    def draft(self, plan: StepPlan, most: IntArray) -> IntArray:
-        """Let the plan's decodes compute drafts behind their tokens, as many as these at most.
-
-        Drafts get what nobody else needs: no block while each row could want one, none by
-        preemption. Returns how many each of the plan's decodes gets.
-        """
-        rows, before = plan.decoding, plan.decode_ends
-        ends = np.minimum(before + most, self.max_computed[rows])
-        for i in (ends > self.held_tokens[rows]).nonzero()[0].tolist():
-            row, num_needed = int(rows[i]), self._num_rows * plan.num_cache_groups
-            has_room = self._kv_cache.num_free_blocks > num_needed
-            if not (has_room and self._provide(plan, row, int(before[i]) - 1, int(ends[i]))):
-                ends[i] = min(ends[i], self.held_tokens[row])
-        counts: IntArray = ends - before
-        if counts.any():
-            plan.decode_ends, plan.decode_counts = ends, counts + 1
-            self.num_computed[rows] = ends
-            # They may get fewer tokens than they compute, so the result decides.
-            is_last = (counts > 0) & (ends == self.max_computed[rows])
-            plan.last += rows[is_last].tolist()
-        return counts
-
     def _decodes(self, group: int, stalled: set[int]) -> IntArray:
-        """Return the rows that take a token in a step of the group."""
-        decoding = self.decoding
+        rows = self.decoding
         if self.num_groups > 1:
-            decoding = decoding[decoding % self.num_groups == group]
-        if stalled:
-            decoding = decoding[~np.isin(decoding, list(stalled))]
-        return decoding
+            rows = rows[rows % self.num_groups == group]
+        return rows[~np.isin(rows, list(stalled))] if stalled else rows
 
     def _share_budget(
         self, plan: StepPlan, budget: int, reserved: tuple[Precedence, int] | None
@@ -279,7 +254,7 @@ class RunningSet:
         num_left = int(self.num_tokens[row] - self.num_computed[row])
         return min(num_left - (row % self.num_groups != group), self._config.max_chunk)
 
-    def _provide(self, plan: StepPlan, row: int, num_computed: int, num_tokens: int) -> bool:
+    def provide(self, plan: StepPlan, row: int, num_computed: int, num_tokens: int) -> bool:
         """Let a row hold blocks for num_tokens, and no others; False if too few are free.
 
         num_computed: its computed tokens before the step.
@@ -297,7 +272,9 @@ class RunningSet:
             return False
         num_more = len(block_ids) * self._kv_cache.block_size // plan.num_cache_groups
         self._hold(request, held_tokens + num_more)
-        plan.add_blocks(row, block_ids)
+        # Once in a plan: in a later pass nobody gets more tokens but rows behind the failed one.
+        assert row not in plan.blocks
+        plan.blocks[row] = block_ids
         return True
 
     def _hold(self, request: Request, held_tokens: int) -> None:

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
-from nanocore.engine_core.drafting.drafter import Drafter, Proposer
 from nanocore.engine_core.log.event_log import (
     EngineEvents,
     EntryKind,
@@ -33,6 +32,7 @@ from nanocore.engine_core.policy.step_budget import StepBudget
 from nanocore.engine_core.policy.waiting_queue import WaitingQueue
 from nanocore.engine_core.requests.readiness import SIBLING, Prerequisite
 from nanocore.engine_core.requests.request import Request
+from nanocore.engine_core.scheduling.drafter import Drafter, Proposer
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
 from nanocore.engine_core.scheduling.preemption import Preempter
 from nanocore.engine_core.scheduling.room import NO_SHORTAGE, BlockShortage, Room
@@ -75,7 +75,7 @@ class Scheduler:
         self.room = Room(config, kv_cache, self.running)
         self.preemption = Preempter(config, kv_cache, self.precedence, self.running, self.room)
         propose = None if proposer is None else proposer(self.running.token_ids)
-        self._drafter = Drafter(config.num_speculative_tokens, self.running, propose)
+        self._drafter = Drafter(config.num_speculative_tokens, self.running, kv_cache, propose)
         self._results = StepResults(self.running)
         self.counters = SchedulerCounters(num_free_rows=config.max_num_seqs)
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)

@@ -113,17 +113,6 @@ class StepPlan(msgspec.Struct, eq=False):
         self.preempted.append(request)
         self.preempters[request.request_id] = preempter.request_id
 
-    def add_blocks(self, row: int, block_ids: list[int]) -> None:
-        """Give a running row these blocks, group after group, behind those that it was given."""
-        given, num_groups = self.blocks.get(row, []), self.num_cache_groups
-        old, new = len(given) // num_groups, len(block_ids) // num_groups
-        self.blocks[row] = [
-            one
-            for group in range(num_groups)
-            for ids, count in ((given, old), (block_ids, new))
-            for one in ids[group * count : (group + 1) * count]
-        ]
-
     def _block_ids(self) -> list[int]:
         """Return the blocks of all rows, group after group."""
         num_groups, of_rows = self.num_cache_groups, self.blocks.values()

@@ -27,7 +27,7 @@ from nanocore.worker.step.input_batch import InputBatch
 from nanocore.worker.step.step_memory import NewTokens, RowTables
 
 
-class Proposer(Protocol):
+class WorkerProposer(Protocol):
     """Guesses tokens where the model runs, for plans that leave that to it."""
 
     def propose(self, token_table: Tensor, rows_D: Tensor, positions_D: Tensor) -> Tensor:
@@ -98,7 +98,9 @@ class DraftTracker:
     excess: int64, of each row, how many of the tokens that the host gave it there are not.
     """
 
-    def __init__(self, batch: InputBatch, proposer: Proposer | None, device: torch.device) -> None:
+    def __init__(
+        self, batch: InputBatch, proposer: WorkerProposer | None, device: torch.device
+    ) -> None:
         self._batch = batch
         self._proposer = proposer
         self._num_unverified = 0

@@ -27,7 +27,7 @@ from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.sampling.columns import kinds_of
 from nanocore.worker.step.batch_step import ints
-from nanocore.worker.step.drafts import DraftTracker, Proposer, draft_columns
+from nanocore.worker.step.drafts import DraftTracker, WorkerProposer, draft_columns
 from nanocore.worker.step.input_batch import InputBatch
 from nanocore.worker.step.model_stage import ModelStage
 from nanocore.worker.step.pending_output import LaidOutStep, Machine, PendingOutput
@@ -70,7 +70,7 @@ class ModelRunner:
         stream: Stream | None = None,
         enforce_eager: bool = False,
         max_drafts: int = 0,
-        proposer: Proposer | None = None,
+        proposer: WorkerProposer | None = None,
     ) -> None:
         self.model = model
         self.kernels = kernels

@@ -1,1 +1,0 @@
-"""Speculative decoding in the engine: what decodes compute behind their tokens."""
