@@ -310,7 +310,6 @@ class FakeExecutor:
     block_size: int
     num_slabs: int
     checks_kv: bool = True
-    planned: list[int] = field(default_factory=list)
     cache_groups: Sequence[CacheGroup] = FULL
     sample: Callable[[list[int]], int] = next_token
     draft: Callable[[list[int]], int] | None = None
@@ -382,16 +381,16 @@ class FakeExecutor:
                 self.allowed.setdefault(row, []).append(_tokens(own.tobytes()))
 
     def _take_drafts(self, plan: SchedulerOutput) -> None:
-        self.planned = _ints(plan.draft_token_ids)
-        assert not (self.planned and self.draft), "both the plan and the worker propose drafts"
+        planned = _ints(plan.draft_token_ids)
+        assert not (planned and self.draft), "both the plan and the worker propose drafts"
         counts = zip(_ints(plan.chunk_rows), _ints(plan.chunk_counts), strict=True)
-        for index, count in sorted(counts) if self.planned else ():
+        for index, count in sorted(counts) if planned else ():
             row = self.rows[index]
             num_drafts = row.num_computed + count - len(row.token_ids)
             if count and num_drafts > 0:
-                row.drafts, self.planned = self.planned[:num_drafts], self.planned[num_drafts:]
+                row.drafts, planned = planned[:num_drafts], planned[num_drafts:]
                 assert len(row.drafts) == num_drafts
-        assert not self.planned, "drafts of no row"
+        assert not planned, "drafts of no row"
 
     def _apply(self, plan: SchedulerOutput) -> None:
         sampled = zip(_ints(plan.sampled_rows), _ints(plan.sampled_token_ids), strict=True)

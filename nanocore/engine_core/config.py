@@ -47,8 +47,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     watermark: share of the blocks that admission leaves free while requests are running.
     target_itl_ms: milliseconds that a step with decodes should stay under while prompts are
     computed beside them; infinity is no target. num_groups: groups of rows, one per pipeline
-    stage; see `nanocore.worker.plan`. num_speculative_tokens: drafts that a decoding row computes
-    after its token at most, of which the worker accepts some; no flag sets it yet.
+    stage; see `nanocore.worker.plan`. num_speculative_tokens: most drafts that a
+    decoding row computes behind its token, of which the worker accepts some; no flag sets it yet.
     max_prompt_logprobs: log probabilities of prompt tokens in a step, if it tells those of several.
     """
 

@@ -87,8 +87,14 @@ class MaskFiller:
 
     def words(self, masks: Sequence[int]) -> bytes:
         """Concatenate the masks of these matchers, as `TokenMasks` has them."""
-        spans = [self._words_MW[self._starts[i] : self._starts[i + 1]] for i in masks]
-        return b"".join([words_MW.tobytes() for words_MW in spans])
+        starts = self._starts
+        return b"".join(
+            [self._words_MW[one] for i in masks for one in range(starts[i], starts[i + 1])]
+        )
+
+    def num_masks(self, i: int) -> int:
+        """Return how many masks a matcher has: one more than drafts."""
+        return 1 + len(self._drafts[i])
 
     def close(self) -> None:
         """End the threads, each when it has filled its mask. Idempotent."""
@@ -108,7 +114,7 @@ class MaskFiller:
         try:
             if matcher.failure is None:
                 self._has_mask[i] = matcher.fill(words_DW[0])
-                if len(drafts):
+                if len(drafts) and matcher.failure is None:
                     if not self._has_mask[i]:
                         words_DW[0] = -1
                     self._has_mask[i] |= matcher.fill_behind(words_DW[1:], drafts)
@@ -137,7 +143,6 @@ class StepMasks:
         self._filler = filler
         self._plan: SchedulerOutput | None = None
         self._filling: list[tuple[int, Request]] | None = None
-        self._drafts: list[Sequence[int]] = []
         self._waiting_for: list[tuple[int, Request]] = []
 
     @property
@@ -169,8 +174,7 @@ class StepMasks:
         masks, failures = self._filler.wait()
         self._waiting_for = []
         self._filling = self._plan = None
-        drafts = self._drafts
-        rows = pack_int32([filled[i][0] for i in masks for _ in range(1 + len(drafts[i]))])
+        rows = pack_int32([filled[i][0] for i in masks for _ in range(self._filler.num_masks(i))])
         words = self._filler.words(masks)
         self._executor.sample(TokenMasks(step=plan.step, rows=rows, words=words))
         return [(filled[i][1], failures[i]) for i in sorted(failures)]
@@ -191,5 +195,5 @@ class StepMasks:
         self._filling = [(row, request) for row, request in planned.masked if request.row == row]
         matchers = [request.matcher for _, request in self._filling if request.matcher is not None]
         assert self._filler is not None, "a structured request in an engine that has none"
-        self._drafts = [planned.masked_drafts.get(row, ()) for row, _ in self._filling]
-        self._filler.begin(matchers, self._drafts)
+        drafts = [planned.masked_drafts.get(row, ()) for row, _ in self._filling]
+        self._filler.begin(matchers, drafts)

@@ -60,7 +60,7 @@ class Matcher(Protocol):
         ...
 
     def fill_behind(self, words_DW: NDArray[np.int32], drafts: Sequence[int]) -> bool:
-        """Write the masks behind these drafts, one behind each, as `fill` does; after `fill`.
+        """Write the masks behind these drafts, one behind each; after a `fill` that did not fail.
 
         They are masks of what may never be delivered, so nothing that goes wrong is a failure:
         no token may follow then, as the failure would have it if the output came there.

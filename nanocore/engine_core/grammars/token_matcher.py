@@ -73,17 +73,10 @@ class TokenMatcher:
 
     def fill_behind(self, words_DW: NDArray[np.int32], drafts: Sequence[int]) -> bool:
         """Fill the masks behind drafts, of a copy that follows them."""
-        if self.failure is not None:
-            words_DW[:] = self._vocabulary.eos_words
-            return True
         words_DW[:] = 0
         matcher = self.take_in().deep_copy()
         for words_W, token in zip(words_DW, drafts, strict=True):
-            if not matcher.consume_token(token):
-                break
-            if matcher.is_stopped():
-                words_W[:] = self._vocabulary.eos_words
-            elif write_mask(matcher, self._vocabulary, words_W) is not None:
+            if not (matcher.consume_token(token) and self._write(matcher, words_W)):
                 words_W[:] = 0
                 break
         return not (words_DW == self._vocabulary.all_words).all()
@@ -116,11 +109,17 @@ class TokenMatcher:
         matcher = self.take_in()
         if self.failure is not None:
             return
-        if self._is_ended or matcher.is_stopped():
+        if self._is_ended:
             words_W[:] = self._vocabulary.eos_words
-            return
-        if write_mask(matcher, self._vocabulary, words_W) is not None:
+        elif not self._write(matcher, words_W):
             self.failure = _failure(matcher)
+
+    def _write(self, matcher: llguidance.LLMatcher, words_W: NDArray[np.int32]) -> bool:
+        """Write the mask of a matcher's state; False if it has none."""
+        if not matcher.is_stopped():
+            return write_mask(matcher, self._vocabulary, words_W) is None
+        words_W[:] = self._vocabulary.eos_words
+        return True
 
     def take_in(self) -> llguidance.LLMatcher:
         """Consume the noted tokens, however long it takes; return llguidance's matcher."""

@@ -51,9 +51,13 @@ class StopIds:
         """Return indices of tokens that are EOS or a stop id of some request, any one."""
         if len(self.counts) == 1:
             return []
-        # Ids beyond the table are clipped to its last element, which is 0 or counts larger ids.
-        hits: list[int] = self.counts.take(token_ids, mode="clip").nonzero()[0].tolist()
+        hits: list[int] = self.counts_of(token_ids).nonzero()[0].tolist()
         return hits
+
+    def counts_of(self, token_ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return how many requests stop at each of these tokens, in their shape."""
+        # Ids beyond the table are clipped to its last element, which is 0 or counts larger ids.
+        return self.counts.take(token_ids, mode="clip")
 
     def _count(self, request: Request, change: int) -> None:
         for token_id in request.stop_token_ids:

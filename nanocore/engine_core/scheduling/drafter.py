@@ -104,8 +104,7 @@ class Drafter:
 
     def _before_stops(self, proposals: Proposals) -> IntArray:
         """Return how many drafts come before a stop id: what follows one is never delivered."""
-        stop_counts = self._running.stop_ids.counts
-        is_stop = stop_counts.take(proposals.token_ids, mode="clip") > 0
+        is_stop = self._running.stop_ids.counts_of(proposals.token_ids) > 0
         is_stop &= np.arange(is_stop.shape[1]) < proposals.counts[:, None]
         first = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1), is_stop.shape[1])
         counts: IntArray = np.minimum(proposals.counts, first)

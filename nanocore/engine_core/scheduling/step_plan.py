@@ -148,14 +148,15 @@ class StepPlan(msgspec.Struct, eq=False):
         counts: list[int] = []
         # Only differences are sent: a decode, or the last token of a prompt, of the own group
         # counts one token, which is what workers assume.
-        draft_token_ids = self.draft_token_ids
+        draft_token_ids = b""
         if self.decode_counts is not None:
             several = self.decode_counts != 1
             rows += self.decoding[several].tolist()
             counts += self.decode_counts[several].tolist()
-            if len(draft_token_ids):  # workers have rows in ascending order
+            if len(self.draft_token_ids):  # workers have rows in ascending order
                 of_rows = np.repeat(self.decoding, self.decode_counts - 1)
-                draft_token_ids = draft_token_ids[of_rows.argsort(kind="stable")]
+                ordered = self.draft_token_ids[of_rows.argsort(kind="stable")]
+                draft_token_ids = ordered.astype(TOKEN_DTYPE).tobytes()
         for row, num_tokens, _ in self.chunks:
             if num_tokens != 1 or row % self.num_groups != self.group:
                 rows.append(row)
@@ -175,7 +176,7 @@ class StepPlan(msgspec.Struct, eq=False):
             block_ids=pack_int32(self._block_ids()),
             chunk_rows=pack_int32(rows + idle_rows),
             chunk_counts=pack_int32(counts + [0] * len(idle_rows)),
-            draft_token_ids=draft_token_ids.astype(TOKEN_DTYPE).tobytes(),
+            draft_token_ids=draft_token_ids,
             num_tokens=self.num_tokens,
             awaits_masks=bool(self.masked),
         )
