@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 17
+ABI_VERSION: Final = 18
 
 
 class GroupFormatStruct(ctypes.Structure):
@@ -141,6 +141,13 @@ _FUNCTIONS: Final = {
     "packed_bytes": (c_int64, (POINTER(LinearWeightStruct),)),
     "pack": (None, (c_void_p, c_int, c_void_p, POINTER(LinearWeightStruct))),
     "pack_groups": (None, (c_void_p, POINTER(GroupedRowsStruct), POINTER(LinearWeightStruct))),
+    "ngram_propose": (None, (c_void_p, *[c_int64] * 5, *[c_void_p] * 6)),
+    "suffix_new": (c_void_p, (c_void_p, *[c_int64] * 4, c_float, c_float, c_int64)),
+    "suffix_free": (None, (c_void_p,)),
+    "suffix_begin": (None, (c_void_p, c_int64, c_int64)),
+    "suffix_end": (None, (c_void_p, c_int64, c_int64, c_int64, c_int)),
+    "suffix_propose": (None, (c_void_p, c_int64, c_int64, *[c_void_p] * 6)),
+    "suffix_bytes": (c_int64, (c_void_p,)),
 }
 """Result and arguments of `nanocore_*` in program.cpp, but for kernels."""
 _KERNELS: Final = {

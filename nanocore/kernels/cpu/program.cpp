@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "collective.h"
+#include "drafts.h"
 #include "logit_edits.h"
 #include "logprobs.h"
 #include "moe.h"
@@ -77,7 +78,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 17; }
+NANOCORE_API int nanocore_abi_version() { return 18; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -370,4 +371,46 @@ NANOCORE_API void nanocore_logprobs(void* program, int64_t rows, const float* lo
     append(program, rows,
            LogprobsCall{logits, size, stride, index, token_ids, num_top, ids, logprobs, rank, 0},
            kNothing);
+}
+
+// --- drafts: calls of the engine, which belong to no program ---
+
+NANOCORE_API void nanocore_ngram_propose(const int32_t* table, int64_t stride, int64_t shortest,
+                                         int64_t longest, int64_t num_rows, int64_t max_drafts,
+                                         const int64_t* rows, const int64_t* num_tokens,
+                                         const int64_t* most, int64_t* counts, int32_t* token_ids,
+                                         uint8_t* evidence) {
+    propose_ngrams({table, stride}, shortest, longest,
+                   {num_rows, max_drafts, rows, num_tokens, most, counts, token_ids, evidence});
+}
+
+// Null: no memory.
+NANOCORE_API void* nanocore_suffix_new(const int32_t* table, int64_t stride, int64_t num_rows,
+                                       int64_t max_depth, int64_t max_cached, float max_factor,
+                                       float min_probability, int64_t max_bytes) {
+    const SuffixSettings settings{max_depth, max_cached, max_factor, min_probability, max_bytes};
+    return new (std::nothrow) SuffixDrafts({table, stride}, num_rows, settings);
+}
+
+NANOCORE_API void nanocore_suffix_free(void* drafts) { delete static_cast<SuffixDrafts*>(drafts); }
+
+NANOCORE_API void nanocore_suffix_begin(void* drafts, int64_t row, int64_t salt) {
+    static_cast<SuffixDrafts*>(drafts)->begin(row, salt);
+}
+
+NANOCORE_API void nanocore_suffix_end(void* drafts, int64_t row, int64_t num_prompt,
+                                      int64_t num_tokens, int has_finished) {
+    static_cast<SuffixDrafts*>(drafts)->end(row, num_prompt, num_tokens, has_finished);
+}
+
+NANOCORE_API void nanocore_suffix_propose(void* drafts, int64_t num_rows, int64_t max_drafts,
+                                          const int64_t* rows, const int64_t* num_tokens,
+                                          const int64_t* most, int64_t* counts, int32_t* token_ids,
+                                          uint8_t* evidence) {
+    static_cast<SuffixDrafts*>(drafts)->propose(
+        {num_rows, max_drafts, rows, num_tokens, most, counts, token_ids, evidence});
+}
+
+NANOCORE_API int64_t nanocore_suffix_bytes(void* drafts) {
+    return static_cast<SuffixDrafts*>(drafts)->used() + sizeof(SuffixDrafts);
 }

@@ -1,0 +1,1 @@
+"""Proposers of speculative decoding that run in the engine's process, one a file."""
