@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanocore.engine_core.drafting.ngram import NgramProposer
+from nanocore.engine_core.drafting.suffix import SuffixProposer
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import Library
 from nanocore.kernels.linear_weight import TokenEmbedding
@@ -162,6 +164,36 @@ PARTS = (
 )  # fmt: skip
 
 
+def drafts(library: Library, rng: random.Random) -> None:
+    num_rows, row_size = rng.randint(1, 4), rng.choice([1, 2, 50, 300])
+    num_ids = rng.choice([1, 2, 5, 1000])
+    table = np.array(
+        [[rng.randrange(num_ids) for _ in range(row_size)] for _ in range(num_rows)], np.int32
+    )
+    shortest = rng.randint(1, 5)
+    proposers = (
+        NgramProposer(library, table, rng.randint(1, 9), prompt_lookup_min=shortest),
+        SuffixProposer(
+            library,
+            table,
+            rng.randint(1, 9),
+            suffix_decoding_max_cached_requests=rng.choice([0, 1, 5]),
+            suffix_decoding_min_token_prob=rng.choice([0.0, 0.4]),
+            max_bytes=rng.choice([0, 10_000, 30_000, 1 << 28]),
+        ),
+    )
+    for proposer in proposers:
+        for _ in range(6):
+            sizes = np.array([rng.randint(1, row_size) for _ in range(num_rows)], np.int64)
+            for row in range(num_rows):
+                proposer.begin(row, rng.choice("ab"))
+            while (sizes <= row_size).all():
+                proposer.propose(np.arange(num_rows), sizes, np.full(num_rows, rng.randint(0, 9)))
+                sizes += rng.randint(1, 7)
+            for row in range(num_rows):
+                proposer.end(row, rng.randint(0, row_size), row_size, rng.random() < 0.8)
+
+
 def main() -> None:
     path, num_rounds = sys.argv[1], int(sys.argv[2])
     library = Library(path, "sanitized")
@@ -175,6 +207,7 @@ def main() -> None:
         for dtype in (torch.float32, torch.bfloat16):
             for part in PARTS:
                 part(kernels, rng, dtype)
+        drafts(library, rng)
     print(f"{num_rounds} rounds")
 
 

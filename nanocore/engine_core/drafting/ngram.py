@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.drafting.proposer import (
-    DraftArrays,
     IntArray,
     NativeLibrary,
+    NativeProposer,
     Proposals,
 )
 
@@ -54,11 +54,11 @@ class NgramProposer:
                 f"prompt_lookup_min={prompt_lookup_min}, prompt_lookup_max={prompt_lookup_max}: "
                 "give 1 <= min <= max"
             )
-        self._arrays = DraftArrays(token_ids, max_drafts)
-        self._propose = library.functions["ngram_propose"]
-        self._settings = (
+        settings = (
             token_ids.ctypes.data, token_ids.shape[1], prompt_lookup_min, prompt_lookup_max
         )  # fmt: skip
+        function = library.functions["ngram_propose"]
+        self._native = NativeProposer(function, settings, token_ids, max_drafts)
 
     def begin(self, row: int, salt: Hashable) -> None:
         """Do nothing: a row's tokens say it all."""
@@ -68,9 +68,7 @@ class NgramProposer:
 
     def propose(self, rows: IntArray, num_tokens: IntArray, most: IntArray) -> Proposals:
         """Guess up to most[i] tokens behind the first num_tokens[i] of each row."""
-        return self._arrays.propose(
-            self._propose, *self._settings, columns=(rows, num_tokens, most)
-        )
+        return self._native.propose(rows, num_tokens, most)
 
     @property
     def num_bytes(self) -> int:

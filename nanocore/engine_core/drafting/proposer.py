@@ -6,6 +6,8 @@ A guess decides how many tokens a row may get in a step, never which ones: see `
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from ctypes import c_void_p
+from functools import partial
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -59,32 +61,43 @@ class NativeLibrary(Protocol):
     functions: dict[str, Callable[..., Any]]
 
 
-class DraftArrays:
-    """Arguments and results of native proposers, which are reused while they are large enough.
+class NativeProposer:
+    """Calls a compiled proposer with arrays that are made once: a call takes few microseconds.
 
-    Raises ValueError: the table is not int32 or not contiguous.
+    Args:
+        propose: compiled function; it takes `arguments`, max_drafts, three columns, the three
+            arrays of `Proposals` and the number of rows.
+        token_ids: the scheduler's table, int32 [rows, tokens].
+
+    Raises:
+        ValueError: the table is not int32 or not contiguous.
     """
 
-    def __init__(self, token_ids: NDArray[np.int32], max_drafts: int) -> None:
+    def __init__(
+        self,
+        propose: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        token_ids: NDArray[np.int32],
+        max_drafts: int,
+    ) -> None:
         if token_ids.dtype != np.int32 or not token_ids.flags.c_contiguous:
             raise ValueError(f"the table of tokens is {token_ids.dtype}; give a contiguous int32")
-        self.table = token_ids
-        self.max_drafts = max_drafts
         num_rows = len(token_ids)
+        self._columns = np.zeros((3, num_rows), np.int64)
         self._results = Proposals(
             np.zeros(num_rows, np.int64),
             np.zeros((num_rows, max_drafts), np.int32),
             np.zeros((num_rows, max_drafts), np.uint8),
         )
-        self._pointers = [array.ctypes.data for array in self._results]
+        pointers = [array.ctypes.data for array in (*self._columns, *self._results)]
+        self._propose = partial(propose, *arguments, max_drafts, *map(c_void_p, pointers))
+        self._table = token_ids  # it lives as long as its address is used
 
-    def propose(
-        self, function: Callable[..., Any], *arguments: Any, columns: tuple[IntArray, ...]
-    ) -> Proposals:
-        """Call a native proposer with its own arguments, and with these columns of n rows."""
-        columns = tuple(np.ascontiguousarray(column, np.int64) for column in columns)
-        n = len(columns[0])
-        pointers = [column.ctypes.data for column in columns]
-        function(*arguments, n, self.max_drafts, *pointers, *self._pointers)
+    def propose(self, rows: IntArray, num_tokens: IntArray, most: IntArray) -> Proposals:
+        """Guess up to most[i] tokens behind the first num_tokens[i] of each row."""
+        n = len(rows)
+        columns = self._columns
+        columns[0, :n], columns[1, :n], columns[2, :n] = rows, num_tokens, most
+        self._propose(n)
         counts, token_ids, evidence = self._results
         return Proposals(counts[:n], token_ids[:n], evidence[:n])

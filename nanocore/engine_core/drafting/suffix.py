@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
+from ctypes import c_void_p
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.drafting.proposer import (
-    DraftArrays,
     IntArray,
     NativeLibrary,
+    NativeProposer,
     Proposals,
 )
 
@@ -45,7 +46,7 @@ class SuffixProposer:
             then rows get no automaton.
 
     Raises:
-        MemoryError: not even the rows fit.
+        MemoryError: there is none for the proposer itself.
     """
 
     def __init__(
@@ -60,16 +61,18 @@ class SuffixProposer:
         suffix_decoding_min_token_prob: float = 0.1,
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
-        self._arrays = DraftArrays(token_ids, max_drafts)
         self._functions = functions = library.functions
-        self._native = functions["suffix_new"](
+        self._drafts = functions["suffix_new"](
             token_ids.ctypes.data, token_ids.shape[1], len(token_ids),
             suffix_decoding_max_tree_depth, suffix_decoding_max_cached_requests,
             suffix_decoding_max_spec_factor, suffix_decoding_min_token_prob, max_bytes,
         )  # fmt: skip
-        if not self._native:
+        if not self._drafts:
             raise MemoryError(f"no memory for the suffix automata of {len(token_ids)} rows")
-        weakref.finalize(self, functions["suffix_free"], self._native)
+        weakref.finalize(self, functions["suffix_free"], self._drafts)
+        self._native = NativeProposer(
+            functions["suffix_propose"], (c_void_p(self._drafts),), token_ids, max_drafts
+        )
         self._salt_ids: dict[Hashable, int] = {}
         self._num_salts = 0
 
@@ -81,20 +84,18 @@ class SuffixProposer:
         self._salt_ids[salt] = known  # the latest last; a forgotten salt begins anew
         if len(self._salt_ids) > MAX_SALTS:
             del self._salt_ids[next(iter(self._salt_ids))]
-        self._functions["suffix_begin"](self._native, row, known)
+        self._functions["suffix_begin"](self._drafts, row, known)
 
     def end(self, row: int, num_prompt: int, num_tokens: int, has_finished: bool) -> None:
         """Forget a row; what a finished request wrote is kept for others with its salt."""
-        self._functions["suffix_end"](self._native, row, num_prompt, num_tokens, has_finished)
+        self._functions["suffix_end"](self._drafts, row, num_prompt, num_tokens, has_finished)
 
     def propose(self, rows: IntArray, num_tokens: IntArray, most: IntArray) -> Proposals:
         """Guess up to most[i] tokens behind the first num_tokens[i] of each row."""
-        return self._arrays.propose(
-            self._functions["suffix_propose"], self._native, columns=(rows, num_tokens, most)
-        )
+        return self._native.propose(rows, num_tokens, most)
 
     @property
     def num_bytes(self) -> int:
         """Memory that is held now."""
-        num_bytes: int = self._functions["suffix_bytes"](self._native)
+        num_bytes: int = self._functions["suffix_bytes"](self._drafts)
         return num_bytes

@@ -141,12 +141,12 @@ _FUNCTIONS: Final = {
     "packed_bytes": (c_int64, (POINTER(LinearWeightStruct),)),
     "pack": (None, (c_void_p, c_int, c_void_p, POINTER(LinearWeightStruct))),
     "pack_groups": (None, (c_void_p, POINTER(GroupedRowsStruct), POINTER(LinearWeightStruct))),
-    "ngram_propose": (None, (c_void_p, *[c_int64] * 5, *[c_void_p] * 6)),
+    "ngram_propose": (None, (c_void_p, *[c_int64] * 4, *[c_void_p] * 6, c_int64)),
     "suffix_new": (c_void_p, (c_void_p, *[c_int64] * 4, c_float, c_float, c_int64)),
     "suffix_free": (None, (c_void_p,)),
     "suffix_begin": (None, (c_void_p, c_int64, c_int64)),
     "suffix_end": (None, (c_void_p, c_int64, c_int64, c_int64, c_int)),
-    "suffix_propose": (None, (c_void_p, c_int64, c_int64, *[c_void_p] * 6)),
+    "suffix_propose": (None, (c_void_p, c_int64, *[c_void_p] * 6, c_int64)),
     "suffix_bytes": (c_int64, (c_void_p,)),
 }
 """Result and arguments of `nanocore_*` in program.cpp, but for kernels."""

@@ -376,10 +376,10 @@ NANOCORE_API void nanocore_logprobs(void* program, int64_t rows, const float* lo
 // --- drafts: calls of the engine, which belong to no program ---
 
 NANOCORE_API void nanocore_ngram_propose(const int32_t* table, int64_t stride, int64_t shortest,
-                                         int64_t longest, int64_t num_rows, int64_t max_drafts,
-                                         const int64_t* rows, const int64_t* num_tokens,
-                                         const int64_t* most, int64_t* counts, int32_t* token_ids,
-                                         uint8_t* evidence) {
+                                         int64_t longest, int64_t max_drafts, const int64_t* rows,
+                                         const int64_t* num_tokens, const int64_t* most,
+                                         int64_t* counts, int32_t* token_ids, uint8_t* evidence,
+                                         int64_t num_rows) {
     propose_ngrams({table, stride}, shortest, longest,
                    {num_rows, max_drafts, rows, num_tokens, most, counts, token_ids, evidence});
 }
@@ -403,10 +403,10 @@ NANOCORE_API void nanocore_suffix_end(void* drafts, int64_t row, int64_t num_pro
     static_cast<SuffixDrafts*>(drafts)->end(row, num_prompt, num_tokens, has_finished);
 }
 
-NANOCORE_API void nanocore_suffix_propose(void* drafts, int64_t num_rows, int64_t max_drafts,
-                                          const int64_t* rows, const int64_t* num_tokens,
-                                          const int64_t* most, int64_t* counts, int32_t* token_ids,
-                                          uint8_t* evidence) {
+NANOCORE_API void nanocore_suffix_propose(void* drafts, int64_t max_drafts, const int64_t* rows,
+                                          const int64_t* num_tokens, const int64_t* most,
+                                          int64_t* counts, int32_t* token_ids, uint8_t* evidence,
+                                          int64_t num_rows) {
     static_cast<SuffixDrafts*>(drafts)->propose(
         {num_rows, max_drafts, rows, num_tokens, most, counts, token_ids, evidence});
 }

@@ -79,7 +79,10 @@ def draft(
         if probability < np.float32(settings.min_probability):
             break
         found.token_ids.append(seen.best)
-        found.evidence.append(8 * size_class(len(run)) + support_class(times, total))
+        support = support_class(times, total)
+        if total == 1:
+            support = int(is_confirmed(texts, run, seen))
+        found.evidence.append(8 * size_class(len(run)) + support)
         found.sum += probability
         run = [*run, seen.best]
     return found
@@ -91,6 +94,89 @@ def size_class(size: int) -> int:
 
 def support_class(times: int, total: int) -> int:
     if times == total:
-        return [0, 1, 2, 3][(total > 1) + (total > 2) + (total > 7)]
-    share = times / total
-    return 7 - (share >= 0.5) - (share >= 0.75) - (share >= 0.875)
+        return 2 + (total > 2) + (total > 7)
+    return 7 - (times / total >= 0.5) - (times / total >= 0.75)
+
+
+def is_confirmed(texts: Sequence[list[int]], run: list[int], seen: Continuations) -> bool:
+    """Whether the next shorter run that occurred more often goes on the same way."""
+    for start in range(1, len(run)):
+        shorter = Continuations(texts, run[start:])
+        if shorter.num_occurrences > seen.num_occurrences:
+            return shorter.best == seen.best
+    return False
+
+
+@dataclass
+class Generation:
+    texts: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
+class Group:
+    young: Generation | None = None
+    old: Generation | None = None
+    last_used: int = 0
+
+
+class SharedOutputs:
+    """Finished outputs by salt, in two generations, and what rows match in them."""
+
+    def __init__(self, max_cached: int, max_depth: int) -> None:
+        self.max_cached, self.max_depth = max_cached, max_depth
+        self.groups: dict[str, Group] = {}
+        self.waiting: list[tuple[str, list[int]]] = []
+        self.clock = 0
+        self.seen: dict[tuple[int, int], tuple[int, int]] = {}
+        self.kept: list[Generation] = []
+        """So that no other one gets its number."""
+        self.reached: set[str] = set()
+
+    def begin(self, row: int, salt: str) -> None:
+        self.seen = {key: value for key, value in self.seen.items() if key[0] != row}
+        if salt in self.groups:
+            self.clock += 1
+            self.groups[salt].last_used = self.clock
+
+    def add_waiting(self) -> None:
+        for salt, text in self.waiting:
+            group = self.groups.setdefault(salt, Group())
+            self.clock += 1
+            group.last_used = self.clock
+            if group.young and len(group.young.texts) >= max(1, self.max_cached // 2):
+                self.reached.add("rotated twice" if group.old else "rotated")
+                group.old, group.young = group.young, None
+            group.young = group.young or Generation()
+            self.kept.append(group.young)
+            group.young.texts.append(text)
+            if self.num_outputs() > self.max_cached:
+                self.drop_oldest(group.young)
+        self.waiting = []
+
+    def num_outputs(self) -> int:
+        generations = [g for group in self.groups.values() for g in (group.young, group.old)]
+        return sum(len(generation.texts) for generation in generations if generation)
+
+    def drop_oldest(self, growing: Generation) -> None:
+        for group in sorted(self.groups.values(), key=lambda group: group.last_used):
+            if group.old:
+                self.reached.add("dropped an old one")
+                group.old = None
+                return
+            if group.young and group.young is not growing:
+                self.reached.add("dropped a young one")
+                group.young = None
+                return
+
+    def match(self, row: int, generation: Generation, text: list[int]) -> list[int]:
+        """The longest run at the text's end that grew token by token."""
+        key = row, id(generation)
+        position, length = self.seen.get(key, (-1000, 0))
+        if len(text) - position > 64:
+            position, length = max(0, len(text) - self.max_depth), 0
+        for end in range(position + 1, len(text) + 1):
+            length += 1
+            while not occurs(generation.texts, text[end - length : end]):
+                length -= 1
+        self.seen[key] = len(text), length
+        return text[len(text) - length :]
