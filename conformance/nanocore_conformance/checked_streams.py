@@ -36,6 +36,7 @@ class Stream:
     num_cached_tokens: int | None = None
     finish_reason: str | None = None
     stop_reason: int | None = None
+    stop_cause: str | None = None
     logprobs: list[TokenEntry] = field(default_factory=list)
     prompt_logprobs: list[TokenEntry] = field(default_factory=list)
     embedding: list[float] | None = None
@@ -160,6 +161,11 @@ class CheckedStreams:
         reason = event.finish_reason
         if event.stop_reason is not None:
             require(reason == "stop", "stop_reason with finish_reason 'stop' only", event)
+        if event.stop_cause is not None:
+            is_asked = stream.sampling.repetition_detection is not None
+            expected = "stop_cause with the 'stop' of requests with repetition_detection only"
+            is_only = reason == "stop" and event.stop_reason is None
+            require(is_asked and is_only, expected, event)
         if reason == "error":
             require(bool(event.message), "a message that says why, with 'error'", event)
         if event.message is not None:
@@ -172,6 +178,7 @@ class CheckedStreams:
             require(len(event.embedding) % 4 == 0, "an embedding of float32", event)
             stream.embedding = unpack_float32(event.embedding).tolist()
         stream.finish_reason, stream.stop_reason = reason, event.stop_reason
+        stream.stop_cause = event.stop_cause
 
     def _open(self, handle: int, what: str) -> Stream:
         stream = self.by_handle.get(handle)

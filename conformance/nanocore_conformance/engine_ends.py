@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nanocore_conformance.checked_streams import Stream
+from nanocore_conformance.engine_resumed import resume
 from nanocore_conformance.engine_under_test import ENGINE_RULES, EngineUnderTest
 from nanocore_conformance.peer import Peer
 from nanocore_conformance.report import SkippedError, require
@@ -41,6 +42,28 @@ def eos_comes_before_stop_tokens(engine: EngineUnderTest) -> None:
     _require_end(peer.complete("stop", ignore_eos=True, **both), upto, upto[-1])
 
 
+@ENGINE_RULES.add("Repetition detection")
+def repetition_ends_the_request(engine: EngineUnderTest) -> None:
+    """The token that completes the last repetition ends the request, also if it was resumed."""
+    peer = engine.session()
+    if peer.welcome.protocol < (1, 14):
+        raise SkippedError(f"the engine speaks {peer.welcome.protocol}, before 1.14")
+    token = peer.complete("first", max_tokens=1).token_ids[0]
+    detection = {"max_pattern_size": 2, "min_pattern_size": 2, "min_count": 3}
+    for name, num_tokens, more in (
+        ("at-once", 6, {}),
+        ("after-min-tokens", 8, {"min_tokens": 8}),
+        ("at-length", 6, {"max_tokens": 6}),
+    ):
+        same = {"logit_bias": [[token, 100.0]], "repetition_detection": detection} | more
+        parameters: dict[str, Any] = {"max_tokens": NUM_TOKENS, **same}
+        stream = peer.complete(name, **parameters)
+        _require_repetition(stream, [token] * num_tokens)
+        for num_done in (1, num_tokens - 1, num_tokens):
+            rest = resume(peer, [token] * num_done, **parameters)
+            _require_repetition(rest, [token] * (num_tokens - num_done))
+
+
 @ENGINE_RULES.add("Event")
 def models_length_ends_a_request(engine: EngineUnderTest) -> None:
     """Without max_tokens a request ends with "length" when prompt and output fill the model's."""
@@ -72,6 +95,14 @@ def _find_eos(peer: Peer, eos: list[int]) -> tuple[int, list[int]]:
                 if token in eos:
                     return stream.seed, stream.token_ids[: i + 1]
     raise SkippedError(f"none of eos_token_ids={eos} came up in {NUM_SEEDS} random requests")
+
+
+def _require_repetition(stream: Stream, tokens: list[int]) -> None:
+    got = (stream.token_ids, stream.finish_reason, stream.stop_reason, stream.stop_cause)
+    expected = (tokens, "stop", None, "repetition")
+    require(
+        got == expected, "tokens, finish_reason, stop_reason and stop_cause " + str(expected), got
+    )
 
 
 def _require_end(stream: Stream, tokens: list[int], stop_reason: int | None) -> None:

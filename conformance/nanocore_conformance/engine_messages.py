@@ -19,7 +19,7 @@ def vectors(peer: Peer, *, before_hello: bool = False) -> list[Vector]:
     has = {None, f"{policy} scheduling"}
     has |= {
         f"protocol 1.{minor}"
-        for minor in (5, 6, 7, 8, 9, 11)
+        for minor in (5, 6, 7, 8, 9, 11, 14)
         if peer.welcome.protocol >= (1, minor)
     }
     if "structured_outputs" in peer.welcome.capabilities:

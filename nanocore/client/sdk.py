@@ -36,7 +36,7 @@ from nanocore.protocol.metrics import (
     Stats,
     StepColumns,
 )
-from nanocore.protocol.sampling import SamplingParams
+from nanocore.protocol.sampling import RepetitionDetectionParams, SamplingParams
 from nanocore.protocol.structured_outputs import StructuredOutputsParams
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "ProtocolError",
     "RecentSteps",
     "RenderProcessError",
+    "RepetitionDetectionParams",
     "RequestMetrics",
     "RequestOutput",
     "RequestPhases",

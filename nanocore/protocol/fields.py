@@ -144,6 +144,10 @@ MAX_CHOICES: Final = 4096
 MAX_STRUCTURES: Final = 128
 MAX_FREE_PREFIXES: Final = 256
 MAX_LENIENT_PARTS: Final = 1024
+MAX_PATTERN_SIZE: Final = 1024
+"""Each output token is compared with as many: this takes about 3 µs."""
+MAX_PATTERN_COUNT: Final = 2**20
+"""MAX_PATTERN_SIZE times this many tokens is the largest int32."""
 MAX_EXACT_INT: Final = 2**53 - 1
 """The largest integer that every language's numbers hold exactly."""
 MAX_INT32: Final = 2**31 - 1

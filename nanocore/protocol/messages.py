@@ -32,7 +32,7 @@ from nanocore.protocol.fields import (
 from nanocore.protocol.metrics import Metric, RecentSteps, Stats
 from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
 
-PROTOCOL_VERSION = (1, 13)
+PROTOCOL_VERSION = (1, 14)
 """[major, minor] of the wire, independent of the package's version."""
 
 FinishReason = Literal["stop", "length", "abort", "error", "timeout"]
@@ -224,6 +224,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     num_cached_tokens: with the first token; prompt tokens taken from the prefix cache.
     finish_reason: the last thing said of a request. stop_reason: which of stop_token_ids ended it.
+    stop_cause: what else ended it with "stop", apart from EOS.
     message: the cause of an "error", or of an "abort" that the client did not ask for. code: of an
     "error" that the request's own parameters bring about.
     embedding: float32 column, with the "stop" of a request with `pooling`, which has no tokens.
@@ -236,6 +237,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: str | None = None
     embedding: Annotated[Float32Column | None, since(7)] = None
     code: Annotated[Literal["invalid_request"] | None, since(12)] = None
+    stop_cause: Annotated[Literal["repetition"] | None, since(14)] = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

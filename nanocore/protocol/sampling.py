@@ -8,7 +8,7 @@ clients written in other languages.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
@@ -20,6 +20,8 @@ from nanocore.protocol.fields import (
     MAX_INT32,
     MAX_LOGIT_BIASES,
     MAX_NUM_SAMPLES,
+    MAX_PATTERN_COUNT,
+    MAX_PATTERN_SIZE,
     MAX_STOP_TOKEN_IDS,
     Seed,
     check_limits,
@@ -48,6 +50,35 @@ _BESIDE_POOLING: Final = frozenset(
     }
 )
 """Parameters that say nothing of sampling."""
+
+
+class RepetitionDetectionParams(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """Which repetitions end a request: min_count times in a row the same pattern of tokens.
+
+    max_pattern_size, min_pattern_size: tokens of the pattern; 0 is 1.
+    """
+
+    max_pattern_size: Annotated[
+        int,
+        limited(
+            "leave repetition_detection out to switch it off", minimum=1, maximum=MAX_PATTERN_SIZE
+        ),
+    ]
+    min_pattern_size: Annotated[int, limited("0 is 1", minimum=0, maximum=MAX_PATTERN_SIZE)] = 0
+    min_count: Annotated[
+        int, limited("a pattern is repeated from 2 on", minimum=2, maximum=MAX_PATTERN_COUNT)
+    ]
+
+    def __post_init__(self) -> None:
+        check_types(self, "repetition_detection.")
+        check_limits(self)
+        if self.min_pattern_size > self.max_pattern_size:
+            raise InvalidRequestError(
+                f"min_pattern_size={self.min_pattern_size} is out of range: at most "
+                f"max_pattern_size, which is {self.max_pattern_size}"
+            )
 
 
 class CommonSamplingParams(
@@ -81,6 +112,9 @@ class CommonSamplingParams(
     prompt_logprobs: the same for each prompt token except the first. The prompt is computed whole.
     pooling: return an embedding and no token: the hidden state after the last norm, of the prompt's
     last token or the mean of all. max_tokens may be 1; other sampling parameters are refused.
+    repetition_detection: end, with finish_reason and stop_reason "stop" and "repetition", when the
+    output ends with min_count times the same min_pattern_size to max_pattern_size tokens; or a dict
+    of these.
     """
 
     temperature: Annotated[float, limited("0 is greedy", minimum=0)] = 1.0
@@ -116,6 +150,7 @@ class CommonSamplingParams(
         Annotated[int, since(5), limited("-1 for all", minimum=-1, maximum=MAX_INT32)] | None
     ) = None
     pooling: Annotated[str, since(7), limited(enum=get_args(Pooling))] | None = None
+    repetition_detection: Annotated[RepetitionDetectionParams | None, since(14)] = None
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -184,6 +219,9 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
     detokenize: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.repetition_detection, dict):
+            detection = _repetition_detection(self.repetition_detection)
+            msgspec.structs.force_setattr(self, "repetition_detection", detection)
         check_types(self)
         if isinstance(self.structured_outputs, dict):
             raise InvalidRequestError(
@@ -225,6 +263,13 @@ class SamplingParams(CommonSamplingParams, frozen=True, kw_only=True):
             ),
             **{name: getattr(self, name) for name in CommonSamplingParams.__struct_fields__},
         )
+
+
+def _repetition_detection(given: dict[str, Any]) -> RepetitionDetectionParams:
+    try:
+        return RepetitionDetectionParams(**given)
+    except TypeError as error:
+        raise InvalidRequestError(f"repetition_detection: {error}") from None
 
 
 def _check_pooling(params: CommonSamplingParams) -> None:

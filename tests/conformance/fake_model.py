@@ -226,7 +226,8 @@ class FakeModel:
         if self.has("min-tokens-start-again"):
             later = request.sampling.min_tokens + len(outputs)
             request.sampling = msgspec.structs.replace(request.sampling, min_tokens=later)
-        if request.num_tokens <= request.sampling.min_tokens or self.has("ended-goes-on"):
+        is_early = request.num_tokens <= request.sampling.min_tokens
+        if (is_early and not self._repeats_itself(request)) or self.has("ended-goes-on"):
             return None
         end = self._end(request, outputs[-1])
         return Event(handle=request.handle, **end) if end else None
@@ -343,8 +344,19 @@ class FakeModel:
             columns.add(request.handle, token, logits_of(token, VOCAB_SIZE), num_asked)
             request.num_prompt_logprobs += 1
 
+    def _repeats_itself(self, request: Request) -> bool:
+        wanted, output = request.sampling.repetition_detection, request.output
+        is_early = request.num_tokens < request.sampling.min_tokens
+        if wanted is None or (is_early and not self.has("repetition-early")):
+            return False
+        count = wanted.min_count - self.has("repetition-soon")
+        return any(
+            len(output) >= size * count and output[-size * count :] == output[-size:] * count
+            for size in range(max(wanted.min_pattern_size, 1), wanted.max_pattern_size + 1)
+        )
+
     def _end(self, request: Request, token: int) -> dict[str, Any]:
-        """EOS, then stop ids, then length."""
+        """EOS, then stop ids, then repetition, then length."""
         sampling = request.sampling
         most = sampling.max_tokens or (MAX_MODEL_LEN - len(request.prompt))
         most += self.has("model-length-plus-one") and sampling.max_tokens is None
@@ -355,6 +367,9 @@ class FakeModel:
         if token in sampling.stop_token_ids and not self.has("stop-ignored"):
             told = {} if self.has("stop-reason-untold") else {"stop_reason": token}
             return {"finish_reason": "stop"} | told
+        if self._repeats_itself(request):
+            told = {"stop_reason": token} if self.has("repetition-misnamed") else {}
+            return {"finish_reason": "stop", "stop_cause": "repetition"} | told
         if self.has("error-unexplained") and request.num_tokens == 2:
             return {"finish_reason": "error"}
         if request.num_tokens >= most + self.has("one-token-more"):

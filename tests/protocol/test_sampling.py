@@ -10,7 +10,11 @@ import pytest
 
 from nanocore.protocol.codec import InvalidSubmitError, engine_decoder
 from nanocore.protocol.errors import InvalidRequestError
-from nanocore.protocol.sampling import EngineSamplingParams, SamplingParams
+from nanocore.protocol.sampling import (
+    EngineSamplingParams,
+    RepetitionDetectionParams,
+    SamplingParams,
+)
 from nanocore.protocol.structured_outputs import StructuredOutputs, StructuredOutputsParams
 
 REFUSED: list[tuple[str, Any, str]] = [  # field, value, limit as the message puts it
@@ -153,6 +157,7 @@ BESIDE_POOLING: dict[str, Any] = {
     "frequency_penalty": 1.0, "repetition_penalty": 2.0, "allowed_token_ids": [1], "logprobs": 0,
     "prompt_logprobs": 0, "logit_bias": [(1, 1.0)], "bad_words_token_ids": [[1]],
     "structured_outputs": StructuredOutputs(json_object=True),
+    "repetition_detection": RepetitionDetectionParams(max_pattern_size=2, min_count=2),
 }  # fmt: skip
 USERS: dict[str, Any] = {
     "logit_bias": {1: 1.0}, "bad_words": ["a"], "stop": "x",
@@ -175,3 +180,30 @@ def test_a_pooling_that_is_none_is_refused_with_those_that_there_are() -> None:
         EngineSamplingParams(pooling="cls")
     with pytest.raises(InvalidRequestError, match="pooling must be a string, not 1"):
         SamplingParams(pooling=1)  # type: ignore[arg-type]
+
+
+def test_a_dict_is_taken_for_repetition_detection_params() -> None:
+    given = {"max_pattern_size": 8, "min_count": 3}
+    expected = RepetitionDetectionParams(max_pattern_size=8, min_pattern_size=0, min_count=3)
+    params = SamplingParams(repetition_detection=given)  # type: ignore[arg-type]
+    assert params.repetition_detection == params.for_engine().repetition_detection == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_pattern_size": 0, "min_count": 2}, "max_pattern_size=0 .* leave"),
+        ({"max_pattern_size": 1025, "min_count": 2}, r"max_pattern_size=1025 .*\[1, 1024\]"),
+        ({"max_pattern_size": 8, "min_count": 1}, "min_count=1 .* from 2 on"),
+        ({"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2}, "max_pattern_size, which"),
+        ({"max_pattern_size": "8", "min_count": 2}, "repetition_detection.max_pattern_size must"),
+        ({"min_count": 2}, "max_pattern_size"),
+        ({"max_pattern_size": 8}, "min_count"),
+        ({"max_pattern_size": 8, "min_count": 2, "mode": 1}, "mode"),
+    ],
+)
+def test_repetition_detection_is_refused_with_what_is_wrong(
+    given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        SamplingParams(repetition_detection=given)  # type: ignore[arg-type]

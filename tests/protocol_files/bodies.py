@@ -146,6 +146,7 @@ FULL_ENGINE: dict[int, Body] = {
             {"handle": 8, "finish_reason": "stop", "stop_reason": 44},
             {"handle": 9, "finish_reason": "error", "message": "the step failed",
              "code": "invalid_request"},
+            {"handle": 10, "finish_reason": "stop", "stop_cause": "repetition"},
         ],
         "logprobs": LOGPROBS,
         "prompt_logprobs": PROMPT_LOGPROBS,

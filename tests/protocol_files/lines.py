@@ -92,6 +92,8 @@ def valid(
         line["presumes"] = "protocol 1.11"
     elif sender == "client" and NEW_IN_1_9 & body.keys():
         line["presumes"] = "protocol 1.9"
+    elif sender == "client" and "repetition_detection" in sampling:
+        line["presumes"] = "protocol 1.14"
     elif sender == "client" and "pooling" in sampling:
         line["presumes"] = "protocol 1.7" if sampling["pooling"] is None else "embeddings"
     elif sender == "client" and "structured_outputs" in sampling:

@@ -78,7 +78,8 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "sampling.allowed_token_ids": "list?", "sampling.logprobs": "int?",
             "sampling.prompt_logprobs": "int?", "sampling.logit_bias": "list",
             "sampling.bad_words_token_ids": "list", "sampling.structured_outputs": "map?",
-            "sampling.pooling": "str?", "output_token_ids": "bin", "timeout_s": "float?",
+            "sampling.pooling": "str?", "sampling.repetition_detection": "map?",
+            "output_token_ids": "bin", "timeout_s": "float?",
         },
         ABORT: {"request_ids": "list!", "handles": "bin"},
         PING: {"nonce": "int", "session_timeout_ms": "int?"},
@@ -112,7 +113,8 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
         OUTPUT: {
             "handles": "bin", "tokens": "bin", "counts": "bin?", "events": "list",
             "events.handle": "int!", "events.num_cached_tokens": "int?",
-            "events.finish_reason": "str?", "events.stop_reason": "int?", "events.message": "str?",
+            "events.finish_reason": "str?", "events.stop_reason": "int?",
+            "events.stop_cause": "str?", "events.message": "str?",
             "events.code": "str?",
             "events.embedding": "bin?",
             "logprobs": "map?", "prompt_logprobs": "map?",
@@ -302,6 +304,25 @@ def submit_values() -> Iterator[Line]:
         "pooling-with-logprobs": {"pooling": "mean", "logprobs": 0},
         "pooling-with-structured-outputs": {
             "pooling": "last", "structured_outputs": {"json_object": True},
+        },
+    }  # fmt: skip
+    samplings |= {
+        f"repetition-{name}": {"repetition_detection": detection}
+        for name, detection in {
+            "empty": {}, "without-size": {"min_count": 2}, "without-count": {"max_pattern_size": 2},
+            "of-size-zero": {"max_pattern_size": 0, "min_count": 2},
+            "of-size-1025": {"max_pattern_size": 1025, "min_count": 2},
+            "of-size-true": {"max_pattern_size": True, "min_count": 2},
+            "of-count-one": {"max_pattern_size": 2, "min_count": 1},
+            "of-count-above": {"max_pattern_size": 2, "min_count": 2**20 + 1},
+            "of-size-below-zero": {"max_pattern_size": 2, "min_pattern_size": -1, "min_count": 2},
+            "of-sizes-crossed": {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2},
+            "of-new": {"max_pattern_size": 2, "min_count": 2, "mode": "occurrence"},
+        }.items()
+    }  # fmt: skip
+    samplings |= {
+        "pooling-with-repetition-detection": {
+            "pooling": "last", "repetition_detection": {"max_pattern_size": 2, "min_count": 2},
         },
     }  # fmt: skip
     samplings |= {

@@ -32,7 +32,9 @@ _DESCRIBED = re.compile(
 )
 ACTS_IN = {
     **dict.fromkeys(("n", "skip_reading_prefix_cache"), "admission"),
-    **dict.fromkeys(("max_tokens", "stop_token_ids", "ignore_eos"), "after a step"),
+    **dict.fromkeys(
+        ("max_tokens", "stop_token_ids", "ignore_eos", "repetition_detection"), "after a step"
+    ),
     "bad_words": "client, step",
     "structured_outputs": "admission, step",
     "pooling": "admission, step",

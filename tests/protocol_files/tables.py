@@ -31,7 +31,11 @@ from nanocore.protocol.metrics import (
     Stats,
     StepColumns,
 )
-from nanocore.protocol.sampling import DefaultSampling, EngineSamplingParams
+from nanocore.protocol.sampling import (
+    DefaultSampling,
+    EngineSamplingParams,
+    RepetitionDetectionParams,
+)
 from nanocore.protocol.structured_outputs import (
     ReasoningMarks,
     StructuralTag,
@@ -55,6 +59,7 @@ HEADINGS: dict[str, Struct] = {
     "#### Step columns": StepColumns,
     "#### Request way": RequestPhases,
     "## 9. Sampling parameters": EngineSamplingParams,
+    "### Repetition detection": RepetitionDetectionParams,
     "### Structured outputs": StructuredOutputs,
     "#### Reasoning": ReasoningMarks,
     "#### Structural tag": StructuralTag,
@@ -77,6 +82,7 @@ FIRST_SINCE = {
     ReasoningMarks: "1.7",
     Draining: "1.9",
     CacheGroupStats: "1.13",
+    RepetitionDetectionParams: "1.14",
     **dict.fromkeys((Metric, MetricSample), "1.10"),
     **dict.fromkeys((RecentSteps, StepColumns, RequestPhases), "1.11"),
 }

@@ -129,6 +129,14 @@ def submits() -> Iterator[Line]:
         "nil": {"pooling": None, "max_tokens": 2},
     }.items():  # fmt: skip
         yield valid("client", SUBMIT, f"pooling-{name}", SUBMIT_BODY | {"sampling": pooled})
+    for name, detection in {
+        "shortest": {"max_pattern_size": 1, "min_count": 2},
+        "longest": {"max_pattern_size": 1024, "min_pattern_size": 1024, "min_count": 2**20},
+        "from-zero": {"max_pattern_size": 4, "min_pattern_size": 0, "min_count": 3},
+        "nil": None,
+    }.items():
+        sampling = {"repetition_detection": detection, "max_tokens": 2}
+        yield valid("client", SUBMIT, f"repetition-{name}", SUBMIT_BODY | {"sampling": sampling})
     for name, change in {
         "resumed": {"output_token_ids": column(3)},
         "resumed-at-nothing": {"output_token_ids": b""},

@@ -111,6 +111,7 @@ def outputs() -> Iterator[Line]:
         "end-stop": {"handle": 7, "finish_reason": "stop"},
         "end-stop-with-stop-reason": {"handle": 7, "finish_reason": "stop", "stop_reason": 42},
         "end-stop-reason-zero": {"handle": 7, "finish_reason": "stop", "stop_reason": 0},
+        "end-repetition": {"handle": 7, "finish_reason": "stop", "stop_cause": "repetition"},
         "end-length": {"handle": 7, "finish_reason": "length"},
         "end-first-and-last": {"handle": 7, "num_cached_tokens": 0, "finish_reason": "length"},
     }

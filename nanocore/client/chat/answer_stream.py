@@ -221,7 +221,9 @@ class _SampleEvents:
             sample.num_read,
             self._num_reasoning_tokens(),
         )
-        is_cut = isinstance(sample.stop_reason, str)  # by a stop string, perhaps inside a call
+        is_cut = isinstance(
+            sample.stop_reason, str
+        )  # by text or a repetition, perhaps inside a call
         return Finished(
             "tool_calls" if reason == "stop" and self._has_called and not is_cut else reason,
             usage,

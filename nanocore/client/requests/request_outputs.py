@@ -67,8 +67,8 @@ class CompletionOutput(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     delta: new text of this output. finish_reason: None while it runs, then "stop", "length",
     "abort", "timeout" or "error". stop_reason: the id of stop_token_ids (an int) or the stop string
-    (a str) that ended it; None otherwise, also for EOS. message: cause of an "error", or of an
-    "abort" by the engine. index: among the request's n samples.
+    (a str) that ended it, or "repetition"; None otherwise, also for EOS. message: cause of an
+    "error", or of an "abort" by the engine. index: among the request's n samples.
     logprobs: a dict of candidates for each of token_ids, if requested.
     """
 

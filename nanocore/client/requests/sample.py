@@ -220,7 +220,7 @@ class Sample:
         elif end is not None:
             assert end.finish_reason is not None, "it is an end"
             self.is_invalid = end.code == "invalid_request"
-            self._finish(end.finish_reason, end.stop_reason, end.message)
+            self._finish(end.finish_reason, end.stop_cause or end.stop_reason, end.message)
         return True
 
     def _slice(self) -> int:

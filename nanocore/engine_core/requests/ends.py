@@ -1,8 +1,8 @@
 """Stop checks: with which token a request ends, and its final event.
 
-In this order: min_tokens, EOS, stop ids, length. A request also ends when it gets no token because
-its logits are not finite; then its blocks must not be found by others. An embedding ends a request,
-too, in place of the token that was sampled with it.
+In this order: min_tokens, EOS, stop ids, repetition, length. A request also ends when it gets no
+token because its logits are not finite; then its blocks must not be found by others. An embedding
+ends a request, too, in place of the token that was sampled with it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from nanocore.engine_core.requests.repetition import RepetitionDetector
 from nanocore.engine_core.requests.request import Request
 from nanocore.protocol.messages import Event, FinishReason
 from nanocore.worker.plan import NO_TOKEN
@@ -79,11 +80,23 @@ def end_by_stop(request: Request, token_id: int, number: int) -> Event | None:
     return None
 
 
+def end_by_repetition(request: Request, number: int) -> Event | None:
+    """Return the end of a request whose output repeats itself with token `number`, from 1."""
+    # With this token the output has min_tokens, so the request may end.
+    if number < request.sampling.min_tokens:
+        return None
+    return Event(handle=request.handle, finish_reason="stop", stop_cause="repetition")
+
+
 def end_by_outputs(request: Request) -> Event | None:
     """Return the end of a request whose resumed outputs have completed it, or None."""
     if not (outputs := request.resumed_tokens):
         return None
     stop = end_by_stop(request, outputs[-1], len(outputs))
+    if stop is None and (detection := request.sampling.repetition_detection) is not None:
+        column = np.array(outputs, np.int32)
+        if RepetitionDetector(detection, column).is_repeating:
+            stop = end_by_repetition(request, len(outputs))
     if stop is None and request.num_tokens == request.max_num_tokens:
         return Event(handle=request.handle, finish_reason="length")
     return stop
@@ -101,16 +114,18 @@ def end_outside_a_step(request: Request, reason: FinishReason, message: str | No
 
 
 def end_by_result(
-    request: Request, number: int, token_id: int, embedding: bytes | None
+    request: Request, number: int, token_id: int, embedding: bytes | None, is_repeating: bool
 ) -> Event | None:
     """Return the end that output token `number`, from 1, brings, if any.
 
-    embedding: float32 bytes, of a request that ends with one.
+    embedding: float32 bytes, of a request that ends with one. is_repeating: whether the output
+    repeats itself with this token.
     """
     if token_id == NO_TOKEN:
         return _end_without_token(request, number)
     if embedding is None:
-        return end_by_stop(request, token_id, number)
+        stop = end_by_stop(request, token_id, number)
+        return end_by_repetition(request, number) if stop is None and is_repeating else stop
     if np.isfinite(np.frombuffer(embedding, "<f4")).all():
         return Event(handle=request.handle, finish_reason="stop", embedding=embedding)
     return Event(handle=request.handle, finish_reason="error", message=_NOT_FINITE)

@@ -28,6 +28,7 @@ from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.grammars.matcher import Matcher
 from nanocore.engine_core.policy.order import Precedence, PrecedenceKey
 from nanocore.engine_core.requests.ends import StopIds
+from nanocore.engine_core.requests.repetition import RepetitionDetector
 from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.scheduling.columns import (
     IntArray,
@@ -65,16 +66,17 @@ class RunningSet:
     decoding: rows, in the order in which they began to decode. The array is replaced, never
         changed: steps in flight refer to it, and equal arrays are told by identity.
     prefilling, finishing: rows, in admission order.
-    matchers: by row with structured output. pooled_rows: rows that end with an embedding.
+    matchers: by row with structured output. detectors: by row that ends when it repeats itself;
+        they know its output tokens, as of num_tokens. pooled_rows: rows that end with an embedding.
     in_flight: steps, the oldest first. sampled: tokens since the last plan, for pipeline stages.
     """
 
     # Dictionaries of more than 30 attributes are slow.
     __slots__ = (
         "_config", "_free_rows", "_kv_cache", "_num_rows", "_precedence", "_removed_rows",
-        "_stalled", "client", "clients", "decoding", "finishing", "handle", "held_tokens",
-        "in_flight", "logprob_rows", "matchers", "max_computed", "may_overlap", "num_cached",
-        "num_computed", "num_groups", "num_tokens", "pooled_rows", "prefilling",
+        "_stalled", "client", "clients", "decoding", "detectors", "finishing", "handle",
+        "held_tokens", "in_flight", "logprob_rows", "matchers", "max_computed", "may_overlap",
+        "num_cached", "num_computed", "num_groups", "num_tokens", "pooled_rows", "prefilling",
         "prompt_logprob_rows", "quiet_until", "requests", "sampled", "stop_ids", "times",
         "token_ids",
     )  # fmt: skip
@@ -103,6 +105,7 @@ class RunningSet:
         self.prompt_logprob_rows: set[int] = set()
         self.pooled_rows: set[int] = set()
         self.matchers: dict[int, Matcher] = {}
+        self.detectors: dict[int, RepetitionDetector] = {}
         self.requests: list[Request | None] = [None] * num_rows
         self.clients: dict[int, int] = {}
         self.stop_ids = StopIds()
@@ -372,6 +375,9 @@ class RunningSet:
             self.pooled_rows.add(row)
         if request.matcher is not None:
             self.matchers[row] = request.matcher
+        if (detection := request.sampling.repetition_detection) is not None:
+            outputs = token_ids[request.num_prompt_tokens :]
+            self.detectors[row] = RepetitionDetector(detection, outputs)
         self.prefilling.append(row)
         return row
 
@@ -481,5 +487,6 @@ class RunningSet:
         for rows in (self.logprob_rows, self.prompt_logprob_rows, self.pooled_rows):
             rows.discard(row)
         self.matchers.pop(row, None)
+        self.detectors.pop(row, None)
         heapq.heappush(self._free_rows[row % self.num_groups], row)
         self._num_rows -= 1

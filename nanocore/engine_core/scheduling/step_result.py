@@ -84,6 +84,9 @@ class StepResults:
         """
         running = self._running
         notable = running.stop_ids.find(sampled.token_ids)
+        repeating = self._find_repeating(sampled) if running.detectors else ()
+        if repeating:
+            notable = sorted({*notable, *repeating})
         if pooled:
             places = np.isin(sampled.owner_of_each(), list(pooled)).nonzero()[0]
             notable = sorted({*notable, *places.tolist()})
@@ -101,7 +104,7 @@ class StepResults:
                 continue
             request = running.request(row)
             number = int(running.num_tokens[row]) + place - request.num_prompt_tokens + 1
-            event = end_by_result(request, number, token_id, pooled.get(row))
+            event = end_by_result(request, number, token_id, pooled.get(row), i in repeating)
             if event is None:
                 continue
             ends[row] = request, event
@@ -110,6 +113,15 @@ class StepResults:
             if sampled.counts is not None or not has_token:
                 num_kept[index] = place + has_token
         return sampled.shortened(num_kept) if num_kept else sampled, ends
+
+    def _find_repeating(self, sampled: TokenColumns) -> set[int]:
+        """Return indices of tokens with which the output of their row repeats itself."""
+        detectors, owners = self._running.detectors, sampled.owner_of_each()
+        return {
+            i
+            for i in np.isin(owners, list(detectors)).nonzero()[0].tolist()
+            if detectors[int(owners[i])].append(int(sampled.token_ids[i]))
+        }
 
     def _read(self, outcome: StepOutcome, result: ModelRunnerOutput) -> TokenColumns:
         """Return the sampled tokens by row, without dead rows and rows that got none.

@@ -187,7 +187,7 @@ def _field_names(request: CountTokensRequest) -> dict[str, str]:
 
 def sampling_params(request: MessagesRequest, recommended: EngineSamplingParams) -> SamplingParams:
     """Return the sampling parameters; raises as `SamplingFields.sampling_params`."""
-    request.refuse("n", "prompt_logprobs")
+    request.refuse("n", "prompt_logprobs", "repetition_detection")
     params = request.sampling_params(recommended, request.max_tokens, None)
     if request.stop_sequences:
         params = replace(params, stop=request.stop_sequences)

@@ -14,13 +14,13 @@ from nanocore.client import SamplingParams, StructuredOutputsParams
 from nanocore.http.http_errors import bad_request
 from nanocore.protocol.errors import InvalidRequestError, quoted
 from nanocore.protocol.fields import MAX_EXACT_INT, MAX_INT32
-from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.protocol.sampling import EngineSamplingParams, RepetitionDetectionParams
 
 _SAME: Final = (
     "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "ignore_eos",
     "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
     "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "bad_words",
-    "prompt_logprobs",
+    "prompt_logprobs", "repetition_detection",
 )  # fmt: skip
 """Fields that `SamplingParams` has under the same name; None if absent."""
 _TOKEN_ID: Final = re.compile("[0-9]{1,10}")
@@ -64,6 +64,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     prompt_logprobs: int | None = None
     logit_bias: dict[str, float] | None = None
     structured_outputs: dict[str, Any] | None = None
+    repetition_detection: RepetitionDetectionParams | None = None
     priority: Priority | None = None
     cache_salt: str | None = None
     request_id: str | None = None
