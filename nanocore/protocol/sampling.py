@@ -55,7 +55,7 @@ _BESIDE_POOLING: Final = frozenset(
 class RepetitionDetectionParams(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Which repetitions end a request: min_count times in a row the same pattern of tokens.
+    """Repetition that ends a request: the same pattern of tokens, min_count times in a row.
 
     max_pattern_size, min_pattern_size: tokens of the pattern; 0 is 1.
     """

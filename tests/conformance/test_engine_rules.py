@@ -21,6 +21,7 @@ SINCE_1_5 = {
 }
 STRUCTURED = "nanocore_conformance.engine_structured"
 EMBEDDINGS = "embeddings-are-of-the-prompts-tokens"
+REPETITION = "repetition-ends-the-request"
 RESUMED = "resumed-requests-go-on-as-they-would-have"
 METRICS, STEPS = "metrics-say-what-they-are", "steps-tell-what-was-computed"
 WAYS = "ways-of-requests-are-told"
@@ -70,7 +71,7 @@ def test_an_engine_without_structured_outputs_is_not_asked_for_them(
         skipped
         == {name for name, rule in RULES.items() if rule.body.__module__ == STRUCTURED}
         - ({"structured-outputs-need-their-capability"} if minor == 6 else set())
-        | {EMBEDDINGS}
+        | {EMBEDDINGS, REPETITION}
         | SINCE_1_9
         | WATCHED
     )
@@ -88,7 +89,7 @@ def test_an_engine_of_1_4_is_not_asked_for_what_came_later(endpoint: str) -> Non
         == {
             name for name, rule in RULES.items() if rule.body.__module__ in SINCE_1_5 | {STRUCTURED}
         }
-        | {"mistyped-parameters-are-guessed", EMBEDDINGS}
+        | {"mistyped-parameters-are-guessed", EMBEDDINGS, REPETITION}
         | SINCE_1_9
         | WATCHED
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from nanocore.client import (
     AsyncEngineClient,
@@ -347,3 +348,21 @@ def test_without_sampling_parameters_the_models_own_are_used(
         log = running.stderr.read_text()
     assert "without sampling parameters: temperature 0.0, top_k 7, repetition_penalty 1.3" in log
     assert "ignored: typical_p = 0.9" in log
+
+
+def test_a_request_that_repeats_itself_ends(running: Engine) -> None:
+    async def main() -> None:
+        detection = {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 5}
+        looping = replace(
+            GREEDY, logit_bias={11: 100.0}, max_tokens=40, repetition_detection=detection
+        )
+        async with connect(running) as client:
+            (sample,) = (await client.complete("Hello", looping)).outputs
+            assert sample.token_ids == [11] * 10
+            assert (sample.finish_reason, sample.stop_reason) == ("stop", "repetition")
+            longer = replace(looping, min_tokens=13, n=2)
+            for sample in (await client.complete("Hello", longer)).outputs:
+                assert sample.token_ids == [11] * 13
+                assert (sample.finish_reason, sample.stop_reason) == ("stop", "repetition")
+
+    run(main())

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanocore.engine_core.requests.ends import end_by_outputs
-from nanocore.engine_core.requests.repetition import RepetitionDetector
+from nanocore.engine_core.requests.ends import RepetitionDetector, end_by_outputs
 from nanocore.protocol.messages import Event
 from nanocore.protocol.sampling import RepetitionDetectionParams
 from tests.engine_core.scheduler_checks import Engine

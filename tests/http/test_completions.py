@@ -178,6 +178,48 @@ def test_an_answer_can_be_held_to_a_form(demo_endpoint: str) -> None:
         assert json.loads(answer["choices"][0]["text"]) == 7
 
 
+DETECTION = {"max_pattern_size": 4, "min_pattern_size": 2, "min_count": 5}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_repeats_itself_ends(demo_endpoint: str, path: str, stream: bool) -> None:
+    body = {
+        "prompt": PROMPT, "messages": [{"role": "user", "content": "a"}], "max_tokens": 40,
+        "temperature": 0, "logit_bias": {"380": 100}, "ignore_eos": True, "stream": stream,
+        "stream_options": {"include_usage": True} if stream else None,
+        "repetition_detection": DETECTION,
+    }  # fmt: skip
+    answer = post(demo_endpoint, body, path)
+    assert answer.status_code == 200, answer.text
+    if stream:
+        lines = answer.text.split("data: ")[1:-1]
+        chunks = [json.loads(line) for line in lines]
+        choices = [chunk["choices"][0] for chunk in chunks if chunk["choices"]]
+        choice, usage = choices[-1], chunks[-1]["usage"]
+    else:
+        choice, usage = answer.json()["choices"][0], answer.json()["usage"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "repetition")
+    assert usage["completion_tokens"] == 10
+
+
+@pytest.mark.parametrize(
+    ("detection", "words"),
+    [
+        ({"max_pattern_size": 0, "min_count": 2}, "max_pattern_size=0"),
+        ({"max_pattern_size": 2}, "min_count is missing"),
+        ({"max_pattern_size": "2", "min_count": 2}, "max_pattern_size must be an integer"),
+        (4, "repetition_detection must be an object"),
+    ],
+)
+def test_a_repetition_detection_out_of_range_is_refused(
+    demo_endpoint: str, detection: Any, words: str
+) -> None:
+    answer = post(demo_endpoint, {"prompt": "a", "repetition_detection": detection})
+    assert answer.status_code == 400, answer.text
+    assert words in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("field", "body"),
     [

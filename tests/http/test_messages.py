@@ -199,6 +199,7 @@ def test_what_coding_agents_send_is_served_and_what_of_it_has_no_effect_is_named
         ({"max_tokens": None}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"n": 2}, "n is not supported"),
+        ({"repetition_detection": {"max_pattern_size": 2, "min_count": 2}}, "is not supported"),
         ({"tool_choice": {"type": "any"}}, "no client tools"),
         ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, "not one of the tools"),
         ({"tools": [{"name": "bad name"}]}, "name"),

@@ -4,7 +4,7 @@
  */
 import { decode as unpackBody, encode as packBody } from "@msgpack/msgpack";
 
-export const PROTOCOL_VERSION = [1, 9];
+export const PROTOCOL_VERSION = [1, 14];
 export enum Op {
   HELLO = 0x01,
   WELCOME = 0x02,
@@ -56,9 +56,11 @@ export interface SamplingParams {
   bad_words_token_ids?: number[][];
   structured_outputs?: StructuredOutputs | null;
   pooling?: "last" | "mean" | null;
+  repetition_detection?: { max_pattern_size: number; min_pattern_size?: number; min_count: number } | null;
 }
 /** The minor versions that brought fields of a request. */
 const SINCE: Record<string, number> = { structured_outputs: 6, pooling: 7, reasoning: 7, free_prefixes: 8 };
+SINCE.repetition_detection = 14;
 for (const name of ["output_token_ids", "timeout_s"]) SINCE[name] = 9;
 for (const name of (
   "n min_tokens presence_penalty frequency_penalty repetition_penalty allowed_token_ids logprobs prompt_logprobs " +
@@ -115,6 +117,8 @@ export interface Output {
   prompt_logprobs?: TokenLogprobs[];
   num_cached_tokens?: number | null;
   stop_reason?: number | null;
+  /** With `repetition_detection`, if the output repeats itself. */
+  stop_cause?: "repetition" | null;
   message?: string | null;
   finish_reason?: "stop" | "length" | "abort" | "error" | "timeout" | null;
   /** With `pooling`: the prompt's. */

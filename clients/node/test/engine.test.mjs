@@ -13,7 +13,7 @@ async function collect(outputs) {
 
 test("the session opens with HELLO and tells what the engine said of itself", async (context) => {
   const { played, engine } = await open(context);
-  assert.deepEqual((await played.message(Op.HELLO)).protocol, [1, 9]);
+  assert.deepEqual((await played.message(Op.HELLO)).protocol, [1, 14]);
   assert.equal(engine.welcome.model.vocab_size, 8);
   await engine.close();
   assert.equal(await played.count(Op.BYE), 1);

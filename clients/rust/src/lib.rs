@@ -54,6 +54,8 @@ pub struct News {
     pub num_cached_tokens: Option<u64>,
     pub finish_reason: Option<String>,
     pub stop_reason: Option<i64>,
+    /// "repetition", with `repetition_detection`.
+    pub stop_cause: Option<String>,
     pub message: Option<String>,
     /// With `pooling`: the prompt's, as a float32 column.
     #[serde(with = "serde_bytes")]
@@ -137,7 +139,8 @@ struct Sample {
 
 /// It may be what ends engines.
 const MAX_LOST: u32 = 3;
-const NEW_PARAMETERS: [(&str, u64); 12] = [
+const NEW_PARAMETERS: [(&str, u64); 13] = [
+    ("repetition_detection", 14),
     ("pooling", 7),
     ("structured_outputs", 6),
     ("n", 5),
@@ -240,7 +243,7 @@ impl Engine {
     fn hello(&mut self) -> Result<()> {
         self.num_sessions += 1;
         self.welcome = Value::Null;
-        let body = json!({ "protocol": [1, 9], "client": "nanocore-rust" });
+        let body = json!({ "protocol": [1, 14], "client": "nanocore-rust" });
         self.send(0x01, body)?;
         while self.welcome.is_null() {
             self.take_in(true)?;

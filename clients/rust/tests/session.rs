@@ -87,7 +87,7 @@ fn session_at(
             router,
             client: Vec::new(),
         };
-        assert_eq!(peer.expect(0x01)["protocol"], json!([1, 9]));
+        assert_eq!(peer.expect(0x01)["protocol"], json!([1, 14]));
         peer.send(WELCOME, welcome);
         script(&mut peer);
     });

@@ -27,8 +27,7 @@ from numpy.typing import NDArray
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.grammars.matcher import Matcher
 from nanocore.engine_core.policy.order import Precedence, PrecedenceKey
-from nanocore.engine_core.requests.ends import StopIds
-from nanocore.engine_core.requests.repetition import RepetitionDetector
+from nanocore.engine_core.requests.ends import RepetitionDetector, StopIds
 from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
 from nanocore.engine_core.scheduling.columns import (
     IntArray,

@@ -1,4 +1,4 @@
-// A client of nanocore engines (PROTOCOL.md 1.9) on cppzmq and msgpack-c. An Engine is a session.
+// A client of nanocore engines (PROTOCOL.md 1.14) on cppzmq and msgpack-c. An Engine is a session.
 // It and its Streams, which must go first, belong to one thread: whoever waits takes in what
 // arrives for all and answers PINGs. A program that waits for nothing calls Engine::poll, or the
 // engine ends the session after 30 s.
@@ -155,6 +155,7 @@ constexpr std::pair<const char*, int> new_parameters[]{
     {"min_tokens", 5},        {"presence_penalty", 5},   {"frequency_penalty", 5},
     {"logit_bias", 5},        {"repetition_penalty", 5}, {"logprobs", 5},
     {"prompt_logprobs", 5},   {"allowed_token_ids", 5},  {"bad_words_token_ids", 5},
+    {"repetition_detection", 14},
 };
 /// How often in a row a stream may be lost without a token: it may be what ends engines.
 constexpr int max_lost = 3;
@@ -166,7 +167,7 @@ public:
         TokenIds token_ids;   // all so far
         vector<float> embedding;  // with `pooling`
         optional<uint64_t> seed, num_cached_tokens, stop_reason;  // once the engine has told them
-        optional<string> finish_reason, message;
+        optional<string> finish_reason, stop_cause, message;
         vector<TokenLogprobs> logprobs, prompt_logprobs;  // of all tokens so far, if asked for
         explicit Stream(Engine& engine) : engine_(engine) {}
         Stream(const Stream&) = delete;
@@ -310,7 +311,7 @@ private:
         failure_ = nullptr;
         heard_ = steady_clock::now();
         send(Op::hello,
-             Map().put("protocol", std::pair(1, 9)).put("client", string("nanocore-cpp")));
+             Map().put("protocol", std::pair(1, 14)).put("client", string("nanocore-cpp")));
         for (welcome_.reset(); !welcome_;) take_in(milliseconds(1000));
     }
     bool try_open(bool is_last) try {
@@ -506,6 +507,7 @@ private:
                 stream->num_cached_tokens =
                     event.get("num_cached_tokens", stream->num_cached_tokens);
                 stream->stop_reason = event.get("stop_reason", stream->stop_reason);
+                stream->stop_cause = event.get("stop_cause", stream->stop_cause);
                 stream->message = event.get("message", stream->message);
                 stream->finish_reason = finish_reason;
                 stream->embedding = column<float>(event, "embedding");
