@@ -123,6 +123,7 @@ class _Folder:
         return content
 
     def has(self, name: str) -> bool:
+        """Whether there is such a file, damaged or not."""
         return self._directory is not None and (self._directory / name).is_file()
 
     def write(self, name: str, content: bytes) -> None:
@@ -179,19 +180,12 @@ def _warn_once(text: str) -> None:
         logger.warning("%s", text)
 
 
-class CacheFolder:
-    """Entries of one kind by name, each with the SHA-256 of its content before it.
-
-    Args:
-        kind: name of the folder. purpose: what happens without it, for the log.
-    """
-
-    def __init__(self, kind: str, purpose: str) -> None:
-        self._folder = _Folder(kind, purpose)
+class CacheFolder(_Folder):
+    """Entries of one kind by name, each with the SHA-256 of its content before it."""
 
     def read(self, name: str, max_bytes: int) -> bytes | None:
         """Return an entry's content, or None if there is none, or it is damaged."""
-        stored = self._folder.read(name, _DIGEST_BYTES + max_bytes)
+        stored = super().read(name, _DIGEST_BYTES + max_bytes)
         if stored is None:
             return None
         content = stored[_DIGEST_BYTES:]
@@ -202,10 +196,10 @@ class CacheFolder:
 
     def write(self, name: str, content: bytes) -> None:
         """Store an entry, if that is possible."""
-        self._folder.write(name, hashlib.sha256(content).digest() + content)
+        super().write(name, hashlib.sha256(content).digest() + content)
 
 
-class FileCache:
+class FileCache(_Folder):
     """Contents of files by their SHA-256: 64 lower-case hex digits, as checked by the caller.
 
     Args:
@@ -213,15 +207,15 @@ class FileCache:
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._folder = _Folder("files", "files are fetched at each start", directory)
+        super().__init__("files", "files are fetched at each start", directory)
 
-    def read(self, sha256: str, num_bytes: int) -> bytes | None:
-        """Return the content with this digest and size, or None if it is not cached."""
-        content = self._folder.read(sha256, num_bytes)
-        if content is not None and hashlib.sha256(content).hexdigest() != sha256:
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """Return the content with this digest, or None if it is not cached."""
+        content = super().read(name, max_bytes)
+        if content is not None and hashlib.sha256(content).hexdigest() != name:
             logger.warning(
                 "the cached file %s does not have the digest in its name: it is fetched again",
-                sha256,
+                name,
             )
             return None
         return content
@@ -235,11 +229,3 @@ class FileCache:
                 return None
             contents[file.name] = content
         return contents
-
-    def has(self, sha256: str) -> bool:
-        """Whether there is such an entry, damaged or not."""
-        return self._folder.has(sha256)
-
-    def write(self, sha256: str, content: bytes) -> None:
-        """Store a content, if that is possible."""
-        self._folder.write(sha256, content)
