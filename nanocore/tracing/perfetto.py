@@ -3,13 +3,13 @@
 Each run becomes two processes: the engine, with counters and a track of steps (two, where steps
 overlap), and its requests, with a track each, in which the phases are nested slices. Arrows point
 from the preempting to the preempted request, and from cached blocks' origin to their user.
-Times are whole microseconds, and runs follow each other. Events are formatted as text, for speed.
+Times are whole microseconds, and runs follow each other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import msgspec
 
@@ -18,7 +18,7 @@ from nanocore.tracing.timeline import PrefillChunk, RequestTimeline, RunTimeline
 
 _BETWEEN_RUNS_US: Final = 1_000_000
 _FLUSH_EVENTS: Final = 4096
-_quoted = msgspec.json.Encoder().encode
+_encode: Final = msgspec.json.Encoder().encode
 
 
 class PerfettoWriter:
@@ -29,7 +29,7 @@ class PerfettoWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._events: list[str] = []
+        self._events: list[bytes] = []
         self._is_first = True
         self._shift_us = 0
         self._num_flows = 0
@@ -41,12 +41,8 @@ class PerfettoWriter:
         pid = _engine(run.number)
         begin_us, end_us = self._us(step.t_s), self._us(step.end_s)
         lane = self._lane(begin_us, end_us)
-        add = self._events.append
-        add(
-            f'{{"ph":"X","pid":{pid},"tid":{lane},"ts":{begin_us},"dur":{end_us - begin_us},'
-            f'"name":"step","args":{{"step":{step.step},"tokens":{run.num_tokens},'
-            f'"requests":{run.num_rows}}}}}'
-        )
+        args = {"step": step.step, "tokens": run.num_tokens, "requests": run.num_rows}
+        self._slice(pid, lane, (begin_us, end_us), "step", args)
         self._count(pid, "scheduled tokens", begin_us, run.num_tokens)
         self._count(pid, "token budget", begin_us, step.token_budget)
         self._count(pid, "running", end_us, step.num_running)
@@ -95,23 +91,20 @@ class PerfettoWriter:
         """Write a counter if its value has changed."""
         if self._counters.get(name) != value:
             self._counters[name] = value
-            self._events.append(
-                f'{{"ph":"C","pid":{pid},"tid":0,"ts":{ts_us},"name":"{name}",'
-                f'"args":{{"value":{value}}}}}'
-            )
+            self._add("C", pid, 0, name, ts=ts_us, args={"value": value})
 
     def _name(self, kind: str, pid: int, tid: int, name: str) -> None:
-        text = _quoted(name).decode()
-        self._events.append(
-            f'{{"ph":"M","pid":{pid},"tid":{tid},"name":"{kind}","args":{{"name":{text}}}}}'
-        )
+        self._add("M", pid, tid, kind, args={"name": name})
 
-    def _slice(self, pid: int, tid: int, times_us: tuple[int, int], name: str, args: str) -> None:
+    def _slice(
+        self, pid: int, tid: int, times_us: tuple[int, int], name: str, args: dict[str, Any]
+    ) -> None:
         begin_us, end_us = times_us
-        self._events.append(
-            f'{{"ph":"X","pid":{pid},"tid":{tid},"ts":{begin_us},"dur":{end_us - begin_us},'
-            f'"name":{name},"args":{{{args}}}}}'
-        )
+        self._add("X", pid, tid, name, ts=begin_us, dur=end_us - begin_us, args=args)
+
+    def _add(self, phase: str, pid: int, tid: int, name: str, **fields: Any) -> None:
+        event = {"ph": phase, "pid": pid, "tid": tid, "name": name, **fields}
+        self._events.append(_encode(event))
 
     def _timeline(self, pid: int, run: RunTimeline, timeline: RequestTimeline) -> None:
         """Write a request's slice, and its phases, each until the next one begins."""
@@ -119,24 +112,22 @@ class PerfettoWriter:
         end_us = max(
             begin_us, self._us(run.end_s if timeline.ended_s is None else timeline.ended_s)
         )
-        args = f'"cached_tokens":{timeline.cached_tokens}'
+        args: dict[str, Any] = {"cached_tokens": timeline.cached_tokens}
         if timeline.arrival is not None:
-            args += f',"session":{timeline.arrival.session},"priority":{timeline.arrival.priority}'
-            args += f',"prompt_tokens":{timeline.arrival.prompt_tokens}'
+            for key in ("session", "priority", "prompt_tokens"):
+                args[key] = getattr(timeline.arrival, key)
         if timeline.ttft_s is not None:
-            args += f',"ttft_ms":{timeline.ttft_s * 1e3:.3f}'
-        self._slice(pid, timeline.number, (begin_us, end_us), _quoted(timeline.id).decode(), args)
+            args["ttft_ms"] = round(timeline.ttft_s * 1e3, 3)
+        self._slice(pid, timeline.number, (begin_us, end_us), timeline.id, args)
         spans = sorted(_spans(run, timeline), key=lambda span: span[0])
         for i, (from_s, to_s, name, args) in enumerate(spans):
             next_us = self._us(spans[i + 1][0]) if i + 1 < len(spans) else end_us
             from_us = min(self._us(from_s), end_us)
             to_us = max(from_us, min(self._us(to_s), next_us, end_us))
-            self._slice(pid, timeline.number, (from_us, to_us), f'"{name}"', args)
+            self._slice(pid, timeline.number, (from_us, to_us), name, args)
         if timeline.sent_s is not None:
-            self._events.append(
-                f'{{"ph":"i","s":"t","pid":{pid},"tid":{timeline.number},'
-                f'"ts":{self._us(timeline.sent_s)},"name":"first token sent"}}'
-            )
+            sent_us = self._us(timeline.sent_s)
+            self._add("i", pid, timeline.number, "first token sent", s="t", ts=sent_us)
 
     def _flows(self, pid: int, run: RunTimeline, timeline: RequestTimeline) -> None:
         for one in timeline.preemptions:
@@ -164,16 +155,13 @@ class PerfettoWriter:
     ) -> None:
         self._num_flows += 1
         for kind, (timeline, at_s) in (("s", source), ("f", target)):
-            bound = ',"bp":"e"' if kind == "f" else ""
-            self._events.append(
-                f'{{"ph":"{kind}","cat":"{name}","name":"{name}","id":{self._num_flows},'
-                f'"pid":{pid},"tid":{timeline.number},"ts":{self._us(at_s)}{bound}}}'
-            )
+            bound = {"bp": "e"} if kind == "f" else {}
+            flow = {"cat": name, "id": self._num_flows, "ts": self._us(at_s), **bound}
+            self._add(kind, pid, timeline.number, name, **flow)
 
     def _flush(self) -> None:
         if self._events:
-            text = ",\n".join(self._events)
-            self._file.write(("" if self._is_first else ",\n").encode() + text.encode())
+            self._file.write((b"" if self._is_first else b",\n") + b",\n".join(self._events))
             self._is_first = False
             self._events.clear()
 
@@ -189,24 +177,26 @@ def _alive(run: RunTimeline, request_id: str | None, at_s: float) -> RequestTime
     return next((one for one in reversed(timelines) if one.begin_s <= at_s), None)
 
 
-def _spans(run: RunTimeline, timeline: RequestTimeline) -> Iterator[tuple[float, float, str, str]]:
+def _spans(
+    run: RunTimeline, timeline: RequestTimeline
+) -> Iterator[tuple[float, float, str, dict[str, Any]]]:
     """Yield (begin, end, name, arguments) of a request's phases."""
     if timeline.arrival is not None:
         queued_s = timeline.arrival.arrived_s
-        yield timeline.arrival.received_s, queued_s, "handed over", ""
+        yield timeline.arrival.received_s, queued_s, "handed over", {}
         ends = (
             one for one in (timeline.admitted_s, timeline.ended_s, run.end_s) if one is not None
         )
-        yield queued_s, next(ends), "queued", ""
+        yield queued_s, next(ends), "queued", {}
     for one in timeline.work:
         if isinstance(one, PrefillChunk):
-            args = f'"tokens":{one.num_tokens},"computed":{one.num_computed}'
-            yield one.begin_s, one.end_s, "prefill", args
+            chunk = {"tokens": one.num_tokens, "computed": one.num_computed}
+            yield one.begin_s, one.end_s, "prefill", chunk
         else:
-            args = f'"steps":{one.num_steps},"tokens":{one.num_tokens}'
-            yield one.begin_s, one.end_s, "decode", args
+            decodes = {"steps": one.num_steps, "tokens": one.num_tokens}
+            yield one.begin_s, one.end_s, "decode", decodes
     for pause in timeline.preemptions:
         end_s = pause.resumed_s
         end_s = end_s if end_s is not None else timeline.ended_s
-        args = "" if pause.by is None else f'"by":{_quoted(pause.by).decode()}'
-        yield pause.at_s, run.end_s if end_s is None else end_s, "preempted", args
+        cause = {} if pause.by is None else {"by": pause.by}
+        yield pause.at_s, run.end_s if end_s is None else end_s, "preempted", cause
