@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Final, TypeVar
+from typing import Final
 
 from nanocore.cli.engine_choice import EngineChoice
 from nanocore.protocol.errors import (
@@ -26,9 +26,6 @@ logger = logging.getLogger(__name__)
 
 INTERRUPTED: Final = 130
 _ENGINE_PACKAGES: Final = ("torch", "numpy", "safetensors", "huggingface_hub", "xxhash")
-
-
-Options = TypeVar("Options")
 
 
 def run_command(name: str, work: Callable[[], int], timeout_flag: str = "--timeout") -> int:
@@ -67,13 +64,6 @@ def _exit_code(error: NanocoreError) -> int:
     if isinstance(error, EngineStartError) and (error.exit_code or 0) > 0:
         return error.exit_code or StartError.exit_code
     return ConfigError.exit_code if isinstance(error, ValueError) else StartError.exit_code
-
-
-def run_engine_command(
-    name: str, parse: Callable[[], Options], work: Callable[[Options], int]
-) -> int:
-    """Return the exit code of `work` with the options of `parse`; see `run_command`."""
-    return run_command(name, lambda: contained(lambda: work(parse())), "--start-timeout")
 
 
 def require(packages: Sequence[str], need: str, remedy: str) -> None:

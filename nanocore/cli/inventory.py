@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from nanocore.cli.command import require, run_command
+from nanocore.cli.command import require
 from nanocore.protocol.errors import ConfigError, ModelFileError, NanocoreError, counted
 from nanocore.protocol.metrics import Stats
 from nanocore.system.cache_folder import LIMIT_NAME, cache_entries, cache_root, limit_bytes
@@ -77,22 +77,6 @@ class _Process(msgspec.Struct, frozen=True):
 
 
 def run_ps(arguments: list[str]) -> int:
-    return run_command("nanocore ps", lambda: _ps(arguments))
-
-
-def run_list(arguments: list[str]) -> int:
-    return run_command("nanocore list", lambda: _list(arguments))
-
-
-def run_cache(arguments: list[str]) -> int:
-    return run_command("nanocore cache", lambda: _cache(arguments))
-
-
-def run_pull(arguments: list[str]) -> int:
-    return run_command("nanocore pull", lambda: _pull(arguments))
-
-
-def _ps(arguments: list[str]) -> int:
     given = ps_parser().parse_args(arguments)
     processes = asyncio.run(_processes(all_running()))
     if not processes:
@@ -136,7 +120,7 @@ def _ps_row(process: _Process) -> tuple[str, ...]:
     return kind, str(running.pid), running.model, load, str(up), running.address
 
 
-def _list(arguments: list[str]) -> int:
+def run_list(arguments: list[str]) -> int:
     given = list_parser().parse_args(arguments)
     require(*_HUB)
     from nanocore.worker.loading.hub import cached_models
@@ -157,7 +141,7 @@ def _list(arguments: list[str]) -> int:
     return 0
 
 
-def _cache(arguments: list[str]) -> int:
+def run_cache(arguments: list[str]) -> int:
     given = cache_parser().parse_args(arguments)
     if given.json and given.action != "ls":
         raise ConfigError("--json is for `nanocore cache ls`")
@@ -190,7 +174,7 @@ def _cache(arguments: list[str]) -> int:
     return 0
 
 
-def _pull(arguments: list[str]) -> int:
+def run_pull(arguments: list[str]) -> int:
     given = pull_parser().parse_args(arguments)
     require(*_HUB)
     if Path(given.model).expanduser().exists():

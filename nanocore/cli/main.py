@@ -37,6 +37,8 @@ _BENCHMARKS: Final[Subcommands] = {
 }
 _SILENT: Final = ("serve", "batch")
 """Commands that work with a closed standard output."""
+_WITH_ENGINE: Final = ("serve", "chat", "run", "batch")
+"""Commands that may launch an engine."""
 _VERSION_FLAGS: Final = ("--version", "-V", "-v")
 _ELSEWHERE: Final = {
     # Ollama
@@ -115,7 +117,14 @@ def _run(arguments: list[str]) -> int:
         standard_streams.open_missing()
         standard_streams.complain(f"nanocore {name}: standard output is closed: open it")
         return 2
-    return _call(_SUBCOMMANDS[name][0], arguments[1:])
+    from nanocore.cli.command import contained, run_command
+
+    def work() -> int:
+        return _call(_SUBCOMMANDS[name][0], arguments[1:])
+
+    if name in _WITH_ENGINE:
+        return run_command(f"nanocore {name}", lambda: contained(work), "--start-timeout")
+    return run_command(f"nanocore {name}", work)
 
 
 def run_bench(arguments: list[str]) -> int:

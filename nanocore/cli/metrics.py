@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Final
 
-from nanocore.cli.command import require, run_command
+from nanocore.cli.command import require
 from nanocore.cli.interrupts import Interrupts
 from nanocore.cli.reader import MetricsSource, observed, reader_parser
 from nanocore.protocol.errors import AddressInUseError, ConfigError, NanocoreError
@@ -23,10 +23,6 @@ _READ_TIMEOUT_S: Final = 2.0
 
 
 def run(arguments: list[str]) -> int:
-    return run_command("nanocore metrics", lambda: _run(arguments))
-
-
-def _run(arguments: list[str]) -> int:
     given = metrics_parser().parse_args(arguments)
     require(_PACKAGES, "metrics need", "pip install '.[server]'")
     work = _print(given) if given.metrics_port is None else _serve(given)

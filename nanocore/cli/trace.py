@@ -10,7 +10,6 @@ from typing import BinaryIO, Final
 
 import msgspec
 
-from nanocore.cli.command import run_command
 from nanocore.protocol.errors import ConfigError, counted
 from nanocore.system.flags import FlagParser
 from nanocore.system.running import all_running
@@ -41,11 +40,11 @@ class TraceSummary(msgspec.Struct):
 
 
 def run(arguments: list[str]) -> int:
-    return run_command("nanocore trace", lambda: _reporting(_trace, arguments))
+    return _reporting(_trace, arguments)
 
 
 def run_explain(arguments: list[str]) -> int:
-    return run_command("nanocore explain", lambda: _reporting(_explain, arguments))
+    return _reporting(_explain, arguments)
 
 
 def _reporting(command: Callable[[list[str]], None], arguments: list[str]) -> int:

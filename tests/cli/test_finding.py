@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from nanocore.cli.batch.command import BatchOptions
 from nanocore.cli.batch.command import parse as batch
+from nanocore.cli.batch.flags import BatchOptions
 from nanocore.cli.chat.command import parse as chat
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.http.server_settings import AppSettings

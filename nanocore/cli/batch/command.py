@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
-from nanocore.cli.batch.flags import BatchOptions, parse
-from nanocore.cli.command import require, require_engine, run_engine_command
+from nanocore.cli.batch.flags import parse
+from nanocore.cli.command import require, require_engine
 from nanocore.system.logs import start_log
 
 
 def run(arguments: list[str]) -> int:
-    return run_engine_command("nanocore batch", partial(parse, arguments), _batch)
-
-
-def _batch(options: BatchOptions) -> int:
+    options = parse(arguments)
     require(("prometheus_client",), "a batch needs", "pip install '.[server]'")
     if options.url is None:
         require_engine(options.engine)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from typing import Final
 
 from nanocore.cli.chat.flags import ChatSettings, parse, parse_run
-from nanocore.cli.command import require, require_engine, run_engine_command
+from nanocore.cli.command import require, require_engine
 from nanocore.protocol.errors import ModelFileError
 from nanocore.system.logs import complain
 from nanocore.system.running import find_one
@@ -17,12 +16,12 @@ _REMEDY: Final = "pip install '.[chat]'"
 
 
 def run(arguments: list[str]) -> int:
-    return run_engine_command("nanocore chat", partial(parse, arguments, os.environ), _chat)
+    return _chat(parse(arguments, os.environ))
 
 
 def run_model(arguments: list[str]) -> int:
     """Run `nanocore run`, which is Ollama's name for a chat."""
-    return run_engine_command("nanocore run", partial(parse_run, arguments, os.environ), _chat)
+    return _chat(parse_run(arguments, os.environ))
 
 
 def _chat(options: ChatSettings) -> int:

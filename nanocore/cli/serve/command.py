@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from functools import partial
 from typing import Final
 
-from nanocore.cli.command import require, require_engine, run_engine_command
+from nanocore.cli.command import require, require_engine
 from nanocore.cli.serve.flags import ServeOptions, parse, raise_descriptor_limit
 from nanocore.system.logs import start_log
 
@@ -19,10 +18,7 @@ _OTEL_PACKAGES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto
 
 
 def run(arguments: list[str]) -> int:
-    return run_engine_command("nanocore serve", partial(parse, arguments, os.environ), _serve)
-
-
-def _serve(options: ServeOptions) -> int:
+    options = parse(arguments, os.environ)
     extras = "server" if options.engine.endpoints else "engine,server"
     require(_PACKAGES, "serving HTTP needs", f"pip install '.[{extras}]'")
     require_engine(options.engine)

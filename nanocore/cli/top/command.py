@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from nanocore.cli.command import require, run_command
+from nanocore.cli.command import require
 from nanocore.cli.interrupts import Interrupts
 from nanocore.cli.reader import MetricsSource, observed, reader_parser
 from nanocore.cli.top.load import Load, MetricsReading, load_between
@@ -24,10 +24,6 @@ _NO_ENGINE: Final = "no engine responds; waiting for one"
 
 
 def run(arguments: list[str]) -> int:
-    return run_command("nanocore top", lambda: _run(arguments))
-
-
-def _run(arguments: list[str]) -> int:
     given = top_parser().parse_args(arguments)
     if not given.json:
         require(["rich"], "the view needs", "pip install '.[top]', or use --json")
