@@ -33,6 +33,7 @@ from nanocore.protocol.endpoint import (
 )
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import Capability
+from nanocore.worker.config.speculative_config import SpeculativeConfig, step_drafts
 from nanocore.worker.rank_messages import MAX_PROMPT_LOGPROBS, WorkerConfig
 
 
@@ -48,7 +49,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     target_itl_ms: milliseconds that a step with decodes should stay under while prompts are
     computed beside them; infinity is no target. num_groups: groups of rows, one per pipeline
     stage; see `nanocore.worker.plan`. num_speculative_tokens: most drafts that a
-    decoding row computes behind its token, of which the worker accepts some; no flag sets it yet.
+    decoding row computes behind its token, of which the worker accepts some.
     max_prompt_logprobs: log probabilities of prompt tokens in a step, if it tells those of several.
     """
 
@@ -68,7 +69,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def max_samples(self) -> int:
         """Most tokens that a step samples."""
-        return self.max_num_seqs * (1 + self.num_speculative_tokens)
+        return self.max_num_seqs + step_drafts(self.max_num_seqs, self.num_speculative_tokens)
 
     @property
     def max_chunk(self) -> int:
@@ -115,6 +116,12 @@ class EngineConfig(EngineParameters):
             "quantization",
             "is of activations, too; leave --activation-quantization none out, or use int8",
         )
+        self._require(
+            self.speculative is None or self.pipeline_parallel_size == 1,
+            "pipeline_parallel_size",
+            "drafts are not served with pipeline stages; leave --speculative-config out, or use "
+            "--tensor-parallel-size",
+        )
         self._check_listen()
         self._check_kv_events()
         length = self.max_model_len
@@ -142,6 +149,11 @@ class EngineConfig(EngineParameters):
             max_num_seqs=num_seqs or min(default.max_num_seqs, num_tokens or MAX_NUM_ROWS),
             max_num_batched_tokens=num_tokens or max(default.max_num_batched_tokens, num_seqs or 0),
         )
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        """What proposes drafts; None: nothing does."""
+        return SpeculativeConfig.of(self.speculative_config)
 
     @property
     def endpoint(self) -> str:
@@ -217,12 +229,13 @@ class EngineConfig(EngineParameters):
                 )
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
+        speculative = self.speculative
         return self._filled(
             SchedulerConfig,
             max_model_len=max_model_len,
             policy=self.scheduling_policy,
             num_groups=self.pipeline_parallel_size,
-            num_speculative_tokens=0,
+            num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
             max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
         )
 

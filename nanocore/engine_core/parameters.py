@@ -51,6 +51,7 @@ _Text = Annotated[str, Meta(pattern=r"\A[^\0]*\Z", description="without NUL")]
 _Name = Annotated[str, Meta(pattern=r"\A[^\0]+\Z", description="without NUL and not empty")]
 _Object = Annotated[dict[str, Any], Meta(description='such as {"rope_theta": 1000000.0}')]
 _Sampling = Annotated[dict[str, Any], Meta(description='such as {"temperature": 0.7}')]
+_Drafts = Annotated[dict[str, Any], Meta(description='such as {"method": "suffix"}')]
 _Ranks = Annotated[int, Meta(ge=1, le=1024)]
 _Rows = Annotated[int, Meta(ge=1, le=MAX_NUM_ROWS)]
 _StepTokens = Annotated[int, Meta(ge=1, le=2**20)]
@@ -200,6 +201,14 @@ class EngineParameters:
     )
     target_itl_ms: _Milliseconds = parameter(
         math.inf, "shrink prompt chunks so that steps with decodes take less than this"
+    )
+
+    speculative_config: _Drafts = parameter(
+        {},
+        "draft tokens, to be verified several a step: the same output, sooner; "
+        '{"method": "suffix"} or "ngram"; docs/speculation.md has all keys, which are vLLM\'s',
+        "-sc",
+        metavar="JSON",
     )
 
     listen: _Text = parameter(

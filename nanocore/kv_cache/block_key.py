@@ -34,9 +34,11 @@ class KeyChain:
         extra_keys: requests share blocks only if these are equal, such as
             {"cache_salt": "tenant-7"}; None values are left out.
         digest: 16-byte hash of bytes; tests replace it by one that collides.
+
+    extra: the extra keys as bytes; equal ones allow sharing.
     """
 
-    __slots__ = ("_blocks", "_digest", "_extra", "_num_bytes", "keys")
+    __slots__ = ("_blocks", "_digest", "_num_bytes", "extra", "keys")
 
     def __init__(
         self,
@@ -48,7 +50,7 @@ class KeyChain:
         self._num_bytes = block_size * TOKEN_BYTES
         self._blocks = _block_struct(self._num_bytes)
         self._digest = digest
-        self._extra = _tagged(extra_keys) if extra_keys else b""
+        self.extra = _tagged(extra_keys) if extra_keys else b""
 
     @property
     def num_tokens(self) -> int:
@@ -73,8 +75,8 @@ class KeyChain:
         parent = keys[-1][0] if keys else b""
         start = 0
         # Extra keys go into the first block alone; all later digests depend on it.
-        if not keys and self._extra and len(token_ids) >= size:
-            content = self._extra + token_ids[:size]
+        if not keys and self.extra and len(token_ids) >= size:
+            content = self.extra + token_ids[:size]
             parent = digest(content)
             keys.append((parent, content))
             start = size

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from nanocore.kernels.cpu.cpu_backend import NATIVE_MULTIPLE
+from nanocore.kernels.cpu.library import Library, find_library
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
 from nanocore.kernels.select import select_kernels
@@ -150,6 +151,20 @@ def make_kernels(
             f"{kernels.block_multiple}; leave it out, or choose another --attention-backend"
         )
     return kernels
+
+
+def native_library() -> Library:
+    """Compiled functions for the host, whatever device computes.
+
+    Raises ConfigError: none were compiled, or NANOCORE_CPU_ISA names others.
+    """
+    try:
+        if (library := find_library()) is not None:
+            return library
+        reason = "nanocore was installed without its compiled kernels, which it needs"
+    except ValueError as error:
+        reason = str(error)
+    raise ConfigError(f"--speculative-config: {reason}; docs/install.md tells how to build them")
 
 
 def check_batch_invariance(config: WorkerConfig, model: ModelConfig, kernels: Kernels) -> None:

@@ -21,6 +21,7 @@ from nanocore.protocol.errors import (
     WorkerError,
 )
 from nanocore.system.logs import LogFormat
+from nanocore.worker.config.speculative_config import SpeculativeConfig, step_drafts
 from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
 from nanocore.worker.memory.kv_groups import KVGroup, LayerGroup
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
@@ -74,11 +75,27 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool
     batch_invariant: bool
     async_scheduling: bool | None
+    speculative_config: dict[str, Any]
     log_format: LogFormat
 
     @property
     def num_ranks(self) -> int:
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def speculative(self) -> SpeculativeConfig | None:
+        return SpeculativeConfig.of(self.speculative_config)
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a row in a step, at most."""
+        speculative = self.speculative
+        return 0 if speculative is None else speculative.num_speculative_tokens
+
+    @property
+    def max_samples(self) -> int:
+        """Tokens that a step samples, at most."""
+        return self.max_num_seqs + step_drafts(self.max_num_seqs, self.max_drafts)
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):

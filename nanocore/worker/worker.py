@@ -105,7 +105,9 @@ class Worker:
         check_memory(config, {rank: self._info.weight_bytes})
         model = build_model(model_config, self._placement)
         self._graph_capture: CudaGraphCapture | None = None
-        self.runner = ModelRunner(model, self._kernels, links, self._stream(), config.enforce_eager)
+        self.runner = ModelRunner(
+            model, self._kernels, links, self._stream(), config.enforce_eager, config.max_drafts
+        )
 
     def _stream(self) -> CudaStream | None:
         if self.device.type != "cuda":
@@ -282,7 +284,8 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
         pending.sample(TokenMasks(step=plan.step, rows=plan.chunk_rows, words=words))
     pending.wait()
     if runner.sampler is not None and runner.model.head is not None:
-        _sample(runner, runner.sampler, runner.model.head.num_tokens, rows)
+        width, num_samples = runner.model.head.num_tokens, config.max_samples
+        _sample(runner, runner.sampler, width, [rows[i % num_rows] for i in range(num_samples)])
     num_tokens = min(config.max_num_batched_tokens, max_len - 1)
     num_tokens = min(num_tokens, max(1, MAX_PROMPT_LOGPROBS // (1 + num_logprobs)))
     sampling = msgspec.structs.replace(sampling, prompt_logprobs=num_logprobs)
@@ -300,9 +303,10 @@ def _sample(runner: ModelRunner, sampler: TokenSampler, width: int, rows: list[N
     columns = RowColumns(len(rows), sampler.vocab_size)
     for new in rows:
         columns.set_row(new)
-    sampled, device = columns.of_rows(np.arange(len(rows))), runner.device
+    index = np.array([new.row for new in rows])
+    sampled, device = columns.of_rows(index), runner.device
     fields = {name: torch.from_numpy(x).to(device) for name, x in sampled.columns.items()}
-    rows_R = torch.arange(len(rows), device=device)
+    rows_R = torch.from_numpy(index).to(device)
     positions_R = torch.tensor([new.num_prompt_tokens for new in rows], device=device)
     places = TokenPlaces(runner.tables.token_table, rows_R, positions_R)
     sampling = SamplingMetadata(sampled, fields, places)

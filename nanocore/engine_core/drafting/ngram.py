@@ -11,7 +11,6 @@ plus the class of the draft's place in its run.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +21,6 @@ from nanocore.engine_core.drafting.proposer import (
     NativeProposer,
     Proposals,
 )
-
-DEFAULT_LOOKUP: Final = 5
-"""vLLM's default for both limits; where only one of them is given, the other equals it."""
 
 
 class NgramProposer:
@@ -46,8 +42,8 @@ class NgramProposer:
         token_ids: NDArray[np.int32],
         max_drafts: int,
         *,
-        prompt_lookup_min: int = DEFAULT_LOOKUP,
-        prompt_lookup_max: int = DEFAULT_LOOKUP,
+        prompt_lookup_min: int,
+        prompt_lookup_max: int,
     ) -> None:
         if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ValueError(

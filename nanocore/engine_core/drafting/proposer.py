@@ -13,8 +13,10 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-IntArray = NDArray[np.int64]
-NUM_EVIDENCE: Final = 64
+IntArray = NDArray[np.integer]
+NUM_EVIDENCE: Final = 65
+FORCED: Final = 64
+"""Evidence of a token that a grammar forces; no proposer says so."""
 
 
 class Proposals(NamedTuple):

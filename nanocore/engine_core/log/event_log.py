@@ -138,6 +138,28 @@ class EngineEvents:
         self.append(RequestEntry(now_s, "ended", request, end.finish_reason))
 
 
+class DraftCounters(msgspec.Struct):
+    """Totals of drafts whose step's result is in; any thread may read them.
+
+    num_drafts: rows that had some, over all steps; vLLM calls all drafts of a row in a step one.
+    accepted_per_pos: how many were right, by their place behind the row's token.
+    """
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: list[int] = []
+
+    def count(self, drafted: IntArray, accepted: IntArray) -> None:
+        """Count a step's rows with drafts: how many each had, and how many of them were right."""
+        self.num_drafts += len(drafted)
+        self.num_draft_tokens += int(drafted.sum())
+        self.num_accepted_tokens += int(accepted.sum())
+        for num_right in accepted.tolist():
+            for place in range(num_right):
+                self.accepted_per_pos[place] += 1
+
+
 class SchedulerCounters(msgspec.Struct):
     """Totals since the start, which any thread may read at any time. Samples count as requests.
 

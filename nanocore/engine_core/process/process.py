@@ -16,15 +16,21 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nanocore import __version__
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
+from nanocore.engine_core.drafting import make_proposer
+from nanocore.engine_core.drafting.proposer import Proposer
 from nanocore.engine_core.grammars.grammar_compiler import grammars_of
 from nanocore.engine_core.grammars.mask_filler import MaskFiller
 from nanocore.engine_core.grammars.matcher import GrammarSource, NoGrammars
@@ -70,7 +76,7 @@ from nanocore.protocol.sockets.engine_socket import EngineSocket
 from nanocore.system.running import Running, registered
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.cost.model_cost import MachineSpeed
-from nanocore.worker.devices import select_device
+from nanocore.worker.devices import native_library, select_device
 from nanocore.worker.executors.executor import Executor, StepExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
 from nanocore.worker.loading.gguf.gguf_files import is_gguf
@@ -113,6 +119,32 @@ def log_generation_defaults(model: ModelConfig) -> None:
         logger.info("generation_config.json: ignored: %s", ", ".join(defaults.ignored))
 
 
+def proposer_of(config: EngineConfig) -> Callable[[NDArray[np.int32]], Proposer] | None:
+    """What makes the engine's proposer of drafts; None: there is none, or workers have it.
+
+    Raises ConfigError: this installation cannot.
+    """
+    speculative = config.speculative
+    if speculative is None or speculative.method == "draft_model":
+        return None
+    shares_outputs = config.enable_prefix_caching
+    return partial(make_proposer, speculative, native_library(), shares_outputs)
+
+
+def log_drafts(config: EngineConfig, ranks: list[WorkerInfo]) -> None:
+    if (speculative := config.speculative) is None:
+        return
+    promise = "outputs are the same, token for token"
+    if any(rank.numerics is None for rank in ranks):
+        promise = "outputs are equal up to numerics: results depend on the batch here"
+        if ranks[0].device.startswith("cuda"):
+            promise += ", and do not with --batch-invariant"
+    most = speculative.num_speculative_tokens
+    logger.info(
+        "drafts: %s, up to %d of a request in a step; %s", speculative.method, most, promise
+    )
+
+
 GRACE_S: Final = 20.0
 """Time for the io thread to find a step that hangs, and to tell all clients."""
 _NO_GRAMMARS: Final = NoGrammars("structured_outputs: this engine has no vocabulary")
@@ -129,6 +161,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
     started_s = time.monotonic() - imports_s
     raise_descriptor_limit()
     config = config.for_device(select_device(config.device).type)
+    proposer = proposer_of(config)
     with ExitStack() as stack:
         # Endpoints and files first: one in use is reported before the model takes time and memory.
         # Their stack is entered first, too, so that they are given back last.
@@ -160,6 +193,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
         if not isinstance(grammars, NoGrammars):
             later.append(grammars.prepare)
         log_generation_defaults(model_config)
+        log_drafts(config, ranks)
         return serve(
             config,
             claimed.socket,
@@ -175,6 +209,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
             grammars=grammars,
             later=later,
             utilisation=utilisation,
+            proposer=proposer,
         )
 
 
@@ -223,6 +258,7 @@ def serve(
     grammars: GrammarSource = _NO_GRAMMARS,
     later: Sequence[Callable[[], None]] = (),
     utilisation: Utilisation | None = None,
+    proposer: Callable[[NDArray[np.int32]], Proposer] | None = None,
 ) -> int:
     """Run the step loop and the io thread until told to stop; return the exit code.
 
@@ -233,11 +269,13 @@ def serve(
         started_s: monotonic time of the process's start, for the log. parts: of it, for a client.
         later: what is done in idle moments, see `IdleWork`.
         parent: link to the launching client.
+        proposer: see `Scheduler`.
     """
     inbox: Inbox = SimpleQueue()
     outbox = Outbox()
     kv_cache = _kv_cache(config, capacity, publisher)
-    scheduler = Scheduler(config.scheduler_config(card.max_model_len), kv_cache)
+    limits = config.scheduler_config(card.max_model_len)
+    scheduler = Scheduler(limits, kv_cache, proposer=proposer)
     switch = DeadMansSwitch(config.step_timeout_s + GRACE_S, StartError.exit_code)
     masks = None
     if not isinstance(grammars, NoGrammars):

@@ -7,37 +7,24 @@ given what is left when everybody has a token: of the budget, and of the blocks.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
-
 import numpy as np
-from numpy.typing import NDArray
 
+from nanocore.engine_core.drafting.proposer import FORCED, Proposals, Proposer
+from nanocore.engine_core.log.event_log import DraftCounters
+from nanocore.engine_core.policy.draft_budget import DraftBudget
 from nanocore.engine_core.scheduling.columns import IntArray
 from nanocore.engine_core.scheduling.running_set import RunningSet
-from nanocore.engine_core.scheduling.step_plan import StepPlan
+from nanocore.engine_core.scheduling.step_plan import StepOutcome, StepPlan
 from nanocore.kv_cache import KVCacheManager
-
-
-class Proposals(NamedTuple):
-    """Drafts of n rows: counts[i] of them, int64; token_ids: int32 [n, max_drafts]."""
-
-    counts: NDArray[np.int64]
-    token_ids: NDArray[np.int32]
-
-
-class Proposer(Protocol):
-    """Guesses what follows the known tokens of rows, in the engine's process."""
-
-    def propose(self, rows: IntArray, num_tokens: IntArray, most: IntArray) -> Proposals:
-        """Guess up to most[i] tokens behind the first num_tokens[i] of each row; rows distinct."""
-        ...
+from nanocore.worker.config.speculative_config import step_drafts
 
 
 class Drafter:
-    """Gives the decodes of a step their drafts.
+    """Gives the decodes of a step their drafts, and learns what became of them.
 
     Args:
         max_drafts: of a row in a step. running: its rows. kv_cache: of these.
+        counters: of drafts.
         proposer: of drafts; None: workers propose them, as many as a plan asks for.
     """
 
@@ -46,12 +33,31 @@ class Drafter:
         max_drafts: int,
         running: RunningSet,
         kv_cache: KVCacheManager,
+        counters: DraftCounters,
         proposer: Proposer | None = None,
     ) -> None:
         self._max_drafts = max_drafts
         self._running = running
         self._kv_cache = kv_cache
+        self._counters = counters
         self._proposer = proposer
+        num_rows = len(running.requests)
+        self.budget = DraftBudget(num_rows, step_drafts(num_rows, max_drafts))
+        # Of the last plan's decodes; there is one step in flight, whose proposals stay as they are.
+        self._evidence = np.zeros((0, max_drafts), np.uint8)
+        # What a worker will propose is known by its place only.
+        self._places = np.tile(np.arange(max_drafts, dtype=np.uint8), (num_rows, 1))
+
+    def begin(self, row: int, salt: bytes) -> None:
+        """Follow a request that takes a row."""
+        self.budget.begin(row)
+        if self._proposer is not None:
+            self._proposer.begin(row, salt)
+
+    def end(self, row: int, num_prompt: int, num_tokens: int, has_finished: bool) -> None:
+        """Forget a row, whose tokens are still in the table; preempted: not finished."""
+        if self._proposer is not None:
+            self._proposer.end(row, num_prompt, num_tokens, has_finished)
 
     def draft(self, plan: StepPlan, budget: int) -> None:
         """Plan drafts within the budget, behind the tokens of the plan's decodes."""
@@ -62,23 +68,55 @@ class Drafter:
         structured = np.isin(rows, list(running.matchers)).nonzero()[0].tolist()
         if self._proposer is None:
             most[structured] = 0  # masks behind drafts need their tokens
-            self._plan(plan, _within(budget, most))
-            return
-        proposals = self._proposer.propose(rows, running.num_tokens[rows], most)
-        for i in structured:
-            own = proposals.token_ids[i]
-            matcher = running.matchers[int(rows[i])]
-            drafts = matcher.draft(own[: proposals.counts[i]].tolist(), int(most[i]))
-            proposals.counts[i] = len(drafts)
-            own[: len(drafts)] = drafts
+            proposals = Proposals(most, np.zeros((0, 0), np.int32), self._places[: len(rows)])
+        else:
+            proposals = self._proposer.propose(rows, running.num_tokens[rows], most)
+            for i in structured:
+                self._follow_grammar(int(rows[i]), proposals, i, int(most[i]))
+            if proposals.counts.any():
+                self._cut_at_stops(proposals)
         if not proposals.counts.any():
             return
-        counts = self._plan(plan, _within(budget, self._before_stops(proposals)))
+        chosen = self.budget.choose(rows, proposals, budget, plan.num_tokens, plan.context)
+        if not chosen.any():
+            return
+        counts = self._plan(plan, chosen)
+        self._evidence = proposals.evidence
+        if self._proposer is None:
+            return
         is_draft = np.arange(proposals.token_ids.shape[1]) < counts[:, None]
         plan.draft_token_ids = proposals.token_ids[is_draft]
         plan.masked_drafts = {
             int(rows[i]): proposals.token_ids[i, : counts[i]].tolist() for i in structured
         }
+
+    def learn(self, outcome: StepOutcome, seconds: float) -> None:
+        """Learn from a step's result, and from the time that it took."""
+        plan = outcome.plan
+        counts = plan.decode_counts
+        if len(plan.decoding) and not plan.chunks:
+            num_tokens = plan.num_tokens
+            num_drafts = num_tokens - len(plan.decoding)
+            self.budget.times.observe(num_tokens, num_drafts, plan.context, seconds)
+        if counts is None or outcome.num_sampled is None:
+            return
+        counts, right = counts - 1, outcome.num_sampled - 1
+        known = (counts > 0) & (right >= 0)
+        if not known.any():
+            return
+        counts, right = counts[known], right[known]
+        self._counters.count(counts, right)
+        self.budget.learn(plan.decoding[known], self._evidence[: len(known)][known], counts, right)
+
+    def _follow_grammar(self, row: int, proposals: Proposals, i: int, most: int) -> None:
+        """Keep of a row's proposals what its grammar lets follow, and add what that forces."""
+        own = proposals.token_ids[i]
+        proposed = own[: proposals.counts[i]].tolist()
+        drafts = self._running.matchers[row].draft(proposed, most)
+        kept = sum(1 for one, other in zip(drafts, proposed, strict=False) if one == other)
+        proposals.evidence[i, kept:] = FORCED
+        proposals.counts[i] = len(drafts)
+        own[: len(drafts)] = drafts
 
     def _plan(self, plan: StepPlan, most: IntArray) -> IntArray:
         """Let the plan's decodes compute drafts behind their tokens, as many as these at most.
@@ -102,16 +140,10 @@ class Drafter:
             plan.last += rows[(counts > 0) & (ends == running.max_computed[rows])].tolist()
         return counts
 
-    def _before_stops(self, proposals: Proposals) -> IntArray:
-        """Return how many drafts come before a stop id: what follows one is never delivered."""
+    def _cut_at_stops(self, proposals: Proposals) -> None:
+        """Keep drafts before a stop id: what follows one is never delivered."""
         is_stop = self._running.stop_ids.counts_of(proposals.token_ids) > 0
         is_stop &= np.arange(is_stop.shape[1]) < proposals.counts[:, None]
-        first = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1), is_stop.shape[1])
-        counts: IntArray = np.minimum(proposals.counts, first)
-        return counts
-
-
-def _within(budget: int, wanted: IntArray) -> IntArray:
-    """Return what each gets of a budget, the first ones first."""
-    counts: IntArray = np.clip(budget - (wanted.cumsum() - wanted), 0, wanted)
-    return counts
+        if is_stop.any():
+            first = np.where(is_stop.any(axis=1), is_stop.argmax(axis=1), is_stop.shape[1])
+            np.minimum(proposals.counts, first, out=proposals.counts)

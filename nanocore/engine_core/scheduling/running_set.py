@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +46,9 @@ from nanocore.engine_core.scheduling.step_plan import (
 )
 from nanocore.kv_cache import KVCacheManager, Prefix
 from nanocore.worker.plan import SchedulerOutput
+
+if TYPE_CHECKING:
+    from nanocore.engine_core.scheduling.drafter import Drafter
 
 
 class RunningSet:
@@ -73,7 +77,7 @@ class RunningSet:
     # Dictionaries of more than 30 attributes are slow.
     __slots__ = (
         "_config", "_free_rows", "_kv_cache", "_num_rows", "_precedence", "_removed_rows",
-        "_stalled", "client", "clients", "decoding", "detectors", "finishing", "handle",
+        "_stalled", "client", "clients", "decoding", "detectors", "drafter", "finishing", "handle",
         "held_tokens", "in_flight", "logprob_rows", "matchers", "max_computed", "may_overlap",
         "num_cached", "num_computed", "num_groups", "num_tokens", "pooled_rows", "prefilling",
         "prompt_logprob_rows", "quiet_until", "requests", "sampled", "stop_ids", "times",
@@ -105,6 +109,7 @@ class RunningSet:
         self.pooled_rows: set[int] = set()
         self.matchers: dict[int, Matcher] = {}
         self.detectors: dict[int, RepetitionDetector] = {}
+        self.drafter: Drafter | None = None  # the scheduler's
         self.requests: list[Request | None] = [None] * num_rows
         self.clients: dict[int, int] = {}
         self.stop_ids = StopIds()
@@ -377,6 +382,8 @@ class RunningSet:
         if (detection := request.sampling.repetition_detection) is not None:
             outputs = token_ids[request.num_prompt_tokens :]
             self.detectors[row] = RepetitionDetector(detection, outputs)
+        if self.drafter is not None:
+            self.drafter.begin(row, request.key_chain.extra)
         self.prefilling.append(row)
         return row
 
@@ -438,23 +445,27 @@ class RunningSet:
         noise depends on the request's seed and the position alone.
         """
         known = self.known_tokens(request.row).copy()
-        self.leave(request)
+        self.leave(request, is_over=False)
         request.token_ids = known
 
-    def leave(self, request: Request, keeps_blocks: bool = True) -> None:
+    def leave(self, request: Request, keeps_blocks: bool = True, is_over: bool = True) -> None:
         """Take a request's row and blocks.
 
         Steps in flight may still write the blocks, so they are fenced until the last of these is
         over: nothing relies on workers running steps in order. Results of these steps for the row
         are void, whoever owns it by then.
 
-        keeps_blocks: False if the blocks' content must not be found: it is damaged.
+        keeps_blocks: False if the blocks' content must not be found: it is damaged. is_over: False
+            if the request comes back.
         """
         row, handle = request.row, request.handle
         if keeps_blocks:
             self._register(request, int(self.num_computed[row]))
         else:
             self._kv_cache.forget(handle)
+        if self.drafter is not None:
+            num_prompt, num_tokens = request.num_prompt_tokens, int(self.num_tokens[row])
+            self.drafter.end(row, num_prompt, num_tokens, is_over and keeps_blocks)
         self._free_row(row)
         self._stalled.discard(row)
         self._removed_rows.append(row)

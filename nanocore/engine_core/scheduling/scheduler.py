@@ -20,7 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.drafting.proposer import Proposer
 from nanocore.engine_core.log.event_log import (
+    DraftCounters,
     EngineEvents,
     EntryKind,
     RequestEntry,
@@ -32,7 +34,7 @@ from nanocore.engine_core.policy.step_budget import StepBudget
 from nanocore.engine_core.policy.waiting_queue import WaitingQueue
 from nanocore.engine_core.requests.readiness import SIBLING, Prerequisite
 from nanocore.engine_core.requests.request import Request
-from nanocore.engine_core.scheduling.drafter import Drafter, Proposer
+from nanocore.engine_core.scheduling.drafter import Drafter
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
 from nanocore.engine_core.scheduling.preemption import Preempter
 from nanocore.engine_core.scheduling.room import NO_SHORTAGE, BlockShortage, Room
@@ -74,10 +76,14 @@ class Scheduler:
         self.running = RunningSet(config, kv_cache, self.precedence)
         self.room = Room(config, kv_cache, self.running)
         self.preemption = Preempter(config, kv_cache, self.precedence, self.running, self.room)
-        propose = None if proposer is None else proposer(self.running.token_ids)
-        self._drafter = Drafter(config.num_speculative_tokens, self.running, kv_cache, propose)
         self._results = StepResults(self.running)
         self.counters = SchedulerCounters(num_free_rows=config.max_num_seqs)
+        self.draft_counters = DraftCounters(accepted_per_pos=[0] * config.num_speculative_tokens)
+        if config.num_speculative_tokens:
+            propose = None if proposer is None else proposer(self.running.token_ids)
+            self.running.drafter = Drafter(
+                config.num_speculative_tokens, self.running, kv_cache, self.draft_counters, propose
+            )
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
         self.completed = StepOutcome(StepPlan(0, 0))
         self.clock = clock
@@ -252,8 +258,8 @@ class Scheduler:
             self._release_siblings(running.request(row))
         if self.waiting and may_admit:
             budget = self._schedule_waiting(plan, budget)
-        if self.config.num_speculative_tokens:
-            self._drafter.draft(plan, budget)
+        if running.drafter is not None:
+            running.drafter.draft(plan, budget)
         self._begun_s.append(self.clock())
         is_full = self.num_waiting > 0 or running.is_short_of_blocks
         counters.count_rows(self.config.max_num_seqs - self.num_running, is_full)
@@ -400,6 +406,8 @@ class Scheduler:
         self._last_update_s = now_s
         if self.budget.has_target:
             self.budget.observe(plan.num_tokens, plan.context, seconds)
+        if (drafter := self.running.drafter) is not None:
+            drafter.learn(self.completed, seconds)
         entry = StepEntry(
             plan.number, now_s, seconds, plan.num_decode_tokens, plan.num_prefill_tokens,
             len(self.running), self.num_waiting, self.kv_cache.num_free_blocks,

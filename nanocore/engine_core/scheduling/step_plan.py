@@ -190,12 +190,15 @@ class StepOutcome:
     tokens: the tokens that count, by handle. clients: the client of each owner of tokens, or the
         one client of all.
     prompt_logprobs: by client and handle.
+    num_sampled: tokens that each of the plan's decodes sampled, if the step has drafts; 0: it is
+        dead, or cannot go on.
     started: requests that got their first token. ends: requests that end with this step's tokens.
     finished: all requests that ended since the previous step's result.
     """
 
     __slots__ = (
-        "clients", "dead_rows", "ends", "finished", "plan", "prompt_logprobs", "started", "tokens",
+        "clients", "dead_rows", "ends", "finished", "num_sampled", "plan", "prompt_logprobs",
+        "started", "tokens",
     )  # fmt: skip
 
     clients: IntArray | int
@@ -205,6 +208,7 @@ class StepOutcome:
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self.dead_rows: set[int] = set()
+        self.num_sampled: IntArray | None = None
         self.started: list[Request] = []
         self.finished: list[Request] = []
         self.prompt_logprobs: list[tuple[int, LogprobColumns]] = []

@@ -47,6 +47,10 @@ class StepResults:
         sampled = self._read(outcome, result)  # without dead rows
         self._take_prompt_logprobs(outcome, result)
         pooled = self._read_pooled(outcome, result)
+        if plan.decode_counts is not None:
+            of_rows = np.zeros(len(running.requests), np.int64)
+            of_rows[sampled.owners] = 1 if sampled.counts is None else sampled.counts
+            outcome.num_sampled = of_rows[plan.decoding]
         sampled, ends = self._ends_by_token(sampled, pooled)
         running.append(sampled, now_s)
         if plan.decode_counts is not None:

@@ -89,7 +89,7 @@ def rank_cost(
 
 
 def _activation_bytes(model: DecoderModel, config: WorkerConfig) -> int:
-    """About: hidden states of the largest step in its widest layer, and logits of every row."""
+    """About: hidden states of the largest step in its widest layer, and logits of every sample."""
     model_config, tp_size = model.config, config.tensor_parallel_size
     attention, inner, moe = model_config.attention, model_config.mlp.inner_size, model_config.moe
     heads = 2 * attention.num_heads + 2 * attention.num_kv_heads  # Q, K, V and the result
@@ -99,7 +99,7 @@ def _activation_bytes(model: DecoderModel, config: WorkerConfig) -> int:
     itemsize = model.placement.dtype.itemsize
     num_bytes = config.max_num_batched_tokens * (2 * model_config.hidden_size + widest) * itemsize
     if model.head is not None:
-        num_bytes += config.max_num_seqs * model.head.num_tokens * torch.float32.itemsize
+        num_bytes += config.max_samples * model.head.num_tokens * torch.float32.itemsize
     return num_bytes
 
 

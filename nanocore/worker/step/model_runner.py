@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat
 from nanocore.worker.communication.communicator import StageLinks
+from nanocore.worker.config.speculative_config import step_drafts
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.memory.kv_groups import KVGroup
 from nanocore.worker.memory.kv_memory import KVLayout, KVMemory
@@ -133,7 +134,8 @@ class ModelRunner:
         request waits for that. max_graphs: limit of a device's graphs, the largest first.
         """
         if self._stream.is_host:
-            max_samples = self.batch.max_num_seqs * (1 + self.batch.max_drafts)
+            num_rows = self.batch.max_num_seqs
+            max_samples = num_rows + step_drafts(num_rows, self.max_drafts)
             if not self._enforce_eager:
                 replay = self.stage.capture(max_num_batched_tokens, max_samples)
                 self._graphs = None if replay is None else HostProgram(replay)
