@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -24,11 +24,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.drafting.proposer import NUM_EVIDENCE, Proposals, Proposer
 from nanocore.engine_core.grammars.matcher import Compiled
 from nanocore.engine_core.io.admission import longest
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
-from nanocore.engine_core.scheduling.drafter import Proposals, Proposer
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import FULL, CacheGroup, Capacity, KeyChain, KVCacheManager
 from nanocore.kv_cache.block_key import DigestFunction
@@ -568,6 +568,14 @@ class FakeProposer:
     def __init__(self, token_ids: NDArray[np.int32]) -> None:
         self._token_ids = token_ids
 
+    def begin(self, row: int, salt: Hashable) -> None:
+        """Do nothing."""
+
+    def end(self, row: int, num_prompt: int, num_tokens: int, has_finished: bool) -> None:
+        """Do nothing."""
+
+    num_bytes = 0
+
     def propose(
         self, rows: NDArray[np.integer], num_tokens: NDArray[np.integer], most: NDArray[np.integer]
     ) -> Proposals:
@@ -581,7 +589,8 @@ class FakeProposer:
         token_ids = np.zeros((len(rows), int(most.max(initial=0))), np.int32)
         for i, own in enumerate(drafts):
             token_ids[i, : len(own)] = own
-        return Proposals(np.array([len(own) for own in drafts], np.int64), token_ids)
+        evidence = (token_ids % NUM_EVIDENCE).astype(np.uint8)
+        return Proposals(np.array([len(own) for own in drafts], np.int64), token_ids, evidence)
 
 
 class TalliedScheduler(Scheduler):

@@ -172,7 +172,9 @@ def drafts(library: Library, rng: random.Random) -> None:
     )
     shortest = rng.randint(1, 5)
     proposers = (
-        NgramProposer(library, table, rng.randint(1, 9), prompt_lookup_min=shortest),
+        NgramProposer(
+            library, table, rng.randint(1, 9), prompt_lookup_min=shortest, prompt_lookup_max=5
+        ),
         SuffixProposer(
             library,
             table,

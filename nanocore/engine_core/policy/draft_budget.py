@@ -45,6 +45,8 @@ class StepTimes:
 
     def observe(self, num_tokens: int, num_drafts: int, context: int, seconds: float) -> None:
         """Remember a step. context: over its tokens, the tokens that each attends to."""
+        if seconds <= 0:
+            return
         size = num_tokens.bit_length(), num_drafts > 0
         steps = self._steps.get(size)
         if steps is None:

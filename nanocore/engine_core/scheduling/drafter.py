@@ -43,8 +43,6 @@ class Drafter:
         self._proposer = proposer
         num_rows = len(running.requests)
         self.budget = DraftBudget(num_rows, step_drafts(num_rows, max_drafts))
-        # Of the last plan's decodes; there is one step in flight, whose proposals stay as they are.
-        self._evidence = np.zeros((0, max_drafts), np.uint8)
         # What a worker will propose is known by its place only.
         self._places = np.tile(np.arange(max_drafts, dtype=np.uint8), (num_rows, 1))
 
@@ -81,7 +79,7 @@ class Drafter:
         if not chosen.any():
             return
         counts = self._plan(plan, chosen)
-        self._evidence = proposals.evidence
+        plan.draft_evidence = proposals.evidence.copy()  # the proposer writes the next ones there
         if self._proposer is None:
             return
         is_draft = np.arange(proposals.token_ids.shape[1]) < counts[:, None]
@@ -106,7 +104,7 @@ class Drafter:
             return
         counts, right = counts[known], right[known]
         self._counters.count(counts, right)
-        self.budget.learn(plan.decoding[known], self._evidence[: len(known)][known], counts, right)
+        self.budget.learn(plan.decoding[known], plan.draft_evidence[known], counts, right)
 
     def _follow_grammar(self, row: int, proposals: Proposals, i: int, most: int) -> None:
         """Keep of a row's proposals what its grammar lets follow, and add what that forces."""

@@ -27,6 +27,7 @@ from nanocore.protocol.codec import pack_int32
 from nanocore.worker.plan import NewRow, SchedulerOutput
 
 _NO_ROWS: IntArray = np.zeros(0, np.int64)
+_NO_EVIDENCE: NDArray[np.uint8] = np.zeros((0, 0), np.uint8)
 
 
 class Chunk(NamedTuple):
@@ -46,6 +47,7 @@ class StepPlan(msgspec.Struct, eq=False):
     decoding: rows that compute from their last token on. decode_ends: their computed tokens after
         the step. decode_counts: how many each computes; None if one each. Beyond the first, these
         are draft tokens. draft_token_ids: their ids, row after row; empty if workers propose them.
+        draft_evidence: of all that were proposed, by decode; see `Proposals`.
     chunks: the other rows that take part. num_prompt_tokens: their tokens without recomputed
         outputs.
     completed: rows whose known tokens the step completes, so that they sample. started: those of
@@ -71,6 +73,7 @@ class StepPlan(msgspec.Struct, eq=False):
     decode_ends: IntArray = _NO_ROWS
     decode_counts: IntArray | None = None
     draft_token_ids: IntArray = _NO_ROWS
+    draft_evidence: NDArray[np.uint8] = _NO_EVIDENCE
     chunks: list[Chunk] = []
     num_prompt_tokens: int = 0
     completed: list[int] = []

@@ -115,4 +115,4 @@ def test_limits_that_find_nothing_are_refused(native: Library, shortest: int, lo
 def test_tables_of_other_kinds_are_refused(native: Library) -> None:
     for table in (np.zeros((2, 8), np.int64), np.zeros((8, 2), np.int32).T):
         with pytest.raises(ValueError, match="give a contiguous int32"):
-            NgramProposer(native, table, 4)
+            NgramProposer(native, table, 4, prompt_lookup_min=2, prompt_lookup_max=2)
