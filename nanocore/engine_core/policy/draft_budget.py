@@ -23,7 +23,10 @@ _KNEES: Final = np.array([8.0, 16.0, 32.0, 64.0])
 _STEPS_PER_SIZE: Final = 16
 _REFIT_STEPS: Final = 32
 
-_PRIOR_RATE, _PRIOR_WEIGHT = 0.7, 4.0
+_PRIOR_RATE: Final = 0.5
+_PRIOR_WEIGHT: Final = 4.0
+_MIN_GAIN: Final = 1.02
+"""Drafts that promise less are not worth it: both estimates have errors."""
 _MEMORY: Final = 0.998
 """Factor by step of what was seen: what is not tried any more is forgotten, and tried again."""
 _ROW_MEMORY: Final = 0.9
@@ -129,16 +132,29 @@ class DraftBudget:
             most = len(order)  # nothing is known yet: try them
         else:
             expected = len(rows) + np.concatenate(([0.0], found[order].cumsum()))
-            most = int((expected / seconds).argmax())
+            speed = expected / seconds
+            most = int(speed.argmax())
+            if speed[most] < _MIN_GAIN * speed[0]:
+                most = 0
         counts: IntArray = np.bincount(is_draft.nonzero()[0][order[:most]], minlength=len(rows))
         return counts
 
     def chances(self, rows: IntArray, proposals: Proposals) -> FloatArray:
         """Chance of each draft, [n, k]: that it and those before it are right."""
-        rates = (self._right + _PRIOR_RATE * _PRIOR_WEIGHT) / (self._seen + _PRIOR_WEIGHT)
+        rates = self._rates()
         trust = (self._row_right[rows] + _ROW_WEIGHT) / (self._row_expected[rows] + _ROW_WEIGHT)
         chances: FloatArray = np.minimum(rates[proposals.evidence] * trust[:, None], 1.0)
         return np.multiply.accumulate(chances, axis=1, out=chances)
+
+    def _rates(self) -> FloatArray:
+        """How often a draft of each class is right, if those before it are.
+
+        Classes of which little is known are taken to be like the others.
+        """
+        num_right, num_seen = self._right.sum(), self._seen.sum()
+        usual = (num_right + _PRIOR_RATE * _PRIOR_WEIGHT) / (num_seen + _PRIOR_WEIGHT)
+        rates: FloatArray = (self._right + usual * _PRIOR_WEIGHT) / (self._seen + _PRIOR_WEIGHT)
+        return rates
 
     def learn(
         self, rows: IntArray, evidence: NDArray[np.uint8], counts: IntArray, right: IntArray
@@ -150,7 +166,7 @@ class DraftBudget:
         place = np.arange(evidence.shape[1])
         is_right = place < right[:, None]
         is_seen = place < np.minimum(right + 1, counts)[:, None]
-        rates = (self._right + _PRIOR_RATE * _PRIOR_WEIGHT) / (self._seen + _PRIOR_WEIGHT)
+        rates = self._rates()
         expected = np.where(is_seen, rates[evidence], 0.0).sum(axis=1)
         self._right += np.bincount(evidence[is_right], minlength=NUM_EVIDENCE)
         self._seen += np.bincount(evidence[is_seen], minlength=NUM_EVIDENCE)
