@@ -7,7 +7,7 @@ and is wrong where a draw says so: so it is known how many tokens each step shou
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,8 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanocore.kernels.sampling import TokenPlaces
 from nanocore.protocol.sampling import EngineSamplingParams
+from nanocore.worker.memory.kv_memory import KVSpec
 from nanocore.worker.plan import ModelRunnerOutput, NewRow, SchedulerOutput, TokenMasks
+from nanocore.worker.step.batch_step import BatchStep
+from nanocore.worker.step.drafts import Proposal
 from nanocore.worker.step.model_runner import ModelRunner
 from nanocore.worker.step.pending_output import PendingOutput
 from tests.step_plans import int32, make_plan, make_row
@@ -39,7 +43,17 @@ class Wish:
     allowed: Callable[[list[int]], NDArray[np.bool_]] | None = None
 
 
-class TruthTeller:
+class Bystander:
+    """Implements what of `WorkerProposer` a proposer without layers has no use for."""
+
+    kv_specs: Sequence[KVSpec] = ()
+
+    def nothing(self, *_: object) -> None: ...
+
+    allocate = release_kv_memory = capture = apply = settle = nothing
+
+
+class TruthTeller(Bystander):
     """Implements `WorkerProposer`: true tokens, but for those that are drawn to be wrong.
 
     truth: the outputs of all requests. wrong: out of so many places.
@@ -55,9 +69,14 @@ class TruthTeller:
         token = truth[index] if index < len(truth) else 0
         return (token + 1) % 300 if self.is_wrong[request, position] else token
 
-    def propose(self, token_table: Tensor, rows_D: Tensor, positions_D: Tensor) -> Tensor:
-        requests = token_table[rows_D, 0].tolist()
-        drafts = map(self.guess, requests, positions_D.tolist())
+    def propose(self, step: BatchStep) -> Proposal:
+        return Proposal({}, self.of_places)
+
+    def of_places(
+        self, fields: Mapping[str, Tensor], places: TokenPlaces, is_certain: bool
+    ) -> Tensor:
+        requests = places.token_table[places.rows_R, 0].tolist()
+        drafts = map(self.guess, requests, places.positions_R.tolist())
         return torch.tensor([*drafts], dtype=torch.int32)
 
 

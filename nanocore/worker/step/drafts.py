@@ -11,35 +11,75 @@ D drafts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
 import numpy as np
 import torch
-from msgspec.structs import astuple
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanocore.kernels.attention import KVCache
+from nanocore.kernels.sampling import TokenPlaces
+from nanocore.worker.memory.kv_memory import KVSpec
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.step.batch_step import BatchStep, ints
 from nanocore.worker.step.input_batch import InputBatch
 from nanocore.worker.step.step_memory import NewTokens, RowTables
+from nanocore.worker.step.stream import Stream
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """Drafts of a step that are to be guessed.
+
+    columns: what that needs, written by the host with the step's columns. guess: is given these
+    where the model runs, the places of D drafts, and whether the host was certain of the rows'
+    tokens; returns int32 [D], without waiting for the device. Places of a row are in their order,
+    behind its last token; all before is in the table. All ranks must return the same.
+    """
+
+    columns: dict[str, NDArray]
+    guess: Callable[[Mapping[str, Tensor], TokenPlaces, bool], Tensor]
 
 
 class WorkerProposer(Protocol):
-    """Guesses tokens where the model runs, for plans that leave that to it."""
+    """Guesses tokens where the model runs, for plans that leave that to it.
 
-    def propose(self, token_table: Tensor, rows_D: Tensor, positions_D: Tensor) -> Tensor:
-        """Guess tokens for these places, int32 [D], where the model runs, without waiting for it.
+    kv_specs: layers of its own, whose K and V lie in the blocks of the model's full group.
+    """
 
-        Places of a row are in their order, behind its last token; all before is in the table. All
-        ranks must guess the same.
-        """
+    @property
+    def kv_specs(self) -> Sequence[KVSpec]: ...
+
+    def allocate(
+        self, kv_caches: list[KVCache], batch: InputBatch, tables: RowTables, excess: Tensor
+    ) -> None:
+        """Begin anew. kv_caches: of its layers. tables, excess: where the model runs, see there."""
+        ...
+
+    def release_kv_memory(self) -> None:
+        """Give up the views of the KV cache."""
+        ...
+
+    def capture(self, max_num_batched_tokens: int, stream: Stream, enforce_eager: bool) -> None:
+        """Capture its own steps, or compile for them, as `ModelRunner.capture` does."""
+        ...
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Take in rows and blocks of any plan, which the batch has taken in."""
+        ...
+
+    def propose(self, step: BatchStep) -> Proposal:
+        """Begin to guess the drafts of a step."""
+        ...
+
+    def settle(self, rows: NDArray[np.int64], num_wrong: NDArray[np.int64]) -> None:
+        """Learn that so many of the last tokens that it computed for rows were wrong."""
         ...
 
 
-def draft_columns(step: BatchStep, plan: SchedulerOutput) -> dict[str, NDArray]:
+def _draft_columns(step: BatchStep, plan: SchedulerOutput) -> dict[str, NDArray]:
     """Columns of a step with drafts: which slots have one behind them, and whose slots they are.
 
     planned_D: the drafts, if the plan has them: its rows are in the slots' order.
@@ -81,11 +121,16 @@ _NO_CORRECTION: Final = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 class Unverified(msgspec.Struct, frozen=True):
-    """A step's rows on the host, until it is known how many tokens they got."""
+    """A step's rows on the host, until it is known how many tokens they got.
+
+    columns: of the step. proposal: None if the plan has the drafts.
+    """
 
     rows: NDArray[np.int64]
     owners: NDArray[np.int64]
     slot_counts: NDArray[np.int64]
+    columns: dict[str, NDArray]
+    proposal: Proposal | None
 
 
 class DraftTracker:
@@ -112,11 +157,18 @@ class DraftTracker:
         """Whether the host knows how many tokens every row has."""
         return self._num_unverified == 0
 
-    def begin(self, step: BatchStep) -> Unverified:
-        """A step with drafts is begun; `settle` ends it."""
+    def begin(self, step: BatchStep, plan: SchedulerOutput) -> Unverified | None:
+        """Begin a step's drafts; `settle` ends it. None: it has none."""
+        if not step.has_drafts:
+            return None
+        columns, proposal = _draft_columns(step, plan), None
+        if not plan.draft_token_ids:
+            assert self._proposer is not None, "a plan leaves drafts to a worker that has none"
+            proposal = self._proposer.propose(step)
+            columns |= proposal.columns
         self._num_unverified += 1
         rows = step.sampling_rows
-        return Unverified(rows, self._batch.owner[rows], step.slot_counts)
+        return Unverified(rows, self._batch.owner[rows], step.slot_counts, columns, proposal)
 
     def settle(self, step: Unverified, counts: NDArray[np.int64]) -> None:
         """The host hears how many tokens the rows got."""
@@ -126,6 +178,9 @@ class DraftTracker:
         rows, excess = step.rows[is_same], (step.slot_counts - counts)[is_same]
         self._batch.correct(rows, excess)
         self._corrections.append((rows, excess))
+        if self._proposer is not None:
+            # It did not compute the last draft, unless a later step has it already.
+            self._proposer.settle(rows, (excess - self.is_certain).clip(min=0))
 
     def corrections(self) -> dict[str, NDArray]:
         """Columns of the next step: what the device is to forget, as rows and then counts."""
@@ -155,14 +210,16 @@ class DraftTracker:
             fields["slot_positions_N"].sub_(self.excess[fields["slot_rows_N"]])
             tables.find_slots(fields)
 
-    def propose(self, fields: Mapping[str, Tensor], tables: RowTables) -> Tensor:
+    def propose(
+        self, step: Unverified, fields: Mapping[str, Tensor], tables: RowTables, is_certain: bool
+    ) -> Tensor:
         """On the device: write the drafts behind rows' last tokens; int32 [D]."""
         places = tables.places(fields).of_rows(fields["drafted_D"])
-        if "planned_D" in fields:
+        if step.proposal is None:
             drafts_D = fields["planned_D"]
         else:
-            assert self._proposer is not None, "a plan leaves drafts to a worker that has none"
-            drafts_D = self._proposer.propose(*astuple(places))
+            tables.append_blocks(fields)  # the step itself does it later
+            drafts_D = step.proposal.guess(fields, places, is_certain)
         places.write(drafts_D)
         return drafts_D
 

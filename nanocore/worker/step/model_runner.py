@@ -28,7 +28,7 @@ from nanocore.worker.placement import Placement
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput
 from nanocore.worker.sampling.columns import kinds_of
 from nanocore.worker.step.batch_step import ints
-from nanocore.worker.step.drafts import DraftTracker, WorkerProposer, draft_columns
+from nanocore.worker.step.drafts import DraftTracker, WorkerProposer
 from nanocore.worker.step.input_batch import InputBatch
 from nanocore.worker.step.model_stage import ModelStage
 from nanocore.worker.step.pending_output import LaidOutStep, Machine, PendingOutput
@@ -106,9 +106,11 @@ class ModelRunner:
         # Graphs hold the addresses of the old cache and tables.
         self._graphs = self._last = None
         self.release_kv_memory()  # what both took is needed for the new ones
-        layout = KVLayout(self.model.kv_specs, kv_format, block_size)
+        specs = [*self.model.kv_specs, *(self.proposer.kv_specs if self.proposer else ())]
+        layout = KVLayout(specs, kv_format, block_size)
         self.kv_memory = KVMemory(layout, num_slabs, self.device, groups)
-        self.stage.kv_caches = self.kv_memory.layers()
+        kv_caches = self.kv_memory.layers()
+        self.stage.kv_caches = kv_caches[: len(self.model.layers)]
         self.stage.rotary = self.model.rotary_tables(max_model_len)
         self.batch = InputBatch(
             max_num_seqs,
@@ -121,6 +123,9 @@ class ModelRunner:
         )
         self.tables = RowTables(self.batch.blocks, max_model_len, block_size, self._beside_host)
         self._drafts = DraftTracker(self.batch, self.proposer, self.device)
+        if self.proposer is not None:
+            own = kv_caches[len(self.model.layers) :]
+            self.proposer.allocate(own, self.batch, self.tables, self._drafts.excess)
         self._machine = Machine(
             self.stage, self._stream, self.tables, self._drafts, self._beside_host
         )
@@ -133,6 +138,8 @@ class ModelRunner:
         On a device whose stream has no graph_capture kernels are compiled instead, so that no
         request waits for that. max_graphs: limit of a device's graphs, the largest first.
         """
+        if self.proposer is not None:
+            self.proposer.capture(max_num_batched_tokens, self._stream, self._enforce_eager)
         if self._stream.is_host:
             num_rows = self.batch.max_num_seqs
             max_samples = num_rows + step_drafts(num_rows, self.max_drafts)
@@ -172,6 +179,8 @@ class ModelRunner:
         """Give the KV cache's memory back; no step can run until there is another."""
         self.kv_memory = None
         self.stage.kv_caches = []
+        if self.proposer is not None:
+            self.proposer.release_kv_memory()
 
     @torch.inference_mode()
     def begin(self, plan: SchedulerOutput) -> PendingOutput:
@@ -181,6 +190,8 @@ class ModelRunner:
         if not self.placement.is_last_stage:
             self._take_sampled(plan)
         appended = self.batch.apply(plan)
+        if self.proposer is not None:
+            self.proposer.apply(plan)
         if plan.num_tokens == 0:
             assert not plan.awaits_masks, f"step {plan.step} has no tokens and awaits masks"
             assert not plan.added, f"step {plan.step} adds rows and has no tokens"
@@ -218,7 +229,7 @@ class ModelRunner:
         shape = shape if graph is None else graph.shape
         sampled, self._sampled = self._sampled, []
         new = NewTokens.of(plan, sampled)
-        sampling, unverified = batch.sampled_rows(step), None
+        sampling, unverified = batch.sampled_rows(step), self._drafts.begin(step, plan)
         columns: dict[str, NDArray] = {"new_tokens_K": new.column}
         if self.sampler is not None:  # else the tokens come with a later plan
             batch.append(step)
@@ -226,9 +237,8 @@ class ModelRunner:
             if outputs is not None:
                 columns |= outputs.columns()
         columns |= self._drafts.corrections()
-        if step.has_drafts:
-            columns |= draft_columns(step, plan)
-            unverified = self._drafts.begin(step)
+        if unverified is not None:
+            columns |= unverified.columns
         staged = self._stream.stage(layout_of(shape, sampling.kinds + kinds_of(columns)))
         staged.write(step_columns(step, appended, slots[2], shape), self.tables.spare_row)
         staged.write(columns)

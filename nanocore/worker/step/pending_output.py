@@ -157,7 +157,10 @@ class PendingOutput:
         memory, fields = laid_out.staged.to(machine.device)
         tables.take(fields["new_tokens_K"], laid_out.new)
         machine.drafts.update(fields, laid_out.new, tables, laid_out.is_certain)
-        drafts_D = machine.drafts.propose(fields, tables) if step.has_drafts else None
+        drafts_D = None
+        if (unverified := laid_out.unverified) is not None:
+            is_certain = laid_out.is_certain
+            drafts_D = machine.drafts.propose(unverified, fields, tables, is_certain)
 
         def inputs() -> StepInputs:
             return tables.inputs(fields, HostBounds.of_step(step, laid_out.decode_tokens))

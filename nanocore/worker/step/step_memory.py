@@ -12,6 +12,7 @@ see `nanocore.kernels.interface`; further, W blocks that were appended, and N sl
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import Final
 
@@ -332,9 +333,20 @@ class RowTables:
             self.block_ids[:, row, : ids_GN.shape[1]] = ids_GN
             column = column[num_blocks:]
 
+    def of_full_group(self) -> RowTables:
+        """The same tables, with the blocks of the first group alone."""
+        tables = copy(self)
+        tables.block_ids = self.block_ids[:1]
+        tables._block_tables = self.block_ids[0]
+        return tables
+
+    def append_blocks(self, fields: Mapping[str, Tensor]) -> None:
+        """Write the blocks that a step's rows got to the table."""
+        self._rows(fields).append_blocks()
+
     def find_slots(self, fields: Mapping[str, Tensor]) -> None:
         """Find anew where K and V of a step's tokens go, whose positions have changed."""
-        self._rows(fields).append_blocks()
+        self.append_blocks(fields)
         positions_T, size = fields["positions_T"], self.block_size
         slots_GT = fields["slots_GT"].view(self.block_ids.shape[0], -1)
         blocks_GT = self.block_ids[:, fields["rows_T"], positions_T // size]

@@ -1,0 +1,1 @@
+"""Proposers of speculative decoding that run where the model does, one a file."""
