@@ -20,6 +20,7 @@ from nanocore.worker.devices import (
     select_device,
     select_kv_format,
 )
+from nanocore.worker.drafting.draft_model import DraftFiles
 from nanocore.worker.loading.checked_model import (
     check_files,
     check_memory,
@@ -69,7 +70,9 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     ]
     check_files(config, models[0])
     kv_format = select_kv_format(config.kv_cache_dtype, dtype, device)
-    ranks = [outlined_info(model, config, kernels, kv_format, device) for model in models]
+    files = DraftFiles.find(config, model_config, dtype, device)
+    draft = None if files is None else files.outline()
+    ranks = [outlined_info(model, config, kernels, kv_format, device, draft) for model in models]
     weight_bytes = [rank.weight_bytes for rank in ranks]
     check_memory(config, dict(enumerate(weight_bytes)))
     return [

@@ -36,6 +36,7 @@ from nanocore.worker.devices import (
     select_kv_format,
     steps_in_flight,
 )
+from nanocore.worker.drafting.draft_model import DraftFiles, DraftModel
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.checked_model import (
     check_files,
@@ -101,12 +102,30 @@ class Worker:
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         outline = build_model(model_config, self._placement.on_meta())
         check_files(config, outline)
-        self._info = outlined_info(outline, config, self._kernels, self._kv_format, device)
+        self._draft_files = DraftFiles.find(config, model_config, dtype, device, self._progress)
+        self._info = outlined_info(
+            outline,
+            config,
+            self._kernels,
+            self._kv_format,
+            device,
+            self._draft_files.outline() if self._draft_files else None,
+        )
         check_memory(config, {rank: self._info.weight_bytes})
         model = build_model(model_config, self._placement)
+        self._draft: DraftModel | None = None
+        if (files := self._draft_files) is not None:
+            draft = build_model(files.model, files.placement)
+            self._draft = DraftModel(draft, self._kernels, links.tp)
         self._graph_capture: CudaGraphCapture | None = None
         self.runner = ModelRunner(
-            model, self._kernels, links, self._stream(), config.enforce_eager, config.max_drafts
+            model,
+            self._kernels,
+            links,
+            self._stream(),
+            config.enforce_eager,
+            config.max_drafts,
+            self._draft,
         )
 
     def _stream(self) -> CudaStream | None:
@@ -132,6 +151,9 @@ class Worker:
             self._weight_bytes = fill_and_pack(
                 self.runner.model, self._kernels, self._fill, self._config.quantization
             )
+            if self._draft_files is not None and self._draft is not None:
+                files, draft = self._draft_files, self._draft.model
+                self._weight_bytes += files.fill(draft, self._kernels, self._progress)
         finally:
             torch.set_num_threads(num_threads)
 

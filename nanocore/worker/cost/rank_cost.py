@@ -7,6 +7,7 @@ quantization is seen. Every family is counted by its own layers; none is known h
 from __future__ import annotations
 
 import torch
+from msgspec.structs import replace
 
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat
@@ -26,24 +27,34 @@ def outlined_info(
     kernels: Kernels,
     kv_format: KVCacheFormat,
     device: torch.device,
+    draft: DecoderModel | None = None,
 ) -> WorkerInfo:
     """What is known of a rank that has no memory yet; so there is none in it for the KV cache.
 
-    outline: its part of the model, on the meta device. device: the rank's.
+    outline: its part of the model, on the meta device. device: the rank's. draft: the draft model,
+    likewise, whose memory is counted; the cost is of the model alone.
     """
-    layout = KVLayout(outline.kv_specs, kv_format, config.block_size)
+    specs, size = outline.kv_specs, config.block_size
+    own_bytes = activation_bytes = rotation_bytes = 0
+    if draft is not None:
+        specs = [*specs, *(replace(spec, window=0) for spec in draft.kv_specs)]
+        layout = KVLayout(draft.kv_specs, kv_format, size)
+        own_bytes = rank_cost(draft, layout, config, kernels).held_bytes
+        activation_bytes = _activation_bytes(draft, config)
+        rotation_bytes = _rotation_bytes(draft, config)
+    layout = KVLayout(specs, kv_format, size)
     cost = rank_cost(outline, layout, config, kernels)
     return WorkerInfo(
         device=str(device),
         dtype=dtype_name(outline.placement.dtype),
         kernels=kernels.name,
         kernel_variant=kernels.variant,
-        weight_bytes=cost.held_bytes,
+        weight_bytes=cost.held_bytes + own_bytes,
         kv_groups=layout.groups,
         available_kv_bytes=0,
         memory_bytes=0,
-        activation_bytes=_activation_bytes(outline, config),
-        table_bytes=table_bytes(outline, config),
+        activation_bytes=_activation_bytes(outline, config) + activation_bytes,
+        table_bytes=table_bytes(outline, config) + rotation_bytes,
         cost=cost,
     )
 
@@ -90,7 +101,7 @@ def rank_cost(
 
 def _activation_bytes(model: DecoderModel, config: WorkerConfig) -> int:
     """About: hidden states of the largest step in its widest layer, and logits of every sample."""
-    model_config, tp_size = model.config, config.tensor_parallel_size
+    model_config, tp_size = model.config, model.placement.tp.size
     attention, inner, moe = model_config.attention, model_config.mlp.inner_size, model_config.moe
     heads = 2 * attention.num_heads + 2 * attention.num_kv_heads  # Q, K, V and the result
     if moe is not None:
@@ -107,7 +118,11 @@ def table_bytes(model: DecoderModel, config: WorkerConfig) -> int:
     """Bytes of tables of rows and positions: token ids twice, block ids, and rotations."""
     rows, length = config.max_num_seqs, config.max_model_len
     token_bytes = 2 * 4 * rows * (length + 1) + 4 * rows * -(-length // config.block_size)
+    return token_bytes + _rotation_bytes(model, config)
+
+
+def _rotation_bytes(model: DecoderModel, config: WorkerConfig) -> int:
     attention = model.config.attention
     rotations = set(map(attention.rotation, range(model.config.num_layers)))
     values = sum(2 if name == "none" else attention.rope[name].rotary_dim for name in rotations)
-    return token_bytes + length * values * model.placement.dtype.itemsize
+    return config.max_model_len * values * model.placement.dtype.itemsize

@@ -16,6 +16,7 @@ drafts first, and N of them that a pass is for.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -28,9 +29,22 @@ from torch import Tensor
 from nanocore.kernels.attention import KVCache
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.sampling import TokenPlaces
+from nanocore.protocol.errors import ConfigError, ModelFileError
+from nanocore.protocol.messages import MAX_FILE_BYTES
 from nanocore.worker.communication.communicator import Communicator, StageLinks
-from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.config.json_settings import read_json
+from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.devices import dtype_name
+from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
+from nanocore.worker.loading.checked_model import check_files, read_model, read_weight_format
+from nanocore.worker.loading.dummy_weights import fill_dummy_weights
+from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.loading.model_folder import resolve_model
+from nanocore.worker.loading.weights import Entries
+from nanocore.worker.models import build_model
+from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.rank_messages import WorkerConfig
 from nanocore.worker.sampling.columns import SampledRows, SamplingMetadata
 from nanocore.worker.step.batch_step import BatchStep
 from nanocore.worker.step.drafts import Proposal
@@ -43,6 +57,125 @@ from nanocore.worker.step.stream import Stream
 _MOST_BEHIND: Final = 2
 """Tokens that a row computes first if it drafted in the step before: the last draft, if it was
 right, and the token behind it."""
+_FLAG: Final = "--speculative-config"
+
+
+class DraftFiles(msgspec.Struct, frozen=True):
+    """A draft model as its files have it. config: of a worker that would serve it, on one rank."""
+
+    config: WorkerConfig
+    model: ModelConfig
+    placement: Placement
+
+    @classmethod
+    def find(
+        cls,
+        config: WorkerConfig,
+        served: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        log: bool = True,
+    ) -> DraftFiles | None:
+        """The draft model that a configuration names; None: none. dtype: of the served model.
+
+        log: say what is odd about its files, and compare tokenizers; for one rank of several.
+
+        Raises:
+            ConfigError: it has another vocabulary, or fewer positions, than the served model.
+            ModelFileError: a file is missing, malformed, or asks for what is not implemented.
+        """
+        speculative = config.speculative
+        if speculative is None or speculative.model is None:
+            return None
+        try:
+            folder = str(resolve_model(speculative.model))
+        except ModelFileError as error:
+            raise ModelFileError(f'{_FLAG}, "model": {error}') from None
+        own = replace(
+            config,
+            folder=folder,
+            dtype=dtype_name(dtype),
+            hf_overrides={},
+            merge_lora=None,
+            tensor_parallel_size=1,
+        )
+        model, _ = read_model(own, device, log)
+        if model.vocab_size != served.vocab_size:
+            raise ConfigError(
+                f"{_FLAG}: the draft model {folder} has {model.vocab_size} tokens, and the model "
+                f"{served.vocab_size}: a draft model of the same vocabulary is served"
+            )
+        if model.longest_model_len < config.max_model_len:
+            raise ConfigError(
+                f"{_FLAG}: the draft model {folder} has {model.longest_model_len} positions, and "
+                f"requests {config.max_model_len}: lower --max-model-len to the draft model's"
+            )
+        if log:
+            _check_tokens(Path(config.folder), Path(folder))
+        weight_format = read_weight_format(own, model, dtype, log)
+        return cls(own, model, Placement(dtype, device, weight_format=weight_format))
+
+    def outline(self) -> DecoderModel:
+        """The model without memory. Raises ModelFileError: its weight files are of another."""
+        outline = build_model(self.model, self.placement.on_meta())
+        check_files(self.config, outline)
+        return outline
+
+    def fill(self, model: DecoderModel, kernels: Kernels, progress: bool) -> int:
+        """Read the model's weights; returns the memory that they take.
+
+        Raises ModelFileError: see `loader.load_weights`.
+        """
+
+        def fill(entries: Entries) -> None:
+            if self.config.load_format == "dummy":
+                fill_dummy_weights(entries, self.config.seed)
+            else:
+                load_weights(Path(self.config.folder), entries, model.entry_name, progress)
+
+        return fill_and_pack(model, kernels, fill, self.config.quantization)
+
+
+def _check_tokens(*folders: Path) -> None:
+    """Compare what tokens are called where both folders say it."""
+    paths = [folder / "tokenizer.json" for folder in folders]
+    if not all(path.is_file() for path in paths) or len({path.read_bytes() for path in paths}) == 1:
+        return
+    (one, other) = (_tokens(path) for path in paths)
+    for token_id in sorted(one.keys() | other.keys()):
+        if one.get(token_id) != other.get(token_id):
+            raise ConfigError(
+                f"{_FLAG}: {paths[0]} has {len(one)} tokens and {paths[1]} has {len(other)}, and "
+                f"token {token_id} is {one.get(token_id)!r} in the first and "
+                f"{other.get(token_id)!r} in the second: a draft model of the same vocabulary is "
+                "served"
+            )
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]] = {}
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    """Whatever tokenizer.json says of token ids."""
+
+    model: _Vocabulary
+    added_tokens: list[_AddedToken] = []
+
+
+def _tokens(path: Path) -> dict[int, str]:
+    tokenizer = read_json(path, _TokenizerFile, MAX_FILE_BYTES)
+    vocabulary = tokenizer.model.vocab
+    if isinstance(vocabulary, dict):
+        tokens = {token_id: token for token, token_id in vocabulary.items()}
+    else:
+        tokens = {i: token for i, (token, _) in enumerate(vocabulary)}
+    return tokens | {added.id: added.content for added in tokenizer.added_tokens}
 
 
 class _Passes(msgspec.Struct, frozen=True):
