@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +37,6 @@ from nanocore.worker.devices import (
     select_kv_format,
     steps_in_flight,
 )
-from nanocore.worker.drafting.draft_model import DraftFiles, DraftModel
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.checked_model import (
     check_files,
@@ -102,21 +102,19 @@ class Worker:
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         outline = build_model(model_config, self._placement.on_meta())
         check_files(config, outline)
-        self._draft_files = DraftFiles.find(config, model_config, dtype, device, self._progress)
-        self._info = outlined_info(
-            outline,
-            config,
-            self._kernels,
-            self._kv_format,
-            device,
-            self._draft_files.outline() if self._draft_files else None,
-        )
+        files = None
+        if config.max_drafts:
+            from nanocore.worker.drafting.draft_model import DraftFiles
+
+            files = DraftFiles.find(config, model_config, dtype, device, self._progress)
+        draft = None if files is None else files.outline()
+        self._info = outlined_info(outline, config, self._kernels, self._kv_format, device, draft)
         check_memory(config, {rank: self._info.weight_bytes})
         model = build_model(model_config, self._placement)
-        self._draft: DraftModel | None = None
-        if (files := self._draft_files) is not None:
-            draft = build_model(files.model, files.placement)
-            self._draft = DraftModel(draft, self._kernels, links.tp)
+        proposer, self._fill_draft = None, lambda: 0
+        if files is not None:
+            proposer = files.proposer(self._kernels, links.tp)
+            self._fill_draft = partial(files.fill, proposer.model, self._kernels, self._progress)
         self._graph_capture: CudaGraphCapture | None = None
         self.runner = ModelRunner(
             model,
@@ -125,7 +123,7 @@ class Worker:
             self._stream(),
             config.enforce_eager,
             config.max_drafts,
-            self._draft,
+            proposer,
         )
 
     def _stream(self) -> CudaStream | None:
@@ -151,9 +149,7 @@ class Worker:
             self._weight_bytes = fill_and_pack(
                 self.runner.model, self._kernels, self._fill, self._config.quantization
             )
-            if self._draft_files is not None and self._draft is not None:
-                files, draft = self._draft_files, self._draft.model
-                self._weight_bytes += files.fill(draft, self._kernels, self._progress)
+            self._weight_bytes += self._fill_draft()
         finally:
             torch.set_num_threads(num_threads)
 

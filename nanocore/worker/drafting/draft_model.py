@@ -121,6 +121,10 @@ class DraftFiles(msgspec.Struct, frozen=True):
         check_files(self.config, outline)
         return outline
 
+    def proposer(self, kernels: Kernels, tp: Communicator) -> DraftModel:
+        """The model in memory, its weights to be filled; kernels, tp: of the served model."""
+        return DraftModel(build_model(self.model, self.placement), kernels, tp)
+
     def fill(self, model: DecoderModel, kernels: Kernels, progress: bool) -> int:
         """Read the model's weights; returns the memory that they take.
 
@@ -209,9 +213,9 @@ class DraftModel:
         self._stage.rotary = self.model.rotary_tables(tables.max_model_len)
         self._batch, self._tables, self._excess = batch, tables.of_full_group(), excess
         self._is_filled = np.zeros(len(kv_caches[0].k_NSKD), bool)
-        """Of blocks: whether this model's K and V of all their tokens are there."""
+        """Whether this model's K and V of all tokens of a block are there."""
         self._num_held = np.zeros(batch.max_num_seqs, np.int64)
-        """Of rows: tokens from their first one on whose K and V are there, at least."""
+        """Tokens of a row, from its first one on, whose K and V are there, at least."""
 
     def release_kv_memory(self) -> None:
         self._stage.kv_caches = []
