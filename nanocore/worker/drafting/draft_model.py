@@ -16,6 +16,7 @@ drafts first, and N of them that a pass is for.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -30,9 +31,7 @@ from nanocore.kernels.attention import KVCache
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.sampling import TokenPlaces
 from nanocore.protocol.errors import ConfigError, ModelFileError
-from nanocore.protocol.messages import MAX_FILE_BYTES
 from nanocore.worker.communication.communicator import Communicator, StageLinks
-from nanocore.worker.config.json_settings import read_json
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.devices import dtype_name
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
@@ -141,55 +140,26 @@ class DraftFiles(msgspec.Struct, frozen=True):
 
 
 def _check_tokens(*folders: Path) -> None:
-    """Compare what tokens are called where both folders say it."""
+    """Compare what tokens are called, where both folders say it."""
     paths = [folder / "tokenizer.json" for folder in folders]
     if not all(path.is_file() for path in paths) or len({path.read_bytes() for path in paths}) == 1:
         return
-    (one, other) = (_tokens(path) for path in paths)
-    for token_id in sorted(one.keys() | other.keys()):
-        if one.get(token_id) != other.get(token_id):
-            raise ConfigError(
-                f"{_FLAG}: {paths[0]} has {len(one)} tokens and {paths[1]} has {len(other)}, and "
-                f"token {token_id} is {one.get(token_id)!r} in the first and "
-                f"{other.get(token_id)!r} in the second: a draft model of the same vocabulary is "
-                "served"
-            )
+    from tokenizers import Tokenizer  # what follows takes seconds, and few need it
 
-
-class _Vocabulary(msgspec.Struct):
-    vocab: dict[str, int] | list[tuple[str, float]] = {}
-
-
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-
-
-class _TokenizerFile(msgspec.Struct):
-    """Whatever tokenizer.json says of token ids."""
-
-    model: _Vocabulary
-    added_tokens: list[_AddedToken] = []
-
-
-def _tokens(path: Path) -> dict[int, str]:
-    tokenizer = read_json(path, _TokenizerFile, MAX_FILE_BYTES)
-    vocabulary = tokenizer.model.vocab
-    if isinstance(vocabulary, dict):
-        tokens = {token_id: token for token, token_id in vocabulary.items()}
-    else:
-        tokens = {i: token for i, (token, _) in enumerate(vocabulary)}
-    return tokens | {added.id: added.content for added in tokenizer.added_tokens}
-
-
-class _Passes(msgspec.Struct, frozen=True):
-    """Passes of the draft model, on the host.
-
-    bounds: of each. sampled: how the N rows of each sample, the same where N is.
-    """
-
-    bounds: list[HostBounds]
-    sampled: list[SampledRows]
+    vocabularies = []
+    for path in paths:
+        try:
+            vocabularies.append(Tokenizer.from_file(str(path)).get_vocab())
+        except Exception as error:  # it raises nothing more special
+            raise ModelFileError(f"{path}: {error}; download it again") from None
+    one, other = vocabularies
+    if one != other:
+        token = min(one.items() ^ other.items(), key=lambda item: item[::-1])
+        raise ConfigError(
+            f"{_FLAG}: {paths[0]} has {len(one)} tokens and {paths[1]} has {len(other)}, and only "
+            f"one of them has token {token[1]} as {token[0]!r}: a draft model of the same "
+            "vocabulary is served"
+        )
 
 
 class DraftModel:
@@ -252,40 +222,31 @@ class DraftModel:
         first_slots = np.cumsum(step.slot_counts) - step.slot_counts
         known_C = step.sample_positions[first_slots[order]]
         starts_C, counts_C = self._take(rows_C, known_C)
-        ends_C = starts_C + counts_C
+        ends_C, source_T = starts_C + counts_C, np.arange(len(rows_C)).repeat(counts_C)
         self._num_held[rows_C] = ends_C + np.where(ends_C == known_C, drafts_C - 1, 0)
-        # Kernels want sequences of few tokens first.
-        by_count = (counts_C > _MOST_BEHIND).argsort(kind="stable")
-        counts_B = counts_C[by_count]
-        query_start = np.concatenate(([0], counts_B.cumsum()))
-        source_T = by_count.repeat(counts_B)
-        last_C = np.empty_like(counts_C)
-        last_C[by_count] = query_start[1:] - 1
-        sizes = [int(np.count_nonzero(drafts_C > i)) for i in range(int(drafts_C[0]))]
-        sampled = {n: self._batch.sampling.of_rows(rows_C[:n]) for n in sizes}
-        num_few = int(np.count_nonzero(counts_C <= _MOST_BEHIND))
+        query_start = np.concatenate(([0], counts_C.cumsum()))
         columns = {
             "draft_rows_C": rows_C,
-            "draft_starts_C": starts_C,
             "draft_known_C": known_C,
-            "draft_last_C": last_C,
-            "draft_order_B": by_count,
+            "draft_starts_C": starts_C,
+            "draft_rows_T": rows_C[source_T],
+            "draft_positions_T": np.arange(len(source_T)) + (starts_C - query_start[:-1])[source_T],
             "draft_source_T": source_T,
-            "draft_offset_T": np.arange(len(source_T)) - query_start[:-1].repeat(counts_B),
             "draft_query_start_A": query_start.astype(np.int32),
-            "draft_numbers_A": np.arange(len(rows_C) + 1, dtype=np.int32),
-            "draft_num_decodes": np.array([num_few, *sizes[1:]], np.int32),
         }
-        for n, rows in sampled.items():
-            columns |= {f"draft_{n}_{name}": column for name, column in rows.columns.items()}
-        seq_lens = [ends_C[by_count], *(known_C[:n] + i for i, n in enumerate(sizes[1:], 1))]
-        bounds = [HostBounds(num_few, query_start.tolist(), seq_lens[0].tolist(), _MOST_BEHIND)]
-        bounds += [
-            HostBounds(len(lens), [*range(len(lens) + 1)], lens.tolist(), 1)
-            for lens in seq_lens[1:]
-        ]
-        passes = _Passes(bounds, [sampled[n] for n in sizes])
-        return Proposal(columns, lambda *given: self._guess(passes, *given))
+        num_few = int((counts_C <= _MOST_BEHIND).cumprod().sum())
+        bounds = HostBounds(num_few, query_start.tolist(), ends_C.tolist(), _MOST_BEHIND)
+        passes: list[tuple[HostBounds, SampledRows]] = []
+        sampled: dict[int, SampledRows] = {}
+        for i in range(int(drafts_C[0])):
+            n = int(np.count_nonzero(drafts_C > i))
+            if i:
+                bounds = HostBounds(n, [*range(n + 1)], (known_C[:n] + i).tolist(), 1)
+            if n not in sampled:
+                own = sampled[n] = self._batch.sampling.of_rows(rows_C[:n])
+                columns |= {f"draft_{n}_{name}": column for name, column in own.columns.items()}
+            passes.append((bounds, sampled[n]))
+        return Proposal(columns, partial(self._guess, passes))
 
     def _take(
         self, rows_C: NDArray[np.int64], known_C: NDArray[np.int64]
@@ -316,54 +277,47 @@ class DraftModel:
     # From here on where the model runs, and perhaps later than the host goes on.
 
     def _guess(
-        self, passes: _Passes, fields: Mapping[str, Tensor], places: TokenPlaces, is_certain: bool
+        self,
+        passes: list[tuple[HostBounds, SampledRows]],
+        fields: Mapping[str, Tensor],
+        places: TokenPlaces,
+        is_certain: bool,
     ) -> Tensor:
-        """Write drafts to the rows, one pass after the other."""
-        rows_C, starts_C = fields["draft_rows_C"], fields["draft_starts_C"]
-        known_C, order_B, source_T = (
-            fields[f"draft_{name}"] for name in ("known_C", "order_B", "source_T")
+        """Write drafts to the rows, one pass after the other. passes: bounds, and of its N rows."""
+        rows_C, known_C, starts_C, rows_T, positions_T, query_start_A = (
+            fields[f"draft_{name}"]
+            for name in ("rows_C", "known_C", "starts_C", "rows_T", "positions_T", "query_start_A")
         )
         if not is_certain:
             excess_C = self._excess[rows_C]
-            known_C = known_C - excess_C
-            starts_C = starts_C - torch.minimum(excess_C, starts_C)
-        query_start_A = fields["draft_query_start_A"]
-        step = {
-            "rows_T": rows_C[source_T],
-            "positions_T": starts_C[source_T] + fields["draft_offset_T"],
-            "rows_B": rows_C[order_B],
-            "seq_lens_B": (starts_C[order_B] + query_start_A.diff()).int(),
-            "query_start_A": query_start_A,
-            "sample_index_R": fields["draft_last_C"],
-        }
-        numbers_A = fields["draft_numbers_A"]
-        for i, (bounds, sampled) in enumerate(zip(passes.bounds, passes.sampled, strict=True)):
+            shift_C = torch.minimum(excess_C, starts_C)
+            known_C, starts_C = known_C - excess_C, starts_C - shift_C
+            positions_T = positions_T - shift_C[fields["draft_source_T"]]
+        seq_lens_B = starts_C + query_start_A.diff()
+        for i, (bounds, sampled) in enumerate(passes):
             num_rows = len(bounds.seq_lens)
             rows_N, next_N = rows_C[:num_rows], known_C[:num_rows] + i
             if i:
-                step = {
-                    "rows_T": rows_N,
-                    "positions_T": next_N - 1,
-                    "rows_B": rows_N,
-                    "seq_lens_B": next_N.int(),
-                    "query_start_A": numbers_A[: num_rows + 1],
-                    "sample_index_R": numbers_A[:num_rows].long(),
-                }
-            step["num_decodes_1"] = fields["draft_num_decodes"][i : i + 1]
-            logits_NV = self._logits(step, bounds)
+                rows_T, positions_T, seq_lens_B = rows_N, next_N - 1, next_N
+                query_start_A = torch.arange(num_rows + 1, dtype=torch.int32, device=rows_C.device)
+            nothing = rows_C[:0]
+            step = {
+                "rows_T": rows_T,
+                "positions_T": positions_T,
+                "slots_GT": torch.zeros_like(positions_T),
+                "rows_B": rows_N,
+                "seq_lens_B": seq_lens_B.int(),
+                "query_start_A": query_start_A,
+                "num_decodes_1": rows_C.new_full((1,), bounds.num_decodes, dtype=torch.int32),
+                "sample_index_R": query_start_A[1:].long() - 1,
+                "block_rows_W": nothing,
+                "block_columns_W": nothing,
+                "block_ids_W": nothing.int(),
+            }
+            self._tables.find_slots(step)
+            logits_NV = self._compute(self._tables.inputs(step, bounds))
             own = {name: fields[f"draft_{num_rows}_{name}"] for name in sampled.columns}
-            where = TokenPlaces(self._tables.token_table, rows_N, next_N)
+            where = TokenPlaces(places.token_table, rows_N, next_N)
             assert self._stage.sampler is not None, "it is a whole model"
             self._stage.sampler.sample(logits_NV, SamplingMetadata(sampled, own, where))
         return self._tp.all_gather(places.read().int())[0]
-
-    def _logits(self, step: dict[str, Tensor], bounds: HostBounds) -> Tensor:
-        nothing = step["rows_T"][:0]
-        step |= {
-            "slots_GT": torch.zeros_like(step["positions_T"]),
-            "block_rows_W": nothing,
-            "block_columns_W": nothing,
-            "block_ids_W": nothing.int(),
-        }
-        self._tables.find_slots(step)
-        return self._compute(self._tables.inputs(step, bounds))
