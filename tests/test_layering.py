@@ -211,7 +211,7 @@ def test_llguidance_is_imported_in_one_room() -> None:
         ("nanocore.http.app,nanocore.http.server.http_server,nanocore.cli.main",
          "torch triton flash_attn transformers numpy safetensors xxhash llguidance"),
         ("nanocore.bench.serve,nanocore.bench.http_target,nanocore.bench.offline",
-         "torch triton flash_attn transformers safetensors xxhash llguidance matplotlib"),
+         "torch triton flash_attn transformers safetensors xxhash llguidance"),
         ("nanocore.cli.chat.session,nanocore.cli.chat.openai_target",
          "torch triton flash_attn transformers numpy safetensors xxhash llguidance uvicorn"),
         ("nanocore.cli.chat.command", "prompt_toolkit rich aiohttp torch numpy"),
@@ -232,7 +232,7 @@ def test_llguidance_is_imported_in_one_room() -> None:
          "torch triton flash_attn transformers llguidance"),
         ("nanocore.engine_core.process.process,nanocore.engine_core.process.check",
          "flash_attn transformers llguidance uvicorn httptools uvloop prometheus_client "
-         "opentelemetry matplotlib prompt_toolkit rich aiohttp"),
+         "opentelemetry prompt_toolkit rich aiohttp"),
     ],
 )  # fmt: skip
 def test_imports_stay_light(modules: str, absent: str) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Final
 
 from tqdm import tqdm
@@ -31,21 +30,8 @@ def run(arguments: list[str]) -> int:
     check_file(options.dataset)
     if options.destination.backend != NANOCORE and find_spec("aiohttp") is None:
         raise ConfigError("HTTP needs aiohttp: in the repository, pip install '.[bench]'")
-    if options.html is not None:
-        if find_spec("matplotlib") is None:
-            raise ConfigError("--html needs matplotlib: in the repository, pip install '.[bench]'")
-        if not Path(options.html).absolute().parent.is_dir():
-            raise ConfigError(f"--html {options.html}: there is no such folder")
     measured, result = asyncio.run(_measure(options))
     print(harmless(table(result)))
-    if options.html is not None:
-        from nanocore.bench.html_report import html_report  # imports matplotlib
-
-        page = html_report(result, measured.outcomes, options.percentiles)
-        try:
-            Path(options.html).write_text(page, "utf-8")
-        except OSError as failure:
-            raise ConfigError(f"--html {options.html}: {failure.strerror}") from None
     for error in [each.error for each in measured.outcomes if each.error][:_MAX_ERRORS_SHOWN]:
         complain(f"a request failed: {error}")
     if options.save_result or options.append_result:

@@ -60,7 +60,6 @@ class LoadOptions:
     ready_timeout_s: float
     has_progress_bar: bool
     label: str | None
-    html: str | None
     percentile_metrics: tuple[str, ...]
     percentiles: tuple[float, ...]
     goodput_ms: Mapping[str, float] = field(default_factory=dict)
@@ -199,7 +198,6 @@ def _add_result(parser: argparse.ArgumentParser) -> None:
         help="with --save-result: append a line to the file")  # fmt: skip
     add("--result-dir", metavar="DIR", help="folder of the file (default: the working directory)")
     add("--result-filename", metavar="FILE", help="its name (default: from the configuration)")
-    add("--html", metavar="FILE", help="write a self-contained HTML report with plots")
     add("--label", help="prefix of the default file name (default: the backend)")
     add("--metadata", nargs="*", default=[], metavar="KEY=VALUE",
         help="extra keys for the result JSON")  # fmt: skip

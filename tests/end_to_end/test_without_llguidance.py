@@ -11,7 +11,7 @@ from nanocore.demo_model import demo_model_folder
 
 ABSENT = (
     "llguidance", "httptools", "uvloop", "prometheus_client", "opentelemetry",
-    "matplotlib", "prompt_toolkit", "rich", "aiohttp", "transformers",
+    "prompt_toolkit", "rich", "aiohttp", "transformers",
 )  # fmt: skip
 SCRIPT = """
 import sys
