@@ -5,6 +5,7 @@ Nothing heavy is imported before the flags are known to be valid.
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 from collections.abc import Callable, Sequence
@@ -25,11 +26,13 @@ from nanocore.system.logs import complain
 logger = logging.getLogger(__name__)
 
 INTERRUPTED: Final = 130
+_OF_OUTPUT: Final = (errno.EPIPE, errno.ENOSPC, errno.EIO)
+"""Errors of a standard output without a reader, on a full disk, or of a closed terminal."""
 _ENGINE_PACKAGES: Final = ("torch", "numpy", "safetensors", "huggingface_hub", "xxhash")
 
 
 def run_command(name: str, work: Callable[[], int], timeout_flag: str = "--timeout") -> int:
-    """Return the exit code of `work`, or that of an error, which becomes one line on stderr.
+    """Return the exit code of `work`, or that of an error: one line on stderr, or a traceback.
 
     name: of the command, as typed. timeout_flag: replaces `timeout_s` in errors of the client.
     """
@@ -43,19 +46,13 @@ def run_command(name: str, work: Callable[[], int], timeout_flag: str = "--timeo
         text = re.sub(r"\bcurve_dir\b", "--curve-dir", text)
         complain(f"{name}: {text}")
         return _exit_code(error)
-    finally:
-        standard_streams.flush_or_drop()
-
-
-def contained(work: Callable[[], int]) -> int:
-    """Return the exit code of `work`; log an internal error, and return its code."""
-    try:
-        return work()
-    except (NanocoreError, BrokenPipeError):
-        raise  # for `run_command` and `main`
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in _OF_OUTPUT:
+            raise  # `main` reports it
         logger.exception("internal error")
         return StartError.exit_code
+    finally:
+        standard_streams.flush_or_drop()
 
 
 def _exit_code(error: NanocoreError) -> int:

@@ -117,42 +117,37 @@ def _run(arguments: list[str]) -> int:
         standard_streams.open_missing()
         standard_streams.complain(f"nanocore {name}: standard output is closed: open it")
         return 2
-    from nanocore.cli.command import contained, run_command
+    from nanocore.cli.command import run_command
 
-    def work() -> int:
-        return _call(_SUBCOMMANDS[name][0], arguments[1:])
-
-    if name in _WITH_ENGINE:
-        return run_command(f"nanocore {name}", lambda: contained(work), "--start-timeout")
-    return run_command(f"nanocore {name}", work)
+    benchmark = [one for one in arguments[1:2] if name == "bench" and one in _BENCHMARKS]
+    return run_command(
+        " ".join(["nanocore", name, *benchmark]),
+        lambda: _call(_SUBCOMMANDS[name][0], arguments[1:]),
+        "--start-timeout" if name in _WITH_ENGINE else "--timeout",
+    )
 
 
 def run_bench(arguments: list[str]) -> int:
-    """Run `nanocore bench`; return the exit code."""
-    from nanocore.cli.command import contained, require, run_command
+    """Run a benchmark; return the exit code. Raises ConfigError if there is no such benchmark."""
+    from nanocore.cli.command import require
     from nanocore.protocol.errors import ConfigError
 
     name = arguments[0] if arguments else ""
-
-    def work() -> int:
-        if name in ("--help", "-h", "help"):
-            _help(_BENCH_USAGE, _BENCHMARKS)
-            return 0
-        if name in _VERSION_FLAGS:
-            print(f"nanocore {__version__}")
-            return 0
-        if name not in _BENCHMARKS:
-            near = get_close_matches(name, _BENCHMARKS, n=1)
-            problem = f"unknown benchmark {name!r};" if name else "which benchmark?"
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_BENCHMARKS)}"
-            if name.startswith("-"):
-                hint += "; it comes first: nanocore bench latency --model MODEL"
-            raise ConfigError(f"{problem} {hint}")
-        require(("numpy",), "measuring needs", "pip install '.[bench]'")
-        return _call(_BENCHMARKS[name][0], arguments[1:])
-
-    command = f"nanocore bench {name}" if name in _BENCHMARKS else "nanocore bench"
-    return run_command(command, lambda: contained(work))
+    if name in ("--help", "-h", "help"):
+        _help(_BENCH_USAGE, _BENCHMARKS)
+        return 0
+    if name in _VERSION_FLAGS:
+        print(f"nanocore {__version__}")
+        return 0
+    if name not in _BENCHMARKS:
+        near = get_close_matches(name, _BENCHMARKS, n=1)
+        problem = f"unknown benchmark {name!r};" if name else "which benchmark?"
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(_BENCHMARKS)}"
+        if name.startswith("-"):
+            hint += "; it comes first: nanocore bench latency --model MODEL"
+        raise ConfigError(f"{problem} {hint}")
+    require(("numpy",), "measuring needs", "pip install '.[bench]'")
+    return _call(_BENCHMARKS[name][0], arguments[1:])
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
