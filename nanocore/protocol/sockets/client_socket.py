@@ -50,7 +50,9 @@ class ClientSocket:
 
     keys: for an engine that asks for them; TCP endpoints need them.
     patient: whether to wait for somebody to listen at the endpoint.
-    is_tcp: whether it crosses a network, whose end is silence.
+    is_tcp: whether it crosses a network, whose end is silence. is_accepted: whether somebody
+    listens, or did, even if no ZeroMQ handshake has succeeded. is_connected: whether there is, or
+    was, a connection.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class ClientSocket:
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
         self._patient = patient
-        self._is_accepted = self._is_connected = False
+        self.is_accepted = self.is_connected = False
         self._lost: ConnectionLostError | None = None
         self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(_EVENTS)
         self._monitor_fd: int = self._monitor.getsockopt(zmq.FD)  # type: ignore[assignment]
@@ -82,16 +84,6 @@ class ClientSocket:
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(f"endpoint {endpoint!r} is invalid: {error}") from None
-
-    @property
-    def is_accepted(self) -> bool:
-        """Whether somebody listens, or did, even if no ZeroMQ handshake has succeeded yet."""
-        return self._is_accepted
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether there is, or was, a connection."""
-        return self._is_connected
 
     def send_nowait(self, frames: Sequence[bytes]) -> bool:
         """Send one message if that needs no waiting; return whether it was sent."""
@@ -155,10 +147,10 @@ class ClientSocket:
                 return
             event, _ = _MONITOR_EVENT.unpack(head)
             if event == zmq.EVENT_CONNECTED:
-                self._is_accepted = True
+                self.is_accepted = True
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._is_connected = True
-            elif self._is_connected or not self._patient:
+                self.is_connected = True
+            elif self.is_connected or not self._patient:
                 self._lost = ConnectionLostError(refused=event == zmq.EVENT_CONNECT_RETRIED)
         self._loop.remove_reader(self._monitor_fd)
         if self._readable is not None and not self._readable.done():

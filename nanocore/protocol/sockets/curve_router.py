@@ -1,4 +1,4 @@
-"""CurveRouter: libzmq's ROUTER for endpoints with keys, the authentication, and the guard."""
+"""CurveRouter: libzmq's ROUTER for TCP with keys, the authentication, and the guard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from nanocore.protocol.endpoint import TCP
 from nanocore.protocol.errors import AddressInUseError, ConfigError, KeyFileError
 from nanocore.protocol.sockets.curve import ZAP_DOMAIN, EngineKeys, load_public_key
 from nanocore.protocol.sockets.libzmq import send_frames, socket_options
@@ -116,14 +115,16 @@ class ClientAuthenticator:
 
 
 class CurveRouter:
-    """Implements `EngineSocket` with keys; bound at construction. On ipc it has no guard.
+    """Implements `EngineSocket` on TCP; bound at construction.
 
     Raises:
-        ConfigError: it cannot be bound. AddressInUseError: another process listens there.
+        ConfigError: it cannot be bound, or there are no keys. AddressInUseError: another process
+            listens there.
     """
 
     def __init__(self, endpoint: str, keys: EngineKeys | None) -> None:
         options = socket_options(endpoint, keys)
+        assert keys is not None, "TCP has keys"
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         for option, value in options.items():
@@ -133,18 +134,12 @@ class CurveRouter:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, PEER_HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, PEER_HIGH_WATER_MARK)
-        self._admins = None if keys is None else keys.admins
-        self.authenticator: ClientAuthenticator | None = None
-        if keys is not None:
-            self.authenticator = ClientAuthenticator(self._context, keys.clients)
-        self._guard = TcpGuard(self._socket) if endpoint.startswith(TCP) else None
+        self._admins = keys.admins
+        self.authenticator = ClientAuthenticator(self._context, keys.clients)
+        self._guard = TcpGuard(self._socket)
         self._is_cut = False  # the rest of a message with too many frames is still to be skipped
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._bind(endpoint)
-
-    def _bind(self, endpoint: str) -> None:
-        old_umask = os.umask(0o077)  # the socket file's mode follows it
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -155,13 +150,10 @@ class CurveRouter:
                     "port"
                 ) from None
             raise ConfigError(f"endpoint {endpoint!r} cannot be bound: {error}") from None
-        finally:
-            os.umask(old_umask)
 
     def limit(self, max_connections: int, unadmitted_timeout_s: float) -> None:
-        if self._guard is not None:
-            self._guard.max_connections = max_connections
-            self._guard.unadmitted_timeout_s = unadmitted_timeout_s
+        self._guard.max_connections = max_connections
+        self._guard.unadmitted_timeout_s = unadmitted_timeout_s
 
     def watch(self, fd: int) -> None:
         self._poller.register(fd, zmq.POLLIN)
@@ -173,10 +165,8 @@ class CurveRouter:
     def wait(self, timeout_ms: int) -> set[int]:
         end_s = math.inf if timeout_ms < 0 else time.monotonic() + timeout_ms / 1e3
         while True:
-            if self.authenticator is not None:
-                self.authenticator.check()
-            if self._guard is not None:
-                self._guard.sweep()
+            self.authenticator.check()
+            self._guard.sweep()
             left_s = min(SWEEP_INTERVAL_S, max(0.0, end_s - time.monotonic()))
             ready = [source for source, _ in self._poller.poll(math.ceil(left_s * 1e3))]
             if ready or time.monotonic() >= end_s:
@@ -195,8 +185,7 @@ class CurveRouter:
             frame = self._socket.recv(_NO_WAIT, copy=False)
             frames.append(frame.bytes)
         self._is_cut = frame.more
-        if self._guard is not None:
-            self._guard.note(routing_id, int(frame.get(zmq.SRCFD)), str(frame.get("User-Id")))
+        self._guard.note(routing_id, int(frame.get(zmq.SRCFD)), str(frame.get("User-Id")))
         return routing_id, frames
 
     def _skip(self) -> bool:
@@ -219,11 +208,9 @@ class CurveRouter:
         return SendResult.SENT
 
     def take_gone(self) -> list[bytes]:
-        return [] if self._guard is None else self._guard.take_gone()
+        return self._guard.take_gone()
 
     def is_admin(self, routing_id: bytes) -> bool:
-        if self._guard is None or self._admins is None:  # ipc
-            return True
         try:
             return name_of(self._admins, self._guard.key_of(routing_id)) is not None
         except FileNotFoundError:
@@ -233,19 +220,15 @@ class CurveRouter:
             return False
 
     def admit(self, routing_id: bytes) -> None:
-        if self._guard is not None:
-            self._guard.admit(routing_id)
+        self._guard.admit(routing_id)
 
     def dismiss(self, routing_id: bytes) -> None:
-        if self._guard is not None:
-            self._guard.dismiss(routing_id)
+        self._guard.dismiss(routing_id)
 
     def close(self) -> None:
-        if self._guard is not None:
-            self._guard.close()
+        self._guard.close()
         self._socket.close()
-        if self.authenticator is not None:
-            self.authenticator.close()
+        self.authenticator.close()
         self._context.term()
 
 

@@ -1,4 +1,4 @@
-"""The socket that an engine binds for its clients: `IpcRouter` on ipc, `CurveRouter` with keys."""
+"""The socket that an engine binds for its clients: `IpcRouter` on ipc, `CurveRouter` on TCP."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ class EngineSocket(Protocol):
 
 
 def bind_engine_socket(endpoint: str, keys: EngineKeys | None = None) -> IpcRouter | CurveRouter:
-    """Bind the socket of an endpoint. With keys, only clients on the allow-list reach it.
+    """Bind the socket of an endpoint. On TCP, only clients on the keys' allow-list reach it.
 
     Raises:
         ConfigError: it cannot be bound, or is TCP without keys.
         AddressInUseError: another process listens there.
     """
-    if endpoint.startswith(IPC) and keys is None:
+    if endpoint.startswith(IPC):
         return IpcRouter(ipc_address(endpoint).path)
     from nanocore.protocol.sockets.curve_router import CurveRouter  # imports zmq
 
