@@ -12,7 +12,6 @@ from nanocore.http.exchange import Disconnected, Exchange, Receive, Scope, Send
 from nanocore.http.host_check import check_host
 from nanocore.http.http_errors import RETRY_LATER_S, HttpError, anthropic_body, unavailable
 from nanocore.http.openapi import Route
-from nanocore.http.request_record import RequestRecord
 from nanocore.http.routes import find_route
 from nanocore.http.server_settings import AppSettings
 from nanocore.http.state import ServerState
@@ -55,8 +54,10 @@ class App:
             exchange.note_disconnect()
         finally:
             self.state.memory.note(exchange.num_body_bytes)
-            if exchange.record is not None:
-                self._write_span(exchange, exchange.record)
+            if self.state.spans is not None and exchange.record.operation is not None:
+                found = {name: exchange.header(name.encode()) for name in _TRACE_HEADERS}
+                parent = {name: value.decode("latin-1") for name, value in found.items() if value}
+                self.state.spans.write(exchange.record, scope.get("server"), parent)
 
     async def _serve(self, exchange: Exchange, is_allowed_origin: bool) -> None:
         scope = exchange.scope
@@ -65,8 +66,7 @@ class App:
             if route.is_anthropic:
                 exchange.error_body = anthropic_body
                 exchange.reply_headers[b"request-id"] = exchange.request_id.encode()
-            if route.operation is not None and self.state.spans is not None:
-                exchange.record = RequestRecord(route.operation, exchange.request_id)
+            exchange.record.operation = route.operation
             self._check(exchange, route, is_allowed_origin)
             await route.endpoint(exchange)
         except (HttpError, Disconnected):
@@ -82,12 +82,6 @@ class App:
             about = {"request_id": exchange.request_id}
             _logger.exception("a bug: %s %s failed", scope["method"], scope["path"], extra=about)
             raise failure from None
-
-    def _write_span(self, exchange: Exchange, record: RequestRecord) -> None:
-        assert self.state.spans is not None, "records are made only for spans"
-        found = {name: exchange.header(name.encode()) for name in _TRACE_HEADERS}
-        parent = {name: value.decode("latin-1") for name, value in found.items() if value}
-        self.state.spans.write(record, exchange.scope.get("server"), parent)
 
     def _check(self, exchange: Exchange, route: Route, is_allowed_origin: bool) -> None:
         """Raise HttpError if this client may not use the route, or the server is draining."""

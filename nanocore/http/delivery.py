@@ -58,7 +58,8 @@ class Delivery:
     ) -> None:
         self._exchange = exchange
         self._send = exchange.send
-        self._record = exchange.record
+        # Without spans nothing is noted: it would cost time for each token.
+        self._record = exchange.record if exchange.state.spans is not None else None
         self._write_chunk = exchange.chunk_writer
         self._streams = streams
         self._encoder = encoder

@@ -67,7 +67,7 @@ class Exchange:
     state: the server's. path_id: text in place of {id} in the path. reply_headers: sent with any
     response. num_body_bytes: read so far. error_body: encoder of errors for this client.
     field_names: the dialect's names for fields of a chat request, for error messages. record: for
-    the request's span; None: no spans.
+    the request's span.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Exchange:
         self.reply_headers: dict[bytes, bytes] = {}
         self.has_started = False
         self.num_body_bytes = 0
-        self.record: RequestRecord | None = None
+        self.record = RequestRecord(request_id)
         self.error_body: Callable[[HttpError], bytes] = openai_body
         self.field_names: Mapping[str, str] = {}
         self._ignored: set[str] = set()
@@ -129,8 +129,7 @@ class Exchange:
         Raises:
             HttpError: another model is requested.
         """
-        if self.record is not None:
-            self.record.request_model = name or None
+        self.record.request_model = name or None
         served = self.settings.served_model_names or (self.client.model_card.model,)
         is_path = not self.settings.served_model_names and os.path.isabs(served[0])
         if name and name not in served and not (is_path and name == os.path.basename(served[0])):
@@ -140,10 +139,8 @@ class Exchange:
                 "model_not_found",
                 "model",
             )
-        model = name or served[0]
-        if self.record is not None:
-            self.record.response_model = model
-        return model
+        self.record.response_model = name or served[0]
+        return self.record.response_model
 
     def header(self, name: bytes) -> bytes | None:
         """Return a header's first value. name: in lower case."""
@@ -160,17 +157,14 @@ class Exchange:
     # -- notes for spans and headers ---------------------------------------------------------------
 
     def note_params(self, params: SamplingParams, is_stream: bool | None) -> None:
-        if self.record is not None:
-            self.record.params = params
-            self.record.is_stream = bool(is_stream)
+        self.record.params = params
+        self.record.is_stream = bool(is_stream)
 
     def note_error(self, error: HttpError) -> None:
-        if self.record is not None:
-            self.record.error = error.code or str(error.status)
+        self.record.error = error.code or str(error.status)
 
     def note_disconnect(self) -> None:
-        if self.record is not None:
-            self.record.error = DISCONNECTED
+        self.record.error = DISCONNECTED
 
     def note_ignored(self, names: Collection[str]) -> None:
         """List parts of the request that have no effect in the header nanocore-ignored."""
@@ -284,8 +278,7 @@ class Exchange:
         self, status: int, content_type: bytes, headers: list[tuple[bytes, bytes]]
     ) -> dict[str, Any]:
         self.has_started = True
-        if self.record is not None:
-            self.record.status = status
+        self.record.status = status
         return {
             "type": "http.response.start",
             "status": status,

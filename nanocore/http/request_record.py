@@ -1,13 +1,10 @@
-"""RequestRecord: data of a finished request for its span: names and numbers, never texts.
-
-Records are kept only while a span writer is set.
-"""
+"""RequestRecord: data of a request for its span: names and numbers, never texts."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Final, Literal, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
 
 from nanocore.client import SamplingParams
 from nanocore.client.chat.events import ChatEvent, Finished, Started
@@ -22,13 +19,13 @@ DISCONNECTED: Final = "disconnected"
 class RequestRecord:
     """One request, filled in while it is served.
 
-    start_ns: wall-clock time. start_s, first_token_s: monotonic time. request_model,
-    response_model: the model's name in the request and in the response. status: of the response;
-    0: none was begun. error: machine-readable.
+    operation: None if there is to be no span. start_ns: wall-clock time. start_s, first_token_s:
+    monotonic time. request_model, response_model: the model's name in the request and in the
+    response. status: of the response; 0: none was begun. error: machine-readable.
     """
 
-    def __init__(self, operation: Operation, request_id: str) -> None:
-        self.operation = operation
+    def __init__(self, request_id: str) -> None:
+        self.operation: Operation | None = None
         self.request_id = request_id
         self.start_ns = time.time_ns()
         self.start_s = time.monotonic()
@@ -51,13 +48,3 @@ class RequestRecord:
             elif type(event) is Finished:
                 self.usage.add_sample(event.usage)
                 self.finish_reasons.append(event.finish_reason)
-
-
-class RecordWriter(Protocol):
-    """Destination of records; see `SpanWriter`."""
-
-    def write(
-        self, record: RequestRecord, server: tuple[str, int] | None, parent: Mapping[str, str]
-    ) -> None: ...
-
-    async def close(self) -> None: ...

@@ -82,7 +82,7 @@ def otlp_spans(endpoint: str) -> SpanWriter:
 def _attributes(
     record: RequestRecord, server: tuple[str, int] | None, end_s: float
 ) -> Iterator[tuple[str, AttributeValue]]:
-    yield "gen_ai.operation.name", record.operation
+    yield "gen_ai.operation.name", record.operation or ""
     yield "gen_ai.provider.name", PROVIDER
     yield "gen_ai.request.id", record.request_id
     yield "gen_ai.latency.e2e", end_s - record.start_s

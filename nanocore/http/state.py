@@ -12,14 +12,16 @@ from collections import OrderedDict
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
 from nanocore.client import AsyncEngineClient
 from nanocore.http.http_errors import HttpError
-from nanocore.http.request_record import RecordWriter
 from nanocore.http.server_settings import AppSettings
+
+if TYPE_CHECKING:
+    from nanocore.http.request_spans import SpanWriter
 
 LARGE_BYTES: Final = 1 << 18
 TRIM_DELAY_S: Final = 1.0
@@ -36,7 +38,7 @@ class ServerState:
     def __init__(self, settings: AppSettings) -> None:
         self.settings = settings
         self.client: AsyncEngineClient | None = None
-        self.spans: RecordWriter | None = None
+        self.spans: SpanWriter | None = None
         self.is_draining = False
         self.started = datetime.now(UTC)
         self.memory = MemoryTrimmer()

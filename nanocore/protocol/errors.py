@@ -223,14 +223,14 @@ def memory_errors(where: str) -> Iterator[None]:
 
 def exception_for(code: str, message: str, retry_after_s: float | None = None) -> NanocoreError:
     """Return the exception for a wire error's code; ProtocolError for unknown codes."""
-    if code in ("invalid_request", "duplicate_request_id"):
-        return InvalidRequestError(message)
-    if code == "context_length_exceeded":
-        return ContextLengthError(message)
-    if code == "overloaded":
-        return EngineOverloadedError(message, 1.0 if retry_after_s is None else retry_after_s)
-    if code == "draining":
-        return EngineDrainingError(message, 1.0 if retry_after_s is None else retry_after_s)
-    if code == "engine_dead":
-        return EngineDeadError(message)
+    match code:
+        case "invalid_request" | "duplicate_request_id":
+            return InvalidRequestError(message)
+        case "context_length_exceeded":
+            return ContextLengthError(message)
+        case "overloaded" | "draining":
+            kind = EngineDrainingError if code == "draining" else EngineOverloadedError
+            return kind(message, 1.0 if retry_after_s is None else retry_after_s)
+        case "engine_dead":
+            return EngineDeadError(message)
     return ProtocolError(message, code)

@@ -148,12 +148,18 @@ class StructuredOutputs(
 
     @property
     def kind(self) -> str:
-        """The kind that is given.
+        """The one of KINDS that is given.
 
         Raises:
-            InvalidRequestError: it is none, or several.
+            InvalidRequestError: none is, or several are.
         """
-        return only_kind(self)
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            what = " and ".join(given) or "none of them"
+            raise InvalidRequestError(
+                f"structured_outputs has {what}: give exactly one of {', '.join(KINDS)}"
+            )
+        return given[0]
 
     def _texts(self) -> list[str]:
         texts = [text for text in (self.json, self.regex, self.grammar) if text is not None]
@@ -212,11 +218,6 @@ class StructuredOutputsParams(
         check_types(self, "structured_outputs.")
         self.for_engine()
 
-    @property
-    def kind(self) -> str:
-        """The kind that is given."""
-        return only_kind(self)
-
     def for_engine(self) -> StructuredOutputs:
         """Return what SUBMIT holds.
 
@@ -236,23 +237,6 @@ class StructuredOutputsParams(
             free_prefixes=self.free_prefixes,
             lenient=self.lenient,
         )
-
-
-def only_kind(params: StructuredOutputs | StructuredOutputsParams) -> str:
-    """Return the one of KINDS that is given.
-
-    Raises:
-        InvalidRequestError: none is, or several are.
-    """
-    given = [name for name in KINDS if getattr(params, name) not in (None, False)]
-    if isinstance(params.json, bool):
-        given = ["json", *(name for name in given if name != "json")]
-    if len(given) != 1:
-        what = " and ".join(given) or "none of them"
-        raise InvalidRequestError(
-            f"structured_outputs has {what}: give exactly one of {', '.join(KINDS)}"
-        )
-    return given[0]
 
 
 def _json_text(name: str, value: Any) -> str:

@@ -24,7 +24,7 @@ from nanocore.http.dialects.chat_completions import (
     ChatStreamEncoder,
     ChatStyle,
 )
-from nanocore.http.dialects.request_fields import ResponseId
+from nanocore.http.dialects.request_fields import ResponseId, StreamOptions
 from nanocore.http.http_errors import HttpError
 
 START = Started("r", [1, 2, 3], 2, seed=7)
@@ -52,7 +52,7 @@ def chunks(body: bytes) -> list[Any]:
 def streamed(
     *reads: list[ChatEvent], usage: bool = False, always: bool = False, **changes: Any
 ) -> list[Any]:
-    encoder = ChatStreamEncoder(style(**changes), usage, always)
+    encoder = ChatStreamEncoder(style(**changes), StreamOptions(usage, always))
     body = b"".join(encoder.feed(0, read, i + 1) for i, read in enumerate(reads))
     return chunks(body + encoder.finish())
 
@@ -230,7 +230,7 @@ def test_an_echoed_text_goes_before_each_sample() -> None:
 
 
 def test_a_stream_that_fails_ends_with_an_error_and_nothing_more() -> None:
-    encoder = ChatStreamEncoder(style(), True, False)
+    encoder = ChatStreamEncoder(style(), StreamOptions(True, False))
     (error,) = chunks(encoder.fail(HttpError(503, "gone", "unavailable")))
     assert error["error"] == {
         "message": "gone", "type": "server_error", "param": None, "code": "unavailable",
@@ -240,7 +240,7 @@ def test_a_stream_that_fails_ends_with_an_error_and_nothing_more() -> None:
 @pytest.mark.parametrize("character", "\u0085\u2028\u2029")
 def test_no_character_of_a_text_ends_a_line(character: str) -> None:
     """httpx, and all who use Python's splitlines, would cut the event there."""
-    encoder = ChatStreamEncoder(style(echo=character), False, False)
+    encoder = ChatStreamEncoder(style(echo=character), StreamOptions(False, False))
     events: list[ChatEvent] = [START, Text(character), Reasoning(character), END]
     body = b"".join(encoder.feed(0, [event], 1) for event in events)
     body += encoder.fail(HttpError(500, character))

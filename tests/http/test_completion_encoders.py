@@ -16,7 +16,7 @@ from nanocore.http.dialects.completions import (
     CompletionStyle,
 )
 from nanocore.http.dialects.openai_logprobs import Echo, LogprobsShown
-from nanocore.http.dialects.request_fields import ResponseId
+from nanocore.http.dialects.request_fields import ResponseId, StreamOptions
 from nanocore.http.http_errors import unavailable
 from tests.client.byte_tokens import END, ids_of
 from tests.tiny_models import write_byte_tokenizer
@@ -83,7 +83,7 @@ def whole(encoder: CompletionEncoder, *events: ChatEvent) -> Any:
 
 
 def test_a_text_alone_is_a_chunk_like_any_other(tokenizer: Tokenizer) -> None:
-    encoder = CompletionStreamEncoder(style(num_samples=2), False, False)
+    encoder = CompletionStreamEncoder(style(num_samples=2), StreamOptions(False, False))
     encoder.feed(1, [started([1])], 0)
     quick = chunks_of(encoder.feed(1, [Text('"\n\u00e9', 1)], 1))
     slow = chunks_of(encoder.feed(1, [Text('"\n\u00e9', 1), finished(1, 1)], 1))
@@ -207,7 +207,7 @@ def test_an_echo_has_the_prompts_own_tokens(tokenizer: Tokenizer) -> None:
 def test_a_streamed_echo_makes_the_same(tokenizer: Tokenizer) -> None:
     echo = Echo.of_tokens(tokenizer, ids_of(tokenizer, "h\u00e9"), None)
     encoder = CompletionStreamEncoder(
-        style(logprobs=LogprobsShown(tokenizer, 1, False), echoes=[echo]), False, False
+        style(logprobs=LogprobsShown(tokenizer, 1, False), echoes=[echo]), StreamOptions()
     )
     chunks = chunks_of(encoder.feed(0, echo_events(tokenizer), 1) + encoder.finish())
     choices = [chunk["choices"][0] for chunk in chunks]
@@ -233,7 +233,7 @@ def test_without_output_there_is_the_prompt_alone(tokenizer: Tokenizer) -> None:
     assert choice["logprobs"] == {name: found[:3] for name, found in EXPECTED_ECHO.items()}
     assert choice["finish_reason"] == "length"
     assert answer["usage"]["completion_tokens"] == 0
-    stream = CompletionStreamEncoder(hidden, True, False)
+    stream = CompletionStreamEncoder(hidden, StreamOptions(True, False))
     chunks = chunks_of(stream.feed(0, echo_events(tokenizer), 1) + stream.finish())
     assert "".join(c["text"] for chunk in chunks for c in chunk["choices"]) == "h\u00e9"
     assert chunks[-1]["usage"]["completion_tokens"] == 0
@@ -251,7 +251,7 @@ def test_vllms_prompt_logprobs_stand_beside(tokenizer: Tokenizer) -> None:
 
 def test_a_stream_tells_its_usage_at_the_end_or_all_the_time(tokenizer: Tokenizer) -> None:
     for always in (False, True):
-        encoder = CompletionStreamEncoder(style(), True, always)
+        encoder = CompletionStreamEncoder(style(), StreamOptions(True, always))
         stream = encoder.feed(0, [started([1, 2, 3]), Text("a")], 1)
         stream += encoder.feed(1, [started([4]), Text("b")], 1)
         stream += encoder.feed(0, [Text("c")], 2)
@@ -267,6 +267,6 @@ def test_a_stream_tells_its_usage_at_the_end_or_all_the_time(tokenizer: Tokenize
 
 
 def test_a_stream_that_fails_says_so_and_does_not_end_as_others(tokenizer: Tokenizer) -> None:
-    encoder = CompletionStreamEncoder(style(), True, False)
+    encoder = CompletionStreamEncoder(style(), StreamOptions(True, False))
     (chunk,) = chunks_of(encoder.fail(unavailable("gone")))
     assert chunk["error"]["message"] == "gone"

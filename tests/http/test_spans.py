@@ -174,7 +174,7 @@ def test_a_failure_of_ours_is_an_error_of_the_span() -> None:
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     writer = SpanWriter(provider)
-    unavailable, died = RequestRecord("chat", "a"), RequestRecord("chat", "b")
+    unavailable, died = RequestRecord("a"), RequestRecord("b")
     unavailable.status = 503
     died.note_events([Finished("error", Usage(3, 0, 2, 0), None, "rank 1 died")], _Answer())
     for record in (unavailable, died):
@@ -227,7 +227,9 @@ def test_spans_that_wait_at_the_end_reach_the_collector(monkeypatch: pytest.Monk
         await service.start([])
         state = service._app.state
         assert state.spans is not None
-        state.spans.write(RequestRecord("chat", "r"), None, {})
+        record = RequestRecord("r")
+        record.operation = "chat"
+        state.spans.write(record, None, {})
         await service.close()
         assert state.spans is None
 

@@ -298,7 +298,7 @@ def test_a_users_schema_becomes_json_text_in_the_order_it_was_written(
     schema: Any, text: str
 ) -> None:
     params = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
-    assert params.kind == "json"
+    assert params.for_engine().kind == "json"
     assert params.for_engine() == StructuredOutputs(json=text, disable_any_whitespace=True)
 
 

@@ -43,7 +43,7 @@ def sparkline(values: Sequence[float], num_chars: int = _SPARKLINE_CHARS) -> str
 
 
 def _requests(load: Load) -> Table:
-    table = _grid(2)
+    table = Table.grid(padding=(0, 2))
     waiting = f"{load.num_waiting}"
     if load.num_deferred:
         waiting += f" ({load.num_deferred} compiling structured outputs)"
@@ -59,7 +59,7 @@ def _requests(load: Load) -> Table:
 
 
 def _tokens(load: Load, history: Sequence[float]) -> Table:
-    table = _grid(2)
+    table = Table.grid(padding=(0, 2))
     table.add_row("prompt", f"{load.prompt_tokens_per_s:,.1f} tokens/s")
     table.add_row("generation", f"{load.generation_tokens_per_s:,.1f} tokens/s")
     table.add_row("", sparkline(history))
@@ -87,18 +87,11 @@ def _latencies(load: Load) -> Table:
 
 
 def _ends(load: Load) -> Table:
-    table = _grid(2)
+    table = Table.grid(padding=(0, 2))
     ends = [f"{rate:,.1f} {reason}" for reason, rate in load.ended_per_s.items() if rate]
     table.add_row("finished/s", Text(", ".join(ends) or "none"))
     table.add_row("preempted/s", f"{load.preemptions_per_s:,.1f}")
     table.add_row("rejected/s", f"{load.rejections_per_s:,.1f}")
-    return table
-
-
-def _grid(num_columns: int) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for _ in range(num_columns):
-        table.add_column()
     return table
 
 

@@ -188,17 +188,11 @@ class ChatStreamEncoder(ChunkEncoder):
     """Encoder of chat.completion.chunk objects; see `delivery.Encoder`.
 
     Text after a tool call starts on a new line, as in `ChatAnswer`.
-
-    Args:
-        style: of the response.
-        with_usage: add a last chunk with the usage.
-        always_usage: add the usage so far to every chunk.
     """
 
-    def __init__(self, style: ChatStyle, with_usage: bool, always_usage: bool) -> None:
-        super().__init__({**style.head, "object": "chat.completion.chunk"}, with_usage)
+    def __init__(self, style: ChatStyle, options: StreamOptions) -> None:
+        super().__init__({**style.head, "object": "chat.completion.chunk"}, options)
         self._style = style
-        self._always_usage = always_usage
         self._num_tokens = 0
         # By sample: the bytes around the text of a chunk that has nothing else.
         texts = [self._object(index, {"content": _TEXT}) for index in range(style.num_samples)]
@@ -365,10 +359,7 @@ async def serve(exchange: Exchange) -> None:
     )
     encoder: ChatStreamEncoder | ChatCompletionEncoder
     if request.stream:
-        options = request.stream_options or StreamOptions()
-        encoder = ChatStreamEncoder(
-            style, bool(options.include_usage), bool(options.continuous_usage_stats)
-        )
+        encoder = ChatStreamEncoder(style, request.stream_options or StreamOptions())
     else:
         encoder = ChatCompletionEncoder(style)
     await Delivery(exchange, [stream], encoder).run()

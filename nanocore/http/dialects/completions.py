@@ -153,10 +153,7 @@ async def serve(exchange: Exchange) -> None:
                 stream.form_names = names_of_format(request.response_format)
     encoder: CompletionStreamEncoder | CompletionEncoder
     if request.stream:
-        options = request.stream_options or StreamOptions()
-        encoder = CompletionStreamEncoder(
-            style, bool(options.include_usage), bool(options.continuous_usage_stats)
-        )
+        encoder = CompletionStreamEncoder(style, request.stream_options or StreamOptions())
     else:
         encoder = CompletionEncoder(style)
     await Delivery(exchange, streams, encoder).run()
@@ -333,19 +330,12 @@ class PromptSamples:
 
 
 class CompletionStreamEncoder(ChunkEncoder):
-    """Encoder of a stream of chunks; see `delivery.Encoder`.
+    """Encoder of a stream of chunks; see `delivery.Encoder`."""
 
-    Args:
-        style: of the response.
-        with_usage: add a last chunk with the usage.
-        always_usage: add the usage so far to every chunk.
-    """
-
-    def __init__(self, style: CompletionStyle, with_usage: bool, always_usage: bool) -> None:
-        super().__init__(style.head, with_usage)
+    def __init__(self, style: CompletionStyle, options: StreamOptions) -> None:
+        super().__init__(style.head, options)
         self._style = style
-        self._always_usage = always_usage
-        self._is_plain = style.shows_output and not always_usage
+        self._is_plain = style.shows_output and not self._always_usage
         self._texts: dict[int, tuple[bytes, bytes]] = {}  # around a text, by choice
         self._prompts: dict[int, PromptSamples] = {}
         self._num_tokens: dict[int, int] = {}

@@ -12,6 +12,7 @@ from typing import Any, Final, TypedDict
 import msgspec
 
 from nanocore.client.chat.events import Usage
+from nanocore.http.dialects.request_fields import StreamOptions
 from nanocore.http.http_errors import HttpError, openai_body
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -120,16 +121,17 @@ class ChunkEncoder:
     """Base of encoders of OpenAI's chunk streams.
 
     Args:
-        head: first fields of each chunk.
-        with_usage: a last chunk has the usage; in the others it is null.
+        head: first fields of each chunk; `usage` is null in all but the last, if that has it.
+        options: of the request.
     """
 
     is_stream = True
     keep_alive = COMMENT
 
-    def __init__(self, head: dict[str, Any], with_usage: bool) -> None:
-        self._head = {**head, "usage": None} if with_usage else head
-        self._with_usage = with_usage
+    def __init__(self, head: dict[str, Any], options: StreamOptions) -> None:
+        self._with_usage = bool(options.include_usage)
+        self._always_usage = bool(options.continuous_usage_stats)
+        self._head = {**head, "usage": None} if self._with_usage else head
         self._usage = UsageSum()
 
     def finish(self) -> bytes:

@@ -84,8 +84,7 @@ async def serve(exchange: Exchange) -> None:
         outputs = await exchange.attended(_embed(client, token_ids, request, tickets))
     num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
-    if exchange.record is not None:
-        exchange.record.usage.add_prompt(num_tokens, num_cached_tokens)
+    exchange.record.usage.add_prompt(num_tokens, num_cached_tokens)
     is_base64 = request.encoding_format == "base64"
     usage: PromptUsage = {
         "prompt_tokens": num_tokens,

@@ -1,7 +1,7 @@
 """The web page: at / for browsers, and its files, which are read once at start.
 
-Loading it needs no key; the requests it makes do. A path is looked up in the fixed list of names
-and never joined to a folder, so no other file of the machine can be reached.
+Loading it needs no key; the requests it makes do. A path is looked up among the files that were
+read and never joined to a folder, so no other file of the machine can be reached.
 """
 
 from __future__ import annotations
@@ -18,13 +18,6 @@ from nanocore.http.http_errors import HttpError
 
 FOLDER: Final = Path(__file__).parent.parent / "page"
 INDEX: Final = "index.html"
-NAMES: Final = (
-    INDEX, "icon.svg", "style.css", "chat.css", "text.css", "live.css", "theme.js", "app.js",
-    "answer.js", "api.js", "chat.js", "code.js", "dom.js", "exchange.js", "kept.js", "list.js",
-    "live.js", "markdown.js", "math.js", "message.js", "more.js", "render.js", "run.js",
-    "scroller.js", "settings.js", "steps.js", "store.js", "ways.js", "libraries/highlight.min.js",
-    "libraries/markdown-it.esm.min.mjs", "libraries/temml.min.js",
-)  # fmt: skip
 _TYPES: Final = {
     ".html": b"text/html; charset=utf-8",
     ".css": b"text/css; charset=utf-8",
@@ -56,17 +49,18 @@ class PageFile(msgspec.Struct, frozen=True):
     etag: bytes
 
 
-def read_page_files() -> dict[str, PageFile]:
-    return {name: _read(FOLDER / name) for name in NAMES}
-
-
 def _read(path: Path) -> PageFile:
     body = path.read_bytes()
     digest = hashlib.sha256(body).hexdigest()[:32]
     return PageFile(body, _TYPES[path.suffix], b'"%b"' % digest.encode())
 
 
-_FILES: Final = read_page_files()
+_FILES: Final = {
+    path.relative_to(FOLDER).as_posix(): _read(path)
+    for path in FOLDER.rglob("*")
+    if path.suffix in _TYPES
+}
+NAMES: Final = frozenset(_FILES)
 
 
 async def root(exchange: Exchange) -> None:
