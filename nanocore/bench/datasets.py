@@ -17,7 +17,7 @@ import csv
 import math
 import random
 from array import array
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -78,18 +78,6 @@ class PromptSource:
         eos_token_ids = tuple(card.eos_token_ids)
         return cls(tokenizer, False, vocab_size=card.vocab_size, eos_token_ids=eos_token_ids)
 
-    def vocabulary(self, as_text: bool) -> PromptVocabulary:
-        """Return the vocabulary of random prompts; raises ConfigError if it is unknown."""
-        if self.tokenizer is not None:
-            return PromptVocabulary.of_tokenizer(self.tokenizer, as_text, self.vocab_size)
-        if self.vocab_size is None:
-            raise ConfigError(
-                "random prompts need a tokenizer, which this server does not give: name a folder, "
-                "a tokenizer.json or a GGUF file with --tokenizer, or an engine with "
-                "--engine-endpoint"
-            )
-        return PromptVocabulary.of_size(self.vocab_size, self.eos_token_ids)
-
     def prompt(self, text: str, is_chat: bool) -> tuple[Prompt, int | None]:
         """Return a prompt, and its number of tokens; None if it is unknown.
 
@@ -144,54 +132,46 @@ def load_requests(options: DatasetOptions, source: PromptSource) -> list[BenchRe
     if name == CUSTOM:
         return custom_requests(options, source)
     if name == RANDOM:
-        return random_requests(options, source.vocabulary(source.takes_text))
+        return random_requests(options, PromptVocabulary(source, source.takes_text))
     if name == PREFIX_REPETITION:
-        return prefix_repetition_requests(options, source.vocabulary(source.takes_text))
+        return prefix_repetition_requests(options, PromptVocabulary(source, source.takes_text))
     if not source.takes_token_ids:
         raise ConfigError(
             f"--dataset-name {name} has token ids, which chat endpoints do not take: use "
             "--backend openai or nanocore"
         )
-    return trace_requests(options, source.vocabulary(as_text=False))
+    return trace_requests(options, PromptVocabulary(source, as_text=False))
 
 
 class PromptVocabulary:
     """Token ids to draw prompts from. Special tokens are left out: they may end a response.
 
-    Args:
-        token_ids: ascending.
-        tokenizer: None if prompts need no text.
-        as_text: whether `prompt` returns texts, or token ids.
+    as_text: whether `prompt` returns texts, or token ids.
+
+    Raises:
+        ConfigError: the vocabulary is unknown, or has special tokens only.
     """
 
-    def __init__(self, token_ids: TokenIds, tokenizer: Tokenizer | None, as_text: bool) -> None:
-        if not len(token_ids):
+    def __init__(self, source: PromptSource, as_text: bool) -> None:
+        size = source.vocab_size
+        if source.tokenizer is not None:
+            backend = source.tokenizer.backend
+            known = set(backend.get_vocab(with_added_tokens=True).values())
+            ids = known - backend.get_added_tokens_decoder().keys()
+        elif size is not None:
+            ids = set(range(size)).difference(source.eos_token_ids)
+        else:
+            raise ConfigError(
+                "random prompts need a tokenizer, which this server does not give: name a folder, "
+                "a tokenizer.json or a GGUF file with --tokenizer, or an engine with "
+                "--engine-endpoint"
+            )
+        drawn = sorted(token_id for token_id in ids if size is None or token_id < size)
+        if not drawn:
             raise ConfigError("the vocabulary has special tokens only: no prompt can be drawn")
-        self._token_ids = token_ids
-        self._tokenizer = tokenizer
+        self._token_ids = np.array(drawn, dtype=np.int32)
+        self._tokenizer = source.tokenizer
         self._as_text = as_text
-
-    @classmethod
-    def of_tokenizer(cls, tokenizer: Tokenizer, as_text: bool, below: int | None = None) -> Self:
-        """Take all tokens except added ones, which include the special ones.
-
-        below: size of the model's vocabulary, if known.
-        """
-        backend = tokenizer.backend
-        added = backend.get_added_tokens_decoder()
-        known = backend.get_vocab(with_added_tokens=True).values()
-        ids = sorted(
-            token_id
-            for token_id in set(known)
-            if token_id not in added and (below is None or token_id < below)
-        )
-        return cls(np.array(ids, dtype=np.int32), tokenizer, as_text)
-
-    @classmethod
-    def of_size(cls, size: int, without: Collection[int]) -> Self:
-        """Take all token ids below `size` except these, for a model without a tokenizer."""
-        ids = np.setdiff1d(np.arange(size, dtype=np.int32), np.array([*without], dtype=np.int32))
-        return cls(ids, None, as_text=False)
 
     @property
     def num_added_tokens(self) -> int:

@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanocore.bench.dataset_options import add_dataset_flags, dataset_options
-from nanocore.bench.datasets import PromptSource, check_file, load_requests
+from nanocore.bench.datasets import PromptSource, PromptVocabulary, check_file, load_requests
 from nanocore.bench.load import BenchRequest
 from nanocore.client import LLM, InvalidRequestError, RequestOutput, SamplingParams
 from nanocore.demo_model import demo_model_folder
@@ -245,7 +245,7 @@ def run_latency(arguments: list[str]) -> int:
         engine = replace(engine, arguments={"enable_prefix_caching": False, **engine.arguments})
     params = _params(given, given.output_len)
     with engine.launch() as llm:
-        vocabulary = replace(_source(llm), tokenizer=None).vocabulary(as_text=False)
+        vocabulary = PromptVocabulary(replace(_source(llm), tokenizer=None), as_text=False)
         rng = np.random.default_rng(0)
         prompts = [
             array("i", vocabulary.draw(rng, given.input_len).tobytes())

@@ -11,7 +11,7 @@ from typing import Final
 
 from nanocore.cli.command import require
 from nanocore.cli.interrupts import Interrupts
-from nanocore.cli.reader import MetricsSource, observed, reader_parser
+from nanocore.cli.reader import Read, observed, reader_parser
 from nanocore.protocol.errors import AddressInUseError, ConfigError, NanocoreError
 from nanocore.protocol.metrics import Metric, MetricSample
 from nanocore.system.flags import DEFAULT_NAMESPACE, FlagParser, metrics_namespace, port
@@ -51,7 +51,7 @@ async def _print(given: argparse.Namespace) -> None:
 
     async with observed(given) as engine:
         name = given.served_model_name or engine.model()
-        text = exposition(await engine.source.metrics(), name, given.metrics_namespace)
+        text = exposition(await engine.read(), name, given.metrics_namespace)
     sys.stdout.buffer.write(harmless(text.decode()).encode())
 
 
@@ -67,7 +67,7 @@ async def _serve(given: argparse.Namespace) -> None:
 
         def read() -> Iterable[Metric]:
             # Runs in the thread of the HTTP server.
-            return asyncio.run_coroutine_threadsafe(read_metrics(engine.source), loop).result()
+            return asyncio.run_coroutine_threadsafe(read_metrics(engine.read), loop).result()
 
         registry = CollectorRegistry()
         registry.register(PrometheusCollector(read, name, given.metrics_namespace))
@@ -89,11 +89,11 @@ async def _serve(given: argparse.Namespace) -> None:
             await asyncio.to_thread(thread.join)
 
 
-async def read_metrics(source: MetricsSource) -> list[Metric]:
+async def read_metrics(read: Read) -> list[Metric]:
     """Return the engine's metrics, and `engine_up`."""
     try:
         async with asyncio.timeout(_READ_TIMEOUT_S):
-            metrics = await source.metrics()
+            metrics = await read()
     except (NanocoreError, TimeoutError):
         metrics = []
     up = [MetricSample(float(bool(metrics)))]

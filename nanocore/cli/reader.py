@@ -7,12 +7,12 @@ import asyncio
 import os
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 from nanocore.cli.engine_choice import JOIN_TIMEOUT_S
 from nanocore.client import AsyncEngineClient
@@ -42,19 +42,15 @@ def reader_parser(prog: str, description: str) -> FlagParser:
     return parser
 
 
-class MetricsSource(Protocol):
-    """An engine or a server whose metrics can be read."""
-
-    async def metrics(self) -> list[Metric]:
-        """Raises NanocoreError: it does not answer."""
-        ...
+Read: TypeAlias = Callable[[], Awaitable[list[Metric]]]
+"""Returns metrics of an engine or a server. Raises NanocoreError: it does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """model: its name. title: names it for people."""
+    """An engine or a server. model: its name. title: names it for people."""
 
-    source: MetricsSource
+    read: Read
     model: Callable[[], str]
     title: Callable[[], str]
 
@@ -73,7 +69,7 @@ async def observed(given: argparse.Namespace) -> AsyncIterator[Observed]:
         server = _Server(given.url, given.timeout)
         await server.metrics()
         yield Observed(
-            server, lambda: server.model, lambda: harmless(f"{server.model} · {given.url}")
+            server.metrics, lambda: server.model, lambda: harmless(f"{server.model} · {given.url}")
         )
         return
     async with _joined(given) as client:
@@ -82,7 +78,7 @@ async def observed(given: argparse.Namespace) -> AsyncIterator[Observed]:
             card = client.model_card
             return f"{harmless(card.model)} · {card.dtype} · context {card.max_model_len:,} tokens"
 
-        yield Observed(client, lambda: client.model_card.model, title)
+        yield Observed(client.metrics, lambda: client.model_card.model, title)
 
 
 def _joined(given: argparse.Namespace) -> AsyncEngineClient:

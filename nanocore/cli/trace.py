@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import BinaryIO, Final
 
@@ -17,7 +17,7 @@ from nanocore.system.standard_streams import harmless
 from nanocore.tracing.explanation import explain
 from nanocore.tracing.perfetto import PerfettoWriter
 from nanocore.tracing.reader import TraceError, TraceReader
-from nanocore.tracing.summary import RunSummary, RunTotals, summarize
+from nanocore.tracing.summary import RunSummary, summarize
 from nanocore.tracing.texts import explanation_text, summary_text
 from nanocore.tracing.timeline import RunTimeline
 
@@ -39,20 +39,12 @@ class TraceSummary(msgspec.Struct):
     runs: list[RunSummary]
 
 
-def run(arguments: list[str]) -> int:
-    return _reporting(_trace, arguments)
-
-
-def run_explain(arguments: list[str]) -> int:
-    return _reporting(_explain, arguments)
-
-
-def _reporting(command: Callable[[list[str]], None], arguments: list[str]) -> int:
+@contextmanager
+def _reporting() -> Iterator[None]:
     try:
-        command(arguments)
+        yield
     except TraceError as error:
         raise ConfigError(str(error)) from None
-    return 0
 
 
 def trace_parser() -> FlagParser:
@@ -94,20 +86,19 @@ def read_trace(path: str, perfetto: str | None = None) -> TraceSummary:
         writer = None
         if perfetto is not None:
             writer = PerfettoWriter(stack.enter_context(_picture(perfetto, path)))
-        current, totals = RunTimeline(1), RunTotals()
+        current = RunTimeline(1)
 
         def end_run() -> None:
             current.settle()
-            runs.append(summarize(current, totals))
+            runs.append(summarize(current))
             if writer is not None:
                 writer.end_run(current)
 
         for number, step in reader:
             if number != current.number:
                 end_run()
-                current, totals = RunTimeline(number), RunTotals()
+                current = RunTimeline(number)
             current.add(step)
-            totals.add(step, current.num_tokens)
             if writer is not None:
                 writer.step(current, step)
         if not current.steps:
@@ -118,27 +109,31 @@ def read_trace(path: str, perfetto: str | None = None) -> TraceSummary:
     return TraceSummary(path, reader.num_cut_lines, runs)
 
 
-def _trace(arguments: list[str]) -> None:
+def run(arguments: list[str]) -> int:
     given = trace_parser().parse_args(arguments)
-    summary = read_trace(given.file or _default_file(), given.perfetto)
+    with _reporting():
+        summary = read_trace(given.file or _default_file(), given.perfetto)
     if given.json:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
-        return
+        return 0
     for one in summary.runs:
         print(harmless(summary_text(one)))
     if summary.num_cut_lines:
         print(f"ignored {counted(summary.num_cut_lines, 'unfinished line')}")
     if given.perfetto:
         print(f"wrote {given.perfetto}: open it at https://ui.perfetto.dev")
+    return 0
 
 
-def _explain(arguments: list[str]) -> None:
+def run_explain(arguments: list[str]) -> int:
     given = explain_parser().parse_args(arguments)
-    explanation = explain(given.file or _default_file(), given.request)
+    with _reporting():
+        explanation = explain(given.file or _default_file(), given.request)
     if given.json:
         sys.stdout.write(msgspec.json.encode(explanation).decode() + "\n")
     else:
         print(harmless(explanation_text(explanation)))
+    return 0
 
 
 def _default_file() -> str:

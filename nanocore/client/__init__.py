@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__") and name != "__all__":  # asked for by the import system
+    if name == "__all__":
+        return __dir__()
+    if name.startswith("__"):  # asked for by the import system
         raise AttributeError(name)
     return getattr(import_module("nanocore.client.sdk"), name)
 
 
 def __dir__() -> list[str]:
-    names: list[str] = __getattr__("__all__")
-    return names
+    return [name for name in vars(import_module("nanocore.client.sdk")) if name[0] != "_"]

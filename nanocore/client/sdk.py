@@ -1,78 +1,37 @@
 """All names of `nanocore.client`, which imports this module when one of them is first used."""
 
-from nanocore.client.async_client import AsyncEngineClient
-from nanocore.client.chat.events import ChatAnswer, ToolCall, collect
-from nanocore.client.chat.renderer import RenderProcessError
-from nanocore.client.connection.control_calls import EngineHealth
-from nanocore.client.llm import LLM
-from nanocore.client.requests.request_outputs import (
-    CompletionOutput,
-    EmbeddingOutput,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-    Resume,
-)
-from nanocore.client.requests.scoring import ScoreOutput
-from nanocore.protocol.errors import (
-    ClientStateError,
-    ConfigError,
-    ContextLengthError,
-    EngineDeadError,
-    EngineDrainingError,
-    EngineOverloadedError,
-    EngineStartError,
-    InvalidRequestError,
-    KeyFileError,
-    NanocoreError,
-    ProtocolError,
-)
-from nanocore.protocol.messages import ModelCard
-from nanocore.protocol.metrics import (
-    Metric,
-    MetricSample,
-    RecentSteps,
-    RequestPhases,
-    Stats,
-    StepColumns,
-)
-from nanocore.protocol.sampling import RepetitionDetectionParams, SamplingParams
-from nanocore.protocol.structured_outputs import StructuredOutputsParams
-
-__all__ = [
-    "LLM",
-    "AsyncEngineClient",
-    "ChatAnswer",
-    "ClientStateError",
-    "CompletionOutput",
-    "ConfigError",
-    "ContextLengthError",
-    "EmbeddingOutput",
-    "EngineDeadError",
-    "EngineDrainingError",
-    "EngineHealth",
-    "EngineOverloadedError",
-    "EngineStartError",
-    "InvalidRequestError",
-    "KeyFileError",
-    "Logprob",
-    "Metric",
-    "MetricSample",
-    "ModelCard",
-    "NanocoreError",
-    "ProtocolError",
-    "RecentSteps",
-    "RenderProcessError",
-    "RepetitionDetectionParams",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestPhases",
-    "Resume",
-    "SamplingParams",
-    "ScoreOutput",
-    "Stats",
-    "StepColumns",
-    "StructuredOutputsParams",
-    "ToolCall",
-    "collect",
-]
+from nanocore.client.async_client import AsyncEngineClient as AsyncEngineClient
+from nanocore.client.chat.events import ChatAnswer as ChatAnswer
+from nanocore.client.chat.events import ToolCall as ToolCall
+from nanocore.client.chat.events import collect as collect
+from nanocore.client.chat.renderer import RenderProcessError as RenderProcessError
+from nanocore.client.connection.control_calls import EngineHealth as EngineHealth
+from nanocore.client.llm import LLM as LLM
+from nanocore.client.requests.request_outputs import CompletionOutput as CompletionOutput
+from nanocore.client.requests.request_outputs import EmbeddingOutput as EmbeddingOutput
+from nanocore.client.requests.request_outputs import Logprob as Logprob
+from nanocore.client.requests.request_outputs import RequestMetrics as RequestMetrics
+from nanocore.client.requests.request_outputs import RequestOutput as RequestOutput
+from nanocore.client.requests.request_outputs import Resume as Resume
+from nanocore.client.requests.scoring import ScoreOutput as ScoreOutput
+from nanocore.protocol.errors import ClientStateError as ClientStateError
+from nanocore.protocol.errors import ConfigError as ConfigError
+from nanocore.protocol.errors import ContextLengthError as ContextLengthError
+from nanocore.protocol.errors import EngineDeadError as EngineDeadError
+from nanocore.protocol.errors import EngineDrainingError as EngineDrainingError
+from nanocore.protocol.errors import EngineOverloadedError as EngineOverloadedError
+from nanocore.protocol.errors import EngineStartError as EngineStartError
+from nanocore.protocol.errors import InvalidRequestError as InvalidRequestError
+from nanocore.protocol.errors import KeyFileError as KeyFileError
+from nanocore.protocol.errors import NanocoreError as NanocoreError
+from nanocore.protocol.errors import ProtocolError as ProtocolError
+from nanocore.protocol.messages import ModelCard as ModelCard
+from nanocore.protocol.metrics import Metric as Metric
+from nanocore.protocol.metrics import MetricSample as MetricSample
+from nanocore.protocol.metrics import RecentSteps as RecentSteps
+from nanocore.protocol.metrics import RequestPhases as RequestPhases
+from nanocore.protocol.metrics import Stats as Stats
+from nanocore.protocol.metrics import StepColumns as StepColumns
+from nanocore.protocol.sampling import RepetitionDetectionParams as RepetitionDetectionParams
+from nanocore.protocol.sampling import SamplingParams as SamplingParams
+from nanocore.protocol.structured_outputs import StructuredOutputsParams as StructuredOutputsParams

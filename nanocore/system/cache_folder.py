@@ -10,12 +10,9 @@ without it and says so in a line.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import logging
 import os
-import stat
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -24,7 +21,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from nanocore.protocol.errors import ConfigError, StartFile
-from nanocore.system.private_directory import make_private
+from nanocore.system.private_directory import make_private, open_regular, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -108,10 +105,7 @@ class _Folder:
             return None
         path = self._directory / name
         try:
-            # Not blocking: a pipe in an entry's place would wait for a writer.
-            with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                    raise OSError(errno.EINVAL, "not a file")
+            with open(open_regular(path, os.O_RDONLY), "rb") as file:
                 content = file.read(max_bytes + 1)
         except FileNotFoundError:
             return None
@@ -134,14 +128,7 @@ class _Folder:
             self._keep_limit(name)  # the limit may be less than it was
             return
         try:
-            descriptor, temporary = tempfile.mkstemp(dir=self._directory, prefix=".")
-            try:
-                with open(descriptor, "wb") as file:
-                    file.write(content)
-                os.replace(temporary, self._directory / name)
-            except BaseException:
-                Path(temporary).unlink(missing_ok=True)
-                raise
+            replace_file(self._directory / name, content)
         except OSError as error:
             _warn_once(f"{self._directory}: {error.strerror}; {self._purpose}")
         self._keep_limit(name)

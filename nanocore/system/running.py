@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ import msgspec
 
 from nanocore.protocol.endpoint import runtime_directory
 from nanocore.protocol.errors import ConfigError
-from nanocore.system.private_directory import make_private
+from nanocore.system.private_directory import make_private, open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -115,11 +114,7 @@ def all_running() -> list[Running]:
 def _read(path: Path) -> Running | None:
     """Return what is registered; remove the file, and return None, if its process is gone."""
     try:
-        # No link, and no waiting: a pipe would hold up its reader.
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise ValueError("not a file")
+        with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:  # its process holds the lock

@@ -7,7 +7,6 @@ from typing import Final
 
 import msgspec
 
-from nanocore.tracing.reader import Step
 from nanocore.tracing.timeline import RequestTimeline, RunTimeline
 
 _MOST_SLOW: Final = 5
@@ -54,23 +53,7 @@ class RunSummary(msgspec.Struct):
     slowest: list[SlowRequest]
 
 
-class RunTotals:
-    """Totals over the steps of a run, which `RunTimeline` does not keep."""
-
-    def __init__(self) -> None:
-        self.num_tokens = self.max_running = self.max_waiting = 0
-        self.max_kv_usage = 0.0
-
-    def add(self, step: Step, num_tokens: int) -> None:
-        self.num_tokens += num_tokens
-        self.max_running = max(self.max_running, step.num_running)
-        self.max_waiting = max(self.max_waiting, step.num_waiting)
-        if step.total_blocks:
-            usage = 1 - step.free_blocks / step.total_blocks
-            self.max_kv_usage = max(self.max_kv_usage, usage)
-
-
-def summarize(run: RunTimeline, totals: RunTotals) -> RunSummary:
+def summarize(run: RunTimeline) -> RunSummary:
     """Summarize a settled run."""
     requests = run.timelines
     ttfts = [(one.ttft_s, one.id) for one in requests if one.ttft_s is not None]
@@ -80,10 +63,10 @@ def summarize(run: RunTimeline, totals: RunTotals) -> RunSummary:
         seconds=run.end_s - run.steps[0].begin_s,
         busy_s=_busy_s(run),
         num_steps=len(run.steps),
-        num_tokens=totals.num_tokens,
-        max_running=totals.max_running,
-        max_waiting=totals.max_waiting,
-        max_kv_usage=totals.max_kv_usage,
+        num_tokens=run.total_tokens,
+        max_running=run.max_running,
+        max_waiting=run.max_waiting,
+        max_kv_usage=run.max_kv_usage,
         num_requests=len(requests),
         num_finished=sum(one.ended_s is not None for one in requests),
         num_preemptions=sum(len(one.preemptions) for one in requests),

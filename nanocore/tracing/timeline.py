@@ -114,7 +114,7 @@ class RunTimeline:
     """number: of the run in its file, from 1. timelines: in order of arrival.
 
     end_s: end of the last step, or of the last output. has_arrivals: the engine is new enough to
-    trace arrivals. num_rows, num_tokens: computed by the last step.
+    trace arrivals. num_rows, num_tokens: computed by the last step; total_tokens: by all.
     """
 
     def __init__(self, number: int) -> None:
@@ -124,6 +124,8 @@ class RunTimeline:
         self.end_s = 0.0
         self.has_arrivals = False
         self.num_rows = self.num_tokens = 0
+        self.total_tokens = self.max_running = self.max_waiting = 0
+        self.max_kv_usage = 0.0
         self._by_id: dict[str, list[RequestTimeline]] = {}
         self._prefilling: dict[str, int] = {}  # prompt tokens to compute before decoding
         self._known: dict[str, int] = {}  # the same, of preempted requests
@@ -152,6 +154,12 @@ class RunTimeline:
             self._enter_rows(step)
         if self._had_chunks or self._prefilling or step.scheduled != self._last:
             self._compute(step)
+        self.total_tokens += self.num_tokens
+        self.max_running = max(self.max_running, step.num_running)
+        self.max_waiting = max(self.max_waiting, step.num_waiting)
+        if step.total_blocks:
+            usage = 1 - step.free_blocks / step.total_blocks
+            self.max_kv_usage = max(self.max_kv_usage, usage)
         for request_id in step.first or ():
             timeline = self._timeline(request_id)
             if timeline.first_s is None:

@@ -312,15 +312,16 @@ def test_tokens_that_are_special_or_missing_are_never_drawn(
     demo_tokenizer: Tokenizer,
 ) -> None:
     rng = np.random.default_rng(0)
-    assert 7 not in BY_SIZE.vocabulary(as_text=False).draw(rng, 50_000)
+    assert 7 not in PromptVocabulary(BY_SIZE, as_text=False).draw(rng, 50_000)
     special = demo_tokenizer.backend.get_added_tokens_decoder().keys()
     assert special
-    drawn = set(PromptVocabulary.of_tokenizer(demo_tokenizer, False).draw(rng, 50_000).tolist())
+    whole = PromptSource(demo_tokenizer, takes_text=False)
+    drawn = set(PromptVocabulary(whole, as_text=False).draw(rng, 50_000).tolist())
     assert not special & drawn
     assert len(drawn) == demo_tokenizer.backend.get_vocab_size() - len(special)
 
     source = PromptSource(demo_tokenizer, takes_text=False, vocab_size=300)
-    drawn = source.vocabulary(as_text=False).draw(np.random.default_rng(0), 50_000)
+    drawn = PromptVocabulary(source, as_text=False).draw(np.random.default_rng(0), 50_000)
     assert max(drawn) == 299
 
 

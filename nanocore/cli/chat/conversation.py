@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
-from nanocore.cli.chat.files import open_regular, replace_file
 from nanocore.cli.chat.target import Message
 from nanocore.protocol.errors import InvalidRequestError
+from nanocore.system.private_directory import open_regular, replace_file
 
 MAX_FILE_BYTES: Final = 2**26
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")

@@ -6,50 +6,18 @@ a size limit. Only regular files are opened, because opening a pipe might block 
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
-import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from nanocore.protocol.errors import ConfigError
-from nanocore.system.private_directory import make_private
+from nanocore.system.private_directory import make_private, open_regular
 
 MAX_ERROR_BYTES: Final = 2**20
 _TAIL_BYTES: Final = 4096
-
-
-def open_regular(path: Path, flags: int) -> int:
-    """Return a descriptor of a regular file; O_CREAT makes it with mode 0600.
-
-    Raises:
-        OSError: it cannot be opened, or is a pipe, a device or a directory.
-    """
-    try:
-        fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return fd
-        os.close(fd)
-    except OSError as error:
-        if error.errno != errno.ENXIO:  # a pipe without a reader
-            raise
-    raise OSError(errno.EINVAL, "not a regular file")
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file of mode 0600 atomically; raises OSError if that fails."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    fd = open_regular(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
-    try:
-        with open(fd, "wb") as file:
-            file.write(data)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
 
 
 def state_directory(environment: Mapping[str, str] = os.environ) -> Path:

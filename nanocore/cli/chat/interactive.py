@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import run_in_terminal
@@ -46,7 +46,7 @@ from nanocore.cli.chat.commands import (
     with_value,
 )
 from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
-from nanocore.cli.chat.files import ErrorLog, open_regular, replace_file, state_directory
+from nanocore.cli.chat.files import ErrorLog, state_directory
 from nanocore.cli.chat.flags import ChatSettings
 from nanocore.cli.chat.session import WarningNotes, handled_by, opened
 from nanocore.cli.chat.target import ChatTarget, ChatTurn, TurnStats, incompleteness, status_line
@@ -60,6 +60,7 @@ from nanocore.protocol.errors import (
     counted,
     shorten,
 )
+from nanocore.system.private_directory import open_regular, replace_file
 
 logger = logging.getLogger(__name__)
 _LOST_POLL_S: Final = 1.0
@@ -97,12 +98,6 @@ async def _converse(options: ChatSettings, interrupts: Interrupts) -> None:
                 await loop.run(prompt)
 
 
-class InputReader(Protocol):
-    async def read(self) -> str:
-        """Return the user's next text. Raises EOFError at the end."""
-        ...
-
-
 class ChatLoop:
     """Reads the user's input, streams responses and runs commands, until the end.
 
@@ -126,7 +121,7 @@ class ChatLoop:
         self._stats = TurnStats()
         self.models: list[str] = []
 
-    async def run(self, prompt: InputReader) -> None:
+    async def run(self, prompt: Prompt) -> None:
         """Run until the end of the input, or `/exit`."""
         with self._interrupts.to(lambda: None):  # Ctrl-C between a question and its response
             try:

@@ -28,41 +28,29 @@ logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 10.0
 RETRY_S: Final = 1.0
+MAX_LINE_BYTES: Final = 2**22
 
 
-class _Link:
-    """Lines from the parent."""
-
-    def __init__(self, fd: int) -> None:
-        self._socket = socket.socket(fileno=fd)
-        self._socket.setblocking(False)
-        self._heard = b""
-
-    async def line(self) -> bytes:
-        """Return the next line; exit if the parent has closed the socket."""
-        while b"\n" not in self._heard:
-            data = await asyncio.get_running_loop().sock_recv(self._socket, 65536)
-            if not data:
-                os._exit(StartError.exit_code)
-            self._heard += data
-        line, _, self._heard = self._heard.partition(b"\n")
-        return line
-
-    async def say_serving(self) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._socket, b"s")
+async def _line(parent: asyncio.StreamReader) -> bytes:
+    """Return the parent's next line; exit if it has closed the socket."""
+    line = await parent.readline()
+    if not line.endswith(b"\n"):
+        os._exit(StartError.exit_code)
+    return line
 
 
-async def _serve(link: _Link) -> None:
+async def _serve(link: socket.socket) -> None:
+    parent, to_parent = await asyncio.open_unix_connection(sock=link, limit=MAX_LINE_BYTES)
     ending = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, ending.set)
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the parent decides when it ends
-    start = msgspec.json.decode(await link.line(), type=WorkerStart)
+    start = msgspec.json.decode(await _line(parent), type=WorkerStart)
     start_log(f"serve worker {start.number}", start.log_format)
     service = HttpService(start.app, start.server)
     await service.start([socket.socket(fileno=fd) for fd in start.fds])
-    hearing = asyncio.create_task(_hear(link, service))
+    hearing = asyncio.create_task(_hear(parent, to_parent, service))
     await ending.wait()
     try:
         if not await service.drain(start.shutdown_timeout_s):
@@ -72,10 +60,12 @@ async def _serve(link: _Link) -> None:
         await service.close()
 
 
-async def _hear(link: _Link, service: HttpService) -> None:
+async def _hear(
+    parent: asyncio.StreamReader, to_parent: asyncio.StreamWriter, service: HttpService
+) -> None:
     """Connect to the engine once its address arrives, and wait for the parent's end."""
     try:
-        engine = msgspec.json.decode(await link.line(), type=EngineAddress)
+        engine = msgspec.json.decode(await _line(parent), type=EngineAddress)
         said = ""
         while True:
             try:
@@ -86,8 +76,8 @@ async def _hear(link: _Link, service: HttpService) -> None:
                     said = str(error)
                     logger.error("%s; trying again", said)
                 await asyncio.sleep(RETRY_S)
-        await link.say_serving()
-        await link.line()
+        to_parent.write(b"s")
+        await _line(parent)
     except Exception:
         logger.exception("internal error")
         os._exit(StartError.exit_code)
@@ -95,9 +85,8 @@ async def _hear(link: _Link, service: HttpService) -> None:
 
 def main() -> NoReturn:
     signal_at_parent_death(signal.SIGKILL)
-    link = _Link(int(sys.argv[1]))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(link))
+        runner.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
     sys.exit(0)
 
 

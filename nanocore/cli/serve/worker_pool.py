@@ -15,6 +15,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -48,7 +49,7 @@ class WorkerStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Worker:
-    def __init__(self, number: int, sockets: Sequence[socket.socket]) -> None:
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self.began_s = time.monotonic()
         self.serves = asyncio.Event()
         self._link, worker_end = socket.socketpair()
@@ -62,22 +63,25 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._link.setblocking(False)
-        self.number = number
         self.fds = tuple(fds[1:])
 
-    async def tell(self, message: msgspec.Struct) -> None:
-        """Send a line; a worker that has ended is ignored."""
-        with suppress(OSError):
-            data = msgspec.json.encode(message) + b"\n"
-            await asyncio.get_running_loop().sock_sendall(self._link, data)
+    async def run(self, start: WorkerStart, engine: asyncio.Future[EngineAddress]) -> int:
+        """Send the settings, and the engine's address once it is known; return the exit code."""
+        heard, told = await asyncio.open_unix_connection(sock=self._link)
 
-    async def wait_exit(self) -> int:
-        """Wait for the worker's end, and note its readiness; return the exit code."""
-        with suppress(ConnectionResetError):
-            while await asyncio.get_running_loop().sock_recv(self._link, 64):
+        def tell(message: msgspec.Struct) -> None:
+            told.write(msgspec.json.encode(message) + b"\n")
+
+        def introduce(known: asyncio.Future[EngineAddress]) -> None:
+            tell(known.result())
+
+        tell(start)
+        engine.add_done_callback(introduce)
+        with suppress(OSError):
+            while await heard.read(64):
                 self.serves.set()
-        self._link.close()
+        engine.remove_done_callback(introduce)
+        told.close()
         return await asyncio.to_thread(self.process.wait)
 
 
@@ -91,10 +95,13 @@ class WorkerPool:
         shutdown_timeout_s: float,
         log_format: LogFormat,
     ) -> None:
-        self._app = app
-        self._server = server
-        self._shutdown_timeout_s = shutdown_timeout_s
-        self._log_format = log_format
+        self._new_start = partial(
+            WorkerStart,
+            app=app,
+            server=server,
+            shutdown_timeout_s=shutdown_timeout_s,
+            log_format=log_format,
+        )
         self._sockets: list[list[socket.socket]] = []
         self._engine: asyncio.Future[EngineAddress]
         self._workers: dict[int, _Worker] = {}
@@ -168,10 +175,8 @@ class WorkerPool:
         """Start a worker, and restart it whenever it ends, until the pool ends."""
         pause_s = FIRST_PAUSE_S
         while not self._is_ending.is_set():
-            worker = self._workers[number] = _Worker(number, self._sockets[number])
-            introduction = asyncio.create_task(self._introduce(worker))
-            code = await worker.wait_exit()
-            introduction.cancel()
+            worker = self._workers[number] = _Worker(self._sockets[number])
+            code = await worker.run(self._new_start(number=number, fds=worker.fds), self._engine)
             if self._is_ending.is_set():
                 return
             if time.monotonic() - worker.began_s > MAX_PAUSE_S:
@@ -187,16 +192,3 @@ class WorkerPool:
                 async with asyncio.timeout(pause_s):
                     await self._is_ending.wait()
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
-
-    async def _introduce(self, worker: _Worker) -> None:
-        """Send a worker its settings, and the engine's address once it is known."""
-        start = WorkerStart(
-            app=self._app,
-            server=self._server,
-            shutdown_timeout_s=self._shutdown_timeout_s,
-            fds=worker.fds,
-            number=worker.number,
-            log_format=self._log_format,
-        )
-        await worker.tell(start)
-        await worker.tell(await asyncio.shield(self._engine))

@@ -14,7 +14,7 @@ import msgspec
 
 from nanocore.cli.command import require
 from nanocore.cli.interrupts import Interrupts
-from nanocore.cli.reader import MetricsSource, observed, reader_parser
+from nanocore.cli.reader import Read, observed, reader_parser
 from nanocore.cli.top.load import Load, MetricsReading, load_between
 from nanocore.protocol.errors import NanocoreError
 from nanocore.system.flags import FlagParser, seconds
@@ -42,7 +42,7 @@ def top_parser() -> FlagParser:
 
 
 async def watch(
-    source: MetricsSource,
+    read: Read,
     interval_s: float,
     show: Callable[[Load | None], None],
     is_once: bool = False,
@@ -54,7 +54,7 @@ async def watch(
     before: MetricsReading | None = None
     while True:
         try:
-            now = MetricsReading(await source.metrics(), time.monotonic())
+            now = MetricsReading(await read(), time.monotonic())
         except NanocoreError:
             if is_once:
                 raise
@@ -88,7 +88,7 @@ async def _print_loads(given: argparse.Namespace) -> None:
         sys.stdout.flush()
 
     async with observed(given) as engine:
-        await watch(engine.source, given.interval, show, is_once=given.once)
+        await watch(engine.read, given.interval, show, is_once=given.once)
 
 
 async def _watch(given: argparse.Namespace) -> None:
@@ -108,4 +108,4 @@ async def _watch(given: argparse.Namespace) -> None:
                 history.append(load.generation_tokens_per_s)
                 live.update(view(engine.title(), load, [*history]), refresh=True)
 
-            await watch(engine.source, given.interval, show)
+            await watch(engine.read, given.interval, show)

@@ -152,7 +152,7 @@ def watched(*answers: list[Metric] | Exception) -> list[Load | None]:
     shown: list[Load | None] = []
     client: Any = FakeClient(*answers, DoneError())
     with pytest.raises(DoneError):
-        asyncio.run(watch(client, 0.001, shown.append))
+        asyncio.run(watch(client.metrics, 0.001, shown.append))
     return shown
 
 
