@@ -72,21 +72,14 @@ def check_after(number: object) -> int:
     raise InvalidRequestError(f"after={quoted(number)}: the number of a step, 0 to 2**53 - 1")
 
 
-def check_endpoint(endpoint: object) -> str:
-    """Return the endpoint; raises ConfigError unless it is a str without NUL, where ZeroMQ
-    stops."""
-    if isinstance(endpoint, str) and "\0" not in endpoint:
-        return endpoint
-    raise ConfigError(f"endpoint={endpoint!r}: a str, as in ipc:///path/engine.sock")
-
-
 def check_endpoints(endpoints: object) -> list[str]:
     """Return one or several endpoints as a list without duplicates; raises ConfigError."""
-    if not isinstance(endpoints, (list, tuple)):
-        return [check_endpoint(endpoints)]
-    if not endpoints:
+    if not (given := endpoints if isinstance(endpoints, (list, tuple)) else [endpoints]):
         raise ConfigError("endpoint=[]: name one or more, as in ipc:///path/engine.sock")
-    return list(dict.fromkeys(map(check_endpoint, endpoints)))
+    for one in given:
+        if not isinstance(one, str) or "\0" in one:  # where ZeroMQ stops
+            raise ConfigError(f"endpoint={one!r}: a str, as in ipc:///path/engine.sock")
+    return list(dict.fromkeys(given))
 
 
 def check_count(name: str, number: object) -> int:

@@ -43,6 +43,16 @@ def signal_at_parent_death(number: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process, so that it never replies; a debugger does not
+    count."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except OSError:  # it has just ended, or there is no /proc
+        return False
+
+
 def _run() -> None:
     spec = importlib.util.spec_from_file_location(
         "nanocore", os.path.join(_PACKAGE, "__init__.py"), submodule_search_locations=[_PACKAGE]

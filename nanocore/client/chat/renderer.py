@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from nanocore.protocol.errors import InvalidRequestError, NanocoreError, shorten
+from nanocore.system.child_process import is_stopped
 
 MAX_CPU_S: Final = 2.0
 """CPU time limit of one rendering; the first one includes compiling the template."""
@@ -116,7 +117,7 @@ class Renderer:
         for num_left in reversed(range(_MAX_TRIES)):
             process = self._process
             try:
-                if process is None or process.poll() is not None or _is_stopped(process.pid):
+                if process is None or process.poll() is not None or is_stopped(process.pid):
                     self.close()
                     self._start()
                 # `end` sets this before it looks for the process: either it kills the new one, or
@@ -262,14 +263,6 @@ class Renderer:
 
     def _failure(self, reason: str) -> InvalidRequestError:
         return InvalidRequestError(f"the chat template of {self._source} failed: {shorten(reason)}")
-
-
-def _is_stopped(pid: int) -> bool:
-    # A process that a signal has stopped would never reply.
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except OSError:  # there is no /proc
-        return False
 
 
 def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:

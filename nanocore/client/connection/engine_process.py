@@ -188,14 +188,6 @@ class EngineProcess:
         finally:
             self.kill()
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped the process (a debugger does not count)."""
-        with suppress(OSError):
-            stat = Path(f"/proc/{self.pid}/stat").read_text("utf-8", "replace")
-            return stat.rpartition(")")[2].split()[0] == "T"
-        return False
-
     def strike(self) -> None:
         """Send SIGKILL; `kill` then frees the resources."""
         self._signal(signal.SIGKILL)

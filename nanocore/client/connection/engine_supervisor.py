@@ -25,6 +25,7 @@ from nanocore.protocol.errors import (
     StartFile,
     counted,
 )
+from nanocore.system.child_process import is_stopped
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +312,7 @@ async def _strike_if_stopped(engine: EngineProcess) -> None:
     num_stopped = 0
     while num_stopped < _MAX_STOPPED_POLLS:
         await asyncio.sleep(_STOPPED_POLL_S)
-        num_stopped = num_stopped + 1 if engine.is_stopped else 0
+        num_stopped = num_stopped + 1 if is_stopped(engine.pid) else 0
     logger.warning("the engine process is suspended by a signal: killing it")
     engine.strike()
 

@@ -186,19 +186,12 @@ def _after(text: str) -> int:
 
 
 def live_steps(columns: StepColumns) -> list[LiveStep]:
-    steps = zip(
-        columns.number,
-        map(_rounded, columns.ended_s),
-        map(_rounded, columns.duration_s),
-        columns.num_decode_tokens,
-        columns.num_prefill_tokens,
-        columns.num_running,
-        columns.num_waiting,
-        columns.num_used_blocks,
-        columns.num_preempted,
-        strict=True,
-    )
-    return [LiveStep(*step) for step in steps]
+    # The fields of both are in the same order.
+    steps = zip(*msgspec.structs.astuple(columns), strict=True)
+    return [
+        LiveStep(number, _rounded(ended_s), _rounded(duration_s), *counts)
+        for number, ended_s, duration_s, *counts in steps
+    ]
 
 
 def live_request(one: RequestPhases) -> LiveRequest:

@@ -256,7 +256,7 @@ def test_a_process_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch
     rendering.render({}, NOW)
     os.kill(_pid(rendering), signal.SIGSTOP)
     monkeypatch.setattr(renderer, "MAX_WALL_S", 0.0)
-    monkeypatch.setattr(renderer, "_is_stopped", lambda pid: False)  # not yet
+    monkeypatch.setattr(renderer, "is_stopped", lambda pid: False)  # not yet
     with pytest.raises(InvalidRequestError, match="takes more than 0 s, the limit"):
         rendering.render({"x": "x" * 10**6}, NOW)
     monkeypatch.undo()

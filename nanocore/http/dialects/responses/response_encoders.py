@@ -211,66 +211,6 @@ class CustomCallItem(CallItem):
         return written if isinstance(written, str) else self.text
 
 
-class ResponseOutput:
-    """All output items of a response.
-
-    Args:
-        response_key: common part of their ids.
-        custom_tools: names of custom tools.
-        as_summary: see `ReasoningItem`.
-    """
-
-    def __init__(
-        self,
-        response_key: str,
-        custom_tools: frozenset[str] = frozenset(),
-        as_summary: bool = False,
-    ) -> None:
-        self._key = response_key
-        self._custom_tools = custom_tools
-        self._as_summary = as_summary
-        self.items: list[Item] = []
-        self.open: OpenItem | None = None
-
-    def switch(self, event: Text | Reasoning | ToolBegin | ToolArguments) -> list[StreamEvent]:
-        """Open the item that this event belongs to, unless it is open, and close another one."""
-        index = len(self.items) + (self.open is not None)
-        item: OpenItem
-        match event:
-            case Text():
-                if isinstance(self.open, MessageItem):
-                    return []
-                item = MessageItem(self._key, index)
-            case Reasoning():
-                if isinstance(self.open, ReasoningItem):
-                    return []
-                item = ReasoningItem(self._key, index, self._as_summary)
-            case ToolBegin():
-                kind = CustomCallItem if event.name in self._custom_tools else CallItem
-                item = kind(self._key, index, event)
-            case ToolArguments():
-                assert isinstance(self.open, CallItem), "arguments follow their call"
-                return []
-        events = self.close("completed")
-        self.open = item
-        added = {
-            "type": "response.output_item.added",
-            "output_index": index,
-            "item": item.item("in_progress"),
-        }
-        return [*events, added, *item.begun()]
-
-    def close(self, status: Status) -> list[StreamEvent]:
-        if self.open is None:
-            return []
-        item = self.open.item(status)
-        done = {"type": "response.output_item.done", "output_index": len(self.items), "item": item}
-        events = [*self.open.ended(), done]
-        self.items.append(item)
-        self.open = None
-        return events
-
-
 _ITEMS: Final = {Text: MessageItem, Reasoning: ReasoningItem, ToolArguments: CallItem}
 """Items by the events of their deltas; custom calls have none."""
 
@@ -289,7 +229,8 @@ class _ResponseBase:
         self._usage = UsageSum()
         self._seed: int | None = None
         self._finished: Finished | None = None
-        self._output = ResponseOutput(style.key, style.custom_tools, style.reasoning_as_summary)
+        self._items: list[Item] = []
+        self._open: OpenItem | None = None
         self._logprobs: list[dict[str, Any]] = []
 
     def _handle(self, event: ChatEvent) -> list[StreamEvent]:
@@ -304,11 +245,11 @@ class _ResponseBase:
                 ]
             case ToolBegin():
                 self._logprobs.clear()
-                return self._output.switch(event)
+                return self._switch(event)
             case Text() | Reasoning() | ToolArguments():
                 if isinstance(event, ToolArguments):
                     self._logprobs.clear()
-                events = self._output.switch(event)
+                events = self._switch(event)
                 delta = self._add(event.delta)
                 return events if delta is None else [*events, delta]
             case Finished():
@@ -316,8 +257,46 @@ class _ResponseBase:
             case _:
                 return []
 
+    def _switch(self, event: Text | Reasoning | ToolBegin | ToolArguments) -> list[StreamEvent]:
+        """Open the item that this event belongs to, unless it is open, and close another one."""
+        index = len(self._items) + (self._open is not None)
+        item: OpenItem
+        match event:
+            case Text():
+                if isinstance(self._open, MessageItem):
+                    return []
+                item = MessageItem(self._style.key, index)
+            case Reasoning():
+                if isinstance(self._open, ReasoningItem):
+                    return []
+                item = ReasoningItem(self._style.key, index, self._style.reasoning_as_summary)
+            case ToolBegin():
+                kind = CustomCallItem if event.name in self._style.custom_tools else CallItem
+                item = kind(self._style.key, index, event)
+            case ToolArguments():
+                assert isinstance(self._open, CallItem), "arguments follow their call"
+                return []
+        events = self._close("completed")
+        self._open = item
+        added = {
+            "type": "response.output_item.added",
+            "output_index": index,
+            "item": item.item("in_progress"),
+        }
+        return [*events, added, *item.begun()]
+
+    def _close(self, status: Status) -> list[StreamEvent]:
+        if self._open is None:
+            return []
+        item = self._open.item(status)
+        done = {"type": "response.output_item.done", "output_index": len(self._items), "item": item}
+        events = [*self._open.ended(), done]
+        self._items.append(item)
+        self._open = None
+        return events
+
     def _add(self, text: str) -> StreamEvent | None:
-        item = self._output.open
+        item = self._open
         assert item is not None, "`switch` has opened it"
         item.pieces.append(text)
         if item.delta_event is None:
@@ -333,12 +312,12 @@ class _ResponseBase:
         self._usage.add_sample(event.usage)
         self._finished = event
         events: list[StreamEvent] = []
-        if self._output.open is None and not self._output.items:
-            events += self._output.switch(Text(""))  # clients expect a message
-        if isinstance(self._output.open, MessageItem):
-            self._output.open.logprobs += self._logprobs
+        if self._open is None and not self._items:
+            events += self._switch(Text(""))  # clients expect a message
+        if isinstance(self._open, MessageItem):
+            self._open.logprobs += self._logprobs
         is_whole = self._status == "completed"
-        return events + self._output.close("completed" if is_whole else "incomplete")
+        return events + self._close("completed" if is_whole else "incomplete")
 
     def _note_logprobs(self, events: Sequence[ChatEvent]) -> None:
         # Called before the events are handled, so that text gets the logprobs of its tokens.
@@ -354,9 +333,9 @@ class _ResponseBase:
         self._logprobs += chat_logprobs(tokens, self._style.num_top_logprobs)
 
     def _end_object(self) -> dict[str, Any]:
-        response = self._response(self._output.items)
+        response = self._response(self._items)
         if self._keep is not None:
-            self._keep(msgspec.json.encode(response), self._output.items)
+            self._keep(msgspec.json.encode(response), self._items)
         return response
 
     @property
@@ -428,7 +407,7 @@ class ResponseStreamEncoder(_ResponseBase):
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
         if len(events) == 1 and not self._logprobs:
-            only, item = events[0], self._output.open
+            only, item = events[0], self._open
             if item is not None and type(item) is _ITEMS.get(type(only)):
                 assert isinstance(only, _DELTAS)
                 return self._delta(item, only.delta)
@@ -441,9 +420,9 @@ class ResponseStreamEncoder(_ResponseBase):
 
     def fail(self, error: HttpError) -> bytes:
         # Some clients look for response.failed, others for error.
-        self._output.close("incomplete")
+        self._close("incomplete")
         shown = response_error(error)
-        response = self._response(self._output.items, shown)
+        response = self._response(self._items, shown)
         return self._encoded({"type": "response.failed", "response": response}) + self._encoded(
             {"type": "error", "code": shown["code"], "message": error.message, "param": error.param}
         )
