@@ -45,8 +45,7 @@ def check_key(source: str, key: str) -> None:
 def _read(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
-            info = os.fstat(file.fileno())
-            _require_private(path, info)
+            _require_private(path, os.fstat(file.fileno()))
             data = file.read(MAX_KEY_FILE_BYTES + 1)
     except OSError as error:
         raise KeyFileError(f"--api-key-file {path}: {error.strerror}") from None
@@ -61,13 +60,8 @@ def _read(path: Path) -> list[str]:
 
 
 def _require_private(path: Path, info: os.stat_result) -> None:
+    from nanocore.protocol.sockets.curve import require_closed  # imports zmq
+
     # Kubernetes and systemd give a service its key in root's file, readable to a group.
-    is_handed = info.st_uid == 0 != os.getuid()
-    others = 0o037 if is_handed else 0o077
-    if info.st_mode & others and stat.S_ISREG(info.st_mode):
-        raise KeyFileError(
-            f"{path} has mode {stat.S_IMODE(info.st_mode):04o}, open to other users: "
-            f"chmod {'640' if is_handed else '600'} {path}"
-        )
-    if info.st_uid not in (0, os.getuid()):
-        raise KeyFileError(f"{path} belongs to user {info.st_uid}: chown {os.getuid()} {path}")
+    others, mode = (0o037, "640") if info.st_uid == 0 != os.getuid() else (0o077, "600")
+    require_closed(path, info, others if stat.S_ISREG(info.st_mode) else 0, mode)

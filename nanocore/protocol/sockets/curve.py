@@ -54,7 +54,7 @@ class EngineKeys:
         clients, admins = folder / CLIENTS_FOLDER, folder / ADMINS_FOLDER
         for directory in (folder, clients, *([admins] if admins.exists() else [])):
             _require_directory(directory, f"make it with `nanocore-keygen {folder}`")
-            _require_closed(directory, _OTHERS_WRITE, "700")
+            require_closed(directory, directory.stat(), _OTHERS_WRITE, "700")
         return cls(*_load_pair(folder, ENGINE), clients, admins)
 
     @property
@@ -85,7 +85,7 @@ class ClientKeys:
             KeyFileError: a file is missing or none, or the secret is open to other users.
         """
         _require_directory(folder, "make it with `nanocore-keygen DIR --client NAME --out FOLDER`")
-        _require_closed(folder, _OTHERS_WRITE, "700")
+        require_closed(folder, folder.stat(), _OTHERS_WRITE, "700")
         pair = _load_pair(folder, CLIENT)
         return cls(*pair, load_public_key(folder / f"{ENGINE}.key"))
 
@@ -161,7 +161,7 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
     try:
         if not path.exists():
             raise KeyFileError(f"key file {path} is missing: nanocore-keygen makes it")
-        _require_closed(path, _OTHERS_WRITE, "600")
+        require_closed(path, path.stat(), _OTHERS_WRITE, "600")
         public, secret = load_certificate(path)
     except KeyFileError:
         raise
@@ -180,7 +180,7 @@ def _load(path: Path) -> tuple[bytes, bytes | None]:
 def _load_pair(folder: Path, name: str) -> tuple[bytes, bytes]:
     path = folder / f"{name}.key_secret"
     public, secret = _load(path)
-    _require_closed(path, _OTHERS_OPEN, "600")
+    require_closed(path, path.stat(), _OTHERS_OPEN, "600")
     if secret is None or zmq.curve_public(secret) != public:
         raise KeyFileError(f"key file {path} holds no secret key that fits its public one")
     public_path = folder / f"{name}.key"
@@ -195,9 +195,9 @@ def _require_directory(path: Path, remedy: str) -> None:
         raise KeyFileError(f"key folder {path} does not exist: {remedy}")
 
 
-def _require_closed(path: Path, forbidden: int, mode: str) -> None:
-    """Refuse files that other users can open or own."""
-    info = path.stat()
+def require_closed(path: Path, info: os.stat_result, forbidden: int, mode: str) -> None:
+    """Raise KeyFileError if other users can open or own a file. info: the file's. mode: a closed
+    one."""
     if info.st_mode & forbidden:
         raise KeyFileError(
             f"{path} has mode {stat.S_IMODE(info.st_mode):04o}, open to other users: "

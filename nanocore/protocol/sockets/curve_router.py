@@ -115,7 +115,7 @@ class ClientAuthenticator:
 
 
 class CurveRouter:
-    """Implements `EngineSocket` on TCP; bound at construction.
+    """The `EngineSocket` of TCP, with the methods of `IpcRouter`; bound at construction.
 
     Raises:
         ConfigError: it cannot be bound, or there are no keys. AddressInUseError: another process
@@ -163,6 +163,7 @@ class CurveRouter:
         return self._is_cut
 
     def wait(self, timeout_ms: int) -> set[int]:
+        """See `IpcRouter.wait`; RuntimeError: the thread that authenticates clients has died."""
         end_s = math.inf if timeout_ms < 0 else time.monotonic() + timeout_ms / 1e3
         while True:
             self.authenticator.check()
@@ -211,6 +212,7 @@ class CurveRouter:
         return self._guard.take_gone()
 
     def is_admin(self, routing_id: bytes) -> bool:
+        """Whether the peer has the role admin: its key is in admins/."""
         try:
             return name_of(self._admins, self._guard.key_of(routing_id)) is not None
         except FileNotFoundError:

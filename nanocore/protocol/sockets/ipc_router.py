@@ -114,7 +114,7 @@ _IN, _OUT = select.EPOLLIN, select.EPOLLOUT
 
 
 class IpcRouter:
-    """Implements `EngineSocket` on ipc; bound at construction.
+    """The `EngineSocket` of ipc; bound at construction.
 
     high_water_mark: messages that may wait for one peer. connections: those that are open, by
     routing id; num_accepted: all that ever were. num_input_bytes: of all unfinished messages.
@@ -155,17 +155,21 @@ class IpcRouter:
 
     @property
     def is_busy(self) -> bool:
+        """Whether something has arrived that `receive` has not looked at."""
         return bool(self._ready)
 
     def limit(self, max_connections: int, unadmitted_timeout_s: float) -> None:
+        """Set the number of connections, and the time that one without a session may stay."""
         self.max_connections = max_connections
         self.unadmitted_timeout_s = unadmitted_timeout_s
 
     def watch(self, fd: int) -> None:
+        """Let `wait` return when this descriptor becomes readable, too."""
         self._watched.add(fd)
         self._epoll.register(fd, _IN)
 
     def wait(self, timeout_ms: int) -> set[int]:
+        """Sleep until something is ready; return the ready watched descriptors. -1: no limit."""
         deadline_s = time.monotonic() + timeout_ms / 1e3 if timeout_ms > 0 else 0.0
         timeout_s = 0.0 if self._ready else timeout_ms / 1e3 if timeout_ms >= 0 else None
         while True:
@@ -177,6 +181,11 @@ class IpcRouter:
                 return watched
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
+        """Return (routing id, frames) of the next message, or None when there is none now.
+
+        Frames beyond the limit are dropped. A call never takes long: it may return None while
+        `is_busy`.
+        """
         if not self._num_looks:
             self._poll(0.0)
             self._num_looks = max(_MAX_LOOKS, len(self._ready))
@@ -193,6 +202,7 @@ class IpcRouter:
         return None
 
     def send(self, routing_id: bytes, frames: Sequence[bytes]) -> SendResult:
+        """Queue a message for one client; never blocks."""
         connection = self.connections.get(routing_id)
         if connection is None:
             return SendResult.GONE
@@ -210,10 +220,12 @@ class IpcRouter:
         return SendResult.SENT if routing_id in self.connections else SendResult.GONE
 
     def take_gone(self) -> list[bytes]:
+        """Return the admitted peers that have disconnected since the last call."""
         gone, self._gone = self._gone, []
         return gone
 
     def is_admin(self, routing_id: bytes) -> bool:
+        """Whether the peer has the role admin."""
         return True  # who can open the socket is the engine's own user
 
     def admit(self, routing_id: bytes) -> None:
@@ -224,6 +236,7 @@ class IpcRouter:
             self._unadmitted_s.setdefault(routing_id, time.monotonic())
 
     def close(self) -> None:
+        """Send what is queued, for at most a second, and close. Idempotent."""
         if self._epoll.closed:
             return
         self._path.unlink(missing_ok=True)
