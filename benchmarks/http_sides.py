@@ -54,7 +54,7 @@ def start_ours(folder: Path) -> Iterator[Side]:
     endpoint, port = f"ipc://{folder}/engine.sock", _free_port()
     script = str(Path(__file__).with_name("http_engine.py"))
     serve = [
-        sys.executable, "-m", "nanocore.cli", "serve", "--endpoint", endpoint,
+        sys.executable, "-m", "nanocore", "serve", "--endpoint", endpoint,
         "--start-timeout", str(_START_TIMEOUT_S), "--port", str(port),
         "--served-model-name", "demo",
     ]  # fmt: skip

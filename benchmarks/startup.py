@@ -29,7 +29,7 @@ from typing import Any, Final
 from report import describe_run, positive, spread, table, with_range, write_report
 
 RESULTS: Final = Path(__file__).parent / "results" / "startup.json"
-OURS: Final = f"{shlex.quote(sys.executable)} -m nanocore.cli serve {{model}} --port {{port}}"
+OURS: Final = f"{shlex.quote(sys.executable)} -m nanocore serve {{model}} --port {{port}}"
 _LIMIT_S: Final = 300.0
 _BODY: Final = {"prompt": "The capital of France is", "max_tokens": 1, "temperature": 0}
 

@@ -317,7 +317,7 @@ def test_ctrl_c_ends_a_run_in_order() -> None:
             f"--tokenizer {DEMO_MODEL} --num-prompts 2 --input-len 4"
         )
         process = subprocess.Popen(
-            [sys.executable, "-m", "nanocore.cli", "bench", *line.split()],
+            [sys.executable, "-m", "nanocore", "bench", *line.split()],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

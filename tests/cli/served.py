@@ -107,7 +107,7 @@ class Served:
 def command(*arguments: str, port: str = "0") -> list[str]:
     """The command line of a server, by default at any port."""
     address = [] if "--uds" in arguments else ["--port", port]
-    return [sys.executable, "-m", "nanocore.cli", "serve", *arguments, *address]
+    return [sys.executable, "-m", "nanocore", "serve", *arguments, *address]
 
 
 @contextmanager

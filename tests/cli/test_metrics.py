@@ -70,7 +70,7 @@ def test_an_engine_without_a_server_is_found(
 def test_metrics_are_served_until_ctrl_c_also_while_the_engine_is_gone() -> None:
     with engine(DEMO) as started:
         exporter = subprocess.Popen(
-            [sys.executable, "-m", "nanocore.cli", "metrics", "--endpoint", started.endpoint,
+            [sys.executable, "-m", "nanocore", "metrics", "--endpoint", started.endpoint,
              "--metrics-port", "0", "--timeout", "60"],
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -100,7 +100,7 @@ def test_a_look_at_an_engine(running: Engine, capsys: pytest.CaptureFixture[str]
 def test_to_a_pipe_views_are_printed_one_below_the_other(running: Engine) -> None:
     arguments = ["top", "--endpoint", running.endpoint, "--interval", "0.01"]
     with subprocess.Popen(
-        [sys.executable, "-m", "nanocore.cli", *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "nanocore", *arguments], stdout=subprocess.PIPE, text=True
     ) as top:
         assert top.stdout is not None
         heads = (line for line in top.stdout if "nanocore top" in line)
@@ -113,7 +113,7 @@ def test_to_a_pipe_views_are_printed_one_below_the_other(running: Engine) -> Non
 def test_a_terminal_without_unicode_gets_what_it_can_show(running: Engine) -> None:
     arguments = ["top", "--endpoint", running.endpoint, "--interval", "0.01", "--once"]
     done = subprocess.run(
-        [sys.executable, "-m", "nanocore.cli", *arguments],
+        [sys.executable, "-m", "nanocore", *arguments],
         env={**os.environ, "PYTHONIOENCODING": "ascii"},
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
@@ -123,7 +123,7 @@ def test_a_terminal_without_unicode_gets_what_it_can_show(running: Engine) -> No
 def test_a_reader_that_leaves_ends_it_without_a_word(running: Engine) -> None:
     arguments = ["top", "--endpoint", running.endpoint, "--interval", "0.01", "--json"]
     with subprocess.Popen(
-        [sys.executable, "-m", "nanocore.cli", *arguments],
+        [sys.executable, "-m", "nanocore", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as top:  # fmt: skip
         assert top.stdout is not None
@@ -135,7 +135,7 @@ def test_a_reader_that_leaves_ends_it_without_a_word(running: Engine) -> None:
 
 
 def test_a_full_disk_is_told_in_a_line(running: Engine) -> None:
-    command = [sys.executable, "-m", "nanocore.cli", "metrics", "--endpoint", running.endpoint]
+    command = [sys.executable, "-m", "nanocore", "metrics", "--endpoint", running.endpoint]
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False

@@ -86,7 +86,7 @@ def test_both_agents_show_a_whole_turn(binaries: Path, model: Path, tmp_path: Pa
     (tmp_path / ".codex").mkdir()
     (tmp_path / ".codex" / "config.toml").write_text(config)
     serve = serve.strip().replace("path/to/folder", f"{model} --load-format dummy")
-    serve = serve.replace("nanocore ", f"{sys.executable} -m nanocore.cli ", 1)
+    serve = serve.replace("nanocore ", f"{sys.executable} -m nanocore ", 1)
     script = SCRIPT.format(
         serve=f"{serve} --enable-access-log", codex=codex.strip(), claude=claude.strip()
     )

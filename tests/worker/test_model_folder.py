@@ -392,7 +392,7 @@ def test_pull_downloads_and_list_shows_what_can_be_served(tmp_path: Path, hub: F
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / COMMIT
 
     def nanocore(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return run_apart(tmp_path, ["-m", "nanocore.cli", *arguments], HF_ENDPOINT=hub.endpoint)
+        return run_apart(tmp_path, ["-m", "nanocore", *arguments], HF_ENDPOINT=hub.endpoint)
 
     assert nanocore("list").stdout.split() == ["MODEL", "SIZE", "LAST", "USED"]
     for quantization in ("Q4_K_M", "BF16"):

@@ -120,7 +120,7 @@ def test_an_interrupted_run_ends_in_order_and_leaves_nothing_running(
     out = tmp_path / "out"
     flags = (str(requests), str(out), "--endpoint", engine.endpoint, "--max-concurrency", "3")
     with paused(engine.endpoint) as held:
-        command = [sys.executable, "-m", "nanocore.cli", "batch", *flags]
+        command = [sys.executable, "-m", "nanocore", "batch", *flags]
         running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
             held.wait_for(5)  # a chat, two samples, and two inputs

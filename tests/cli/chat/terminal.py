@@ -87,7 +87,7 @@ def chatting(*arguments: str, num_columns: int = 100, **environment: str) -> Ite
     ours, theirs = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("HHHH", 30, num_columns, 0, 0))
     known = {"TERM": "xterm-256color"} | environment
-    command = (sys.executable, "-m", "nanocore.cli", "chat")
+    command = (sys.executable, "-m", "nanocore", "chat")
     process = subprocess.Popen(
         [sys.executable, "-c", _IN_A_SESSION, *command, *arguments],
         stdin=theirs,

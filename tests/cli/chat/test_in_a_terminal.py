@@ -247,7 +247,7 @@ def test_streams_that_are_not_there_or_full_are_a_line(
     closed: str, exit_code: int, words: str
 ) -> None:
     with fake_server.serving(lambda body: (200, fake_server.chat(["a"]))) as server:
-        command = f'"$0" -m nanocore.cli chat --url "$1" {closed}'
+        command = f'"$0" -m nanocore chat --url "$1" {closed}'
         done = subprocess.run(
             ["bash", "-c", command, sys.executable, server.url],
             stderr=subprocess.PIPE, text=True, timeout=EXIT_TIMEOUT_S, check=False,
@@ -261,7 +261,7 @@ def test_streams_that_are_not_there_or_full_are_a_line(
 
 def run(*arguments: str, question: str | bytes = b"") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "nanocore.cli", "chat", *arguments],
+        [sys.executable, "-m", "nanocore", "chat", *arguments],
         input=question.decode() if isinstance(question, bytes) else question,
         capture_output=True,
         text=True,
@@ -326,7 +326,7 @@ def test_errors_are_a_line_and_an_exit_code(
 def test_a_closed_pipe_ends_quietly_and_leaves_no_request(engine: forked.Engine) -> None:
     with paused(engine.endpoint) as held:
         asking = subprocess.Popen(
-            [sys.executable, "-m", "nanocore.cli", "chat", "-q", "Count from 1 to 900.",
+            [sys.executable, "-m", "nanocore", "chat", "-q", "Count from 1 to 900.",
              "--set", "ignore_eos=true", "--endpoint", engine.endpoint],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
@@ -344,7 +344,7 @@ def test_a_closed_pipe_ends_quietly_and_leaves_no_request(engine: forked.Engine)
 def test_ctrl_c_ends_one_question_and_its_request(engine: forked.Engine) -> None:
     with paused(engine.endpoint) as held:
         asking = subprocess.Popen(
-            [sys.executable, "-m", "nanocore.cli", "chat", "-q", "x", "--endpoint",
+            [sys.executable, "-m", "nanocore", "chat", "-q", "x", "--endpoint",
              engine.endpoint],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
