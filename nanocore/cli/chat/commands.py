@@ -149,7 +149,7 @@ def checked(sampling: Mapping[str, Any]) -> dict[str, Any]:
 def with_defaults(
     given: Mapping[str, Any], recommended: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the parameters to send. recommended: see `ChatTarget.default_sampling`."""
+    """Return the parameters to send. recommended: see `EngineChatTarget.default_sampling`."""
     return {**(CHAT_SAMPLING if recommended == {} else {}), **given}
 
 

@@ -37,8 +37,11 @@ _NEXT_PHASE: Final = {
 
 
 class EngineChatTarget:
-    """See `ChatTarget`. log: of the engine to launch; None: an engine is joined. chat_template: see
-    `ChatOptions`."""
+    """A target from `open` to `close`, for one response at a time.
+
+    All but `close` may raise NanocoreError with text for the user. log: of the engine to launch;
+    None: an engine is joined. chat_template: see `ChatOptions`.
+    """
 
     def __init__(
         self, choice: EngineChoice, log: EngineLog | None, chat_template: str | None
@@ -52,6 +55,7 @@ class EngineChatTarget:
         self._supervisor: EngineSupervisor | None = None  # of the launched engine
 
     async def open(self) -> None:
+        """Connect, and find out the model."""
         log = self._log
         self._start_s = time.monotonic()
         client = engine_client(
@@ -62,20 +66,24 @@ class EngineChatTarget:
         self._has_fallen_back = False
 
     async def close(self) -> None:
+        """Idempotent."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()
 
     @property
     def model(self) -> str:
+        """Name of the model, or ''."""
         return "" if self._client is None else self._client.model_card.model
 
     @property
     def max_model_len(self) -> int | None:
+        """Context length in tokens, if known."""
         return None if self._client is None else self._client.model_card.max_model_len
 
     @property
     def default_sampling(self) -> Mapping[str, Any] | None:
+        """Sampling parameters that the model recommends; None: unknown, the server's apply."""
         if self._client is None:
             return None
         values: dict[str, Any] = msgspec.to_builtins(self._client.model_card.default_sampling)
@@ -83,9 +91,11 @@ class EngineChatTarget:
 
     @property
     def is_connected(self) -> bool:
+        """Whether the target can be reached, as far as known."""
         return self._client is not None and self._client.is_connected
 
     def facts(self) -> Mapping[str, str]:
+        """Return what is known of the model, in addition to its name."""
         if self._client is None:
             return {}
         card = self._client.model_card
@@ -102,6 +112,7 @@ class EngineChatTarget:
         }
 
     def news(self) -> str:
+        """Return progress of a running `open` or `switch`, or ''."""
         if self._log is None:
             return ""
         line = self._log.last_line()
@@ -113,6 +124,7 @@ class EngineChatTarget:
     async def ask(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[TargetEvent, None]:
+        """Stream the response to a conversation; closing the generator aborts the request."""
         if self._client is None or (
             self._supervisor is not None and self._supervisor.ended is not None
         ):
@@ -149,10 +161,11 @@ class EngineChatTarget:
         return FALLBACK_TEMPLATE
 
     async def models(self) -> list[str]:
+        """Return names for `switch`, as far as known."""
         return [self.model] if self.model else []
 
     async def switch(self, model: str) -> None:
-        """Launch another engine with the same other flags."""
+        """Launch another engine with the same other flags. If that fails, the last one stays."""
         if self._log is None:
             joined = self._choice.found or f"engine at {self._choice.endpoints[0]}"
             raise InvalidRequestError(

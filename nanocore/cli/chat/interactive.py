@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.application import run_in_terminal
@@ -49,7 +49,7 @@ from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
 from nanocore.cli.chat.files import ErrorLog, state_directory
 from nanocore.cli.chat.flags import ChatSettings
 from nanocore.cli.chat.session import WarningNotes, handled_by, opened
-from nanocore.cli.chat.target import ChatTarget, ChatTurn, TurnStats, incompleteness, status_line
+from nanocore.cli.chat.target import ChatTurn, TurnStats, incompleteness, status_line
 from nanocore.cli.chat.view import View
 from nanocore.cli.interrupts import Interrupts
 from nanocore.protocol.errors import (
@@ -61,6 +61,9 @@ from nanocore.protocol.errors import (
     shorten,
 )
 from nanocore.system.private_directory import open_regular, replace_file
+
+if TYPE_CHECKING:
+    from nanocore.cli.chat.session import ChatTarget
 
 logger = logging.getLogger(__name__)
 _LOST_POLL_S: Final = 1.0

@@ -57,7 +57,7 @@ _STREAM: Final = re.compile(rb"\s*(?:data|event|id|retry)?:")
 
 
 class OpenAIChatTarget:
-    """See `ChatTarget`.
+    """A target as `EngineChatTarget` is one.
 
     Args:
         url: of the API, up to its /v1; may contain `user:password@`.

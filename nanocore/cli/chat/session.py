@@ -14,13 +14,13 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from nanocore.cli.chat.commands import with_defaults
 from nanocore.cli.chat.conversation import Conversation
 from nanocore.cli.chat.engine_target import EngineChatTarget
 from nanocore.cli.chat.files import open_engine_log
-from nanocore.cli.chat.target import ChatTarget, ChatTurn, incompleteness
+from nanocore.cli.chat.target import ChatTurn, incompleteness
 from nanocore.cli.interrupts import Interrupts
 from nanocore.client.chat.events import Text
 from nanocore.protocol.errors import ConfigError, InvalidRequestError, NanocoreError
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from nanocore.cli.chat.flags import ChatSettings
     from nanocore.cli.chat.openai_target import OpenAIChatTarget
     from nanocore.cli.chat.view import View
+
+    ChatTarget: TypeAlias = EngineChatTarget | OpenAIChatTarget
 
 _MAX_QUESTION_BYTES: Final = 2**24
 _INPUT_PATIENCE_S: Final = 2.0
@@ -122,7 +124,7 @@ def _write(text: str) -> None:
 async def opened(options: ChatSettings, view: View | None) -> AsyncIterator[ChatTarget]:
     """Open the target inside this block. view: shows the progress."""
     with ExitStack() as closing_last:
-        target: EngineChatTarget | OpenAIChatTarget
+        target: ChatTarget
         if options.url is not None:
             from nanocore.cli.chat.openai_target import OpenAIChatTarget
 

@@ -1,14 +1,10 @@
-"""ChatTarget: the interface of engines and servers to chat with; ChatTurn: one response of them.
-
-No other part of the command depends on the kind of target. Errors are NanocoreErrors with text for
-the user.
-"""
+"""ChatTurn: one response of an engine or a server to chat with, and what they share."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -44,61 +40,6 @@ class Resumed(msgspec.Struct, frozen=True):
 
 
 TargetEvent: TypeAlias = ChatEvent | Resumed
-
-
-class ChatTarget(Protocol):
-    """Used from `open` to `close`, for one response at a time. All but `close` may raise
-    NanocoreError."""
-
-    @property
-    def model(self) -> str:
-        """Name of the model, or ''."""
-        ...
-
-    @property
-    def max_model_len(self) -> int | None:
-        """Context length in tokens, if known."""
-        ...
-
-    @property
-    def is_connected(self) -> bool:
-        """Whether the target can be reached, as far as known."""
-        ...
-
-    @property
-    def default_sampling(self) -> Mapping[str, Any] | None:
-        """Sampling parameters that the model recommends; None: unknown, the server's apply."""
-        ...
-
-    def facts(self) -> Mapping[str, str]:
-        """Return what is known of the model, in addition to its name."""
-        ...
-
-    def news(self) -> str:
-        """Return progress of a running `open` or `switch`, or ''."""
-        ...
-
-    def ask(
-        self, messages: Sequence[Message], sampling: Mapping[str, Any]
-    ) -> AsyncGenerator[TargetEvent, None]:
-        """Stream the response to a conversation; closing the generator aborts the request."""
-        ...
-
-    async def models(self) -> list[str]:
-        """Return names for `switch`, as far as known."""
-        ...
-
-    async def switch(self, model: str) -> None:
-        """Use another model from now on. If that fails, the last one stays."""
-        ...
-
-    async def open(self) -> None:
-        """Connect, and find out the model."""
-        ...
-
-    async def close(self) -> None:
-        """Idempotent."""
-        ...
 
 
 class TurnStats(msgspec.Struct, frozen=True, kw_only=True):

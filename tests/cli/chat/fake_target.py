@@ -26,7 +26,7 @@ def answer(text: str, reason: Any = "stop", num_prompt_tokens: int = 7) -> Scrip
 
 
 class FakeTarget:
-    """See `ChatTarget`. A function in a script is called, and then the answer waits for ever.
+    """See `EngineChatTarget`. A function in a script is called, and then the answer waits for ever.
 
     asked: (messages, sampling) of each question. num_left: answers that were left before their end.
     """
