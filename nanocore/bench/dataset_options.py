@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any, Final, NoReturn
+from dataclasses import dataclass
+from typing import Final, NoReturn
 
 import msgspec
 
 from nanocore.protocol.errors import ConfigError
-from nanocore.system.flags import at_least
+from nanocore.system.flags import at_least, values_of
 
 RANDOM, PREFIX_REPETITION = "random", "prefix_repetition"
 SHAREGPT, CUSTOM = "sharegpt", "custom"
@@ -97,12 +97,6 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
          help="tokens per hash id (default: 16, mooncake 512)")  # fmt: skip
     flag("--timed-trace-sec-multiplier", type=above_zero, metavar="X",
          help="seconds per unit of a timestamp (default: 1, mooncake 0.001)")  # fmt: skip
-
-
-def values_of(options: type, given: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of the flags that have the names of a dataclass's fields."""
-    names = [each.name for each in fields(options) if hasattr(given, each.name)]
-    return {name: getattr(given, name) for name in names}
 
 
 def dataset_options(given: argparse.Namespace) -> DatasetOptions:

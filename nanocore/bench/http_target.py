@@ -177,8 +177,8 @@ async def open_server(
             source = PromptSource(
                 tokenizer, takes_text=True, takes_token_ids=not is_chat, has_template=not is_chat
             )
-            target = HttpTarget(session, url, is_chat, body, tokenizer)
-            yield OpenTarget(target, source, root or model, tokenizer_id)
+            send = HttpTarget(session, url, is_chat, body, tokenizer).send
+            yield OpenTarget(send, source, root or model, tokenizer_id)
 
 
 class _Model(msgspec.Struct):

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -140,11 +140,9 @@ class Outcome:
         self.end_s = now_s
 
 
-class Target(Protocol):
-    """The engine or server that is measured."""
-
-    async def send(self, request: BenchRequest, request_id: str, arrival_s: float) -> Outcome:
-        """Send a request and read its whole response; errors are in the outcome."""
+Send: TypeAlias = Callable[[BenchRequest, str, float], Awaitable[Outcome]]
+"""Sends a request, with its id and arrival, and reads the whole response; errors are in the
+outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ class LoadRun:
 
 
 async def run_load(
-    target: Target,
+    send: Send,
     requests: Sequence[BenchRequest],
     times_s: Sequence[float],
     *,
@@ -179,7 +177,7 @@ async def run_load(
 
     async def one(index: int, request: BenchRequest, arrival_s: float) -> Outcome:
         async with slots:
-            outcome = await target.send(request, f"{request_id_prefix}{index}", arrival_s)
+            outcome = await send(request, f"{request_id_prefix}{index}", arrival_s)
         on_end()
         return outcome
 

@@ -18,21 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from nanocore.bench.load import LoadRun, Outcome, rate_changes
-from nanocore.bench.serve_flags import LoadOptions
+from nanocore.bench.serve_flags import METRIC_NAMES, LoadOptions
 from nanocore.bench.targets import OpenTarget
 from nanocore.protocol.errors import ConfigError
 
-METRIC_NAMES: Final = {
-    "ttft": ("TTFT", "Time to First Token"),
-    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
-    "itl": ("ITL", "Inter-token Latency"),
-    "e2el": ("E2EL", "End-to-end Latency"),
-    "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
-    "e2el_including_client_queue": (
-        "E2EL incl. Client Queue",
-        "Queue-inclusive End-to-end Latency",
-    ),
-}
 DETAILS: Final = (
     "input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors",
 )  # fmt: skip

@@ -97,7 +97,7 @@ async def _run(
     hidden = title is None or not options.has_progress_bar
     with tqdm(total=len(requests), desc=title, unit="request", disable=hidden) as progress:
         return await run_load(
-            opened.target,
+            opened.send,
             requests,
             times_s,
             max_concurrency=options.max_concurrency,

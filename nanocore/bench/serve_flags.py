@@ -22,18 +22,25 @@ from nanocore.bench.dataset_options import (
     add_dataset_flags,
     any_number,
     dataset_options,
-    values_of,
 )
 from nanocore.bench.load import Ramp, Traffic
 from nanocore.bench.targets import BACKENDS, NANOCORE, OPENAI, PATHS, Destination, RequestFields
 from nanocore.protocol.errors import ConfigError
-from nanocore.system.flags import FlagParser, at_least, json_object, server_url
+from nanocore.system.flags import FlagParser, at_least, json_object, server_url, values_of
 from nanocore.system.running import find_one
 from nanocore.system.standard_streams import complain
 
-METRICS: Final = (
-    "ttft", "tpot", "itl", "e2el", "client_queue_time", "e2el_including_client_queue",
-)  # fmt: skip
+METRIC_NAMES: Final = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+    "client_queue_time": ("Client Queue Time", "Client-side Queueing"),
+    "e2el_including_client_queue": (
+        "E2EL incl. Client Queue",
+        "Queue-inclusive End-to-end Latency",
+    ),
+}
 GOODPUT_METRICS: Final = ("ttft", "tpot", "e2el")
 _SAMPLING: Final[dict[str, Callable[[str], float]]] = {
     "temperature": any_number,
@@ -184,7 +191,7 @@ def _add_fields(parser: argparse.ArgumentParser) -> None:
 def _add_result(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("result").add_argument
     add("--percentile-metrics", default="ttft,tpot,itl", metavar="NAMES",
-        help=f"metrics to report, separated by commas: {', '.join(METRICS)} "
+        help=f"metrics to report, separated by commas: {', '.join(METRIC_NAMES)} "
         "(default: ttft,tpot,itl)")  # fmt: skip
     add("--metric-percentiles", dest="percentiles", type=_percentiles, default=(99.0,),
         metavar="NUMBERS",
@@ -282,8 +289,9 @@ def _fields(given: argparse.Namespace, dataset: DatasetOptions) -> RequestFields
 
 def _metrics(names: str) -> tuple[str, ...]:
     metrics = tuple(names.split(","))
-    if unknown := [name for name in metrics if name not in METRICS]:
-        raise ConfigError(f"--percentile-metrics {unknown[0]}: choose from {', '.join(METRICS)}")
+    if unknown := [name for name in metrics if name not in METRIC_NAMES]:
+        known = ", ".join(METRIC_NAMES)
+        raise ConfigError(f"--percentile-metrics {unknown[0]}: choose from {known}")
     return metrics
 
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from nanocore.bench.datasets import PromptSource
-from nanocore.bench.load import BenchRequest, Outcome, Target
+from nanocore.bench.load import BenchRequest, Outcome, Send
 from nanocore.client import AsyncEngineClient, NanocoreError, SamplingParams
 from nanocore.client.tokenizer import Tokenizer
 from nanocore.protocol.errors import (
@@ -73,7 +73,7 @@ class RequestFields:
 class OpenTarget:
     """A target that is ready. model_id, tokenizer_id: in results."""
 
-    target: Target
+    send: Send
     source: PromptSource
     model_id: str
     tokenizer_id: str | None
@@ -180,7 +180,7 @@ async def open_engine(
             except InvalidRequestError as error:
                 raise ConfigError(str(error)) from None
             yield OpenTarget(
-                EngineTarget(client, params),
+                EngineTarget(client, params).send,
                 PromptSource.of_engine(tokenizer, card),
                 destination.model_id or card.model,
                 None if tokenizer is None else named or card.model,

@@ -85,6 +85,11 @@ class FlagParser(WholeFlagParser):
         )
 
 
+def values_of(options: type, given: argparse.Namespace) -> dict[str, Any]:
+    """Return the values of the flags that have the names of a class's own fields."""
+    return {name: getattr(given, name) for name in options.__annotations__ if hasattr(given, name)}
+
+
 def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
     """Return a type of integers from `least` to `most`."""
 
@@ -97,16 +102,13 @@ def at_least(least: int, most: int = 10**18) -> Callable[[str], int]:
     return number
 
 
+port: Final = at_least(0, 65535)
+
+
 def metrics_namespace(text: str) -> str:
     if re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", text):
         return text
     raise argparse.ArgumentTypeError(f"{text!r} is not a name of letters, digits and _")
-
-
-def port(text: str) -> int:
-    if text.isascii() and text.isdigit() and int(text[:6]) <= 65535:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
 
 
 def seconds(text: str) -> float:

@@ -79,7 +79,7 @@ def send(
 ) -> Outcome:
     async def one() -> Outcome:
         async with open_server(destination(server, backend), RequestFields(**asked), 0) as found:
-            return await found.target.send(request, "id-7", arrival_s=1.0)
+            return await found.send(request, "id-7", 1.0)
 
     return asyncio.run(one())
 
@@ -159,7 +159,7 @@ def test_a_server_that_is_gone_is_an_error_of_the_request() -> None:
     async def one() -> Outcome:
         where = destination(server, model="fake")
         async with open_server(where, RequestFields(), 0) as found:
-            return await found.target.send(TEXT, "", 1.0)
+            return await found.send(TEXT, "", 1.0)
 
     with serving(lambda body: (200, [])) as server:
         pass
@@ -172,7 +172,7 @@ def test_without_usage_the_tokenizer_counts_else_the_chunks() -> None:
     async def one(tokenizer: str | None) -> Outcome:
         where = destination(server, tokenizer=tokenizer)
         async with open_server(where, RequestFields(), 0) as found:
-            return await found.target.send(TEXT, "", 1.0)
+            return await found.send(TEXT, "", 1.0)
 
     with serving(lambda body: (200, pieces)) as server:
         by_chunks = asyncio.run(one(None))
@@ -247,7 +247,7 @@ def test_a_redirect_to_another_host_is_an_error_and_nothing_is_sent_there(locati
     async def one() -> Outcome:
         where = destination(server, model="fake")
         async with open_server(where, RequestFields(), 0) as found:
-            return await found.target.send(TEXT, "", 1.0)
+            return await found.send(TEXT, "", 1.0)
 
     with serving(lambda body: (200, [])) as other, serving(lambda body: (200, [])) as server:
         server.location = location.format(other=other.url)
@@ -264,7 +264,7 @@ def test_a_redirect_to_another_host_is_an_error_and_nothing_is_sent_there(locati
 def test_a_redirect_within_a_host_is_followed() -> None:
     async def one() -> Outcome:
         async with open_server(destination(server, model="fake"), RequestFields(), 0) as found:
-            return await found.target.send(TEXT, "", 1.0)
+            return await found.send(TEXT, "", 1.0)
 
     with serving(lambda body: (200, completion(["a"]))) as server:
         server.location = "/v1/elsewhere"

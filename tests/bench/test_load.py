@@ -66,7 +66,7 @@ def test_requests_are_sent_at_their_times() -> None:
         target = HeldTarget(clock)
         times = [0.0, 0.5, 0.5, 2.0]
         run = await run_load(
-            target, REQUESTS, times, request_id_prefix="x-", clock=clock, sleep=clock.sleep
+            target.send, REQUESTS, times, request_id_prefix="x-", clock=clock, sleep=clock.sleep
         )
         assert clock.slept == [0.5, 1.5]
         assert [outcome.arrival_s - 1000 for outcome in run.outcomes] == times
@@ -83,7 +83,7 @@ def test_no_more_run_than_are_allowed(max_concurrency: int | None, most: int) ->
         target = HeldTarget(clock)
         ended = []
         run = await run_load(
-            target,
+            target.send,
             REQUESTS,
             [0.0] * 4,
             max_concurrency=max_concurrency,
@@ -101,7 +101,7 @@ def test_a_cancelled_run_cancels_what_is_in_flight() -> None:
     async def scenario() -> None:
         clock = Clock()
         target = HeldTarget(clock, is_held=True)
-        running = asyncio.create_task(run_load(target, REQUESTS, [0.0] * 4, clock=clock))
+        running = asyncio.create_task(run_load(target.send, REQUESTS, [0.0] * 4, clock=clock))
         while target.num_running < 4:
             await asyncio.sleep(0)
         running.cancel()

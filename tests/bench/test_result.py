@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from nanocore.bench.datasets import PromptSource
-from nanocore.bench.load import BenchRequest, LoadRun, Outcome, Target
+from nanocore.bench.load import BenchRequest, LoadRun, Outcome
 from nanocore.bench.result import (
     DETAILS,
     distribution,
@@ -79,13 +79,11 @@ KEYS = [
 is of speech."""
 
 
-class NoTarget:
-    async def send(self, request: BenchRequest, request_id: str, arrival_s: float) -> Outcome:
-        raise NotImplementedError
+async def send(request: BenchRequest, request_id: str, arrival_s: float) -> Outcome:
+    raise NotImplementedError
 
 
-NOBODY: Target = NoTarget()
-OPENED = OpenTarget(NOBODY, PromptSource(None, takes_text=True), "org/the-model", None)
+OPENED = OpenTarget(send, PromptSource(None, takes_text=True), "org/the-model", None)
 BEGAN = datetime(2026, 11, 24, 9, 8, 7)
 
 

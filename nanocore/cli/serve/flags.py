@@ -39,6 +39,7 @@ from nanocore.system.flags import (
     port,
     seconds,
     seconds_or_none,
+    values_of,
 )
 from nanocore.system.logs import LogFormat
 
@@ -140,7 +141,8 @@ def _app_settings(given: argparse.Namespace, keys: list[str]) -> AppSettings:
 
 
 def _server_settings(given: argparse.Namespace) -> ServerSettings:
-    default_reqs = ssl.CERT_NONE if given.ssl_ca_certs is None else ssl.CERT_REQUIRED
+    if given.ssl_cert_reqs is None:
+        given.ssl_cert_reqs = ssl.CERT_NONE if given.ssl_ca_certs is None else ssl.CERT_REQUIRED
     return ServerSettings(
         limits=ConnectionLimits(
             max_header_bytes=given.max_header_bytes,
@@ -150,12 +152,7 @@ def _server_settings(given: argparse.Namespace) -> ServerSettings:
             keep_alive_timeout_s=given.timeout_keep_alive,
             max_connections=connection_limit(given.limit_concurrency),
         ),
-        ssl_keyfile=given.ssl_keyfile,
-        ssl_certfile=given.ssl_certfile,
-        ssl_keyfile_password=given.ssl_keyfile_password,
-        ssl_ca_certs=given.ssl_ca_certs,
-        ssl_cert_reqs=default_reqs if given.ssl_cert_reqs is None else given.ssl_cert_reqs,
-        access_log=given.access_log,
+        **values_of(ServerSettings, given),
     )
 
 
