@@ -1,4 +1,4 @@
-"""Calls to an HTTP application: the one in this process, or one that relays to a server."""
+"""Calls to the HTTP application in this process, or to a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CallResponse(msgspec.Struct, frozen=True):
     retry_after_s: float | None
 
 
-class _Call:
+class _AsgiCall:
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
         self._is_over = asyncio.Event()
@@ -49,9 +49,13 @@ class _Call:
             self._is_over.set()
 
 
+Call: TypeAlias = Callable[[str, bytes], Awaitable[CallResponse]]
+"""POSTs a body to a path; cancelling the call aborts the request."""
+
+
 async def ask(app: AsgiApp, path: str, body: bytes) -> CallResponse:
-    """POST a body; cancelling the call aborts the request."""
-    call = _Call(body)
+    """Call an application; see `Call`."""
+    call = _AsgiCall(body)
     scope: Scope = {
         "type": "http",
         "method": "POST",
@@ -60,18 +64,19 @@ async def ask(app: AsgiApp, path: str, body: bytes) -> CallResponse:
         "headers": [(b"content-type", b"application/json")],
     }
     await app(scope, call.receive, call.send)
-    retry_after = call.headers.get(b"retry-after", b"").decode()
-    return CallResponse(
-        call.status,
-        call.headers[b"x-request-id"].decode(),
-        call.body,
-        float(retry_after) if retry_after.isdecimal() else None,  # it may be a date
-    )
+    headers = {name.decode(): value.decode("latin-1") for name, value in call.headers.items()}
+    return _response(call.status, call.body, headers)
+
+
+def _response(status: int, body: bytes, headers: Mapping[str, str]) -> CallResponse:
+    wait = headers.get("retry-after", "")
+    wait_s = float(wait) if wait.isdecimal() else None  # it may be a date
+    return CallResponse(status, headers.get("x-request-id", ""), body, wait_s)
 
 
 @asynccontextmanager
-async def relay(url: str, api_key: str) -> AsyncIterator[AsgiApp]:
-    """Yield an application that passes calls on to a server.
+async def relay(url: str, api_key: str) -> AsyncIterator[Call]:
+    """Yield calls to a server.
 
     A call that does not reach the server is a 503, so that it is retried. api_key: or ''.
     """
@@ -83,25 +88,18 @@ async def relay(url: str, api_key: str) -> AsyncIterator[AsgiApp]:
     if api_key:
         headers["authorization"] = f"Bearer {api_key}"
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        told = [(b"x-request-id", b"")]
+    async def call(path: str, body: bytes) -> CallResponse:
+        told: Mapping[str, str] = {}
         try:
-            path, body = scope["path"], (await receive())["body"]
             async with session.post(f"{url}{path}", data=body) as response:
-                status, content = response.status, await response.read()
-                told += [
-                    (name.encode(), value.encode())
-                    for name in ("x-request-id", "retry-after")
-                    if (value := response.headers.get(name))
-                ]
+                status, content, told = response.status, await response.read(), response.headers
         except (aiohttp.ClientError, OSError) as error:
             status, content = 503, str(error).encode()
         if not _is_json(content):
             text = shorten(content.decode(errors="replace")) or f"HTTP {status} without a body"
             content = msgspec.json.encode({"error": {"message": text}})
             status = status if status >= 400 else 502
-        await send({"type": "http.response.start", "status": status, "headers": told})
-        await send({"type": "http.response.body", "body": content})
+        return _response(status, content, told)
 
     async with aiohttp.ClientSession(
         headers=headers,
@@ -109,7 +107,7 @@ async def relay(url: str, api_key: str) -> AsyncIterator[AsgiApp]:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         trace_configs=[within_origin()],
     ) as session:
-        yield app
+        yield call
 
 
 def _is_json(content: bytes) -> bool:

@@ -17,12 +17,13 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
+from functools import partial
 from typing import BinaryIO, Final
 
 import msgspec
 from tqdm import tqdm
 
-from nanocore.cli.batch.calls import AsgiApp, CallResponse, ask, relay
+from nanocore.cli.batch.calls import Call, CallResponse, ask, relay
 from nanocore.cli.batch.flags import SERVER_CONCURRENCY, BatchOptions
 from nanocore.cli.batch.pending import BadLine, BatchRequest, PendingLines, ResultIndex, read_lines
 from nanocore.cli.batch.results import STANDARD, ResultError, Results, bad_line, response_line
@@ -88,8 +89,8 @@ async def _run(
     interruption = _Interruption()
     try:
         if await asyncio.to_thread(pending.has_more):
-            async with _answering(options) as (app, concurrency):
-                await runner.run(app, options.max_concurrency or concurrency)
+            async with _answering(options) as (call, concurrency):
+                await runner.run(call, options.max_concurrency or concurrency)
     except asyncio.CancelledError:
         if not interruption.came:
             raise
@@ -118,8 +119,8 @@ def summary(pending: PendingLines, runner: BatchRunner) -> list[str]:
 
 
 @asynccontextmanager
-async def _answering(options: BatchOptions) -> AsyncIterator[tuple[AsgiApp, int]]:
-    """Yield the application that answers requests, and how many to send at once."""
+async def _answering(options: BatchOptions) -> AsyncIterator[tuple[Call, int]]:
+    """Yield what answers requests, and how many to send at once."""
     if options.url is not None:
         async with relay(options.url, os.environ.get("OPENAI_API_KEY", "").strip()) as server:
             yield server, SERVER_CONCURRENCY
@@ -127,7 +128,7 @@ async def _answering(options: BatchOptions) -> AsyncIterator[tuple[AsgiApp, int]
     app = App(options.app)
     async with engine_client(options.engine) as client:
         app.state.client = client
-        yield app, default_concurrency(client.limits)
+        yield partial(ask, app), default_concurrency(client.limits)
 
 
 class _Interruption:
@@ -211,8 +212,8 @@ class BatchRunner:
         self._on_result = on_result
         self._pause = pause
 
-    async def run(self, app: AsgiApp, max_concurrency: int) -> None:
-        """Run to the end of the input. app: answers the requests.
+    async def run(self, call: Call, max_concurrency: int) -> None:
+        """Run to the end of the input. call: answers a request.
 
         Raises:
             EngineDeadError: the engine is gone.
@@ -231,19 +232,19 @@ class BatchRunner:
                         self._write(line.custom_id, *bad_line(line))
                         slots.release()
                     else:
-                        task = group.create_task(self._do(app, line))
+                        task = group.create_task(self._do(call, line))
                         task.add_done_callback(lambda _: slots.release())
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
-    async def _do(self, app: AsgiApp, request: BatchRequest) -> None:
-        response = await self._call(app, request)
+    async def _do(self, call: Call, request: BatchRequest) -> None:
+        response = await self._answered(call, request)
         self._write(request.custom_id, *response_line(request, response))
 
-    async def _call(self, app: AsgiApp, request: BatchRequest) -> CallResponse:
+    async def _answered(self, call: Call, request: BatchRequest) -> CallResponse:
         waited_s = 0.0
         while True:
-            response = await ask(app, request.url, request.body)
+            response = await call(request.url, request.body)
             if response.status not in (_FULL, _UNAVAILABLE):
                 return response
             pause_s = response.retry_after_s or 1.0

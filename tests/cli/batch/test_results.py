@@ -6,12 +6,13 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nanocore.cli.batch.calls import CallResponse
+from nanocore.cli.batch.calls import CallResponse, ask
 from nanocore.cli.batch.pending import BadLine, BatchRequest, PendingLines, ResultIndex
 from nanocore.cli.batch.results import Results, bad_line, response_line
 from nanocore.cli.batch.session import BatchRunner, default_concurrency, summary
@@ -249,7 +250,7 @@ class Run:
         with closing(ResultIndex()) as ledger, closing(Results(str(self.path), ledger)) as results:
             plan = PendingLines(self._lines, ledger)
             runner = BatchRunner(plan, results, self._show, self._pause)
-            asyncio.run(runner.run(self._app, max_concurrency))
+            asyncio.run(runner.run(partial(ask, self._app), max_concurrency))
             self.summary = summary(plan, runner)
             return runner
 
