@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -55,7 +55,7 @@ class SpanWriter:
             " ".join(filter(None, (record.operation, record.request_model))),
             context=self._propagator.extract(parent),
             kind=SpanKind.SERVER,
-            attributes=dict(_attributes(record, server, end_s)),
+            attributes=_attributes(record, server, end_s),
             start_time=record.start_ns,
         )
         if record.status >= 500 or "error" in record.finish_reasons:
@@ -81,50 +81,45 @@ def otlp_spans(endpoint: str) -> SpanWriter:
 
 def _attributes(
     record: RequestRecord, server: tuple[str, int] | None, end_s: float
-) -> Iterator[tuple[str, AttributeValue]]:
-    yield "gen_ai.operation.name", record.operation or ""
-    yield "gen_ai.provider.name", PROVIDER
-    yield "gen_ai.request.id", record.request_id
-    yield "gen_ai.latency.e2e", end_s - record.start_s
-    if server is not None:
-        yield "server.address", server[0]
-        yield "server.port", server[1]
-    if record.status:
-        yield "http.response.status_code", record.status
-    if record.error is not None:
-        yield "error.type", record.error
-    if record.request_model is not None:
-        yield "gen_ai.request.model", record.request_model
-    if record.response_model is not None:
-        yield "gen_ai.response.model", record.response_model
+) -> dict[str, AttributeValue]:
+    usage = record.usage
+    host, port = (None, None) if server is None else server
+    found: dict[str, AttributeValue | None] = {
+        "gen_ai.operation.name": record.operation,
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.id": record.request_id,
+        "gen_ai.latency.e2e": end_s - record.start_s,
+        "server.address": host,
+        "server.port": port,
+        "http.response.status_code": record.status or None,
+        "error.type": record.error,
+        "gen_ai.request.model": record.request_model,
+        "gen_ai.response.model": record.response_model,
+    }
     if record.params is not None:
-        yield "gen_ai.request.stream", record.is_stream
-        yield from _params(record.params)
+        found |= {"gen_ai.request.stream": record.is_stream, **_params(record.params)}
     if record.first_token_s is not None:
         time_to_first_s = record.first_token_s - record.start_s
-        yield "gen_ai.response.time_to_first_chunk", time_to_first_s
-        yield "gen_ai.latency.time_to_first_token", time_to_first_s
-    if record.usage.num_prompt_tokens:
-        yield "gen_ai.usage.input_tokens", record.usage.num_prompt_tokens
-        yield "gen_ai.usage.cache_read.input_tokens", record.usage.num_cached_tokens
+        found["gen_ai.response.time_to_first_chunk"] = time_to_first_s
+        found["gen_ai.latency.time_to_first_token"] = time_to_first_s
+    if usage.num_prompt_tokens:
+        found["gen_ai.usage.input_tokens"] = usage.num_prompt_tokens
+        found["gen_ai.usage.cache_read.input_tokens"] = usage.num_cached_tokens
     if record.finish_reasons:
-        yield "gen_ai.usage.output_tokens", record.usage.num_output_tokens
-        yield "gen_ai.usage.reasoning.output_tokens", record.usage.num_reasoning_tokens
-        yield "gen_ai.response.finish_reasons", record.finish_reasons
+        found["gen_ai.usage.output_tokens"] = usage.num_output_tokens
+        found["gen_ai.usage.reasoning.output_tokens"] = usage.num_reasoning_tokens
+        found["gen_ai.response.finish_reasons"] = record.finish_reasons
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def _params(params: SamplingParams) -> Iterator[tuple[str, AttributeValue]]:
-    yield "gen_ai.request.temperature", params.temperature
-    yield "gen_ai.request.top_p", params.top_p
-    if params.top_k > 0:
-        yield "gen_ai.request.top_k", params.top_k
-    if params.max_tokens is not None:
-        yield "gen_ai.request.max_tokens", params.max_tokens
-    if params.seed is not None:
-        yield "gen_ai.request.seed", params.seed
-    if params.n != 1:
-        yield "gen_ai.request.choice.count", params.n
-    if params.presence_penalty:
-        yield "gen_ai.request.presence_penalty", params.presence_penalty
-    if params.frequency_penalty:
-        yield "gen_ai.request.frequency_penalty", params.frequency_penalty
+def _params(params: SamplingParams) -> dict[str, float | None]:
+    return {
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k if params.top_k > 0 else None,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.seed": params.seed,
+        "gen_ai.request.choice.count": params.n if params.n != 1 else None,
+        "gen_ai.request.presence_penalty": params.presence_penalty or None,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty or None,
+    }

@@ -174,12 +174,8 @@ class ResponseStore:
         return True
 
 
-def _find_trim() -> Callable[[int], int]:
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    return trim or (lambda _: 0)  # only glibc has it
-
-
-trim: Final = _find_trim()
+# Only glibc has it.
+trim: Final[Callable[[int], int]] = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: 0)
 
 
 class MemoryTrimmer:

@@ -21,13 +21,12 @@ from nanocore.client.chat.events import (
 from nanocore.http.dialects.message_encoders import (
     MessageEncoder,
     MessageStreamEncoder,
-    MessageStyle,
     StreamedInput,
     tool_input,
 )
 from nanocore.http.http_errors import HttpError
 
-STYLE = MessageStyle("msg_1", "m")
+OF_MODEL = "msg_1", "m"
 START = Started("r", [1, 2, 3], 2)
 USAGE = Usage(3, 2, 5, 4)
 END = Finished("stop", USAGE)
@@ -49,7 +48,7 @@ CONTENT = [
 
 
 def stream(*reads: list[ChatEvent]) -> bytes:
-    encoder = MessageStreamEncoder(STYLE)
+    encoder = MessageStreamEncoder(*OF_MODEL)
     body = b"".join(encoder.feed(0, read, 0) for read in reads)
     return body + encoder.finish()
 
@@ -110,7 +109,7 @@ def put_together(body: bytes) -> Any:
 
 
 def whole(*reads: list[ChatEvent]) -> Any:
-    encoder = MessageEncoder(STYLE)
+    encoder = MessageEncoder(*OF_MODEL)
     assert b"".join(encoder.feed(0, read, 0) for read in reads) == b""
     return json.loads(encoder.finish())
 
@@ -194,7 +193,7 @@ def test_an_answer_without_a_word_has_no_blocks() -> None:
 
 
 def test_a_stream_that_fails_ends_with_an_event_and_not_with_a_message() -> None:
-    encoder = MessageStreamEncoder(STYLE)
+    encoder = MessageStreamEncoder(*OF_MODEL)
     body = encoder.feed(0, [START, Text("a")], 1)
     body += encoder.feed(0, [Finished("abort", USAGE, message="gone")], 1)
     body += encoder.fail(HttpError(503, "gone"))
@@ -204,7 +203,7 @@ def test_a_stream_that_fails_ends_with_an_event_and_not_with_a_message() -> None
 
 
 def test_a_stream_that_is_quiet_pings() -> None:
-    assert events(MessageStreamEncoder(STYLE).keep_alive) == [{"type": "ping"}]
+    assert events(MessageStreamEncoder(*OF_MODEL).keep_alive) == [{"type": "ping"}]
 
 
 OBJECTS = [

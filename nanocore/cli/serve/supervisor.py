@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import uvloop
@@ -107,16 +108,18 @@ class Supervisor:
     async def _start_front(self) -> HttpService | WorkerPool:
         options = self._options
         # In a thread, so that signals are handled meanwhile.
-        service_class, pool_class = await self._unless_over(asyncio.to_thread(_import_fronts))
+        fronts = asyncio.to_thread(import_module, "nanocore.cli.serve.worker_pool")  # takes long
+        await self._unless_over(fronts)
+        from nanocore.cli.serve.worker_pool import WorkerPool
+        from nanocore.http.server.service import HttpService
+
         if options.http_workers == 1:
-            self._front = service = service_class(options.app, options.server)
+            self._front = service = HttpService(options.app, options.server)
             if self._engine is not None:
                 self._engine.on_files(service.preload_tokenizer)
             await service.start(self._sockets[0])
             return service
-        self._front = pool = pool_class(
-            options.app, options.server, options.shutdown_timeout_s, options.log_format
-        )
+        self._front = pool = WorkerPool(options)
         await pool.start(self._sockets)
         return pool
 
@@ -216,11 +219,3 @@ class Supervisor:
             chat_template=self._options.app.chat_template,
             served_model_names=self._options.app.served_model_names,
         )
-
-
-def _import_fronts() -> tuple[type[HttpService], type[WorkerPool]]:
-    """Import what serves HTTP, which takes long beside the rest of this module."""
-    from nanocore.cli.serve.worker_pool import WorkerPool
-    from nanocore.http.server.service import HttpService
-
-    return HttpService, WorkerPool

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -26,6 +26,9 @@ from nanocore.protocol.errors import EngineDeadError
 from nanocore.protocol.messages import ModelCard
 from nanocore.system.child_process import module_command
 from nanocore.system.logs import LogFormat
+
+if TYPE_CHECKING:
+    from nanocore.cli.serve.flags import ServeOptions
 
 logger = logging.getLogger(__name__)
 
@@ -86,21 +89,15 @@ class _Worker:
 
 
 class WorkerPool:
-    """app, server: see `HttpService`."""
+    """The workers of a server with these options."""
 
-    def __init__(
-        self,
-        app: AppSettings,
-        server: ServerSettings,
-        shutdown_timeout_s: float,
-        log_format: LogFormat,
-    ) -> None:
+    def __init__(self, options: ServeOptions) -> None:
         self._new_start = partial(
             WorkerStart,
-            app=app,
-            server=server,
-            shutdown_timeout_s=shutdown_timeout_s,
-            log_format=log_format,
+            app=options.app,
+            server=options.server,
+            shutdown_timeout_s=options.shutdown_timeout_s,
+            log_format=options.log_format,
         )
         self._sockets: list[list[socket.socket]] = []
         self._engine: asyncio.Future[EngineAddress]

@@ -27,11 +27,7 @@ from nanocore.http.dialects.chat_options import (
     submit_chat,
     template_options,
 )
-from nanocore.http.dialects.message_encoders import (
-    MessageEncoder,
-    MessageStreamEncoder,
-    MessageStyle,
-)
+from nanocore.http.dialects.message_encoders import MessageEncoder, MessageStreamEncoder
 from nanocore.http.dialects.request_fields import ResponseId, SamplingFields
 from nanocore.http.exchange import Exchange
 from nanocore.http.http_errors import HttpError, bad_request
@@ -158,9 +154,8 @@ async def serve(exchange: Exchange) -> None:
     response_id = ResponseId("msg_", request.request_id, exchange.given_request_id)
     engine_id = response_id.engine_id()
     stream = await submit_chat(exchange, request, messages, params, engine_id, options)
-    style = MessageStyle(response_id.text, model)
     kind = MessageStreamEncoder if request.stream else MessageEncoder
-    await Delivery(exchange, [stream], kind(style)).run()
+    await Delivery(exchange, [stream], kind(response_id.text, model)).run()
 
 
 async def count_tokens(exchange: Exchange) -> None:

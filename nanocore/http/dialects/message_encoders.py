@@ -83,10 +83,11 @@ _DELTAS: Final[dict[type[_Begin], tuple[str, str]]] = {
 """Type of the deltas in their blocks, and the key of the delta's text."""
 
 
-class _End:
-    """Stop reason and usage of a message, as far as they are known."""
+class _Message:
+    """The message, its stop reason and its usage, as far as they are known."""
 
-    def __init__(self) -> None:
+    def __init__(self, response_id: str, model: str) -> None:
+        self._id, self._model = response_id, model
         self.started: Started | None = None
         self.finished: Finished | None = None
 
@@ -112,6 +113,17 @@ class _End:
             usage["output_tokens_details"] = {"thinking_tokens": used.num_reasoning_tokens}
         return usage
 
+    def whole(self, content: list[dict[str, Any]]) -> AnthropicMessage:
+        stop_reason, stop_sequence = self.reasons()
+        return AnthropicMessage(
+            id=self._id,
+            model=self._model,
+            content=content,
+            stop_reason=stop_reason,
+            stop_sequence=stop_sequence,
+            usage=self.usage(),
+        )
+
 
 class AnthropicMessage(msgspec.Struct, kw_only=True):
     """Anthropic's message."""
@@ -126,33 +138,14 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
     usage: dict[str, Any]
 
 
-class MessageStyle(msgspec.Struct, frozen=True):
-    """Content of a response that is not in its events."""
-
-    id: str
-    model: str
-
-    def message(self, content: list[dict[str, Any]], end: _End) -> AnthropicMessage:
-        stop_reason, stop_sequence = end.reasons()
-        return AnthropicMessage(
-            id=self.id,
-            model=self.model,
-            content=content,
-            stop_reason=stop_reason,
-            stop_sequence=stop_sequence,
-            usage=end.usage(),
-        )
-
-
 class MessageStreamEncoder:
     """Encoder of a stream of events; see `delivery.Encoder`."""
 
     is_stream = True
     keep_alive = _PING
 
-    def __init__(self, style: MessageStyle) -> None:
-        self._style = style
-        self._end = _End()
+    def __init__(self, response_id: str, model: str) -> None:
+        self._message = _Message(response_id, model)
         self._num_blocks = 0
         self._open: type[_Begin] | None = None  # the kind of event that began the open block
         self._around = (b"", b"")  # bytes around the text of a delta in the open block
@@ -165,15 +158,12 @@ class MessageStreamEncoder:
             if type(only) is self._open and (type(only) is Text or type(only) is Reasoning):
                 before, after = self._around
                 return before + escaped(only.delta) + after
-            if type(only) is ToolArguments:
-                shown = self._input.feed(only.delta)
-                return self._delta(shown) if shown else b""
         return b"".join([part for each in events for part in self._parts(each)])
 
     def finish(self) -> bytes:
-        stop_reason, stop_sequence = self._end.reasons()
+        stop_reason, stop_sequence = self._message.reasons()
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
-        last = {"type": "message_delta", "delta": delta, "usage": self._end.usage()}
+        last = {"type": "message_delta", "delta": delta, "usage": self._message.usage()}
         parts = [
             *self._close(),
             event("message_delta", last),
@@ -187,9 +177,8 @@ class MessageStreamEncoder:
     def _parts(self, each: ChatEvent) -> list[bytes]:
         match each:
             case Started():
-                self._end.started = each
-                message = self._style.message([], self._end)
-                start = {"type": "message_start", "message": message}
+                self._message.started = each
+                start = {"type": "message_start", "message": self._message.whole([])}
                 return [event("message_start", start), _PING]
             case Text() | Reasoning():
                 begun = [] if self._open is type(each) else self._begin(each)
@@ -200,7 +189,7 @@ class MessageStreamEncoder:
                 shown = self._input.feed(each.delta)
                 return [self._delta(shown)] if shown else []
             case Finished():
-                self._end.finished = each
+                self._message.finished = each
                 return []
             case _:
                 raise AssertionError(f"{each} is not a message's")
@@ -242,18 +231,17 @@ class MessageStreamEncoder:
 class MessageEncoder(WholeEncoder):
     """Encoder of a whole `AnthropicMessage`; see `delivery.Encoder`."""
 
-    def __init__(self, style: MessageStyle) -> None:
-        self._style = style
-        self._end = _End()
+    def __init__(self, response_id: str, model: str) -> None:
+        self._message = _Message(response_id, model)
         self._blocks: list[tuple[_Begin, list[str]]] = []
 
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
         for each in events:
             match each:
                 case Started():
-                    self._end.started = each
+                    self._message.started = each
                 case Finished():
-                    self._end.finished = each
+                    self._message.finished = each
                 case ToolBegin():
                     self._blocks.append((each, []))
                 case Text() | Reasoning():
@@ -268,7 +256,7 @@ class MessageEncoder(WholeEncoder):
 
     def finish(self) -> bytes:
         content = [_block(begin, "".join(deltas), _SIGNATURE) for begin, deltas in self._blocks]
-        return msgspec.json.encode(self._style.message(content, self._end))
+        return msgspec.json.encode(self._message.whole(content))
 
 
 def _block(begin: _Begin, whole: str, signature: str = "") -> dict[str, Any]:
