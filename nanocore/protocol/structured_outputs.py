@@ -251,8 +251,6 @@ def _json_text(name: str, value: Any) -> str:
 def _reasoning(value: dict[str, Any]) -> ReasoningMarks:
     try:
         return msgspec.convert(value, ReasoningMarks)
-    except InvalidRequestError:
-        raise
     except msgspec.MsgspecError as error:
         raise InvalidRequestError(
             f"structured_outputs.reasoning must be ReasoningMarks(begin=str, end=str): {error}"
@@ -270,8 +268,6 @@ def _structural_tag(value: dict[str, Any] | str) -> StructuralTag:
             for one in tag["structures"]
         ]
         return msgspec.convert({**tag, "structures": structures}, StructuralTag)
-    except InvalidRequestError:
-        raise
     except (msgspec.MsgspecError, TypeError, KeyError) as error:
         problem = f"the key {error} is missing" if isinstance(error, KeyError) else str(error)
         raise InvalidRequestError(

@@ -22,13 +22,13 @@ from nanocore.client.chat.events import Text
 from nanocore.client.chat.parsing.formats import (
     Formats,
     detect_formats,
-    make_parser,
     marks_of,
     wrap_in_reasoning,
 )
 from nanocore.client.chat.parsing.reasoning import (
     DEEPSEEK_TURN,
     OPENING_MARKS,
+    PlainTextParser,
     prompt_opens_reasoning,
 )
 from nanocore.client.chat.parsing.stream_reader import (
@@ -165,14 +165,14 @@ def _ended_by(end: str, params: SamplingParams, tokenizer: Tokenizer) -> Samplin
 def _parser(
     formats: Formats, tools: Sequence[Tool], choice: ToolChoice, in_reasoning: bool, index: int
 ) -> OutputParser:
-    forced: OutputParser | None = None
+    inner: OutputParser = PlainTextParser(index)
     if choice.tool is not None:
-        forced = NamedToolParser(choice.tool.name, index, formats.new_id)
+        inner = NamedToolParser(choice.tool.name, index, formats.new_id)
     elif choice.mode == "required":
-        forced = RequiredToolsParser(tools, index, formats.new_id)
-    if forced is not None:
-        return wrap_in_reasoning(formats, forced, in_reasoning=in_reasoning, index=index)
-    return make_parser(formats, tools, in_reasoning=in_reasoning, index=index)
+        inner = RequiredToolsParser(tools, index, formats.new_id)
+    elif formats.tool_parser is not None and tools:
+        inner = formats.tool_parser(tools, index)
+    return wrap_in_reasoning(formats, inner, in_reasoning=in_reasoning, index=index)
 
 
 class _OneCallParser:

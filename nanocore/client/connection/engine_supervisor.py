@@ -53,7 +53,7 @@ class EngineSupervisor:
 
     Attributes:
         ended: why there will be no engine any more; None until then. is_restarting: between an
-            engine's death and the next one's readiness, or the end. num_restarts: in total.
+            engine's death and the next one's readiness, or the end.
             last_death_s, last_ready_s: when the last death was noticed and an engine last became
             ready, by time.monotonic(); 0 before.
     """
@@ -67,7 +67,6 @@ class EngineSupervisor:
     ) -> None:
         self.ended: NanocoreError | None = None
         self.is_restarting = False
-        self.num_restarts = 0
         self.last_death_s = 0.0
         self.last_ready_s = 0.0
         self._files: list[StartFile] = []
@@ -273,7 +272,6 @@ class EngineSupervisor:
         if successor is None or (successor.done() and successor.exception() is not None):
             successor = self._start_next()
         engine = await successor
-        self.num_restarts += 1
         self._successor = None
         self._serves(engine)
         self.is_restarting = False

@@ -142,7 +142,8 @@ async def submit(
         words = await bad_words_token_ids(await session.tokenizer.get(), params.bad_words)
     sampling = _as_known(params.for_engine(words), welcome.protocol[1])
     _check_version(sampling, welcome.protocol, timeout_s)
-    _check_capabilities(sampling, welcome.capabilities)
+    if sampling.pooling is not None and _EMBEDDINGS not in welcome.capabilities:
+        raise InvalidRequestError("this engine does not compute embeddings: use another one")
     packed_ids = pack_int32(token_ids)  # before the detokenizer gets them, because it checks them
     stream = RequestStream(
         request_id,
@@ -173,11 +174,6 @@ def _as_known(sampling: EngineSamplingParams, minor: int) -> EngineSamplingParam
     if wanted is not None and wanted.lenient and minor < LENIENT_SINCE:
         return replace(sampling, structured_outputs=replace(wanted, lenient=[]))
     return sampling
-
-
-def _check_capabilities(sampling: EngineSamplingParams, capabilities: Sequence[str]) -> None:
-    if sampling.pooling is not None and _EMBEDDINGS not in capabilities:
-        raise InvalidRequestError("this engine does not compute embeddings: use another one")
 
 
 def _fitted(params: SamplingParams, room: int) -> SamplingParams:

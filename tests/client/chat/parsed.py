@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from nanocore.client.chat.events import Reasoning, Text, ToolArguments, ToolBegin
-from nanocore.client.chat.parsing.formats import Formats, make_parser
+from nanocore.client.chat.parsing.formats import Formats, wrap_in_reasoning
+from nanocore.client.chat.parsing.reasoning import PlainTextParser
 from nanocore.client.chat.parsing.stream_reader import OutputParser, ParsedEvent
+from nanocore.client.chat.parsing.tool_parser import NewId
 from nanocore.client.chat.tools import Tool, read_tools
 
 Joined = list[tuple[str, ...]]
@@ -40,6 +42,21 @@ TOOLS: list[Tool] = read_tools(
         )
     ]
 )
+
+
+def make_parser(
+    formats: Formats,
+    tools: Sequence[Tool],
+    *,
+    in_reasoning: bool = False,
+    index: int = 0,
+    new_id: NewId | None = None,
+) -> OutputParser:
+    """The parser of a sample's text, as a chat request makes it if no call is forced."""
+    inner: OutputParser = PlainTextParser(index)
+    if formats.tool_parser is not None and tools:
+        inner = formats.tool_parser(tools, index, new_id)
+    return wrap_in_reasoning(formats, inner, in_reasoning=in_reasoning, index=index)
 
 
 def parser_of(tools: str | None, reasoning: str | None = None, **options: bool) -> OutputParser:

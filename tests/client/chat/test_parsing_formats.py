@@ -20,14 +20,13 @@ from nanocore.client.chat.parsing.formats import (
     TOOL_PARSERS,
     Formats,
     detect_formats,
-    make_parser,
     marks_of,
     wrap_in_reasoning,
 )
 from nanocore.client.chat.parsing.reasoning import PlainTextParser, prompt_opens_reasoning
 from nanocore.protocol.errors import InvalidRequestError
 from tests.campaign import examples
-from tests.client.chat.parsed import TOOLS, events_of, joined, parser_of
+from tests.client.chat.parsed import TOOLS, events_of, joined, make_parser, parser_of
 from tests.client.chat.shapes import HARMONY_SHAPES, HERMES, PARIS
 
 PROPERTY = settings(max_examples=examples(200), deadline=None, derandomize=True)

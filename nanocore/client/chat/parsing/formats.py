@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final, TypeVar
 
 import msgspec
@@ -22,13 +22,11 @@ from nanocore.client.chat.parsing.qwen3_coder import Qwen3CoderParser, SeedOssPa
 from nanocore.client.chat.parsing.reasoning import (
     DEEPSEEK_TURN,
     MistralThinkParser,
-    PlainTextParser,
     SeedOssThinkParser,
     ThinkParser,
 )
 from nanocore.client.chat.parsing.stream_reader import OutputParser
 from nanocore.client.chat.parsing.tool_parser import NewId, ToolParser, make_call_id
-from nanocore.client.chat.tools import Tool
 from nanocore.protocol.errors import InvalidRequestError
 
 T = TypeVar("T")
@@ -89,26 +87,6 @@ class Formats(msgspec.Struct, frozen=True):
         """Mark that ends reasoning; None if there is none, or more than two marks."""
         marks = () if self.reasoning_parser is None else self.reasoning_parser.marks
         return marks[1] if len(marks) == 2 else None
-
-
-def make_parser(
-    formats: Formats,
-    tools: Sequence[Tool],
-    *,
-    in_reasoning: bool = False,
-    index: int = 0,
-    new_id: NewId | None = None,
-) -> OutputParser:
-    """Return a parser of one sample's text. Without tools, it reads no calls.
-
-    in_reasoning: the prompt ends within the reasoning. index: the sample's. new_id: makes ids of
-    calls; None uses the format's own.
-    """
-    inner: OutputParser = PlainTextParser(index)
-    tool_parser = formats.tool_parser
-    if tool_parser is not None and tools:
-        inner = tool_parser(tools, index, new_id)
-    return wrap_in_reasoning(formats, inner, in_reasoning=in_reasoning, index=index)
 
 
 def wrap_in_reasoning(

@@ -41,6 +41,7 @@ class ToolParser(JsonReader):
     marks: ClassVar[tuple[str, ...]] = ()
     openers: ClassVar[Marks] = Marks(())
     is_bare: ClassVar[bool] = False
+    default_id = staticmethod(make_call_id)
 
     def __init__(
         self, tools: Sequence[Tool] = (), index: int = 0, new_id: NewId | None = None
@@ -48,10 +49,6 @@ class ToolParser(JsonReader):
         super().__init__(index)
         self._tools = {tool.name: tool for tool in tools}
         self._new_id = new_id or self.default_id
-
-    @staticmethod
-    def default_id() -> str:
-        return make_call_id()
 
     @classmethod
     def beginnings(cls, tools: Sequence[Tool]) -> list[str]:
