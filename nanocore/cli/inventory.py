@@ -26,22 +26,21 @@ _PULL_EXIT_CODES: Final = _EXIT_CODES.replace(", 130", ", 3 model files, 130")
 _HUB: Final = (("huggingface_hub",), "the hub's cache needs", "pip install '.[engine]'")
 
 
-def ps_parser() -> FlagParser:
-    parser = FlagParser(
-        "nanocore ps", "List the running engines and servers of this user.", epilog=_EXIT_CODES
-    )
+def _lister(prog: str, description: str) -> FlagParser:
+    parser = FlagParser(prog, description, epilog=_EXIT_CODES)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def ps_parser() -> FlagParser:
+    return _lister("nanocore ps", "List the running engines and servers of this user.")
 
 
 def list_parser() -> FlagParser:
-    parser = FlagParser(
+    return _lister(
         "nanocore list",
         "List the models in the Hugging Face hub's cache that can be served, the last used first.",
-        epilog=_EXIT_CODES,
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def pull_parser() -> FlagParser:
@@ -69,31 +68,24 @@ def cache_parser() -> FlagParser:
     return parser
 
 
-class _Process(msgspec.Struct, frozen=True):
-    """A line of `ps --json`. stats: of the engine; None if it does not answer."""
-
-    running: Running
-    stats: Stats | None
-
-
 def run_ps(arguments: list[str]) -> int:
     given = ps_parser().parse_args(arguments)
-    processes = asyncio.run(_processes(all_running()))
-    if not processes:
+    found = all_running()
+    stats = asyncio.run(_all_stats(found))
+    if not found:
         complain("nothing of yours runs: start a server with `nanocore serve MODEL`")
     if given.json:
-        rows = [{**msgspec.to_builtins(p.running), "stats": p.stats} for p in processes]
-        _write_json(rows)
+        pairs = zip(found, stats, strict=True)
+        _write_json([{**msgspec.to_builtins(one), "stats": load} for one, load in pairs])
     else:
-        _write_table(
-            ("KIND", "PID", "MODEL", "REQUESTS", "UP", "ADDRESS"), list(map(_ps_row, processes))
-        )
+        heads = "KIND", "PID", "MODEL", "REQUESTS", "UP", "ADDRESS"
+        _write_table(heads, list(map(_ps_row, found, stats)))
     return 0
 
 
-async def _processes(found: Sequence[Running]) -> list[_Process]:
-    stats = await asyncio.gather(*map(_stats, found))
-    return [_Process(*pair) for pair in zip(found, stats, strict=True)]
+async def _all_stats(found: Sequence[Running]) -> list[Stats | None]:
+    """Return the engines' stats; None of one that does not answer."""
+    return await asyncio.gather(*map(_stats, found))
 
 
 async def _stats(running: Running) -> Stats | None:
@@ -109,8 +101,7 @@ async def _stats(running: Running) -> Stats | None:
         return None
 
 
-def _ps_row(process: _Process) -> tuple[str, ...]:
-    running, stats = process.running, process.stats
+def _ps_row(running: Running, stats: Stats | None) -> tuple[str, ...]:
     load = "no answer"
     if stats is not None:
         load = f"{stats.num_requests_running} running, {stats.num_requests_waiting} waiting"

@@ -12,7 +12,7 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Literal
@@ -125,34 +125,26 @@ def _read(path: Path) -> Running | None:
     return None
 
 
-def reachable(found: Sequence[Running], with_private: bool) -> list[Running]:
-    """Return what commands can use: a server instead of its engine.
-
-    with_private: also engines that other programs have launched for themselves.
-    """
-    served = {endpoint for one in found if one.kind == "server" for endpoint in one.endpoints}
-    return [
-        one
-        for one in found
-        if one.kind == "server"
-        or (one.address not in served and (with_private or one.launched_by is None))
-    ]
-
-
 def find_one(
     model: str | None = None, *, endpoint_flag: str = "--endpoint", with_private: bool = False
 ) -> Running | None:
     """Return the one engine or server that a command can use, or None if there is none.
 
-    model: which it has to serve; None: any. endpoint_flag: the command's, for errors.
+    A server counts instead of its engine. model: which it has to serve; None: any. endpoint_flag:
+    the command's, for errors. with_private: also engines that other programs have launched for
+    themselves.
 
     Raises:
         ConfigError: there are several, which the error lists; or see `all_running`.
     """
+    running = all_running()
+    served = {endpoint for one in running if one.kind == "server" for endpoint in one.endpoints}
     found = [
         one
-        for one in reachable(all_running(), with_private)
+        for one in running
         if model in (None, one.model, *one.served_model_names)
+        and (one.kind == "server" or one.address not in served)
+        and (one.kind == "server" or with_private or one.launched_by is None)
     ]
     if len(found) > 1:
         lines = [f"  {one.flag(endpoint_flag)}  ({one.kind}, {one.model}, pid {one.pid})"

@@ -56,8 +56,6 @@ class LogHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self._poll = select.poll()
-        self._poll.register(STDERR_FD, select.POLLOUT)
         self._timeout_ms = _WRITE_TIMEOUT_MS
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -66,7 +64,7 @@ class LogHandler(logging.Handler):
         with suppress(OSError):
             # A writable pipe takes PIPE_BUF bytes without blocking.
             for start in range(0, len(data), select.PIPE_BUF):
-                if not self._poll.poll(self._timeout_ms):
+                if not can_be_written(self._timeout_ms):
                     self._timeout_ms = 0  # do not wait again until the reader reads
                     return
                 os.write(STDERR_FD, data[start : start + select.PIPE_BUF])

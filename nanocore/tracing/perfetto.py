@@ -48,8 +48,6 @@ class PerfettoWriter:
         self._count(pid, "running", end_us, step.num_running)
         self._count(pid, "waiting", end_us, step.num_waiting)
         self._count(pid, "KV blocks used", end_us, step.total_blocks - step.free_blocks)
-        if len(self._events) >= _FLUSH_EVENTS:
-            self._flush()
 
     def end_run(self, run: RunTimeline) -> None:
         """Write the requests of a settled run."""
@@ -62,8 +60,6 @@ class PerfettoWriter:
             self._name("thread_name", pid + 1, timeline.number, timeline.id)
             self._timeline(pid + 1, run, timeline)
             self._flows(pid + 1, run, timeline)
-            if len(self._events) >= _FLUSH_EVENTS:
-                self._flush()
         self._shift_us = self._us(run.end_s) + _BETWEEN_RUNS_US
         self._begin_run()
 
@@ -105,6 +101,8 @@ class PerfettoWriter:
     def _add(self, phase: str, pid: int, tid: int, name: str, **fields: Any) -> None:
         event = {"ph": phase, "pid": pid, "tid": tid, "name": name, **fields}
         self._events.append(_encode(event))
+        if len(self._events) >= _FLUSH_EVENTS:
+            self._flush()
 
     def _timeline(self, pid: int, run: RunTimeline, timeline: RequestTimeline) -> None:
         """Write a request's slice, and its phases, each until the next one begins."""

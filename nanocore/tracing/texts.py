@@ -6,8 +6,7 @@ from nanocore.tracing.explanation import PARTS, REASONS, Explanation, Pause, Wai
 from nanocore.tracing.summary import Percentiles, RunSummary
 
 
-def summary_text(summary: RunSummary) -> str:
-    one = summary
+def summary_text(one: RunSummary) -> str:
     per_s = one.num_tokens / one.seconds if one.seconds > 0 else 0.0
     lines = [
         f"run {one.run}: {one.seconds:.3f} s, {_num(one.num_steps, 'step')} "
@@ -36,8 +35,7 @@ def summary_text(summary: RunSummary) -> str:
     return "\n".join(lines)
 
 
-def explanation_text(explanation: Explanation) -> str:
-    one = explanation
+def explanation_text(one: Explanation) -> str:
     lines = [_head(one)]
     if one.num_same_id > 1:
         lines.append(f"  {one.num_same_id} requests had this id; this is the last one.")
