@@ -117,7 +117,8 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start and gauges of now; names are vLLM's where it has them.
 
     groups: of a model whose layers do not all keep the same tokens; num_blocks and num_free_blocks
-    are sums over them.
+    are sums over them. spec_decode_*: drafts that rows computed in steps, their tokens, and those
+    that were right, also by their place in the draft.
     """
 
     num_requests_running: int
@@ -137,3 +138,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     num_clients: int = 0
     num_protocol_errors: int = 0
     groups: Annotated[list[CacheGroupStats], since(13)] = []
+    spec_decode_num_drafts: Annotated[int, since(14)] = 0
+    spec_decode_num_draft_tokens: Annotated[int, since(14)] = 0
+    spec_decode_num_accepted_tokens: Annotated[int, since(14)] = 0
+    spec_decode_num_accepted_tokens_per_pos: Annotated[list[int], since(14)] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, get_args
+from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
@@ -49,7 +49,7 @@ class IoCounts(msgspec.Struct):
 
 def stats_of(scheduler: Scheduler, is_paused: bool) -> Stats:
     """Stats of a scheduler; `completed` adds the io thread's."""
-    counters, kv_cache = scheduler.counters, scheduler.kv_cache
+    counters, kv_cache, drafts = scheduler.counters, scheduler.kv_cache, scheduler.draft_counters
     return Stats(
         num_requests_running=scheduler.num_running,
         num_requests_waiting=scheduler.num_waiting + scheduler.num_unready,
@@ -74,6 +74,10 @@ def stats_of(scheduler: Scheduler, is_paused: bool) -> Stats:
             )
             for name, num_blocks, num_free in kv_cache.blocks_by_group
         ],
+        spec_decode_num_drafts=drafts.num_drafts,
+        spec_decode_num_draft_tokens=drafts.num_draft_tokens,
+        spec_decode_num_accepted_tokens=drafts.num_accepted_tokens,
+        spec_decode_num_accepted_tokens_per_pos=list(drafts.accepted_per_pos),
     )  # fmt: skip
 
 
@@ -192,6 +196,10 @@ class EngineMetrics:
             "request_success": _by("finished_reason", ends),
             "admission_rejections": _by("reason", self._rejections),
             "sessions_closed": _by("reason", io.closed),
+            "spec_decode_num_accepted_tokens_per_pos": _by(
+                "position", dict(enumerate(stats.spec_decode_num_accepted_tokens_per_pos))
+            )
+            or None,
             "cache_config_info": {tuple(self._cache.items()): 1},
             "prefix_cache_lost_tokens": _by(
                 "group", {one.name: one.prefix_cache_lost_tokens for one in stats.groups}
@@ -266,8 +274,8 @@ class EngineMetrics:
             yield "request_params_n", num_samples
 
 
-def _by(label: str, values: Mapping[str, float]) -> ByLabels:
-    return {((label, key),): value for key, value in values.items()}
+def _by(label: str, values: Mapping[Any, float]) -> ByLabels:
+    return {((label, str(key)),): value for key, value in values.items()}
 
 
 FAMILIES: Final[dict[str, tuple[MetricType, str]]] = {
@@ -291,6 +299,12 @@ FAMILIES: Final[dict[str, tuple[MetricType, str]]] = {
     ),
     "generation_tokens": ("counter", "Generated tokens."),
     "num_steps": ("counter", "Steps."),
+    "spec_decode_num_drafts": ("counter", "Times that a request computed drafts in a step."),
+    "spec_decode_num_draft_tokens": ("counter", "Draft tokens computed."),
+    "spec_decode_num_accepted_tokens": ("counter", "Draft tokens that were right."),
+    "spec_decode_num_accepted_tokens_per_pos": (
+        "counter", "Draft tokens that were right, by position in the draft.",
+    ),
     "num_aborts": ("counter", "Requests ended by their client or by their timeout."),
     "num_protocol_errors": ("counter", "Messages that violated the protocol."),
     "num_requests_waiting_by_reason": (
