@@ -2,8 +2,8 @@
 
 A draft counts only if it and those before it are right, so each has a chance: the product of how
 often drafts with such evidence were right, which is learned, down its row. The likeliest drafts are
-taken, as long as (tokens expected) / (seconds expected) rises; the seconds of a step of n tokens
-are learned, too. So drafts that are rarely right, or a machine that has no time to spare because
+taken, as long as (tokens expected) / (time expected) rises; the time of a step of n tokens is
+learned, too. So drafts that are rarely right, or a machine that has no time to spare because
 many rows decode, end in plain decoding (SmartSpec, Liu et al. 2024, weighs the same two).
 """
 
@@ -22,6 +22,10 @@ FloatArray = NDArray[np.float64]
 _KNEES: Final = np.array([8.0, 16.0, 32.0, 64.0])
 _STEPS_PER_SIZE: Final = 16
 _REFIT_STEPS: Final = 32
+_MAX_AGE_STEPS: Final = 2000
+_SLOWNESS_RATE: Final = 0.1
+_SLOWER: Final = (0.25, 4.0)
+"""Most that one step changes the idea of how slow the machine is, before the rate."""
 
 _PRIOR_RATE: Final = 0.5
 _PRIOR_WEIGHT: Final = 4.0
@@ -34,45 +38,60 @@ _ROW_WEIGHT: Final = 2.0
 
 
 class StepTimes:
-    """Seconds of decode steps by their tokens: a line that bends upwards, and drafts' own cost.
+    """Time of decode steps by their tokens: a line that bends upwards, and drafts' own cost.
 
     No coefficient is below 0: more tokens never take less. The latest steps of each size (powers
-    of two) are remembered apart, with drafts and without, so that none is forgotten. Fitted to the
-    relative error, in which a step that was held up weighs little.
+    of two) are remembered apart, with drafts and without, and fitted to the relative error, in
+    which a step that was held up weighs little. What is remembered is relative to how slow the
+    machine was at that time, because others may use it, too; so times can be compared with each
+    other and are no seconds. Steps of long ago are forgotten: a size that seemed too slow is tried
+    again.
     """
 
     def __init__(self) -> None:
         self._steps: dict[tuple[int, bool], deque[tuple[float, ...]]] = {}
         self._coefficients = np.zeros(4 + len(_KNEES))
-        self._num_unseen = 0
+        self._slowness = 1.0
+        self._num_seen = self._num_fitted = 0
 
     def observe(self, num_tokens: int, num_drafts: int, context: int, seconds: float) -> None:
         """Remember a step. context: over its tokens, the tokens that each attends to."""
         if seconds <= 0:
             return
-        size = num_tokens.bit_length(), num_drafts > 0
+        self._num_seen += 1
+        has_drafts = num_drafts > 0
+        tokens = np.array([num_tokens])
+        usual = float(self.predict(tokens, np.array([has_drafts]))[0]) + self.context_time(context)
+        if usual > 0:
+            change = seconds / usual / self._slowness
+            self._slowness *= min(max(change, _SLOWER[0]), _SLOWER[1]) ** _SLOWNESS_RATE
+        size = num_tokens.bit_length(), has_drafts
         steps = self._steps.get(size)
         if steps is None:
             steps = self._steps[size] = deque(maxlen=_STEPS_PER_SIZE)
-            self._num_unseen = _REFIT_STEPS  # of a new size the first one says much
-        steps.append((num_tokens, num_drafts > 0, context, seconds))
-        self._num_unseen += 1
-        if self._num_unseen >= _REFIT_STEPS:
-            self._num_unseen = 0
+            self._num_fitted = -_REFIT_STEPS  # of a new size the first one says much
+        steps.append((num_tokens, has_drafts, context, seconds / self._slowness, self._num_seen))
+        if self._num_seen - self._num_fitted >= _REFIT_STEPS:
+            self._num_fitted = self._num_seen
             self._fit()
 
     def predict(self, num_tokens: IntArray, has_drafts: NDArray[np.bool_]) -> FloatArray:
-        """Seconds of steps, but for what their context adds; zeros before the first."""
+        """Time of steps, but for what their context adds; zeros before the first."""
         return _features(num_tokens, has_drafts) @ self._coefficients[1:]
 
-    def context_s(self, context: int) -> float:
-        """Seconds that this context adds to a step."""
+    def context_time(self, context: int) -> float:
+        """Time that this context adds to a step."""
         return float(self._coefficients[0]) * context
 
     def _fit(self) -> None:
+        for size, steps in list(self._steps.items()):
+            while steps and self._num_seen - steps[0][-1] > _MAX_AGE_STEPS:
+                steps.popleft()
+            if not steps:
+                del self._steps[size]
         rows = np.array([step for steps in self._steps.values() for step in steps])
         features = np.column_stack((rows[:, 2], _features(rows[:, 0], rows[:, 1])))
-        features /= rows[:, 3:]
+        features /= rows[:, 3:4]
         scale = np.abs(features).max(axis=0)
         used = np.flatnonzero(scale > 0)
         while len(used):
@@ -127,12 +146,12 @@ class DraftBudget:
         # of all are the first ones of each row.
         order = np.argsort(-found, kind="stable")[: min(budget, self._max_step_drafts)]
         tokens = num_tokens + np.arange(len(order) + 1)
-        seconds = self.times.predict(tokens, tokens > num_tokens) + self.times.context_s(context)
-        if not seconds[0]:
+        times = self.times.predict(tokens, tokens > num_tokens) + self.times.context_time(context)
+        if not times[0]:
             most = len(order)  # nothing is known yet: try them
         else:
             expected = len(rows) + np.concatenate(([0.0], found[order].cumsum()))
-            speed = expected / seconds
+            speed = expected / times
             most = int(speed.argmax())
             if speed[most] < _MIN_GAIN * speed[0]:
                 most = 0
