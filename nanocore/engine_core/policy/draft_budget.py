@@ -21,7 +21,7 @@ FloatArray = NDArray[np.float64]
 
 _KNEES: Final = np.array([8.0, 16.0, 32.0, 64.0])
 _STEPS_PER_SIZE: Final = 16
-_REFIT_STEPS: Final = 32
+_REFIT_STEPS: Final = 64
 _MAX_AGE_STEPS: Final = 2000
 _SLOWNESS_RATE: Final = 0.1
 _SLOWER: Final = (0.25, 4.0)
@@ -31,8 +31,8 @@ _PRIOR_RATE: Final = 0.5
 _PRIOR_WEIGHT: Final = 4.0
 _MIN_GAIN: Final = 1.02
 """Drafts that promise less are not worth it: both estimates have errors."""
-_MEMORY: Final = 0.998
-"""Factor by step of what was seen: what is not tried any more is forgotten, and tried again."""
+_FORGET_CHOICES: Final = 64
+_MEMORY: Final = 0.9
 _ROW_MEMORY: Final = 0.9
 _ROW_WEIGHT: Final = 2.0
 
@@ -48,20 +48,21 @@ class StepTimes:
     again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int) -> None:
         self._steps: dict[tuple[int, bool], deque[tuple[float, ...]]] = {}
-        self._coefficients = np.zeros(4 + len(_KNEES))
+        self._context = 0.0
+        # Times by tokens of a step, without drafts and with some; beyond, as the last one.
+        self._plain = self._drafted = np.zeros(max_tokens + 1)
         self._slowness = 1.0
         self._num_seen = self._num_fitted = 0
 
-    def observe(self, num_tokens: int, num_drafts: int, context: int, seconds: float) -> None:
-        """Remember a step. context: over its tokens, the tokens that each attends to."""
-        if seconds <= 0:
+    def observe(self, num_tokens: int, has_drafts: bool, context: int, seconds: float) -> None:
+        """Remember a step. context: tokens of its rows."""
+        if seconds <= 0 or num_tokens >= len(self._plain):
             return
         self._num_seen += 1
-        has_drafts = num_drafts > 0
-        tokens = np.array([num_tokens])
-        usual = float(self.predict(tokens, np.array([has_drafts]))[0]) + self.context_time(context)
+        by_tokens = self._drafted if has_drafts else self._plain
+        usual = by_tokens.item(num_tokens) + self._context * context
         if usual > 0:
             change = seconds / usual / self._slowness
             self._slowness *= min(max(change, _SLOWER[0]), _SLOWER[1]) ** _SLOWNESS_RATE
@@ -75,13 +76,17 @@ class StepTimes:
             self._num_fitted = self._num_seen
             self._fit()
 
-    def predict(self, num_tokens: IntArray, has_drafts: NDArray[np.bool_]) -> FloatArray:
-        """Time of steps, but for what their context adds; zeros before the first."""
-        return _features(num_tokens, has_drafts) @ self._coefficients[1:]
+    def predict(self, num_tokens: int, max_drafts: int, context: int) -> FloatArray:
+        """Times of a step with 0 to max_drafts drafts beside num_tokens; zeros: nothing is known.
 
-    def context_time(self, context: int) -> float:
-        """Time that this context adds to a step."""
-        return float(self._coefficients[0]) * context
+        A step of more tokens than are tabled is bound by products: each one costs the same.
+        """
+        start = min(num_tokens, len(self._plain) - 1 - max_drafts)
+        times = self._drafted[start : start + max_drafts + 1].copy()
+        times[0] = self._plain[start]
+        slope = self._drafted[-1] - self._drafted[-2]
+        times += self._context * context + slope * (num_tokens - start)
+        return times
 
     def _fit(self) -> None:
         for size, steps in list(self._steps.items()):
@@ -94,14 +99,19 @@ class StepTimes:
         features /= rows[:, 3:4]
         scale = np.abs(features).max(axis=0)
         used = np.flatnonzero(scale > 0)
+        coefficients = np.zeros(len(scale))
         while len(used):
             solution = np.linalg.lstsq(features[:, used] / scale[used], np.ones(len(rows)))[0]
             if solution.min() >= 0:
+                coefficients[used] = solution / scale[used]
                 break
             used = np.delete(used, solution.argmin())
-        self._coefficients[:] = 0
-        if len(used):
-            self._coefficients[used] = solution / scale[used]
+        self._context = float(coefficients[0])
+        sizes = np.arange(len(self._plain))
+        self._plain, self._drafted = (
+            _features(sizes, np.full(len(sizes), has_drafts)) @ coefficients[1:]
+            for has_drafts in (False, True)
+        )
 
 
 def _features(num_tokens: NDArray[Any], has_drafts: NDArray[Any]) -> FloatArray:
@@ -117,12 +127,14 @@ class DraftBudget:
     """
 
     def __init__(self, num_rows: int, max_step_drafts: int) -> None:
-        self.times = StepTimes()
+        self.times = StepTimes(num_rows + max_step_drafts)
         self._max_step_drafts = max_step_drafts
         # Of each class of evidence and of each row: drafts that were right, and all that were
         # looked at; of rows, as many as the classes let expect.
         self._right, self._seen = np.zeros(NUM_EVIDENCE), np.zeros(NUM_EVIDENCE)
         self._row_right, self._row_expected = np.zeros(num_rows), np.zeros(num_rows)
+        self._rates = np.full(NUM_EVIDENCE, _PRIOR_RATE)
+        self._num_choices = 0
 
     def begin(self, row: int) -> None:
         """A row has another request: nothing is known of it."""
@@ -133,47 +145,37 @@ class DraftBudget:
     ) -> IntArray:
         """Return how many of its drafts each row computes.
 
-        budget: of drafts. num_tokens: of the step without drafts. context: that these attend to.
+        budget: of drafts. num_tokens: of the step without drafts. context: tokens of its rows.
         """
-        self._right *= _MEMORY
-        self._seen *= _MEMORY
-        self._row_right[rows] *= _MEMORY
-        self._row_expected[rows] *= _MEMORY
+        self._num_choices += 1
+        if self._num_choices % _FORGET_CHOICES == 0:
+            self._forget()
         chances = self.chances(rows, proposals)
         is_draft = np.arange(chances.shape[1]) < proposals.counts[:, None]
         found = chances[is_draft]
         # Row after row, and a row's chances never rise: with a stable order the likeliest drafts
         # of all are the first ones of each row.
         order = np.argsort(-found, kind="stable")[: min(budget, self._max_step_drafts)]
-        tokens = num_tokens + np.arange(len(order) + 1)
-        times = self.times.predict(tokens, tokens > num_tokens) + self.times.context_time(context)
-        if not times[0]:
-            most = len(order)  # nothing is known yet: try them
-        else:
-            expected = len(rows) + np.concatenate(([0.0], found[order].cumsum()))
-            speed = expected / times
+        times = self.times.predict(num_tokens, len(order), context)
+        most = len(order)  # if nothing is known yet: try them
+        if times[0] > 0:
+            speed = len(rows) + np.concatenate(([0.0], found[order].cumsum()))
+            speed /= times
             most = int(speed.argmax())
             if speed[most] < _MIN_GAIN * speed[0]:
                 most = 0
-        counts: IntArray = np.bincount(is_draft.nonzero()[0][order[:most]], minlength=len(rows))
+        counts: IntArray = np.zeros(len(rows), np.int64)
+        if most:
+            owners = np.arange(len(rows)).repeat(proposals.counts)
+            counts += np.bincount(owners[order[:most]], minlength=len(rows))
         return counts
 
     def chances(self, rows: IntArray, proposals: Proposals) -> FloatArray:
         """Chance of each draft, [n, k]: that it and those before it are right."""
-        rates = self._rates()
         trust = (self._row_right[rows] + _ROW_WEIGHT) / (self._row_expected[rows] + _ROW_WEIGHT)
-        chances: FloatArray = np.minimum(rates[proposals.evidence] * trust[:, None], 1.0)
+        chances: FloatArray = self._rates[proposals.evidence] * trust[:, None]
+        np.minimum(chances, 1.0, out=chances)
         return np.multiply.accumulate(chances, axis=1, out=chances)
-
-    def _rates(self) -> FloatArray:
-        """How often a draft of each class is right, if those before it are.
-
-        Classes of which little is known are taken to be like the others.
-        """
-        num_right, num_seen = self._right.sum(), self._seen.sum()
-        usual = (num_right + _PRIOR_RATE * _PRIOR_WEIGHT) / (num_seen + _PRIOR_WEIGHT)
-        rates: FloatArray = (self._right + usual * _PRIOR_WEIGHT) / (self._seen + _PRIOR_WEIGHT)
-        return rates
 
     def learn(
         self, rows: IntArray, evidence: NDArray[np.uint8], counts: IntArray, right: IntArray
@@ -185,9 +187,24 @@ class DraftBudget:
         place = np.arange(evidence.shape[1])
         is_right = place < right[:, None]
         is_seen = place < np.minimum(right + 1, counts)[:, None]
-        rates = self._rates()
-        expected = np.where(is_seen, rates[evidence], 0.0).sum(axis=1)
-        self._right += np.bincount(evidence[is_right], minlength=NUM_EVIDENCE)
-        self._seen += np.bincount(evidence[is_seen], minlength=NUM_EVIDENCE)
+        expected = np.where(is_seen, self._rates[evidence], 0.0).sum(axis=1)
         self._row_right[rows] = self._row_right[rows] * _ROW_MEMORY + right
         self._row_expected[rows] = self._row_expected[rows] * _ROW_MEMORY + expected
+        self._right += np.bincount(evidence[is_right], minlength=NUM_EVIDENCE)
+        self._seen += np.bincount(evidence[is_seen], minlength=NUM_EVIDENCE)
+        self._update_rates()
+
+    def _forget(self) -> None:
+        """Weigh what was seen less, so that what is not tried any more is tried again."""
+        for tally in (self._right, self._seen, self._row_right, self._row_expected):
+            tally *= _MEMORY
+        self._update_rates()
+
+    def _update_rates(self) -> None:
+        """How often a draft of each class is right, if those before it are.
+
+        Classes of which little is known are taken to be like the others.
+        """
+        num_right, num_seen = self._right.sum(), self._seen.sum()
+        usual = (num_right + _PRIOR_RATE * _PRIOR_WEIGHT) / (num_seen + _PRIOR_WEIGHT)
+        self._rates = (self._right + usual * _PRIOR_WEIGHT) / (self._seen + _PRIOR_WEIGHT)

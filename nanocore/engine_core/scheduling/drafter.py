@@ -75,7 +75,8 @@ class Drafter:
                 self._cut_at_stops(proposals)
         if not proposals.counts.any():
             return
-        chosen = self.budget.choose(rows, proposals, budget, plan.num_tokens, plan.context)
+        context = int(plan.decode_ends.sum())
+        chosen = self.budget.choose(rows, proposals, budget, plan.num_tokens, context)
         if not chosen.any():
             return
         counts = self._plan(plan, chosen)
@@ -93,9 +94,9 @@ class Drafter:
         plan = outcome.plan
         counts = plan.decode_counts
         if len(plan.decoding) and not plan.chunks:
-            num_tokens = plan.num_tokens
-            num_drafts = num_tokens - len(plan.decoding)
-            self.budget.times.observe(num_tokens, num_drafts, plan.context, seconds)
+            num_tokens, context = plan.num_tokens, int(plan.decode_ends.sum())
+            has_drafts = num_tokens > len(plan.decoding)
+            self.budget.times.observe(num_tokens, has_drafts, context, seconds)
         if counts is None or outcome.num_sampled is None:
             return
         counts, right = counts - 1, outcome.num_sampled - 1
