@@ -2,8 +2,8 @@
 
 A draft counts only if it and those before it are right, so each has a chance: the product of how
 often drafts with such evidence were right, which is learned, down its row. The likeliest drafts are
-taken, as long as (tokens expected) / (time expected) rises; the time of a step of n tokens is
-learned, too. So drafts that are rarely right, or a machine that has no time to spare because
+taken, as long as (tokens expected) / (seconds expected) rises; the seconds of a step of n tokens
+are learned, too. So drafts that are rarely right, or a machine that has no time to spare because
 many rows decode, end in plain decoding (SmartSpec, Liu et al. 2024, weighs the same two).
 """
 
@@ -22,10 +22,7 @@ FloatArray = NDArray[np.float64]
 _KNEES: Final = np.array([8.0, 16.0, 32.0, 64.0])
 _STEPS_PER_SIZE: Final = 16
 _REFIT_STEPS: Final = 64
-_MAX_AGE_STEPS: Final = 2000
-_SLOWNESS_RATE: Final = 0.1
-_SLOWER: Final = (0.25, 4.0)
-"""Most that one step changes the idea of how slow the machine is, before the rate."""
+_MAX_AGE_STEPS: Final = 512
 
 _PRIOR_RATE: Final = 0.5
 _PRIOR_WEIGHT: Final = 4.0
@@ -38,22 +35,19 @@ _ROW_WEIGHT: Final = 2.0
 
 
 class StepTimes:
-    """Time of decode steps by their tokens: a line that bends upwards, and drafts' own cost.
+    """Seconds of decode steps by their tokens: a line that bends upwards, and drafts' own cost.
 
     No coefficient is below 0: more tokens never take less. The latest steps of each size (powers
     of two) are remembered apart, with drafts and without, and fitted to the relative error, in
-    which a step that was held up weighs little. What is remembered is relative to how slow the
-    machine was at that time, because others may use it, too; so times can be compared with each
-    other and are no seconds. Steps of long ago are forgotten: a size that seemed too slow is tried
-    again.
+    which a step that was held up weighs little. Steps are soon forgotten, because others may use
+    the machine, too: what seemed to be slow then is tried again.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._steps: dict[tuple[int, bool], deque[tuple[float, ...]]] = {}
         self._context = 0.0
-        # Times by tokens of a step, without drafts and with some; beyond, as the last one.
+        # Seconds by tokens of a step, without drafts and with some; beyond, as the last one.
         self._plain = self._drafted = np.zeros(max_tokens + 1)
-        self._slowness = 1.0
         self._num_seen = self._num_fitted = 0
 
     def observe(self, num_tokens: int, has_drafts: bool, context: int, seconds: float) -> None:
@@ -61,23 +55,18 @@ class StepTimes:
         if seconds <= 0 or num_tokens >= len(self._plain):
             return
         self._num_seen += 1
-        by_tokens = self._drafted if has_drafts else self._plain
-        usual = by_tokens.item(num_tokens) + self._context * context
-        if usual > 0:
-            change = seconds / usual / self._slowness
-            self._slowness *= min(max(change, _SLOWER[0]), _SLOWER[1]) ** _SLOWNESS_RATE
         size = num_tokens.bit_length(), has_drafts
         steps = self._steps.get(size)
         if steps is None:
             steps = self._steps[size] = deque(maxlen=_STEPS_PER_SIZE)
             self._num_fitted = -_REFIT_STEPS  # of a new size the first one says much
-        steps.append((num_tokens, has_drafts, context, seconds / self._slowness, self._num_seen))
+        steps.append((num_tokens, has_drafts, context, seconds, self._num_seen))
         if self._num_seen - self._num_fitted >= _REFIT_STEPS:
             self._num_fitted = self._num_seen
             self._fit()
 
     def predict(self, num_tokens: int, max_drafts: int, context: int) -> FloatArray:
-        """Times of a step with 0 to max_drafts drafts beside num_tokens; zeros: nothing is known.
+        """Seconds of a step with 0 to max_drafts drafts beside num_tokens; zeros: nothing is known.
 
         A step of more tokens than are tabled is bound by products: each one costs the same.
         """
