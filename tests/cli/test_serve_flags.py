@@ -57,8 +57,8 @@ def test_what_is_not_ours_is_the_engines(arguments: list[str], flags: list[str])
     ("arguments", "text"),
     [
         (["a", "--model", "b"], "two models, a and --model b"),
-        (["--port", "65536"], "not a port"),
-        (["--port", "9" * 5000], "not a port"),
+        (["--port", "65536"], "not an integer from 0 to 65535"),
+        (["--port", "9" * 5000], "not an integer from 0 to 65535"),
         (["--http-workers", "0"], "not an integer from 1 to 256"),
         (["--max-body-bytes", "-1"], "not an integer"),
         (["--header-timeout", "0"], "above 0"),
