@@ -611,14 +611,15 @@ def make_scheduler(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 128,
     enable_prefix_caching: bool = True,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float] | None = None,
     cache_groups: Sequence[CacheGroup] = FULL,
     proposer: Callable[[NDArray[np.int32]], Proposer] | None = None,
     **settings: Any,
 ) -> tuple[TalliedScheduler, FakeExecutor]:
     """A scheduler and the fake worker that checks it. settings: more of SchedulerConfig's.
 
-    num_blocks: slabs, if there are several groups. proposer: of drafts; None: the worker's.
+    num_blocks: slabs, if there are several groups. proposer: of drafts; None: the worker's. With
+    drafts the clock stands still unless it is given: no step's time decides how many there are.
     """
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -633,6 +634,8 @@ def make_scheduler(
     )
     if config.num_speculative_tokens and proposer is None:
         executor.draft = draft_token
+    if clock is None:
+        clock = (lambda: 1.0) if config.num_speculative_tokens else time.monotonic
     return TalliedScheduler(config, kv_cache, clock, proposer), executor
 
 
