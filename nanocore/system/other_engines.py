@@ -147,7 +147,7 @@ _VALUES: Final = {
 """Our flag and its value for values of theirs; of others see the other tables."""
 
 _PER_REQUEST: Final = "a request has it; in `nanocore chat`, --set"
-_NO_DRAFTER: Final = "there is no drafter yet"
+_DRAFTS: Final = '--speculative-config \'{"method": "suffix"}\' or {"model": "FOLDER"}'
 _NO_LEVELS: Final = "logs have no levels"
 _ONLY_FLAGS: Final = "there are only flags"
 _SEVERAL: Final = "start several engines"
@@ -159,8 +159,7 @@ REMEDIES: Final = {
     "--data-parallel-size": _SEVERAL,
     "--dp-size": _SEVERAL,
     "--enable-expert-parallel": "--tensor-parallel-size splits experts, too",
-    "--speculative-config": _NO_DRAFTER,
-    "--speculative-algorithm": _NO_DRAFTER,
+    "--speculative-algorithm": _DRAFTS,
     "--enable-lora": "--merge-lora merges one adapter at load",
     "--lora-modules": "--merge-lora merges one adapter at load",
     "--lora-paths": "--merge-lora merges one adapter at load",
@@ -183,7 +182,7 @@ REMEDIES: Final = {
     "--n-predict": "max_tokens of a request",
     "-lm": "weights are read once, at the start",
     "--load-mode": "weights are read once, at the start",
-    "-md": _NO_DRAFTER,
+    "-md": _DRAFTS,
     "-mu": "download the file, or -hf ORG/NAME:QUANT",
     "-hff": "-hf ORG/NAME:QUANT chooses the file",
     "-hft": "HF_TOKEN in the environment",
