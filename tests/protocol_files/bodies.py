@@ -62,7 +62,8 @@ CACHE_GROUPS = [
 ]
 MORE_STATS: Body = {
     "prefix_cache_hit_rate": 0.25, "num_clients": 2, "num_protocol_errors": 1,
-    "groups": CACHE_GROUPS,
+    "groups": CACHE_GROUPS, "spec_decode_num_drafts": 5, "spec_decode_num_draft_tokens": 12,
+    "spec_decode_num_accepted_tokens": 7, "spec_decode_num_accepted_tokens_per_pos": [4, 2, 1],
 }  # fmt: skip
 METRICS = [
     {

@@ -136,6 +136,9 @@ FIELDS: dict[Sender, dict[int, dict[str, str]]] = {
             "stats.groups.name": "str!", "stats.groups.num_blocks": "int!",
             "stats.groups.num_free_blocks": "int!",
             "stats.groups.prefix_cache_lost_tokens": "int",
+            **{f"stats.spec_decode_num_{name}": "int"
+               for name in ("drafts", "draft_tokens", "accepted_tokens")},
+            "stats.spec_decode_num_accepted_tokens_per_pos": "list",
             "metrics": "list?", "metrics.name": "str!", "metrics.type": "str!",
             "metrics.help": "str!", "metrics.samples": "list!", "metrics.bounds": "list",
             "steps": "map?", "steps.now_s": "float!", "steps.stats": "map!", "steps.steps": "map!",

@@ -23,6 +23,7 @@ _CACHE = {
 _FREE_LABELS = {
     "sessions_closed": "reason",
     "prefix_cache_lost_tokens": "group",
+    "spec_decode_num_accepted_tokens_per_pos": "position",
     "cache_config_info": ", ".join(f"`{k}`" for k in _CACHE),
 }
 """Of these the values are not a closed set."""
@@ -55,7 +56,12 @@ def metrics_page() -> str:
 
 
 def _metrics() -> list[Metric]:
-    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_model_len=MAX_MODEL_LEN)
+    config = SchedulerConfig(
+        max_num_seqs=1,
+        max_num_batched_tokens=8,
+        max_model_len=MAX_MODEL_LEN,
+        num_speculative_tokens=1,
+    )
     groups = [CacheGroup("full"), CacheGroup("window(512)", 512)]
     scheduler = Scheduler(config, KVCacheManager(Capacity(8, 16, groups)))
     limit = QueueLimit(1, 1, scheduler.counters)

@@ -8,7 +8,7 @@ from nanocore.engine_core.log.metrics import IoCounts
 from nanocore.engine_core.requests.readiness import GRAMMAR
 from nanocore.protocol.messages import Event
 from tests.engine_core.log.clocked_engine import Engine
-from tests.fakes import make_request
+from tests.fakes import make_request, next_token
 
 ABORT = Event(handle=1, finish_reason="abort")
 
@@ -78,6 +78,21 @@ def test_a_preempted_request_is_one_request() -> None:
     assert engine.observed("request_generation_tokens") == (2, 16)
     count, seconds = engine.observed("request_decode_time_seconds")
     assert (count, seconds) == (2, engine.observed("inter_token_latency_seconds")[1])
+
+
+def test_drafts_count_by_request_by_token_and_by_position() -> None:
+    engine = Engine(num_speculative_tokens=3)
+    engine.executor.draft = lambda context: next_token(context) + (len(context) == 8)
+    engine.add(make_request(1, [1] * 5, 7))
+    while engine.scheduler.num_requests:
+        engine.step()
+    assert engine.value("spec_decode_num_drafts") == 2
+    assert engine.value("spec_decode_num_draft_tokens") == 3 + 2
+    assert engine.value("spec_decode_num_accepted_tokens") == 2 + 2
+    name = "spec_decode_num_accepted_tokens_per_pos"
+    by_position = [(s.labels, s.value) for s in engine.metrics()[name].samples]
+    assert by_position == [([("position", str(i))], n) for i, n in enumerate([2, 2, 0])]
+    assert name not in Engine().metrics()
 
 
 def test_an_embedding_has_no_tokens_and_no_times_of_them() -> None:
