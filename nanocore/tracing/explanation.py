@@ -72,6 +72,7 @@ class Explanation(msgspec.Struct):
 
     state: "finished", "running" or "waiting" at the end of the trace. num_same_id: requests in the
     file with this id, of which this is the last. ttft_parts sum up to ttft_ms.
+    num_draft_tokens: computed drafts; num_accepted_tokens: those that were right.
     """
 
     request: str
@@ -93,6 +94,8 @@ class Explanation(msgspec.Struct):
     preemptions: list[Pause]
     num_chunks: int
     num_decode_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_same_id: int
     is_shared: bool
     lost: LostHits | msgspec.UnsetType = msgspec.UNSET
@@ -168,6 +171,8 @@ def explanation_of(run: RunTimeline, timeline: RequestTimeline) -> Explanation:
         preemptions=_pauses(run, timeline),
         num_chunks=len(timeline.chunks),
         num_decode_steps=sum(getattr(one, "num_steps", 0) for one in timeline.work),
+        num_draft_tokens=timeline.num_draft_tokens,
+        num_accepted_tokens=timeline.num_accepted_tokens,
         num_same_id=1,
         is_shared=timeline.is_shared,
         lost=timeline.lost or msgspec.UNSET,

@@ -63,7 +63,8 @@ class GroupBlocks(msgspec.Struct, frozen=True):
 
 class Step(msgspec.Struct):
     """One line. t_s: when the step was planned. `scheduled` and `computed` stay bytes until needed,
-    since most steps repeat those of the step before."""
+    since most steps repeat those of the step before. accepted: drafts by request; None: the step
+    has none."""
 
     step: int
     t_s: float
@@ -88,6 +89,7 @@ class Step(msgspec.Struct):
     blocked: Blocked | None = None
     lost: dict[str, LostHits] = {}
     groups: list[GroupBlocks] = []
+    accepted: dict[str, int] | None = None
 
     @property
     def end_s(self) -> float:

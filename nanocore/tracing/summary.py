@@ -30,7 +30,8 @@ class SlowRequest(msgspec.Struct):
 
 class RunSummary(msgspec.Struct):
     """busy_s: time with a step in flight. blocked_s: time that the first in line waited, by what it
-    lacked. num_hits: requests with cached tokens."""
+    lacked. num_hits: requests with cached tokens. num_draft_tokens: computed drafts;
+    num_accepted_tokens: those that were right."""
 
     run: int
     seconds: float
@@ -46,6 +47,8 @@ class RunSummary(msgspec.Struct):
     num_hits: int
     cached_tokens: int
     prompt_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     step: Percentiles | None
     ttft: Percentiles | None
     waiting: Percentiles | None
@@ -73,6 +76,8 @@ def summarize(run: RunTimeline) -> RunSummary:
         num_hits=sum(one.cached_tokens > 0 for one in requests),
         cached_tokens=sum(one.cached_tokens for one in requests),
         prompt_tokens=sum(one.arrival.prompt_tokens for one in requests if one.arrival),
+        num_draft_tokens=sum(one.num_draft_tokens for one in requests),
+        num_accepted_tokens=sum(one.num_accepted_tokens for one in requests),
         step=percentiles([one.end_s - one.begin_s for one in run.steps]),
         ttft=percentiles([ttft_s for ttft_s, _ in ttfts]),
         waiting=percentiles([one for one in map(_waited_s, requests) if one is not None]),

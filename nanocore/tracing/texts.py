@@ -19,6 +19,8 @@ def summary_text(one: RunSummary) -> str:
         f"  prefix cache {one.cached_tokens} of {one.prompt_tokens} prompt tokens cached, in "
         f"{_num(one.num_hits, 'request')}",
     ]
+    if one.num_draft_tokens:
+        lines.append(f"  drafts       {_drafts(one)}")
     for name, values in (("step", one.step), ("waiting", one.waiting), ("TTFT", one.ttft)):
         if values is not None:
             lines.append(f"  {name:<12} {_percentiles(values)}")
@@ -106,7 +108,13 @@ def _ttft(one: Explanation) -> list[str]:
         for part in one.ttft_parts
     ]
     chunks, decodes = _num(one.num_chunks, "step"), _num(one.num_decode_steps, "decode step")
-    return [*lines, f"  prompt computed in {chunks}, {decodes}"]
+    drafts = f", {_drafts(one)}" if one.num_draft_tokens else ""
+    return [*lines, f"  prompt computed in {chunks}, {decodes}{drafts}"]
+
+
+def _drafts(one: RunSummary | Explanation) -> str:
+    num_right, share = one.num_accepted_tokens, one.num_accepted_tokens / one.num_draft_tokens
+    return f"{_num(one.num_draft_tokens, 'draft')} computed, {num_right} accepted ({share:.1%})"
 
 
 def _percentiles(values: Percentiles) -> str:

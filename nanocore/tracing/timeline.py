@@ -28,7 +28,7 @@ class PrefillChunk:
 
 @dataclass(slots=True)
 class DecodeSpan:
-    """Consecutive steps that each computed the newest token."""
+    """Consecutive steps that each computed the newest token. num_tokens: no rejected drafts."""
 
     begin_s: float
     end_s: float
@@ -54,6 +54,7 @@ class RequestTimeline:
     that sampled its first token. sent_s: when the io thread passed that on. ended_s: end of its
     last step. cached_from: requests whose blocks it hit. lost: what was not found. is_shared:
     another session used the id at the same time, so events of both are mixed here.
+    num_draft_tokens, num_accepted_tokens: drafts computed, and those that were right.
     """
 
     id: str
@@ -68,6 +69,8 @@ class RequestTimeline:
     first_s: float | None = None
     sent_s: float | None = None
     ended_s: float | None = None
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     is_shared: bool = False
 
     @property
@@ -154,6 +157,8 @@ class RunTimeline:
             self._enter_rows(step)
         if self._had_chunks or self._prefilling or step.scheduled != self._last:
             self._compute(step)
+        if step.accepted is not None:
+            self._verify(step.accepted)
         self.total_tokens += self.num_tokens
         self.max_running = max(self.max_running, step.num_running)
         self.max_waiting = max(self.max_waiting, step.num_waiting)
@@ -239,6 +244,18 @@ class RunTimeline:
                 run = self._runs[request_id] = DecodeSpan(step.t_s, step.end_s, 0, 0)
                 self._timeline(request_id).work.append(run)
 
+    def _verify(self, accepted: dict[str, int]) -> None:
+        """Count the drafts of the step that was computed last, and take back the rejected ones."""
+        for request_id, count in self._decodes.items():
+            if count == 1:
+                continue
+            num_right = min(accepted.get(request_id, 0), count - 1)
+            self._runs[request_id].num_tokens -= count - 1 - num_right
+            if request_id in accepted:
+                timeline = self._timeline(request_id)
+                timeline.num_draft_tokens += count - 1
+                timeline.num_accepted_tokens += num_right
+
     def _pause(self, request_id: str, num_steps: int) -> None:
         """Count the decodes of a request up to this step; its span may continue later."""
         count = self._decodes.pop(request_id, None)
@@ -258,7 +275,8 @@ class RunTimeline:
                 continue
             timeline = self._timeline(request_id)
             is_known = timeline.arrival is not None
-            if not is_known and count == 1 and timeline.work:
+            is_decode = count == 1 or request_id in (step.accepted or ())
+            if not is_known and is_decode and timeline.work:
                 del self._prefilling[request_id]
                 continue
             del scheduled[request_id]

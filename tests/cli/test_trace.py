@@ -104,6 +104,28 @@ def test_an_explanation_in_words(trace: str, capsys: pytest.CaptureFixture[str])
     )
 
 
+def test_drafts_are_told_of_a_run_and_of_a_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write(
+        tmp_path / "steps.jsonl",
+        line(1, {"a": 8}, new=["a"], first=["a"], arrived=[arrival("a", 8, 0.008, 0.009)]),
+        line(2, {"a": 5}, {"a": 8}, accepted={"a": 3}, sent={"a": 0.0205}),
+        line(3, {"a": 1}, {"a": 12}),
+        line(4, {"a": 4}, {"a": 13}, accepted={"a": 2}, finished=["a"]),
+    )
+    assert exit_code("trace", trace) == 0
+    assert "\n  drafts       7 drafts computed, 5 accepted (71.4%)\n" in capsys.readouterr().out
+    assert exit_code("explain", "a", trace) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        "  prompt computed in 1 step, 3 decode steps, 7 drafts computed, 5 accepted (71.4%)"
+    )
+    assert exit_code("trace", trace, "--json") == 0
+    (told,) = json.loads(capsys.readouterr().out)["runs"]
+    assert (told["num_draft_tokens"], told["num_accepted_tokens"]) == (7, 5)
+
+
 def test_an_explanation_for_programs(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code("explain", "--json", "b", trace) == 0
     told: dict[str, Any] = json.loads(capsys.readouterr().out)

@@ -53,6 +53,21 @@ def test_decodes_go_on_past_steps_without_them_and_drafts_are_tokens() -> None:
     assert timeline.work[2:] == [DecodeSpan(at(3), at(6), 3, 6)]
 
 
+def test_rejected_drafts_are_not_computed_tokens() -> None:
+    steps = two_chunks_and_decodes(3)
+    for i, right in enumerate([2, 0, 3]):
+        steps[2 + i] |= {"scheduled": {"a": 4}, "accepted": {"a": right}}
+    (timeline,) = run_of(*steps).timelines
+    assert timeline.work[2:] == [DecodeSpan(at(3), at(6), 3, 3 + 5)]
+    assert (timeline.num_draft_tokens, timeline.num_accepted_tokens) == (9, 5)
+    assert timeline.num_computed == 10 + 8
+
+    steps[4]["accepted"] = {}
+    (timeline,) = run_of(*steps).timelines
+    assert (timeline.num_draft_tokens, timeline.num_accepted_tokens) == (6, 2)
+    assert timeline.num_computed == 10 + 5, "of a result that did not count no draft is kept"
+
+
 def test_a_preempted_request_is_computed_again_up_to_where_it_was() -> None:
     steps = two_chunks_and_decodes(3)
     steps[4] |= {"scheduled": {"b": 1}, "finished": [], "preempted": ["a"]}

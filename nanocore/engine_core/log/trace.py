@@ -104,6 +104,9 @@ class StepTrace:
                 request_id: {"tokens": num_tokens, "group": group}
                 for request_id, (num_tokens, group) in step.lost.items()
             }
+        if step.decode_counts is not None:  # rows may have other requests when the result is in
+            decodes = chunks[: len(step.decoding)]
+            line["accepted"] = [name if one.num_tokens > 1 else None for name, one in decodes]
         self._lines.append(line)
 
     def close(self) -> None:
@@ -133,6 +136,9 @@ class StepTrace:
                 {"name": name, "free_blocks": num_free, "total_blocks": num_blocks}
                 for name, num_blocks, num_free in kv_cache.blocks_by_group
             ]
+        if outcome.num_sampled is not None:
+            rows = zip(line["accepted"], outcome.num_sampled.tolist(), strict=True)
+            line["accepted"] = {name: num - 1 for name, num in rows if name is not None and num}
         self._arrived = []
         self._write(self._encoder.encode(line) + b"\n")
 

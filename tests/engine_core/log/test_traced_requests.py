@@ -11,8 +11,10 @@ import pytest
 from nanocore.engine_core.log.trace import StepTrace
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest
 from nanocore.engine_core.scheduling.outputs import ClientOutput
+from nanocore.tracing.explanation import read_runs
+from nanocore.tracing.timeline import PrefillChunk
 from tests.engine_core.core_under_test import CoreUnderTest
-from tests.fakes import expected_tokens, make_request
+from tests.fakes import expected_tokens, make_request, next_token
 
 
 class TracedCore(CoreUnderTest):
@@ -150,6 +152,51 @@ def test_blocks_that_a_decode_filled_are_the_requests_too(path: Path) -> None:
     line = core.step(AddRequest(make_request(2, [1, 2, 3, *expected_tokens([1, 2, 3], 9)], 1)))
     assert line["cached_from"] == {"r2": ["r1"]}
     assert line["cached"]["r2"] == 8
+
+
+def drafting(path: Path, **settings: Any) -> TracedCore:
+    """A core whose steps take no time, so that every draft is worth it."""
+    return TracedCore(path, num_speculative_tokens=3, clock=lambda: 0.0, **settings)
+
+
+def test_a_step_with_drafts_tells_how_many_were_right(path: Path) -> None:
+    core = drafting(path)
+    core.executor.draft = lambda context: next_token(context) + (len(context) == 8)
+    assert "accepted" not in core.step(add(1, 5, 7), add(2, 9, 7))
+    line = core.step()
+    assert line["scheduled"] == {"r1": 4, "r2": 4}
+    assert line["accepted"] == {"r1": 2, "r2": 3}
+    line = core.step()
+    assert line["finished"] == ["r1", "r2"]
+    assert line["scheduled"] == {"r1": 3, "r2": 2}
+    assert line["accepted"] == {"r1": 2, "r2": 1}
+
+
+def test_drafts_of_a_request_that_ended_before_the_result_are_not_told(path: Path) -> None:
+    core = drafting(path)
+    core.executor.draft = next_token
+    core.step(add(1, 5, 9), add(2, 9, 9))
+    core.during_step = [AbortRequests([1])]
+    assert core.step()["accepted"] == {"r2": 3}
+    core.during_step = [AbortRequests([2])]
+    assert core.step()["accepted"] == {}
+
+
+def test_a_timeline_has_the_engines_counts_of_drafts_and_of_computed_tokens(path: Path) -> None:
+    core = drafting(path, num_blocks=12, enable_prefix_caching=False)
+    core.finish(*(add(handle, 4 + handle, 20) for handle in range(1, 7)))
+    counters = core.scheduler.draft_counters
+    assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
+    (run,) = read_runs(str(path))
+    timelines = run.timelines
+    assert sum(one.num_draft_tokens for one in timelines) == counters.num_draft_tokens
+    assert sum(one.num_accepted_tokens for one in timelines) == counters.num_accepted_tokens
+    assert [one.num_computed for one in timelines] == [4 + i + 20 - 1 for i in range(1, 7)]
+    preempted = [one for one in timelines if one.preemptions]
+    assert preempted
+    for one in preempted:
+        num_chunks = sum(isinstance(work, PrefillChunk) for work in one.work)
+        assert num_chunks == 1 + len(one.preemptions), "what is decoded again is no prompt"
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
