@@ -8,11 +8,14 @@ chunks.
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,6 +28,7 @@ from nanocore.bench.sse import DONE, EventReader, chunk_of, read_body, within_or
 from nanocore.bench.targets import (
     OPENAI_CHAT,
     Destination,
+    DraftCounts,
     OpenTarget,
     RequestFields,
     engine_tokenizer,
@@ -178,7 +182,8 @@ async def open_server(
                 tokenizer, takes_text=True, takes_token_ids=not is_chat, has_template=not is_chat
             )
             send = HttpTarget(session, url, is_chat, body, tokenizer).send
-            yield OpenTarget(send, source, root or model, tokenizer_id)
+            counts = partial(_draft_counts, session, f"{destination.base_url}/metrics")
+            yield OpenTarget(send, source, root or model, tokenizer_id, counts)
 
 
 class _Model(msgspec.Struct):
@@ -242,6 +247,25 @@ async def _tokenizer(
     if path is None:
         return None, None
     return closing.enter_context(tokenizer_at(path)), path
+
+
+_DRAFT_SERIES: Final = re.compile(r"^\w+:spec_decode_(\w+)_total(\{.*\})? (\S+)", re.MULTILINE)
+_POSITION: Final = re.compile(r'\bposition="(\d{1,4})"')
+_METRICS_TIMEOUT: Final = aiohttp.ClientTimeout(total=10.0)
+
+
+async def _draft_counts(session: aiohttp.ClientSession, url: str) -> DraftCounts:
+    """Read the metrics of a `nanocore serve` or of vLLM; those of several engines are added up."""
+    counts: Counter[str] = Counter()
+    try:
+        async with session.get(url, timeout=_METRICS_TIMEOUT) as response:
+            text = (await read_body(response)).decode(errors="replace")
+        for name, labels, value in _DRAFT_SERIES.findall(text):
+            position = _POSITION.search(labels)
+            counts[position[1] if position else name] += int(float(value))
+    except (*_FAILURES, ConfigError, ValueError, OverflowError):  # it is not needed
+        return {}
+    return counts
 
 
 async def _servers_tokenizer(session: aiohttp.ClientSession, base_url: str) -> Tokenizer | None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from nanocore.bench.load import LoadRun, Outcome, rate_changes
 from nanocore.bench.serve_flags import METRIC_NAMES, LoadOptions
-from nanocore.bench.targets import OpenTarget
+from nanocore.bench.targets import DraftCounts, OpenTarget
 from nanocore.protocol.errors import ConfigError
 
 DETAILS: Final = (
@@ -41,6 +41,15 @@ _LINES: Final = {
     "max_output_tokens_per_s": "Peak output token throughput (tok/s):",
     "max_concurrent_requests": "Peak concurrent requests:",
     "total_token_throughput": "Total token throughput (tok/s):",
+}
+
+
+_DRAFT_LINES: Final = {
+    "spec_decode_acceptance_rate": "Acceptance rate (%):",
+    "spec_decode_acceptance_length": "Acceptance length:",
+    "spec_decode_num_drafts": "Drafts:",
+    "spec_decode_draft_tokens": "Draft tokens:",
+    "spec_decode_accepted_tokens": "Accepted tokens:",
 }
 
 
@@ -173,6 +182,26 @@ def serve_result(
     return result
 
 
+def draft_result(before: DraftCounts, after: DraftCounts) -> dict[str, Any]:
+    """Return the keys of drafts between two readings of an engine's counters; none without drafts.
+
+    As in vLLM a draft is all that a request computed in a step, and rates are shares of drafts.
+    """
+    added = {name: count - before.get(name, 0) for name, count in after.items()}
+    if (num_drafts := added.get("num_drafts", 0)) <= 0:
+        return {}
+    num_tokens, num_accepted = added.get("num_draft_tokens", 0), added.get("num_accepted_tokens", 0)
+    positions = sorted(filter(str.isdigit, added), key=int)
+    return {
+        "spec_decode_acceptance_rate": 100 * num_accepted / max(num_tokens, 1),
+        "spec_decode_acceptance_length": 1 + num_accepted / num_drafts,
+        "spec_decode_num_drafts": num_drafts,
+        "spec_decode_draft_tokens": num_tokens,
+        "spec_decode_accepted_tokens": num_accepted,
+        "spec_decode_per_position_acceptance_rates": [added[i] / num_drafts for i in positions],
+    }
+
+
 def table(result: Mapping[str, Any]) -> str:
     """Format a result as `vllm bench serve` prints it."""
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
@@ -188,6 +217,12 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append(f"{long:-^{_WIDTH}}")
         kinds = [kind for kind in own if kind != "std"]
         lines += [_line(f"{kind.capitalize()} {short} (ms):", result[own[kind]]) for kind in kinds]
+    if "spec_decode_num_drafts" in result:
+        lines.append(f"{'Speculative Decoding':-^{_WIDTH}}")
+        lines += [_line(text, result[key]) for key, text in _DRAFT_LINES.items()]
+        rates = result["spec_decode_per_position_acceptance_rates"]
+        lines += ["Per-position acceptance (%):"] if rates else []
+        lines += [_line(f"  Position {i}:", 100 * rate) for i, rate in enumerate(rates)]
     return "\n".join([*lines, "=" * _WIDTH])
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from nanocore.bench.datasets import check_file, load_requests
 from nanocore.bench.load import BenchRequest, LoadRun, arrival_times, run_load
-from nanocore.bench.result import result_path, serve_result, table, write_result
+from nanocore.bench.result import draft_result, result_path, serve_result, table, write_result
 from nanocore.bench.serve_flags import LoadOptions, parse
 from nanocore.bench.targets import NANOCORE, OpenTarget, open_engine, until_ready
 from nanocore.protocol.errors import ConfigError
@@ -51,16 +51,17 @@ async def _measure(options: LoadOptions) -> tuple[LoadRun, dict[str, object]]:
         gc.collect()
         gc.freeze()  # a garbage collection during the run would scan all requests
         try:
-            now = datetime.now()
+            now, before = datetime.now(), await opened.draft_counts()
             run = await _run(options, opened, requests, times_s, "requests", "")
         finally:
             gc.unfreeze()
+        drafts = draft_result(before, await opened.draft_counts())
         tokenizer = opened.source.tokenizer
         if options.save_detailed and tokenizer is not None:
             for outcome in run.outcomes:
                 if outcome.token_ids:
                     outcome.text = tokenizer.decode(outcome.token_ids)
-        return run, serve_result(options, opened, run, times_s, now)
+        return run, serve_result(options, opened, run, times_s, now) | drafts
 
 
 def _opened(options: LoadOptions) -> AbstractAsyncContextManager[OpenTarget]:

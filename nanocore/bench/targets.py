@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -69,14 +69,20 @@ class RequestFields:
     request_id_prefix: str = ""
 
 
+DraftCounts: TypeAlias = Mapping[str, int]
+"""Counters of drafts since the engine's start, by metric; accepted ones by position ("0"), too.
+Empty if they cannot be read."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpenTarget:
-    """A target that is ready. model_id, tokenizer_id: in results."""
+    """A target that is ready. model_id, tokenizer_id: in results. draft_counts: of the engine."""
 
     send: Send
     source: PromptSource
     model_id: str
     tokenizer_id: str | None
+    draft_counts: Callable[[], Awaitable[DraftCounts]]
 
 
 @contextmanager
@@ -151,6 +157,16 @@ class EngineTarget:
         outcome.token_ids = sample.token_ids
         return outcome
 
+    async def draft_counts(self) -> DraftCounts:
+        try:
+            stats = await self._client.stats()
+        except NanocoreError:  # what was measured is reported all the same
+            return {}
+        names = "num_drafts", "num_draft_tokens", "num_accepted_tokens"
+        accepted = stats.spec_decode_num_accepted_tokens_per_pos
+        counts = {name: getattr(stats, f"spec_decode_{name}") for name in names}
+        return counts | {str(place): num for place, num in enumerate(accepted)}
+
 
 @asynccontextmanager
 async def open_engine(
@@ -179,11 +195,13 @@ async def open_engine(
                 )
             except InvalidRequestError as error:
                 raise ConfigError(str(error)) from None
+            target = EngineTarget(client, params)
             yield OpenTarget(
-                EngineTarget(client, params).send,
+                target.send,
                 PromptSource.of_engine(tokenizer, card),
                 destination.model_id or card.model,
                 None if tokenizer is None else named or card.model,
+                target.draft_counts,
             )
 
 

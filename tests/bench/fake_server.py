@@ -19,6 +19,7 @@ class FakeServer:
     """requests: (path, headers, body) of each that came. models_status: of /v1/models.
 
     location: where all requests are redirected to, if it is set. model: more fields of the model.
+    metrics: texts of /metrics, one after the other; then, as without, that path does not exist.
     """
 
     url: str
@@ -27,6 +28,7 @@ class FakeServer:
     models_status: int = 200
     location: str = ""
     model: dict[str, Any] = field(default_factory=dict)
+    metrics: list[str] = field(default_factory=list)
 
 
 def event(value: object) -> bytes:
@@ -60,6 +62,10 @@ def serving(script: Script) -> Iterator[FakeServer]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.path == "/metrics":
+                text = server.metrics.pop(0) if server.metrics else None
+                self._answer(404 if text is None else 200, [(text or "").encode()])
+                return
             models = {"data": [{"id": "fake", "root": "a/fake", **server.model}]}
             self._answer(server.models_status, [json.dumps(models).encode()])
 

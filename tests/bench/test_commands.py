@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,11 @@ from nanocore.protocol.errors import (
     EngineStartError,
     InvalidRequestError,
 )
+from nanocore.protocol.metrics import Stats
 from tests.bench.conftest import DEMO_MODEL, MakeFile
 from tests.bench.fake_server import serving
 from tests.cli.served import exit_code
+from tests.end_to_end.forked import engine
 from tests.http.served_engine import served_engine
 
 EXIT_TIMEOUT_S = 60.0
@@ -143,6 +146,46 @@ def test_a_server_is_measured_over_http(tmp_path: Path) -> None:
             assert result["tokenizer_id"] == str(DEMO_MODEL)  # which the server names as the root
             assert min(result["input_lens"]) >= 11
             assert any(result["generated_texts"])
+
+
+SUFFIXES = "--speculative-config", '{"method": "suffix"}'
+DRAFTED = "--num-prompts 3 --input-len 20 --output-len 24 --seed 7 --temperature 0 --ignore-eos"
+
+
+def drafts(results: list[dict[str, Any]]) -> list[int]:
+    """What was counted in all of them; whether drafts are worth it is up to the machine."""
+    names = "num_drafts", "draft_tokens", "accepted_tokens"
+    return [sum(one.get(f"spec_decode_{name}", 0) for one in results) for name in names]
+
+
+def test_drafts_are_those_that_the_engine_counted_meanwhile(tmp_path: Path) -> None:
+    with engine(DEMO_MODEL, *SUFFIXES) as running:
+        line = f"--engine-endpoint {running.endpoint} {DRAFTED} --num-warmups 0"
+        results = [measured(line, tmp_path / f"{i}.json") for i in range(2)]
+
+        async def ask() -> Stats:
+            async with AsyncEngineClient.connect(running.endpoint) as client:
+                return await client.stats()
+
+        stats = asyncio.run(ask())
+    assert drafts(results) == [
+        stats.spec_decode_num_drafts,
+        stats.spec_decode_num_draft_tokens,
+        stats.spec_decode_num_accepted_tokens,
+    ]
+
+
+def test_drafts_of_a_server_are_those_of_its_metrics(tmp_path: Path) -> None:
+    with served_engine(*SUFFIXES) as url:
+        line = f"--backend openai --base-url {url} {DRAFTED}"
+        results = [measured(line, tmp_path / f"{i}.json") for i in range(2)]
+        with urllib.request.urlopen(f"{url}/metrics") as response:
+            text = response.read().decode()
+    names = "drafts", "draft_tokens", "accepted_tokens"
+    assert drafts(results) == [
+        float(re.findall(rf"^nanocore:spec_decode_num_{name}_total{{.*}} (.*)$", text, re.M)[0])
+        for name in names
+    ]
 
 
 def test_what_a_server_says_moves_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,14 +13,23 @@ import pytest
 from nanocore.bench.http_target import open_server, shares
 from nanocore.bench.load import BenchRequest, Outcome
 from nanocore.bench.sse import EventReader, chunk_of
-from nanocore.bench.targets import PATHS, Destination, EngineTarget, OpenTarget, RequestFields
+from nanocore.bench.targets import (
+    PATHS,
+    Destination,
+    DraftCounts,
+    EngineTarget,
+    OpenTarget,
+    RequestFields,
+)
 from nanocore.client import AsyncEngineClient, EngineDeadError, SamplingParams
 from nanocore.client.requests.progress import Progress
 from nanocore.client.requests.request_outputs import CompletionOutput, RequestOutput
 from nanocore.protocol.errors import ConfigError
 from nanocore.protocol.messages import FinishReason
+from nanocore.protocol.metrics import Stats
 from tests.bench.conftest import DEMO_MODEL
 from tests.bench.fake_server import DONE, FakeServer, chat, completion, event, serving
+from tests.protocol.samples import STATS
 
 STREAM = b': hello\n\ndata: {"a": 1}\n\nevent: x\nid: 3\ndata:two\ndata: lines\n\ndata: [DONE]\n\n'
 EVENTS = [b'{"a": 1}', b"two\nlines", b"[DONE]"]
@@ -213,6 +222,62 @@ def test_the_tokenizer_may_be_in_a_gguf_file() -> None:
     assert found.source.tokenizer is not None
 
 
+def metrics(prefix: str, num_drafts: float, accepted: list[float], engine: int = 0) -> str:
+    """As vLLM tells them."""
+    labels = f'engine="{engine}",model_name="org/a model"'
+    name = f"{prefix}:spec_decode_num"
+    return "".join([
+        f"# HELP {name}_drafts_total Number of spec decoding drafts.\n",
+        f"# TYPE {name}_drafts_total counter\n",
+        f"{name}_drafts_total{{{labels}}} {num_drafts}\n",
+        f"{name}_drafts_created{{{labels}}} 1.75e+09\n",
+        f"{name}_draft_tokens_total{{{labels}}} {num_drafts * len(accepted)}\n",
+        f"{name}_accepted_tokens_total{{{labels}}} {sum(accepted)}\n",
+        *(f'{name}_accepted_tokens_per_pos_total{{{labels},position="{i}"}} {num}\n'
+          for i, num in enumerate(accepted)),
+        f"{prefix}:generation_tokens_total{{{labels}}} 7.0\n",
+    ])  # fmt: skip
+
+
+def read_drafts(text: str | None, **more: Any) -> DraftCounts:
+    async def read(server: FakeServer) -> DraftCounts:
+        async with open_server(destination(server), RequestFields(), 0) as found:
+            if more:
+                server.location = more["location"]
+            return await found.draft_counts()
+
+    with serving(lambda body: (200, [])) as server:
+        server.metrics = [] if text is None else [text]
+        return asyncio.run(read(server))
+
+
+@pytest.mark.parametrize("prefix", ["vllm", "nanocore"])
+def test_counters_of_drafts_are_read_and_those_of_several_engines_added(prefix: str) -> None:
+    one, other = metrics(prefix, 8.0, [6.0, 2.0]), metrics(prefix, 1e6, [5e5], engine=1)
+    assert read_drafts(one) == {
+        "num_drafts": 8, "num_draft_tokens": 16, "num_accepted_tokens": 8, "0": 6, "1": 2,
+    }  # fmt: skip
+    both = read_drafts(one + other)
+    assert (both["num_drafts"], both["0"], both["1"]) == (1_000_008, 500_006, 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "", "vllm:generation_tokens_total 7.0\n", '{"data": []}'],
+)
+def test_a_server_without_these_counters_has_none(text: str | None) -> None:
+    assert read_drafts(text) == {}
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "1e999", "many", "1.2.3"])
+def test_numbers_that_are_none_are_not_counted(value: str) -> None:
+    assert read_drafts(f"vllm:spec_decode_num_drafts_total {value}\n") == {}
+
+
+def test_counters_of_another_host_are_not_read() -> None:
+    assert read_drafts(None, location="http://other.example/metrics") == {}
+
+
 def test_what_cannot_be_opened_is_said() -> None:
     with serving(lambda body: (200, [])) as server:
         with pytest.raises(ConfigError, match="/v1/x does not fit --backend openai"):
@@ -296,6 +361,17 @@ class ScriptedClient:
         if self._reason is None:
             raise EngineDeadError("it is gone")
 
+    async def stats(self) -> Stats:
+        if self._reason is None:
+            raise EngineDeadError("it is gone")
+        return msgspec.structs.replace(
+            STATS,
+            spec_decode_num_drafts=3,
+            spec_decode_num_draft_tokens=8,
+            spec_decode_num_accepted_tokens=5,
+            spec_decode_num_accepted_tokens_per_pos=[3, 2, 0],
+        )
+
 
 def sent(client: ScriptedClient) -> Outcome:
     target = EngineTarget(cast("AsyncEngineClient", client), SamplingParams(temperature=0))
@@ -329,3 +405,18 @@ def test_what_does_not_end_by_itself_has_failed(
     counts: list[int], reason: FinishReason | None, message: str | None, error: str
 ) -> None:
     assert sent(ScriptedClient(counts, reason, message)).error == error
+
+
+@pytest.mark.parametrize(
+    ("reason", "counts"),
+    [
+        ("stop", {"num_drafts": 3, "num_draft_tokens": 8, "num_accepted_tokens": 5}
+         | {"0": 3, "1": 2, "2": 0}),
+        (None, {}),
+    ],
+)  # fmt: skip
+def test_an_engine_tells_its_counters_of_drafts_unless_it_is_gone(
+    reason: FinishReason | None, counts: dict[str, int]
+) -> None:
+    client = cast("AsyncEngineClient", ScriptedClient([], reason))
+    assert asyncio.run(EngineTarget(client, SamplingParams()).draft_counts()) == counts

@@ -17,6 +17,7 @@ from nanocore.bench.load import BenchRequest, LoadRun, Outcome
 from nanocore.bench.result import (
     DETAILS,
     distribution,
+    draft_result,
     is_within,
     latencies_s,
     per_second,
@@ -27,7 +28,7 @@ from nanocore.bench.result import (
     write_result,
 )
 from nanocore.bench.serve_flags import LoadOptions, parse
-from nanocore.bench.targets import OpenTarget
+from nanocore.bench.targets import DraftCounts, OpenTarget
 from nanocore.protocol.errors import ConfigError
 from tests.bench.outcomes import FAILED, FIRST, SECOND, outcome
 
@@ -83,7 +84,11 @@ async def send(request: BenchRequest, request_id: str, arrival_s: float) -> Outc
     raise NotImplementedError
 
 
-OPENED = OpenTarget(send, PromptSource(None, takes_text=True), "org/the-model", None)
+async def draft_counts() -> DraftCounts:
+    raise AssertionError("nothing is measured")
+
+
+OPENED = OpenTarget(send, PromptSource(None, takes_text=True), "org/the-model", None, draft_counts)
 BEGAN = datetime(2026, 11, 24, 9, 8, 7)
 
 
@@ -153,6 +158,50 @@ def test_the_table_is_vllms() -> None:
         "P99 TTFT (ms):                           995.00",
     ]
     assert lines[-1] == "=" * 50
+
+
+def test_drafts_are_told_as_by_vllm() -> None:
+    before = {"num_drafts": 10, "num_draft_tokens": 40, "num_accepted_tokens": 12, "0": 10, "1": 2}
+    after = {"num_drafts": 18, "num_draft_tokens": 60, "num_accepted_tokens": 27, "0": 16, "1": 9}
+    after["10"] = after["2"] = 2
+    drafts = draft_result(before, after)
+    assert drafts == {
+        "spec_decode_acceptance_rate": 75.0,
+        "spec_decode_acceptance_length": 2.875,
+        "spec_decode_num_drafts": 8,
+        "spec_decode_draft_tokens": 20,
+        "spec_decode_accepted_tokens": 15,
+        "spec_decode_per_position_acceptance_rates": [0.75, 0.875, 0.25, 0.25],
+    }
+    assert table(result() | drafts).splitlines()[-12:] == [
+        "---------------Speculative Decoding---------------",
+        "Acceptance rate (%):                     75.00",
+        "Acceptance length:                       2.88",
+        "Drafts:                                  8",
+        "Draft tokens:                            20",
+        "Accepted tokens:                         15",
+        "Per-position acceptance (%):",
+        "  Position 0:                            75.00",
+        "  Position 1:                            87.50",
+        "  Position 2:                            25.00",
+        "  Position 3:                            25.00",
+        "=" * 50,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {}),
+        ({"num_drafts": 5}, {}),
+        ({"num_drafts": 5, "num_draft_tokens": 9}, {"num_drafts": 5, "num_draft_tokens": 9}),
+        ({"num_drafts": 5}, {"num_drafts": 3}),
+    ],
+    ids=["no counters", "gone after the run", "no drafts", "the engine was restarted"],
+)
+def test_without_drafts_nothing_is_told_of_them(before: DraftCounts, after: DraftCounts) -> None:
+    assert draft_result(before, after) == {}
+    assert "Speculative" not in table(result())
 
 
 @pytest.mark.parametrize(
