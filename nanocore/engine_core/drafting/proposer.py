@@ -33,8 +33,8 @@ class Proposals(NamedTuple):
     evidence: NDArray[np.uint8]
 
 
-class Proposer(Protocol):
-    """Guesses what follows the known tokens of rows, which it reads in the scheduler's table."""
+class RowFollower(Protocol):
+    """Follows which requests own rows."""
 
     def begin(self, row: int, salt: Hashable) -> None:
         """Follow a request that takes a row. Only requests with its salt may share its output."""
@@ -43,6 +43,10 @@ class Proposer(Protocol):
     def end(self, row: int, num_prompt: int, num_tokens: int, has_finished: bool) -> None:
         """Forget a row, of which the tokens are still in the table; preempted: not finished."""
         ...
+
+
+class Proposer(RowFollower, Protocol):
+    """Guesses what follows the known tokens of rows, which it reads in the scheduler's table."""
 
     def propose(self, rows: IntArray, num_tokens: IntArray, most: IntArray) -> Proposals:
         """Guess up to most[i] tokens behind the first num_tokens[i] of each row.

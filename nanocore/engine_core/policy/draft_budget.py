@@ -34,7 +34,7 @@ _ROW_MEMORY: Final = 0.9
 _ROW_WEIGHT: Final = 2.0
 
 
-class StepTimes:
+class DecodeTimes:
     """Seconds of decode steps by their tokens: a line that bends upwards, and drafts' own cost.
 
     No coefficient is below 0: more tokens never take less. The latest steps of each size (powers
@@ -116,7 +116,7 @@ class DraftBudget:
     """
 
     def __init__(self, num_rows: int, max_step_drafts: int) -> None:
-        self.times = StepTimes(num_rows + max_step_drafts)
+        self.times = DecodeTimes(num_rows + max_step_drafts)
         self._max_step_drafts = max_step_drafts
         # Of each class of evidence and of each row: drafts that were right, and all that were
         # looked at; of rows, as many as the classes let expect.

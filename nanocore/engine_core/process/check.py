@@ -16,7 +16,8 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.served_files import ServedFiles
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.process.forecast import forecast, machine_speeds, table
-from nanocore.engine_core.process.process import describe_workers, find_model
+from nanocore.engine_core.process.process import find_model
+from nanocore.engine_core.process.start_log import describe_workers
 from nanocore.worker.devices import select_device
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.memory.host_memory import resident_bytes

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore import __version__
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
@@ -58,6 +57,7 @@ from nanocore.engine_core.process.forecast import (
 )
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.process.standby import stand_by
+from nanocore.engine_core.process.start_log import describe_workers, log_beginning, log_settings
 from nanocore.engine_core.process.start_parts import IdleWork, StartParts, process_age_s
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_clock import DeadMansSwitch, StepClock
@@ -92,33 +92,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def log_beginning(config: EngineConfig, folder: Path, model: ModelConfig, imports_s: float) -> None:
-    name = f"model {folder} ({model.architecture})"
-    tp_size, pp_size = config.tensor_parallel_size, config.pipeline_parallel_size
-    where = "one rank, in this process"
-    if (num_ranks := tp_size * pp_size) > 1:
-        where = f"{num_ranks} ranks (tensor parallel {tp_size}, pipeline parallel {pp_size})"
-    logger.info("nanocore %s | %s | %s | endpoint %s", __version__, name, where, config.endpoint)
-    logger.info("imports %.2f s, since the process began", imports_s)
-
-
-def describe_workers(ranks: list[WorkerInfo]) -> str:
-    """Describe device, dtype and kernels of the ranks."""
-    devices = ", ".join(dict.fromkeys(rank.device for rank in ranks))
-    of_kernels = f" ({ranks[0].kernel_variant})" if ranks[0].kernel_variant else ""
-    return f"device {devices}, dtype {ranks[0].dtype}, kernels {ranks[0].kernels}{of_kernels}"
-
-
-def log_generation_defaults(model: ModelConfig) -> None:
-    """Log the defaults from generation_config.json, and its ignored keys."""
-    defaults = model.generation
-    if defaults.given:
-        given = ", ".join(f"{name} {value}" for name, value in defaults.given.items())
-        logger.info("defaults of requests without sampling parameters: %s", given)
-    if defaults.ignored:
-        logger.info("generation_config.json: ignored: %s", ", ".join(defaults.ignored))
-
-
 def proposer_of(config: EngineConfig) -> Callable[[NDArray[np.int32]], Proposer] | None:
     """What makes the engine's proposer of drafts; None: there is none, or workers have it.
 
@@ -129,20 +102,6 @@ def proposer_of(config: EngineConfig) -> Callable[[NDArray[np.int32]], Proposer]
         return None
     shares_outputs = config.enable_prefix_caching
     return partial(make_proposer, speculative, native_library(), shares_outputs)
-
-
-def log_drafts(config: EngineConfig, ranks: list[WorkerInfo]) -> None:
-    if (speculative := config.speculative) is None:
-        return
-    promise = "outputs are the same, token for token"
-    if any(rank.numerics is None for rank in ranks):
-        promise = "outputs are equal up to numerics: results depend on the batch here"
-        if ranks[0].device.startswith("cuda"):
-            promise += ", and do not with --batch-invariant"
-    most = speculative.num_speculative_tokens
-    logger.info(
-        "drafts: %s, up to %d of a request in a step; %s", speculative.method, most, promise
-    )
 
 
 GRACE_S: Final = 20.0
@@ -192,8 +151,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
         grammars = stack.enter_context(closing(grammars_of(vocabulary)))
         if not isinstance(grammars, NoGrammars):
             later.append(grammars.prepare)
-        log_generation_defaults(model_config)
-        log_drafts(config, ranks)
+        log_settings(config, model_config, ranks)
         return serve(
             config,
             claimed.socket,
@@ -268,14 +226,12 @@ def serve(
         executor: has loaded the model and allocated its KV cache.
         started_s: monotonic time of the process's start, for the log. parts: of it, for a client.
         later: what is done in idle moments, see `IdleWork`.
-        parent: link to the launching client.
-        proposer: see `Scheduler`.
+        parent: link to the launching client. proposer: see `Scheduler`.
     """
     inbox: Inbox = SimpleQueue()
     outbox = Outbox()
     kv_cache = _kv_cache(config, capacity, publisher)
-    limits = config.scheduler_config(card.max_model_len)
-    scheduler = Scheduler(limits, kv_cache, proposer=proposer)
+    scheduler = Scheduler(config.scheduler_config(card.max_model_len), kv_cache, proposer=proposer)
     switch = DeadMansSwitch(config.step_timeout_s + GRACE_S, StartError.exit_code)
     masks = None
     if not isinstance(grammars, NoGrammars):

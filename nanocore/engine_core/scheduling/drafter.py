@@ -7,6 +7,8 @@ given what is left when everybody has a token: of the budget, and of the blocks.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import numpy as np
 
 from nanocore.engine_core.drafting.proposer import FORCED, Proposals, Proposer
@@ -46,7 +48,7 @@ class Drafter:
         # What a worker will propose is known by its place only.
         self._places = np.tile(np.arange(max_drafts, dtype=np.uint8), (num_rows, 1))
 
-    def begin(self, row: int, salt: bytes) -> None:
+    def begin(self, row: int, salt: Hashable) -> None:
         """Follow a request that takes a row."""
         self.budget.begin(row)
         if self._proposer is not None:

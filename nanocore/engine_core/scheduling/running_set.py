@@ -20,12 +20,12 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
+from nanocore.engine_core.drafting.proposer import RowFollower
 from nanocore.engine_core.grammars.matcher import Matcher
 from nanocore.engine_core.policy.order import Precedence, PrecedenceKey
 from nanocore.engine_core.requests.ends import RepetitionDetector, StopIds
@@ -46,9 +46,6 @@ from nanocore.engine_core.scheduling.step_plan import (
 )
 from nanocore.kv_cache import KVCacheManager, Prefix
 from nanocore.worker.plan import SchedulerOutput
-
-if TYPE_CHECKING:
-    from nanocore.engine_core.scheduling.drafter import Drafter
 
 
 class RunningSet:
@@ -77,7 +74,7 @@ class RunningSet:
     # Dictionaries of more than 30 attributes are slow.
     __slots__ = (
         "_config", "_free_rows", "_kv_cache", "_num_rows", "_precedence", "_removed_rows",
-        "_stalled", "client", "clients", "decoding", "detectors", "drafter", "finishing", "handle",
+        "_stalled", "client", "clients", "decoding", "detectors", "finishing", "follower", "handle",
         "held_tokens", "in_flight", "logprob_rows", "matchers", "max_computed", "may_overlap",
         "num_cached", "num_computed", "num_groups", "num_tokens", "pooled_rows", "prefilling",
         "prompt_logprob_rows", "quiet_until", "requests", "sampled", "stop_ids", "times",
@@ -109,7 +106,7 @@ class RunningSet:
         self.pooled_rows: set[int] = set()
         self.matchers: dict[int, Matcher] = {}
         self.detectors: dict[int, RepetitionDetector] = {}
-        self.drafter: Drafter | None = None  # the scheduler's
+        self.follower: RowFollower | None = None
         self.requests: list[Request | None] = [None] * num_rows
         self.clients: dict[int, int] = {}
         self.stop_ids = StopIds()
@@ -382,8 +379,8 @@ class RunningSet:
         if (detection := request.sampling.repetition_detection) is not None:
             outputs = token_ids[request.num_prompt_tokens :]
             self.detectors[row] = RepetitionDetector(detection, outputs)
-        if self.drafter is not None:
-            self.drafter.begin(row, request.key_chain.extra)
+        if self.follower is not None:
+            self.follower.begin(row, request.key_chain.extra)
         self.prefilling.append(row)
         return row
 
@@ -463,9 +460,9 @@ class RunningSet:
             self._register(request, int(self.num_computed[row]))
         else:
             self._kv_cache.forget(handle)
-        if self.drafter is not None:
+        if self.follower is not None:
             num_prompt, num_tokens = request.num_prompt_tokens, int(self.num_tokens[row])
-            self.drafter.end(row, num_prompt, num_tokens, is_over and keeps_blocks)
+            self.follower.end(row, num_prompt, num_tokens, is_over and keeps_blocks)
         self._free_row(row)
         self._stalled.discard(row)
         self._removed_rows.append(row)

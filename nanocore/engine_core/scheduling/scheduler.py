@@ -79,11 +79,13 @@ class Scheduler:
         self._results = StepResults(self.running)
         self.counters = SchedulerCounters(num_free_rows=config.max_num_seqs)
         self.draft_counters = DraftCounters(accepted_per_pos=[0] * config.num_speculative_tokens)
+        self._drafter: Drafter | None = None
         if config.num_speculative_tokens:
             propose = None if proposer is None else proposer(self.running.token_ids)
-            self.running.drafter = Drafter(
+            self._drafter = Drafter(
                 config.num_speculative_tokens, self.running, kv_cache, self.draft_counters, propose
             )
+            self.running.follower = self._drafter
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
         self.completed = StepOutcome(StepPlan(0, 0))
         self.clock = clock
@@ -258,8 +260,8 @@ class Scheduler:
             self._release_siblings(running.request(row))
         if self.waiting and may_admit:
             budget = self._schedule_waiting(plan, budget)
-        if running.drafter is not None:
-            running.drafter.draft(plan, budget)
+        if self._drafter is not None:
+            self._drafter.draft(plan, budget)
         self._begun_s.append(self.clock())
         is_full = self.num_waiting > 0 or running.is_short_of_blocks
         counters.count_rows(self.config.max_num_seqs - self.num_running, is_full)
@@ -406,8 +408,8 @@ class Scheduler:
         self._last_update_s = now_s
         if self.budget.has_target:
             self.budget.observe(plan.num_tokens, plan.context, seconds)
-        if (drafter := self.running.drafter) is not None:
-            drafter.learn(self.completed, seconds)
+        if self._drafter is not None:
+            self._drafter.learn(self.completed, seconds)
         entry = StepEntry(
             plan.number, now_s, seconds, plan.num_decode_tokens, plan.num_prefill_tokens,
             len(self.running), self.num_waiting, self.kv_cache.num_free_blocks,

@@ -14,8 +14,8 @@ Method = Literal["ngram", "suffix", "draft_model"]
 METHODS: Final[tuple[Method, ...]] = get_args(Method)
 MAX_DRAFTS: Final = 64
 MAX_STEP_DRAFTS: Final = 256
-"""Of all rows: the logits behind drafts take memory, and a step with so many is bound by products,
-which is where drafts pay no more."""
+"""Limit for all rows of a step: logits behind drafts take memory, and in a step of so many tokens
+products take the time, so that drafts do not pay."""
 
 _DEFAULT_DRAFTS: Final[dict[Method, int]] = {"ngram": 16, "suffix": 16, "draft_model": 5}
 DEFAULT_LOOKUP: Final = 5
