@@ -5,16 +5,19 @@ The worker computes drafts after a row's last token and accepts some of them, in
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from nanocore.engine_core.io.session import Backlog, TokenLog, output_frames
 from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.scheduling.scheduler import Scheduler
+from nanocore.kv_cache.block_key import KeyChain
 from nanocore.protocol.codec import client_decoder, unpack_output
 from nanocore.protocol.messages import Event, Output
 from nanocore.worker.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
@@ -22,6 +25,7 @@ from tests.engine_core import scheduler_checks
 from tests.engine_core.scheduler_checks import check_blocks
 from tests.fakes import (
     FakeExecutor,
+    FakeProposer,
     LogprobEntry,
     entries_of,
     expected_logprobs,
@@ -354,3 +358,61 @@ def test_a_backlog_merges_steps_with_one_and_with_several_tokens() -> None:
     assert sent(frames) == ([9, 7, 8], [2, 4, 3], [1, 5, 2, 3, 4, 9, 6, 7, 8])
     backlog.drop_next()
     assert backlog.next() is None
+
+
+def test_drafts_are_counted_with_those_that_were_right_by_their_place() -> None:
+    engine = Engine(num_drafts=3)
+    engine.executor.draft = lambda context: next_token(context) + (len(context) == len(PROMPT) + 3)
+    engine.add(1, PROMPT, 20)
+    engine.step()
+    engine.step()  # of three drafts the third is wrong
+    engine.step()
+    assert engine.tokens[1] == TOKENS[: 1 + 3 + 4]
+    counters = engine.scheduler.draft_counters
+    assert (counters.num_drafts, counters.num_draft_tokens) == (2, 6)
+    assert counters.num_accepted_tokens == 5
+    assert counters.accepted_per_pos == [2, 2, 1]
+
+
+class ListeningProposer(FakeProposer):
+    """Records what it is told of rows."""
+
+    def __init__(self, token_ids: NDArray[np.int32]) -> None:
+        super().__init__(token_ids)
+        self.begun: list[tuple[int, Hashable]] = []
+        self.ended: list[tuple[int, list[int], bool]] = []
+
+    def begin(self, row: int, salt: Hashable) -> None:
+        self.begun.append((row, salt))
+
+    def end(self, row: int, num_prompt: int, num_tokens: int, has_finished: bool) -> None:
+        outputs = self._token_ids[row, num_prompt:num_tokens].tolist()
+        self.ended.append((row, outputs, has_finished))
+
+
+def test_a_proposer_follows_rows_and_their_salts_and_gets_what_finished() -> None:
+    heard: list[ListeningProposer] = []
+
+    def make(token_ids: NDArray[np.int32]) -> ListeningProposer:
+        heard.append(ListeningProposer(token_ids))
+        return heard[0]
+
+    engine = scheduler_checks.Engine(num_speculative_tokens=3, proposer=make)
+    for handle, salt in ((1, "a"), (2, "b"), (3, "a")):
+        request = make_request(handle, PROMPT, 6)
+        request.key_chain = KeyChain(4, {"cache_salt": salt})
+        request.key_chain.extend(np.array(PROMPT, "<i4").tobytes())
+        engine.scheduler.add(request)
+    engine.step()
+    (proposer,) = heard
+    rows, salts = zip(*proposer.begun, strict=True)
+    assert rows == (0, 1, 2)
+    assert salts[0] == salts[2] != salts[1]
+    preempted = engine.scheduler.running.request(2)
+    engine.scheduler.running.preempt(preempted)
+    assert [(row, has_finished) for row, _, has_finished in proposer.ended] == [(2, False)]
+    engine.scheduler.waiting.push(preempted)
+    engine.finish()
+    assert len(proposer.begun) == 4
+    assert proposer.ended[1:] == [(row, TOKENS[:6], True) for row, *_ in proposer.ended[1:]]
+    assert sorted(row for row, *_ in proposer.ended[1:]) == [0, 1, 2]
