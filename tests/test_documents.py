@@ -17,7 +17,7 @@ from nanocore.client.connection.engine_connection import (
     TCP_ENGINE_TIMEOUT_S,
 )
 from nanocore.engine_core.cli import build_parser
-from nanocore.engine_core.config import EngineConfig, SchedulerConfig
+from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.control_handler import MAX_CALLS
 from nanocore.engine_core.io.handshake import (
     MIN_SILENT_CHECKS,
@@ -35,8 +35,7 @@ from nanocore.engine_core.io.message_handler import BACKLOG_TIMEOUT_S
 from nanocore.engine_core.io.session import MAX_BACKLOG_BYTES
 from nanocore.engine_core.log.event_log import StepDone
 from nanocore.engine_core.log.trace import StepTrace
-from nanocore.engine_core.scheduling.scheduler import Scheduler
-from nanocore.kv_cache import CacheGroup, Capacity, KVCacheManager
+from nanocore.kv_cache import CacheGroup
 from nanocore.protocol.codec import MAX_BODY_BYTES, MAX_RETURNED_ID_CHARS, MAX_SUBMIT_BYTES
 from nanocore.protocol.errors import CacheMemoryError, ConfigError, ErrorCode, ModelFileError
 from nanocore.protocol.kv_events import (
@@ -61,7 +60,7 @@ from nanocore.protocol.sockets.curve_router import MAX_UNANSWERED_S
 from nanocore.protocol.sockets.options import MAX_FRAME_BYTES, PEER_HIGH_WATER_MARK
 from nanocore.tracing.reader import Step
 from nanocore.worker.models import ARCHITECTURES
-from nanocore.worker.plan import ModelRunnerOutput
+from tests.fakes import make_request, make_scheduler
 from tests.protocol.samples import directions
 from tests.protocol_files.examples import EXAMPLES, MARK, with_examples
 from tests.protocol_files.parameters import ACTS_IN, with_parameters
@@ -240,22 +239,26 @@ def test_the_models_page_has_a_line_for_each_architecture_that_is_served() -> No
     assert {row[0].strip("`") for row in rows} == ARCHITECTURES.keys()
 
 
-def traced_keys(path: Path, *groups: CacheGroup) -> set[str]:
-    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=8)
-    scheduler = Scheduler(config, KVCacheManager(Capacity(4, 4, groups)))
+def traced_keys(path: Path, *groups: CacheGroup, num_drafts: int = 0) -> set[str]:
+    """Keys of a step in which a request decodes."""
+    scheduler, executor = make_scheduler(cache_groups=groups, num_speculative_tokens=num_drafts)
     trace = StepTrace(str(path))
     trace.attach(scheduler)
-    scheduler.schedule()
-    trace.begin()
-    scheduler.update(ModelRunnerOutput(rows=b"", token_ids=b""))
-    scheduler.log.append(StepDone(0.0))
+    scheduler.add(make_request(1, [1, 2], 8))
+    for _ in range(2):
+        plan = scheduler.schedule()
+        trace.begin()
+        scheduler.update(executor.execute(plan))
+        scheduler.log.append(StepDone(0.0))
     trace.close()
-    return set(msgspec.json.decode(path.read_bytes()))
+    return set(msgspec.json.decode(path.read_bytes().splitlines()[-1]))
 
 
 def test_the_step_traces_keys_are_those_in_the_text(tmp_path: Path) -> None:
-    written = traced_keys(tmp_path / "two", CacheGroup("full"), CacheGroup("window(4)", 4))
-    assert traced_keys(tmp_path / "one", CacheGroup("full")) == written - {"lost", "groups"}
+    groups = CacheGroup("full"), CacheGroup("window(4)", 4)
+    written = traced_keys(tmp_path / "two", *groups, num_drafts=1)
+    always = written - {"lost", "groups", "accepted"}
+    assert traced_keys(tmp_path / "one", CacheGroup("full")) == always
     rows = table_after((DOCS / "observability.md").read_text("utf-8"), "### Keys")
     explained = [name for row in rows for name in re.findall(r"`(\w+)`", row[0])]
     assert sorted(explained) == sorted(written)

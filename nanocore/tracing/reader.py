@@ -63,8 +63,7 @@ class GroupBlocks(msgspec.Struct, frozen=True):
 
 class Step(msgspec.Struct):
     """One line. t_s: when the step was planned. `scheduled` and `computed` stay bytes until needed,
-    since most steps repeat those of the step before. accepted: drafts by request; None: the step
-    has none."""
+    since most steps repeat those of the step before. accepted: drafts, by request."""
 
     step: int
     t_s: float
@@ -89,7 +88,7 @@ class Step(msgspec.Struct):
     blocked: Blocked | None = None
     lost: dict[str, LostHits] = {}
     groups: list[GroupBlocks] = []
-    accepted: dict[str, int] | None = None
+    accepted: dict[str, int] = {}
 
     @property
     def end_s(self) -> float:

@@ -157,7 +157,7 @@ class RunTimeline:
             self._enter_rows(step)
         if self._had_chunks or self._prefilling or step.scheduled != self._last:
             self._compute(step)
-        if step.accepted is not None:
+        if step.accepted:
             self._verify(step.accepted)
         self.total_tokens += self.num_tokens
         self.max_running = max(self.max_running, step.num_running)
@@ -246,15 +246,13 @@ class RunTimeline:
 
     def _verify(self, accepted: dict[str, int]) -> None:
         """Count the drafts of the step that was computed last, and take back the rejected ones."""
-        for request_id, count in self._decodes.items():
-            if count == 1:
-                continue
-            num_right = min(accepted.get(request_id, 0), count - 1)
-            self._runs[request_id].num_tokens -= count - 1 - num_right
-            if request_id in accepted:
-                timeline = self._timeline(request_id)
-                timeline.num_draft_tokens += count - 1
-                timeline.num_accepted_tokens += num_right
+        for request_id in accepted.keys() & self._decodes.keys():
+            num_drafts = self._decodes[request_id] - 1
+            num_right = min(accepted[request_id], num_drafts)
+            self._runs[request_id].num_tokens -= num_drafts - num_right
+            timeline = self._timeline(request_id)
+            timeline.num_draft_tokens += num_drafts
+            timeline.num_accepted_tokens += num_right
 
     def _pause(self, request_id: str, num_steps: int) -> None:
         """Count the decodes of a request up to this step; its span may continue later."""
@@ -275,7 +273,7 @@ class RunTimeline:
                 continue
             timeline = self._timeline(request_id)
             is_known = timeline.arrival is not None
-            is_decode = count == 1 or request_id in (step.accepted or ())
+            is_decode = count == 1 or request_id in step.accepted
             if not is_known and is_decode and timeline.work:
                 del self._prefilling[request_id]
                 continue
