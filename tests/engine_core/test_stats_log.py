@@ -41,6 +41,13 @@ def test_it_is_in_vllms_words_as_the_document_has_it() -> None:
     assert f") {LINE}\n" in document.read_text("utf-8")
 
 
+def test_drafts_are_told_if_some_were_computed_in_that_time() -> None:
+    before = replace(REST, spec_decode_num_draft_tokens=100, spec_decode_num_accepted_tokens=90)
+    now = replace(BUSY, spec_decode_num_draft_tokens=350, spec_decode_num_accepted_tokens=243)
+    assert stats_line(before, now, 10.0) == f"{LINE}, Drafts accepted: 61.2%"
+    assert stats_line(now, now, 10.0).endswith("hit rate: 62.5%")
+
+
 class Played:
     """A log whose counters and time a test sets."""
 

@@ -36,12 +36,16 @@ INTERVAL_S: Final = 10.0
 def stats_line(before: Stats, now: Stats, passed_s: float) -> str:
     prompts_per_s = (now.prompt_tokens - before.prompt_tokens) / passed_s
     outputs_per_s = (now.generation_tokens - before.generation_tokens) / passed_s
+    drafts = ""
+    if num_drafts := now.spec_decode_num_draft_tokens - before.spec_decode_num_draft_tokens:
+        num_right = now.spec_decode_num_accepted_tokens - before.spec_decode_num_accepted_tokens
+        drafts = f", Drafts accepted: {num_right / num_drafts:.1%}"
     return (
         f"Avg prompt throughput: {prompts_per_s:.1f} tokens/s, "
         f"Avg generation throughput: {outputs_per_s:.1f} tokens/s, "
         f"Running: {now.num_requests_running} reqs, Waiting: {now.num_requests_waiting} reqs, "
         f"KV cache usage: {now.kv_cache_usage_perc * 100:.1f}%, "
-        f"Prefix cache hit rate: {now.prefix_cache_hit_rate * 100:.1f}%"
+        f"Prefix cache hit rate: {now.prefix_cache_hit_rate * 100:.1f}%{drafts}"
     )
 
 
