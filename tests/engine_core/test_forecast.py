@@ -10,8 +10,10 @@ import torch
 from msgspec.structs import replace
 
 from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.drafting.suffix import DEFAULT_MAX_BYTES
 from nanocore.engine_core.process import forecast as forecast_module
 from nanocore.engine_core.process.cache_size import CacheSize
+from nanocore.engine_core.process.check import check_engine
 from nanocore.engine_core.process.forecast import (
     Forecast,
     Roofline,
@@ -23,6 +25,8 @@ from nanocore.engine_core.process.forecast import (
     table,
 )
 from nanocore.kv_cache import CacheGroup, Capacity
+from nanocore.protocol.errors import ConfigError
+from nanocore.worker import devices
 from nanocore.worker.cost.model_cost import AttentionCost, MachineSpeed, ModelCost
 from nanocore.worker.memory.kv_groups import KVGroup, LayerGroup
 from nanocore.worker.rank_messages import WorkerInfo
@@ -138,11 +142,33 @@ def test_long_times_stay_in_their_columns() -> None:
 
 
 def test_the_log_speaks_of_each_ranks_memory() -> None:
-    line = memory_summary([RANK], sized(1000, 5000))
+    line = memory_summary(EngineConfig(), [RANK], sized(1000, 5000))
     assert line == (
         "memory weights 4.0 MB, KV cache 16.0 MB, activations 50.0 MB, tables 7.0 MB; "
         "1,000 bytes of KV a token"
     )
+
+
+def test_suffixes_take_memory_and_other_proposers_none() -> None:
+    size = sized(1000, 5000)
+    suffix, ngram = (
+        EngineConfig(speculative_config={"method": method}) for method in ("suffix", "ngram")
+    )
+    found = forecast(suffix, "model", "Arch", [RANK], size, [SPEED])
+    assert found.draft_bytes == DEFAULT_MAX_BYTES
+    (row,) = [line for line in table(found).splitlines() if line.startswith("  drafts ")]
+    assert row == "  drafts            268.4 MB  suffixes of texts, at most"
+    assert "tables 7.0 MB, drafts at most 268.4 MB; " in memory_summary(suffix, [RANK], size)
+    other = forecast(ngram, "model", "Arch", [RANK], size, [SPEED])
+    assert (other.draft_bytes, "drafts" in table(other)) == (0, False)
+    assert "drafts" not in memory_summary(ngram, [RANK], size)
+
+
+def test_a_check_refuses_drafts_that_no_start_could_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "find_library", lambda: None)
+    config = EngineConfig(device="cpu", speculative_config={"method": "suffix"})
+    with pytest.raises(ConfigError, match=r"--speculative-config: .* without its compiled kernels"):
+        check_engine(config)
 
 
 def test_the_log_speaks_of_the_longest_request() -> None:

@@ -16,7 +16,7 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.served_files import ServedFiles
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.engine_core.process.forecast import forecast, machine_speeds, table
-from nanocore.engine_core.process.process import find_model
+from nanocore.engine_core.process.process import find_model, proposer_of
 from nanocore.engine_core.process.start_log import describe_workers
 from nanocore.worker.devices import select_device
 from nanocore.worker.dry_run import dry_run
@@ -44,6 +44,7 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
 
         EngineKeys.load(Path(config.curve_dir))
     config = config.for_device(select_device(config.device).type)
+    proposer_of(config)  # it can be made
     folder = find_model(config)
     model_config = load_model_config(folder, config.hf_overrides, config.override_generation_config)
     max_model_len = longest_request(config, model_config)

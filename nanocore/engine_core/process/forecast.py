@@ -17,6 +17,7 @@ import msgspec
 import torch
 
 from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.drafting.suffix import DEFAULT_MAX_BYTES
 from nanocore.engine_core.process.cache_size import CacheSize
 from nanocore.system.cache_folder import CacheFolder
 from nanocore.worker.cost.machine_speed import STRETCH_S, measure_speed
@@ -136,7 +137,8 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     kv_token_bytes: K and V of a token in all layers, over all ranks. active_params: used for one
     token. speed: of all ranks together, as measured. process_bytes: of Python, libraries and the
     model's files. grammar_bytes: of the vocabulary for structured outputs, here and in the compile
-    process, once it is loaded. Both about, and of the engine's own process.
+    process, once it is loaded. Both about, and of the engine's own process, as are draft_bytes:
+    what the proposer of drafts takes at most.
     """
 
     model: str
@@ -154,6 +156,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     speed: MachineSpeed
     process_bytes: int
     grammar_bytes: int
+    draft_bytes: int
     groups: list[GroupForecast]
     ranks: list[RankMemory]
     contexts: list[ContextForecast]
@@ -233,10 +236,16 @@ def forecast(
         speed=MachineSpeed.joined(speeds),
         process_bytes=process_bytes,
         grammar_bytes=grammar_bytes,
+        draft_bytes=_draft_bytes(config),
         groups=_groups(ranks, size),
         ranks=[_rank_memory(rank, size) for rank in ranks],
         contexts=[at_context(context) for context in _contexts(size.max_model_len)],
     )
+
+
+def _draft_bytes(config: EngineConfig) -> int:
+    has_suffixes = config.speculative is not None and config.speculative.method == "suffix"
+    return DEFAULT_MAX_BYTES if has_suffixes else 0
 
 
 def joined_cost(ranks: list[WorkerInfo]) -> ModelCost:
@@ -302,6 +311,7 @@ def _memory_rows(forecast: Forecast) -> Iterator[str]:
     blocks = f"{forecast.num_blocks:,} blocks of {forecast.block_size} tokens"
     yield "memory" + (f", the most of {len(ranks)} ranks" if len(ranks) > 1 else "")
     groups = forecast.groups if len(forecast.groups) > 1 else []
+    drafts = ("drafts", forecast.draft_bytes, "suffixes of texts, at most")
     for name, num_bytes, note in (
         ("weights", max(rank.weight_bytes for rank in ranks), parameters),
         (
@@ -326,6 +336,7 @@ def _memory_rows(forecast: Forecast) -> Iterator[str]:
         ("tables", max(rank.table_bytes for rank in ranks), "token ids, block ids, rotations"),
         ("process", forecast.process_bytes, "Python, libraries, tokenizer's files; about"),
         ("grammars", forecast.grammar_bytes, "for structured outputs, with their process; about"),
+        *([drafts] if forecast.draft_bytes else []),
         ("left", min(rank.left_bytes for rank in ranks), "of available memory"),
     ):
         yield f"  {name:<14}{num_bytes / 1e6:>9,.1f} MB  {note}"
@@ -358,7 +369,7 @@ def _context_row(one: ContextForecast) -> str:
     )
 
 
-def memory_summary(workers: list[WorkerInfo], size: CacheSize) -> str:
+def memory_summary(config: EngineConfig, workers: list[WorkerInfo], size: CacheSize) -> str:
     """Return a line for the log about memory."""
     ranks = [_rank_memory(rank, size) for rank in workers]
     parts = ", ".join(
@@ -370,6 +381,8 @@ def memory_summary(workers: list[WorkerInfo], size: CacheSize) -> str:
             ("tables", "table_bytes"),
         )
     )
+    if draft_bytes := _draft_bytes(config):
+        parts += f", drafts at most {draft_bytes / 1e6:,.1f} MB"
     where = "on each rank, " if len(ranks) > 1 else ""
     kv_token_bytes = _kv_token_bytes(workers, size.capacity.block_size)
     return f"memory {where}{parts}; {kv_token_bytes:,.0f} bytes of KV a token"

@@ -179,7 +179,7 @@ def _machine_use(
     size: CacheSize,
 ) -> tuple[Utilisation, list[Callable[[], None]]]:
     """Log memory and the best speed; return what adds up steps, and what is left for later."""
-    logger.info("%s", memory_summary(ranks, size))
+    logger.info("%s", memory_summary(config, ranks, size))
     utilisation = Utilisation(joined_cost(ranks), None)
 
     def use(speeds: list[MachineSpeed]) -> None:
