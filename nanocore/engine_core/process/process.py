@@ -233,9 +233,8 @@ def serve(
     kv_cache = _kv_cache(config, capacity, publisher)
     scheduler = Scheduler(config.scheduler_config(card.max_model_len), kv_cache, proposer=proposer)
     switch = DeadMansSwitch(config.step_timeout_s + GRACE_S, StartError.exit_code)
-    masks = None
-    if not isinstance(grammars, NoGrammars):
-        masks = MaskFiller(card.vocab_size, scheduler.config.max_samples)
+    has_masks, most = not isinstance(grammars, NoGrammars), scheduler.config.max_samples
+    masks = MaskFiller(card.vocab_size, most) if has_masks else None
     core = EngineCore(scheduler, executor, inbox, outbox, trace, StepClock(switch), masks)
     io_thread = _io_thread(
         config, socket, card, files, core, inbox, outbox, grammars, trace, utilisation
