@@ -501,6 +501,8 @@ class FakeExecutor:
             token = self.sample(context)
             if masks is not None:
                 token = masked_token(context, masks[len(tokens)], token)
+            if token == NO_TOKEN and tokens:
+                break  # the next step begins with it
             tokens.append(token)
             if token == NO_TOKEN or [token] != drafts[len(tokens) - 1 : len(tokens)]:
                 break

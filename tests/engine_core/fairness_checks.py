@@ -80,8 +80,8 @@ class SchedulerFairness:
         own = [(self._level(request), request.client) for request in new]
         for i, request in enumerate(new):
             level, client = own[i]
-            assert request.num_cached_tokens is not None
-            num_tokens = request.num_prompt_tokens - request.num_cached_tokens
+            num_cached = self._scheduler.running.num_cached[request.row]
+            num_tokens = request.num_submitted_tokens - int(num_cached)
             has_more = client in waiting[level] or own[i] in own[i + 1 :]
             self._watches[level].admitted(client, num_tokens, has_more)
         self.changed()

@@ -298,6 +298,7 @@ def test_a_grammar_that_fails_behind_a_draft_fails_where_it_would_without(fails_
     engine.run(request)
     assert engine.tokens[1] == expected_structured_tokens([1] * 5, fails_at)
     assert engine.ends[1].finish_reason == "error"
+    assert "too complex" in (engine.ends[1].message or "")
 
 
 def test_a_structured_row_computes_no_drafts_that_a_worker_proposes() -> None:

@@ -159,4 +159,4 @@ def test_a_row_gets_its_tokens_up_to_the_first_that_was_not_its_draft() -> None:
     drafted = torch.tensor([0, 1, 3, 6, 7, 8])
     drafts = torch.tensor([5, 6, 9, 5, 5, 4], dtype=torch.int32)
     starts = torch.tensor([0, 3, 5, 6])
-    assert verify(token_ids, drafts, drafted, owner, starts).tolist() == [3, 1, 1, 3]
+    assert verify(token_ids, drafts, drafted, owner, starts).tolist() == [3, 1, 1, 2]

@@ -23,7 +23,7 @@ from torch import Tensor
 from nanocore.kernels.attention import KVCache
 from nanocore.kernels.sampling import TokenPlaces
 from nanocore.worker.memory.kv_memory import KVSpec
-from nanocore.worker.plan import SchedulerOutput
+from nanocore.worker.plan import NO_TOKEN, SchedulerOutput
 from nanocore.worker.step.batch_step import BatchStep, ints
 from nanocore.worker.step.input_batch import InputBatch
 from nanocore.worker.step.step_memory import NewTokens, RowTables
@@ -105,6 +105,9 @@ def verify(
 ) -> Tensor:
     """Count how many of its slots' tokens each row gets, int64 [C].
 
+    NO_TOKEN behind a draft is left out: the row's next step begins with it, and so it ends as it
+    would without drafts, also if it is a grammar that allows nothing more.
+
     token_ids_S: sampled. drafts_D: the token that was computed behind slot drafted_D. row_of_S:
     which of the C rows a slot is of; starts_C: the row's first slot.
     """
@@ -114,7 +117,8 @@ def verify(
     index_S = torch.arange(num_slots, device=token_ids_S.device)
     last_C = torch.full_like(starts_C, num_slots)
     last_C.scatter_reduce_(0, row_of_S, index_S.masked_fill_(~is_last_S, num_slots), "amin")
-    return last_C - starts_C + 1
+    counts_C = last_C - starts_C
+    return counts_C + ((token_ids_S[last_C] != NO_TOKEN) | (counts_C == 0))
 
 
 _NO_CORRECTION: Final = np.zeros(0, np.int64), np.zeros(0, np.int64)
