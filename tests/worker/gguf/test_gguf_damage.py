@@ -284,18 +284,6 @@ def test_a_model_in_several_files_is_whole_or_refused(tmp_path: Path) -> None:
         list(stored_tensors(first, lambda _: True))
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 5, 16, 61])
-def test_a_header_of_many_chunks_is_read_as_one_of_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
-) -> None:
-    texts = [f"token {i}" for i in range(40)]
-    path = write(tmp_path / "whole.gguf", qwen3__block_count=2, texts=texts)
-    whole = read_vocabulary(path)
-    assert whole["texts"] == texts
-    monkeypatch.setattr("nanocore.worker.loading.gguf.header._CHUNK_BYTES", chunk_bytes)
-    assert read_vocabulary(path) == whole
-
-
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -np.inf])
 def test_a_scale_that_is_not_finite_is_refused_with_its_tensors_name(
     tmp_path: Path, scale: float

@@ -51,7 +51,6 @@ MAX_HEADER_BYTES: Final = 128 * 2**20
 MAX_ITEMS: Final = 2**22
 """Limit for all arrays of a file together: an item takes some 60 bytes as a Python object."""
 _MAX_STRING_BYTES: Final = 2**20
-_CHUNK_BYTES: Final = 2**20
 _U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
 
@@ -66,28 +65,25 @@ class HeaderBytes:
         self._path = path
         self._file = file
         self.num_bytes = num_bytes
-        self._buffer = b""
-        self._position = 0
-        self._start = 0
+        self.offset = 0
         self._num_items = 0
-
-    @property
-    def offset(self) -> int:
-        return self._start + self._position
 
     def error(self, why: str, remedy: str = "it is damaged; download it again") -> ModelFileError:
         return ModelFileError(f"{self._path}, at byte {self.offset}: {why}: {remedy}")
 
     def take(self, count: int, what: str) -> bytes:
         """Take the next `count` bytes. what: names them in the error that the file is too short."""
-        start = self._have(count, what)
-        self._position = start + count
-        return self._buffer[start : self._position]
+        self.require(count, 1, what)
+        if self.offset + count > MAX_HEADER_BYTES:
+            raise self.error(f"its header has more than {MAX_HEADER_BYTES} bytes")
+        taken = self._file.read(count)
+        if len(taken) < count:
+            raise self.error("the file became shorter while it was read")
+        self.offset += count
+        return taken
 
     def number(self, layout: struct.Struct, what: str) -> int:
-        start = self._have(layout.size, what)  # first: it may replace the buffer
-        value: int = layout.unpack_from(self._buffer, start)[0]
-        self._position += layout.size
+        value: int = layout.unpack(self.take(layout.size, what))[0]
         return value
 
     def string(self, what: str) -> str:
@@ -106,9 +102,7 @@ class HeaderBytes:
         if keep:
             return [self.string(what) for _ in range(count)]
         for _ in range(count):
-            length = self.number(_U64, what)
-            self.require(length, 1, what)
-            self._position = self._have(length, what) + length
+            self.take(self.number(_U64, what), what)
         return []
 
     def count_items(self, count: int, item_bytes: int, what: str) -> None:
@@ -126,19 +120,6 @@ class HeaderBytes:
                 f"{self.num_bytes - self.offset} more",
                 "its download is incomplete, or it is damaged; download it again",
             )
-
-    def _have(self, count: int, what: str) -> int:
-        if self._position + count > len(self._buffer):
-            self.require(count, 1, what)
-            if self.offset + count > MAX_HEADER_BYTES:
-                raise self.error(f"its header has more than {MAX_HEADER_BYTES} bytes")
-            rest = self._buffer[self._position :]
-            wanted = max(_CHUNK_BYTES, count) - len(rest)
-            self._start, self._position = self.offset, 0
-            self._buffer = rest + self._file.read(wanted)
-            if len(self._buffer) < count:
-                raise self.error("the file became shorter while it was read")
-        return self._position
 
 
 MAGIC: Final = b"GGUF"

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from nanocore.protocol.errors import ModelFileError, shorten
 from nanocore.worker.config.json_settings import read_json
@@ -187,68 +185,15 @@ def _merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     """Every way to put a token together of two, the best tokens' first."""
     triples = zip(vocabulary.tokens, vocabulary.types, vocabulary.scores, strict=True)
     scores = {token: score for token, kind, score in triples if kind == TokenType.NORMAL}
-    tokens = list(scores)
-    whole_M, left_M, right_M, cut_M = _pairs(tokens)
-    scores_N = np.fromiter(scores.values(), np.float64, len(scores))
-    order_M = np.lexsort((-cut_M, -scores_N[whole_M]))
-    left, right = (
-        map(tokens.__getitem__, part_M[order_M].tolist()) for part_M in (left_M, right_M)
-    )
-    return list(zip(left, right, strict=True))
-
-
-_FILTER_BITS: Final = 24
-_BASE: Final = 0x9E3779B97F4A7C15
-"""Odd numbers have inverses modulo 2**64."""
-
-
-def _pairs(tokens: list[str]) -> NDArray[np.int64]:
-    """Return [4, M]: a token, the two tokens that it is made of, and the characters of the first.
-
-    tokens: different ones, of which indices are returned. The two million parts of a large
-    vocabulary's tokens are looked up by a polynomial hash modulo 2**64, which sums of prefixes give
-    for all of them at once (Rabin and Karp).
-    """
-    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    chars = np.frombuffer("".join(tokens).encode("utf-32-le", "surrogatepass"), np.uint32)
-    powers, inverses = (_powers(base, len(chars)) for base in (_BASE, pow(_BASE, -1, 2**64)))
-    sums = np.zeros(len(chars) + 1, np.uint64)
-    np.cumsum((chars + np.uint64(1)) * powers[:-1], out=sums[1:])
-
-    def hashes(start: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.uint64]:
-        return (sums[end] - sums[start]) * inverses[start] * np.uint64(_BASE)
-
-    known = hashes(starts, ends)
-    by_hash = np.argsort(known)
-    # Most parts are no tokens, which this tells sooner than a search among all hashes.
-    shift = np.uint64(64 - _FILTER_BITS)
-    is_likely = np.zeros(1 << _FILTER_BITS, np.bool_)
-    is_likely[known >> shift] = True
-
-    def kept(hash_M: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(those of M that are tokens, which tokens)"""
-        likely = np.flatnonzero(is_likely[hash_M >> shift])
-        at = np.searchsorted(known, hash_M[likely], sorter=by_hash)
-        token = by_hash[np.minimum(at, len(tokens) - 1)]
-        is_one = known[token] == hash_M[likely]
-        return likely[is_one], token[is_one]
-
-    whole = np.repeat(np.arange(len(tokens)), lengths)
-    cut = np.arange(len(chars)) - starts[whole]
-    whole, cut = whole[cut > 0], cut[cut > 0]
-    which, left = kept(hashes(starts[whole], starts[whole] + cut))
-    whole, cut = whole[which], cut[which]
-    which, right = kept(hashes(starts[whole] + cut, ends[whole]))
-    return np.stack((whole[which], left[which], right, cut[which]))
-
-
-def _powers(base: int, count: int) -> NDArray[np.uint64]:
-    """Return the powers from 0 to count, modulo 2**64."""
-    factors = np.full(count + 1, base, np.uint64)
-    factors[:1] = 1
-    return np.multiply.accumulate(factors)
+    pairs = [
+        (left, right)
+        for token in sorted(scores, key=scores.__getitem__, reverse=True)
+        for cut in range(len(token) - 1, 0, -1)
+        if (left := token[:cut]) in scores and (right := token[cut:]) in scores
+    ]
+    # Of tokens with one score the longest left parts come first, whichever token they are of.
+    pairs.sort(key=lambda pair: (scores[pair[0] + pair[1]], len(pair[0])), reverse=True)
+    return pairs
 
 
 def _model(vocabulary: GgufVocabulary, merges: list[tuple[str, str]]) -> dict[str, Any]:
