@@ -121,15 +121,6 @@ class BlockPool:
         block.prev, block.next = ends, head
         ends.next = head.prev = block
 
-    def free_ids(self) -> list[int]:
-        """Return the ids of the free blocks in the order in which they will be taken."""
-        ids = []
-        block = self._ends.next
-        while block is not self._ends:
-            ids.append(block.block_id)
-            block = block.next
-        return ids
-
 
 class NodePool(BlockPool):
     """Blocks without memory, the nodes of prefixes where no group keeps all tokens. It never runs

@@ -26,40 +26,29 @@ class Group(Protocol):
     group: CacheGroup
     pool: SlabPool
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks that can be found, held or free."""
-        ...
-
     def blocks(self, handle: int) -> Sequence[Block]:
         """Return the blocks that a request holds, in the order of its tokens."""
-        ...
 
     def last_boundary(self, keys: Sequence[BlockKey], end: int) -> int:
         """Return the last boundary up to `end` that can be served. keys: of the prefix."""
-        ...
 
     def seen(self, keys: Sequence[BlockKey], boundary: int) -> list[Block]:
         """Return the blocks that a request needs to go on at a boundary that can be served."""
-        ...
 
     def num_needed(self, handle: int, num_blocks: int, boundary: int, num_hits: int) -> int:
         """Return how many blocks more a request takes for its first num_blocks.
 
         boundary, num_hits: of its cached prefix, and what it needs there, if it holds none yet.
         """
-        ...
 
     def admit(self, handle: int, boundary: int, hits: Sequence[Block]) -> None:
         """Let a request hold what it needs to go on at the end of its cached prefix."""
-        ...
 
     def allocate(self, handle: int, num_blocks: int, start: int) -> list[int]:
         """Let a request hold blocks up to its first num_blocks.
 
         Returns the ids of blocks from number `start` on; 0 of those that it does not hold.
         """
-        ...
 
     def register(
         self, handle: int, start: int, parent: BlockKey | None, keys: Sequence[BlockKey]
@@ -68,7 +57,6 @@ class Group(Protocol):
 
         parent: key of the block before them.
         """
-        ...
 
     def leave(self, handle: int, num_computed: int, boundaries: Sequence[int]) -> list[list[Block]]:
         """Take the blocks from a request that its tokens from num_computed on do not need.
@@ -76,19 +64,15 @@ class Group(Protocol):
         boundaries: where others are likely to go on. Returns the blocks that serve these, and the
         others; the caller releases them.
         """
-        ...
 
     def pop(self, handle: int) -> list[Block]:
         """Take all blocks from a request, if it has any."""
-        ...
 
     def forget(self, blocks: Sequence[Block]) -> None:
         """Remove cached blocks from the index."""
-        ...
 
     def clear(self) -> None:
         """Remove all blocks from the index; nobody is told of each."""
-        ...
 
 
 OpenGroup = Callable[[CacheGroup, Capacity, SlabArena, GroupEvents], Group]

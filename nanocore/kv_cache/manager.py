@@ -156,19 +156,9 @@ class KVCacheManager:
         return list(self._holdings)
 
     @property
-    def num_cached_blocks(self) -> int:
-        """Blocks that can be found, held or free."""
-        return len(self._index) + sum(group.num_cached for group in self._others or ())
-
-    @property
     def usage(self) -> float:
         """Held share of the memory, 0 to 1."""
         return 1.0 - self.num_free_blocks / self.num_blocks
-
-    @property
-    def num_fenced_blocks(self) -> int:
-        """References to fenced blocks: a shared block counts once for each."""
-        return sum([self._num_fenced(pool) for pool in self.pools])
 
     def block_ids(self, handle: int, group: int = 0) -> list[int]:
         """Return the ids of a group's blocks that a request holds, in the order of its tokens."""

@@ -24,9 +24,6 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._blocks: dict[bytes, Block] = {}
 
-    def __len__(self) -> int:
-        return len(self._blocks)
-
     def find_prefix(self, keys: Iterable[BlockKey]) -> list[Block]:
         """Return the blocks that hold this prefix, up to the first that is missing."""
         hits: list[Block] = []

@@ -66,10 +66,6 @@ class WindowGroup:
         held = self._held.get(handle)
         return held.blocks if held else ()
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._index)
-
     def last_boundary(self, keys: Sequence[BlockKey], end: int) -> int:
         # Backwards, because a missing block rules out all boundaries that see it at once.
         index = end - 1

@@ -20,6 +20,7 @@ from tests.fakes import (
     make_request,
     make_scheduler,
 )
+from tests.kv_cache.counts import free_ids, num_cached_blocks
 from tests.kv_cache.fake_states import StateGroup
 
 
@@ -193,10 +194,10 @@ def check_blocks(scheduler: Scheduler) -> None:
     for group, pool in enumerate(kv_cache.pools):
         check_group(scheduler, group, pool)
     if len(kv_cache.pools) == 1 and not kv_cache.groups[0].window:
-        free_ids = kv_cache.pool.free_ids()
+        free = free_ids(kv_cache.pool)
         num_held = sum(block.ref_count > 0 for block in kv_cache.pool.blocks)
-        assert len(free_ids) == len(set(free_ids)) == kv_cache.num_free_blocks
-        assert len(free_ids) + num_held == kv_cache.num_blocks
+        assert len(free) == len(set(free)) == kv_cache.num_free_blocks
+        assert len(free) + num_held == kv_cache.num_blocks
     if not len(running.in_flight) and not len(running):
         assert kv_cache.num_free_blocks == kv_cache.num_blocks
 
@@ -258,7 +259,7 @@ def check_idle(scheduler: Scheduler) -> None:
     assert not running.prompt_logprob_rows
     assert not running.matchers
     assert kv_cache.reset_prefix_cache()
-    assert kv_cache.num_cached_blocks == 0
+    assert num_cached_blocks(kv_cache) == 0
 
 
 def _ints(column: bytes) -> list[int]:

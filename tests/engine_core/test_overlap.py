@@ -13,6 +13,7 @@ from tests.fakes import (
     make_request,
     make_scheduler,
 )
+from tests.kv_cache.counts import num_fenced_blocks
 
 
 class Pipeline:
@@ -88,8 +89,8 @@ def test_what_was_computed_past_a_stop_is_dropped_and_its_block_is_held_until_th
     pipeline.collect()
     assert pipeline.deliveries.finish_reasons == {1: "stop"}
     assert scheduler.num_requests == 0
-    assert scheduler.kv_cache.num_fenced_blocks > 0
-    assert scheduler.kv_cache.num_free_blocks == 64 - scheduler.kv_cache.num_fenced_blocks
+    assert num_fenced_blocks(scheduler.kv_cache) > 0
+    assert scheduler.kv_cache.num_free_blocks == 64 - num_fenced_blocks(scheduler.kv_cache)
     pipeline.collect()
     assert scheduler.kv_cache.num_free_blocks == 64
     assert pipeline.deliveries.tokens[1] == tokens[:num_outputs]
@@ -171,7 +172,7 @@ def test_with_nothing_running_a_blocked_head_is_tried_while_blocks_are_still_fen
     scheduler.add(make_request(2, [2] * 12, 2))
     assert pipeline.plan() == 24
     scheduler.abort(1)
-    assert (scheduler.kv_cache.num_free_blocks, scheduler.kv_cache.num_fenced_blocks) == (4, 6)
+    assert (scheduler.kv_cache.num_free_blocks, num_fenced_blocks(scheduler.kv_cache)) == (4, 6)
     assert pipeline.plan() == 12
     pipeline.finish()
 
@@ -192,7 +193,7 @@ def test_nobody_is_admitted_while_a_chunk_waits_for_blocks_about_to_be_released(
     pipeline.collect()
     scheduler.abort(2)
     scheduler.add(make_request(4, [4] * 2, 2))
-    assert (scheduler.kv_cache.num_free_blocks, scheduler.kv_cache.num_fenced_blocks) == (1, 2)
+    assert (scheduler.kv_cache.num_free_blocks, num_fenced_blocks(scheduler.kv_cache)) == (1, 2)
     assert pipeline.plan() == 1  # 3 decodes
     assert scheduler.planned.stalled == {0}
     assert not scheduler.planned.new
@@ -219,7 +220,7 @@ def test_a_chunk_that_waits_for_the_one_block_in_release_leaves_its_budget_to_ot
     assert pipeline.plan() == 1 + 1 + 6 + 1
     pipeline.collect()
     scheduler.abort(2)
-    assert (scheduler.kv_cache.num_free_blocks, scheduler.kv_cache.num_fenced_blocks) == (0, 1)
+    assert (scheduler.kv_cache.num_free_blocks, num_fenced_blocks(scheduler.kv_cache)) == (0, 1)
     assert pipeline.plan() == 1 + 3
     assert scheduler.planned.stalled == {2}
     assert not scheduler.planned.preempted

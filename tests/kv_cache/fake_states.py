@@ -48,10 +48,6 @@ class FakeStates:
         self.held: dict[int, dict[int, Block]] = {}
         self.ends: dict[int, int] = {}
 
-    @property
-    def num_cached(self) -> int:
-        return len(self.index)
-
     def find(self, key: BlockKey) -> Block | None:
         block = self.index.get(key[0])
         return block if block is not None and block.key is key else None

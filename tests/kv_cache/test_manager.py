@@ -9,6 +9,7 @@ import xxhash
 from nanocore.kv_cache import Capacity, KeyChain, KVCacheManager, PrefixCacheStats
 from nanocore.kv_cache.block_key import DigestFunction
 from nanocore.kv_cache.events import BlockRemoved, BlockStored, KVEvent
+from tests.kv_cache.counts import free_ids, num_cached_blocks, num_fenced_blocks
 
 BLOCK_SIZE = 4
 
@@ -52,11 +53,11 @@ def test_a_failed_allocation_touches_nothing() -> None:
     kv_cache = KVCacheManager(Capacity(3, BLOCK_SIZE))
     assert run(kv_cache, 1, [1] * 8) == 0
     kv_cache.free(1)
-    before = kv_cache.pool.free_ids()
+    before = free_ids(kv_cache.pool)
     prefix = kv_cache.find_prefix(keys_of([1] * 16).keys, 16)
     assert len(prefix.blocks) == 2
     assert kv_cache.allocate(2, 16, prefix) is None
-    assert kv_cache.pool.free_ids() == before
+    assert free_ids(kv_cache.pool) == before
     assert kv_cache.block_ids(2) == []
 
 
@@ -111,10 +112,10 @@ def test_reset_is_refused_while_blocks_are_held() -> None:
     kv_cache = KVCacheManager(Capacity(4, BLOCK_SIZE))
     run(kv_cache, 1, list(range(8)))
     assert not kv_cache.reset_prefix_cache()
-    assert kv_cache.num_cached_blocks == 2
+    assert num_cached_blocks(kv_cache) == 2
     kv_cache.free(1)
     assert kv_cache.reset_prefix_cache()
-    assert kv_cache.num_cached_blocks == 0
+    assert num_cached_blocks(kv_cache) == 0
     assert run(kv_cache, 2, list(range(8))) == 0
 
 
@@ -139,13 +140,13 @@ def test_copies_are_not_cached_twice_and_a_held_one_takes_over_from_a_free_one()
     for handle in (1, 2):
         kv_cache.allocate(handle, 4)
         kv_cache.register(handle, chain.keys, 1)
-    assert kv_cache.num_cached_blocks == 1
+    assert num_cached_blocks(kv_cache) == 1
     kv_cache.free(1)  # findable, and free
     kv_cache.allocate(3, 4)
     kv_cache.register(3, chain.keys, 1)
     (found,) = kv_cache.find_prefix(keys_of([1] * 5).keys, 5).blocks
     assert [found.block_id] == kv_cache.block_ids(3)
-    assert kv_cache.pool.free_ids()[0] == 0  # the free copy is taken next
+    assert free_ids(kv_cache.pool)[0] == 0  # the free copy is taken next
 
 
 def test_blocks_wait_for_the_last_step_that_may_write_them() -> None:
@@ -154,11 +155,11 @@ def test_blocks_wait_for_the_last_step_that_may_write_them() -> None:
     kv_cache.allocate(2, 4)
     kv_cache.free(1, after_step=7)
     kv_cache.free(2, after_step=7)
-    assert (kv_cache.num_free_blocks, kv_cache.num_fenced_blocks) == (1, 3)
+    assert (kv_cache.num_free_blocks, num_fenced_blocks(kv_cache)) == (1, 3)
     kv_cache.complete(5)
     assert kv_cache.num_free_blocks == 1
     kv_cache.complete(7)
-    assert (kv_cache.num_free_blocks, kv_cache.num_fenced_blocks) == (4, 0)
+    assert (kv_cache.num_free_blocks, num_fenced_blocks(kv_cache)) == (4, 0)
 
 
 def test_blocks_held_back_are_found_and_shared() -> None:
@@ -252,7 +253,7 @@ def test_the_parent_of_blocks_stored_after_a_known_one_is_that_one() -> None:
 def test_without_prefix_caching_nothing_is_remembered() -> None:
     kv_cache = KVCacheManager(Capacity(4, BLOCK_SIZE), enable_prefix_caching=False)
     run(kv_cache, 1, list(range(8)))
-    assert kv_cache.num_cached_blocks == 0
+    assert num_cached_blocks(kv_cache) == 0
 
 
 def test_a_salted_prompts_events_tell_the_salt_apart_from_the_tokens() -> None:
@@ -297,7 +298,7 @@ def test_what_is_forgotten_is_not_found_though_others_hold_it() -> None:
     kv_cache.allocate(2, 13, prefix)
     kv_cache.forget(2)
     assert kv_cache.find_prefix(chain.keys, 13).blocks == []
-    assert (kv_cache.num_cached_blocks, kv_cache.num_free_blocks) == (0, 4)
+    assert (num_cached_blocks(kv_cache), kv_cache.num_free_blocks) == (0, 4)
     kv_cache.free(2)
     assert kv_cache.block_ids(1) == [block.block_id for block in prefix.blocks]
     kv_cache.free(1)

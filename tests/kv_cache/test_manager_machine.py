@@ -18,6 +18,7 @@ from nanocore.kv_cache import Capacity, KeyChain, KVCacheManager
 from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from nanocore.kv_cache.manager import NO_PREFIX
 from tests.campaign import examples
+from tests.kv_cache.counts import free_ids, num_cached_blocks
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 7
@@ -231,10 +232,10 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def matches_the_model(self) -> None:
         model, kv_cache = self.model, self.kv_cache
-        assert kv_cache.pool.free_ids() == model.free
+        assert free_ids(kv_cache.pool) == model.free
         assert kv_cache.num_free_blocks == len(model.free)
         assert [block.ref_count for block in kv_cache.pool.blocks] == model.refs
-        assert kv_cache.num_cached_blocks == len(model.entries)
+        assert num_cached_blocks(kv_cache) == len(model.entries)
         for handle, request in model.requests.items():
             assert kv_cache.block_ids(handle) == request.block_ids
         kv_cache.publish_events()
