@@ -49,7 +49,6 @@ class Matcher(Protocol):
 
     def append(self, token_ids: Iterable[int]) -> None:
         """Note delivered output tokens, in order; takes almost no time."""
-        ...
 
     def fill(self, words_W: NDArray[np.int32]) -> bool:
         """Write the mask of tokens that may follow, in the layout of `TokenMask.words_MW`'s rows.
@@ -57,7 +56,6 @@ class Matcher(Protocol):
         Returns False if every token may: what is written then means nothing. EOS may follow where
         the output can end; where it must, nothing else may. May take milliseconds.
         """
-        ...
 
     def fill_behind(self, words_DW: NDArray[np.int32], drafts: Sequence[int]) -> bool:
         """Write the masks behind these drafts, one behind each; after a `fill` that did not fail.
@@ -65,14 +63,12 @@ class Matcher(Protocol):
         They are masks of what may never be delivered, so nothing that goes wrong is a failure:
         no token may follow then, as the failure would have it if the output came there.
         """
-        ...
 
     def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
         """Return drafts, up to so many: of those proposed what may follow, then what must.
 
         Takes microseconds a token.
         """
-        ...
 
 
 class Grammar(Protocol):
@@ -85,7 +81,6 @@ class Grammar(Protocol):
 
     def matcher(self) -> Matcher:
         """Return a new matcher, at the grammar's beginning."""
-        ...
 
 
 Compiled: TypeAlias = "Grammar | InvalidRequestError | EngineOverloadedError"
@@ -96,7 +91,6 @@ class GrammarSource(Protocol):
 
     def find(self, wanted: StructuredOutputs, client: int = 0) -> Compiled | None:
         """Return the cached result, if there is one; never waits. client: who wants it."""
-        ...
 
     def compile(
         self,
@@ -111,8 +105,6 @@ class GrammarSource(Protocol):
         matcher is to have taken in. Clients are served by turns. Returns what withdraws it: done
         need not be called then.
         """
-        ...
 
     def close(self) -> None:
         """Stop compiling; done may not be called for pending compilations."""
-        ...

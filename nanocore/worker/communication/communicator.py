@@ -13,23 +13,17 @@ import msgspec
 import torch
 from torch import Tensor
 
+from nanocore.kernels.step import RankGroup
 
-class Communicator(Protocol):
+
+class Communicator(RankGroup, Protocol):
     """A group of `size` ranks, of which this is number `rank`."""
 
     @property
     def rank(self) -> int: ...
 
-    @property
-    def size(self) -> int: ...
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, the same bits on every rank; x may be overwritten and returned."""
-        ...
-
     def all_gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape]: x of every rank, in the order of ranks. Shapes are equal on all."""
-        ...
 
 
 class SingleRank:

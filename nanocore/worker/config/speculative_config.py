@@ -55,7 +55,11 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         values = {key: value for key, value in given.items() if value is not None}
         for key in values.keys() - set(cls.__struct_fields__):
             close = get_close_matches(key, cls.__struct_fields__, 1)
-            instead = f"did you mean {close[0]!r}?" if close else f"keys: {_listed(cls)}"
+            instead = (
+                f"did you mean {close[0]!r}?"
+                if close
+                else f"keys: {', '.join(cls.__struct_fields__)}"
+            )
             raise ConfigError(f"{_FLAG}: {shorten(repr(key))} is no key here; {instead}")
         # As in vLLM a model that is named like a method, without one, means the method.
         method = values.setdefault("method", str(values.get("model", "none")).strip("[]"))
@@ -92,7 +96,3 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 def step_drafts(num_rows: int, max_drafts: int) -> int:
     """Drafts of all rows in a step, at most."""
     return min(num_rows * max_drafts, MAX_STEP_DRAFTS)
-
-
-def _listed(kind: type[msgspec.Struct]) -> str:
-    return ", ".join(kind.__struct_fields__)

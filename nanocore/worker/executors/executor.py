@@ -21,7 +21,6 @@ class StepExecutor(Protocol):
 
     def submit(self, plan: SchedulerOutput) -> None:
         """Begin a step; returns before it is done where a worker runs beside this thread."""
-        ...
 
     def sample(self, masks: TokenMasks) -> None:
         """Let the step that awaits masks sample. No other may be submitted before, and it is
@@ -29,7 +28,6 @@ class StepExecutor(Protocol):
 
         So what it computes until then goes on while masks are found.
         """
-        ...
 
     def collect(self) -> ModelRunnerOutput:
         """Wait for the oldest step that was submitted; returns the tokens it sampled.
@@ -38,15 +36,12 @@ class StepExecutor(Protocol):
             StartError: a worker failed, died or stopped answering; of the kind that exit codes
                 tell.
         """
-        ...
 
     def blame(self) -> str:
         """Clause that names what a hanging step waits for; from any thread."""
-        ...
 
     def on_failure(self, report: Callable[[str], None]) -> None:
         """Have a worker's death reported although no step runs, from any thread."""
-        ...
 
 
 class Executor(StepExecutor, Protocol):
@@ -58,11 +53,9 @@ class Executor(StepExecutor, Protocol):
 
     def load_model(self) -> None:
         """Load the weights on every rank."""
-        ...
 
     def profile(self) -> list[WorkerInfo]:
         """Report of each rank, in order; on CUDA the largest steps are run to find out."""
-        ...
 
     def allocate_kv_cache(
         self, num_slabs: int, max_model_len: int, groups: Sequence[KVGroup] = ()
@@ -70,8 +63,6 @@ class Executor(StepExecutor, Protocol):
         """Make the KV cache and the persistent batch on every rank, and capture steps to be
         replayed, or compile kernels for them.
         """
-        ...
 
     def close(self) -> None:
         """End the workers, whatever they do; nothing else may be called afterwards."""
-        ...

@@ -31,7 +31,6 @@ class BufferOwner(Protocol):
 
     def filled(self) -> None:
         """All parts in all its buffers are read; from the thread that called the loader."""
-        ...
 
 
 class Buffer:
@@ -238,7 +237,6 @@ class WeightFormat(Protocol):
     @property
     def name(self) -> str:
         """Name in logs and errors: "awq", "gptq", "compressed-tensors", "fp8", "gguf"."""
-        ...
 
     def projection(self, kept: Projection) -> CheckpointProjection | None:
         """Find the slots of these rows and columns of a projection; None for floats.
@@ -247,4 +245,3 @@ class WeightFormat(Protocol):
             ModelFileError: it is stored in a way that is not served.
             ConfigError: the slice cuts through a group; says which sizes of tensor parallel fit.
         """
-        ...
