@@ -47,7 +47,7 @@ ARCHITECTURES: Final = {
     "Qwen2MoeForCausalLM": ("qwen.Qwen2MoeModel", "qwen2_moe"),
     "Qwen3ForCausalLM": ("qwen.Qwen3Model", "qwen3"),
     "Qwen3MoeForCausalLM": ("qwen.Qwen3MoeModel", "qwen3_moe"),
-    "SeedOssForCausalLM": ("seed_oss.SeedOssModel", "seed_oss"),
+    "SeedOssForCausalLM": ("llama.SeedOssModel", "seed_oss"),
     "SmolLM3ForCausalLM": ("smollm3.SmolLM3Model", "smollm3"),
 }
 """File and class of each, and the `model_type` that stands for it where none is named."""
