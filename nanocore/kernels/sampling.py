@@ -17,9 +17,6 @@ class Noise(msgspec.Struct, frozen=True):
     seed_R: Tensor
     position_R: Tensor
 
-    def of_rows(self, rows: Tensor | slice) -> Noise:
-        return Noise(self.temperature_R[rows], self.seed_R[rows], self.position_R[rows])
-
     def contiguous(self) -> Noise:
         return Noise(*(x.contiguous() for x in (self.temperature_R, self.seed_R, self.position_R)))
 

@@ -52,11 +52,6 @@ class KeyChain:
         self._digest = digest
         self.extra = _tagged(extra_keys) if extra_keys else b""
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens covered by the keys, where the next `extend` continues."""
-        return len(self.keys) * self._num_bytes // TOKEN_BYTES
-
     def copy(self) -> KeyChain:
         """Return a copy, for a sibling sample whose outputs will differ."""
         other = KeyChain.__new__(KeyChain)
@@ -68,7 +63,7 @@ class KeyChain:
     def extend(self, token_ids: bytes) -> None:
         """Append the keys of the full blocks in `token_ids`; a final partial block is ignored.
 
-        token_ids: int32 column that continues at token number `num_tokens`.
+        token_ids: int32 column that continues behind the last key.
         """
         # Locals: this loop hashes every block of a prompt.
         size, digest, keys = self._num_bytes, self._digest, self.keys

@@ -152,10 +152,6 @@ class KVCacheManager:
         return sum([pool.num_gains for pool in self._arena.pools])
 
     @property
-    def handles(self) -> list[int]:
-        return list(self._holdings)
-
-    @property
     def usage(self) -> float:
         """Held share of the memory, 0 to 1."""
         return 1.0 - self.num_free_blocks / self.num_blocks

@@ -74,8 +74,8 @@ class SlabArena:
         """Take a free slab, or else the empty one that was used longest ago, whose it ever was."""
         # Other pools' cached blocks are no better than one's own: only age decides.
         if not self.free:
-            ages = [(pool.age, number) for number, pool in enumerate(self.pools) if pool.empty]
-            self.pools[min(ages)[1]].give_up()
+            pools = [pool for pool in self.pools if pool.empty]
+            min(pools, key=lambda pool: next(iter(pool.empty.values()))).give_up()
         return self.free.pop()
 
 
@@ -113,11 +113,6 @@ class SlabPool:
     def num_partial(self) -> int:
         """Free blocks of slabs in which somebody holds a block."""
         return len(self._unused) + len(self._cached)
-
-    @property
-    def age(self) -> int:
-        """Age of its oldest empty slab."""
-        return next(iter(self.empty.values()))
 
     def slab(self, block: Block) -> int:
         return block.block_id // self.per_slab

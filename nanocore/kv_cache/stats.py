@@ -19,10 +19,7 @@ class PrefixCacheStats:
         self.queries = 0
         self.hits = 0
         self.lost_tokens: Counter[str] = Counter()
-        self._window: deque[tuple[int, int]] = deque()
-        self._window_requests = window_requests
-        self._window_queries = 0
-        self._window_hits = 0
+        self._window: deque[tuple[int, int]] = deque(maxlen=window_requests)
 
     def record(
         self, num_queries: int, num_hits: int, num_lost: int = 0, lost_group: str = ""
@@ -33,14 +30,10 @@ class PrefixCacheStats:
         self.queries += num_queries
         self.hits += num_hits
         self._window.append((num_queries, num_hits))
-        self._window_queries += num_queries
-        self._window_hits += num_hits
-        if len(self._window) > self._window_requests:
-            old_queries, old_hits = self._window.popleft()
-            self._window_queries -= old_queries
-            self._window_hits -= old_hits
 
     @property
     def hit_rate(self) -> float:
         """Share of tokens found, 0 to 1, over the most recent requests."""
-        return self._window_hits / self._window_queries if self._window_queries else 0.0
+        recent = list(self._window)  # at once: the io thread asks while the step loop counts
+        num_queries = sum(queries for queries, _ in recent)
+        return sum(hits for _, hits in recent) / num_queries if num_queries else 0.0

@@ -252,7 +252,7 @@ def check_idle(scheduler: Scheduler) -> None:
     assert num_free == scheduler.config.max_num_seqs
     assert not running.clients
     assert not running.stop_ids.counts.any()
-    assert not kv_cache.handles
+    assert not kv_cache._holdings
     assert isinstance(scheduler, TalliedScheduler)
     assert scheduler.counters.dequeued_tokens == scheduler.num_added_tokens
     assert not running.logprob_rows

@@ -58,7 +58,7 @@ def test_deadlines_far_away_do_not_outlive_their_requests() -> None:
         deadlines.add([handle], 1e6 + handle)
         if handle >= 10:
             open_handles.remove(handle - 10)
-        assert len(deadlines) <= 100
+        assert len(deadlines._heap) <= 100
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), max_size=200))

@@ -161,8 +161,10 @@ def test_a_full_queue_drops_and_the_numbers_show_it(
     routers: Peers,
     replay_endpoint: str,
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    publisher = make(max_queued=3)
+    monkeypatch.setattr("nanocore.engine_core.io.kv_event_publisher.MAX_QUEUED_BATCHES", 3)
+    publisher = make()
     with caplog.at_level(logging.WARNING):
         for sequence in range(6):
             publisher.publish(numbered(sequence))

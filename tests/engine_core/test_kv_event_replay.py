@@ -67,16 +67,18 @@ def kept(ring: ReplayRing) -> list[int]:
     return [sequence for sequence, _ in ring.between(0, 2**64, 100)]
 
 
-def test_the_ring_keeps_the_last_batches() -> None:
-    ring = ReplayRing(max_batches=3)
+def test_the_ring_keeps_the_last_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanocore.engine_core.io.kv_event_publisher.MAX_RING_BATCHES", 3)
+    ring = ReplayRing()
     assert (kept(ring), ring.last) == ([], -1)
     for sequence in range(5):
         ring.append(sequence, b"x")
     assert (kept(ring), ring.last) == ([2, 3, 4], 4)
 
 
-def test_the_ring_keeps_so_many_bytes() -> None:
-    ring = ReplayRing(max_bytes=10)
+def test_the_ring_keeps_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanocore.engine_core.io.kv_event_publisher.MAX_RING_BYTES", 10)
+    ring = ReplayRing()
     for sequence, size in enumerate((4, 6, 1, 9, 11, 10)):
         ring.append(sequence, bytes(size))
         assert kept(ring) == [[0], [0, 1], [1, 2], [2, 3], [], [5]][sequence]

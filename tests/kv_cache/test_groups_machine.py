@@ -150,7 +150,9 @@ class GroupsMachine(RuleBasedStateMachine):
             self.plan_a_step()
         if row.computed == len(row.tokens):
             row.tokens = row.tokens + more
-            row.chain.extend(np.array(row.tokens[row.chain.num_tokens :], "<i4").tobytes())
+            row.chain.extend(
+                np.array(row.tokens[len(row.chain.keys) * BLOCK_SIZE :], "<i4").tobytes()
+            )
         left = len(row.tokens) - row.computed
         end = row.computed + data.draw(st.integers(1, min(MAX_STEP_TOKENS, left)))
         if data.draw(st.booleans()) or end - row.computed > 1:

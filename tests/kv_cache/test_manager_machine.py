@@ -197,7 +197,7 @@ class ManagerMachine(RuleBasedStateMachine):
         request.block_ids = request.block_ids + added
         request.tokens = request.tokens + more
         chain = self.chains[handle]
-        chain.extend(np.array(request.tokens[chain.num_tokens :], "<i4").tobytes())
+        chain.extend(np.array(request.tokens[len(chain.keys) * BLOCK_SIZE :], "<i4").tobytes())
 
     @precondition(lambda self: self.model.requests)
     @rule(data=st.data(), in_flight=st.booleans())

@@ -171,14 +171,11 @@ class GrammarCompiler:
         load: Callable[[], TokenTable],
         process: CompileProcess,
         num_threads: int = NUM_WORKERS,
-        *,
-        max_waiting: int = MAX_WAITING,
     ) -> None:
         self._load = load
         self._loading = threading.Lock()
         self._loaded: Future[TokenTable] = Future()
         self._process = process
-        self._max_waiting = max_waiting
         self._cache = GrammarCache(MAX_CACHE_BYTES)
         self._jobs: dict[bytes, _Job] = {}
         self._waiting = _FairQueue()
@@ -200,10 +197,10 @@ class GrammarCompiler:
         with self._changed:
             known = self._cache.find(key)
             num_waiting = self._waiting.count(client)
-            if known is None and num_waiting >= self._max_waiting and key not in self._jobs:
+            if known is None and num_waiting >= MAX_WAITING and key not in self._jobs:
                 return EngineOverloadedError(
                     f"{num_waiting} structured outputs of this session wait to be compiled, and at "
-                    f"most {self._max_waiting} may: try again later"
+                    f"most {MAX_WAITING} may: try again later"
                 )
             return known
 

@@ -68,12 +68,9 @@ class Admission:
         self._capacity = capacity or Capacity(model.num_blocks, model.block_size)
         self._most_tokens = self._capacity.most_tokens
         self._seeds = random.Random(config.seed)
-        self._policy = config.scheduling_policy
-        self._cached = config.enable_prefix_caching
-        self._salted = config.salt_prefix_cache_by_session
+        self._config = config
         self._queue_limit = queue_limit
         self.grammars = grammars
-        self._max_logprobs = config.max_logprobs
 
     def build(self, submit: Submit, handle: int, client: int, is_only: bool = False) -> Request:
         """Validate a SUBMIT and build its request, block keys included.
@@ -88,7 +85,7 @@ class Admission:
             EngineOverloadedError: the queue is full.
         """
         check_limits(submit)
-        if submit.priority != 0 and self._policy != "priority":
+        if submit.priority != 0 and self._config.scheduling_policy != "priority":
             raise InvalidRequestError(
                 f"priority={submit.priority}: this engine schedules first come, first served; "
                 "leave priority at 0, or start the engine with --scheduling-policy priority"
@@ -112,7 +109,7 @@ class Admission:
         num_tokens = len(prompt) + len(outputs)
         self._queue_limit.enter(num_tokens, sampling.n, num_bytes, is_only)
         key_chain = KeyChain(self._model.block_size, self._extra_keys(submit, client))
-        if self._cached:
+        if self._config.enable_prefix_caching:
             key_chain.extend(submit.prompt_token_ids + submit.output_token_ids)
         request = Request(
             handle=handle,
@@ -165,7 +162,7 @@ class Admission:
                     raise self._no_token_id(f"{name}[{i}]", token_id)
 
     def _check_logprobs(self, name: str, asked: int) -> None:
-        limit, vocab_size = self._max_logprobs, self._model.vocab_size
+        limit, vocab_size = self._config.max_logprobs, self._model.vocab_size
         name = f"{name}={asked}"
         if asked == -1:
             asked, name = vocab_size, f"{name}, all {vocab_size} tokens of the vocabulary,"
@@ -250,7 +247,7 @@ class Admission:
     def _extra_keys(self, submit: Submit, client: int) -> dict[str, str]:
         """Return what cached blocks depend on in addition to their tokens."""
         extra_keys = {} if submit.cache_salt is None else {"cache_salt": submit.cache_salt}
-        if self._salted:
+        if self._config.salt_prefix_cache_by_session:
             extra_keys["session"] = str(client)
         return extra_keys
 

@@ -58,7 +58,7 @@ class KVEventPublisher(threading.Thread):
     Args:
         endpoint: ipc, for subscribers. replay_endpoint: ipc, for replays; None: no replays.
         topic: first frame of every batch. medium: where the blocks lie.
-        max_queued: limit of batches that wait to be sent. clock: wall clock, in seconds.
+        clock: wall clock, in seconds.
 
     Raises:
         ConfigError: an endpoint that cannot be served.
@@ -71,13 +71,11 @@ class KVEventPublisher(threading.Thread):
         replay_endpoint: str | None = None,
         topic: str = "",
         medium: wire.Medium = "GPU",
-        max_queued: int = MAX_QUEUED_BATCHES,
         clock: Callable[[], float] = time.time,
     ) -> None:
         super().__init__(name="kv-events", daemon=True)
         self._topic = topic.encode()
         self._medium = medium
-        self._max_queued = max_queued
         self._clock = clock
         self._num_dropped = 0  # in the current episode
         self._ended = False
@@ -104,11 +102,10 @@ class KVEventPublisher(threading.Thread):
         """Queue a batch; never waits. For the step loop; after the end it does nothing."""
         if self._ended:
             return
-        if len(self._queue) >= self._max_queued:
+        if len(self._queue) >= MAX_QUEUED_BATCHES:
             if not self._num_dropped:
-                logger.warning(
-                    "KV events are dropped: %d batches wait to be published", self._max_queued
-                )
+                text = "KV events are dropped: %d batches wait to be published"
+                logger.warning(text, MAX_QUEUED_BATCHES)
             self._num_dropped += 1
             return
         if self._num_dropped:
@@ -197,10 +194,7 @@ def _wire_extra_keys(event: events.BlockStored) -> list[list[str] | None] | None
 class ReplayRing:
     """The latest payloads by sequence number; above either limit the oldest are dropped."""
 
-    def __init__(
-        self, max_batches: int = MAX_RING_BATCHES, max_bytes: int = MAX_RING_BYTES
-    ) -> None:
-        self._max_batches, self._max_bytes = max_batches, max_bytes
+    def __init__(self) -> None:
         self._entries: deque[tuple[int, bytes]] = deque()
         self._num_bytes = 0
 
@@ -213,7 +207,7 @@ class ReplayRing:
         """Keep a batch, whose number is higher than all before."""
         self._entries.append((sequence, payload))
         self._num_bytes += len(payload)
-        while len(self._entries) > self._max_batches or self._num_bytes > self._max_bytes:
+        while len(self._entries) > MAX_RING_BATCHES or self._num_bytes > MAX_RING_BYTES:
             self._num_bytes -= len(self._entries.popleft()[1])
 
     def between(self, start: int, end: int, limit: int) -> list[tuple[int, bytes]]:

@@ -45,10 +45,6 @@ class Deadlines:
         self._open_handles = open_handles
         self._heap: list[tuple[float, int]] = []
 
-    def __len__(self) -> int:
-        """Entries, including ended samples that were not swept out."""
-        return len(self._heap)
-
     @property
     def next_s(self) -> float:
         """Time of the next deadline; infinity if there is none."""

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Queue
-from typing import Any
 
 import numpy as np
 import pytest
@@ -71,10 +70,8 @@ class Gate:
 
 
 @contextmanager
-def pool(
-    vocabulary: TokenTable, gate: Gate, threads: int = 1, **kwargs: Any
-) -> Iterator[GrammarCompiler]:
-    grammars = GrammarCompiler(lambda: vocabulary, gate, threads, **kwargs)
+def pool(vocabulary: TokenTable, gate: Gate, threads: int = 1) -> Iterator[GrammarCompiler]:
+    grammars = GrammarCompiler(lambda: vocabulary, gate, threads)
     try:
         yield grammars
     finally:
@@ -148,11 +145,12 @@ def test_a_grammar_that_turns_out_too_slow_is_refused_from_then_on(
 
 
 def test_when_too_much_waits_new_ones_are_sent_away_but_not_known_ones(
-    vocabulary: TokenTable,
+    vocabulary: TokenTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("nanocore.engine_core.grammars.grammar_compiler.MAX_WAITING", 2)
     gate = Gate()
     done: Queue[Compiled] = Queue()
-    with pool(vocabulary, gate, max_waiting=2) as grammars:
+    with pool(vocabulary, gate) as grammars:
         grammars.compile(want("known"), done.put)
         done.get(timeout=WAIT_S)
         gate.hold("held")
@@ -199,10 +197,13 @@ def test_a_clients_long_ones_leave_a_thread_for_other_clients(
         assert gate.begun.get(timeout=WAIT_S) == "c"
 
 
-def test_what_waits_is_limited_for_each_client_alone(vocabulary: TokenTable) -> None:
+def test_what_waits_is_limited_for_each_client_alone(
+    vocabulary: TokenTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanocore.engine_core.grammars.grammar_compiler.MAX_WAITING", 1)
     gate = Gate()
     gate.hold("held")
-    with pool(vocabulary, gate, max_waiting=1) as grammars:
+    with pool(vocabulary, gate) as grammars:
         grammars.compile(want("held"), lambda _: None, 1)
         assert gate.begun.get(timeout=WAIT_S) == "held"
         grammars.compile(want("a"), lambda _: None, 1)
