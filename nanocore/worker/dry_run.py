@@ -6,12 +6,12 @@ the weights are found in a second. What activations take on CUDA is known only o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import msgspec
 import torch
-from torch import Tensor
 
+from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.cost.rank_cost import outlined_info
 from nanocore.worker.devices import (
     check_batch_invariance,
@@ -33,19 +33,6 @@ from nanocore.worker.placement import Placement
 from nanocore.worker.rank_messages import WorkerConfig, WorkerInfo
 
 
-@dataclass(frozen=True, slots=True)
-class _Seat:
-    """A rank's place in a group that does not exist. Implements `Communicator` by its numbers."""
-
-    rank: int
-    size: int
-
-    def all_reduce(self, x: Tensor) -> Tensor:
-        raise AssertionError("nothing runs in a dry run")
-
-    all_gather = all_reduce
-
-
 def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
     """Return what each rank would report after loading, in order of rank.
 
@@ -64,7 +51,7 @@ def dry_run(config: WorkerConfig) -> list[WorkerInfo]:
         weight_format=read_weight_format(config, model_config, dtype),
     )
     models = [
-        build_model(model_config, replace(whole, tp=_Seat(tp_rank, tp_size), pp_rank=pp_rank))
+        build_model(model_config, replace(whole, tp=SingleRank(tp_rank, tp_size), pp_rank=pp_rank))
         for pp_rank in range(pp_size)
         for tp_rank in range(tp_size)
     ]

@@ -125,6 +125,7 @@ class Worker:
             config.max_drafts,
             proposer,
         )
+        self.begin = self.runner.begin
 
     def _stream(self) -> CudaStream | None:
         if self.device.type != "cuda":
@@ -226,9 +227,6 @@ class Worker:
             groups,
         )
         self.runner.capture(config.max_num_batched_tokens)
-
-    def begin(self, plan: SchedulerOutput) -> PendingOutput:
-        return self.runner.begin(plan)
 
     def _run_largest_steps(self) -> int:
         """Run the largest steps; returns the bytes that further graphs will take."""

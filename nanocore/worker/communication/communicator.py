@@ -7,6 +7,7 @@ in the same order; a rank that stops is noticed by the executor, which watches o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -26,11 +27,15 @@ class Communicator(RankGroup, Protocol):
         """[size, *x.shape]: x of every rank, in the order of ranks. Shapes are equal on all."""
 
 
+@dataclass(eq=False)
 class SingleRank:
-    """Implements `Communicator` for a rank that has its layers for itself."""
+    """Implements `Communicator` for a rank that has its layers for itself.
 
-    rank = 0
-    size = 1
+    In a dry run, where nothing is exchanged, it stands for any rank of any number.
+    """
+
+    rank: int = 0
+    size: int = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return x

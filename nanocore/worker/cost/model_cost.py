@@ -106,18 +106,14 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def joined(cls, costs: Sequence[ModelCost]) -> ModelCost:
         """Sum over ranks: what a step costs on all of them."""
-        return cls(
-            num_params=max(cost.num_params for cost in costs),
-            token_params=sum(cost.token_params for cost in costs),
-            head_params=sum(cost.head_params for cost in costs),
-            expert_params=sum(cost.expert_params for cost in costs),
-            num_experts=max(cost.num_experts for cost in costs),
-            num_experts_per_tok=max(cost.num_experts_per_tok for cost in costs),
-            weight_bytes=sum(cost.weight_bytes for cost in costs),
-            expert_bytes=sum(cost.expert_bytes for cost in costs),
-            lookup_bytes=sum(cost.lookup_bytes for cost in costs),
-            attention=by_window(one for cost in costs for one in cost.attention),
-        )
+        of_model = ("num_params", "num_experts", "num_experts_per_tok")
+        joined = {
+            name: (max if name in of_model else sum)(getattr(cost, name) for cost in costs)
+            for name in cls.__struct_fields__
+            if name != "attention"
+        }
+        every = (one for cost in costs for one in cost.attention)
+        return cls(**joined, attention=by_window(every))
 
 
 class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
