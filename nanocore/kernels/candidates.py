@@ -41,22 +41,6 @@ def token_ids_of(candidates: Tensor) -> Tensor:
     return MAX_TOKEN_ID - (candidates & 0xFFFFFFFF)
 
 
-def nan_candidates(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Candidates above every token: they stand for rows with a NaN, which get none."""
-    return make_candidates(
-        torch.full(shape, torch.nan, device=device),
-        torch.zeros(shape, dtype=torch.int64, device=device),
-    )
-
-
-def no_candidates(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Fillers that come after every token, of minus infinity; their token id is 2**31 - 1."""
-    return make_candidates(
-        torch.full(shape, -torch.inf, device=device),
-        torch.full(shape, MAX_TOKEN_ID, dtype=torch.int64, device=device),
-    )
-
-
 def sampled_token_ids(chosen_R: Tensor) -> Tensor:
     """Token ids of the chosen candidates, NO_TOKEN where they stand for none; int64 [R]."""
     return token_ids_of(chosen_R).masked_fill_(~logits_of(chosen_R).isfinite(), NO_TOKEN)
@@ -70,8 +54,11 @@ def best_candidate(
     mask: TokenMask | None = None,
 ) -> Tensor:
     """The best of each row's columns, which are tokens from first_token on, by the mask; [R]."""
-    if logits_RV.shape[1] == 0:
-        return no_candidates((len(logits_RV),), logits_RV.device)
+    if logits_RV.shape[1] == 0:  # what comes after every token
+        lowest_R = torch.full((len(logits_RV),), -torch.inf, device=logits_RV.device)
+        return make_candidates(lowest_R, torch.full_like(lowest_R, MAX_TOKEN_ID, dtype=torch.int64))
     value_R, column_R = kernels.best_token(logits_RV, first_token, noise, mask=mask)
     best_R = make_candidates(value_R, column_R + first_token)
-    return torch.where(value_R.isnan(), nan_candidates((), value_R.device), best_R)
+    # A row with a NaN has what is above every token: it gets none.
+    above_R = make_candidates(torch.full_like(value_R, torch.nan), torch.zeros_like(column_R))
+    return torch.where(value_R.isnan(), above_R, best_R)

@@ -8,7 +8,7 @@ that all kernels are compared with.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -70,17 +70,17 @@ class GroupedWeight(msgspec.Struct, frozen=True):
 
     def dequantize(self) -> Tensor:
         """float32 [O, I]; columns are the layer's inputs in their order."""
-        scale_OI = self._of_inputs(self._scale(), self.group_size)
+        scale_OI = self._of_inputs(self._times(self.scale_OG, self.super_scale_OS))
         if self.codebook is not None:
             weight_OI = scale_OI * self.codebook[self.values_OI.long()]
         elif self.minimum_OG is not None:
-            minimum_OI = self._of_inputs(self._minimum(), self.group_size)
-            weight_OI = scale_OI * self.values_OI - minimum_OI
+            minimum_OG = self._times(self.minimum_OG, self.super_minimum_OS)
+            weight_OI = scale_OI * self.values_OI - self._of_inputs(minimum_OG)
         else:
             zero = torch.full_like(self.scale_OG, 1 << (self.bits - 1), dtype=torch.float32)
             if self.zero_OG is not None:
                 zero = self.zero_OG.float()
-            weight_OI = scale_OI * (self.values_OI - self._of_inputs(zero, self.group_size))
+            weight_OI = scale_OI * (self.values_OI - self._of_inputs(zero))
         if self.permutation_I is None:
             return weight_OI
         ordered_OI = torch.empty_like(weight_OI)
@@ -97,23 +97,15 @@ class GroupedWeight(msgspec.Struct, frozen=True):
         return (self.bits, self.group_size, self.in_features, self.scale_OG.dtype, codebook,
                 *(part is None for part in parts))  # fmt: skip
 
-    def _scale(self) -> Tensor:
-        if self.super_scale_OS is None:
-            return self.scale_OG.float()
-        return self.scale_OG.float() * self._of_groups(self.super_scale_OS)
+    def _times(self, of_OG: Tensor, super_OS: Tensor | None) -> Tensor:
+        """Scales or minima in float32, times those of their 256 inputs if there are two levels."""
+        if super_OS is None:
+            return of_OG.float()
+        super_OG = super_OS.float().repeat_interleave(SUPER_BLOCK // self.group_size, 1)
+        return of_OG.float() * super_OG[:, : of_OG.shape[1]]
 
-    def _minimum(self) -> Tensor:
-        assert self.minimum_OG is not None
-        if self.super_minimum_OS is None:
-            return self.minimum_OG.float()
-        return self.minimum_OG.float() * self._of_groups(self.super_minimum_OS)
-
-    def _of_groups(self, super_OS: Tensor) -> Tensor:
-        per_super = SUPER_BLOCK // self.group_size
-        return super_OS.float().repeat_interleave(per_super, 1)[:, : self.scale_OG.shape[1]]
-
-    def _of_inputs(self, of_OG: Tensor, group_size: int) -> Tensor:
-        return of_OG.repeat_interleave(group_size, 1)[:, : self.in_features]
+    def _of_inputs(self, of_OG: Tensor) -> Tensor:
+        return of_OG.repeat_interleave(self.group_size, 1)[:, : self.in_features]
 
 
 class Float8Weight(msgspec.Struct, frozen=True):
@@ -143,11 +135,7 @@ class Float8Weight(msgspec.Struct, frozen=True):
         return is_alike and not (self.has_blocks and mine[0] % self.block)
 
     def dequantize(self) -> Tensor:
-        if not self.has_blocks:
-            return self.values_OI.float() * self.scale
-        out_features, in_features = self.values_OI.shape
-        scale = self.scale.repeat_interleave(self.block, 0)[:out_features]
-        return self.values_OI.float() * scale.repeat_interleave(self.block, 1)[:, :in_features]
+        return self.values_OI.float() * self._scale_of(slice(0, len(self.values_OI)))
 
     def in_integers(self) -> GroupedWeight:
         """Rounded to eight bits with a scale for each output, for machines without such floats.
@@ -187,18 +175,8 @@ def _floats(values: Tensor) -> Tensor:
 QuantizedForm = Literal["grouped", "float8"]
 """The quantized ones of `CheckpointWeight`."""
 
-_Quantized = TypeVar("_Quantized", GroupedWeight, Float8Weight)
-
 CheckpointWeight = Tensor | GroupedWeight | Float8Weight
 """A weight as a checkpoint has it: floats, or one of the quantized forms."""
-
-
-def join(weights: list[GroupedWeight]) -> GroupedWeight:
-    """One weight with the outputs of all, which `can_join`, in their order."""
-    first = weights[0]
-    assert all(first.can_join(other) for other in weights)
-    return _cat(weights, ("values_OI", "scale_OG", "zero_OG", "minimum_OG", "super_scale_OS",
-                          "super_minimum_OS"))  # fmt: skip
 
 
 def join_adjacent(weights: list[CheckpointWeight]) -> list[CheckpointWeight]:
@@ -212,36 +190,28 @@ def join_adjacent(weights: list[CheckpointWeight]) -> list[CheckpointWeight]:
             runs[-1].append(weight)
         else:
             runs.append([weight])
-    return [_join_alike(run) for run in runs]
+    return [run[0] if len(run) == 1 else _joined(run) for run in runs]
 
 
 def _can_join(one: CheckpointWeight, other: CheckpointWeight) -> bool:
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.dtype == other.dtype
-    if isinstance(one, GroupedWeight):
-        return isinstance(other, GroupedWeight) and one.can_join(other)
-    return isinstance(other, Float8Weight) and one.can_join(other)
+    return type(one) is type(other) and one.can_join(other)  # type: ignore[arg-type]
 
 
-def _join_alike(weights: list[CheckpointWeight]) -> CheckpointWeight:
-    if isinstance(weights[0], Tensor):
-        tensors = [weight for weight in weights if isinstance(weight, Tensor)]
-        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-    if isinstance(weights[0], GroupedWeight):
-        return join([weight for weight in weights if isinstance(weight, GroupedWeight)])
-    return _cat([w for w in weights if isinstance(w, Float8Weight)], ("values_OI", "scale"))
+def _joined(weights: list[Any]) -> CheckpointWeight:
+    if isinstance(first := weights[0], Tensor):
+        return torch.cat(weights)
+    names = [name for name in _OF_OUTPUTS if getattr(first, name, None) is not None]
+    return replace(
+        first, **{name: torch.cat([getattr(w, name) for w in weights]) for name in names}
+    )
 
 
-def _cat(weights: list[_Quantized], names: tuple[str, ...]) -> _Quantized:
-    first = weights[0]
-    if len(weights) == 1:
-        return first
-    joined: dict[str, Any] = {
-        name: torch.cat([getattr(weight, name) for weight in weights])
-        for name in names
-        if getattr(first, name) is not None
-    }
-    return replace(first, **joined)
+_OF_OUTPUTS = (
+    "values_OI", "scale", "scale_OG", "zero_OG", "minimum_OG", "super_scale_OS", "super_minimum_OS",
+)  # fmt: skip
+"""Tensors of quantized weights whose first dimension is that of outputs."""
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:

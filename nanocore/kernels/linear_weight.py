@@ -136,20 +136,15 @@ def widen(values_RI: Tensor, scale_RG: Tensor) -> Tensor:
 
 def pack_output_scales(weight_OI: Tensor) -> LinearWeight:
     """The weight in int8 with a scale for each output feature, as the kernels for CUDA take it."""
-    out_features, in_features = weight_OI.shape
-    values_OI, scale_O = quantize_weight(weight_OI)
-    return LinearWeight(out_features, in_features, values_OI.dtype, values_OI, scale_O)
-
-
-def quantize_weight(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 values [O, I], float32 scales [O]); weight ~ value * scale."""
     largest_O = weight_OI.float().abs().amax(dim=1)
     # Multiplied by the inverse, as the native kernels do, so that both round alike.
     # (A number divided by a tensor is its reciprocal times the number, which is rounded twice.)
     inverse_O = torch.full_like(largest_O, 127.0) / largest_O
     inverse_O1 = inverse_O.masked_fill(largest_O == 0, 0.0)[:, None]
     scale_O = largest_O / torch.full_like(largest_O, 127.0)
-    return (weight_OI.float() * inverse_O1).round().to(torch.int8), scale_O
+    values_OI = (weight_OI.float() * inverse_O1).round().to(torch.int8)
+    out_features, in_features = weight_OI.shape
+    return LinearWeight(out_features, in_features, torch.int8, values_OI, scale_O)
 
 
 def quantize_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,20 +50,17 @@ class CpuGroupedWeight(LinearWeight):
         return sum(part.nbytes for part in parts if part is not None)
 
 
-def four_bits(out_features: int, in_features: int, *, keeps_activations: bool) -> CpuGroupedWeight:
-    """Weight that floats are quantized to: groups with scales and minima of two levels."""
+def in_groups(
+    out_features: int, in_features: int, quantization: str, *, keeps_activations: bool
+) -> CpuGroupedWeight:
+    """Weight that floats are quantized to; of int8 groups are symmetric, with float16 scales."""
+    bits, zero, scales, minima = {
+        "int4": (4, 0, _TWO_LEVEL_SCALES, _TWO_LEVEL_MINIMA),
+        "int8": (8, 128, _SCALES[torch.float16], _NO_MINIMA),
+    }[quantization]
     return CpuGroupedWeight(
-        out_features, in_features, torch.uint8, torch.empty(0), group_size=GROUP_SIZE,
-        scales=_TWO_LEVEL_SCALES, minima=_TWO_LEVEL_MINIMA,
-        codebook=_numbers(4, 0) if keeps_activations else None,
-    )  # fmt: skip
-
-
-def eight_bits(out_features: int, in_features: int, *, keeps_activations: bool) -> CpuGroupedWeight:
-    """Weight of eight bits that floats are quantized to: symmetric groups with float16 scales."""
-    return CpuGroupedWeight(
-        out_features, in_features, torch.uint8, torch.empty(0), bits=8, group_size=GROUP_SIZE,
-        scales=_SCALES[torch.float16], codebook=_numbers(8, 128) if keeps_activations else None,
+        out_features, in_features, torch.uint8, torch.empty(0), None, bits, GROUP_SIZE, scales,
+        minima, _numbers(bits, zero) if keeps_activations else None,
     )  # fmt: skip
 
 

@@ -168,22 +168,13 @@ _KERNELS: Final = {
 }  # fmt: skip
 """Arguments of kernels on rows of activations, behind the program, the rows and their dtype."""
 LOGIT_KERNELS: Final = {
-    "best_token": (
-        c_void_p,
-        c_int64,
-        c_int64,
-        c_int64,
-        POINTER(TokenMaskStruct),
-        *[c_void_p] * 6,
-        c_int64,
-        c_void_p,
-        c_void_p,
-    ),
+    "best_token": (c_void_p, *[c_int64] * 3, POINTER(TokenMaskStruct), *[c_void_p] * 6, c_int64,
+                   c_void_p, c_void_p),
     "best_filtered_token": (c_void_p, c_int64, c_int64, POINTER(TokenMaskStruct), *[c_void_p] * 8),
     "edit_logits": (POINTER(EditLogitsStruct),),
     "logprobs": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, *[c_void_p] * 3),
     "softcap": (c_void_p, c_int64, c_float),
-}
+}  # fmt: skip
 """The same of kernels on rows of logits, which are float32 always: they take no dtype."""
 _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     **_FUNCTIONS,

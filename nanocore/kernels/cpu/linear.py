@@ -198,8 +198,9 @@ class CpuLinear(NativeKernels):
         out_features, in_features = weight_OI.shape
         if quantization is None:
             return LinearWeight(out_features, in_features, weight_OI.dtype, torch.empty(0))
-        make = {"int4": grouped_weight.four_bits, "int8": grouped_weight.eight_bits}[quantization]
-        return make(out_features, in_features, keeps_activations=self._keeps_activations)
+        return grouped_weight.in_groups(
+            out_features, in_features, quantization, keeps_activations=self._keeps_activations
+        )
 
     def _pack_groups(self, weight: GroupedWeight) -> LinearWeight:
         weight = grouped_weight.in_groups_that_fit(weight)

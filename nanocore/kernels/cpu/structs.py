@@ -143,24 +143,19 @@ def edits_struct(logits_RV: Tensor, edits: LogitEdits) -> EditLogitsStruct:
 
 
 class PackedExperts:
-    """All of a layer's, each projection in one form. Implements `Experts`."""
+    """All experts of a layer. Implements `Experts`.
+
+    Raises ValueError: those of a projection are in several forms.
+    """
 
     def __init__(self, weights: ExpertWeights) -> None:
-        self.struct, self.weights = experts_struct(weights), weights
-
-
-def experts_struct(weights: ExpertWeights) -> ExpertWeightsStruct:
-    """All experts of a layer, each projection in one form. Weights must outlive it.
-
-    Raises ValueError: they are in several.
-    """
-    arrays = []
-    for projection in (weights.gates, weights.ups, weights.downs):
-        structs = [weight_struct(weight) for weight in projection]
-        if len({_form(struct) for struct in structs}) != 1:
-            raise ValueError("experts of a layer are stored in different ways")
-        arrays.append((LinearWeightStruct * len(structs))(*structs))
-    return ExpertWeightsStruct(len(weights.gates), *arrays)
+        arrays = []
+        for projection in (weights.gates, weights.ups, weights.downs):
+            structs = [weight_struct(weight) for weight in projection]
+            if len({_form(struct) for struct in structs}) != 1:
+                raise ValueError("experts of a layer are stored in different ways")
+            arrays.append((LinearWeightStruct * len(structs))(*structs))
+        self.struct, self.weights = ExpertWeightsStruct(len(weights.gates), *arrays), weights
 
 
 def _form(struct: LinearWeightStruct) -> tuple[int | bool, ...]:

@@ -368,25 +368,6 @@ def merge_parts_kernel(
             tl.store(pointers, result.to(out.dtype.element_ty), mask=mask)
 
 
-@dataclass(frozen=True, slots=True)
-class PartSums:
-    """Memory of a launch for its parts; None if no item can be split."""
-
-    sums: Tensor | None
-    log_sums: Tensor | None
-
-    @classmethod
-    def allocate(
-        cls, plan: AttentionPlan, num_kv_heads: int, num_rows: int, out_THD: Tensor
-    ) -> PartSums:
-        """Allocate sums for items of num_rows rows in each KV head."""
-        if plan.merges_M4 is None:
-            return cls(None, None)
-        shape, device = (plan.num_sums, num_kv_heads, num_rows), out_THD.device
-        sums = torch.empty(*shape, out_THD.shape[2], dtype=torch.float32, device=device)
-        return cls(sums, torch.empty(shape, dtype=torch.float32, device=device))
-
-
 def merge_items(
     sums: Tensor,
     log_sums: Tensor,

@@ -23,7 +23,6 @@ from torch import Tensor
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.triton.attention_plan import (
     Items,
-    PartSums,
     load_part,
     merge_items,
     plan_step,
@@ -154,23 +153,26 @@ def prefill_attention(
         min_tiles=MIN_PART_TILES,
     )
     plan = plan_step(metadata, items)
-    memory = PartSums.allocate(plan, num_kv_heads, num_queries * group, out_THD)
+    sums = log_sums = None
+    if plan.merges_M4 is not None:
+        log_sums = torch.empty(
+            plan.num_sums, num_kv_heads, num_queries * group,
+            dtype=torch.float32, device=out_THD.device,
+        )  # fmt: skip
+        sums = log_sums.new_empty(*log_sums.shape, head_dim)
     prefill_attention_kernel[(num_kv_heads, len(plan.parts_P8))](
         q_THD, cache.k_NSKD, cache.v_NSKD, cache.k_scale_NSK, cache.v_scale_NSK, out_THD,
-        memory.sums, memory.log_sums, plan.parts_P8, table_BM, q_THD.stride(0), table_BM.stride(0),
+        sums, log_sums, plan.parts_P8, table_BM, q_THD.stride(0), table_BM.stride(0),
         SCALE=spec.scale, WINDOW=spec.window, SOFTCAP=spec.softcap,
         KV_HEADS=num_kv_heads, GROUP=group, GROUP_PAD=group_pad, QUERIES=num_queries,
         HEAD_DIM=head_dim, HEAD_DIM_PAD=triton.next_power_of_2(head_dim),
         BLOCK_SIZE=block_size, BLOCK_BYTES=cache.block_bytes, TILE=tiles.keys,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, **pdl(q_THD.device),
     )  # fmt: skip
-    if plan.merges_M4 is not None:
-        assert memory.sums is not None
-        assert memory.log_sums is not None
+    if plan.merges_M4 is not None and sums is not None and log_sums is not None:
         merge_items(
-            memory.sums, memory.log_sums, plan.merges_M4, out_THD, num_kv_heads, num_queries,
-            _MERGED_ROWS,
-        )  # fmt: skip
+            sums, log_sums, plan.merges_M4, out_THD, num_kv_heads, num_queries, _MERGED_ROWS
+        )
 
 
 _LARGE_SHARED_MEMORY: Final = ((8, 0), (9, 0), (10, 0), (10, 3))

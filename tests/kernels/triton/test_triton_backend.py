@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from nanocore.kernels.interface import Kernels
-from nanocore.kernels.linear_weight import quantize_weight, widen
+from nanocore.kernels.linear_weight import pack_output_scales, widen
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.select import select_kernels
 from nanocore.kernels.torch.backend import TorchKernels
@@ -338,7 +338,8 @@ def test_int8_weights_give_what_the_reference_gives() -> None:
     x, weight = (torch.randn(rows, 40, generator=generator) for rows in (3, 48))
     reference, kernels = select_kernels("torch", CPU), select_kernels("triton", CPU)
     ours = kernels.pack_linear(weight.clone(), "int8")  # a scale for each output
-    theirs = reference.pack_linear(widen(*quantize_weight(weight)))
+    packed = pack_output_scales(weight)
+    theirs = reference.pack_linear(widen(packed.data, packed.scale_O))
 
     def check(actual: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
