@@ -123,10 +123,6 @@ class Float8Weight(msgspec.Struct, frozen=True):
     def has_blocks(self) -> bool:
         return self.scale.shape != (self.values_OI.shape[0], 1)
 
-    @property
-    def nbytes(self) -> int:
-        return self.values_OI.nbytes + self.scale.nbytes
-
     def can_join(self, other: Float8Weight) -> bool:
         """Whether outputs of the other, after these, can be those of one weight."""
         mine, theirs = self.values_OI.shape, other.values_OI.shape

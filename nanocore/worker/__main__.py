@@ -17,7 +17,7 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from nanocore.protocol.errors import StartError, is_out_of_memory
+from nanocore.protocol.errors import CacheMemoryError, StartError, WorkerError, is_out_of_memory
 from nanocore.system.child_process import signal_at_parent_death
 from nanocore.system.cpu_cores import FLOATING
 from nanocore.system.logs import start_log
@@ -25,10 +25,8 @@ from nanocore.worker.executors.pipe import Pipe
 from nanocore.worker.executors.status_board import StatusBoard
 from nanocore.worker.plan import SchedulerOutput, TokenMasks
 from nanocore.worker.rank_messages import (
-    FAILURES,
     AllocateCache,
     Done,
-    FailureKind,
     Profile,
     RankFailure,
     RankStart,
@@ -131,12 +129,10 @@ def _leave_with_engine(fd: int) -> None:
 
 
 def _failure(error: Exception) -> RankFailure:
-    default: FailureKind = "memory" if is_out_of_memory(error) else "internal"
-    kind = next((kind for kind, raised in FAILURES.items() if isinstance(error, raised)), default)
     if isinstance(error, StartError):
-        return RankFailure(kind=kind, message=str(error))
+        return RankFailure(exit_code=error.exit_code, message=str(error))
     return RankFailure(
-        kind=kind,
+        exit_code=(CacheMemoryError if is_out_of_memory(error) else WorkerError).exit_code,
         message=f"{type(error).__name__}: {error}",
         traceback="".join(traceback.format_exception(error)),
     )

@@ -30,15 +30,10 @@ LoadFormat = Literal["auto", "safetensors", "dummy"]
 KVCacheDtype = Literal["auto", "int8", "fp8"]
 Quantization = Literal["int4", "int8", "fp8"]
 ActivationQuantization = Literal["auto", "none"]
-FailureKind = Literal["config", "model_file", "memory", "internal"]
 
-FAILURES: dict[FailureKind, type[StartError]] = {
-    "config": ConfigError,
-    "model_file": ModelFileError,
-    "memory": CacheMemoryError,
-    "internal": WorkerError,
-}
-"""The error that the engine raises for a rank's."""
+_FAILURES = (ConfigError, ModelFileError, CacheMemoryError, WorkerError)
+FAILURES: dict[int, type[StartError]] = {kind.exit_code: kind for kind in _FAILURES}
+"""The error that the engine raises for a rank's, by the exit code that it asks for."""
 
 MAX_PROMPT_LOGPROBS = 1 << 21
 """Limit of a step's prompt log probabilities, if it has those of more than one token. Workers
@@ -145,10 +140,10 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """A rank cannot go on, and exits.
 
-    kind: decides the engine's exit code. message: one line. traceback: as Python prints it.
+    exit_code: the engine's. message: one line. traceback: as Python prints it.
     """
 
-    kind: FailureKind
+    exit_code: int
     message: str
     traceback: str = ""
 

@@ -170,7 +170,7 @@ def test_messages_arrive_as_they_were_sent_and_in_order(pipes: Pipes) -> None:
     answers = (
         Done(),
         ModelRunnerOutput(rows=b"\0\0\0\0", token_ids=b"\1\0\0\0"),
-        RankFailure(kind="memory", message="no more", traceback="line\n"),
+        RankFailure(exit_code=4, message="no more", traceback="line\n"),
         WorkerInfo(
             device="cpu", dtype="float32", kernels="torch", weight_bytes=1,
             kv_groups=[LayerGroup(0, 1, 2)], available_kv_bytes=3, memory_bytes=4,

@@ -81,7 +81,7 @@ class RankProcess:
         text = f"{self.name}: {failure.message}"
         if failure.traceback:
             text = f"{text}\n{failure.traceback}"
-        return FAILURES[failure.kind](text)
+        return FAILURES[failure.exit_code](text)
 
     def death(self) -> WorkerError:
         """Error that says how the process ended, once its end of the pipe is closed."""
