@@ -152,6 +152,12 @@ class KVCacheManager:
         return sum([pool.num_gains for pool in self._arena.pools])
 
     @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that can be found, held or free."""
+        pools = {self.pool, *self.pools}
+        return sum(block.key is not None for pool in pools for block in pool.blocks)
+
+    @property
     def usage(self) -> float:
         """Held share of the memory, 0 to 1."""
         return 1.0 - self.num_free_blocks / self.num_blocks

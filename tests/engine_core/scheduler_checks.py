@@ -20,7 +20,7 @@ from tests.fakes import (
     make_request,
     make_scheduler,
 )
-from tests.kv_cache.counts import free_ids, num_cached_blocks
+from tests.kv_cache.counts import free_ids
 from tests.kv_cache.fake_states import StateGroup
 
 
@@ -259,7 +259,7 @@ def check_idle(scheduler: Scheduler) -> None:
     assert not running.prompt_logprob_rows
     assert not running.matchers
     assert kv_cache.reset_prefix_cache()
-    assert num_cached_blocks(kv_cache) == 0
+    assert kv_cache.num_cached_blocks == 0
 
 
 def _ints(column: bytes) -> list[int]:

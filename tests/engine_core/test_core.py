@@ -28,7 +28,6 @@ from tests.engine_core.core_under_test import (
     tokens_of,
 )
 from tests.fakes import expected_tokens, make_request
-from tests.kv_cache.counts import num_cached_blocks
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def test_a_control_operation_that_arrives_while_the_model_runs_waits_for_the_ste
     outputs = core.finish(AddRequest(make_request(1, [1] * 9, 5)))
     (reply,) = replies(outputs)
     assert reply.ok
-    assert num_cached_blocks(core.scheduler.kv_cache) == 0
+    assert core.scheduler.kv_cache.num_cached_blocks == 0
 
 
 def test_shutdown_ends_every_request_with_its_reason(core: CoreUnderTest) -> None:
@@ -329,7 +328,7 @@ def test_what_an_abort_makes_findable_is_published_before_the_core_sleeps(
     assert core.scheduler.num_requests == 0
     stored = [event for batch in batches for event in batch.events]
     assert all(isinstance(event, BlockStored) for event in stored)
-    assert sum(len(event.block_hashes) for event in stored) == num_cached_blocks(kv_cache) == 2
+    assert sum(len(event.block_hashes) for event in stored) == kv_cache.num_cached_blocks == 2
 
 
 def test_as_many_steps_are_in_flight_as_the_executor_takes(tmp_path: Path) -> None:

@@ -30,7 +30,6 @@ from tests.fakes import (
     make_scheduler,
     row_logprobs,
 )
-from tests.kv_cache.counts import num_cached_blocks
 
 PROMPT = [*range(20, 31)]  # 11 tokens: 2 full blocks of 4, and 3 tokens
 
@@ -67,7 +66,7 @@ def test_a_request_that_asks_for_its_prompts_reads_no_cached_prefix_and_others_d
     before = Deliveries()
     while scheduler.num_requests:
         before.step(scheduler, executor)
-    assert num_cached_blocks(scheduler.kv_cache) > 0
+    assert scheduler.kv_cache.num_cached_blocks > 0
     scheduler.add(make_request(2, PROMPT, 2, prompt_logprobs=1))
     scheduler.add(make_request(3, PROMPT, 2, prompt_logprobs=1, skip_reading_prefix_cache=True))
     scheduler.add(make_request(4, PROMPT, 2))

@@ -1,4 +1,4 @@
-"""What tests look at and the engine does not ask for: blocks that are free, findable or fenced."""
+"""What tests look at and the engine does not ask for: blocks that are free or fenced."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ def free_ids(pool: BlockPool) -> list[int]:
         ids.append(block.block_id)
         block = block.next
     return ids
-
-
-def num_cached_blocks(kv_cache: KVCacheManager) -> int:
-    """Blocks that can be found, held or free."""
-    pools = {id(pool): pool for pool in (kv_cache.pool, *kv_cache.pools)}
-    return sum(block.key is not None for pool in pools.values() for block in pool.blocks)
 
 
 def num_fenced_blocks(kv_cache: KVCacheManager) -> int:

@@ -9,7 +9,7 @@ import xxhash
 from nanocore.kv_cache import Capacity, KeyChain, KVCacheManager, PrefixCacheStats
 from nanocore.kv_cache.block_key import DigestFunction
 from nanocore.kv_cache.events import BlockRemoved, BlockStored, KVEvent
-from tests.kv_cache.counts import free_ids, num_cached_blocks, num_fenced_blocks
+from tests.kv_cache.counts import free_ids, num_fenced_blocks
 
 BLOCK_SIZE = 4
 
@@ -112,10 +112,10 @@ def test_reset_is_refused_while_blocks_are_held() -> None:
     kv_cache = KVCacheManager(Capacity(4, BLOCK_SIZE))
     run(kv_cache, 1, list(range(8)))
     assert not kv_cache.reset_prefix_cache()
-    assert num_cached_blocks(kv_cache) == 2
+    assert kv_cache.num_cached_blocks == 2
     kv_cache.free(1)
     assert kv_cache.reset_prefix_cache()
-    assert num_cached_blocks(kv_cache) == 0
+    assert kv_cache.num_cached_blocks == 0
     assert run(kv_cache, 2, list(range(8))) == 0
 
 
@@ -140,7 +140,7 @@ def test_copies_are_not_cached_twice_and_a_held_one_takes_over_from_a_free_one()
     for handle in (1, 2):
         kv_cache.allocate(handle, 4)
         kv_cache.register(handle, chain.keys, 1)
-    assert num_cached_blocks(kv_cache) == 1
+    assert kv_cache.num_cached_blocks == 1
     kv_cache.free(1)  # findable, and free
     kv_cache.allocate(3, 4)
     kv_cache.register(3, chain.keys, 1)
@@ -253,7 +253,7 @@ def test_the_parent_of_blocks_stored_after_a_known_one_is_that_one() -> None:
 def test_without_prefix_caching_nothing_is_remembered() -> None:
     kv_cache = KVCacheManager(Capacity(4, BLOCK_SIZE), enable_prefix_caching=False)
     run(kv_cache, 1, list(range(8)))
-    assert num_cached_blocks(kv_cache) == 0
+    assert kv_cache.num_cached_blocks == 0
 
 
 def test_a_salted_prompts_events_tell_the_salt_apart_from_the_tokens() -> None:
@@ -298,7 +298,7 @@ def test_what_is_forgotten_is_not_found_though_others_hold_it() -> None:
     kv_cache.allocate(2, 13, prefix)
     kv_cache.forget(2)
     assert kv_cache.find_prefix(chain.keys, 13).blocks == []
-    assert (num_cached_blocks(kv_cache), kv_cache.num_free_blocks) == (0, 4)
+    assert (kv_cache.num_cached_blocks, kv_cache.num_free_blocks) == (0, 4)
     kv_cache.free(2)
     assert kv_cache.block_ids(1) == [block.block_id for block in prefix.blocks]
     kv_cache.free(1)

@@ -18,7 +18,7 @@ from nanocore.kv_cache import Capacity, KeyChain, KVCacheManager
 from nanocore.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from nanocore.kv_cache.manager import NO_PREFIX
 from tests.campaign import examples
-from tests.kv_cache.counts import free_ids, num_cached_blocks
+from tests.kv_cache.counts import free_ids
 
 BLOCK_SIZE = 2
 NUM_BLOCKS = 7
@@ -235,7 +235,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert free_ids(kv_cache.pool) == model.free
         assert kv_cache.num_free_blocks == len(model.free)
         assert [block.ref_count for block in kv_cache.pool.blocks] == model.refs
-        assert num_cached_blocks(kv_cache) == len(model.entries)
+        assert kv_cache.num_cached_blocks == len(model.entries)
         for handle, request in model.requests.items():
             assert kv_cache.block_ids(handle) == request.block_ids
         kv_cache.publish_events()
