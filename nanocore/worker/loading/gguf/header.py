@@ -73,13 +73,15 @@ class HeaderBytes:
 
     def take(self, count: int, what: str) -> bytes:
         """Take the next `count` bytes. what: names them in the error that the file is too short."""
-        self.require(count, 1, what)
-        if self.offset + count > MAX_HEADER_BYTES:
+        end = self.offset + count
+        if end > self.num_bytes:
+            self.require(count, 1, what)
+        if end > MAX_HEADER_BYTES:
             raise self.error(f"its header has more than {MAX_HEADER_BYTES} bytes")
         taken = self._file.read(count)
         if len(taken) < count:
             raise self.error("the file became shorter while it was read")
-        self.offset += count
+        self.offset = end
         return taken
 
     def number(self, layout: struct.Struct, what: str) -> int:
