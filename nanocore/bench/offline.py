@@ -1,20 +1,15 @@
-"""`nanocore bench throughput`, `latency` and `startup`, which launch their own engine.
+"""`nanocore bench throughput` and `latency`, which launch their own engine.
 
 Latency repeats one batch of the same prompts, so prefix caching is off unless a flag enables it.
-Startup is measured cold (empty caches of compiled kernels, model files dropped from memory) and
-warm.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -26,20 +21,12 @@ from nanocore.bench.dataset_options import add_dataset_flags, dataset_options
 from nanocore.bench.datasets import PromptSource, PromptVocabulary, check_file, load_requests
 from nanocore.bench.load import BenchRequest
 from nanocore.client import LLM, InvalidRequestError, RequestOutput, SamplingParams
-from nanocore.demo_model import demo_model_folder
 from nanocore.protocol.errors import ConfigError, EngineStartError
 from nanocore.system.flags import FlagParser, at_least
 from nanocore.system.logs import complain
 
 PERCENTILES: Final = (10, 25, 50, 75, 90, 99)
 DEMO_MODEL_ID: Final = "demo model"
-CACHE_VARIABLES: Final = (
-    "TRITON_CACHE_DIR",
-    "TORCHINDUCTOR_CACHE_DIR",
-    "CUDA_CACHE_PATH",
-    "XDG_CACHE_HOME",
-)
-"""Environment variables of the engine's caches: compiled kernels, and what starts keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +112,6 @@ def engine_arguments(flags: Sequence[str]) -> dict[str, str | bool]:
             has_value = "="
         arguments[flag[2:].replace("-", "_")] = value if has_value else True
     return arguments
-
-
-def percentiles_of(values: Sequence[float]) -> dict[int, float]:
-    points = np.percentile(values, PERCENTILES).tolist()
-    return dict(zip(PERCENTILES, points, strict=True))
 
 
 def _write_json(path: str | None, result: Mapping[str, Any]) -> None:
@@ -260,7 +242,8 @@ def run_latency(arguments: list[str]) -> int:
         for _ in tqdm(range(given.num_iters_warmup), desc="Warmup iterations"):
             one_batch()
         latencies = [one_batch() for _ in tqdm(range(given.num_iters), desc="Bench iterations")]
-    mean, percentiles = float(np.mean(latencies)), percentiles_of(latencies)
+    mean, points = float(np.mean(latencies)), np.percentile(latencies, PERCENTILES).tolist()
+    percentiles = dict(zip(PERCENTILES, points, strict=True))
     print(f"Avg latency: {mean} seconds")
     for number, value in percentiles.items():
         print(f"{number}% percentile latency: {value} seconds")
@@ -272,86 +255,3 @@ def run_latency(arguments: list[str]) -> int:
     }
     _write_json(given.output_json, result)
     return 0
-
-
-def startup_parser() -> FlagParser:
-    parser = _build_parser("startup", "Measure how long an engine takes to start.")
-    _add_counts(
-        parser,
-        ("--num-iters-cold", 0, 3, "starts with cold caches"),
-        ("--num-iters-warmup", 0, 1, "starts in between, not measured"),
-        ("--num-iters-warm", 0, 3, "starts with warm caches"),
-    )
-    return parser
-
-
-def run_startup(arguments: list[str]) -> int:
-    given, engine = parse(startup_parser(), arguments)
-
-    def start() -> dict[str, float]:
-        start_s = time.perf_counter()
-        with engine.launch() as llm:
-            ready_s = time.perf_counter()
-            parts = {"startup": ready_s - start_s, **llm.start_parts}
-            parts["rest"] = parts["startup"] - sum(llm.start_parts.values())
-            _source(llm)
-            tokenizer_s = time.perf_counter()
-            token = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False)
-            llm.generate([[0]], token, use_tqdm=False)
-            first_token_s = time.perf_counter() - tokenizer_s
-            return parts | {"tokenizer": tokenizer_s - ready_s, "first token": first_token_s}
-
-    cold = []
-    for _ in tqdm(range(given.num_iters_cold), desc="Cold startup iterations"):
-        with cold_caches(model_folder(engine.model)):
-            cold.append(start())
-    for _ in tqdm(range(given.num_iters_warmup), desc="Warmup iterations"):
-        start()
-    bar = tqdm(range(given.num_iters_warm), desc="Warm startup iterations")
-    warm = [start() for _ in bar]
-    result: dict[str, Any] = {}
-    for phase, starts in (("cold", cold), ("warm", warm)):
-        if not starts:
-            continue
-        times = [one["startup"] for one in starts]
-        parts = {name: float(np.mean([one[name] for one in starts])) for name in starts[0]}
-        mean, percentiles = float(np.mean(times)), percentiles_of(times)
-        print(f"{phase.upper()} STARTUP:\nAvg startup time: {mean:.2f} seconds")
-        print("Startup time percentiles:")
-        for number, value in percentiles.items():
-            print(f"  {number}%: {value:.2f} seconds")
-        print("Parts, and what follows, in seconds:")
-        print("  " + ", ".join(f"{k} {v:.2f}" for k, v in parts.items() if k != "startup"))
-        result[f"{phase}_startup_parts"] = parts
-        result[f"avg_{phase}_startup_time"] = mean
-        result[f"{phase}_startup_times"] = times
-        result[f"{phase}_startup_percentiles"] = percentiles
-    _write_json(given.output_json, result)
-    return 0
-
-
-def model_folder(model: str | None) -> Path | None:
-    """Return the folder or file of a local model, or of the demo model."""
-    folder = demo_model_folder() if model is None else Path(model)
-    return folder if folder.exists() else None
-
-
-@contextmanager
-def cold_caches(folder: Path | None) -> Iterator[None]:
-    """Drop the model's files from memory, and use empty caches inside the block."""
-    files = [] if folder is None else [*folder.iterdir()] if folder.is_dir() else [folder]
-    for path in files:
-        if path.is_file():
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    before = {name: os.environ.get(name) for name in CACHE_VARIABLES}
-    with tempfile.TemporaryDirectory(prefix="nanocore-cold-") as empty:
-        try:
-            for name in CACHE_VARIABLES:
-                os.environ[name] = str(Path(empty) / name.lower())
-            yield
-        finally:
-            for name, value in before.items():
-                os.environ.pop(name)
-                if value is not None:
-                    os.environ[name] = value

@@ -33,7 +33,6 @@ _BENCHMARKS: Final[Subcommands] = {
     "serve": ("nanocore.bench.serve:run", "a running engine or server: TTFT, TPOT, ITL, goodput"),
     "throughput": ("nanocore.bench.offline:run_throughput", "its own engine: all requests at once"),
     "latency": ("nanocore.bench.offline:run_latency", "its own engine: one batch, repeatedly"),
-    "startup": ("nanocore.bench.offline:run_startup", "the time an engine takes to start"),
 }
 _SILENT: Final = ("serve", "batch")
 """Commands that work with a closed standard output."""

@@ -206,11 +206,6 @@ class BaseClient:
         return self._entered().endpoint
 
     @property
-    def start_parts(self) -> dict[str, float]:
-        """Seconds of the parts of the engine's start, if this client launched it."""
-        return {} if self._supervisor is None else self._supervisor.start_parts
-
-    @property
     def model_card(self) -> ModelCard:
         """Model card that the engine sent."""
         return self._entered().welcome.model

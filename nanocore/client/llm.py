@@ -79,11 +79,6 @@ class LLM:
         """Model card that the engine sent."""
         return self._client.model_card
 
-    @property
-    def start_parts(self) -> dict[str, float]:
-        """Seconds of the parts of the engine's start, by name."""
-        return self._client.start_parts
-
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, from the engine's own files."""
         return self._run(self._client.get_tokenizer())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import signal
 import socket
@@ -21,14 +20,10 @@ import pytest
 
 from nanocore.bench.datasets import check_file
 from nanocore.bench.offline import (
-    CACHE_VARIABLES,
     OwnEngine,
-    cold_caches,
     engine_arguments,
     latency_parser,
-    model_folder,
     parse,
-    startup_parser,
     throughput_parser,
 )
 from nanocore.bench.serve_flags import parse as parse_serve
@@ -223,40 +218,6 @@ def test_latency_has_vllms_keys(tmp_path: Path) -> None:
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
 
 
-@pytest.mark.campaign
-def test_startup_has_vllms_keys(tmp_path: Path) -> None:
-    file = tmp_path / "s.json"
-    flags = "--num-iters-cold 1 --num-iters-warmup 0 --num-iters-warm 1"
-    assert run(["startup", *flags.split(), "--output-json", str(file)]) == 0
-    result = json.loads(file.read_text())
-    assert list(result) == [
-        f"{name}{phase}_startup_{kind}"
-        for phase in ("cold", "warm")
-        for name, kind in (("", "parts"), ("avg_", "time"), ("", "times"), ("", "percentiles"))
-    ]
-    parts = result["warm_startup_parts"]
-    assert {"imports", "load", "tokenizer", "first token"} < set(parts)
-    later = parts["tokenizer"] + parts["first token"]
-    assert sum(parts.values()) == pytest.approx(2 * parts["startup"] + later), "rest is the rest"
-    assert len(result["cold_startup_times"]) == len(result["warm_startup_times"]) == 1
-
-
-def test_cold_caches_are_empty_folders_for_as_long_as_they_are_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    first, second, *_ = CACHE_VARIABLES
-    monkeypatch.setenv(first, "/mine")
-    monkeypatch.delenv(second, raising=False)
-    with cold_caches(model_folder(None)):
-        folders = [Path(os.environ[name]) for name in CACHE_VARIABLES]
-        assert folders[0].parent.is_dir()
-        assert not any(folder.exists() for folder in folders)
-    assert not folders[0].parent.exists()
-    assert os.environ[first] == "/mine"
-    assert second not in os.environ
-    assert model_folder("an/id-on-the-hub") is None
-
-
 def test_flags_of_an_engine_are_passed_on() -> None:
     flags = "--max-num-seqs 8 --enforce-eager --no-enable-prefix-caching --dtype=float32 --tp 2"
     assert engine_arguments(flags.split()) == {
@@ -274,13 +235,13 @@ def test_flags_of_an_engine_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("line", "code", "text"),
     [
-        ("", 2, "which benchmark? there are serve, throughput, latency, startup"),
+        ("", 2, "which benchmark? there are serve, throughput, latency"),
         ("serv", 2, "did you mean serve?"),
         ("serve --port x", 2, "(nanocore bench serve --help lists the flags)"),
         ("latency --output-json /nowhere/x", 2, "--output-json /nowhere/x"),
         ("latency --num-iters 0", 2, "is not an integer >= 1"),
         ("latency --no-such-flag", 2, "no-such-flag"),
-        ("startup --num-iters 1", 2, "`nanocore bench startup` has --num-iters-warm"),
+        ("latency --num-iter 1", 2, "`nanocore bench latency` has --num-iters"),
         ("serve --engine-endpoint ipc:///nowhere/e --ready-check-timeout-sec 1", 70, "/nowhere/e"),
         ("serve --dataset-name custom", 2, "--dataset-name custom needs its file"),
         ("throughput --dataset-name mooncake", 2, "--dataset-name mooncake needs its file"),
@@ -321,12 +282,8 @@ def test_errors_have_exit_codes(
 def test_the_commands_of_the_page_are_commands() -> None:
     page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text("utf-8")
     lines = re.findall(r"^nanocore bench (\w+) (.*)$", page, re.MULTILINE)
-    assert {name for name, _ in lines} == {"serve", "throughput", "latency", "startup"}
-    parsers = {
-        "throughput": throughput_parser,
-        "latency": latency_parser,
-        "startup": startup_parser,
-    }
+    assert {name for name, _ in lines} == {"serve", "throughput", "latency"}
+    parsers = {"throughput": throughput_parser, "latency": latency_parser}
     for name, flags in lines:
         if name == "serve":
             check_file(parse_serve(flags.split()).dataset)
@@ -345,7 +302,7 @@ def test_missing_packages_are_named(
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("name", ["serve", "throughput", "latency", "startup", ""])
+@pytest.mark.parametrize("name", ["serve", "throughput", "latency", ""])
 def test_help_is_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*name.split(), "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: nanocore bench {name}")

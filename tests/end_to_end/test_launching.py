@@ -198,16 +198,15 @@ def test_an_engine_that_offers_no_files_is_not_ready_yet(monkeypatch: pytest.Mon
     directory = LaunchDirectory()
     heard: list[object] = []
 
-    async def start() -> dict[str, float]:
+    async def start() -> None:
         process = EngineProcess([], directory)
         try:
             await process.wait_ready(EXIT_TIMEOUT_S, heard.append)
         finally:
             process.kill()
-        return process.start_parts
 
     try:
-        assert asyncio.run(start()) == {"weights": 1.0}
+        asyncio.run(start())
     finally:
         directory.remove()
     assert heard == [[]]

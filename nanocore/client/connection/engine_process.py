@@ -110,8 +110,6 @@ class EngineProcess:
         self._heard = b""
         self.stands_by = False
         """Whether it has reported that it has loaded everything and waits for its endpoint."""
-        self.start_parts: dict[str, float] = {}
-        """Seconds of the parts of its start, once it serves."""
 
     def _start(
         self, parent_fd: int, flags: Sequence[str], output_fd: int | None
@@ -161,7 +159,6 @@ class EngineProcess:
             raise EngineStartError(f"the engine died at start with exit code {code}", code)
         if report.error is not None:
             raise EngineStartError(report.error, report.exit_code)
-        self.start_parts = report.parts
 
     async def wait_death(self) -> None:
         """Wait until it closes its end of the socket pair, shortly before the process is gone."""

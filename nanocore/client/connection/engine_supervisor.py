@@ -138,11 +138,6 @@ class EngineSupervisor:
         return self._started.pid
 
     @property
-    def start_parts(self) -> dict[str, float]:
-        """Seconds of the parts of the engine's start, by name."""
-        return self._started.start_parts
-
-    @property
     def standby_pid(self) -> int | None:
         """Process id of the standby once it has loaded everything; None before."""
         waiting = [engine.pid for engine in self._processes if engine.stands_by]
