@@ -576,8 +576,6 @@ class FakeProposer:
     def end(self, row: int, num_prompt: int, num_tokens: int, has_finished: bool) -> None:
         """Do nothing."""
 
-    num_bytes = 0
-
     def propose(
         self, rows: NDArray[np.integer], num_tokens: NDArray[np.integer], most: NDArray[np.integer]
     ) -> Proposals:

@@ -291,6 +291,18 @@ def test_the_table_of_structured_outputs_is_that_of_the_report() -> None:
     assert f"it is {spread(longer['step']['times_plain'], 2)} times" in said
 
 
+@pytest.mark.parametrize("name", ["smollm2-135m-q4_1", "demo"])
+def test_the_table_of_drafts_is_that_of_the_report(name: str) -> None:
+    report = read(f"speculation-{name}")
+    table = tables(SPEED, "Drafts")[("smollm2-135m-q4_1", "demo").index(name)]
+    assert report["num_different"] == 0
+    assert f"{report['num_requests']:,}" in SPEED.split("\n## Drafts\n", 1)[1]
+    assert {row[0]: row[1:] for row in table} == {
+        task: [spread(report["tasks"][f"{task}, {n}"]["times_plain"], 2) for n in (1, 4, 16)]
+        for task in ("copy", "edit", "json", "chat", "prose")
+    }
+
+
 EQUAL = ("default", "chunked", "preempted", "prefix hits")
 """Conditions with the same bits: one column of the table."""
 

@@ -10,30 +10,20 @@ plus the class of the draft's place in its run.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore.engine_core.drafting.proposer import (
-    IntArray,
-    NativeLibrary,
-    NativeProposer,
-    Proposals,
-)
+from nanocore.engine_core.drafting.proposer import NativeLibrary, NativeProposer
 
 
-class NgramProposer:
-    """Looks up the last tokens of a row in the row itself. Implements `Proposer`.
+class NgramProposer(NativeProposer):
+    """Looks up the last tokens of a row in the row itself.
 
     Args:
         library: compiled functions.
         token_ids: the scheduler's table, int32 [rows, tokens].
         max_drafts: of a row in a call.
         prompt_lookup_min, prompt_lookup_max: tokens of an n-gram.
-
-    Raises:
-        ValueError: the limits are below 1, or crossed.
     """
 
     def __init__(
@@ -45,28 +35,7 @@ class NgramProposer:
         prompt_lookup_min: int,
         prompt_lookup_max: int,
     ) -> None:
-        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
-            raise ValueError(
-                f"prompt_lookup_min={prompt_lookup_min}, prompt_lookup_max={prompt_lookup_max}: "
-                "give 1 <= min <= max"
-            )
         settings = (
             token_ids.ctypes.data, token_ids.shape[1], prompt_lookup_min, prompt_lookup_max
         )  # fmt: skip
-        function = library.functions["ngram_propose"]
-        self._native = NativeProposer(function, settings, token_ids, max_drafts)
-
-    def begin(self, row: int, salt: Hashable) -> None:
-        """Do nothing: a row's tokens say it all."""
-
-    def end(self, row: int, num_prompt: int, num_tokens: int, has_finished: bool) -> None:
-        """Do nothing, likewise."""
-
-    def propose(self, rows: IntArray, num_tokens: IntArray, most: IntArray) -> Proposals:
-        """Guess up to most[i] tokens behind the first num_tokens[i] of each row."""
-        return self._native.propose(rows, num_tokens, most)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that is held now: none but the results'."""
-        return 0
+        super().__init__(library.functions["ngram_propose"], settings, token_ids, max_drafts)

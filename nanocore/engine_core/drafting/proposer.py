@@ -55,11 +55,6 @@ class Proposer(RowFollower, Protocol):
         """
         ...
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that is held now."""
-        ...
-
 
 class NativeLibrary(Protocol):
     """Compiled functions: `kernels.cpu.library.Library`."""
@@ -68,7 +63,8 @@ class NativeLibrary(Protocol):
 
 
 class NativeProposer:
-    """Calls a compiled proposer with arrays that are made once: a call takes few microseconds.
+    """Implements `Proposer` by a compiled one, with arrays that are made once: a call takes few
+    microseconds.
 
     Args:
         propose: compiled function; it takes `arguments`, max_drafts, three columns, the three
@@ -98,6 +94,12 @@ class NativeProposer:
         pointers = [array.ctypes.data for array in (*self._columns, *self._results)]
         self._propose = partial(propose, *arguments, max_drafts, *map(c_void_p, pointers))
         self._table = token_ids  # it lives as long as its address is used
+
+    def begin(self, row: int, salt: Hashable) -> None:
+        """Follow a request that takes a row; one whose tokens say it all needs no more."""
+
+    def end(self, row: int, num_prompt: int, num_tokens: int, has_finished: bool) -> None:
+        """Forget a row."""
 
     def propose(self, rows: IntArray, num_tokens: IntArray, most: IntArray) -> Proposals:
         """Guess up to most[i] tokens behind the first num_tokens[i] of each row."""

@@ -19,20 +19,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore.engine_core.drafting.proposer import (
-    IntArray,
-    NativeLibrary,
-    NativeProposer,
-    Proposals,
-)
+from nanocore.engine_core.drafting.proposer import NativeLibrary, NativeProposer
 
 MAX_SALTS: Final = 256
 """Salts whose outputs are kept; `SuffixDrafts` in kernels/cpu/drafts.h keeps as many."""
 DEFAULT_MAX_BYTES: Final = 256 * 2**20
 
 
-class SuffixProposer:
-    """Looks up the last tokens of a row in itself and in finished outputs. Implements `Proposer`.
+class SuffixProposer(NativeProposer):
+    """Looks up the last tokens of a row in itself and in finished outputs.
 
     Args:
         library: compiled functions.
@@ -70,9 +65,8 @@ class SuffixProposer:
         if not self._drafts:
             raise MemoryError(f"no memory for the suffix automata of {len(token_ids)} rows")
         weakref.finalize(self, functions["suffix_free"], self._drafts)
-        self._native = NativeProposer(
-            functions["suffix_propose"], (c_void_p(self._drafts),), token_ids, max_drafts
-        )
+        settings = (c_void_p(self._drafts),)
+        super().__init__(functions["suffix_propose"], settings, token_ids, max_drafts)
         self._salt_ids: dict[Hashable, int] = {}
         self._num_salts = 0
 
@@ -89,10 +83,6 @@ class SuffixProposer:
     def end(self, row: int, num_prompt: int, num_tokens: int, has_finished: bool) -> None:
         """Forget a row; what a finished request wrote is kept for others with its salt."""
         self._functions["suffix_end"](self._drafts, row, num_prompt, num_tokens, has_finished)
-
-    def propose(self, rows: IntArray, num_tokens: IntArray, most: IntArray) -> Proposals:
-        """Guess up to most[i] tokens behind the first num_tokens[i] of each row."""
-        return self._native.propose(rows, num_tokens, most)
 
     @property
     def num_bytes(self) -> int:

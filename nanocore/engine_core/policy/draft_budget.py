@@ -26,12 +26,13 @@ _MAX_AGE_STEPS: Final = 512
 
 _PRIOR_RATE: Final = 0.5
 _PRIOR_WEIGHT: Final = 4.0
-_MIN_GAIN: Final = 1.02
+_MIN_GAIN: Final = 1.05
 """Drafts that promise less are not worth it: both estimates have errors."""
 _FORGET_CHOICES: Final = 64
 _MEMORY: Final = 0.9
 _ROW_MEMORY: Final = 0.9
 _ROW_WEIGHT: Final = 2.0
+_OVERALL_MEMORY: Final = 0.98
 
 
 class DecodeTimes:
@@ -122,6 +123,8 @@ class DraftBudget:
         # looked at; of rows, as many as the classes let expect.
         self._right, self._seen = np.zeros(NUM_EVIDENCE), np.zeros(NUM_EVIDENCE)
         self._row_right, self._row_expected = np.zeros(num_rows), np.zeros(num_rows)
+        # Likewise of all rows lately: what is likeliest is chosen, so it seems likelier than it is.
+        self._lately_right = self._lately_expected = 0.0
         self._rates = np.full(NUM_EVIDENCE, _PRIOR_RATE)
         self._num_choices = 0
 
@@ -161,7 +164,9 @@ class DraftBudget:
 
     def chances(self, rows: IntArray, proposals: Proposals) -> FloatArray:
         """Chance of each draft, [n, k]: that it and those before it are right."""
-        trust = (self._row_right[rows] + _ROW_WEIGHT) / (self._row_expected[rows] + _ROW_WEIGHT)
+        usual = (self._lately_right + _ROW_WEIGHT) / (self._lately_expected + _ROW_WEIGHT)
+        right = self._row_right[rows] + min(usual, 1.0) * _ROW_WEIGHT
+        trust = right / (self._row_expected[rows] + _ROW_WEIGHT)
         chances: FloatArray = self._rates[proposals.evidence] * trust[:, None]
         np.minimum(chances, 1.0, out=chances)
         return np.multiply.accumulate(chances, axis=1, out=chances)
@@ -179,6 +184,8 @@ class DraftBudget:
         expected = np.where(is_seen, self._rates[evidence], 0.0).sum(axis=1)
         self._row_right[rows] = self._row_right[rows] * _ROW_MEMORY + right
         self._row_expected[rows] = self._row_expected[rows] * _ROW_MEMORY + expected
+        self._lately_right = self._lately_right * _OVERALL_MEMORY + int(right.sum())
+        self._lately_expected = self._lately_expected * _OVERALL_MEMORY + float(expected.sum())
         self._right += np.bincount(evidence[is_right], minlength=NUM_EVIDENCE)
         self._seen += np.bincount(evidence[is_seen], minlength=NUM_EVIDENCE)
         self._update_rates()
@@ -187,6 +194,8 @@ class DraftBudget:
         """Weigh what was seen less, so that what is not tried any more is tried again."""
         for tally in (self._right, self._seen, self._row_right, self._row_expected):
             tally *= _MEMORY
+        self._lately_right *= _MEMORY
+        self._lately_expected *= _MEMORY
         self._update_rates()
 
     def _update_rates(self) -> None:

@@ -232,6 +232,7 @@ class Scheduler:
         """
         running, counters = self.running, self.counters
         counters.num_steps += 1
+        self._begun_s.append(self.clock())
         self._last_group = group
         num_groups, num_cache_groups = self.config.num_groups, self._num_cache_groups
         plan = StepPlan(counters.num_steps, 0, group, num_groups, num_cache_groups)
@@ -262,7 +263,6 @@ class Scheduler:
             budget = self._schedule_waiting(plan, budget)
         if self._drafter is not None:
             self._drafter.draft(plan, budget)
-        self._begun_s.append(self.clock())
         is_full = self.num_waiting > 0 or running.is_short_of_blocks
         counters.count_rows(self.config.max_num_seqs - self.num_running, is_full)
         return running.begin(plan)

@@ -103,15 +103,6 @@ def test_evidence_tells_long_matches_and_early_drafts(native: Library) -> None:
     assert sorted(classes.elements()) == [8, 9, 10, 10, 24, 25, 26, 26, 56, 57, 58, 58]
 
 
-@pytest.mark.parametrize(("shortest", "longest"), [(0, 3), (4, 3)])
-def test_limits_that_find_nothing_are_refused(native: Library, shortest: int, longest: int) -> None:
-    with pytest.raises(ValueError, match="1 <= min <= max"):
-        NgramProposer(
-            native, np.zeros((1, 8), np.int32), 4,
-            prompt_lookup_min=shortest, prompt_lookup_max=longest,
-        )  # fmt: skip
-
-
 def test_tables_of_other_kinds_are_refused(native: Library) -> None:
     for table in (np.zeros((2, 8), np.int64), np.zeros((8, 2), np.int32).T):
         with pytest.raises(ValueError, match="give a contiguous int32"):
