@@ -285,15 +285,42 @@ class CompletionStyle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptSamples:
-    """State of one prompt's samples: seeds and text offsets."""
+    """State of one prompt's samples: seeds and text offsets. usage: of the request."""
 
-    def __init__(self, style: CompletionStyle, number: int, started: Started) -> None:
+    def __init__(
+        self, style: CompletionStyle, number: int, started: Started, usage: UsageSum
+    ) -> None:
+        usage.add_prompt(len(started.prompt_token_ids), started.num_cached_tokens)
         self._style = style
         self._started = started
+        self._usage = usage
         self._echo = style.echo(number)
         self._offsets: dict[int, TextOffsets] = {}
+        self.choices = range(number * style.num_samples, (number + 1) * style.num_samples)
 
-    def ending(self, event: Finished) -> dict[str, Any]:
+    def added(self, events: Sequence[ChatEvent]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the index of a choice, and the fields that consecutive events add to it.
+
+        A completion has only text and logprobs.
+        """
+        of_samples = [event for event in events if isinstance(event, SampleEvent)]
+        for sample, of_one in groupby(of_samples, key=lambda event: event.index):
+            fields: dict[str, Any] = {}
+            for event in of_one:
+                if isinstance(event, Finished):
+                    fields |= self._ending(event)
+                    if self._style.shows_output:
+                        self._usage.add_sample(event.usage)
+                elif not self._style.shows_output:
+                    continue
+                elif isinstance(event, Text):
+                    fields["text"] = fields.get("text", "") + event.delta
+                else:
+                    self._add_logprobs(fields.setdefault("logprobs", TextLogprobs()), event)
+            if fields:
+                yield self.choices[sample], fields
+
+    def _ending(self, event: Finished) -> dict[str, Any]:
         """Return the fields of a choice at its end."""
         first = self._started.seed
         is_shown = self._style.shows_output or event.finish_reason not in ("stop", "length")
@@ -314,7 +341,7 @@ class PromptSamples:
         shown.add(columns, tokens)
         return columns
 
-    def add_logprobs(self, columns: TextLogprobs, event: Logprobs) -> None:
+    def _add_logprobs(self, columns: TextLogprobs, event: Logprobs) -> None:
         style, shown = self._style, self._style.logprobs
         if shown is None:
             return
@@ -352,44 +379,22 @@ class CompletionStreamEncoder(ChunkEncoder):
         chunks: list[bytes] = []
         if events and isinstance(events[0], Started):
             chunks += self._start(number, events[0])
-        chunks += [self._chunk(number, of_one) for of_one in by_sample(events)]
+        chunks += [self._data(*added) for added in self._prompts[number].added(events)]
         return b"".join(chunks)
 
     def _start(self, number: int, event: Started) -> Iterator[bytes]:
-        self._usage.add_prompt(len(event.prompt_token_ids), event.num_cached_tokens)
-        prompt = PromptSamples(self._style, number, event)
+        prompt = PromptSamples(self._style, number, event, self._usage)
         self._prompts[number] = prompt
         echo = self._style.echo(number)
         if echo is None:
             return
         logprobs = prompt.echoed_logprobs()
         if echo.text or logprobs is not None:
-            for index in range(self._style.num_samples):
-                yield self._data(number, index, text=echo.text, logprobs=logprobs)
+            for index in prompt.choices:
+                yield self._data(index, {"text": echo.text, "logprobs": logprobs})
 
-    def _chunk(self, number: int, events: list[SampleEvent]) -> bytes:
-        style = self._style
-        text = ""
-        logprobs: TextLogprobs | None = None
-        more: dict[str, Any] = {}
-        for event in events:
-            if isinstance(event, Finished):
-                more = self._prompts[number].ending(event)
-                if style.shows_output:
-                    self._usage.add_sample(event.usage)
-            elif not style.shows_output:
-                continue
-            elif isinstance(event, Text):
-                text += event.delta
-            else:
-                logprobs = logprobs or TextLogprobs()
-                self._prompts[number].add_logprobs(logprobs, event)
-        if not (text or logprobs or more):
-            return b""
-        return self._data(number, events[0].index, text=text, logprobs=logprobs, **more)
-
-    def _data(self, number: int, index: int, **fields: Any) -> bytes:
-        chunk = self._object(number * self._style.num_samples + index, fields)
+    def _data(self, index: int, fields: dict[str, Any]) -> bytes:
+        chunk = self._object(index, fields)
         if self._always_usage:
             num_tokens = sum(self._num_tokens.values()) if self._style.shows_output else 0
             chunk = self._with_count(chunk, num_tokens)
@@ -418,9 +423,14 @@ class CompletionEncoder(WholeEncoder):
     def feed(self, number: int, events: Sequence[ChatEvent], num_output_tokens: int) -> bytes:
         if events and isinstance(events[0], Started):
             self._start(number, events[0])
-        for of_one in by_sample(events):
-            for event in of_one:
-                self._add(number, event)
+        for index, fields in self._prompts[number].added(events):
+            choice = self._choices[index]
+            self._texts[index].append(fields.pop("text", ""))
+            logprobs = fields.pop("logprobs", None)
+            if choice.logprobs is not None and logprobs is not None:
+                choice.logprobs.extend(logprobs)
+            for name, value in fields.items():
+                setattr(choice, name, value)
         return b""
 
     def finish(self) -> bytes:
@@ -435,37 +445,12 @@ class CompletionEncoder(WholeEncoder):
 
     def _start(self, number: int, event: Started) -> None:
         style = self._style
-        self._usage.add_prompt(len(event.prompt_token_ids), event.num_cached_tokens)
-        prompt = self._prompts[number] = PromptSamples(style, number, event)
+        prompt = self._prompts[number] = PromptSamples(style, number, event, self._usage)
         echo = style.echo(number)
-        for sample in range(style.num_samples):
-            index = number * style.num_samples + sample
+        for index in prompt.choices:
             choice = self._choices[index] = TextChoice(index=index)
             self._texts[index] = [] if echo is None else [echo.text]
             if style.shows_prompt and event.prompt_logprobs is not None:
                 choice.prompt_logprobs = prompt_logprobs(event.prompt_logprobs)
             if style.logprobs is not None:
                 choice.logprobs = prompt.echoed_logprobs() or TextLogprobs()
-
-    def _add(self, number: int, event: SampleEvent) -> None:
-        style = self._style
-        index = number * style.num_samples + event.index
-        choice = self._choices[index]
-        if isinstance(event, Finished):
-            for name, value in self._prompts[number].ending(event).items():
-                setattr(choice, name, value)
-            if style.shows_output:
-                self._usage.add_sample(event.usage)
-        elif not style.shows_output:
-            return
-        elif isinstance(event, Text):
-            self._texts[index].append(event.delta)
-        elif choice.logprobs is not None:
-            self._prompts[number].add_logprobs(choice.logprobs, event)
-
-
-def by_sample(events: Sequence[ChatEvent]) -> Iterator[list[SampleEvent]]:
-    """Group consecutive events of one sample; a completion has only text and logprobs."""
-    of_samples = [event for event in events if isinstance(event, SampleEvent)]
-    for _, of_one in groupby(of_samples, key=lambda event: event.index):
-        yield list(of_one)

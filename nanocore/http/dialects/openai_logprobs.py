@@ -130,6 +130,10 @@ class TextLogprobs(msgspec.Struct):
     tokens: list[str] = []
     top_logprobs: list[dict[str, float] | None] = []
 
+    def extend(self, more: TextLogprobs) -> None:
+        for name in self.__struct_fields__:
+            getattr(self, name).extend(getattr(more, name))
+
 
 class LogprobsShown(msgspec.Struct, frozen=True):
     """Options of a completion's logprobs.
