@@ -86,13 +86,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Endpoints of the engine and what its client needs. It travels to worker processes as JSON.
+    """Arguments of `AsyncEngineClient.connect`. It travels to worker processes as JSON."""
 
-    endpoints: of one engine, or of several that serve the same model; one of them is used.
-    resume_timeout_s: how long requests wait for an engine that continues them.
-    """
-
-    endpoints: tuple[str, ...]
+    endpoint: tuple[str, ...]
     curve_dir: str | None = None
     tokenizer: str | None = None
     resume_timeout_s: float = RESUME_TIMEOUT_S

@@ -14,7 +14,6 @@ import pytest
 from nanocore.cli.engine_choice import JOIN_TIMEOUT_S, LAUNCH_TIMEOUT_S
 from nanocore.cli.serve import supervisor
 from nanocore.cli.serve.flags import ServeOptions, parse
-from nanocore.http.server.service import engine_client
 from nanocore.protocol.errors import ConfigError, KeyFileError
 
 
@@ -296,6 +295,6 @@ def test_requests_wait_longer_for_an_engine_that_took_long_to_start(
         loop = asyncio.get_running_loop()
         front._signal, front._engine_end = loop.create_future(), loop.create_future()
         address = await front._start_engine()
-        return engine_client(address, 1.0)._resume_timeout_s
+        return address.resume_timeout_s
 
     assert asyncio.run(waits_s()) == expected_s

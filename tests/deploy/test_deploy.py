@@ -63,7 +63,7 @@ def test_nobody_is_killed_who_is_still_ending_in_order(place: Place) -> None:
     assert any("--shutdown-timeout" in word for word in place.arguments), "the times are together"
     ending_s = max(FLUSH_TIMEOUT_S, GRACE_S) + DISCONNECT_TIMEOUT_S + STOP_TIMEOUT_S
     assert place.grace_s is not None
-    assert place.pre_stop_s + given.shutdown_timeout + ending_s < place.grace_s
+    assert place.pre_stop_s + given.shutdown_timeout_s + ending_s < place.grace_s
 
 
 def test_the_pages_table_of_times_is_that_of_the_files() -> None:
@@ -74,7 +74,7 @@ def test_the_pages_table_of_times_is_that_of_the_files() -> None:
     for place in places():
         if place.grace_s is not None:
             given, _ = serve_parser().parse_known_args(place.arguments[2:])
-            said[place.name] = [place.pre_stop_s, given.shutdown_timeout, place.grace_s]
+            said[place.name] = [place.pre_stop_s, given.shutdown_timeout_s, place.grace_s]
     assert rows == said
 
 

@@ -53,7 +53,7 @@ async def _serve(
     service = HttpService(AppSettings(served_model_names=(MODEL_NAME,)), ServerSettings())
     try:
         await service.start([listening])
-        await service.connect(EngineAddress(endpoints=(endpoint,)), START_TIMEOUT_S)
+        await service.connect(EngineAddress(endpoint=(endpoint,)), START_TIMEOUT_S)
         ready.set_result(asyncio.get_running_loop())
         await is_over.wait()
     finally:

@@ -17,7 +17,7 @@ from nanocore.cli.engine_choice import (
 from nanocore.cli.response_flags import add_response_flags, check_tokenizer, response_settings
 from nanocore.http.server_settings import MAX_BODY_BYTES, AppSettings
 from nanocore.protocol.errors import ConfigError
-from nanocore.system.flags import FlagParser, at_least, server_url
+from nanocore.system.flags import FlagParser, at_least, server_url, values_of
 
 _EXIT_CODES: Final = """\
 exit codes: 0 every line succeeded, 1 every line has a result, some are errors, 2 usage or
@@ -71,9 +71,7 @@ def parse(arguments: list[str]) -> BatchOptions:
         output=target,
         app=AppSettings(**response_settings(given, found), stored_responses_bytes=0),
         engine=choose_engine(parser, given, given.model, others, model_is_first=False, found=found),
-        url=given.url,
-        retry_errors=given.retry_errors,
-        max_concurrency=given.max_concurrency,
+        **values_of(BatchOptions, given),
     )
 
 

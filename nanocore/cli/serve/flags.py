@@ -104,18 +104,13 @@ def parse(arguments: list[str], environment: MutableMapping[str, str]) -> ServeO
         raise ConfigError("--uds: a path is needed")
     check_tokenizer(given.tokenizer)
     keys = api_keys(given.api_key, given.api_key_file, environment)
-    return ServeOptions(
-        app=_app_settings(given, keys),
-        server=_server_settings(given),
-        host=DEFAULT_HOST if given.host is None else given.host,
-        port=DEFAULT_PORT if given.port is None else given.port,
-        uds=given.uds,
-        engine=engine,
-        standby=bool(given.standby),
-        http_workers=given.http_workers,
-        log_format=given.log_format,
-        shutdown_timeout_s=given.shutdown_timeout,
-    )
+    values = values_of(ServeOptions, given) | {
+        "host": DEFAULT_HOST if given.host is None else given.host,
+        "port": DEFAULT_PORT if given.port is None else given.port,
+        "standby": bool(given.standby),
+    }
+    app, server = _app_settings(given, keys), _server_settings(given)
+    return ServeOptions(app=app, server=server, engine=engine, **values)
 
 
 def _app_settings(given: argparse.Namespace, keys: list[str]) -> AppSettings:
@@ -128,32 +123,22 @@ def _app_settings(given: argparse.Namespace, keys: list[str]) -> AppSettings:
                 "them out"
             )
         stored_bytes = 0
-    return AppSettings(
+    values = values_of(AppSettings, given) | {
         **response_settings(given),
-        api_keys=tuple(keys),
-        keep_alive_s=given.comment_interval,
-        stored_responses_bytes=STORED_RESPONSES_BYTES if stored_bytes is None else stored_bytes,
-        allowed_origins=tuple(map(read_origin, given.allowed_origins)),
-        allowed_hosts=read_hosts(given.host, given.allowed_hosts) if given.uds is None else None,
-        otlp_traces_endpoint=given.otlp_traces_endpoint,
-        metrics_namespace=given.metrics_namespace,
-    )
+        "api_keys": tuple(keys),
+        "stored_responses_bytes": STORED_RESPONSES_BYTES if stored_bytes is None else stored_bytes,
+        "allowed_origins": tuple(map(read_origin, given.allowed_origins)),
+        "allowed_hosts": read_hosts(given.host, given.allowed_hosts) if given.uds is None else None,
+    }
+    return AppSettings(**values)
 
 
 def _server_settings(given: argparse.Namespace) -> ServerSettings:
     if given.ssl_cert_reqs is None:
         given.ssl_cert_reqs = ssl.CERT_NONE if given.ssl_ca_certs is None else ssl.CERT_REQUIRED
-    return ServerSettings(
-        limits=ConnectionLimits(
-            max_header_bytes=given.max_header_bytes,
-            header_timeout_s=given.header_timeout,
-            body_timeout_s=given.body_timeout,
-            send_timeout_s=given.send_timeout,
-            keep_alive_timeout_s=given.timeout_keep_alive,
-            max_connections=connection_limit(given.limit_concurrency),
-        ),
-        **values_of(ServerSettings, given),
-    )
+    given.max_connections = connection_limit(given.max_connections)
+    limits = ConnectionLimits(**values_of(ConnectionLimits, given))
+    return ServerSettings(limits=limits, **values_of(ServerSettings, given))
 
 
 def connection_limit(asked: int | None) -> int:
@@ -253,12 +238,14 @@ def _add_authentication(group: argparse._ArgumentGroup) -> None:
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     def add(
-        flag: str, kind: Callable[[str], float], default: float | None, help: str, shown: str = ""
-    ) -> None:
+        flag: str, kind: Callable[[str], float], default: float | None, help: str, shown: str = "",
+        dest: str | None = None,
+    ) -> None:  # fmt: skip
         shown = shown or (str(default) if isinstance(default, int) else f"{default:g}")
-        metavar = "S" if kind in (seconds, seconds_or_none) else "N"
-        text = f"{help} (default: {shown})"
-        group.add_argument(flag, type=kind, default=default, metavar=metavar, help=text)
+        is_time = kind in (seconds, seconds_or_none)
+        dest = dest or flag[2:].replace("-", "_") + "_s" * is_time
+        group.add_argument(flag, type=kind, default=default, metavar="S" if is_time else "N",
+            help=f"{help} (default: {shown})", dest=dest)  # fmt: skip
 
     add("--max-body-bytes", at_least(1), MAX_BODY_BYTES, "bytes of a request's body")
     add("--max-header-bytes", at_least(256), 64 * 1024,
@@ -266,9 +253,10 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     add("--header-timeout", seconds, 10.0, "seconds to receive a request's headers")
     add("--body-timeout", seconds, 60.0, "seconds to receive a request's body")
     add("--send-timeout", seconds, 600.0, "seconds that a client may read nothing of its response")
-    add("--timeout-keep-alive", seconds, 75.0, "seconds a connection may be idle between requests")
+    add("--timeout-keep-alive", seconds, 75.0, "seconds a connection may be idle between requests",
+        dest="keep_alive_timeout_s")  # fmt: skip
     add("--limit-concurrency", at_least(1), None, "connections per process; others get a 503",
-        "what descriptors allow")  # fmt: skip
+        "what descriptors allow", "max_connections")  # fmt: skip
     add("--shutdown-timeout", seconds_or_none, SHUTDOWN_TIMEOUT_S,
         "seconds for running responses to finish after SIGTERM or Ctrl-C")  # fmt: skip
     add("--stored-responses-bytes", at_least(0), None, "memory for stored /v1/responses",
@@ -278,7 +266,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 def _add_responses(group: argparse._ArgumentGroup) -> None:
     add_response_flags(group)
     add = group.add_argument
-    add("--comment-interval", type=seconds, default=KEEP_ALIVE_S, metavar="S",
+    add("--comment-interval", dest="keep_alive_s", type=seconds, default=KEEP_ALIVE_S, metavar="S",
         help=f"seconds of silence before an SSE keep-alive comment (default: {KEEP_ALIVE_S:g})",
     )  # fmt: skip
     add("--allowed-origins", nargs="+", action="extend", default=[], metavar="ORIGIN",

@@ -85,7 +85,7 @@ class Supervisor:
             card = await self._unless_over(front.connect(engine, timeout_s))
             name = next(iter(self._options.app.served_model_names), card.model)
             with registered(self._running(engine, name, url)):
-                endpoints = ", ".join(engine.endpoints)
+                endpoints = ", ".join(engine.endpoint)
                 logger.info("ready: %s at %s | engine %s", name, url, endpoints)
                 await self._unless_over(asyncio.Event().wait())
             raise AssertionError
@@ -138,7 +138,7 @@ class Supervisor:
             # A restart takes as long, or longer beside other work: until then requests wait.
             resume_timeout_s += 2 * (time.monotonic() - start_s)
         return EngineAddress(
-            endpoints=endpoints,
+            endpoint=endpoints,
             curve_dir=choice.curve_dir,
             tokenizer=choice.tokenizer,
             resume_timeout_s=resume_timeout_s,
@@ -213,7 +213,7 @@ class Supervisor:
             pid=os.getpid(),
             address=url,
             model=model,
-            endpoints=engine.endpoints,
+            endpoints=engine.endpoint,
             curve_dir=curve_dir,
             tokenizer=tokenizer,
             chat_template=self._options.app.chat_template,

@@ -19,8 +19,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec.structs import asdict
 
-from nanocore.http.server.service import engine_client, freeze_startup
+from nanocore.client import AsyncEngineClient
+from nanocore.http.server.service import freeze_startup
 from nanocore.http.server_settings import AppSettings, EngineAddress, ServerSettings
 from nanocore.protocol.errors import EngineDeadError
 from nanocore.protocol.messages import ModelCard
@@ -119,7 +121,8 @@ class WorkerPool:
         Raises:
             NanocoreError: see `AsyncEngineClient.connect`.
         """
-        async with engine_client(engine, timeout_s) as client:  # reports errors here, once
+        client = AsyncEngineClient.connect(**asdict(engine), timeout_s=timeout_s)
+        async with client:  # reports errors here, once
             card = client.model_card
         self._engine.set_result(engine)
         try:

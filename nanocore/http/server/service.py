@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
+from msgspec.structs import asdict
+
 from nanocore.client import AsyncEngineClient
 from nanocore.client.connection.tokenizer_loader import TokenizerPreload
 from nanocore.http.app import App
@@ -22,21 +24,6 @@ from nanocore.protocol.messages import ModelCard
 
 FLUSH_TIMEOUT_S: Final = 1.0
 """Limit for clients to read the error that ends their response."""
-
-
-def engine_client(engine: EngineAddress, timeout_s: float) -> AsyncEngineClient:
-    """Return a client that is not entered yet.
-
-    Raises:
-        ConfigError: the endpoint or its keys are invalid.
-    """
-    return AsyncEngineClient.connect(
-        engine.endpoints,
-        curve_dir=engine.curve_dir,
-        tokenizer=engine.tokenizer,
-        timeout_s=timeout_s,
-        resume_timeout_s=engine.resume_timeout_s,
-    )
 
 
 class HttpService:
@@ -72,7 +59,7 @@ class HttpService:
         Raises:
             NanocoreError: see `AsyncEngineClient.connect`.
         """
-        client = engine_client(engine, timeout_s)
+        client = AsyncEngineClient.connect(**asdict(engine), timeout_s=timeout_s)
         client.tokenizer_preload = self._tokenizer_preload
         await client.__aenter__()
         self._client = client
