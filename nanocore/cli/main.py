@@ -81,10 +81,17 @@ exit codes: 0 measured, 1 no request succeeded, 2 usage or configuration, 3 mode
 """
 
 
-def _help(usage: str, commands: Subcommands) -> None:
-    width = max(map(len, commands))
-    lines = [f"  {name:<{width}} {text}" for name, (_, text) in commands.items()]
-    print(usage.format(commands="\n".join(lines)), end="")
+def _informs(name: str, usage: str, commands: Subcommands) -> bool:
+    """Print the help or the version; return whether `name` asks for one of them."""
+    if name in ("--help", "-h", "help"):
+        width = max(map(len, commands))
+        lines = [f"  {one:<{width}} {text}" for one, (_, text) in commands.items()]
+        print(usage.format(commands="\n".join(lines)), end="")
+    elif name in _VERSION_FLAGS:
+        print(f"nanocore {__version__}")
+    else:
+        return False
+    return True
 
 
 def _call(target: str, arguments: list[str]) -> int:
@@ -97,11 +104,7 @@ def _run(arguments: list[str]) -> int:
     name = arguments[0] if arguments else ""
     if name == "help" and arguments[1:]:
         return _run([*arguments[1:], "--help"])
-    if name in ("--help", "-h", "help"):
-        _help(_USAGE, _SUBCOMMANDS)
-        return 0
-    if name in _VERSION_FLAGS:
-        print(f"nanocore {__version__}")
+    if _informs(name, _USAGE, _SUBCOMMANDS):
         return 0
     if name in _ELSEWHERE:
         print(f"nanocore: there is no command {name!r}: {_ELSEWHERE[name]}", file=sys.stderr)
@@ -132,11 +135,7 @@ def run_bench(arguments: list[str]) -> int:
     from nanocore.protocol.errors import ConfigError
 
     name = arguments[0] if arguments else ""
-    if name in ("--help", "-h", "help"):
-        _help(_BENCH_USAGE, _BENCHMARKS)
-        return 0
-    if name in _VERSION_FLAGS:
-        print(f"nanocore {__version__}")
+    if _informs(name, _BENCH_USAGE, _BENCHMARKS):
         return 0
     if name not in _BENCHMARKS:
         near = get_close_matches(name, _BENCHMARKS, n=1)
