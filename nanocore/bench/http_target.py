@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -43,25 +44,17 @@ CONNECT_TIMEOUT_S: Final = 30.0
 _FAILURES: Final = (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError)
 
 
+@dataclass(frozen=True, slots=True)
 class HttpTarget:
-    """Args:
-    session: with the headers of every request. is_chat: prompts are user messages.
+    """session: with the headers of every request. is_chat: prompts are user messages.
     fields: of every request's body. tokenizer: counts tokens if the server does not.
     """
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        url: str,
-        is_chat: bool,
-        fields: Mapping[str, Any],
-        tokenizer: Tokenizer | None,
-    ) -> None:
-        self._session = session
-        self._url = url
-        self._is_chat = is_chat
-        self._fields = fields
-        self._tokenizer = tokenizer
+    session: aiohttp.ClientSession
+    url: str
+    is_chat: bool
+    fields: Mapping[str, Any]
+    tokenizer: Tokenizer | None
 
     async def send(self, request: BenchRequest, request_id: str, arrival_s: float) -> Outcome:
         body = msgspec.json.encode(self._body(request))
@@ -69,7 +62,7 @@ class HttpTarget:
         outcome = Outcome(request.num_prompt_tokens or 0, arrival_s, time.perf_counter())
         stream = _ResponseStream(outcome)
         try:
-            async with self._session.post(self._url, data=body, headers=headers) as response:
+            async with self.session.post(self.url, data=body, headers=headers) as response:
                 if response.status != 200:
                     text = (await read_body(response)).decode(errors="replace")
                     outcome.error = f"HTTP {response.status}: {shorten(' '.join(text.split()))}"
@@ -79,19 +72,19 @@ class HttpTarget:
         except (*_FAILURES, ConfigError) as error:
             outcome.error = f"{type(error).__name__}: {shorten(str(error))}"
             return outcome
-        stream.end(self._tokenizer)
+        stream.end(self.tokenizer)
         return outcome
 
     def _body(self, request: BenchRequest) -> dict[str, Any]:
         body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         prompt = request.prompt.tolist() if isinstance(request.prompt, array) else request.prompt
-        if self._is_chat:
+        if self.is_chat:
             body["messages"] = [{"role": "user", "content": prompt}]
             body["max_completion_tokens"] = request.num_output_tokens
         else:
             body["prompt"] = prompt
             body["max_tokens"] = request.num_output_tokens
-        return {**body, **self._fields}
+        return {**body, **self.fields}
 
 
 class _ResponseStream:

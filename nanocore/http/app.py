@@ -12,6 +12,7 @@ from nanocore.http.exchange import Disconnected, Exchange, Receive, Scope, Send
 from nanocore.http.host_check import check_host
 from nanocore.http.http_errors import RETRY_LATER_S, HttpError, anthropic_body, unavailable
 from nanocore.http.openapi import Route
+from nanocore.http.request_record import DISCONNECTED
 from nanocore.http.routes import find_route
 from nanocore.http.server_settings import AppSettings
 from nanocore.http.state import ServerState
@@ -51,7 +52,7 @@ class App:
             exchange.reply_headers.update(error.headers)
             await exchange.reply(error.status, exchange.error_body(error))
         except Disconnected:
-            exchange.note_disconnect()
+            exchange.record.error = DISCONNECTED
         finally:
             self.state.memory.note(exchange.num_body_bytes)
             if self.state.spans is not None and exchange.record.operation is not None:

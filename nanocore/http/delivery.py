@@ -15,6 +15,7 @@ from nanocore.client.chat.answer_stream import AnswerStream
 from nanocore.client.chat.events import ChatEvent, Finished
 from nanocore.http.exchange import JSON, Exchange
 from nanocore.http.http_errors import HttpError, bad_request, unavailable
+from nanocore.http.request_record import DISCONNECTED
 from nanocore.protocol.errors import NanocoreError
 
 
@@ -88,7 +89,7 @@ class Delivery:
             # server reports after a complete response, too.
             await self._exchange.disconnected()
             if not self._is_over:
-                self._exchange.note_disconnect()
+                self._exchange.record.error = DISCONNECTED
         except asyncio.CancelledError:
             if self._bug is None:
                 raise

@@ -20,7 +20,7 @@ from nanocore.http.http_errors import (
     openai_body,
     unavailable,
 )
-from nanocore.http.request_record import DISCONNECTED, RequestRecord
+from nanocore.http.request_record import RequestRecord
 from nanocore.http.state import ServerState
 from nanocore.protocol.errors import NanocoreError
 from nanocore.protocol.fields import field_error, json_kind
@@ -162,9 +162,6 @@ class Exchange:
 
     def note_error(self, error: HttpError) -> None:
         self.record.error = error.code or str(error.status)
-
-    def note_disconnect(self) -> None:
-        self.record.error = DISCONNECTED
 
     def note_ignored(self, names: Collection[str]) -> None:
         """List parts of the request that have no effect in the header nanocore-ignored."""

@@ -224,19 +224,12 @@ class StructuredOutputsParams(
         Raises:
             InvalidRequestError: it is no kind or several, too large, or cannot be JSON.
         """
-        tag = self.structural_tag
-        return StructuredOutputs(
-            json=None if self.json is None else _json_text("json", self.json),
-            regex=self.regex,
-            choice=self.choice,
-            grammar=self.grammar,
-            json_object=self.json_object,
-            structural_tag=None if tag is None else _structural_tag(tag),
-            disable_any_whitespace=self.disable_any_whitespace,
-            reasoning=self.reasoning,
-            free_prefixes=self.free_prefixes,
-            lenient=self.lenient,
-        )
+        fields = msgspec.structs.asdict(self)
+        if self.json is not None:
+            fields["json"] = _json_text("json", self.json)
+        if self.structural_tag is not None:
+            fields["structural_tag"] = _structural_tag(self.structural_tag)
+        return StructuredOutputs(**fields)
 
 
 def _json_text(name: str, value: Any) -> str:

@@ -55,11 +55,11 @@ class AnswerStream:
         self.request = request
         self.form_names = form_names or FormNames()
         self.tool_prompt = tool_prompt
-        self._reasoning_end = None
+        self.tokenizer = tokenizer
+        self.reasoning_end: int | None = None
         if reasoning_end is not None:
-            self._reasoning_end = tokenizer.backend.token_to_id(reasoning_end)
+            self.reasoning_end = tokenizer.backend.token_to_id(reasoning_end)
         self._new_parser = new_parser
-        self._tokenizer = tokenizer
         self._samples: list[_SampleEvents] = []
         self._has_started = False
 
@@ -120,14 +120,7 @@ class AnswerStream:
         request = self.request
         self._has_started = True
         self._samples = [
-            _SampleEvents(
-                sample,
-                self._new_parser(sample.index),
-                self._tokenizer,
-                request,
-                self._reasoning_end,
-                self.form_names,
-            )
+            _SampleEvents(self, sample, self._new_parser(sample.index))
             for sample in request.samples
         ]
         events.append(
@@ -143,23 +136,12 @@ class AnswerStream:
 
 
 class _SampleEvents:
-    """One sample's events so far. reasoning_end: the token that ends its reasoning."""
+    """One sample's events so far."""
 
-    def __init__(
-        self,
-        sample: Sample,
-        parser: OutputParser,
-        tokenizer: Tokenizer,
-        stream: RequestStream,
-        reasoning_end: int | None,
-        form_names: FormNames,
-    ) -> None:
-        self._reasoning_end = reasoning_end
-        self._form_names = form_names
+    def __init__(self, answer: AnswerStream, sample: Sample, parser: OutputParser) -> None:
+        self._answer = answer
         self._sample = sample
         self._parser = parser
-        self._tokenizer = tokenizer
-        self._stream = stream
         self._reasoning: list[str] = []
         self._has_called = False
         self._bare_call: int | None = None
@@ -215,9 +197,10 @@ class _SampleEvents:
     def _finished(self) -> Finished:
         sample, reason = self._sample, self._sample.finish_reason
         assert reason is not None, "it has ended"
+        request, names = self._answer.request, self._answer.form_names
         usage = Usage(
-            len(self._stream.prompt_token_ids),
-            self._stream.samples[0].num_cached_tokens or 0,
+            len(request.prompt_token_ids),
+            request.samples[0].num_cached_tokens or 0,
             sample.num_read,
             self._num_reasoning_tokens(),
         )
@@ -228,7 +211,7 @@ class _SampleEvents:
             "tool_calls" if reason == "stop" and self._has_called and not is_cut else reason,
             usage,
             sample.stop_reason,
-            self._form_names.named(sample.message) if sample.message is not None else None,
+            names.named(sample.message) if sample.message is not None else None,
             sample.index,
             sample.is_invalid,
         )
@@ -236,8 +219,9 @@ class _SampleEvents:
     def _num_reasoning_tokens(self) -> int:
         if not self._reasoning:
             return 0
-        end, token_ids = self._reasoning_end, self._sample.token_ids
+        end, token_ids = self._answer.reasoning_end, self._sample.token_ids
         if end is not None and end in token_ids:
             return token_ids.index(end) + 1
         text = "".join(self._reasoning)
-        return min(len(self._tokenizer.encode(text, add_special_tokens=False)), len(token_ids))
+        num_tokens = len(self._answer.tokenizer.encode(text, add_special_tokens=False))
+        return min(num_tokens, len(token_ids))

@@ -16,13 +16,6 @@ from nanocore.protocol.errors import InvalidRequestError, quoted
 from nanocore.protocol.fields import MAX_EXACT_INT, MAX_INT32
 from nanocore.protocol.sampling import EngineSamplingParams, RepetitionDetectionParams
 
-_SAME: Final = (
-    "temperature", "top_p", "top_k", "min_p", "seed", "n", "stop", "stop_token_ids", "ignore_eos",
-    "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "bad_words",
-    "prompt_logprobs", "repetition_detection",
-)  # fmt: skip
-"""Fields that `SamplingParams` has under the same name; None if absent."""
 _TOKEN_ID: Final = re.compile("[0-9]{1,10}")
 _MAX_ID_CHARS: Final = 200
 _SUFFIX_CHARS: Final = 8
@@ -101,6 +94,12 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         for name in names:
             if getattr(self, name) is not None:
                 raise bad_request(f"{name} is not supported: leave it out", name)
+
+
+_SAME: Final = {*SamplingFields.__struct_fields__} & {*SamplingParams.__struct_fields__} - {
+    "logit_bias", "structured_outputs",
+}  # fmt: skip
+"""Fields that `SamplingParams` has under the same name and with the same type; None if absent."""
 
 
 class ResponseId:

@@ -136,7 +136,8 @@ class CurveRouter:
         self._socket.setsockopt(zmq.RCVHWM, PEER_HIGH_WATER_MARK)
         self._admins = keys.admins
         self.authenticator = ClientAuthenticator(self._context, keys.clients)
-        self._guard = TcpGuard(self._socket)
+        self._guard = guard = TcpGuard(self._socket)
+        self.admit, self.dismiss, self.take_gone = guard.admit, guard.dismiss, guard.take_gone
         self._is_cut = False  # the rest of a message with too many frames is still to be skipped
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -208,9 +209,6 @@ class CurveRouter:
             return SendResult.GONE
         return SendResult.SENT
 
-    def take_gone(self) -> list[bytes]:
-        return self._guard.take_gone()
-
     def is_admin(self, routing_id: bytes) -> bool:
         """Whether the peer has the role admin: its key is in admins/."""
         try:
@@ -220,12 +218,6 @@ class CurveRouter:
         except OSError as error:
             logger.warning("no client is an administrator: %s", error)
             return False
-
-    def admit(self, routing_id: bytes) -> None:
-        self._guard.admit(routing_id)
-
-    def dismiss(self, routing_id: bytes) -> None:
-        self._guard.dismiss(routing_id)
 
     def close(self) -> None:
         self._guard.close()
