@@ -184,11 +184,7 @@ async def measure(
                     / max(after.num_steps - before.num_steps, 1)
                     / count,
                 }
-                print(
-                    f"{task}, {count}:",
-                    json.dumps(report["tasks"][f"{task}, {count}"]["times_plain"]),
-                    flush=True,
-                )
+                print(f"{task}, {count}: {with_range(spread(gains))} times", flush=True)
     return report
 
 

@@ -49,7 +49,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     target_itl_ms: milliseconds that a step with decodes should stay under while prompts are
     computed beside them; infinity is no target. num_groups: groups of rows, one per pipeline
     stage; see `nanocore.worker.plan`. num_speculative_tokens: most drafts that a
-    decoding row computes behind its token, of which the worker accepts some.
+    decoding row computes behind its token, of which the worker accepts some. adaptive_drafts: fewer
+    where they would not pay.
     max_prompt_logprobs: log probabilities of prompt tokens in a step, if it tells those of several.
     """
 
@@ -64,6 +65,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     target_itl_ms: float = math.inf
     num_groups: int = 1
     num_speculative_tokens: int = 0
+    adaptive_drafts: bool = True
     max_prompt_logprobs: int = MAX_PROMPT_LOGPROBS
 
     @property
@@ -236,6 +238,7 @@ class EngineConfig(EngineParameters):
             policy=self.scheduling_policy,
             num_groups=self.pipeline_parallel_size,
             num_speculative_tokens=speculative.num_speculative_tokens if speculative else 0,
+            adaptive_drafts=speculative is None or speculative.adaptive,
             max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
         )
 

@@ -38,7 +38,8 @@ COPIED = " apple fig plum pear" * 3
 
 @contextmanager
 def drafting(config: dict[str, Any], *flags: str) -> Iterator[Engine]:
-    with engine(DEMO_MODEL, "--speculative-config", json.dumps(config), *flags) as running:
+    given = json.dumps({"adaptive": False, **config})  # no step's time decides what is tested
+    with engine(DEMO_MODEL, "--speculative-config", given, *flags) as running:
         yield running
 
 

@@ -82,6 +82,15 @@ def test_nothing_pays_where_a_step_takes_its_tokens_time() -> None:
     assert machine.choose(SURE, SURE) == [0, 0]
 
 
+def test_what_does_not_adapt_computes_what_was_proposed() -> None:
+    machine = Machine(1000.0)
+    machine.budget = DraftBudget(8, 6, is_adaptive=False)
+    machine.know_all_sizes()
+    machine.teach(SURE, right=0)
+    assert machine.choose(SURE) == [NUM_DRAFTS]
+    assert sum(machine.choose(SURE, SURE)) == 6
+
+
 def test_the_budget_goes_to_the_likeliest_drafts_of_all_rows() -> None:
     machine = Machine(0.0)
     machine.teach(UNSURE, right=1)

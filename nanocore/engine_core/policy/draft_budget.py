@@ -113,10 +113,12 @@ class DraftBudget:
     """Chooses which of the proposed drafts a step computes.
 
     Args:
-        num_rows: of the running set. max_step_drafts: of all rows in a step.
+        num_rows: of the running set. max_step_drafts: of all rows in a step. is_adaptive: False: a
+            step computes all drafts up to its limits, whether they pay or not.
     """
 
-    def __init__(self, num_rows: int, max_step_drafts: int) -> None:
+    def __init__(self, num_rows: int, max_step_drafts: int, is_adaptive: bool = True) -> None:
+        self._is_adaptive = is_adaptive
         self.times = DecodeTimes(num_rows + max_step_drafts)
         self._max_step_drafts = max_step_drafts
         # Of each class of evidence and of each row: drafts that were right, and all that were
@@ -150,7 +152,7 @@ class DraftBudget:
         order = np.argsort(-found, kind="stable")[: min(budget, self._max_step_drafts)]
         times = self.times.predict(num_tokens, len(order), context)
         most = len(order)  # if nothing is known yet: try them
-        if times[0] > 0:
+        if times[0] > 0 and self._is_adaptive:
             speed = len(rows) + np.concatenate(([0.0], found[order].cumsum()))
             speed /= times
             most = int(speed.argmax())

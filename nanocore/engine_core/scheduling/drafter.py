@@ -8,6 +8,7 @@ given what is left when everybody has a token: of the budget, and of the blocks.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Final
 
 import numpy as np
 
@@ -20,19 +21,23 @@ from nanocore.engine_core.scheduling.step_plan import StepOutcome, StepPlan
 from nanocore.kv_cache import KVCacheManager
 from nanocore.worker.config.speculative_config import step_drafts
 
+_MAX_QUIET: Final = 16
+_REST: Final = 4
+
 
 class Drafter:
     """Gives the decodes of a step their drafts, and learns what became of them.
 
     Args:
-        max_drafts: of a row in a step. running: its rows. kv_cache: of these.
-        counters: of drafts.
+        max_drafts: of a row in a step. is_adaptive: see `DraftBudget`. running: its rows.
+        kv_cache: of these. counters: of drafts.
         proposer: of drafts; None: workers propose them, as many as a plan asks for.
     """
 
     def __init__(
         self,
         max_drafts: int,
+        is_adaptive: bool,
         running: RunningSet,
         kv_cache: KVCacheManager,
         counters: DraftCounters,
@@ -44,13 +49,17 @@ class Drafter:
         self._counters = counters
         self._proposer = proposer
         num_rows = len(running.requests)
-        self.budget = DraftBudget(num_rows, step_drafts(num_rows, max_drafts))
+        self.budget = DraftBudget(num_rows, step_drafts(num_rows, max_drafts), is_adaptive)
+        # Steps since drafts last paid. After some, only each fourth step looks for them: text that
+        # does not repeat itself should not pay some microseconds for each token.
+        self._num_quiet = 0
         # What a worker will propose is known by its place only.
         self._places = np.tile(np.arange(max_drafts, dtype=np.uint8), (num_rows, 1))
 
     def begin(self, row: int, salt: Hashable) -> None:
         """Follow a request that takes a row."""
         self.budget.begin(row)
+        self._num_quiet = 0
         if self._proposer is not None:
             self._proposer.begin(row, salt)
 
@@ -62,7 +71,9 @@ class Drafter:
     def draft(self, plan: StepPlan, budget: int) -> None:
         """Plan drafts within the budget, behind the tokens of the plan's decodes."""
         running, rows = self._running, plan.decoding
-        if not (len(rows) and budget):
+        self._num_quiet += 1
+        is_resting = self._num_quiet > _MAX_QUIET and self._num_quiet % _REST
+        if is_resting or not (len(rows) and budget):
             return
         most = np.minimum(self._max_drafts, running.max_computed[rows] - plan.decode_ends)
         structured = np.isin(rows, list(running.matchers)).nonzero()[0].tolist()
@@ -81,6 +92,7 @@ class Drafter:
         chosen = self.budget.choose(rows, proposals, budget, plan.num_tokens, context)
         if not chosen.any():
             return
+        self._num_quiet = 0
         counts = self._plan(plan, chosen)
         plan.draft_evidence = proposals.evidence.copy()  # the proposer writes the next ones there
         if self._proposer is None:

@@ -82,9 +82,8 @@ class Scheduler:
         self._drafter: Drafter | None = None
         if config.num_speculative_tokens:
             propose = None if proposer is None else proposer(self.running.token_ids)
-            self._drafter = Drafter(
-                config.num_speculative_tokens, self.running, kv_cache, self.draft_counters, propose
-            )
+            limits = config.num_speculative_tokens, config.adaptive_drafts
+            self._drafter = Drafter(*limits, self.running, kv_cache, self.draft_counters, propose)
             self.running.follower = self._drafter
         self.budget = StepBudget(config.max_num_batched_tokens, config.target_itl_ms / 1e3)
         self.completed = StepOutcome(StepPlan(0, 0))

@@ -28,13 +28,14 @@ _Count = Annotated[int, Meta(ge=1, le=1024)]
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What proposes drafts, and how many at most.
 
-    num_speculative_tokens: drafts of a row in a step, at most; fewer where they would not pay.
-    model: folder or hub id of a draft model. prompt_lookup_min, prompt_lookup_max: tokens of an
-    n-gram. suffix_decoding_*: see `SuffixProposer`.
+    num_speculative_tokens: drafts of a row in a step, at most. adaptive: fewer where they would not
+    pay. model: folder or hub id of a draft model. prompt_lookup_*: tokens of an n-gram.
+    suffix_decoding_*: see `SuffixProposer`.
     """
 
     method: Method
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=MAX_DRAFTS)]
+    adaptive: bool = True
     model: str | None = None
     prompt_lookup_min: _Count = DEFAULT_LOOKUP
     prompt_lookup_max: _Count = DEFAULT_LOOKUP
