@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
@@ -147,11 +148,7 @@ def serve_result(
         "max_concurrency": options.max_concurrency,
     }
     if (ramp := traffic.ramp) is not None:
-        result |= {
-            "ramp_up_strategy": ramp.strategy,
-            "ramp_up_start_rps": ramp.start_rps,
-            "ramp_up_end_rps": ramp.end_rps,
-        }
+        result |= {f"ramp_up_{name}": value for name, value in asdict(ramp).items()}
     result |= {
         "duration": run.duration_s,
         **totals(outcomes, run.duration_s, options.goodput_ms),

@@ -124,19 +124,19 @@ async def until_ready(attempt: Callable[[], Awaitable[str]], timeout_s: float) -
         await asyncio.sleep(RETRY_S)
 
 
+@dataclass(frozen=True, slots=True)
 class EngineTarget:
     """params: of every request, except for max_tokens."""
 
-    def __init__(self, client: AsyncEngineClient, params: SamplingParams) -> None:
-        self._client = client
-        self._params = params
+    client: AsyncEngineClient
+    params: SamplingParams
 
     async def send(self, request: BenchRequest, request_id: str, arrival_s: float) -> Outcome:
         outcome = Outcome(request.num_prompt_tokens or 0, arrival_s, time.perf_counter())
-        params = msgspec.structs.replace(self._params, max_tokens=request.num_output_tokens)
+        params = msgspec.structs.replace(self.params, max_tokens=request.num_output_tokens)
         sample, num_tokens = None, 0
         try:
-            outputs = self._client.generate(request.prompt, params, request_id)
+            outputs = self.client.generate(request.prompt, params, request_id)
             async with aclosing(outputs):
                 async for output in outputs:
                     now_s = time.perf_counter()
@@ -159,7 +159,7 @@ class EngineTarget:
 
     async def draft_counts(self) -> DraftCounts:
         try:
-            stats = await self._client.stats()
+            stats = await self.client.stats()
         except NanocoreError:  # what was measured is reported all the same
             return {}
         names = "num_drafts", "num_draft_tokens", "num_accepted_tokens"

@@ -203,7 +203,7 @@ class BaseClient:
         """Endpoint of the engine, ipc:// or tcp://; a private one if this client launched it."""
         if self._manager is None and self._endpoints:
             return self._endpoints[0]
-        return self._entered().endpoint
+        return self._entered().last.endpoint
 
     @property
     def model_card(self) -> ModelCard:
@@ -223,7 +223,7 @@ class BaseClient:
     @property
     def is_connected(self) -> bool:
         """Whether a session is open; if not, the next call opens one."""
-        return self._entered().session_is_open
+        return self._entered().last.connection.error is None
 
     @property
     def is_draining(self) -> bool:

@@ -191,5 +191,5 @@ async def served(
 
 async def until_lost(client: AsyncEngineClient) -> None:
     assert client._manager is not None
-    while client._manager.session_is_open:
+    while client.is_connected:
         await asyncio.sleep(0)

@@ -39,7 +39,7 @@ from nanocore.client.chat.parsing.stream_reader import (
     StreamReader,
 )
 from nanocore.client.chat.parsing.tool_parser import NewId, ToolParser
-from nanocore.client.chat.template import CHATML_END, DEFAULT_TEMPLATE_KWARGS, ChatTemplates
+from nanocore.client.chat.template import CHATML_END, ChatTemplates, TemplateOptions
 from nanocore.client.chat.tools import (
     GENERIC_FORMAT,
     Tool,
@@ -229,15 +229,16 @@ def _encode(
     tokenizer: Tokenizer,
     max_tokens: float,
 ) -> list[int]:
+    given = {
+        name: value for name, value in options.items() if name in TemplateOptions.__annotations__
+    }
+    given["tools"] = [tool.source for tool in tools] or None
     return tokenizer.encode_chat(
         cast("list[ChatMessage]", messages),
         options.get("add_generation_prompt"),
         max_tokens,
-        tools=[tool.source for tool in tools] or None,
-        chat_template_kwargs=options.get("chat_template_kwargs"),
-        allowed_template_kwargs=options.get("allowed_template_kwargs", DEFAULT_TEMPLATE_KWARGS),
-        continue_final_message=options.get("continue_final_message", False),
-        chat_template=options.get("chat_template"),
+        options.get("chat_template"),
+        **cast("TemplateOptions", given),
     )
 
 

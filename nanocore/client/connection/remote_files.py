@@ -44,13 +44,8 @@ class RemoteFiles:
         self._chunk_bytes = connection.welcome.limits.max_file_chunk_bytes
 
     @property
-    def names(self) -> list[str]:
-        """Names of readable files; empty for engines with a protocol before 1.3."""
-        return list(self._files)
-
-    @property
     def digests(self) -> dict[str, str]:
-        """SHA-256 of each file by name."""
+        """SHA-256 of each readable file by name; empty for engines with a protocol before 1.3."""
         return {name: file.sha256 for name, file in self._files.items()}
 
     async def read(self, name: str) -> bytes:

@@ -102,25 +102,15 @@ class SessionManager:
             raise await self._final_error(error) from None
 
     @property
-    def endpoint(self) -> str:
-        """Endpoint of the last session's engine."""
-        return self._last.endpoint
-
-    @property
     def welcome(self) -> Welcome:
         """WELCOME of the last session."""
-        return self._last.connection.welcome
-
-    @property
-    def session_is_open(self) -> bool:
-        """Whether the last session is open; if not, the next call opens a new one."""
-        return self._last.connection.error is None
+        return self.last.connection.welcome
 
     @property
     def is_draining(self) -> bool:
         """Whether the last session's engine drains; with several endpoints the next call moves
         on."""
-        return self._last.connection.is_draining and len(self._endpoints) == 1
+        return self.last.connection.is_draining and len(self._endpoints) == 1
 
     async def session(self, wait_s: float = 0.0) -> ClientSession:
         """Return an open session: the last one, or a new one if that has ended.
@@ -149,8 +139,8 @@ class SessionManager:
             return await self._usable_session()
         except (EngineDeadError, EngineOverloadedError) as error:
             # The engine drains and there is no other: let its own refusal say so.
-            if self.session_is_open:
-                return self._last
+            if self.last.connection.error is None:
+                return self.last
             is_worthwhile = may_wait and self._remaining_s(time.monotonic() - since_s) > 0
             if is_worthwhile and isinstance(error, EngineDeadError):
                 return None
@@ -185,7 +175,8 @@ class SessionManager:
             session.connection.release()
 
     @property
-    def _last(self) -> ClientSession:
+    def last(self) -> ClientSession:
+        """The last session; if it has ended, the next call opens a new one."""
         if self._session is None:
             raise ClientStateError("this client is not open yet: wait until it is entered")
         return self._session
@@ -197,9 +188,9 @@ class SessionManager:
 
     async def _usable_session(self) -> ClientSession:
         """Return a session whose engine takes new requests, if there is one."""
-        last = self._last.connection
+        last = self.last.connection
         if last.error is None and not (last.is_draining and len(self._endpoints) > 1):
-            return self._last
+            return self.last
         if self._ended is not None:
             raise self._ended
         opening = self._reopen()
@@ -267,7 +258,7 @@ class SessionManager:
         return self._opening
 
     async def _open_next(self) -> ClientSession:
-        old = self._last
+        old = self.last
         # Try the endpoints in order, starting with the last one unless its engine is draining.
         at = self._endpoints.index(old.endpoint)
         endpoints = [*self._endpoints[at + 1 :], *self._endpoints[:at]]
@@ -341,8 +332,8 @@ class SessionManager:
             again = "requests continue, repeat other calls"
         if new.engine_instance != old.engine_instance:
             return EngineDeadError(
-                f"the engine is gone, and a new engine serves at {self.endpoint}, without the old "
-                f"one's requests: {again}"
+                f"the engine is gone, and a new engine serves at {self.last.endpoint}, without the "
+                f"old one's requests: {again}"
             )
         return ProtocolError(
             "the engine closed this session, or the connection broke: it closes the session of a "

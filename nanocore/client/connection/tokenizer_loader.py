@@ -157,7 +157,7 @@ class TokenizerLoader:
                 made = await self._preload.take(self._files.digests)
                 if made is not None:
                     return made
-            names = needed_files(self._files.names)
+            names = needed_files(self._files.digests)
             contents: dict[str, bytes] = {name: await self._files.read(name) for name in names}
             return await asyncio.to_thread(Tokenizer, contents, f"the engine of {self._model}")
         except BaseException:

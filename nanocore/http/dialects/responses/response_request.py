@@ -49,6 +49,11 @@ _REFUSED: Final = {
     "prompt_logprobs": "use chat completions or completions",
     "use_beam_search": "leave it out",
 }
+_REPEATED: Final = (
+    "instructions", "previous_response_id", "max_output_tokens", "max_tool_calls", "user",
+    "safety_identifier", "prompt_cache_key",
+)  # fmt: skip
+_SAMPLED: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 MAX_LISTED: Final = 100
 _DEFAULT_LISTED: Final = 20
 
@@ -140,17 +145,11 @@ class ResponsesRequest(SamplingFields, kw_only=True):
         reasoning = self.reasoning or ReasoningConfig()
         return {
             "model": model,
-            "instructions": self.instructions,
-            "previous_response_id": self.previous_response_id,
-            "max_output_tokens": self.max_output_tokens,
-            "max_tool_calls": self.max_tool_calls,
+            **{name: getattr(self, name) for name in _REPEATED},
+            **{name: getattr(params, name) for name in _SAMPLED},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "tool_choice": self.tool_choice or "auto",
             "tools": tools.shown,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
             "top_logprobs": self.top_logprobs or 0,
             "text": {
                 "format": text.format or {"type": "text"},
@@ -164,9 +163,6 @@ class ResponsesRequest(SamplingFields, kw_only=True):
             "background": False,
             "service_tier": "default",
             "metadata": self.metadata or {},
-            "user": self.user,
-            "safety_identifier": self.safety_identifier,
-            "prompt_cache_key": self.prompt_cache_key,
         }
 
 
