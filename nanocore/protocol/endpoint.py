@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
+import stat
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from nanocore.protocol.errors import ConfigError
+from nanocore.protocol.errors import AddressInUseError, ConfigError
 
 IPC: Final = "ipc://"
 TCP: Final = "tcp://"
@@ -98,6 +100,29 @@ def ipc_address(endpoint: str) -> IpcAddress:
             f"{_LOCK_SUFFIX}; use {IPC}/path/engine.sock"
         )
     return IpcAddress(path)
+
+
+def remove_stale_socket(path: Path, what: str, in_use: str, remedy: str) -> None:
+    """Remove the socket of a killed process, and nothing else. The other arguments: for errors.
+
+    Raises:
+        ConfigError: it is another kind of file. AddressInUseError: a process listens there.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"{what} exists and is not a socket: {remedy}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as visitor:
+        try:
+            visitor.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except OSError:  # another type of socket, or a full backlog
+            pass
+    raise AddressInUseError(f"{in_use}{remedy}")
 
 
 def _tcp_address(endpoint: str) -> TcpAddress:

@@ -12,12 +12,11 @@ import fcntl
 import os
 import re
 import select
-import socket
 import stat
 from pathlib import Path
 from typing import Final
 
-from nanocore.protocol.endpoint import IPC, default_endpoint, ipc_address
+from nanocore.protocol.endpoint import IPC, default_endpoint, ipc_address, remove_stale_socket
 from nanocore.protocol.errors import AddressInUseError, ConfigError
 from nanocore.system.private_directory import make_private
 
@@ -69,7 +68,12 @@ class EndpointLock:
             self._take(endpoint, address.lock_path, patient)
             if patient:
                 _wait_until_gone(self.last_holder)
-            self._remove_stale_socket(endpoint)
+            remove_stale_socket(
+                self.path,
+                f"endpoint {endpoint!r}: {self.path}",
+                f"endpoint {endpoint} is served by a process without a lock: stop it, or ",
+                self._remedy,
+            )
         except OSError as error:
             self._close()
             raise ConfigError(
@@ -115,28 +119,6 @@ class EndpointLock:
                 f"overwritten; {self._remedy}"
             )
         self.last_holder = int(content) if content.strip() else None
-
-    def _remove_stale_socket(self, endpoint: str) -> None:
-        """Remove the socket of a killed engine, and nothing else."""
-        try:
-            mode = self.path.lstat().st_mode
-        except FileNotFoundError:
-            return
-        if not stat.S_ISSOCK(mode):
-            raise ConfigError(
-                f"endpoint {endpoint!r}: {self.path} exists and is not a socket: {self._remedy}"
-            )
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as visitor:
-            try:
-                visitor.connect(os.fspath(self.path))
-            except ConnectionRefusedError:
-                self.path.unlink()
-                return
-            except OSError:  # another type of socket, or a full backlog
-                pass
-        raise AddressInUseError(
-            f"endpoint {endpoint} is served by a process without a lock: stop it, or {self._remedy}"
-        )
 
     def _close(self) -> None:
         if self._fd >= 0:

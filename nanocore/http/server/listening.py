@@ -11,12 +11,12 @@ import errno
 import ipaddress
 import os
 import socket
-import stat
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
+from nanocore.protocol.endpoint import remove_stale_socket
 from nanocore.protocol.errors import AddressInUseError, ConfigError
 
 BACKLOG: Final = 2048
@@ -136,7 +136,8 @@ def listen_unix(path: str, has_keys: bool, num_processes: int) -> list[list[sock
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o111 if has_keys else 0o177)
     try:
-        _remove_stale(path)
+        where, remedy = f"--uds {path}", "choose another path"
+        remove_stale_socket(Path(path), where, f"{where} is in use by another process: ", remedy)
         sock.bind(path)
         sock.listen(BACKLOG)
         sock.setblocking(False)
@@ -148,21 +149,3 @@ def listen_unix(path: str, has_keys: bool, num_processes: int) -> list[list[sock
     finally:
         os.umask(mask)
     return [[sock if index == 0 else sock.dup()] for index in range(num_processes)]
-
-
-def _remove_stale(path: str) -> None:
-    try:
-        mode = Path(path).lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigError(f"--uds {path} exists and is not a socket: choose another path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as visitor:
-        try:
-            visitor.connect(path)
-        except ConnectionRefusedError:
-            Path(path).unlink()  # left by a server that was killed
-            return
-        except OSError:
-            pass
-    raise AddressInUseError(f"--uds {path} is in use by another process: choose another path")
