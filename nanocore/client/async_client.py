@@ -206,7 +206,7 @@ class AsyncEngineClient(BaseClient):
         """Return the last output of a completion. Arguments: see `generate` and `submit`."""
         options = RequestOptions(request_id, priority, cache_salt, timeout_s)
         stream = await self._submit(prompt, sampling_params, options, ticket)
-        return await _final(stream)
+        return await stream.final()
 
     async def embed(
         self,
@@ -324,7 +324,7 @@ class AsyncEngineClient(BaseClient):
             request = await score_request(session.tokenizer, context, continuation, vocab_size)
             options = RequestOptions(request_id, priority, cache_salt)
             stream = await self._submit(request.prompt, request.params, options, ticket)
-        return request.score(await _final(stream))
+        return request.score(await stream.final())
 
     async def pause(self) -> None:
         """Stop computing steps. Requests are accepted, and continue after `resume`."""
@@ -356,13 +356,6 @@ class AsyncEngineClient(BaseClient):
         with ticket or SubmitTicket(self._tickets) as taken:
             session = await self._session(_wait_s(options.timeout_s))
             return await submit(session, prompt, params, options, taken)
-
-
-async def _final(stream: RequestStream) -> RequestOutput:
-    try:
-        return await stream.final()
-    finally:
-        stream.close()
 
 
 def _wait_s(timeout_s: float | None) -> float:

@@ -101,18 +101,21 @@ class RequestStream:
         raise StopAsyncIteration
 
     async def final(self) -> RequestOutput:
-        """Return the last output. Reads only at the end, unless stop strings must be found.
+        """Return the last output, and close. Reads only at the end, unless it seeks stop strings.
 
         Raises:
             NanocoreError: as `__anext__`.
         """
-        if not self._must_watch and self.is_running and self._error is None:
-            ended: asyncio.Future[None] = asyncio.Future()
-            self.progress.on_end(lambda: None if ended.done() else ended.set_result(None))
-            await ended
-        last = None
-        async for output in self:
-            last = output
+        try:
+            if not self._must_watch and self.is_running and self._error is None:
+                ended: asyncio.Future[None] = asyncio.Future()
+                self.progress.on_end(lambda: None if ended.done() else ended.set_result(None))
+                await ended
+            last = None
+            async for output in self:
+                last = output
+        finally:
+            self.close()
         assert last is not None, "a request ends with an output or an error"
         return last
 
