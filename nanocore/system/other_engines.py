@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Final
 
+_CACHE_TYPE_FLAGS: Final = ("-ctk", "-ctv", "--cache-type-k", "--cache-type-v")
 OTHER_NAMES: Final = {
     # vLLM
     "--api-server-count": "--http-workers",
@@ -47,10 +48,7 @@ OTHER_NAMES: Final = {
     "--parallel": "--max-num-seqs",
     "-b": "--max-num-batched-tokens",
     "--batch-size": "--max-num-batched-tokens",
-    "-ctk": "--kv-cache-dtype",
-    "-ctv": "--kv-cache-dtype",
-    "--cache-type-k": "--kv-cache-dtype",
-    "--cache-type-v": "--kv-cache-dtype",
+    **dict.fromkeys(_CACHE_TYPE_FLAGS, "--kv-cache-dtype"),
     "-sm": "--tp",
     "--split-mode": "--tp",
     "-a": "--served-model-name",
@@ -75,14 +73,15 @@ OTHER_NAMES: Final = {
 """Our flag for each name in another engine; docs/coming-from.md lists the same."""
 _OTHER_VALUES: Final = {
     "--kv-events-config", "--max-total-tokens", "--schedule-policy", "--enable-priority-scheduling",
-    "--schedule-conservativeness", "-ctk", "-ctv", "--cache-type-k", "--cache-type-v", "-sm",
-    "--split-mode", "--log-jsonl", "--reasoning-format", "--chat-template-kwargs", "--timeout",
-    "--cors-origins",
+    "--schedule-conservativeness", *_CACHE_TYPE_FLAGS, "-sm", "--split-mode", "--log-jsonl",
+    "--reasoning-format", "--chat-template-kwargs", "--timeout", "--cors-origins",
 }  # fmt: skip
 """Names of `OTHER_NAMES` whose values are not those of our flag: they are refused."""
 
 _NUMBER: Final = r"-?\d+"
 _LAYERS: Final = r"-?\d+|all|auto"
+_LAYER_FLAGS: Final = ("-ngl", "--gpu-layers", "--n-gpu-layers")
+_READ_ONCE: Final = "weights are read once, at the start"
 _SWITCH: Final = "on|off|auto|true|false|0|1"
 IGNORED: Final = {
     # vLLM
@@ -104,9 +103,7 @@ IGNORED: Final = {
     "-cb": ("", "it is always on"),
     "-t": (_NUMBER, "there is a thread for each allowed core"),
     "--threads": (_NUMBER, "there is a thread for each allowed core"),
-    "-ngl": (_LAYERS, "all layers are on --device"),
-    "--gpu-layers": (_LAYERS, "all layers are on --device"),
-    "--n-gpu-layers": (_LAYERS, "all layers are on --device"),
+    **dict.fromkeys(_LAYER_FLAGS, (_LAYERS, "all layers are on --device")),
     "-fa": (_SWITCH, "it is chosen automatically"),
     "--flash-attn": (_SWITCH, "it is chosen automatically"),
     "-ub": (_NUMBER, "--max-num-batched-tokens is the only budget"),
@@ -117,9 +114,7 @@ IGNORED: Final = {
     "--props": ("", "`nanocore top` shows requests"),
     "--no-warmup": ("", "there is none to leave out"),
     "--no-webui": ("", "the page costs nothing until it is opened"),
-    "--mlock": ("", "weights are read once, at the start"),
-    "--mmap": ("", "weights are read once, at the start"),
-    "--no-mmap": ("", "weights are read once, at the start"),
+    **dict.fromkeys(("--mlock", "--mmap", "--no-mmap"), ("", _READ_ONCE)),
     "-v": ("", "logs are complete, and a chat shows its speed"),
     "--verbose": ("", "logs are complete, and a chat shows its speed"),
 }
@@ -137,10 +132,10 @@ _DEFAULTS: Final = {
 """Patterns of values that are the default here: these are ignored, others are not."""
 
 _VALUES: Final = {
-    **{(name, "0"): ("--device", "cpu") for name in ("-ngl", "--gpu-layers", "--n-gpu-layers")},
+    **{(name, "0"): ("--device", "cpu") for name in _LAYER_FLAGS},
     **{
         (name, theirs): ("--kv-cache-dtype", ours)
-        for name in ("-ctk", "-ctv", "--cache-type-k", "--cache-type-v")
+        for name in _CACHE_TYPE_FLAGS
         for theirs, ours in (("q8_0", "int8"), ("f16", "auto"), ("bf16", "auto"))
     },
 }
@@ -180,8 +175,8 @@ REMEDIES: Final = {
     # llama-server
     "-n": "max_tokens of a request",
     "--n-predict": "max_tokens of a request",
-    "-lm": "weights are read once, at the start",
-    "--load-mode": "weights are read once, at the start",
+    "-lm": _READ_ONCE,
+    "--load-mode": _READ_ONCE,
     "-md": _DRAFTS,
     "-mu": "download the file, or -hf ORG/NAME:QUANT",
     "-hff": "-hf ORG/NAME:QUANT chooses the file",
