@@ -143,7 +143,7 @@ def test_a_server_is_measured_over_http(tmp_path: Path) -> None:
             assert any(result["generated_texts"])
 
 
-SUFFIXES = "--speculative-config", '{"method": "suffix"}'
+SUFFIXES = "--speculative-config", '{"method": "suffix", "adaptive": false}'
 DRAFTED = "--num-prompts 3 --input-len 20 --output-len 24 --seed 7 --temperature 0 --ignore-eos"
 
 
