@@ -7,7 +7,7 @@ import re
 import resource
 import ssl
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Final, get_args
+from typing import Final, TypeAlias, get_args
 
 import msgspec
 
@@ -61,6 +61,7 @@ _MAIN_FLAGS: Final = (
 )  # fmt: skip
 _HOST: Final = re.compile(r"[^][:@/*\s]+")
 _ORIGIN: Final = re.compile(r"([a-z][a-z0-9+.-]*)://(\[[0-9a-f:.]+\]|[^][:@/*\s]+)(:[0-9]+)?/?")
+_Kind: TypeAlias = Callable[[str], float]
 _DEFAULT_PORTS: Final = {"http": ":80", "https": ":443"}
 
 
@@ -238,9 +239,8 @@ def _add_authentication(group: argparse._ArgumentGroup) -> None:
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     def add(
-        flag: str, kind: Callable[[str], float], default: float | None, help: str, shown: str = "",
-        dest: str | None = None,
-    ) -> None:  # fmt: skip
+        flag: str, kind: _Kind, default: float | None, help: str, shown: str = "", dest: str = ""
+    ) -> None:
         shown = shown or (str(default) if isinstance(default, int) else f"{default:g}")
         is_time = kind in (seconds, seconds_or_none)
         dest = dest or flag[2:].replace("-", "_") + "_s" * is_time
