@@ -323,6 +323,10 @@ def test_ctrl_c_ends_a_run_in_order() -> None:
             text=True,
         )
         try:
+            counters, _ = listening.accept()  # it asks for those of drafts first
+            assert counters.recv(1 << 16).startswith(b"GET /metrics")
+            counters.sendall(b"HTTP/1.1 404 Not Found\r\nConnection: close\r\n\r\n")
+            counters.close()
             connections = [listening.accept()[0] for _ in range(2)]
             for connection in connections:
                 connection.settimeout(EXIT_TIMEOUT_S)
