@@ -24,8 +24,11 @@ _STEPS_PER_SIZE: Final = 16
 _REFIT_STEPS: Final = 64
 _MAX_AGE_STEPS: Final = 512
 
-_PRIOR_RATE: Final = 0.5
+_PRIOR_RATES: Final = np.linspace(0.4, 0.95, 9).repeat(8)[:NUM_EVIDENCE]
+"""By class: the longer a match, the likelier its drafts; what a grammar forces is likeliest."""
 _PRIOR_WEIGHT: Final = 4.0
+_NUM_TRIED: Final = 8
+"""Drafts of a step while none with drafts is remembered."""
 _MIN_GAIN: Final = 1.05
 """Drafts that promise less are not worth it: both estimates have errors."""
 _FORGET_CHOICES: Final = 64
@@ -50,6 +53,8 @@ class DecodeTimes:
         # Seconds by tokens of a step, without drafts and with some; beyond, as the last one.
         self._plain = self._drafted = np.zeros(max_tokens + 1)
         self._num_seen = self._num_fitted = 0
+        self.knows_drafts = False
+        """Whether a step with drafts is remembered."""
 
     def observe(self, num_tokens: int, has_drafts: bool, context: int, seconds: float) -> None:
         """Remember a step. context: tokens of its rows."""
@@ -62,6 +67,7 @@ class DecodeTimes:
             steps = self._steps[size] = deque(maxlen=_STEPS_PER_SIZE)
             self._num_fitted = -_REFIT_STEPS  # of a new size the first one says much
         steps.append((num_tokens, has_drafts, context, seconds, self._num_seen))
+        self.knows_drafts |= has_drafts
         if self._num_seen - self._num_fitted >= _REFIT_STEPS:
             self._num_fitted = self._num_seen
             self._fit()
@@ -84,6 +90,7 @@ class DecodeTimes:
                 steps.popleft()
             if not steps:
                 del self._steps[size]
+        self.knows_drafts = any(has_drafts for _, has_drafts in self._steps)
         rows = np.array([step for steps in self._steps.values() for step in steps])
         features = np.column_stack((rows[:, 2], _features(rows[:, 0], rows[:, 1])))
         features /= rows[:, 3:4]
@@ -127,7 +134,7 @@ class DraftBudget:
         self._row_right, self._row_expected = np.zeros(num_rows), np.zeros(num_rows)
         # Likewise of all rows lately: what is likeliest is chosen, so it seems likelier than it is.
         self._lately_right = self._lately_expected = 0.0
-        self._rates = np.full(NUM_EVIDENCE, _PRIOR_RATE)
+        self._rates = _PRIOR_RATES
         self._num_choices = 0
 
     def begin(self, row: int) -> None:
@@ -151,8 +158,10 @@ class DraftBudget:
         # of all are the first ones of each row.
         order = np.argsort(-found, kind="stable")[: min(budget, self._max_step_drafts)]
         times = self.times.predict(num_tokens, len(order), context)
-        most = len(order)  # if nothing is known yet: try them
-        if times[0] > 0 and self._is_adaptive:
+        most = len(order)
+        if self._is_adaptive and not self.times.knows_drafts:
+            most = min(most, _NUM_TRIED)
+        elif self._is_adaptive:
             speed = len(rows) + np.concatenate(([0.0], found[order].cumsum()))
             speed /= times
             most = int(speed.argmax())
@@ -201,10 +210,6 @@ class DraftBudget:
         self._update_rates()
 
     def _update_rates(self) -> None:
-        """How often a draft of each class is right, if those before it are.
-
-        Classes of which little is known are taken to be like the others.
-        """
-        num_right, num_seen = self._right.sum(), self._seen.sum()
-        usual = (num_right + _PRIOR_RATE * _PRIOR_WEIGHT) / (num_seen + _PRIOR_WEIGHT)
-        self._rates = (self._right + usual * _PRIOR_WEIGHT) / (self._seen + _PRIOR_WEIGHT)
+        """Learn how often a draft of each class is right, if those before it are."""
+        right = self._right + _PRIOR_RATES * _PRIOR_WEIGHT
+        self._rates = right / (self._seen + _PRIOR_WEIGHT)

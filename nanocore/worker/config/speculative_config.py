@@ -22,6 +22,8 @@ DEFAULT_LOOKUP: Final = 5
 """vLLM's default for both lengths of n-grams; where one of them is given, it is the other's."""
 
 _FLAG: Final = "--speculative-config"
+_OWNERS: Final = {"prompt_lookup": "ngram", "suffix_decoding": "suffix", "model": "draft_model"}
+"""Methods by the beginnings of the keys that they alone have."""
 _Count = Annotated[int, Meta(ge=1, le=1024)]
 
 
@@ -63,16 +65,20 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
             raise ConfigError(f"{_FLAG}: {shorten(repr(key))} is no key here; {instead}")
         # As in vLLM a model that is named like a method, without one, means the method.
-        method = values.setdefault("method", str(values.get("model", "none")).strip("[]"))
+        method = values.setdefault("method", str(values.get("model", "")).strip("[]"))
         if "model" in values and method not in METHODS and "method" not in given:
             method = values["method"] = "draft_model"
         if method not in METHODS:
             raise ConfigError(
                 f'{_FLAG}: "method" {shorten(repr(method))}: served are {", ".join(METHODS)}'
             )
-        if method != "draft_model":
-            values.pop("model", None)
-        elif "model" not in values:
+        if method == str(values.get("model")).strip("[]"):
+            del values["model"]
+        for key in values:
+            owner = next((own for name, own in _OWNERS.items() if key.startswith(name)), method)
+            if owner != method:
+                raise ConfigError(f"{_FLAG}: {key!r} is for the method {owner}, not for {method}")
+        if method == "draft_model" and "model" not in values:
             raise ConfigError(f'{_FLAG}: "method" "draft_model" needs a "model", its folder')
         values.setdefault("num_speculative_tokens", _DEFAULT_DRAFTS[method])
         ends = "prompt_lookup_min", "prompt_lookup_max"

@@ -88,17 +88,18 @@ class DraftFiles(msgspec.Struct, frozen=True):
             return None
         try:
             folder = str(resolve_model(speculative.model))
+            own = replace(
+                config,
+                folder=folder,
+                dtype=dtype_name(dtype),
+                hf_overrides={},
+                merge_lora=None,
+                tensor_parallel_size=1,
+            )
+            model, _ = read_model(own, device, log)
         except ModelFileError as error:
-            raise ModelFileError(f'{_FLAG}, "model": {error}') from None
-        own = replace(
-            config,
-            folder=folder,
-            dtype=dtype_name(dtype),
-            hf_overrides={},
-            merge_lora=None,
-            tensor_parallel_size=1,
-        )
-        model, _ = read_model(own, device, log)
+            reason = str(error).removeprefix("--model ")
+            raise ModelFileError(f'{_FLAG}, "model": {reason}') from None
         if model.vocab_size != served.vocab_size:
             raise ConfigError(
                 f"{_FLAG}: the draft model {folder} has {model.vocab_size} tokens, and the model "
