@@ -35,6 +35,7 @@ from report import describe_run, positive, spread, table, with_range, write_repo
 
 from nanocore.client import AsyncEngineClient, SamplingParams, StructuredOutputsParams
 from nanocore.client.chat.events import Finished, Text
+from nanocore.demo_model import demo_model_folder
 
 ROOT: Final = Path(__file__).parent.parent
 STREAMS: Final = (1, 4, 16)
@@ -191,7 +192,7 @@ async def measure(
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="demo")
+    parser.add_argument("--model", default=str(demo_model_folder()), help="default: the demo model")
     parser.add_argument("--config", type=json.loads, default={"method": "suffix"})
     parser.add_argument("--engine", type=json.loads, default={}, help="further engine arguments")
     parser.add_argument("--tasks", default="copy,edit,json,chat,prose")
