@@ -619,8 +619,10 @@ def make_scheduler(
     """A scheduler and the fake worker that checks it. settings: more of SchedulerConfig's.
 
     num_blocks: slabs, if there are several groups. proposer: of drafts; None: the worker's. With
-    drafts the clock stands still unless it is given: no step's time decides how many there are.
+    drafts the clock stands still unless it is given, and they do not adapt unless it is asked for:
+    no step's time decides how many there are.
     """
+    settings.setdefault("adaptive_drafts", False)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

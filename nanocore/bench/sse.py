@@ -148,7 +148,7 @@ def chunk_of(data: bytes) -> CompletionChunk:
     """
     try:
         return _decode(data)
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, msgspec.DecodeError):  # the second one since msgspec 0.23
         return _decode(data.decode(errors="replace"))
     except RecursionError:
         raise msgspec.DecodeError("it is nested too deeply") from None

@@ -1,7 +1,7 @@
 """Messages to frames and back, and token ids to `bin` columns and back.
 
 Decoding is always typed and catches every exception: msgspec reports most bad input itself, but
-deep nesting surfaces as RecursionError and bad UTF-8 as UnicodeDecodeError, outside its hierarchy.
+deep nesting surfaces as RecursionError and, before 0.23, bad UTF-8 as UnicodeDecodeError.
 A peer's bytes are data; whatever they are, the answer is a ProtocolError with a code.
 """
 
@@ -52,9 +52,9 @@ def explain(error: Exception, expected: Any = None) -> str:
                 if text.startswith(theirs):
                     return ours + text.removeprefix(theirs) + _nearest_field(text, expected)
             return _TYPES.sub(_in_our_words, text)
-        case msgspec.DecodeError():
+        case msgspec.DecodeError() if "UTF-8" not in str(error):
             return f"the body is not one whole msgpack value: {error}"
-        case UnicodeDecodeError():
+        case UnicodeDecodeError() | msgspec.DecodeError():
             return "a str in the body is not UTF-8"
         case RecursionError():
             return "the body is nested too deeply"

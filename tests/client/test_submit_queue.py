@@ -137,7 +137,7 @@ async def test_one_that_comes_as_the_tokenizer_is_loaded_does_not_overtake_those
     for num_turns in range(8):
         async with connected(endpoint, _roomy(), tokenizer=tokenizer_folder) as (engine, client):
             assert client._manager is not None
-            tokenizer = client._manager._last.tokenizer
+            tokenizer = client._manager.last.tokenizer
             tasks = [asyncio.create_task(client.complete("a", ONE, request_id="first"))]
             await turns()
             assert tokenizer._loading is not None

@@ -9,7 +9,10 @@ from nanocore.client import SamplingParams
 from tests.end_to_end.forked import engine
 from tests.end_to_end.golden_transcripts import DEMO_MODEL, FILE, FLAGS, TURNS, transcripts
 
-_BY_OTHER_MEANS = {"detokenize", "skip_special_tokens", "skip_reading_prefix_cache", "pooling"}
+_BY_OTHER_MEANS = {
+    "detokenize", "skip_special_tokens", "skip_reading_prefix_cache", "pooling",
+    "repetition_detection",
+}  # fmt: skip
 """Parameters that change no answer, or that have tests of their own."""
 
 
