@@ -171,7 +171,9 @@ def _run(config: EngineConfig, flags: argparse.Namespace, parent: ParentLink | N
         check_engine(config, as_json=flags.json)
         return 0
     with _imports():
-        from nanocore.engine_core.io.served_files import ServedFilesLoad  # imports numpy
+        import numpy  # noqa: F401 - what is missing is told before a model is looked for
+
+        from nanocore.engine_core.io.served_files import ServedFilesLoad
 
     files = ServedFilesLoad(_known_folder(config), parent.report if parent else None)
     with _imports():
@@ -182,7 +184,7 @@ def _run(config: EngineConfig, flags: argparse.Namespace, parent: ParentLink | N
 
 def _known_folder(config: EngineConfig) -> Path | None:
     """The model's folder or file, if that is known before anything is downloaded."""
-    from nanocore.worker.loading.model_folder import locate_model  # likewise
+    from nanocore.worker.loading.model_folder import locate_model  # imports much
 
     if config.model is None:
         return demo_model_folder()
