@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.drafting.proposer import NUM_EVIDENCE, IntArray, Proposals
+from nanocore.engine_core.policy.step_budget import fit_seconds
 
 FloatArray = NDArray[np.float64]
 
@@ -93,16 +94,7 @@ class DecodeTimes:
         self.knows_drafts = any(has_drafts for _, has_drafts in self._steps)
         rows = np.array([step for steps in self._steps.values() for step in steps])
         features = np.column_stack((rows[:, 2], _features(rows[:, 0], rows[:, 1])))
-        features /= rows[:, 3:4]
-        scale = np.abs(features).max(axis=0)
-        used = np.flatnonzero(scale > 0)
-        coefficients = np.zeros(len(scale))
-        while len(used):
-            solution = np.linalg.lstsq(features[:, used] / scale[used], np.ones(len(rows)))[0]
-            if solution.min() >= 0:
-                coefficients[used] = solution / scale[used]
-                break
-            used = np.delete(used, solution.argmin())
+        coefficients = fit_seconds(features, rows[:, 3])
         self._context = float(coefficients[0])
         sizes = np.arange(len(self._plain))
         self._plain, self._drafted = (

@@ -56,22 +56,30 @@ class CostModel:
         return a + b * num_tokens + c * context
 
     def _fit(self) -> NDArray[np.float64]:
-        coefficients = np.zeros(3)
         steps = np.array([step for steps in self._steps.values() for step in steps])
         if not len(steps):
-            return coefficients
-        seconds = steps[:, 2]
-        features = np.column_stack((np.ones(len(steps)), steps[:, 0], steps[:, 1]))
-        features /= seconds[:, None]
-        scale = np.abs(features).max(axis=0)
-        used = np.flatnonzero(scale > 0)
-        while len(used):
-            solution = np.linalg.lstsq(features[:, used] / scale[used], np.ones(len(steps)))[0]
-            if solution.min() >= 0:
-                coefficients[used] = solution / scale[used]
-                break
-            used = np.delete(used, solution.argmin())
-        return coefficients
+            return np.zeros(3)
+        return fit_seconds(
+            np.column_stack((np.ones(len(steps)), steps[:, 0], steps[:, 1])), steps[:, 2]
+        )
+
+
+def fit_seconds(features: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Fit seconds [n] to features [n, k] by least squares to the relative error.
+
+    Returns k coefficients, none below 0: features that would have one count as 0, one by one.
+    """
+    coefficients = np.zeros(features.shape[1])
+    relative = features / seconds[:, None]
+    scale = np.abs(relative).max(axis=0)
+    used = np.flatnonzero(scale > 0)
+    while len(used):
+        solution = np.linalg.lstsq(relative[:, used] / scale[used], np.ones(len(seconds)))[0]
+        if solution.min() >= 0:
+            coefficients[used] = solution / scale[used]
+            break
+        used = np.delete(used, solution.argmin())
+    return coefficients
 
 
 class StepBudget:
