@@ -179,6 +179,8 @@ def drafts(library: Library, rng: random.Random) -> None:
             library,
             table,
             rng.randint(1, 9),
+            suffix_decoding_max_tree_depth=24,
+            suffix_decoding_max_spec_factor=1.0,
             suffix_decoding_max_cached_requests=rng.choice([0, 1, 5]),
             suffix_decoding_min_token_prob=rng.choice([0.0, 0.4]),
             max_bytes=rng.choice([0, 10_000, 30_000, 1 << 28]),

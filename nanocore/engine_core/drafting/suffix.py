@@ -50,10 +50,10 @@ class SuffixProposer(NativeProposer):
         token_ids: NDArray[np.int32],
         max_drafts: int,
         *,
-        suffix_decoding_max_tree_depth: int = 24,
-        suffix_decoding_max_cached_requests: int = 10_000,
-        suffix_decoding_max_spec_factor: float = 1.0,
-        suffix_decoding_min_token_prob: float = 0.1,
+        suffix_decoding_max_tree_depth: int,
+        suffix_decoding_max_cached_requests: int,
+        suffix_decoding_max_spec_factor: float,
+        suffix_decoding_min_token_prob: float,
         max_bytes: int = DEFAULT_MAX_BYTES,
     ) -> None:
         self._functions = functions = library.functions
