@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -68,7 +68,10 @@ class WatchedEngine:
         assert self._before is not None
         deadline_s = time.monotonic() + PATIENCE_S
         with visitor(self.endpoint) as watching:
-            while leaked := self._footprint(watching).leaked(self._before):
+            while leaked := (now := self._footprint(watching)).leaked(self._before):
+                # The thread of a start's late work ends in an idle moment, perhaps only now.
+                num_threads = min(now.num_threads, self._before.num_threads)
+                self._before = replace(self._before, num_threads=num_threads)
                 assert time.monotonic() < deadline_s, leaked
 
     def _footprint(self, watching: Visitor) -> Footprint:
