@@ -26,7 +26,7 @@ _SUBCOMMANDS: Final[Subcommands] = {
     "metrics": ("nanocore.cli.metrics:run", "print metrics, or serve them to Prometheus"),
     "bench": ("nanocore.cli.main:run_bench", "measure an engine or a server"),
     "batch": ("nanocore.cli.batch.command:run", "run requests from a file"),
-    "trace": ("nanocore.cli.trace:run", "summarize a step trace, or draw it for Perfetto"),
+    "trace": ("nanocore.cli.trace:run", "summarize a step trace"),
     "explain": ("nanocore.cli.trace:run_explain", "explain the latency of a traced request"),
 }
 _BENCHMARKS: Final[Subcommands] = {

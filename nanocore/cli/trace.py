@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import BinaryIO, Final
+from contextlib import contextmanager
+from typing import Final
 
 import msgspec
 
@@ -14,12 +14,10 @@ from nanocore.protocol.errors import ConfigError, counted
 from nanocore.system.flags import FlagParser
 from nanocore.system.running import all_running
 from nanocore.system.standard_streams import harmless
-from nanocore.tracing.explanation import explain
-from nanocore.tracing.perfetto import PerfettoWriter
+from nanocore.tracing.explanation import explain, read_runs
 from nanocore.tracing.reader import TraceError, TraceReader
 from nanocore.tracing.summary import RunSummary, summarize
 from nanocore.tracing.texts import explanation_text, summary_text
-from nanocore.tracing.timeline import RunTimeline
 
 _USUAL_FILE: Final = "steps.jsonl"
 _FILE_HELP: Final = (
@@ -54,9 +52,6 @@ def trace_parser() -> FlagParser:
         epilog=_EXIT_CODES,
     )
     parser.add_argument("file", metavar="FILE", nargs="?", help=_FILE_HELP)
-    parser.add_argument(
-        "--perfetto", metavar="OUT", help="write Chrome trace events, for ui.perfetto.dev"
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -74,45 +69,23 @@ def explain_parser() -> FlagParser:
     return parser
 
 
-def read_trace(path: str, perfetto: str | None = None) -> TraceSummary:
-    """Read a trace once, and write its events to the file `perfetto`, if given.
+def read_trace(path: str) -> TraceSummary:
+    """Summarize a trace.
 
     Raises:
-        TraceError: it is not a trace, has no steps, or `perfetto` cannot be written.
+        TraceError: it is not a trace, or has no steps.
     """
     reader = TraceReader(path)
-    runs: list[RunSummary] = []
-    with ExitStack() as stack:
-        writer = None
-        if perfetto is not None:
-            writer = PerfettoWriter(stack.enter_context(_picture(perfetto, path)))
-        current = RunTimeline(1)
-
-        def end_run() -> None:
-            current.settle()
-            runs.append(summarize(current))
-            if writer is not None:
-                writer.end_run(current)
-
-        for number, step in reader:
-            if number != current.number:
-                end_run()
-                current = RunTimeline(number)
-            current.add(step)
-            if writer is not None:
-                writer.step(current, step)
-        if not current.steps:
-            raise TraceError(f"{path} holds no step; did the engine get any request?")
-        end_run()
-        if writer is not None:
-            writer.close()
-    return TraceSummary(path, reader.num_cut_lines, runs)
+    runs = read_runs(reader)
+    if not runs:
+        raise TraceError(f"{path} holds no step; did the engine get any request?")
+    return TraceSummary(path, reader.num_cut_lines, [summarize(run) for run in runs])
 
 
 def run(arguments: list[str]) -> int:
     given = trace_parser().parse_args(arguments)
     with _reporting():
-        summary = read_trace(given.file or _default_file(), given.perfetto)
+        summary = read_trace(given.file or _default_file())
     if given.json:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
         return 0
@@ -120,8 +93,6 @@ def run(arguments: list[str]) -> int:
         print(harmless(summary_text(one)))
     if summary.num_cut_lines:
         print(f"ignored {counted(summary.num_cut_lines, 'unfinished line')}")
-    if given.perfetto:
-        print(f"wrote {given.perfetto}: open it at https://ui.perfetto.dev")
     return 0
 
 
@@ -151,14 +122,3 @@ def _default_file() -> str:
             "FILE, or start an engine with --step-trace FILE"
         )
     return paths[0] if paths else _USUAL_FILE
-
-
-@contextmanager
-def _picture(path: str, trace: str) -> Iterator[BinaryIO]:
-    if os.path.exists(path) and os.path.exists(trace) and os.path.samefile(path, trace):
-        raise TraceError(f"--perfetto {path} is the trace itself; name another file")
-    try:
-        with open(path, "wb") as file:
-            yield file
-    except OSError as error:
-        raise TraceError(f"--perfetto {path}: {error.strerror}; name a writable file") from None

@@ -101,10 +101,10 @@ class Explanation(msgspec.Struct):
     lost: LostHits | msgspec.UnsetType = msgspec.UNSET
 
 
-def read_runs(path: str) -> list[RunTimeline]:
+def read_runs(reader: TraceReader) -> list[RunTimeline]:
     """Read all runs of a trace; raises TraceError if it is none."""
     runs: list[RunTimeline] = []
-    for number, step in TraceReader(path):
+    for number, step in reader:
         if number > len(runs):
             runs.append(RunTimeline(number))
         runs[-1].add(step)
@@ -119,7 +119,7 @@ def explain(path: str, request_id: str) -> Explanation:
     Raises:
         TraceError: the trace cannot be read, or has no such request; names similar ids.
     """
-    runs = read_runs(path)
+    runs = read_runs(TraceReader(path))
     found = _found(runs, lambda one: one == request_id)
     if not found:
         found = _found(runs, re.compile(_SERVERS.format(re.escape(request_id))).fullmatch)

@@ -49,7 +49,7 @@ class Preemption:
 class RequestTimeline:
     """One request, or one sibling sample.
 
-    number: within the run, from 1. arrival: None in traces of older engines, and for requests that
+    arrival: None in traces of older engines, and for requests that
     arrived before the trace begins. admitted_s: when it got its first row. first_s: end of the step
     that sampled its first token. sent_s: when the io thread passed that on. ended_s: end of its
     last step. cached_from: requests whose blocks it hit. lost: what was not found. is_shared:
@@ -58,7 +58,6 @@ class RequestTimeline:
     """
 
     id: str
-    number: int
     arrival: Arrival | None = None
     admitted_s: float | None = None
     cached_tokens: int = 0
@@ -291,7 +290,7 @@ class RunTimeline:
         return timelines[-1] if timelines else self._begin(request_id, None)
 
     def _begin(self, request_id: str, arrival: Arrival | None) -> RequestTimeline:
-        timeline = RequestTimeline(request_id, len(self.timelines) + 1, arrival)
+        timeline = RequestTimeline(request_id, arrival)
         self.timelines.append(timeline)
         self._by_id.setdefault(request_id, []).append(timeline)
         return timeline

@@ -10,7 +10,6 @@ import pytest
 
 from nanocore.tracing.explanation import REASONS
 from tests.cli.served import exit_code
-from tests.tracing.pictures import read_picture
 from tests.tracing.trace_lines import arrival, blocked, line, text, write
 
 
@@ -75,13 +74,6 @@ def test_a_summary_for_programs(trace: str, capsys: pytest.CaptureFixture[str]) 
     }  # fmt: skip
     assert [slow["request"] for slow in first["slowest"]] == ["b", "a"]
     assert (second["num_requests"], second["num_tokens"], second["ttft"]) == (1, 1, None)
-
-
-def test_a_picture_is_drawn(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "p.json"
-    assert exit_code("trace", trace, "--perfetto", str(out)) == 0
-    assert f"wrote {out}" in capsys.readouterr().out
-    assert {one["ph"] for one in read_picture(out)} == set("XCMisf")
 
 
 def test_an_explanation_in_words(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,9 +164,6 @@ def test_a_request_is_found_by_the_id_that_a_server_s_client_gave(
         (["trace"], "nanocore trace: no engine of this user writes a trace, and"),
         (["trace", "none.jsonl"], "nanocore trace: none.jsonl: No such file"),
         (["trace", "TRACE", "--draw"], "unrecognized arguments: --draw"),
-        (["trace", "TRACE", "--perfetto", "TRACE"], "is the trace itself; name another file"),
-        (["trace", "TRACE", "--perfetto", "/none/x"], "--perfetto /none/x: No such file"),
-        (["trace", "TRACE", "--perfetto", "/dev/full"], "--perfetto /dev/full: No space left"),
         (["trace", "/dev/null"], "/dev/null holds no step"),
         (["explain"], "nanocore explain: the following arguments are required: REQUEST"),
         (["explain", "a", "none.jsonl"], "nanocore explain: none.jsonl: No such file"),

@@ -1,4 +1,4 @@
-"""A real engine's trace, read: timelines, pictures, and times to first tokens that add up."""
+"""A real engine's trace, read: timelines, and times to first tokens that add up."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from nanocore.cli.trace import read_trace
 from nanocore.client import AsyncEngineClient, RequestOutput, SamplingParams
 from nanocore.demo_model import demo_model_folder
 from nanocore.tracing.explanation import explanation_of, read_runs
+from nanocore.tracing.reader import TraceReader
 from nanocore.tracing.timeline import PrefillChunk
 from tests.end_to_end.forked import engine
-from tests.tracing.pictures import read_picture
 
 DEMO_MODEL = demo_model_folder()
 FLAGS = (
@@ -62,10 +62,10 @@ async def load(endpoint: str) -> dict[str, RequestOutput]:
 
 
 def test_a_load_with_chunks_hits_and_preemptions_is_explained(tmp_path: Path) -> None:
-    trace, picture = tmp_path / "steps.jsonl", tmp_path / "picture.json"
+    trace = tmp_path / "steps.jsonl"
     with engine(DEMO_MODEL, "--step-trace", str(trace), *FLAGS) as running:
         outputs = asyncio.run(asyncio.wait_for(load(running.endpoint), 100))
-    (run,) = read_runs(str(trace))
+    (run,) = read_runs(TraceReader(str(trace)))
     assert len(run.timelines) == NUM_REQUESTS + 6, "three samples are three"
     explained = {timeline.id: explanation_of(run, timeline) for timeline in run.timelines}
     for name, told in explained.items():
@@ -96,16 +96,12 @@ def test_a_load_with_chunks_hits_and_preemptions_is_explained(tmp_path: Path) ->
     reasons = {wait.reason for told in explained.values() for wait in told.waits}
     assert {"kv_blocks", "priority", "next_step"} <= reasons
 
-    summary = read_trace(str(trace), str(picture)).runs[0]
+    summary = read_trace(str(trace)).runs[0]
     assert (summary.num_requests, summary.num_finished) == (len(run.timelines), len(run.timelines))
     assert summary.num_preemptions == len(pauses)
     computed = sum(one.num_tokens for timeline in run.timelines for one in timeline.work)
     assert summary.num_tokens == computed, "each token that a step computed is in a timeline"
-    events = read_picture(picture)
-    assert {"preempts", "hit", "prefill", "decode", "preempted", "queued"} <= {
-        one["name"] for one in events
-    }
-    assert sum(one["name"] == "step" for one in events) == summary.num_steps
+    assert summary.num_steps == len(trace.read_text().splitlines())
     for line in trace.read_text().splitlines():
         step = json.loads(line)
         assert step["t_s"] >= 0

@@ -12,6 +12,7 @@ from nanocore.engine_core.log.trace import StepTrace
 from nanocore.engine_core.mailbox import AbortRequests, AddRequest
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.tracing.explanation import read_runs
+from nanocore.tracing.reader import TraceReader
 from nanocore.tracing.timeline import PrefillChunk
 from tests.engine_core.core_under_test import CoreUnderTest
 from tests.fakes import expected_tokens, make_request, next_token
@@ -187,7 +188,7 @@ def test_a_timeline_has_the_engines_counts_of_drafts_and_of_computed_tokens(path
     core.finish(*(add(handle, 4 + handle, 20) for handle in range(1, 7)))
     counters = core.scheduler.draft_counters
     assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
-    (run,) = read_runs(str(path))
+    (run,) = read_runs(TraceReader(str(path)))
     timelines = run.timelines
     assert sum(one.num_draft_tokens for one in timelines) == counters.num_draft_tokens
     assert sum(one.num_accepted_tokens for one in timelines) == counters.num_accepted_tokens
