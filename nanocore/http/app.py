@@ -11,9 +11,8 @@ from typing import Final
 from nanocore.http.exchange import Disconnected, Exchange, Receive, Scope, Send
 from nanocore.http.host_check import check_host
 from nanocore.http.http_errors import RETRY_LATER_S, HttpError, anthropic_body, unavailable
-from nanocore.http.openapi import Route
 from nanocore.http.request_record import DISCONNECTED
-from nanocore.http.routes import find_route
+from nanocore.http.routes import Route, find_route
 from nanocore.http.server_settings import AppSettings
 from nanocore.http.state import ServerState
 from nanocore.protocol.errors import NanocoreError

@@ -1,14 +1,13 @@
-"""The table of endpoints by method and path; the OpenAPI document is made from it."""
+"""The table of endpoints by method and path; docs/reference/http.md is made from it."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from difflib import get_close_matches
-from functools import cache
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
-from nanocore import __version__
 from nanocore.http.dialects import (
     anthropic_messages,
     chat_completions,
@@ -19,12 +18,41 @@ from nanocore.http.dialects.responses import response_request
 from nanocore.http.endpoints import embeddings, page, status, tokenize
 from nanocore.http.exchange import Exchange
 from nanocore.http.http_errors import HttpError
-from nanocore.http.openapi import Route, openapi_document
+from nanocore.http.request_record import Operation
 from nanocore.protocol.fields import MAX_EXACT_INT
 
+Endpoint: TypeAlias = Callable[[Exchange], Awaitable[None]]
+JSON: Final = "application/json"
 
-async def openapi(exchange: Exchange) -> None:
-    await exchange.reply(200, _document())
+
+class Route(msgspec.Struct, frozen=True):
+    """One endpoint.
+
+    path: may have one {id}, which matches any text, slashes included. body, response: types of the
+    request's and the response's JSON; a response may also be a mapping of field names to types, and
+    None is any JSON object. is_stream: sends server-sent events on request. is_open: needs no key.
+    is_work: refused while the server shuts down. is_local: does not ask the engine. is_refused:
+    never succeeds. is_anthropic: errors have Anthropic's shape. operation: name of the request's
+    span; None: no span. errors: statuses that do not follow from the other fields. query: JSON
+    Schemas of URL parameters. What only documents an endpoint is for `tools.reference`.
+    """
+
+    method: str
+    path: str
+    endpoint: Endpoint
+    summary: str
+    body: type[msgspec.Struct] | None = None
+    response: type[msgspec.Struct] | Mapping[str, Any] | None = None
+    content_type: str = JSON
+    is_stream: bool = False
+    is_open: bool = False
+    is_work: bool = False
+    is_local: bool = False
+    is_refused: bool = False
+    is_anthropic: bool = False
+    operation: Operation | None = None
+    errors: tuple[int, ...] = ()
+    query: Mapping[str, dict[str, Any]] = {}
 
 
 _STATUS: Final = {"status": str}
@@ -54,7 +82,6 @@ ROUTES: Final[tuple[Route, ...]] = (
         response={"version": str}),
     Route("GET", "/metrics", status.metrics, "Metrics for Prometheus.", content_type="text/plain",
         is_open=True),
-    Route("GET", "/openapi.json", openapi, "This document.", is_open=True, is_local=True),
     Route("GET", "/live", status.live, "The engine's last steps, and the phases of its requests.",
         response=status.LiveView, errors=(400,),
         query={"after": {"type": "integer", "minimum": 0, "maximum": MAX_EXACT_INT, "default": 0,
@@ -119,11 +146,6 @@ _WITH_ID: Final = sorted(
 )
 
 
-@cache
-def _document() -> bytes:
-    return msgspec.json.encode(openapi_document(ROUTES, __version__))
-
-
 def find_route(method: str, path: str) -> tuple[Route, str]:
     """Return the route and the text in place of {id}. HEAD finds GET.
 
@@ -158,7 +180,7 @@ def _hint(path: str) -> str:
             return f"did you mean {other}?"
     if near := get_close_matches(base, [one for one in _BY_PATH if "{" not in one], 1, 0.8):
         return f"did you mean {near[0]}?"
-    return f"see GET /openapi.json; the main ones are {_MAIN}"
+    return f"the main ones are {_MAIN}"
 
 
 def _pattern(path: str) -> tuple[str, str]:

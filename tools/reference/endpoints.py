@@ -1,18 +1,18 @@
-"""The page of HTTP endpoints, from the document that /openapi.json is."""
+"""The page of HTTP endpoints, from their OpenAPI document."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from nanocore.http.dialects.request_fields import SamplingFields
-from nanocore.http.openapi import openapi_document
 from nanocore.http.routes import ROUTES
 from tools.reference.markdown import item, page, wrapped
+from tools.reference.openapi import openapi_document
 
 _SAMPLING = frozenset(SamplingFields.__struct_fields__)
 _ABOUT = (
-    "The endpoints of [nanocore serve](nanocore-serve.md), as `GET /openapi.json` describes them, "
-    "with all schemas. Errors have the body `OpenAIError`, or `AnthropicError` below "
+    "The endpoints of [nanocore serve](nanocore-serve.md). "
+    "Errors have the body `OpenAIError`, or `AnthropicError` below "
     "`/v1/messages`; those that need a key also have 401 and 403. [Serving over HTTP](../http.md) "
     "explains what clients may rely on."
 )

@@ -7,19 +7,16 @@ the engine can fail as the engine does. Ranges of sampling parameters are those 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import msgspec
 
 from nanocore.client import SamplingParams
-from nanocore.http.exchange import Exchange
 from nanocore.http.http_errors import AnthropicError, OpenAIError
-from nanocore.http.request_record import Operation
+from nanocore.http.routes import JSON, Route
 
-Endpoint: TypeAlias = Callable[[Exchange], Awaitable[None]]
 SchemaOf: TypeAlias = Callable[[type], dict[str, Any]]
-JSON: Final = "application/json"
 _REF: Final = "#/components/schemas/{name}"
 _ABOUT: Final = (
     "nanocore, an LLM inference engine. HEAD is served as GET without a body. An unknown path gets"
@@ -61,36 +58,6 @@ _CHAT_MESSAGE: Final = {
     },
 }
 """Schema for items of `messages`, which are dicts in the body's type and checked by the client."""
-
-
-class Route(msgspec.Struct, frozen=True):
-    """One endpoint.
-
-    path: may have one {id}, which matches any text, slashes included. body, response: types of the
-    request's and the response's JSON; a response may also be a mapping of field names to types, and
-    None is any JSON object. is_stream: sends server-sent events on request. is_open: needs no key.
-    is_work: refused while the server shuts
-    down. is_local: does not ask the engine. is_refused: never succeeds. is_anthropic: errors have
-    Anthropic's shape. operation: name of the request's span; None: no span. errors: statuses that
-    do not follow from the other fields. query: JSON Schemas of URL parameters.
-    """
-
-    method: str
-    path: str
-    endpoint: Endpoint
-    summary: str
-    body: type[msgspec.Struct] | None = None
-    response: type[msgspec.Struct] | Mapping[str, Any] | None = None
-    content_type: str = JSON
-    is_stream: bool = False
-    is_open: bool = False
-    is_work: bool = False
-    is_local: bool = False
-    is_refused: bool = False
-    is_anthropic: bool = False
-    operation: Operation | None = None
-    errors: tuple[int, ...] = ()
-    query: Mapping[str, dict[str, Any]] = {}
 
 
 def openapi_document(routes: Sequence[Route], version: str) -> dict[str, Any]:
