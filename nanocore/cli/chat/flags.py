@@ -44,7 +44,6 @@ class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
     model_name: str | None
     system: str
     quick: str | None
-    is_plain: bool
     sampling: dict[str, Any]
 
     @property
@@ -102,7 +101,6 @@ def _parse(
         model_name=given.model_name,
         system=given.system_prompt,
         quick=given.quick,
-        is_plain=given.plain,
         sampling=_sampling(given.set),
     )
 
@@ -123,7 +121,6 @@ def build_parser(prog: str = "nanocore chat", arguments: str = "[MODEL]") -> Fla
         help="ask this, print the response, and exit")  # fmt: skip
     add("--set", type=_utf8, action="append", default=[], metavar="NAME=VALUE",
         help="a sampling parameter, e.g. temperature=0; may be repeated")  # fmt: skip
-    add("--plain", action="store_true", help="show Markdown without styles")
     after_restarts = "then, and with 0, the next question starts it again"
     engine = parser.add_argument_group("engine")
     add_engine_flags(engine, "", after_restarts)

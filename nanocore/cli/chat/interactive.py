@@ -85,7 +85,7 @@ def converse(options: ChatSettings) -> int:
 
 
 async def _converse(options: ChatSettings, interrupts: Interrupts) -> None:
-    view = View(Console(), options.is_plain)
+    view = View(Console())
     # For the whole conversation: changing a terminal's mode between two keys may lose one.
     with quiet_keyboard(sys.stdin.fileno()):
         async with opened(options, view) as target:

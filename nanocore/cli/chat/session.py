@@ -53,25 +53,20 @@ async def _ask(options: ChatSettings, question: str) -> None:
     conversation = Conversation(options.system)
     conversation.say(question)
     async with opened(options, None) as target:
-        await ask_once(target, conversation, options.sampling, options.is_plain)
+        await ask_once(target, conversation, options.sampling)
 
 
 async def ask_once(
-    target: ChatTarget,
-    conversation: Conversation,
-    sampling: Mapping[str, Any],
-    is_plain: bool = False,
+    target: ChatTarget, conversation: Conversation, sampling: Mapping[str, Any]
 ) -> None:
     """Stream the response to standard output; to a terminal as the interactive chat shows it.
-
-    is_plain: without styles.
 
     Raises:
         ConfigError: the question is invalid.
         NanocoreError: no response, or an incomplete one.
     """
     turn = ChatTurn()
-    view = _terminal_view(is_plain)
+    view = _terminal_view()
     try:
         params = with_defaults(sampling, target.default_sampling)
         events = target.ask(conversation.messages, params)
@@ -99,7 +94,7 @@ async def ask_once(
         standard_streams.complain(why)
 
 
-def _terminal_view(is_plain: bool) -> View | None:
+def _terminal_view() -> View | None:
     """Return a view if standard output is a terminal, and what it needs is installed."""
     if not sys.stdout.isatty() or find_spec("rich") is None:
         return None
@@ -107,7 +102,7 @@ def _terminal_view(is_plain: bool) -> View | None:
 
     from nanocore.cli.chat.view import View
 
-    return View(Console(), is_plain)
+    return View(Console())
 
 
 def _write(text: str) -> None:

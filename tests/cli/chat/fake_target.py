@@ -81,9 +81,9 @@ class FakeTarget:
 class Shown:
     """A view, and what it has written."""
 
-    def __init__(self, is_plain: bool = False, num_columns: int = 80, **console: Any) -> None:
+    def __init__(self, num_columns: int = 80, **console: Any) -> None:
         self._file = io.StringIO()
-        self.view = View(Console(file=self._file, width=num_columns, **console), is_plain)
+        self.view = View(Console(file=self._file, width=num_columns, **console))
 
     @property
     def text(self) -> str:

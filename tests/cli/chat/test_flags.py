@@ -32,7 +32,7 @@ def test_a_bare_endpoint_is_the_users_own(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     own = default_endpoint()
     assert parse(["--endpoint"], {}).engine.endpoints == (own,)
-    assert parse(["--endpoint", "--plain"], {}).engine.endpoints == (own,)
+    assert parse(["--endpoint", "--set", "top_k=1"], {}).engine.endpoints == (own,)
     assert parse(["--endpoint", "ipc:///x/y"], {}).engine.endpoints == ("ipc:///x/y",)
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from nanocore.cli.chat.target import ChatTurn, Resumed, TurnStats, incompleteness, status_line
-from nanocore.cli.chat.view import BOLD, CODE, FENCED, PLAIN, MarkdownStyles, Piece
 from nanocore.client.chat.events import (
     ChatAnswer,
     Finished,
@@ -21,82 +18,9 @@ from nanocore.client.chat.events import (
 from nanocore.system.standard_streams import harmless
 from tests.cli.chat.fake_target import Shown
 
-MARKDOWN = """\
-# A title
-Some **bold** words, `code` and 2 ** 3, * a star, `a**b`.
-* **an item**
-  ```python
-  x = "**"  # no title
 
-  ```
-#hashtag ** and `an open one
-plain again **
-#"""
-
-
-def joined(pieces: list[Piece]) -> list[Piece]:
-    """With neighbours of one style together."""
-    whole: list[Piece] = []
-    for text, style in pieces:
-        if whole and whole[-1][1] == style:
-            whole[-1] = (whole[-1][0] + text, style)
-        else:
-            whole.append((text, style))
-    return whole
-
-
-def styled(*deltas: str) -> list[Piece]:
-    stream = MarkdownStyles()
-    return joined(
-        [
-            *[piece for delta in deltas for piece in stream.feed(delta)],
-            *stream.feed("", is_end=True),
-        ]
-    )
-
-
-@pytest.mark.parametrize(
-    ("text", "pieces"),
-    [
-        ("# A **b**\nx", [("# A **b**", BOLD), ("\nx", PLAIN)]),
-        ("a **b** c", [("a ", PLAIN), ("**b**", BOLD), (" c", PLAIN)]),
-        ("2 ** 3 * 4", [("2 ** 3 * 4", PLAIN)]),
-        ("a `b**c` d", [("a ", PLAIN), ("`b**c`", CODE), (" d", PLAIN)]),
-        ("```\n# x\n```\ny", [
-            ("```", FENCED), ("\n", PLAIN), ("# x", FENCED), ("\n", PLAIN), ("```", FENCED),
-            ("\ny", PLAIN),
-        ]),
-        ("a `b\nc", [("a ", PLAIN), ("`b", CODE), ("\nc", PLAIN)]),
-        ("#tag", [("#tag", PLAIN)]),
-        ("**", [("**", PLAIN)]),
-    ],
-)  # fmt: skip
-def test_marks_stay_and_have_styles(text: str, pieces: list[Piece]) -> None:
-    assert styled(text) == pieces
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_text_looks_the_same_however_it_comes(seed: int) -> None:
-    draw = random.Random(seed)
-    rest, deltas = MARKDOWN, []
-    while rest:
-        size = draw.randint(1, 5)
-        deltas.append(rest[:size])
-        rest = rest[size:]
-    assert styled(*deltas) == styled(MARKDOWN)
-    assert "".join(piece for piece, _ in styled(*deltas)) == MARKDOWN
-
-
-def test_what_streams_is_not_held_back() -> None:
-    stream = MarkdownStyles()
-    assert stream.feed("Hello") == [("Hello", PLAIN)]
-    assert stream.feed(" wor") == [(" wor", PLAIN)]
-    assert stream.feed("ld**") == [("ld", PLAIN)]
-
-
-@pytest.mark.parametrize("is_plain", [False, True])
-def test_no_control_character_of_a_model_reaches_the_terminal(is_plain: bool) -> None:
-    shown = Shown(is_plain)
+def test_no_control_character_of_a_model_reaches_the_terminal() -> None:
+    shown = Shown()
     for delta in ("a\x1b[2Jb", "\x07\x9b31m", "tab\there\r\n", "\x1b]0;title\x07"):
         shown.view.show(Text(delta))
         shown.view.show(Reasoning(delta))
@@ -130,6 +54,7 @@ def wrapped(num_columns: int, *deltas: str) -> str:
             "```\none two three four\n```\none two three",
             "```\none two three four\n```\none two\nthree",
         ),
+        ("x ``` one two three", "x ``` one\ntwo three"),
         ("語語語語語語", "語語語語語\n語"),
         ("don\u2019t \u201cstop\u201d now", "don\u2019t\n\u201cstop\u201d now"),
     ],
@@ -152,13 +77,14 @@ def test_a_word_is_shown_as_it_comes_unless_it_may_not_fit() -> None:
 
 def test_styles_are_for_terminals_with_colours_and_without_wrapping() -> None:
     coloured = Shown(force_terminal=True, color_system="standard", no_color=False)
-    coloured.view.show(Text("**b** " + "x" * 200))
-    assert coloured.text.startswith("\x1b[1m**b**\x1b[0m x")
+    coloured.view.show(Reasoning("why " + "x" * 200))
+    assert coloured.text.startswith("\x1b[2mwhy x")
     assert "\n" not in coloured.text
     plain = Shown(force_terminal=True, color_system=None)
+    plain.view.show(Reasoning("why"))
     plain.view.show(Text("**b**"))
     plain.view.end_answer()
-    assert plain.text == "**b**\n"
+    assert plain.text == "why\n**b**\n"
 
 
 def test_parts_of_an_answer_begin_lines_and_notes_stand_between() -> None:
