@@ -14,11 +14,9 @@ from nanocore.protocol.errors import ConfigError
 from nanocore.system.flags import at_least, values_of
 
 RANDOM, PREFIX_REPETITION = "random", "prefix_repetition"
-SHAREGPT, CUSTOM = "sharegpt", "custom"
-TIMED_TRACE, MOONCAKE, AZURE = "timed_trace", "mooncake", "azure"
+SHAREGPT, CUSTOM, TIMED_TRACE = "sharegpt", "custom", "timed_trace"
 SYNTHETIC: Final = (RANDOM, PREFIX_REPETITION)
-TRACES: Final = (TIMED_TRACE, MOONCAKE, AZURE)
-DATASETS: Final = (RANDOM, SHAREGPT, CUSTOM, PREFIX_REPETITION, *TRACES)
+DATASETS: Final = (RANDOM, SHAREGPT, CUSTOM, PREFIX_REPETITION, TIMED_TRACE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +25,7 @@ class DatasetOptions:
 
     random_range_ratio: of input and output lengths, which are drawn from
     [length * (1 - ratio), length * (1 + ratio)]. timed_trace_chunk_hash_size: tokens per hash id.
-    timed_trace_sec_multiplier: seconds per unit of a timestamp. None: the format's own.
+    timed_trace_sec_multiplier: seconds per unit of a timestamp.
     """
 
     dataset_name: str = RANDOM
@@ -45,8 +43,8 @@ class DatasetOptions:
     sharegpt_output_len: int | None = None
     custom_output_len: int | None = None
     skip_chat_template: bool = False
-    timed_trace_chunk_hash_size: int | None = None
-    timed_trace_sec_multiplier: float | None = None
+    timed_trace_chunk_hash_size: int = 16
+    timed_trace_sec_multiplier: float = 1.0
     disable_shuffle: bool = False
     no_oversample: bool = False
 
@@ -62,13 +60,14 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
 
     flag = group.add_argument
     flag("--dataset-name", choices=DATASETS, default=RANDOM,
-         help="mooncake: a timed_trace in milliseconds with 512 tokens per hash id "
-         f"(default: {RANDOM})")  # fmt: skip
+         help=f"kind of the requests (default: {RANDOM})")  # fmt: skip
     flag("--dataset-path", metavar="FILE", help="file, for all but random and prefix_repetition")
     add("num-prompts", 1, "number of requests")
     add("seed", 0, "seed of prompts, lengths and arrivals")
     flag("--input-len", type=at_least(1), metavar="N", help="the same as --random-input-len")
-    flag("--output-len", type=at_least(1), metavar="N", help="for all but traces: output tokens")
+    flag(
+        "--output-len", type=at_least(1), metavar="N", help="for all but timed_trace: output tokens"
+    )
     flag("--disable-shuffle", action="store_true", help="keep the order of the file")
     flag("--no-oversample", action="store_true",
          help="do not repeat rows if the file has too few")  # fmt: skip
@@ -86,17 +85,17 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     add("prefix-repetition-num-prefixes", 1, "number of prefixes")
     add("prefix-repetition-output-len", 1, "output tokens")
 
-    flag = parser.add_argument_group("sharegpt, custom and traces").add_argument
+    flag = parser.add_argument_group("sharegpt, custom and timed_trace").add_argument
     flag("--sharegpt-output-len", type=at_least(1), metavar="N",
          help="output tokens (default: those of the file)")  # fmt: skip
     flag("--custom-output-len", type=at_least(1), metavar="N",
          help='output tokens (default: "output_tokens" of the row)')  # fmt: skip
     flag("--skip-chat-template", action="store_true",
          help="send prompts of custom as they are, not as user messages")  # fmt: skip
-    flag("--timed-trace-chunk-hash-size", type=at_least(1), metavar="N",
-         help="tokens per hash id (default: 16, mooncake 512)")  # fmt: skip
-    flag("--timed-trace-sec-multiplier", type=above_zero, metavar="X",
-         help="seconds per unit of a timestamp (default: 1, mooncake 0.001)")  # fmt: skip
+    flag("--timed-trace-chunk-hash-size", type=at_least(1), default=16, metavar="N",
+         help="tokens per hash id; those of Mooncake's traces have 512 (default: 16)")  # fmt: skip
+    flag("--timed-trace-sec-multiplier", type=above_zero, default=1.0, metavar="X",
+         help="seconds per unit of a timestamp; Mooncake's is 0.001 (default: 1)")  # fmt: skip
 
 
 def dataset_options(given: argparse.Namespace) -> DatasetOptions:

@@ -5,21 +5,18 @@ conversation is the prompt, and the second one gives the output length. As in `v
 short and very long conversations are left out; the others are shuffled by the seed, and repeated if
 there are fewer than requested.
 
-Traces have arrival times and lengths. `timed_trace` and `mooncake` are JSON lines {timestamp,
-input_length, output_length, hash_ids}; a hash id stands for a block of tokens, and equal ids give
-equal tokens, also in a block that is cut: token i of block h is a function of (seed, h, i). Tokens
-beyond the hash ids are unique. `azure` is a CSV of TIMESTAMP, ContextTokens, GeneratedTokens.
+`timed_trace` has arrival times and lengths: JSON lines {timestamp, input_length, output_length,
+hash_ids}. A hash id stands for a block of tokens; equal ids give equal tokens, also in a block that
+is cut: token i of block h is a function of (seed, h, i). Tokens beyond the hash ids are unique.
 """
 
 from __future__ import annotations
 
-import csv
 import math
 import random
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from itertools import islice
 from typing import Final, Self, TypeVar
 
@@ -28,9 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nanocore.bench.dataset_options import (
-    AZURE,
     CUSTOM,
-    MOONCAKE,
     PREFIX_REPETITION,
     RANDOM,
     SHAREGPT,
@@ -44,9 +39,7 @@ from nanocore.protocol.errors import ConfigError, InvalidRequestError
 from nanocore.protocol.messages import ModelCard
 
 TokenIds = npt.NDArray[np.int32]
-MOONCAKE_BLOCK_TOKENS: Final = 512
 _MAX_ATTEMPTS: Final = 10
-_AZURE_COLUMNS: Final = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BLOCK, _OWN = 1, 2  # parts of seeds: for blocks and for single requests
 
 
@@ -287,12 +280,8 @@ class TraceRow:
 def trace_requests(options: DatasetOptions, vocabulary: PromptVocabulary) -> list[BenchRequest]:
     """Return the first requests of a trace, in order of arrival."""
     file = DatasetFile(options.dataset_path or "")
-    is_mooncake = options.dataset_name == MOONCAKE
-    unit_s = options.timed_trace_sec_multiplier or (1e-3 if is_mooncake else 1.0)
     block_tokens = options.timed_trace_chunk_hash_size
-    block_tokens = block_tokens or (MOONCAKE_BLOCK_TOKENS if is_mooncake else 16)
-    read = _azure_rows if options.dataset_name == AZURE else _json_rows
-    rows = list(islice(read(file), options.num_prompts))
+    rows = list(islice(_trace_rows(file), options.num_prompts))
     if not rows:
         file.refuse("it has no request")
     rows.sort(key=lambda row: row.time_s)
@@ -308,12 +297,12 @@ def trace_requests(options: DatasetOptions, vocabulary: PromptVocabulary) -> lis
         parts = [*(blocks[hash_id] for hash_id in row.hash_ids), vocabulary.draw(rng, num_own)]
         token_ids = np.concatenate(parts)[: row.num_prompt_tokens]
         prompt, num_tokens = vocabulary.prompt(token_ids, rng)
-        arrival_s = (row.time_s - rows[0].time_s) * unit_s
+        arrival_s = (row.time_s - rows[0].time_s) * options.timed_trace_sec_multiplier
         requests.append(BenchRequest(prompt, num_tokens, row.num_output_tokens, arrival_s))
     return requests
 
 
-def _json_rows(file: DatasetFile) -> Iterator[TraceRow]:
+def _trace_rows(file: DatasetFile) -> Iterator[TraceRow]:
     for line, row in file.json_lines():
         time_s, hash_ids = row.get("timestamp"), row.get("hash_ids", [])
         if not isinstance(time_s, (int, float)) or isinstance(time_s, bool):
@@ -325,25 +314,6 @@ def _json_rows(file: DatasetFile) -> Iterator[TraceRow]:
             file.integer(row.get("input_length"), "input_length", line, least=1),
             file.integer(row.get("output_length"), "output_length", line, least=1),
             tuple(file.integer(each, "a hash id", line) for each in hash_ids),
-        )
-
-
-def _azure_rows(file: DatasetFile) -> Iterator[TraceRow]:
-    rows = csv.DictReader(file.read().decode("utf-8-sig", "replace").splitlines())
-    missing = [name for name in _AZURE_COLUMNS if name not in (rows.fieldnames or ())]
-    if missing:
-        file.refuse(f"it has no column {', '.join(missing)}", 1)
-    for row in rows:
-        time, num_input, num_output = (row[name] or "" for name in _AZURE_COLUMNS)
-        try:
-            time_s = datetime.fromisoformat(time).timestamp()
-            lengths = int(num_input), int(num_output)
-        except ValueError as error:
-            file.refuse(str(error), rows.line_num)
-        yield TraceRow(
-            time_s,
-            file.integer(lengths[0], "ContextTokens", rows.line_num, least=1),
-            file.integer(lengths[1], "GeneratedTokens", rows.line_num, least=1),
         )
 
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from nanocore.bench.dataset_options import (
     RANDOM,
-    TRACES,
+    TIMED_TRACE,
     DatasetOptions,
     above_zero,
     add_dataset_flags,
@@ -101,9 +101,9 @@ def parse(arguments: list[str]) -> LoadOptions:
     """
     given = build_parser().parse_args(arguments)
     dataset = dataset_options(given)
-    is_trace = dataset.dataset_name in TRACES
+    is_trace = dataset.dataset_name == TIMED_TRACE
     if given.self_timed is not None and not is_trace:
-        raise ConfigError(f"--self-timed is for traces: --dataset-name {', '.join(TRACES)}")
+        raise ConfigError("--self-timed is for a trace: --dataset-name timed_trace")
     keeps = given.save_result or given.append_result
     if given.save_detailed and not keeps:
         raise ConfigError("--save-detailed needs --save-result")
@@ -162,7 +162,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add("--ramp-up-start-rps", type=above_zero, metavar="RPS", help="rate at the first request")
     add("--ramp-up-end-rps", type=above_zero, metavar="RPS", help="rate at the last request")
     add("--self-timed", action=argparse.BooleanOptionalAction,
-        help="requests arrive at the trace's times (default for traces)")  # fmt: skip
+        help="requests arrive at the trace's times (default for timed_trace)")  # fmt: skip
     add("--max-concurrency", type=at_least(1), metavar="N",
         help="requests in flight at once (default: no limit)")  # fmt: skip
     add("--num-warmups", type=at_least(0), default=0, metavar="N",
@@ -177,7 +177,7 @@ def _add_fields(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("requests").add_argument
     add("--ignore-eos", action="store_true",
         help="ignore EOS so outputs reach the requested length (always on for random and "
-        "traces)")  # fmt: skip
+        "timed_trace)")  # fmt: skip
     add("--logprobs", type=at_least(0), metavar="N", help="request the top N logprobs, too")
     for name, kind in _SAMPLING.items():
         add(f"--{name.replace('_', '-')}", type=kind, metavar="X",
@@ -279,7 +279,7 @@ def _fields(given: argparse.Namespace, dataset: DatasetOptions) -> RequestFields
     sampling = {name: value for name in _SAMPLING if (value := getattr(given, name)) is not None}
     prefix = given.request_id_prefix
     return RequestFields(
-        ignore_eos=given.ignore_eos or dataset.dataset_name in (RANDOM, *TRACES),
+        ignore_eos=given.ignore_eos or dataset.dataset_name in (RANDOM, TIMED_TRACE),
         logprobs=given.logprobs,
         sampling=sampling,
         extra_body=given.extra_body,

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
@@ -72,35 +72,6 @@ class HttpError(Exception):
         self.headers = dict(headers or {})
 
 
-class OpenAIErrorDetails(msgspec.Struct):
-    """Contents of an OpenAI error. param: the request field at fault."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class OpenAIError(msgspec.Struct):
-    """Error body of OpenAI's APIs."""
-
-    error: OpenAIErrorDetails
-
-
-class AnthropicErrorDetails(msgspec.Struct):
-    """Contents of an Anthropic error."""
-
-    type: str
-    message: str
-
-
-class AnthropicError(msgspec.Struct):
-    """Error body of Anthropic's API."""
-
-    error: AnthropicErrorDetails
-    type: Literal["error"] = "error"
-
-
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> HttpError:
     return HttpError(400, message, code, param)
 
@@ -134,8 +105,8 @@ def openai_body(error: HttpError) -> bytes:
     message = error.message
     if error.code == TOO_LONG:  # litellm recognizes the error by this wording
         message = f"This model's maximum context length is exceeded: {message}"
-    details = OpenAIErrorDetails(message, kind, error.param, error.code)
-    return msgspec.json.encode(OpenAIError(details))
+    details = {"message": message, "type": kind, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": details})
 
 
 def anthropic_body(error: HttpError) -> bytes:
@@ -148,7 +119,7 @@ def anthropic_body(error: HttpError) -> bytes:
         found = _LENGTHS.search(message)
         known = f"{found[1]} tokens > {found[2]} maximum: " if found else ""
         message = f"prompt is too long: {known}{message}"
-    return msgspec.json.encode(AnthropicError(AnthropicErrorDetails(kind, message)))
+    return msgspec.json.encode({"error": {"type": kind, "message": message}, "type": "error"})
 
 
 def _retry_after(seconds: float) -> dict[bytes, bytes]:

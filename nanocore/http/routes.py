@@ -2,39 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from difflib import get_close_matches
-from typing import Any, Final, Literal, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
-from nanocore.http.dialects import (
-    anthropic_messages,
-    chat_completions,
-    completions,
-    message_encoders,
-)
+from nanocore.http.dialects import anthropic_messages, chat_completions, completions
 from nanocore.http.dialects.responses import response_request
 from nanocore.http.endpoints import embeddings, page, status, tokenize
 from nanocore.http.exchange import Exchange
 from nanocore.http.http_errors import HttpError
 from nanocore.http.request_record import Operation
-from nanocore.protocol.fields import MAX_EXACT_INT
 
 Endpoint: TypeAlias = Callable[[Exchange], Awaitable[None]]
-JSON: Final = "application/json"
 
 
 class Route(msgspec.Struct, frozen=True):
     """One endpoint.
 
-    path: may have one {id}, which matches any text, slashes included. body, response: types of the
-    request's and the response's JSON; a response may also be a mapping of field names to types, and
-    None is any JSON object. is_stream: sends server-sent events on request. is_open: needs no key.
-    is_work: refused while the server shuts down. is_local: does not ask the engine. is_refused:
-    never succeeds. is_anthropic: errors have Anthropic's shape. operation: name of the request's
-    span; None: no span. errors: statuses that do not follow from the other fields. query: JSON
-    Schemas of URL parameters. What only documents an endpoint is for `tools.reference`.
+    path: may have one {id}, which matches any text, slashes included. body: type of the request's
+    JSON. is_open: needs no key. is_work: refused while the server shuts down. is_anthropic: errors
+    have Anthropic's shape. operation: name of the request's span; None: no span. summary, query
+    (URL parameters) and errors (statuses, apart from those of keys, bodies and work) are for the
+    page that `tools.reference` makes.
     """
 
     method: str
@@ -42,104 +33,71 @@ class Route(msgspec.Struct, frozen=True):
     endpoint: Endpoint
     summary: str
     body: type[msgspec.Struct] | None = None
-    response: type[msgspec.Struct] | Mapping[str, Any] | None = None
-    content_type: str = JSON
-    is_stream: bool = False
     is_open: bool = False
     is_work: bool = False
-    is_local: bool = False
-    is_refused: bool = False
     is_anthropic: bool = False
     operation: Operation | None = None
     errors: tuple[int, ...] = ()
-    query: Mapping[str, dict[str, Any]] = {}
+    query: str = ""
 
 
-_STATUS: Final = {"status": str}
-_RESPONSE: Final = {
-    "id": str,
-    "object": Literal["response"],
-    "status": str,
-    "model": str,
-    "output": list[dict[str, Any]],
-    "usage": dict[str, Any] | None,
-}
 ROUTES: Final[tuple[Route, ...]] = (
     Route("GET", "/", page.root,
-        "Name and version; for browsers, which accept text/html, the web page.", is_open=True,
-        is_local=True, response={"name": Literal["nanocore"], "version": str}),
-    Route("GET", "/page/{id}", page.file, "A file of the web page.", content_type="*/*",
-        is_open=True, is_local=True),
+        "Name and version; for browsers, which accept text/html, the web page.", is_open=True),
+    Route("GET", "/page/{id}", page.file, "A file of the web page.", is_open=True),
     Route("GET", "/livez", status.livez,
-        "Liveness: the process runs, also while it loads or drains.", is_open=True, is_local=True,
-        response=_STATUS),
+        "Liveness: the process runs, also while it loads or drains.", is_open=True),
     Route("GET", "/readyz", status.readyz,
         "Readiness: new requests would be accepted. The engine is not asked.", is_open=True,
-        is_local=True, errors=(503,), response=_STATUS),
-    Route("GET", "/health", status.health, "The engine responds.", is_open=True, response=_STATUS),
-    Route("GET", "/ping", status.health, "Same as /health.", is_open=True, response=_STATUS),
-    Route("GET", "/version", status.version, "The server's version.", is_open=True, is_local=True,
-        response={"version": str}),
-    Route("GET", "/metrics", status.metrics, "Metrics for Prometheus.", content_type="text/plain",
-        is_open=True),
+        errors=(503,)),
+    Route("GET", "/health", status.health, "The engine responds.", is_open=True,
+        errors=(500, 503)),
+    Route("GET", "/ping", status.health, "Same as /health.", is_open=True, errors=(500, 503)),
+    Route("GET", "/version", status.version, "The server's version.", is_open=True),
+    Route("GET", "/metrics", status.metrics, "Metrics for Prometheus.", is_open=True,
+        errors=(500, 503)),
     Route("GET", "/live", status.live, "The engine's last steps, and the phases of its requests.",
-        response=status.LiveView, errors=(400,),
-        query={"after": {"type": "integer", "minimum": 0, "maximum": MAX_EXACT_INT, "default": 0,
-                         "description": "Only steps with larger numbers."}}),
-    Route("GET", "/v1/models", status.list_models, "All names of the model.",
-        response=status.ModelList, is_local=True, errors=(503,)),
-    Route("GET", "/v1/models/{id}", status.get_model, "One name of the model.",
-        response=status.Model, is_local=True, errors=(503,)),
+        errors=(400, 500, 503), query="`after` (only steps with larger numbers; default: 0)"),
+    Route("GET", "/v1/models", status.list_models, "All names of the model.", errors=(503,)),
+    Route("GET", "/v1/models/{id}", status.get_model, "One name of the model.", errors=(503,)),
     Route("POST", "/v1/chat/completions", chat_completions.serve,
         "OpenAI's chat completions, with vLLM's additional fields.",
-        body=chat_completions.ChatCompletionRequest, response=chat_completions.ChatCompletion,
-        is_stream=True, is_work=True, operation="chat"),
+        body=chat_completions.ChatCompletionRequest, is_work=True, operation="chat"),
     Route("POST", "/v1/messages", anthropic_messages.serve,
         "Anthropic's messages, with vLLM's additional sampling fields.",
-        body=anthropic_messages.MessagesRequest, response=message_encoders.AnthropicMessage,
-        is_stream=True, is_work=True, is_anthropic=True, operation="chat"),
+        body=anthropic_messages.MessagesRequest, is_work=True, is_anthropic=True,
+        operation="chat"),
     Route("POST", "/v1/messages/count_tokens", anthropic_messages.count_tokens,
         "Number of tokens of a request's prompt, as input_tokens.",
-        body=anthropic_messages.CountTokensRequest, response={"input_tokens": int}, is_work=True,
-        is_anthropic=True),
+        body=anthropic_messages.CountTokensRequest, is_work=True, is_anthropic=True),
     Route("POST", "/v1/completions", completions.serve,
         "OpenAI's completions, with vLLM's additional fields.", body=completions.CompletionRequest,
-        response=completions.TextCompletion, is_stream=True, is_work=True,
-        operation="text_completion"),
+        is_work=True, operation="text_completion"),
     Route("POST", "/v1/embeddings", embeddings.serve, "OpenAI's embeddings.",
-        body=embeddings.EmbeddingRequest, response=embeddings.EmbeddingList, is_work=True,
-        operation="embeddings"),
+        body=embeddings.EmbeddingRequest, is_work=True, operation="embeddings"),
     Route("POST", "/tokenize", tokenize.tokenize, "Token ids of a text or a conversation.",
-        body=tokenize.TokenizeRequest, response=tokenize.TokenList, is_work=True),
+        body=tokenize.TokenizeRequest, is_work=True),
     Route("POST", "/detokenize", tokenize.detokenize, "Text of token ids, as prompt.",
-        body=tokenize.DetokenizeRequest, response={"prompt": str}, is_work=True),
+        body=tokenize.DetokenizeRequest, is_work=True),
     Route("GET", "/tokenizer_info", tokenize.tokenizer_info, "The model's tokenizer_config.json.",
-        errors=(404,)),
+        errors=(404, 500, 503)),
     Route("GET", "/tokenizer.json", tokenize.tokenizer_file,
-        "The model's tokenizer, in the format of the tokenizers library.", errors=(400,)),
+        "The model's tokenizer, in the format of the tokenizers library.", errors=(400, 500, 503)),
     Route("POST", "/v1/responses", response_request.serve,
         "OpenAI's responses, with vLLM's additional sampling fields.",
-        body=response_request.ResponsesRequest, response=_RESPONSE, is_stream=True, is_work=True,
-        operation="chat"),
-    Route("GET", "/v1/responses/{id}", response_request.get, "A stored response.", is_local=True,
-        response=_RESPONSE, errors=(400,)),
-    Route("DELETE", "/v1/responses/{id}", response_request.delete, "Delete a stored response.",
-        response={"id": str, "object": Literal["response"], "deleted": bool}, is_local=True),
+        body=response_request.ResponsesRequest, is_work=True, operation="chat"),
+    Route("GET", "/v1/responses/{id}", response_request.get, "A stored response.", errors=(400,)),
+    Route("DELETE", "/v1/responses/{id}", response_request.delete, "Delete a stored response."),
     Route("GET", "/v1/responses/{id}/input_items", response_request.list_input_items,
-        "Input items of a stored response.", response=response_request.ItemList, is_local=True,
-        errors=(400,),
-        query={"order": {"enum": ["asc", "desc"], "default": "desc"},
-               "limit": {"type": "integer", "minimum": 1, "maximum": 100, "default": 20},
-               "after": {"type": "string"}}),
-    Route("POST", "/v1/responses/{id}/cancel", response_request.cancel,
-        "Always refused: background responses are not supported.", is_local=True, is_refused=True,
-        errors=(400,)),
+        "Input items of a stored response.", errors=(400,),
+        query="`order` (asc, desc; default: desc), `limit` (1 to 100; default: 20), `after` (an "
+        "item's id)"),
 )  # fmt: skip
 _BY_PATH: Final = {
     path: {route.method: route for route in ROUTES if route.path == path}
     for path in dict.fromkeys(route.path for route in ROUTES)
 }
-# The longest suffix first: in "/v1/responses/x/cancel" the id is not "x/cancel".
+# The longest suffix first: in "/v1/responses/x/input_items" the id is not "x/input_items".
 _WITH_ID: Final = sorted(
     (path.partition("{id}")[::2] for path in _BY_PATH if "{id}" in path),
     key=lambda around: -len(around[1]),

@@ -244,7 +244,7 @@ def test_flags_of_an_engine_are_passed_on() -> None:
         ("latency --num-iter 1", 2, "`nanocore bench latency` has --num-iters"),
         ("serve --engine-endpoint ipc:///nowhere/e --ready-check-timeout-sec 1", 70, "/nowhere/e"),
         ("serve --dataset-name custom", 2, "--dataset-name custom needs its file"),
-        ("throughput --dataset-name mooncake", 2, "--dataset-name mooncake needs its file"),
+        ("throughput --dataset-name timed_trace", 2, "--dataset-name timed_trace needs its file"),
         ("serve --engine-endpoint nonsense", 2, "nonsense"),
     ],
 )

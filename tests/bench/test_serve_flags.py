@@ -94,7 +94,7 @@ def test_lengths_go_to_all_datasets() -> None:
     ("arguments", "ignores"),
     [
         ([], True),
-        (["--dataset-name", "mooncake"], True),
+        (["--dataset-name", "timed_trace"], True),
         (["--dataset-name", "custom"], False),
         (["--dataset-name", "custom", "--ignore-eos"], True),
     ],
@@ -107,8 +107,8 @@ def test_random_lengths_and_traces_ignore_eos(arguments: list[str], ignores: boo
     ("arguments", "is_self_timed"),
     [
         ([], False),
-        (["--dataset-name", "azure"], True),
-        (["--dataset-name", "azure", "--no-self-timed"], False),
+        (["--dataset-name", "timed_trace"], True),
+        (["--dataset-name", "timed_trace", "--no-self-timed"], False),
     ],
 )
 def test_traces_are_self_timed(arguments: list[str], is_self_timed: bool) -> None:
@@ -146,7 +146,7 @@ def test_ramps_goodput_and_sampling() -> None:
         ("--goodput ttft:x", "--goodput ttft: 'x' is not a number of milliseconds"),
         ("--header x", "--header x: write KEY=VALUE"),
         ("--extra-body []", "'[]' is not a JSON object"),
-        ("--self-timed", "--self-timed is for traces"),
+        ("--self-timed", "--self-timed is for a trace"),
         ("--ramp-up-start-rps 1", "need --ramp-up-strategy"),
         ("--ramp-up-strategy linear --ramp-up-start-rps 1", "needs --ramp-up-start-rps and"),
         (

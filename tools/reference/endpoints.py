@@ -1,97 +1,77 @@
-"""The page of HTTP endpoints, from their OpenAPI document."""
+"""The page of HTTP endpoints, from the table of routes."""
 
 from __future__ import annotations
 
-from typing import Any
+import msgspec
 
 from nanocore.http.dialects.request_fields import SamplingFields
-from nanocore.http.routes import ROUTES
+from nanocore.http.routes import ROUTES, Route
 from tools.reference.markdown import item, page, wrapped
-from tools.reference.openapi import openapi_document
 
 _SAMPLING = frozenset(SamplingFields.__struct_fields__)
 _ABOUT = (
-    "The endpoints of [nanocore serve](nanocore-serve.md). "
-    "Errors have the body `OpenAIError`, or `AnthropicError` below "
-    "`/v1/messages`; those that need a key also have 401 and 403. [Serving over HTTP](../http.md) "
-    "explains what clients may rely on."
+    "The endpoints of [nanocore serve](nanocore-serve.md). HEAD is served as GET without a body. "
+    "Errors have OpenAI's body, or Anthropic's below `/v1/messages`; those that need a key also "
+    "have 401 and 403. [Serving over HTTP](../http.md) explains what clients may rely on."
 )
-_OF_KEYS = "401", "403"
-_OF_WORK = ["400", "404", "408", "413", "415", "429", "500", "503"]
-"""What an endpoint can answer that reads a body and asks the engine, apart from keys' errors."""
+_MEANINGS = {
+    200: "Success.",
+    400: "The request is invalid.",
+    401: "No valid API key.",
+    403: "A server without keys was addressed by a foreign host name or by another site's page.",
+    404: "Not found.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    415: "The body is not application/json, or is compressed.",
+    429: "Too many requests are waiting: retry later.",
+    500: "The engine failed to serve the request.",
+    503: "The server is loading or shutting down, or its engine is gone: retry later.",
+}
+_OF_KEYS = 401, 403
 
 
 def endpoints_page() -> str:
     """The page."""
-    document = openapi_document(ROUTES, "")
-    schemas = document["components"]["schemas"]
     sampling = ", ".join(f"`{name}`" for name in SamplingFields.__struct_fields__)
     parts = [
         wrapped(_ABOUT),
         "## Statuses",
-        _statuses(document["paths"]),
+        "\n".join(item(f"{status}: {meaning}") for status, meaning in _MEANINGS.items()),
         "## Sampling fields",
         wrapped(f"{sampling}."),
     ]
-    for path, methods in document["paths"].items():
-        for method, operation in methods.items():
-            parts += [f"## `{method.upper()} {path}`", *_endpoint(operation, schemas)]
+    for route in ROUTES:
+        parts += [f"## `{route.method} {route.path}`", *_endpoint(route)]
     return page("HTTP endpoints", *parts)
 
 
-def _endpoint(operation: dict[str, Any], schemas: dict[str, Any]) -> list[str]:
-    key = "" if operation["security"] else " No key is needed."
-    about = [wrapped(operation["summary"] + key)]
+def _endpoint(route: Route) -> list[str]:
+    key = " No key is needed." if route.is_open else ""
     lines = []
-    if "requestBody" in operation:
-        content = operation["requestBody"]["content"]["application/json"]["schema"]
-        body = schemas[content["$ref"].rpartition("/")[2]]
-        required = body.get("required", [])
-        shared = _SAMPLING if body["properties"].keys() >= _SAMPLING else frozenset[str]()
-        names = [
-            f"`{name}`" + (" (required)" if name in required else "")
-            for name in body["properties"]
-            if name not in shared
+    names: set[str] = set()
+    if route.body is not None:
+        fields = msgspec.structs.fields(route.body)
+        names = {field.name for field in fields}
+        shared = _SAMPLING if names >= _SAMPLING else frozenset[str]()
+        shown = [
+            f"`{field.name}`" + (" (required)" if field.required else "")
+            for field in fields
+            if field.name not in shared
         ]
         more = " and the sampling fields" if shared else ""
-        lines.append(item(f"Body: {', '.join(names)}{more}."))
-    query = [one for one in operation["parameters"] if one["in"] == "query"]
-    if query:
-        shown = ", ".join(f"`{one['name']}` ({_schema(one['schema'])})" for one in query)
-        lines.append(item(f"Query: {shown}."))
-    answers = operation["responses"]
-    success = [f"200{_body(answers['200'])}"] if "200" in answers else []
-    errors = [status for status in answers if status not in ("200", *_OF_KEYS)]
-    if errors == _OF_WORK:
-        lines.append(item(f"Status: {success[0]}, and all errors."))
+        lines.append(item(f"Body: {', '.join(shown)}{more}."))
+    if route.query:
+        lines.append(item(f"Query: {route.query}."))
+    success = "200, or server-sent events" if "stream" in names else "200"
+    if route.is_work:
+        lines.append(item(f"Status: {success}, and all errors."))
     else:
-        lines.append(item(f"Status: {', '.join([*success, *errors])}."))
-    return [*about, "\n".join(lines)]
+        lines.append(item(f"Status: {', '.join([success, *map(str, errors_of(route))])}."))
+    return [wrapped(route.summary + key), "\n".join(lines)]
 
 
-def _statuses(paths: dict[str, Any]) -> str:
-    """The meaning of each status, once: endpoints list the statuses they can have."""
-    meanings: dict[str, str] = {}
-    for methods in paths.values():
-        for operation in methods.values():
-            for status, answer in operation["responses"].items():
-                meanings.setdefault(status, answer["description"])
-    return "\n".join(item(f"{status}: {meanings[status]}") for status in sorted(meanings))
-
-
-def _body(answer: dict[str, Any]) -> str:
-    """The kinds of a successful response's body; errors have the dialect's error body."""
-    kinds = []
-    for content_type, content in answer.get("content", {}).items():
-        ref = content.get("schema", {}).get("$ref")
-        kinds.append(f"`{ref.rpartition('/')[2]}`" if ref else content_type)
-    return f" ({', '.join(kinds)})" if kinds and "Error" not in kinds[0] else ""
-
-
-def _schema(schema: dict[str, Any]) -> str:
-    words = [", ".join(map(str, schema["enum"]))] if "enum" in schema else [schema["type"]]
-    if "minimum" in schema:
-        words.append(f"{schema['minimum']} to {schema['maximum']}")
-    if "default" in schema:
-        words.append(f"default: {schema['default']}")
-    return "; ".join(words)
+def errors_of(route: Route) -> list[int]:
+    """The statuses of its errors, but for those of keys."""
+    if route.is_work:
+        return sorted(_MEANINGS.keys() - {200, *_OF_KEYS})
+    return sorted({*route.errors, *((404,) if "{id}" in route.path else ())})

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from nanocore.client import SamplingParams
 from nanocore.client.chat.chat_request import ChatOptions
@@ -33,7 +32,6 @@ from nanocore.http.dialects.chat_options import (
 )
 from nanocore.http.dialects.encoding import (
     ChunkEncoder,
-    OpenAIUsage,
     UsageSum,
     WholeEncoder,
     around,
@@ -117,53 +115,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             continue_final_message=bool(self.continue_final_message),
             **template_options(settings, given, self.chat_template),
         )
-
-
-class CalledFunction(TypedDict):
-    name: str
-    arguments: str
-
-
-class ToolCallObject(TypedDict):
-    id: str
-    type: Literal["function"]
-    function: CalledFunction
-
-
-class AssistantMessage(msgspec.Struct, kw_only=True):
-    """The assistant's turn. Reasoning has both names that clients use."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    annotations: list[Any] = []
-    tool_calls: list[ToolCallObject]
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-
-
-class ChatChoice(msgspec.Struct):
-    """One sample."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: dict[str, Any] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-
-
-class ChatCompletion(msgspec.Struct, kw_only=True):
-    """OpenAI's chat.completion. prompt_logprobs: vLLM's, one mapping per prompt token."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[ChatChoice]
-    usage: OpenAIUsage
-    seed: int | UnsetType | None = UNSET
-    prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
 
 class ChatStyle(msgspec.Struct, frozen=True, kw_only=True):
@@ -286,7 +237,7 @@ class ChatStreamEncoder(ChunkEncoder):
 
 
 class ChatCompletionEncoder(WholeEncoder):
-    """Encoder of a whole `ChatCompletion`; see `delivery.Encoder`."""
+    """Encoder of a whole chat.completion; see `delivery.Encoder`."""
 
     def __init__(self, style: ChatStyle) -> None:
         self._style = style
@@ -305,29 +256,38 @@ class ChatCompletionEncoder(WholeEncoder):
         return b""
 
     def finish(self) -> bytes:
-        whole = ChatCompletion(
+        whole = {
             **self._style.head,
-            choices=[self._choice(i, sample) for i, sample in enumerate(self._collector.answers())],
-            usage=self._usage.as_object(),
-        )
+            "choices": [self._choice(*one) for one in enumerate(self._collector.answers())],
+            "usage": self._usage.as_object(),
+        }
         if self._started is not None:
-            whole.seed = self._started.seed
+            whole["seed"] = self._started.seed
             if self._started.prompt_logprobs is not None:
-                whole.prompt_logprobs = prompt_logprobs(self._started.prompt_logprobs)
+                whole["prompt_logprobs"] = prompt_logprobs(self._started.prompt_logprobs)
         return msgspec.json.encode(whole)
 
-    def _choice(self, index: int, sample: ChatAnswer) -> ChatChoice:
+    def _choice(self, index: int, sample: ChatAnswer) -> dict[str, Any]:
         style = self._style
         content = style.echo + sample.content
-        # OpenAI's content is null, not empty, where there are only calls.
-        message = AssistantMessage(
-            content=content or None if sample.tool_calls else content,
-            tool_calls=sample.to_message().get("tool_calls", []),
-        )
-        if sample.reasoning and style.shows_reasoning:
-            message.reasoning = message.reasoning_content = sample.reasoning
+        message = {
+            "role": "assistant",
+            # OpenAI's content is null, not empty, where there are only calls.
+            "content": content or None if sample.tool_calls else content,
+            "refusal": None,
+            "annotations": [],
+            "tool_calls": sample.to_message().get("tool_calls", []),
+        }
+        if sample.reasoning and style.shows_reasoning:  # clients use both names
+            message["reasoning"] = message["reasoning_content"] = sample.reasoning
         logprobs = style.logprobs(Logprobs(sample.logprobs)) if sample.logprobs else None
-        return ChatChoice(index, message, logprobs, sample.finish_reason, sample.stop_reason)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": sample.finish_reason,
+            "stop_reason": sample.stop_reason,
+        }
 
 
 async def serve(exchange: Exchange) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -25,7 +25,6 @@ from nanocore.client.tokenizer import Tokenizer
 from nanocore.http.delivery import Delivery
 from nanocore.http.dialects.encoding import (
     ChunkEncoder,
-    OpenAIUsage,
     UsageSum,
     WholeEncoder,
     around,
@@ -251,18 +250,6 @@ class TextChoice(msgspec.Struct, kw_only=True):
     prompt_logprobs: list[dict[str, Any] | None] | UnsetType = UNSET
 
 
-class TextCompletion(msgspec.Struct, kw_only=True):
-    """OpenAI's text_completion. Choices are in the order of prompts, then samples."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str | None
-    choices: list[TextChoice]
-    usage: OpenAIUsage
-
-
 class CompletionStyle(msgspec.Struct, frozen=True, kw_only=True):
     """Content of a response that is not in its events, and which of these it shows.
 
@@ -411,7 +398,7 @@ class CompletionStreamEncoder(ChunkEncoder):
 
 
 class CompletionEncoder(WholeEncoder):
-    """Encoder of a whole `TextCompletion`; see `delivery.Encoder`."""
+    """Encoder of a whole text_completion; see `delivery.Encoder`."""
 
     def __init__(self, style: CompletionStyle) -> None:
         self._style = style
@@ -436,12 +423,9 @@ class CompletionEncoder(WholeEncoder):
     def finish(self) -> bytes:
         for index, pieces in self._texts.items():
             self._choices[index].text = "".join(pieces)
-        whole = TextCompletion(
-            **self._style.head,
-            choices=[self._choices[index] for index in sorted(self._choices)],
-            usage=self._usage.as_object(),
-        )
-        return msgspec.json.encode(whole)
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        usage = self._usage.as_object()
+        return msgspec.json.encode({**self._style.head, "choices": choices, "usage": usage})
 
     def _start(self, number: int, event: Started) -> None:
         style = self._style

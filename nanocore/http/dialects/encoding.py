@@ -7,7 +7,7 @@ chunk to chunk are encoded once.
 
 from __future__ import annotations
 
-from typing import Any, Final, TypedDict
+from typing import Any, Final
 
 import msgspec
 
@@ -21,27 +21,6 @@ COMMENT: Final = b": still here\n\n"
 _encode: Final = msgspec.json.Encoder().encode
 _LINE_ENDS: Final = [(c.encode(), b"\\u%04x" % ord(c)) for c in "\u0085\u2028\u2029"]
 """Line ends for Python's splitlines, with which many clients read streams."""
-
-
-class CachedTokens(TypedDict):
-    cached_tokens: int
-
-
-class ReasoningTokens(TypedDict):
-    reasoning_tokens: int
-
-
-class PromptUsage(TypedDict):
-    """OpenAI's usage of embeddings."""
-
-    prompt_tokens: int
-    total_tokens: int
-    prompt_tokens_details: CachedTokens
-
-
-class OpenAIUsage(PromptUsage):
-    completion_tokens: int
-    completion_tokens_details: ReasoningTokens
 
 
 class UsageSum:
@@ -62,7 +41,7 @@ class UsageSum:
         self.num_output_tokens += usage.num_output_tokens
         self.num_reasoning_tokens += usage.num_reasoning_tokens
 
-    def as_object(self) -> OpenAIUsage:
+    def as_object(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.num_prompt_tokens,
             "completion_tokens": self.num_output_tokens,

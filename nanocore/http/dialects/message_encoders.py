@@ -12,7 +12,7 @@ return such a text to a model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -113,29 +113,18 @@ class _Message:
             usage["output_tokens_details"] = {"thinking_tokens": used.num_reasoning_tokens}
         return usage
 
-    def whole(self, content: list[dict[str, Any]]) -> AnthropicMessage:
+    def whole(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         stop_reason, stop_sequence = self.reasons()
-        return AnthropicMessage(
-            id=self._id,
-            model=self._model,
-            content=content,
-            stop_reason=stop_reason,
-            stop_sequence=stop_sequence,
-            usage=self.usage(),
-        )
-
-
-class AnthropicMessage(msgspec.Struct, kw_only=True):
-    """Anthropic's message."""
-
-    id: str
-    type: Literal["message"] = "message"
-    role: Literal["assistant"] = "assistant"
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: str | None
-    stop_sequence: str | None
-    usage: dict[str, Any]
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": stop_reason,
+            "stop_sequence": stop_sequence,
+            "usage": self.usage(),
+        }
 
 
 class MessageStreamEncoder:
@@ -229,7 +218,7 @@ class MessageStreamEncoder:
 
 
 class MessageEncoder(WholeEncoder):
-    """Encoder of a whole `AnthropicMessage`; see `delivery.Encoder`."""
+    """Encoder of a whole message; see `delivery.Encoder`."""
 
     def __init__(self, response_id: str, model: str) -> None:
         self._message = _Message(response_id, model)

@@ -13,7 +13,6 @@ import msgspec
 
 from nanocore.client import AsyncEngineClient, EmbeddingOutput
 from nanocore.client.requests.submission import SubmitTicket
-from nanocore.http.dialects.encoding import PromptUsage
 from nanocore.http.dialects.prompts import (
     PromptInput,
     num_kept_tokens,
@@ -46,23 +45,6 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True):
     user: Any = None
 
 
-class Embedding(msgspec.Struct):
-    """One input's embedding: numbers, or float32 in base64."""
-
-    index: int
-    embedding: list[float] | str
-    object: Literal["embedding"] = "embedding"
-
-
-class EmbeddingList(msgspec.Struct):
-    """OpenAI's list of embeddings."""
-
-    data: list[Embedding]
-    model: str
-    usage: PromptUsage
-    object: Literal["list"] = "list"
-
-
 async def serve(exchange: Exchange) -> None:
     request = await exchange.read(EmbeddingRequest)
     exchange.field_names = {"prompt_token_ids": "input"}
@@ -86,16 +68,20 @@ async def serve(exchange: Exchange) -> None:
     num_cached_tokens = sum(output.num_cached_tokens for output in outputs)
     exchange.record.usage.add_prompt(num_tokens, num_cached_tokens)
     is_base64 = request.encoding_format == "base64"
-    usage: PromptUsage = {
+    usage = {
         "prompt_tokens": num_tokens,
         "total_tokens": num_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
-    embeddings = [
-        Embedding(i, in_base64(one.embedding) if is_base64 else [*one.embedding])
+    data = [
+        {
+            "index": i,
+            "embedding": in_base64(one.embedding) if is_base64 else one.embedding.tolist(),
+            "object": "embedding",
+        }
         for i, one in enumerate(outputs)
     ]
-    await exchange.reply_json(EmbeddingList(embeddings, model, usage))
+    await exchange.reply_json({"data": data, "model": model, "usage": usage, "object": "list"})
 
 
 def in_base64(numbers: array[float]) -> str:

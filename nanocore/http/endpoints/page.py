@@ -67,7 +67,7 @@ async def root(exchange: Exchange) -> None:
     """Reply to a browser with the page, to other clients with the server's name."""
     varies = exchange.reply_headers.get(b"vary")
     exchange.reply_headers[b"vary"] = b"accept" if varies is None else b"accept, " + varies
-    if prefers_html(b",".join(exchange.headers(b"accept"))):
+    if any(b"text/html" in accept.lower() for accept in exchange.headers(b"accept")):
         await _reply(exchange, _FILES[INDEX])
     else:
         await exchange.reply_json({"name": "nanocore", "version": __version__})
@@ -78,27 +78,6 @@ async def file(exchange: Exchange) -> None:
     if found is None:
         raise HttpError(404, f"the page has no file {exchange.path_id[:200]!r}", "not_found")
     await _reply(exchange, found)
-
-
-def prefers_html(accept: bytes) -> bool:
-    """Whether an Accept header names text/html and does not rank JSON higher; `*/*` is ignored."""
-    qualities = {b"text/html": 0.0, b"application/json": 0.0}
-    for entry in accept.lower().split(b","):
-        kind, *parameters = (part.strip() for part in entry.split(b";"))
-        if kind in qualities:
-            qualities[kind] = _quality(parameters)
-    return 0 < qualities[b"text/html"] >= qualities[b"application/json"]
-
-
-def _quality(parameters: list[bytes]) -> float:
-    for parameter in parameters:
-        name, _, value = parameter.partition(b"=")
-        if name.strip() == b"q":
-            try:
-                return float(value)
-            except ValueError:
-                return 0.0
-    return 1.0
 
 
 async def _reply(exchange: Exchange, found: PageFile) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
 from nanocore import __version__
-from nanocore.client import RequestPhases, Stats, StepColumns
+from nanocore.client import RequestPhases, StepColumns
 from nanocore.http.exchange import Exchange
 from nanocore.http.http_errors import DRAINING, RETRY_LATER_S, bad_request, unavailable
 from nanocore.protocol.errors import NanocoreError
@@ -20,34 +20,6 @@ _DIGITS: Final = 6
 """Decimal digits of seconds: microseconds."""
 _SECRET_PREFIX: Final = "resp_"
 """Prefix of ids that give access to a stored response, so only its client may know them."""
-
-
-class Model(msgspec.Struct, kw_only=True):
-    """A name of the model, with the fields of OpenAI's and of Anthropic's API.
-
-    default_sampling: what the model recommends for requests without parameters; {}: nothing.
-    """
-
-    id: str
-    object: Literal["model"] = "model"
-    type: Literal["model"] = "model"
-    display_name: str
-    created: int
-    created_at: str
-    owned_by: str = "nanocore"
-    root: str
-    max_model_len: int
-    default_sampling: dict[str, Any]
-
-
-class ModelList(msgspec.Struct, kw_only=True):
-    """All names of the model. first_id, last_id and has_more are Anthropic's."""
-
-    object: Literal["list"] = "list"
-    data: list[Model]
-    first_id: str
-    last_id: str
-    has_more: Literal[False] = False
 
 
 async def livez(exchange: Exchange) -> None:
@@ -80,25 +52,31 @@ async def metrics(exchange: Exchange) -> None:
 async def list_models(exchange: Exchange) -> None:
     names = exchange.settings.served_model_names or (exchange.model_name,)
     models = [_model(exchange, name) for name in names]
-    await exchange.reply_json(ModelList(data=models, first_id=names[0], last_id=names[-1]))
+    about = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # Anthropic's
+    await exchange.reply_json({"object": "list", "data": models, **about})
 
 
 async def get_model(exchange: Exchange) -> None:
     await exchange.reply_json(_model(exchange, exchange.check_model(exchange.path_id)))
 
 
-def _model(exchange: Exchange, name: str) -> Model:
+def _model(exchange: Exchange, name: str) -> dict[str, Any]:
+    """Return a name of the model, with the fields of OpenAI's and of Anthropic's API."""
     card = exchange.client.model_card
     started = exchange.state.started
-    return Model(
-        id=name,
-        display_name=name,
-        created=int(started.timestamp()),
-        created_at=started.isoformat(),
-        root=card.model,
-        max_model_len=card.max_model_len,
-        default_sampling=msgspec.to_builtins(card.default_sampling),
-    )
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "created": int(started.timestamp()),
+        "created_at": started.isoformat(),
+        "owned_by": "nanocore",
+        "root": card.model,
+        "max_model_len": card.max_model_len,
+        # What the model recommends for requests without parameters; {}: nothing.
+        "default_sampling": card.default_sampling,
+    }
 
 
 async def _check_serving(exchange: Exchange) -> None:
@@ -142,36 +120,22 @@ class LiveRequest(msgspec.Struct, frozen=True):
     way: list[tuple[str, float]]
 
 
-class LiveView(msgspec.Struct, frozen=True, kw_only=True):
-    """State of an engine. engine: id of its run, whose clock gives all times."""
-
-    engine: str
-    model: str
-    max_model_len: int
-    num_blocks: int
-    now_s: float
-    draining: bool
-    stats: Stats
-    steps: list[LiveStep]
-    requests: list[LiveRequest]
-
-
 async def live(exchange: Exchange) -> None:
     after = _after(exchange.query().get("after", "0"))
     client = exchange.client
     recent = await client.recent_steps(after)
     card = client.model_card
-    view = LiveView(
-        engine=client.engine_instance,
-        model=exchange.model_name,
-        max_model_len=card.max_model_len,
-        num_blocks=card.num_blocks,
-        now_s=recent.now_s,
-        draining=client.is_draining or exchange.state.is_draining,
-        stats=recent.stats,
-        steps=live_steps(recent.steps),
-        requests=[live_request(one) for one in recent.requests],
-    )
+    view = {
+        "engine": client.engine_instance,  # id of its run, whose clock gives all times
+        "model": exchange.model_name,
+        "max_model_len": card.max_model_len,
+        "num_blocks": card.num_blocks,
+        "now_s": recent.now_s,
+        "draining": client.is_draining or exchange.state.is_draining,
+        "stats": recent.stats,
+        "steps": live_steps(recent.steps),
+        "requests": [live_request(one) for one in recent.requests],
+    }
     exchange.reply_headers[b"cache-control"] = b"no-store"
     await exchange.reply_json(view)
 

@@ -70,15 +70,6 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
         )
 
 
-class TokenList(msgspec.Struct):
-    """Token ids of a text. token_strs: the tokens' texts, if requested."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Token ids."""
 
@@ -103,8 +94,13 @@ async def tokenize(exchange: Exchange) -> None:
         token_strs = await client.with_tokenizer(
             lambda tokenizer: tokenizer.tokens(token_ids), is_long=len(token_ids) > MAX_QUICK_TOKENS
         )
-    max_model_len = client.model_card.max_model_len
-    await exchange.reply_json(TokenList(len(token_ids), max_model_len, token_ids, token_strs))
+    reply = {
+        "count": len(token_ids),
+        "max_model_len": client.model_card.max_model_len,
+        "tokens": token_ids,
+        "token_strs": token_strs,
+    }
+    await exchange.reply_json(reply)
 
 
 async def detokenize(exchange: Exchange) -> None:

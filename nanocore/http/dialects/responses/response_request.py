@@ -243,16 +243,6 @@ def _keeper(store: ResponseStore, response_id: str, before: list[Item], items: l
     return keep
 
 
-class ItemList(msgspec.Struct, kw_only=True):
-    """A page of input items."""
-
-    object: Literal["list"] = "list"
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 async def get(exchange: Exchange) -> None:
     stored = _stored(exchange)
     if exchange.query().get("stream", "false").lower() == "true":
@@ -264,14 +254,6 @@ async def delete(exchange: Exchange) -> None:
     _stored(exchange)
     exchange.state.responses.remove(exchange.path_id)
     await exchange.reply_json({"id": exchange.path_id, "object": "response", "deleted": True})
-
-
-async def cancel(exchange: Exchange) -> None:
-    _stored(exchange)
-    raise bad_request(
-        "only background responses can be cancelled, which are not supported: close the connection "
-        "to end a response"
-    )
 
 
 async def list_input_items(exchange: Exchange) -> None:
@@ -292,12 +274,13 @@ async def list_input_items(exchange: Exchange) -> None:
         items = items[ids.index(query["after"]) + 1 :]
     page = items[: int(limit)]
     await exchange.reply_json(
-        ItemList(
-            data=page,
-            first_id=page[0]["id"] if page else None,
-            last_id=page[-1]["id"] if page else None,
-            has_more=len(items) > len(page),
-        )
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(items) > len(page),
+        }
     )
 
 
