@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,7 +19,6 @@ from contextlib import asynccontextmanager, closing, contextmanager
 from functools import partial
 from typing import BinaryIO, Final
 
-import msgspec
 from tqdm import tqdm
 
 from nanocore.cli.batch.calls import Call, CallResponse, ask, relay
@@ -30,7 +28,7 @@ from nanocore.cli.batch.results import STANDARD, ResultError, Results, bad_line,
 from nanocore.cli.command import INTERRUPTED
 from nanocore.cli.engine_choice import engine_client
 from nanocore.http.app import App
-from nanocore.protocol.errors import ConfigError, EngineDeadError, counted, quoted, shorten
+from nanocore.protocol.errors import ConfigError, EngineDeadError, counted
 from nanocore.protocol.messages import Limits
 
 logger = logging.getLogger(__name__)
@@ -39,8 +37,6 @@ SOME_FAILED: Final = 1
 _COUNTED_BYTES: Final = 2**20
 MAX_UNAVAILABLE_S: Final = 30.0
 """Per-request limit for 503 retries, in addition to the client's wait for an engine."""
-_MAX_KINDS: Final = 1000
-"""Kinds of errors that are told apart."""
 _FULL: Final = 429
 _UNAVAILABLE: Final = 503
 
@@ -111,8 +107,6 @@ def summary(pending: PendingLines, runner: BatchRunner) -> list[str]:
     earlier = f" ({counted(pending.num_done, 'line')} in earlier runs)" if pending.num_done else ""
     num_lines = counted(num_answered + num_failed, "line")
     said = [f"{num_lines}: {num_answered} succeeded, {num_failed} failed{earlier}"]
-    if (error := runner.most_frequent_error()) is not None:
-        said.append(f"the most frequent error, {error}")
     if pending.num_failed:
         said.append("errors of earlier runs are kept: --retry-errors tries them again")
     return said
@@ -174,21 +168,6 @@ def _num_lines(file: BinaryIO) -> int | None:
     return number
 
 
-class FrequentError(msgspec.Struct):
-    """first: the first of these errors. custom_id: its request's, if it has one."""
-
-    first: ResultError
-    custom_id: str | None
-    count: int = 0
-
-    def __str__(self) -> str:
-        where = f"line {self.first.line}"
-        if self.custom_id is not None:
-            where += f", {quoted(self.custom_id)}"
-        times = "once" if self.count == 1 else f"{self.count} times"
-        return f"{times}, first {where}: {shorten(self.first.message)}"
-
-
 class BatchRunner:
     """Sends the pending requests, many at once, and writes each result as it arrives.
 
@@ -206,7 +185,6 @@ class BatchRunner:
     ) -> None:
         self.num_answered = 0
         self.num_failed = 0
-        self._errors: dict[str, FrequentError] = {}  # by message, whatever numbers it has
         self._pending = pending
         self._results = results
         self._on_result = on_result
@@ -229,7 +207,7 @@ class BatchRunner:
                     if line is None:
                         break
                     if isinstance(line, BadLine):
-                        self._write(line.custom_id, *bad_line(line))
+                        self._write(*bad_line(line))
                         slots.release()
                     else:
                         task = group.create_task(self._do(call, line))
@@ -238,8 +216,7 @@ class BatchRunner:
             raise errors.exceptions[0] from None
 
     async def _do(self, call: Call, request: BatchRequest) -> None:
-        response = await self._answered(call, request)
-        self._write(request.custom_id, *response_line(request, response))
+        self._write(*response_line(request, await self._answered(call, request)))
 
     async def _answered(self, call: Call, request: BatchRequest) -> CallResponse:
         waited_s = 0.0
@@ -257,22 +234,13 @@ class BatchRunner:
                     )
             await self._pause(pause_s)
 
-    def most_frequent_error(self) -> FrequentError | None:
-        return max(self._errors.values(), key=lambda one: one.count, default=None)
-
-    def _write(self, custom_id: str | None, line: bytes, error: ResultError | None) -> None:
+    def _write(self, line: bytes, error: ResultError | None) -> None:
         self._results.append(line)
         if error is None:
             self.num_answered += 1
         else:
             self.num_failed += 1
-            self._count(error, custom_id)
         self._on_result()
-
-    def _count(self, error: ResultError, custom_id: str | None) -> None:
-        kind = re.sub("[0-9]+", "0", error.message)
-        if kind in self._errors or len(self._errors) < _MAX_KINDS:
-            self._errors.setdefault(kind, FrequentError(error, custom_id)).count += 1
 
 
 def default_concurrency(limits: Limits) -> int:

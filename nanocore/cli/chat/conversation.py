@@ -20,7 +20,7 @@ MAX_FILE_BYTES: Final = 2**26
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-class SavedChat(msgspec.Struct, kw_only=True):
+class SavedChat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Content of a file of `/save`; `messages` are those of OpenAI's API."""
 
     model: str = ""
@@ -92,23 +92,14 @@ def save(path: Path, chat: SavedChat) -> None:
         InvalidRequestError: it cannot be written, or has anything but a conversation.
     """
     try:
-        if path.exists():
-            _check_replaceable(path)
+        if path.exists() and not load(path).messages:
+            raise InvalidRequestError(f"{path} holds no conversation: it has no messages")
     except InvalidRequestError as error:
         raise InvalidRequestError(f"{error}; not overwritten: choose another name") from None
     try:
         replace_file(path, msgspec.json.format(msgspec.json.encode(chat), indent=2) + b"\n")
     except OSError as error:
         raise InvalidRequestError(f"{path} cannot be written: {error.strerror}") from None
-
-
-def _check_replaceable(path: Path) -> None:
-    if not load(path).messages:
-        raise InvalidRequestError(f"{path} holds no conversation: it has no messages")
-    read = msgspec.json.decode(_read(path))
-    others = set(read) - {*SavedChat.__struct_fields__} if isinstance(read, dict) else ()
-    if others:
-        raise InvalidRequestError(f"{path} holds more than a conversation: {min(others)!r}")
 
 
 def _read(path: Path) -> bytes:

@@ -9,7 +9,6 @@ nor those that a server echoes.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import socket
@@ -23,7 +22,7 @@ import aiohttp
 import msgspec
 
 from nanocore.bench.sse import DONE, EventReader, read_body, within_origin
-from nanocore.cli.chat.target import FALLBACK_NOTE, FALLBACK_TEMPLATE, Message, TargetEvent
+from nanocore.cli.chat.target import Message, TargetEvent
 from nanocore.client.chat.events import (
     ChatEvent,
     ChatFinishReason,
@@ -44,8 +43,6 @@ from nanocore.protocol.errors import (
     NanocoreError,
     shorten,
 )
-
-logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S: Final = 10.0
 _FAILURES: Final = (aiohttp.ClientError, OSError, TimeoutError)
@@ -76,7 +73,6 @@ class OpenAIChatTarget:
             self._headers = {"authorization": f"Basic {basic}"}
         self._secrets = [secret for secret in secrets if len(secret) >= _MIN_SECRET_CHARS]
         self._listed: dict[str, dict[str, Any]] = {}  # the server's models
-        self._chat_template: dict[str, Any] = {}  # fields of requests
         self._session: aiohttp.ClientSession | None = None
         self.model = model or ""
         self.is_connected = True
@@ -144,7 +140,6 @@ class OpenAIChatTarget:
         if known and model not in known:
             raise InvalidRequestError(f"unknown model {model!r}; the server has {', '.join(known)}")
         self.model = model
-        self._chat_template = {}
 
     async def ask(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
@@ -176,22 +171,16 @@ class OpenAIChatTarget:
             raise
 
     async def _post(self, body: dict[str, Any]) -> aiohttp.ClientResponse:
-        """Return a response of status 200; for a model without chat template, ask for one."""
+        """Return a response of status 200."""
         assert self._session is not None, "it is open"
-        data = msgspec.json.encode({**body, **self._chat_template})
+        data = msgspec.json.encode(body)
         headers = {"content-type": "application/json"}
         url = f"{self._url}/chat/completions"
         response = await self._session.post(url, data=data, headers=headers)
         if response.status == 200:
             return response
         async with response:
-            refusal = await self._refusal(response)
-        lacks_template = getattr(refusal, "param", None) == "chat_template"
-        if not lacks_template or self._chat_template:
-            raise refusal
-        logger.warning(FALLBACK_NOTE)
-        self._chat_template = {"chat_template": FALLBACK_TEMPLATE}
-        return await self._post(body)
+            raise await self._refusal(response)
 
     def _lost(self, error: Exception) -> NanocoreError:
         if isinstance(error, aiohttp.TooManyRedirects):

@@ -320,29 +320,19 @@ def test_an_error_of_the_server_is_a_result(new_run: Callable[..., Run]) -> None
     assert (runner.num_answered, runner.num_failed) == (5, 1)
 
 
-def test_at_the_end_the_most_frequent_error_is_said_and_how_to_try_again(
+def test_at_the_end_the_counts_are_said_and_how_to_try_again(
     new_run: Callable[..., Run],
 ) -> None:
     bad = [BadLine(9 + i, None, "invalid_json_line", f"no {i}") for i in range(3)]
     first = new_run(PlayedApp(500), [LINES[0], *bad, LINES[1]])
     first(1)
-    assert first.summary == [
-        "5 lines: 1 succeeded, 4 failed",
-        "the most frequent error, 3 times, first line 9: line 9: no 0",
-    ]
+    assert first.summary == ["5 lines: 1 succeeded, 4 failed"]
     again = new_run(PlayedApp(500), LINES)
     again()
     assert again.summary == [
         "6 lines: 5 succeeded, 1 failed (2 lines in earlier runs)",
         "errors of earlier runs are kept: --retry-errors tries them again",
     ]
-
-
-def test_an_error_is_found_by_its_custom_id(new_run: Callable[..., Run]) -> None:
-    run = new_run(PlayedApp(400), LINES[:1])
-    run()
-    said = "the most frequent error, once, first line 1, 'r1': the request failed"
-    assert run.summary[1] == said
 
 
 @pytest.mark.parametrize(("most_queued", "expected"), [(None, 16), (3, 11), (4096, 16)])

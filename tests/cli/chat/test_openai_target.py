@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 
 from nanocore.cli.chat.openai_target import OpenAIChatTarget
-from nanocore.cli.chat.target import FALLBACK_NOTE
 from nanocore.client.chat.events import AnswerCollector, ChatAnswer, Started, Text, ToolCall, Usage
 from nanocore.protocol.errors import (
     ConfigError,
@@ -77,23 +76,8 @@ def ask(script: Script, **arguments: Any) -> tuple[ChatAnswer, FakeServer]:
         return asyncio.run(run()), server
 
 
-def test_a_server_of_a_model_without_template_is_asked_for_chatml(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_refusal_has_the_servers_reason() -> None:
     lacks = b'{"error": {"message": "no template", "param": "chat_template"}}'
-
-    def script(body: dict[str, Any]) -> tuple[int, Sequence[bytes]]:
-        return (200, chat(["a"])) if body.get("chat_template") == "chatml" else (400, [lacks])
-
-    async def run() -> tuple[ChatAnswer, ChatAnswer]:
-        async with opened(server) as target:
-            return await collected(target), await collected(target)
-
-    with serving(script) as server:
-        first, second = asyncio.run(run())
-    assert (first.content, second.content) == ("a", "a")
-    assert [record.getMessage() for record in caplog.records] == [FALLBACK_NOTE]
-    assert len(server.requests) == 3
     with pytest.raises(InvalidRequestError, match="no template"):
         ask(answering(lacks, status=400))
 
