@@ -85,15 +85,15 @@ def add_dataset_flags(parser: argparse.ArgumentParser) -> None:
     add("prefix-repetition-num-prefixes", 1, "number of prefixes")
     add("prefix-repetition-output-len", 1, "output tokens")
 
-    flag = parser.add_argument_group("sharegpt, custom and timed_trace").add_argument
+    group = parser.add_argument_group("sharegpt, custom and timed_trace")
+    flag = group.add_argument
     flag("--sharegpt-output-len", type=at_least(1), metavar="N",
          help="output tokens (default: those of the file)")  # fmt: skip
     flag("--custom-output-len", type=at_least(1), metavar="N",
          help='output tokens (default: "output_tokens" of the row)')  # fmt: skip
     flag("--skip-chat-template", action="store_true",
          help="send prompts of custom as they are, not as user messages")  # fmt: skip
-    flag("--timed-trace-chunk-hash-size", type=at_least(1), default=16, metavar="N",
-         help="tokens per hash id; those of Mooncake's traces have 512 (default: 16)")  # fmt: skip
+    add("timed-trace-chunk-hash-size", 1, "tokens per hash id; Mooncake's traces have 512")
     flag("--timed-trace-sec-multiplier", type=above_zero, default=1.0, metavar="X",
          help="seconds per unit of a timestamp; Mooncake's is 0.001 (default: 1)")  # fmt: skip
 

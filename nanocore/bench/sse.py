@@ -56,11 +56,10 @@ def within_origin() -> aiohttp.TraceConfig:
 
 
 class EventReader:
-    """Splits a stream into the data of its events. Lines end with CR LF, LF or CR."""
+    """Splits a stream into the data of its events. Lines end with LF or CR LF."""
 
     def __init__(self) -> None:
         self._rest = b""
-        self._is_behind_cr = False
         self._data: list[bytes] = []
         self._num_bytes = 0
 
@@ -70,14 +69,10 @@ class EventReader:
         Raises:
             msgspec.DecodeError: an event exceeds MAX_EVENT_BYTES.
         """
-        if self._is_behind_cr and received:
-            received, self._is_behind_cr = received.removeprefix(b"\n"), False
-        if b"\r" in received:
-            self._is_behind_cr = received.endswith(b"\r")
-            received = received.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         *lines, self._rest = (self._rest + received).split(b"\n")
         events = []
         for line in lines:
+            line = line.removesuffix(b"\r")
             if not line and self._data:
                 events.append(b"\n".join(self._data))
                 self._data = []

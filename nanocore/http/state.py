@@ -166,12 +166,8 @@ class ResponseStore:
         self._stored.move_to_end(response_id)
         return entry[0]
 
-    def remove(self, response_id: str) -> bool:
-        entry = self._stored.pop(response_id, None)
-        if entry is None:
-            return False
-        self._num_bytes -= entry[1]
-        return True
+    def remove(self, response_id: str) -> None:
+        self._num_bytes -= self._stored.pop(response_id, (None, 0))[1]
 
 
 # Only glibc has it.

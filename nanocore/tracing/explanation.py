@@ -38,7 +38,6 @@ REASONS: Final = {
     "turn": "other sessions were served first, for fairness",
     "sample": "a sibling sample computed the shared prompt",
     "next_step": "waiting for the next step to be planned",
-    "unknown": "not in the trace",
 }
 
 
@@ -275,7 +274,7 @@ def _reason(run: RunTimeline, timeline: RequestTimeline, step: StepTimes) -> str
     if _awaits_leader(run, timeline, step.begin_s):
         return "sample"
     if step.blocked is None:
-        return "next_step" if run.has_arrivals else "unknown"
+        return "next_step"
     if step.blocked.id == timeline.id:
         return step.blocked.by
     return _passed_by(run, timeline, step.blocked.id, step.begin_s) or step.blocked.by

@@ -3,7 +3,7 @@
 An engine appends to an existing file, so a file may hold several runs. A killed engine leaves an
 unfinished line, which the next engine continues with its first; a file in use ends with one.
 
-Unknown keys are ignored, and keys that older engines did not write have defaults.
+Unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class Step(msgspec.Struct):
     free_blocks: int
     total_blocks: int
     token_budget: int
-    arrived: list[Arrival] = []
-    first: list[str] | None = None
-    sent: dict[str, float] = {}
-    preempted_by: dict[str, str] = {}
-    cached_from: dict[str, list[str]] = {}
-    blocked: Blocked | None = None
+    arrived: list[Arrival]
+    first: list[str]
+    sent: dict[str, float]
+    preempted_by: dict[str, str]
+    cached_from: dict[str, list[str]]
+    blocked: Blocked | None
     lost: dict[str, LostHits] = {}
     groups: list[GroupBlocks] = []
     accepted: dict[str, int] = {}

@@ -49,12 +49,11 @@ class Preemption:
 class RequestTimeline:
     """One request, or one sibling sample.
 
-    arrival: None in traces of older engines, and for requests that
-    arrived before the trace begins. admitted_s: when it got its first row. first_s: end of the step
-    that sampled its first token. sent_s: when the io thread passed that on. ended_s: end of its
-    last step. cached_from: requests whose blocks it hit. lost: what was not found. is_shared:
-    another session used the id at the same time, so events of both are mixed here.
-    num_draft_tokens, num_accepted_tokens: drafts computed, and those that were right.
+    arrival: None if it arrived before the trace begins. admitted_s: when it got its first row.
+    first_s: end of the step that sampled its first token. sent_s: when the io thread passed that
+    on. ended_s: end of its last step. cached_from: requests whose blocks it hit. lost: what was not
+    found. is_shared: another session used the id at the same time, so events of both are mixed
+    here. num_draft_tokens, num_accepted_tokens: drafts computed, and those that were right.
     """
 
     id: str
@@ -115,8 +114,8 @@ class StepTimes(NamedTuple):
 class RunTimeline:
     """number: of the run in its file, from 1. timelines: in order of arrival.
 
-    end_s: end of the last step, or of the last output. has_arrivals: the engine is new enough to
-    trace arrivals. num_rows, num_tokens: computed by the last step; total_tokens: by all.
+    end_s: end of the last step, or of the last output. num_rows, num_tokens: computed by the last
+    step; total_tokens: by all.
     """
 
     def __init__(self, number: int) -> None:
@@ -124,7 +123,6 @@ class RunTimeline:
         self.timelines: list[RequestTimeline] = []
         self.steps: list[StepTimes] = []
         self.end_s = 0.0
-        self.has_arrivals = False
         self.num_rows = self.num_tokens = 0
         self.total_tokens = self.max_running = self.max_waiting = 0
         self.max_kv_usage = 0.0
@@ -148,7 +146,6 @@ class RunTimeline:
         end_s = step.end_s
         self.steps.append(StepTimes(step.t_s, end_s, step.blocked))
         self.end_s = max(self.end_s, end_s)
-        self.has_arrivals |= step.first is not None
         finished = self._take_arrivals(step) if step.arrived else step.finished
         if step.preempted:
             self._leave_rows(step)
@@ -164,7 +161,7 @@ class RunTimeline:
         if step.total_blocks:
             usage = 1 - step.free_blocks / step.total_blocks
             self.max_kv_usage = max(self.max_kv_usage, usage)
-        for request_id in step.first or ():
+        for request_id in step.first:
             timeline = self._timeline(request_id)
             if timeline.first_s is None:
                 timeline.first_s = end_s
@@ -281,8 +278,6 @@ class RunTimeline:
             timeline.work.append(PrefillChunk(step.t_s, step.end_s, count, num_before))
             if num_before + count >= target and (is_known or count == 1):
                 del self._prefilling[request_id]
-            if step.first is None and timeline.first_s is None:  # an older engine does not trace it
-                timeline.first_s = step.end_s
 
     def _timeline(self, request_id: str) -> RequestTimeline:
         """Return the current request with this id; it may have arrived before the trace begins."""

@@ -231,23 +231,6 @@ def test_what_is_found_is_joined_unless_a_flag_says_otherwise(
     assert found == (joined if is_joined else ((), None, None))
 
 
-def test_flags_that_keep_a_chat_from_joining_what_serves_the_name_are_named(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
-    address = "http://127.0.0.1:9"
-    with registered(
-        Running(kind="server", pid=7, address=address, model="smollm2", endpoints=("ipc:///x",))
-    ):
-        assert exit_code("chat", "smollm2", "--max-model-len", "4096", "-q", "hi") == 3
-    error = capsys.readouterr().err
-    assert "model 'smollm2': there is no such file" in error
-    assert error.endswith(
-        f"flags of an engine launch a new one: to join the server at {address} (smollm2, pid 7), "
-        "leave --max-model-len 4096 out\n"
-    )
-
-
 def test_a_path_is_launched_even_if_an_engine_has_it(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

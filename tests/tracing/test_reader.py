@@ -1,4 +1,4 @@
-"""Files as engines leave them: cut, appended to, still written, older, or no trace at all."""
+"""Files as engines leave them: cut, appended to, still written, newer, or no trace at all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nanocore.tracing.reader import TraceError, TraceReader
-from tests.tracing.trace_lines import line, text, without_new_keys, write
+from tests.tracing.trace_lines import line, text, write
 
 
 def steps_of(path: Path) -> tuple[list[tuple[int, int]], int]:
@@ -43,10 +43,10 @@ def test_a_run_may_begin_behind_a_line_that_was_cut(tmp_path: Path, num_chars: i
     assert steps_of(tmp_path / "t") == ([(1, 7), (2, 1), (2, 2)], 1)
 
 
-def test_unknown_keys_are_skipped_and_those_of_newer_engines_have_defaults(tmp_path: Path) -> None:
-    write(tmp_path / "t", without_new_keys(line(1, {"a": 3})) | {"later": [{"x": 1}], "y": None})
+def test_unknown_keys_are_skipped(tmp_path: Path) -> None:
+    write(tmp_path / "t", line(1, {"a": 3}) | {"later": [{"x": 1}], "y": None})
     ((_, step),) = TraceReader(str(tmp_path / "t"))
-    assert (step.first, step.sent, step.blocked, step.token_budget) == (None, {}, None, 64)
+    assert (step.first, step.sent, step.blocked, step.token_budget) == ([], {}, None, 64)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from nanocore.tracing import timeline as run_module
 from nanocore.tracing.explanation import PARTS, REASONS, ttft_parts, waits
 from nanocore.tracing.timeline import DecodeSpan, Preemption, PrefillChunk, RunTimeline
-from tests.tracing.trace_lines import arrival, blocked, line, run_of, without_new_keys
+from tests.tracing.trace_lines import arrival, blocked, line, run_of
 
 
 def at(step: int) -> float:
@@ -110,18 +110,13 @@ def test_an_id_of_two_sessions_at_once_is_said_to_be_shared() -> None:
 
 def test_a_first_token_that_is_sent_before_its_line_is_written_is_of_that_line() -> None:
     steps = two_chunks_and_decodes(1)
-    del steps[2]["sent"]
+    steps[2]["sent"] = {}
     steps[1]["sent"] = {"a": 0.0299}
     (timeline,) = run_of(*steps).timelines
     assert timeline.sent_s == 0.0299
 
 
-def test_older_traces_and_those_cut_at_the_beginning_tell_lives_without_arrivals() -> None:
-    run = run_of(*map(without_new_keys, two_chunks_and_decodes(3)))
-    (timeline,) = run.timelines
-    assert [type(one) for one in timeline.work] == [PrefillChunk, PrefillChunk, DecodeSpan]
-    assert (run.has_arrivals, timeline.begin_s, timeline.ended_s) == (False, at(1), at(6))
-
+def test_a_trace_cut_at_the_beginning_tells_lives_without_arrivals() -> None:
     run = run_of(*(line(7 + i, {"a": 1, "b": 1}, {"a": 5 + i, "b": 9 + i}) for i in range(3)))
     assert [(timeline.id, timeline.work) for timeline in run.timelines] == [
         (name, [DecodeSpan(at(7), at(10), 3, 3)]) for name in "ab"
@@ -312,9 +307,3 @@ def test_a_sample_waits_for_the_one_that_computes_the_prompt() -> None:
 def test_who_never_ran_waited_until_the_end_of_the_trace() -> None:
     run = run_of(line(1, arrived=[arrival("x", 4, 0.004, 0.005)], blocked=blocked("x", "rows")))
     assert reasons(run, 0.005, 0.02) == {"rows": (10.0, 1), "next_step": (5.0, 0)}
-
-
-def test_an_older_engines_trace_does_not_tell() -> None:
-    steps = [line(1), line(2, {"x": 3}, new=["x"])]
-    run = run_of(*map(without_new_keys, steps))
-    assert reasons(run, 0.01, 0.02) == {"unknown": (10.0, 1)}

@@ -12,8 +12,6 @@ import msgspec
 from nanocore.tracing.reader import Step
 from nanocore.tracing.timeline import RunTimeline
 
-NEW_KEYS = ("arrived", "first", "sent", "preempted_by", "cached_from", "blocked")
-
 
 def line(
     step: int,
@@ -64,11 +62,6 @@ def arrival(
 def blocked(request_id: str, by: str) -> dict[str, str]:
     """As a step has it."""
     return {"id": request_id, "by": by}
-
-
-def without_new_keys(step: dict[str, Any]) -> dict[str, Any]:
-    """As an engine wrote it that did not know them."""
-    return {key: value for key, value in step.items() if key not in NEW_KEYS}
 
 
 def text(steps: Iterable[dict[str, Any]]) -> str:

@@ -7,9 +7,7 @@ from typing import Final
 
 from nanocore.cli.chat.flags import ChatSettings, parse, parse_run
 from nanocore.cli.command import require, require_engine
-from nanocore.protocol.errors import ModelFileError
 from nanocore.system.logs import complain
-from nanocore.system.running import find_one
 
 DEMO_SKILLS: Final = "it adds, sorts, counts, reverses words"
 _REMEDY: Final = "pip install '.[chat]'"
@@ -45,16 +43,7 @@ def _chat(options: ChatSettings) -> int:
 def _require_engine(options: ChatSettings) -> None:
     """Check what is needed, and say what is launched that the user may not expect, or wait for."""
     engine = options.engine
-    try:
-        require_engine(engine)
-    except ModelFileError as error:
-        served = None if engine.model is None else find_one(engine.model)
-        if served is None:
-            raise
-        raise ModelFileError(
-            f"{error}; flags of an engine launch a new one: to join the {served}, leave "
-            f"{' '.join(engine.flags[1:])} out"
-        ) from None
+    require_engine(engine)
     if engine.endpoints:
         return
     if engine.model is None:

@@ -1,22 +1,19 @@
-"""Files of the chat in `$XDG_STATE_HOME/nanocore`: engine log, error log, history of the prompt.
+"""Files of the chat in `$XDG_STATE_HOME/nanocore`: engine log, history of the prompt.
 
-The directory, `~/.local/state/nanocore` by default, is accessible to its user alone. All files have
-a size limit. Only regular files are opened, because opening a pipe might block forever.
+The directory, `~/.local/state/nanocore` by default, is accessible to its user alone. Only
+regular files are opened, because opening a pipe might block forever.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from nanocore.protocol.errors import ConfigError
 from nanocore.system.private_directory import make_private, open_regular
 
-MAX_ERROR_BYTES: Final = 2**20
 _TAIL_BYTES: Final = 4096
 
 
@@ -76,20 +73,3 @@ class EngineLog:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-class ErrorLog(logging.Handler):
-    """Appends errors with their tracebacks to `chat-errors.log`."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with suppress(OSError, ConfigError):  # the error's line was shown already
-            path = state_directory() / "chat-errors.log"
-            fd = open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW)
-            with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
-                if os.fstat(fd).st_size > MAX_ERROR_BYTES:
-                    os.ftruncate(fd, 0)
-                file.write(f"{self.format(record)}\n")

@@ -46,7 +46,7 @@ from nanocore.cli.chat.commands import (
     with_value,
 )
 from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
-from nanocore.cli.chat.files import ErrorLog, state_directory
+from nanocore.cli.chat.files import state_directory
 from nanocore.cli.chat.flags import ChatSettings
 from nanocore.cli.chat.session import WarningNotes, handled_by, opened
 from nanocore.cli.chat.target import ChatTurn, TurnStats, incompleteness, status_line
@@ -97,7 +97,7 @@ async def _converse(options: ChatSettings, interrupts: Interrupts) -> None:
             sampling = loop.sampling_in_force().replace("\n", "; ")
             view.note(f"{sampling}; /set NAME=VALUE changes them")
             notes = WarningNotes(lambda text: prompt.above(partial(view.note, text)))
-            with handled_by(ErrorLog(), notes):
+            with handled_by(notes):
                 await loop.run(prompt)
 
 
@@ -105,7 +105,8 @@ class ChatLoop:
     """Reads the user's input, streams responses and runs commands, until the end.
 
     Every error becomes one line and the loop continues; `/retry` asks again. Internal errors are
-    also only logged, so that no conversation is lost to a bug. sampling: at the beginning.
+    only shown, with their traceback, so that no conversation is lost to a bug. sampling: at the
+    beginning.
     """
 
     def __init__(

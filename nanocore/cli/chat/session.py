@@ -179,24 +179,21 @@ def _read_input(is_optional: bool = False) -> str:
 
 
 class WarningNotes(logging.Handler):
-    """Shows warnings as lines. The client logs in the event loop's thread."""
+    """Shows warnings, and tracebacks of bugs. The client logs in the event loop's thread."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._tell(record.getMessage())
+        self._tell(self.format(record))
 
 
 @contextmanager
-def handled_by(*handlers: logging.Handler) -> Iterator[None]:
-    """Send all log records to these handlers, too, inside this block."""
-    root = logging.getLogger()
-    for handler in handlers:
-        root.addHandler(handler)
+def handled_by(handler: logging.Handler) -> Iterator[None]:
+    """Send all log records to this handler, too, inside this block."""
+    logging.getLogger().addHandler(handler)
     try:
         yield
     finally:
-        for handler in handlers:
-            root.removeHandler(handler)
+        logging.getLogger().removeHandler(handler)

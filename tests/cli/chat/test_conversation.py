@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import stat
@@ -16,7 +15,7 @@ from nanocore.cli.chat.command import parse
 from nanocore.cli.chat.commands import with_value
 from nanocore.cli.chat.conversation import Conversation, SavedChat, load, save
 from nanocore.cli.chat.engine_target import EngineChatTarget
-from nanocore.cli.chat.files import EngineLog, ErrorLog, open_engine_log, state_directory
+from nanocore.cli.chat.files import EngineLog, open_engine_log, state_directory
 from nanocore.cli.chat.interactive import BoundedHistory, input_history
 from nanocore.protocol.errors import ConfigError, InvalidRequestError
 
@@ -191,19 +190,6 @@ def test_nothing_waits_for_a_pipe(pipe: Path, has_writer: bool) -> None:
         EngineLog(pipe)
     if has_writer:
         os.close(fd)
-
-
-def test_errors_of_ours_are_kept_and_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.setattr("nanocore.cli.chat.files.MAX_ERROR_BYTES", 10)
-    for word in ("one", "two"):
-        ErrorLog().emit(logging.makeLogRecord({"msg": word, "levelno": logging.ERROR}))
-    path = tmp_path / "nanocore" / "chat-errors.log"
-    assert path.read_text().endswith("two\n")
-    assert "one" not in path.read_text()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_files_lie_in_a_directory_that_is_the_users_alone(tmp_path: Path) -> None:
