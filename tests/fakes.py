@@ -32,6 +32,7 @@ from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.kv_cache import FULL, CacheGroup, Capacity, KeyChain, KVCacheManager
 from nanocore.kv_cache.block_key import DigestFunction
+from nanocore.kv_cache.state_group import NO_STATE
 from nanocore.protocol.codec import client_decoder
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.messages import Message
@@ -46,7 +47,6 @@ from nanocore.worker.plan import (
     SchedulerOutput,
     TokenMasks,
 )
-from tests.kv_cache.fake_states import StateGroup, open_group
 
 VOCAB_SIZE = 50
 NUM_WORDS = -(-VOCAB_SIZE // 32)
@@ -425,7 +425,7 @@ class FakeExecutor:
         """The block of a token in a group, and its slab."""
         block_id = row.block_ids[group][position // self.block_size]
         slab = block_id // self.cache_groups[group].per_slab
-        assert 0 <= slab < self.num_slabs
+        assert block_id == NO_STATE or 0 <= slab < self.num_slabs
         return block_id, slab
 
     def _write(self, row: _Row, count: int) -> None:
@@ -441,9 +441,13 @@ class FakeExecutor:
         context = row.token_ids + row.drafts
         for position in range(row.num_computed, row.num_computed + count * self.checks_kv):
             for group, kind in enumerate(self.cache_groups):
-                if isinstance(kind, StateGroup) and not self._is_kept(kind, row, position, end):
-                    continue
                 block_id, slab = self._block_of(row, group, position)
+                # A state is stored at a step's end, and at the ends of blocks that have memory.
+                ends_block = (position + 1) % self.block_size == 0
+                is_stored = position == end - 1 or (ends_block and block_id != NO_STATE)
+                if kind.spacing and not is_stored:
+                    continue
+                assert block_id != NO_STATE, "a state without a place"
                 if slab not in self.slabs or self.slabs[slab][0] != group:
                     self.slabs[slab] = group, {}
                 place = block_id, position % self.block_size
@@ -451,14 +455,6 @@ class FakeExecutor:
                 writer = self.written.setdefault((group, block_id), row)
                 assert writer is row, "two rows write to one block"
         row.first, row.num_computed = row.num_computed, end
-
-    def _is_kept(self, group: StateGroup, row: _Row, position: int, end: int) -> bool:
-        """Whether the state after a position is stored: at a step's end, and in its snapshots."""
-        number = position // self.block_size
-        has_begun = number * self.block_size < row.num_computed
-        is_held = has_begun or (number + 1) % group.stride == 0
-        ends_block = (position + 1) % self.block_size == 0
-        return position == end - 1 or (is_held and ends_block)
 
     def _prompt_logprobs(self, row: _Row) -> list[LogprobEntry]:
         """Of prompt tokens after those that are computed now, which are not known yet."""
@@ -480,7 +476,7 @@ class FakeExecutor:
         for group, kind in enumerate(self.cache_groups):
             first = max(row.first - kind.window + 1, 0) if kind.window else 0
             seen = range(first, row.num_computed * self.checks_kv)
-            if isinstance(kind, StateGroup):  # what it began with, and has come to
+            if kind.spacing:  # what it began with, and has come to
                 seen = [one for one in (row.first - 1, row.num_computed - 1) if one in seen]
             for position in seen:
                 block_id, slab = self._block_of(row, group, position)
@@ -594,9 +590,13 @@ class FakeProposer:
 
 
 class TalliedScheduler(Scheduler):
-    """A scheduler that knows how many tokens its requests came with, of several samples once."""
+    """A scheduler that knows how many tokens its requests came with, of several samples once.
+
+    Its requests wait for a step that computes a block for them.
+    """
 
     num_added_tokens = 0
+    worth_waiting_tokens = 1
 
     def add(self, request: Request) -> None:
         self.num_added_tokens += request.num_submitted_tokens
@@ -630,7 +630,7 @@ def make_scheduler(
         **settings,
     )
     capacity = Capacity(num_blocks, block_size, cache_groups, config.max_chunk)
-    kv_cache = KVCacheManager(capacity, enable_prefix_caching, open_group)
+    kv_cache = KVCacheManager(capacity, enable_prefix_caching)
     executor = FakeExecutor(
         block_size, num_blocks, cache_groups=cache_groups, num_groups=config.num_groups
     )

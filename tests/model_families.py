@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -90,6 +91,25 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 96,
             "decoder_sparse_step": 2,
             "hidden_act": "gelu_new",
+        },
+    ),
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {
+            "layer_types": ["conv", FULL, "conv", "conv", FULL],
+            "num_hidden_layers": 5,
+            "conv_bias": True,
+            "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.3,
+        },
+    ),
+    "lfm2_indexed": (
+        "Lfm2ForCausalLM",
+        {
+            "full_attn_idxs": [1],
+            "conv_L_cache": 5,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": True,
         },
     ),
     "llama": ("LlamaForCausalLM", {"head_dim": 24, "num_attention_heads": 8}),
@@ -273,7 +293,7 @@ def _weight(name: str, parameter: Tensor, architecture: str, config: Any) -> Ten
     is_gemma = architecture.startswith("Gemma")
     if parameter.dim() == 1 and name.endswith("weight"):
         scale = 1.0
-        if name.endswith(("q_norm.weight", "k_norm.weight")):
+        if re.search(r"\b[qk]_(layer)?norm\.weight$", name):
             scale = 2.0  # attention that looks at something
         elif is_gemma and "post_" in name:
             scale = 10.0  # the context outweighs the echo of the last token
@@ -285,7 +305,7 @@ def _weight(name: str, parameter: Tensor, architecture: str, config: Any) -> Ten
         return 3.0 * noise / math.sqrt(config.hidden_size)
     is_transposed = architecture.startswith("GPT2")
     weight = noise / math.sqrt(parameter.shape[0 if is_transposed else -1])
-    if "o_proj" in name or "down_proj" in name or "c_proj" in name:
+    if any(one in name for one in ("o_proj", "out_proj", "down_proj", "c_proj", "w2")):
         weight *= 3.0  # as above
     elif "c_attn" in name:
         weight[:, : 2 * config.hidden_size] *= 2.0

@@ -16,7 +16,7 @@ from nanocore.engine_core.scheduling.step_plan import Chunk
 from nanocore.kv_cache import Capacity
 from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
 from nanocore.worker.dry_run import dry_run
-from nanocore.worker.memory.kv_groups import KVGroup
+from nanocore.worker.memory.kv_groups import CacheKind, KVGroup
 from tests.docs.blocks import blocks
 from tests.engine_core.log.clocked_engine import Engine
 from tests.engine_core.log.test_utilisation import entries
@@ -36,7 +36,7 @@ def printed() -> list[str]:
     config = EngineConfig(device="cpu", kv_cache_memory_bytes=2 * 10**9)
     folder = demo_model_folder()
     ranks = dry_run(config.worker_config(str(folder), 2048))
-    size = CacheSize([KVGroup(0, 4)], Capacity(32768, 16), 2048)
+    size = CacheSize([KVGroup(CacheKind(), 4)], Capacity(32768, 16), 2048)
     expected = forecast(config, str(folder), "Qwen3ForCausalLM", ranks, size, [SPEED])
     return table(expected).splitlines()
 

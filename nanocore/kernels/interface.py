@@ -17,11 +17,14 @@ from typing import Protocol
 from nanocore.kernels.attention import AttentionKernels
 from nanocore.kernels.linear import LinearKernels
 from nanocore.kernels.sampling import SamplingKernels
+from nanocore.kernels.states import StateKernels
 from nanocore.kernels.step import StepKernels
 
 
-class Kernels(LinearKernels, AttentionKernels, SamplingKernels, StepKernels, Protocol):
-    """A backend, put together from four parts, each its own or another backend's.
+class Kernels(
+    LinearKernels, AttentionKernels, StateKernels, SamplingKernels, StepKernels, Protocol
+):
+    """A backend, put together from five parts, each its own or another backend's.
 
     Activations are in the model's dtype, and contiguous but for the first dimension; norms and
     softmax accumulate in float32. A kernel may write its result over an operand where it says so.

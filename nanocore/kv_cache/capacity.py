@@ -17,26 +17,37 @@ class CacheGroup(msgspec.Struct, frozen=True):
     """Layers that keep the same of a request.
 
     window: tokens that a token sees, itself included; 0: all. per_slab: blocks of a slab.
+    spacing: 0, or layers keep states, see `state_group`: 1 at every block's end, else this many
+    blocks from a prompt's start and at powers of two times that.
     """
 
     name: str
     window: int = 0
     per_slab: int = 1
+    spacing: int = 0
 
     @property
     def keeps_all(self) -> bool:
         """Whether a request holds a block for each of its tokens: then it can be the primary."""
-        return not self.window
+        return not (self.window or self.spacing)
 
     def most_blocks(self, num_blocks: int, block_size: int, max_step_tokens: int) -> int:
         """Return how many blocks a request holds at most at a time, which has num_blocks in all."""
-        if not self.window:
+        if self.keeps_all:
             return num_blocks
         # A step's tokens may begin and end within a block.
         num_of_step = -(-max_step_tokens // block_size) + 1
+        if self.spacing > 1:
+            num_powers = (num_of_step // self.spacing).bit_length()
+            # What it goes on from, where it ends, and checkpoints.
+            return min(num_blocks, 2 + num_powers + NUM_BOUNDARIES)
+        if self.spacing:
+            return min(num_blocks, 1 + num_of_step)
         return min(num_blocks, num_seen(self.window, block_size) + num_of_step)
 
 
+NUM_BOUNDARIES: Final = 3
+"""Boundaries of a request that are its own: see `KVCacheManager.allocate`."""
 FULL: Final = (CacheGroup("full"),)
 """The group of models in which every layer keeps all tokens: a slab is a block."""
 

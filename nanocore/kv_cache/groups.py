@@ -7,14 +7,13 @@ prefix it could go on. A hit ends at the last boundary that all of them can serv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from nanocore.kv_cache.block_key import BlockKey
 from nanocore.kv_cache.block_pool import Block
-from nanocore.kv_cache.capacity import CacheGroup, Capacity
-from nanocore.kv_cache.events import GroupEvents
-from nanocore.kv_cache.slab_pool import Need, SlabArena, SlabPool
+from nanocore.kv_cache.capacity import CacheGroup
+from nanocore.kv_cache.slab_pool import Need, SlabPool
 
 Left = tuple[SlabPool, list[Block], bool]
 """Blocks of a pool that a request has left, and whether nobody is likely to need them again."""
@@ -26,11 +25,17 @@ class Group(Protocol):
     group: CacheGroup
     pool: SlabPool
 
+    def begin_step(self) -> None:
+        """A further step is being planned."""
+
     def blocks(self, handle: int) -> Sequence[Block]:
         """Return the blocks that a request holds, in the order of its tokens."""
 
-    def last_boundary(self, keys: Sequence[BlockKey], end: int) -> int:
-        """Return the last boundary up to `end` that can be served. keys: of the prefix."""
+    def last_boundary(self, keys: Sequence[BlockKey], end: int, soon: bool = False) -> int:
+        """Return the last boundary up to `end` that can be served. keys: of the prefix.
+
+        soon: when the step that is being planned is over.
+        """
 
     def seen(self, keys: Sequence[BlockKey], boundary: int) -> list[Block]:
         """Return the blocks that a request needs to go on at a boundary that can be served."""
@@ -41,13 +46,19 @@ class Group(Protocol):
         boundary, num_hits: of its cached prefix, and what it needs there, if it holds none yet.
         """
 
-    def admit(self, handle: int, boundary: int, hits: Sequence[Block]) -> None:
-        """Let a request hold what it needs to go on at the end of its cached prefix."""
+    def admit(
+        self, handle: int, boundary: int, hits: Sequence[Block], boundaries: Collection[int]
+    ) -> None:
+        """Let a request hold what it needs to go on at the end of its cached prefix.
+
+        boundaries: of its prompt, where others are likely to go on.
+        """
 
     def allocate(self, handle: int, num_blocks: int, start: int) -> list[int]:
         """Let a request hold blocks up to its first num_blocks.
 
-        Returns the ids of blocks from number `start` on; 0 of those that it does not hold.
+        Returns the ids of blocks from number `start` on; of those that it does not hold 0, or
+        `NO_STATE`.
         """
 
     def register(
@@ -58,11 +69,10 @@ class Group(Protocol):
         parent: key of the block before them.
         """
 
-    def leave(self, handle: int, num_computed: int, boundaries: Sequence[int]) -> list[list[Block]]:
+    def leave(self, handle: int, num_computed: int) -> list[list[Block]]:
         """Take the blocks from a request that its tokens from num_computed on do not need.
 
-        boundaries: where others are likely to go on. Returns the blocks that serve these, and the
-        others; the caller releases them.
+        Returns those that others are likely to need, and the rest; the caller releases them.
         """
 
     def pop(self, handle: int) -> list[Block]:
@@ -73,10 +83,6 @@ class Group(Protocol):
 
     def clear(self) -> None:
         """Remove all blocks from the index; nobody is told of each."""
-
-
-OpenGroup = Callable[[CacheGroup, Capacity, SlabArena, GroupEvents], Group]
-"""Makes a group's blocks, in the memory of the arena; its events are told what can be found."""
 
 
 class Groups:
@@ -93,17 +99,17 @@ class Groups:
         (own,) = [one for one in self._groups if one.group == group]
         return [block.block_id for block in own.blocks(handle)]
 
-    def last_boundary(self, keys: Sequence[BlockKey]) -> tuple[int, str]:
+    def last_boundary(self, keys: Sequence[BlockKey], soon: bool = False) -> tuple[int, str]:
         """Return the last boundary that all can serve; and who lacks a later one.
 
-        keys: of the blocks that the primary group has.
+        keys: of the blocks that the primary group has. soon: see `Group`.
         """
         boundary, lost_group, is_settled = len(keys), "", False
         # A group may lack what another one's earlier boundary needs.
         while not is_settled:
             before = boundary
             for one in self._groups:
-                if (last := one.last_boundary(keys, boundary)) < boundary:
+                if (last := one.last_boundary(keys, boundary, soon)) < boundary:
                     boundary, lost_group = last, lost_group or one.group.name
             is_settled = boundary == before
         return boundary, lost_group
@@ -112,10 +118,16 @@ class Groups:
         """Return, of each group, the blocks that a request needs to go on at a boundary."""
         return [one.seen(keys, boundary) for one in self._groups]
 
-    def admit(self, handle: int, boundary: int, seen: Sequence[list[Block]]) -> None:
+    def admit(
+        self,
+        handle: int,
+        boundary: int,
+        seen: Sequence[list[Block]],
+        boundaries: Collection[int],
+    ) -> None:
         """Let a request hold what it needs to go on at the end of its cached prefix."""
         for number, one in enumerate(self._groups):
-            one.admit(handle, boundary, seen[number] if seen else ())
+            one.admit(handle, boundary, seen[number] if seen else (), boundaries)
 
     def needs(
         self,
@@ -135,9 +147,9 @@ class Groups:
             num_soon = sum([len(one.blocks(other)) for other in released])
             yield Need(one.pool, num_new, hits, num_soon)
 
-    def leave(self, handle: int, num_computed: int, boundaries: Sequence[int]) -> Iterator[Left]:
+    def leave(self, handle: int, num_computed: int) -> Iterator[Left]:
         """Take the blocks from a request that its tokens from num_computed on do not need."""
         for one in self._groups:
-            kept, others = one.leave(handle, num_computed, boundaries)
+            kept, others = one.leave(handle, num_computed)
             yield one.pool, kept, False
             yield one.pool, others, True

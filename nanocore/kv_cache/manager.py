@@ -22,9 +22,10 @@ from nanocore.kv_cache.block_key import BlockKey
 from nanocore.kv_cache.block_pool import Block, BlockPool, NodePool
 from nanocore.kv_cache.capacity import Capacity
 from nanocore.kv_cache.events import EventLog, GroupEvents, KVEventSubscriber
-from nanocore.kv_cache.groups import Groups, OpenGroup
+from nanocore.kv_cache.groups import Groups
 from nanocore.kv_cache.prefix_index import PrefixIndex
 from nanocore.kv_cache.slab_pool import Need, SlabArena, SlabPool
+from nanocore.kv_cache.state_group import StateGroup
 from nanocore.kv_cache.stats import PrefixCacheStats
 from nanocore.kv_cache.window_group import WindowGroup
 
@@ -34,12 +35,14 @@ class Prefix(msgspec.Struct, frozen=True):
 
     blocks: of the primary group. seen: of each other group, the blocks before its end that the next
     token sees. num_lost: blocks behind them that the primary group has, and lost_group has not.
+    num_soon: how many of these it will have when the step that is being planned is over.
     """
 
     blocks: list[Block]
     seen: Sequence[list[Block]] = ()
     num_lost: int = 0
     lost_group: str = ""
+    num_soon: int = 0
 
 
 NO_PREFIX: Final = Prefix([])
@@ -50,14 +53,13 @@ class _Holding:
 
     num_registered: number of leading blocks that were registered in the prefix index.
     last_key: key of the last of them; if another block with equal content is the findable one,
-        that block's key object. boundaries: checkpoints of the request, in blocks.
+        that block's key object.
     """
 
-    __slots__ = ("blocks", "boundaries", "last_key", "num_registered")
+    __slots__ = ("blocks", "last_key", "num_registered")
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self.boundaries: tuple[int, ...] = ()
         self.num_registered = 0
         self.last_key: BlockKey | None = None
 
@@ -76,7 +78,6 @@ class KVCacheManager:
         capacity: the memory. Of its groups one that keeps all tokens is the first, if there is
             one, and no two are the same.
         enable_prefix_caching: whether full blocks are registered and looked up.
-        open_group: makes the blocks of a group that keeps less than all tokens.
 
     pool: blocks of the primary group; only the manager takes and releases them. is_compact: if set,
     a request takes no slab as long as a pool has free blocks in others, even if that evicts some.
@@ -86,7 +87,6 @@ class KVCacheManager:
         self,
         capacity: Capacity,
         enable_prefix_caching: bool = True,
-        open_group: OpenGroup = WindowGroup,
     ) -> None:
         self.capacity = capacity
         self.groups = groups = capacity.groups
@@ -119,7 +119,12 @@ class KVCacheManager:
         if self._has_memory:
             self.pool = SlabPool(self._arena, groups[0].per_slab, self._forget)
         others = list(zip(groups, events, strict=True))[self._has_memory :]
-        self._others = Groups([open_group(one, capacity, self._arena, own) for one, own in others])
+        self._others = Groups(
+            [
+                (StateGroup if one.spacing else WindowGroup)(one, capacity, self._arena, own)
+                for one, own in others
+            ]
+        )
 
     @property
     def has_windows(self) -> bool:
@@ -169,6 +174,11 @@ class KVCacheManager:
         holding = self._holdings.get(handle)
         return [block.block_id for block in holding.blocks] if holding else []
 
+    def begin_step(self) -> None:
+        """Let what earlier steps compute be found: a further one is being planned."""
+        for group in self._others or ():
+            group.begin_step()
+
     def find_prefix(self, keys: Sequence[BlockKey], num_tokens: int) -> Prefix:
         """Return a request's longest cached prefix.
 
@@ -182,7 +192,9 @@ class KVCacheManager:
         found = [block.key for block in blocks if block.key is not None]
         boundary, lost_group = self._others.last_boundary(found)
         seen = self._others.seen(found, boundary)
-        return Prefix(blocks[:boundary], seen, len(blocks) - boundary, lost_group)
+        num_lost = len(blocks) - boundary
+        soon = self._others.last_boundary(found, soon=True)[0] if num_lost else boundary
+        return Prefix(blocks[:boundary], seen, num_lost, lost_group, soon - boundary)
 
     def is_findable(self, key: BlockKey) -> bool:
         """Whether a block with this digest is cached; collisions count."""
@@ -228,7 +240,8 @@ class KVCacheManager:
 
         prefix, num_prompt_tokens: for a request that holds nothing yet.
         Returns the ids of the added blocks, hits included, group after group; each has as many,
-        with 0 in place of blocks that no token sees any more. None: too few are free.
+        with 0 in place of blocks that no token sees any more, or `NO_STATE`. None: too few are
+        free.
         """
         holding, hits = self._holdings.get(handle), prefix.blocks
         if holding is not None and self._arena is None:  # a step's rows that cross: be quick
@@ -250,9 +263,6 @@ class KVCacheManager:
             return None
         if holding is None:
             holding = self._holdings[handle] = _Holding()
-            # Where others are likely to go on: the prompt's end, and where this one has parted.
-            last = max(num_prompt_tokens - 1, 0) // self.block_size
-            holding.boundaries = (last, len(hits) + prefix.num_lost)
             # All hits before any `take`, which could evict them.
             if hits:
                 self.pool.hold(hits)
@@ -260,7 +270,12 @@ class KVCacheManager:
                 holding.num_registered = len(hits)
                 holding.last_key = hits[-1].key
             if self._others is not None:
-                self._others.admit(handle, len(hits), prefix.seen)
+                # Where others are likely to go on: the prompt's end, with and without what the chat
+                # template puts before an answer; and where this one has parted from others.
+                ends = (num_prompt_tokens - 1, num_prompt_tokens - 1 - self.block_size // 2)
+                boundaries = {max(end, 0) // self.block_size for end in ends}
+                boundaries.add(len(hits) + prefix.num_lost)
+                self._others.admit(handle, len(hits), prefix.seen, boundaries)
             num_before = 0
         else:
             assert not hits, "a prefix is shared at admission only"
@@ -311,7 +326,7 @@ class KVCacheManager:
         after_step: the last step that may read them.
         """
         assert self._others is not None
-        left = self._others.leave(handle, num_computed, self._holdings[handle].boundaries)
+        left = self._others.leave(handle, num_computed)
         self._release([one for one in left if one[1]], after_step)
 
     def forget(self, handle: int) -> None:

@@ -12,7 +12,7 @@ are reused first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 from nanocore.kv_cache.block_key import BlockKey
@@ -27,12 +27,16 @@ CHECKPOINT_STRIDE_TOKENS: Final = 2048
 
 
 class _Held:
-    """A request's blocks from block number `first` on. num_registered: counts from its start."""
+    """A request's blocks from block number `first` on. num_registered: counts from its start.
 
-    __slots__ = ("blocks", "first", "num_registered")
+    boundaries: see `Group.admit`.
+    """
 
-    def __init__(self, first: int, hits: Sequence[Block]) -> None:
+    __slots__ = ("blocks", "boundaries", "first", "num_registered")
+
+    def __init__(self, first: int, hits: Sequence[Block], boundaries: Collection[int]) -> None:
         self.first = first
+        self.boundaries = boundaries
         self.blocks = list(hits)
         self.num_registered = first + len(hits)
 
@@ -62,11 +66,14 @@ class WindowGroup:
         self._index: dict[bytes, Block] = {}
         self._held: dict[int, _Held] = {}
 
+    def begin_step(self) -> None:
+        pass
+
     def blocks(self, handle: int) -> Sequence[Block]:
         held = self._held.get(handle)
         return held.blocks if held else ()
 
-    def last_boundary(self, keys: Sequence[BlockKey], end: int) -> int:
+    def last_boundary(self, keys: Sequence[BlockKey], end: int, soon: bool = False) -> int:
         # Backwards, because a missing block rules out all boundaries that see it at once.
         index = end - 1
         while index >= max(end - self.num_seen, 0):
@@ -85,9 +92,11 @@ class WindowGroup:
         # It takes them step by step, and lets go of the first ones before it takes the last ones.
         return min(num_blocks - boundary, self._most - num_hits)
 
-    def admit(self, handle: int, boundary: int, hits: Sequence[Block]) -> None:
+    def admit(
+        self, handle: int, boundary: int, hits: Sequence[Block], boundaries: Collection[int]
+    ) -> None:
         self.pool.hold(hits)
-        self._held[handle] = _Held(boundary - len(hits), hits)
+        self._held[handle] = _Held(boundary - len(hits), hits, boundaries)
 
     def allocate(self, handle: int, num_blocks: int, start: int) -> list[int]:
         held = self._held[handle]
@@ -131,7 +140,7 @@ class WindowGroup:
             self._events.stored(before, added)
         held.num_registered = max(held.num_registered, start + len(keys))
 
-    def leave(self, handle: int, num_computed: int, boundaries: Sequence[int]) -> list[list[Block]]:
+    def leave(self, handle: int, num_computed: int) -> list[list[Block]]:
         held = self._held[handle]
         # A block leaves when its last token is before the first one that is seen.
         num_left = max(num_computed - self.group.window + 1, 0) // self._block_size - held.first
@@ -140,7 +149,7 @@ class WindowGroup:
         left, held.blocks = held.blocks[:num_left], held.blocks[num_left:]
         parts: list[list[Block]] = [[], []]
         for number, block in enumerate(left, held.first):
-            parts[not self._is_kept(number, boundaries)].append(block)
+            parts[not self._is_kept(number, held.boundaries)].append(block)
         held.first += num_left
         return parts
 
@@ -167,7 +176,7 @@ class WindowGroup:
         block = self._index.get(key[0])
         return block if block is not None and block.key is key else None
 
-    def _is_kept(self, number: int, boundaries: Sequence[int]) -> bool:
+    def _is_kept(self, number: int, boundaries: Collection[int]) -> bool:
         """Whether a block is in the window of some checkpoint behind it."""
         ends = *boundaries, *self._early, (number // self._stride + 1) * self._stride
         return any(end - self.num_seen <= number < end for end in ends)

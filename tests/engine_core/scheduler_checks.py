@@ -21,7 +21,6 @@ from tests.fakes import (
     make_scheduler,
 )
 from tests.kv_cache.counts import free_ids
-from tests.kv_cache.fake_states import StateGroup
 
 
 def check_plan(scheduler: Scheduler, plan: SchedulerOutput) -> None:
@@ -205,7 +204,7 @@ def check_blocks(scheduler: Scheduler) -> None:
 def check_group(scheduler: Scheduler, group: int, pool: BlockPool | SlabPool) -> None:
     kv_cache, running = scheduler.kv_cache, scheduler.running
     window, block_size = kv_cache.groups[group].window, kv_cache.block_size
-    is_state = isinstance(kv_cache.groups[group], StateGroup)  # it has no block for each token
+    is_state = kv_cache.groups[group].spacing > 0  # it has no block for each token
     holders = [0] * len(pool.blocks)
     owners: dict[int, set[int]] = {}
     first: dict[int, int] = {}

@@ -12,7 +12,7 @@ from nanocore.engine_core.process.cache_size import longest_request, size_cache
 from nanocore.kv_cache import CacheGroup, Capacity
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.memory.kv_groups import LayerGroup
+from nanocore.worker.memory.kv_groups import CacheKind, LayerGroup
 from nanocore.worker.models import load_model_config
 from nanocore.worker.rank_messages import WorkerInfo
 from tests.model_families import BUILDERS
@@ -32,7 +32,7 @@ def rank(
         dtype="float32",
         kernels="torch",
         weight_bytes=1,
-        kv_groups=[LayerGroup(0, 1, block_bytes)],
+        kv_groups=[LayerGroup(CacheKind(), 1, block_bytes)],
         available_kv_bytes=num_blocks * block_bytes + block_bytes - 1,
         memory_bytes=memory_bytes,
     )
@@ -173,7 +173,7 @@ def test_more_than_the_memory_is_refused_with_what_would_fit(
 
 def windowed(num_bytes: int) -> WorkerInfo:
     """A layer that keeps all tokens, and five with a window of 33, which takes 3 blocks."""
-    groups = [LayerGroup(0, 1, 1024), LayerGroup(33, 5, 5 * 1024)]
+    groups = [LayerGroup(CacheKind(), 1, 1024), LayerGroup(CacheKind(window=33), 5, 5 * 1024)]
     return msgspec.structs.replace(rank(0), kv_groups=groups, available_kv_bytes=num_bytes)
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.drafting.suffix import DEFAULT_MAX_BYTES
 from nanocore.engine_core.process import forecast as forecast_module
-from nanocore.engine_core.process.cache_size import CacheSize
+from nanocore.engine_core.process.cache_size import CacheSize, cache_groups
 from nanocore.engine_core.process.check import check_engine
 from nanocore.engine_core.process.forecast import (
     Forecast,
@@ -24,11 +24,11 @@ from nanocore.engine_core.process.forecast import (
     speed_summary,
     table,
 )
-from nanocore.kv_cache import CacheGroup, Capacity
+from nanocore.kv_cache import Capacity
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker import devices
 from nanocore.worker.cost.model_cost import AttentionCost, MachineSpeed, ModelCost
-from nanocore.worker.memory.kv_groups import KVGroup, LayerGroup
+from nanocore.worker.memory.kv_groups import CacheKind, KVGroup, LayerGroup
 from nanocore.worker.rank_messages import WorkerInfo
 
 COST = ModelCost(
@@ -44,7 +44,7 @@ RANK = WorkerInfo(
     dtype="bfloat16",
     kernels="cpu",
     weight_bytes=4_000_000,
-    kv_groups=[LayerGroup(0, 1, 16_000)],
+    kv_groups=[LayerGroup(CacheKind(), 1, 16_000)],
     available_kv_bytes=10**9,
     memory_bytes=2 * 10**9,
     activation_bytes=50_000_000,
@@ -54,10 +54,10 @@ RANK = WorkerInfo(
 
 
 def test_groups_of_layers_are_shown_with_what_the_longest_request_holds_of_each() -> None:
-    own = [LayerGroup(0, 2, 64_000), LayerGroup(33, 10, 320_000)]
+    own = [LayerGroup(CacheKind(), 2, 64_000), LayerGroup(CacheKind(window=33), 10, 320_000)]
     rank = replace(RANK, kv_groups=own)
-    groups = [KVGroup(0, 2, 5), KVGroup(33, 10, 1)]
-    held = [CacheGroup(one.name, one.window, one.per_slab) for one in groups]
+    groups = [KVGroup(CacheKind(), 2, 5), KVGroup(CacheKind(window=33), 10, 1)]
+    held = cache_groups(groups, 16)
     size = CacheSize(groups, Capacity(1000, 16, held, 128), 4096)
     config = EngineConfig(max_num_seqs=64)
     found = forecast(config, "folder", "Model", [rank], size, [SPEED])
@@ -73,7 +73,7 @@ def test_groups_of_layers_are_shown_with_what_the_longest_request_holds_of_each(
 
 
 def sized(num_blocks: int, max_model_len: int) -> CacheSize:
-    return CacheSize([KVGroup(0, 1)], Capacity(num_blocks, 16), max_model_len)
+    return CacheSize([KVGroup(CacheKind(), 1)], Capacity(num_blocks, 16), max_model_len)
 
 
 def make(ranks: int = 1, num_blocks: int = 1000, max_model_len: int = 5000) -> Forecast:

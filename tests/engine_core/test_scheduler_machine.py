@@ -51,7 +51,6 @@ from tests.fakes import (
     make_scheduler,
     withhold_some,
 )
-from tests.kv_cache.fake_states import StateGroup
 
 KV_LOAD, ADAPTER = Prerequisite("kv_load"), Prerequisite("adapter")
 BLOCK_SIZE = 4
@@ -68,11 +67,11 @@ GROUPS = (
     [CacheGroup("full"), CacheGroup("window(1)", 1, 2), CacheGroup("window(13)", 13, 3)],
     [CacheGroup("window(6)", 6)],
     [CacheGroup("window(3)", 3, 2), CacheGroup("window(20)", 20)],
-    [CacheGroup("full"), StateGroup("state")],
-    [CacheGroup("latent", 0, 2), CacheGroup("window(7)", 7), StateGroup("state", stride=3)],
+    [CacheGroup("full"), CacheGroup("state", spacing=1)],
+    [CacheGroup("latent", 0, 2), CacheGroup("window(7)", 7), CacheGroup("state", spacing=3)],
 )
 """Of layers. Windows end within blocks and at their ends; some cover a token, some most prompts.
-States are a kind of cache that is not there yet.
+States are kept at every boundary, or at few.
 """
 
 
@@ -81,8 +80,8 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
     max_num_seqs = draw(st.integers(1, 5))
     num_drafts = draw(st.sampled_from([0, 0, 1, 3]))
     groups = draw(st.just(FULL) | st.sampled_from(GROUPS))
-    if any(isinstance(group, StateGroup) for group in groups):
-        num_drafts = 0  # a state cannot be taken back: that is for the kind that will be there
+    if any(group.spacing for group in groups):
+        num_drafts = 0  # a state cannot be taken back
     max_num_batched_tokens = draw(st.integers(max_num_seqs, 40))
     memory = Capacity(1, BLOCK_SIZE, groups, max_num_batched_tokens)
     longest = memory.slabs_of(MAX_MODEL_LEN)

@@ -6,8 +6,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from nanocore.kv_cache import CacheGroup
-from nanocore.worker.memory.kv_groups import KVGroup, LayerGroup, joined_groups, rank_slab_bytes
+from nanocore.engine_core.process.cache_size import cache_groups
+from nanocore.worker.memory.kv_groups import (
+    CacheKind,
+    KVGroup,
+    LayerGroup,
+    joined_groups,
+    rank_slab_bytes,
+)
 from tests.engine_core.scheduler_checks import check_idle
 from tests.fakes import Deliveries, FakeExecutor, TalliedScheduler, make_request, make_scheduler
 
@@ -18,8 +24,8 @@ LAYER_BYTES = 4096
 
 def layers(num_full: int, num_windows: int, window: int) -> list[LayerGroup]:
     return [
-        LayerGroup(0, num_full, num_full * LAYER_BYTES),
-        LayerGroup(window, num_windows, num_windows * LAYER_BYTES),
+        LayerGroup(CacheKind(), num_full, num_full * LAYER_BYTES),
+        LayerGroup(CacheKind(window=window), num_windows, num_windows * LAYER_BYTES),
     ]
 
 
@@ -31,7 +37,7 @@ def engine(
         block_size=BLOCK_SIZE,
         max_num_batched_tokens=chunk,
         max_model_len=max_model_len,
-        cache_groups=[CacheGroup(one.name, one.window, one.per_slab) for one in groups],
+        cache_groups=cache_groups(groups, BLOCK_SIZE),
     )
     executor.checks_kv = False
     return scheduler, executor

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nanocore.kv_cache import CacheGroup, Capacity, KeyChain, KVCacheManager
+from nanocore.kv_cache.state_group import NO_STATE
 from tests.campaign import examples
-from tests.kv_cache.fake_states import StateGroup, open_group
 
 BLOCK_SIZE = 2
 MAX_STEP_TOKENS = 6
@@ -27,8 +27,8 @@ GROUPS = (
     (CacheGroup("full", 0, 2), CacheGroup("window(2)", 2, 1), CacheGroup("window(7)", 7, 3)),
     (CacheGroup("window(5)", 5, 1),),
     (CacheGroup("window(1)", 1, 2), CacheGroup("window(4)", 4, 1)),
-    (CacheGroup("full", 0, 3), StateGroup("state", 0, 1)),
-    (CacheGroup("latent", 0, 1), StateGroup("state", 0, 2, stride=3), CacheGroup("window(4)", 4)),
+    (CacheGroup("full", 0, 3), CacheGroup("state", 0, 1, spacing=1)),
+    (CacheGroup("latent"), CacheGroup("state", 0, 2, spacing=3), CacheGroup("window(4)", 4)),
 )
 
 
@@ -49,9 +49,7 @@ class GroupsMachine(RuleBasedStateMachine):
     @initialize(groups=st.sampled_from(GROUPS), num_slabs=st.integers(3, 9))
     def start(self, groups: tuple[CacheGroup, ...], num_slabs: int) -> None:
         self.groups = groups
-        self.kv_cache = KVCacheManager(
-            Capacity(num_slabs, BLOCK_SIZE, groups, MAX_STEP_TOKENS), open_group=open_group
-        )
+        self.kv_cache = KVCacheManager(Capacity(num_slabs, BLOCK_SIZE, groups, MAX_STEP_TOKENS))
         self.num_slabs = num_slabs
         self.rows: dict[int, Row] = {}
         self.num_handles = 0
@@ -59,10 +57,11 @@ class GroupsMachine(RuleBasedStateMachine):
         # By group: what each block holds, and which steps in flight use it.
         self.contents: list[dict[int, Content]] = [{} for _ in groups]
         self.in_use: dict[int, list[set[int]]] = {}
+        self.written: set[int] = set()  # states, in the step that is planned
 
     def needed(self, group: CacheGroup, computed: int) -> int:
         """The first block that the next token needs."""
-        if isinstance(group, StateGroup):
+        if group.spacing:
             return max(-(-computed // BLOCK_SIZE) - 1, 0)
         return max(computed - group.window + 1, 0) // BLOCK_SIZE if group.window else 0
 
@@ -81,7 +80,7 @@ class GroupsMachine(RuleBasedStateMachine):
         for group, table in enumerate(row.tables):
             for number in range(row.computed // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
                 stop = min((number + 1) * BLOCK_SIZE, end)
-                if number not in table and isinstance(self.groups[group], StateGroup):
+                if number not in table and self.groups[group].spacing and stop < end:
                     continue
                 block = table[number]
                 shared = [
@@ -90,6 +89,8 @@ class GroupsMachine(RuleBasedStateMachine):
                 ]  # fmt: skip
                 assert not shared, "a block that is written to has one owner"
                 self.contents[group][block] = tuple(row.tokens[:stop])
+                if self.groups[group].spacing:
+                    self.written.add(block)
         row.computed = end
 
     def extend(self, row: Row, added: list[list[int]], num_before: int) -> None:
@@ -98,10 +99,8 @@ class GroupsMachine(RuleBasedStateMachine):
         for group, table, ids in zip(self.groups, row.tables, added, strict=True):
             first, end = self.needed(group, row.computed), num_before + len(ids)
             held = range(first, end)
-            if isinstance(group, StateGroup):
-                is_hit = row.computed > 0 and num_before == 0
-                held = [first] * is_hit + group.written(max(num_before, first + is_hit), end)
-            table.update((n, one) for n, one in enumerate(ids, num_before) if n in held)
+            new = enumerate(ids, num_before)
+            table.update((n, one) for n, one in new if n in held and one != NO_STATE)
 
     @rule(
         tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24),
@@ -131,6 +130,8 @@ class GroupsMachine(RuleBasedStateMachine):
         self.extend(row, added, 0)
         for group, table in enumerate(row.tables):
             for number in range(self.needed(self.groups[group], cached), cached // BLOCK_SIZE):
+                if self.groups[group].spacing:
+                    assert table[number] not in self.written, "known only when its step is over"
                 expected = tuple(tokens[: (number + 1) * BLOCK_SIZE])
                 assert self.contents[group][table[number]] == expected, (
                     "a hit has what it stands for"
@@ -192,6 +193,8 @@ class GroupsMachine(RuleBasedStateMachine):
     @rule()
     def plan_a_step(self) -> None:
         self.step += 1
+        self.kv_cache.begin_step()
+        self.written.clear()
 
     @precondition(lambda self: self.completed + 1 < self.step)
     @rule()
@@ -212,7 +215,7 @@ class GroupsMachine(RuleBasedStateMachine):
         self.rows.clear()
         self.kv_cache.complete(self.step)
         self.completed, self.in_use = self.step, {}
-        self.step += 1
+        self.plan_a_step()
         assert self.kv_cache.num_free_blocks == self.kv_cache.num_blocks
         assert self.kv_cache.usage == 0
 

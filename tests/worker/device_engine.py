@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanocore.engine_core.process.cache_size import cache_groups
 from nanocore.engine_core.requests.request import Request
 from nanocore.kernels.attention import AttentionMetadata, AttentionSpec, KVCache
 from nanocore.kernels.interface import Kernels
@@ -26,7 +27,6 @@ from nanocore.kernels.step import BegunStep, GraphSupport, StepRows
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import norm, sampling
 from nanocore.kernels.triton.begin_step import begin_step
-from nanocore.kv_cache import CacheGroup
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
@@ -237,13 +237,13 @@ class Engine:
             stream = self.stream
         kernels = (kernels or DeviceKernels()) if depth else TorchKernels()
         self.runner = ModelRunner(model, kernels, stream=stream)
-        layout = KVLayout(model.kv_specs, self.kv_format, BLOCK_SIZE)
+        layout = KVLayout(model.cache_specs, self.kv_format, BLOCK_SIZE)
         self.kv_groups = joined_groups([layout.groups])
         self.num_slabs, self.budget = num_blocks * len(self.kv_groups), budget
         self.allocate()
         self.scheduler, _ = make_scheduler(
             num_blocks=self.num_slabs,
-            cache_groups=[CacheGroup(g.name, g.window, g.per_slab) for g in self.kv_groups],
+            cache_groups=cache_groups(self.kv_groups, BLOCK_SIZE),
             block_size=BLOCK_SIZE,
             max_num_seqs=MAX_NUM_SEQS,
             max_num_batched_tokens=budget,

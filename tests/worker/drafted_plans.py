@@ -46,7 +46,7 @@ class Wish:
 class Bystander:
     """Implements what of `WorkerProposer` a proposer without layers has no use for."""
 
-    kv_specs: Sequence[KVSpec] = ()
+    cache_specs: Sequence[KVSpec] = ()
 
     def nothing(self, *_: object) -> None: ...
 

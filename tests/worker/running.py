@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention_step import make_metadata
+from nanocore.engine_core.process.cache_size import cache_groups
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.cpu.library import find_library
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.torch.backend import TorchKernels
-from nanocore.kv_cache import FULL, CacheGroup
+from nanocore.kv_cache import FULL
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank, StageLinks
 from nanocore.worker.communication.shared_memory import (
@@ -103,7 +104,7 @@ def write_script(
     samplings: of each request, whose number is its seed; without them all are greedy. kv_groups: of
     the model's layers; without them all keep every token.
     """
-    groups = [CacheGroup(one.name, one.window, one.per_slab) for one in kv_groups] or FULL
+    groups = cache_groups(kv_groups, BLOCK_SIZE) or FULL
     scheduler, executor = make_scheduler(
         num_blocks=num_slabs,
         block_size=BLOCK_SIZE,
@@ -157,7 +158,7 @@ def model_groups(folder: Path) -> list[KVGroup]:
     """The groups of a model's layers, for `make_runner` and `write_script`."""
     model = build_model(load_model_config(folder), Placement(torch.float32, torch.device("cpu")))
     kv_format = kv_cache_format("auto", torch.float32)
-    return joined_groups([KVLayout(model.kv_specs, kv_format, BLOCK_SIZE).groups])
+    return joined_groups([KVLayout(model.cache_specs, kv_format, BLOCK_SIZE).groups])
 
 
 def make_runner(
@@ -185,7 +186,7 @@ def make_runner(
     names = model.entry_name
     fill_and_pack(model, runner.kernels, lambda e: load_weights(folder, e, names), quantization)
     kv_format = kv_cache_format(kv_cache_dtype, placement.dtype)
-    num_groups = len({spec.window for spec in model.kv_specs})
+    num_groups = len({spec.kind for spec in model.cache_specs})
     sizes = NUM_BLOCKS * num_groups, BLOCK_SIZE, MAX_NUM_SEQS, max_model_len
     runner.allocate(kv_format, *sizes, kv_groups)
     runner.capture(MAX_NUM_BATCHED_TOKENS)

@@ -116,7 +116,7 @@ def test_a_check_reckons_with_the_bytes_that_an_engine_has(folder: Path) -> None
     )
     assert quantized < plain
     outline = build_model(model_config, PLACEMENT.on_meta())
-    layout = KVLayout(outline.kv_specs, kv_cache_format("auto", torch.float32, "cpu"), 16)
+    layout = KVLayout(outline.cache_specs, kv_cache_format("auto", torch.float32, "cpu"), 16)
     assert rank_cost(outline, layout, config, kernels).held_bytes == quantized
 
 

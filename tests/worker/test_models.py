@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nanocore.engine_core.process.cache_size import cache_groups
 from nanocore.kernels.grouped_weight import CheckpointWeight
 from nanocore.kernels.linear_weight import LinearWeight
 from nanocore.kernels.torch.backend import TorchKernels
-from nanocore.kv_cache import FULL, CacheGroup, Capacity
+from nanocore.kv_cache import FULL, Capacity
 from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
@@ -91,7 +92,7 @@ class Family:
 
 def num_needed(kv_groups: Sequence[KVGroup]) -> int:
     """Slabs of the longest request."""
-    groups = [CacheGroup(one.name, one.window, one.per_slab) for one in kv_groups] or FULL
+    groups = cache_groups(kv_groups, BLOCK_SIZE) or FULL
     memory = Capacity(1, BLOCK_SIZE, groups, MAX_NUM_BATCHED_TOKENS)
     return memory.slabs_of(max(LENGTHS) + NUM_TOKENS)
 

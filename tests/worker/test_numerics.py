@@ -22,7 +22,7 @@ from nanocore.worker.config.generation_config import GenerationDefaults
 from nanocore.worker.loading.checkpoint import INDEX_FILE
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.weights import LoadedSlice, TensorEntry, whole
-from nanocore.worker.memory.kv_groups import LayerGroup
+from nanocore.worker.memory.kv_groups import CacheKind, LayerGroup
 from nanocore.worker.models import load_model_config
 from nanocore.worker.numerics import numerics_fingerprint, rank_numerics
 from nanocore.worker.rank_messages import RankStart, WorkerConfig, WorkerInfo
@@ -212,7 +212,7 @@ def test_the_order_of_ranks_counts_and_one_without_leaves_none(model: Path) -> N
     one, other, without = (
         WorkerInfo(
             device="cpu", dtype="float32", kernels="cpu", weight_bytes=1,
-            kv_groups=[LayerGroup(0, 1, 1)],
+            kv_groups=[LayerGroup(CacheKind(), 1, 1)],
             available_kv_bytes=1, memory_bytes=1, numerics=numerics,
         )
         for numerics in ("1", "2", None)

@@ -280,7 +280,7 @@ def test_a_check_reckons_with_the_bytes_that_are_kept(tmp_path: Path) -> None:
 
     def cost(placement: Placement, backend: str) -> ModelCost:
         model = build_model(load_model_config(folder), placement)
-        layout = KVLayout(model.kv_specs, kv_cache_format("auto", torch.float32), 16)
+        layout = KVLayout(model.cache_specs, kv_cache_format("auto", torch.float32), 16)
         return rank_cost(model, layout, config, make_kernels(backend))
 
     floats, widened, kept = (

@@ -39,7 +39,7 @@ def cost_of(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) ->
     config = config_of(folder, **changes)
     outline = build_model(load_model_config(folder), Placement(dtype, CPU).on_meta())
     kv_format = kv_cache_format(config.kv_cache_dtype, dtype)
-    layout = KVLayout(outline.kv_specs, kv_format, config.block_size)
+    layout = KVLayout(outline.cache_specs, kv_format, config.block_size)
     return rank_cost(outline, layout, config, TorchKernels())
 
 

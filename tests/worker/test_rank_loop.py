@@ -14,7 +14,7 @@ import pytest
 from nanocore.worker.__main__ import serve
 from nanocore.worker.executors.pipe import Pipe, encode_frame
 from nanocore.worker.executors.status_board import StatusBoard
-from nanocore.worker.memory.kv_groups import KVGroup, LayerGroup
+from nanocore.worker.memory.kv_groups import CacheKind, KVGroup, LayerGroup
 from nanocore.worker.plan import ModelRunnerOutput, SchedulerOutput, TokenMasks
 from nanocore.worker.rank_messages import (
     AllocateCache,
@@ -161,7 +161,11 @@ def test_messages_arrive_as_they_were_sent_and_in_order(pipes: Pipes) -> None:
     engine, rank = pipes
     orders = (
         Profile(),
-        AllocateCache(num_slabs=5, max_model_len=9, groups=[KVGroup(0, 4), KVGroup(8, 20, 5)]),
+        AllocateCache(
+            num_slabs=5,
+            max_model_len=9,
+            groups=[KVGroup(CacheKind(), 4), KVGroup(CacheKind(window=8), 20, 5)],
+        ),
         large_plan(),
     )
     for message in orders:
@@ -173,7 +177,7 @@ def test_messages_arrive_as_they_were_sent_and_in_order(pipes: Pipes) -> None:
         RankFailure(exit_code=4, message="no more", traceback="line\n"),
         WorkerInfo(
             device="cpu", dtype="float32", kernels="torch", weight_bytes=1,
-            kv_groups=[LayerGroup(0, 1, 2)], available_kv_bytes=3, memory_bytes=4,
+            kv_groups=[LayerGroup(CacheKind(), 1, 2)], available_kv_bytes=3, memory_bytes=4,
         ),
     )  # fmt: skip
     for answer in answers:

@@ -50,6 +50,8 @@ class CacheSize(msgspec.Struct, frozen=True):
         return self.capacity.num_slabs * rank_slab_bytes(rank.kv_groups, self.kv_groups)
 
 
+_LARGE_STATES_TOKENS: Final = 512
+"""Where the first checkpoint of large states is: see `CacheGroup.spacing`."""
 _MIN_TOKENS: Final = 2
 """A request's at least: one that is computed, and one that is sampled."""
 
@@ -72,7 +74,7 @@ def size_cache(config: EngineConfig, ranks: list[WorkerInfo], max_model_len: int
     capacity = Capacity(
         _slabs_for(config.num_gpu_blocks_override or 0, groups) or min(counts),
         config.sizes.block_size,
-        [CacheGroup(group.name, group.window, group.per_slab) for group in groups],
+        cache_groups(groups, config.sizes.block_size),
         config.scheduler_config(max_model_len).max_chunk,
     )
     num_needed = capacity.slabs_of(max_model_len)
@@ -87,6 +89,19 @@ def size_cache(config: EngineConfig, ranks: list[WorkerInfo], max_model_len: int
         size = CacheSize(groups, capacity, max_model_len)
         raise CacheMemoryError(_too_long(config, ranks, counts.index(min(counts)), size))
     return CacheSize(groups, capacity, max_model_len)
+
+
+def cache_groups(groups: Sequence[KVGroup], block_size: int) -> list[CacheGroup]:
+    """Return how the groups' blocks are kept."""
+    # A state that takes no more memory than the block of tokens before it is always kept.
+    spacings = [
+        1 if one.per_slab >= groups[0].per_slab else max(_LARGE_STATES_TOKENS // block_size, 2)
+        for one in groups
+    ]
+    return [
+        CacheGroup(one.kind.name, one.kind.window, one.per_slab, spacing * one.kind.has_states)
+        for one, spacing in zip(groups, spacings, strict=True)
+    ]
 
 
 def _slabs_for(num_blocks: int, groups: Sequence[KVGroup]) -> int:

@@ -266,9 +266,9 @@ def _groups(ranks: list[WorkerInfo], size: CacheSize) -> list[GroupForecast]:
     most_blocks = size.capacity.blocks_of(size.max_model_len)
     return [
         GroupForecast(
-            name=group.name,
+            name=group.kind.name,
             num_layers=group.num_layers,
-            block_bytes=sum(own.block_bytes for own in of_ranks if own.window == group.window),
+            block_bytes=sum(own.block_bytes for own in of_ranks if own.kind == group.kind),
             most_blocks=most,
         )
         for group, most in zip(size.kv_groups, most_blocks, strict=True)

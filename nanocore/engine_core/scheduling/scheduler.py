@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +33,7 @@ from nanocore.engine_core.log.event_log import (
 from nanocore.engine_core.policy.order import precedence_key
 from nanocore.engine_core.policy.step_budget import StepBudget
 from nanocore.engine_core.policy.waiting_queue import WaitingQueue
-from nanocore.engine_core.requests.readiness import SIBLING, Prerequisite
+from nanocore.engine_core.requests.readiness import PREFIX, SIBLING, Prerequisite
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.drafter import Drafter
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
@@ -58,8 +59,11 @@ class Scheduler:
         clock: returns seconds, for steps, ageing and the event log.
         proposer: makes what proposes drafts, of the rows' token ids; None: workers do, if any.
 
-    completed: the step whose result came in last.
+    completed: the step whose result came in last. worth_waiting_tokens: how many a request must
+    save by waiting for a step that computes them, to wait for it.
     """
+
+    worth_waiting_tokens: ClassVar[int] = 64
 
     def __init__(
         self,
@@ -92,6 +96,7 @@ class Scheduler:
         self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
         self._unready: dict[int, Request] = {}  # they wait for something outside of the step loop
+        self._followers: list[Request] = []  # they wait for the step that was planned last
         self._ended: list[Request] = []  # outside a step's result, since the last update
         self._last_group = 0
         self._num_cache_groups = len(kv_cache.groups)
@@ -232,6 +237,10 @@ class Scheduler:
         running, counters = self.running, self.counters
         counters.num_steps += 1
         self._begun_s.append(self.clock())
+        self.kv_cache.begin_step()
+        followers, self._followers = self._followers, []
+        for follower in followers:
+            self.ready(follower.handle, PREFIX)
         self._last_group = group
         num_groups, num_cache_groups = self.config.num_groups, self._num_cache_groups
         plan = StepPlan(counters.num_steps, 0, group, num_groups, num_cache_groups)
@@ -301,7 +310,7 @@ class Scheduler:
 
     def _can_admit(self, group: int) -> bool:
         head = self.waiting.head(self.room.may_be_partial)
-        may_fit = head is not None and not self.is_still_blocked(head)
+        may_fit = (head is not None and not self.is_still_blocked(head)) or bool(self._followers)
         return may_fit and not self.running.is_short_of_blocks and self.num_admissible(group) > 0
 
     def num_admissible(self, group: int) -> int:
@@ -333,7 +342,12 @@ class Scheduler:
             prefix, num_uncached = room.find_prefix(request, is_cached=request is not alone)
             limit = chunk_limit(self.config, requests, request, plan.chunks)
             count = min(num_uncached, budget, max(limit, 1))  # 1: a limit must not block the queue
-            if count < num_uncached and not room.may_be_partial:
+            if prefix.num_soon * self.kv_cache.block_size >= self.worth_waiting_tokens:
+                # Computing these tokens twice would cost more than the one step that it waits.
+                self.waiting.remove(request)
+                request.waits_for |= {PREFIX}
+                self._followers.append(request)
+            elif count < num_uncached and not room.may_be_partial:
                 if num_uncached <= chunk_limit(self.config, requests, request, ()):
                     break  # a later step has the budget for all of it
                 self.waiting.defer(request)

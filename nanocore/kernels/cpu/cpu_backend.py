@@ -34,11 +34,13 @@ from nanocore.kernels.cpu.structs import (
     group_struct,
     mask_struct,
     norm_struct,
+    state_struct,
 )
 from nanocore.kernels.linear import LinearKernels
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.sampling import Filters, LogprobTensors, Noise, TokenPlaces
+from nanocore.kernels.states import ConvFilters, StateCache
 from nanocore.kernels.step import (
     BegunStep,
     GraphSupport,
@@ -100,6 +102,21 @@ class CpuAttention(NativeKernels):
             spec.window, spec.softcap, out, step=self.step(metadata),
         )  # fmt: skip
         return out.unflatten(1, (num_heads, head_dim))
+
+
+class CpuStates(NativeKernels):
+    """Implements `StateKernels`."""
+
+    def short_conv(
+        self, x: Tensor, filters: ConvFilters, cache: StateCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        num_taps, channels = filters.taps_LC.shape
+        out = self.empty(x, channels, x.dtype)
+        self.run(
+            "short_conv", x, x, x.stride(0), channels, num_taps, filters.taps_LC, filters.bias_C,
+            state_struct(cache), out, step=self.step(metadata),
+        )  # fmt: skip
+        return out
 
 
 class CpuSampling(NativeKernels):
@@ -235,7 +252,7 @@ class CpuStep(NativeKernels):
         return out.view(x.shape)
 
 
-class CpuKernels(CpuLinear, CpuAttention, CpuSampling, CpuStep):
+class CpuKernels(CpuLinear, CpuAttention, CpuStates, CpuSampling, CpuStep):
     """Implements `interface.Kernels`; library: what it calls, in this workspace.
 
     Args:

@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 18
+ABI_VERSION: Final = 19
 
 
 class GroupFormatStruct(ctypes.Structure):
@@ -79,6 +79,14 @@ class CacheLayoutStruct(ctypes.Structure):
         ("k", c_void_p), ("v", c_void_p), ("k_scale", c_void_p), ("v_scale", c_void_p),
         ("num_heads", c_int64), ("head_dim", c_int64), ("block_size", c_int64),
         ("block_bytes", c_int64), ("group", c_int64),
+    )  # fmt: skip
+
+
+class StateLayoutStruct(ctypes.Structure):
+    """`StateLayout` of program.cpp."""
+
+    _fields_ = (
+        ("states", c_void_p), ("block_size", c_int64), ("block_bytes", c_int64), ("group", c_int64),
     )  # fmt: skip
 
 
@@ -164,6 +172,8 @@ _KERNELS: Final = {
              POINTER(NormWeightStruct), c_void_p, c_void_p, c_int64),
     "attention": (c_void_p, c_int64, c_int64, POINTER(CacheLayoutStruct), c_float, c_int64, c_float,
                   c_void_p),
+    "short_conv": (c_void_p, *[c_int64] * 3, c_void_p, c_void_p, POINTER(StateLayoutStruct),
+                   c_void_p),
     "select": (c_void_p, c_int64, c_void_p),
 }  # fmt: skip
 """Arguments of kernels on rows of activations, behind the program, the rows and their dtype."""

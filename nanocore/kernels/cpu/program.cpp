@@ -16,6 +16,7 @@
 #include "old_systems.h"
 #include "packing.h"
 #include "sampling.h"
+#include "states.h"
 
 #define NANOCORE_API extern "C" __attribute__((visibility("default")))
 
@@ -78,7 +79,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 18; }
+NANOCORE_API int nanocore_abi_version() { return 19; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -317,6 +318,32 @@ NANOCORE_API void nanocore_attention(void* program, int64_t rows, int dtype, con
         if constexpr (kMayHaveAmx && sizeof(T) == 2)
             if (has_amx() && MatrixAttention::takes(cache->head_dim)) return append_with(std::true_type{});
         append_with(std::false_type{});
+    });
+}
+
+struct StateLayout {
+    void* states;
+    int64_t block_size, block_bytes, group;
+
+    SequenceStates of(const Step& step) const {
+        return {static_cast<char*>(states), block_size, block_bytes, step.num_seqs,
+                step.query_start_A, step.seq_lens_B,
+                step.block_tables + group * step.group_block_ids, step.block_table_stride,
+                step.rows_B};
+    }
+};
+
+NANOCORE_API void nanocore_short_conv(void* program, int64_t rows, int dtype, const void* x,
+                                      int64_t x_stride, int64_t channels, int64_t taps,
+                                      const float* weight, const float* bias,
+                                      const StateLayout* states, void* out) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        ShortConvCall<T> call{static_cast<const T*>(x), x_stride, channels, taps, weight, bias, {},
+                              static_cast<T*>(out), 0};
+        append(program, rows, call, [layout = *states](auto& c, const Step& step) {
+            c.states = layout.of(step);
+        });
     });
 }
 

@@ -21,6 +21,7 @@ from nanocore.kernels.cpu.library import (
     LinearWeightStruct,
     NormWeightStruct,
     RankGroupStruct,
+    StateLayoutStruct,
     StepStruct,
     TokenListStruct,
     TokenMaskStruct,
@@ -28,6 +29,7 @@ from nanocore.kernels.cpu.library import (
 from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import ExpertWeights, LinearWeight
 from nanocore.kernels.logit_edits import LogitEdits, TokenMask
+from nanocore.kernels.states import StateCache
 from nanocore.kernels.step import SharedMemoryGroup
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
@@ -74,6 +76,12 @@ def cache_struct(cache: KVCache) -> CacheLayoutStruct:
         block_size=block_size,
         block_bytes=cache.block_bytes,
         group=cache.group,
+    )
+
+
+def state_struct(cache: StateCache) -> StateLayoutStruct:
+    return StateLayoutStruct(
+        cache.states_N.data_ptr(), cache.block_size, cache.block_bytes, cache.group
     )
 
 

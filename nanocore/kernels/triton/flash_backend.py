@@ -28,6 +28,7 @@ from nanocore.kernels.step import GraphSupport
 from nanocore.kernels.triton.linear import TritonLinear
 from nanocore.kernels.triton.paged_attention import paged_attention
 from nanocore.kernels.triton.rope import rope_and_store_kv
+from nanocore.kernels.triton.states import TritonStates
 from nanocore.kernels.triton.triton_backend import TritonDevice, TritonSampling, TritonStep
 
 logger = logging.getLogger(__name__)
@@ -132,7 +133,7 @@ class FlashAttention(TritonDevice):
         return out_THD
 
 
-class FlashKernels(TritonLinear, FlashAttention, TritonSampling, TritonStep):
+class FlashKernels(TritonLinear, FlashAttention, TritonStates, TritonSampling, TritonStep):
     """Implements `interface.Kernels`."""
 
     name = "flash"

@@ -31,6 +31,7 @@ from nanocore.kernels.triton.filtered_sampling import best_filtered_token
 from nanocore.kernels.triton.linear import TritonLinear
 from nanocore.kernels.triton.paged_attention import paged_attention
 from nanocore.kernels.triton.rope import rope_and_store_kv
+from nanocore.kernels.triton.states import TritonStates
 
 _INTERPRETED_SMS: Final = 4
 
@@ -97,7 +98,7 @@ class TritonStep:
     capture = staticmethod(torch_step.capture)
 
 
-class TritonKernels(TritonLinear, TritonAttention, TritonSampling, TritonStep):
+class TritonKernels(TritonLinear, TritonAttention, TritonStates, TritonSampling, TritonStep):
     """Implements `interface.Kernels`."""
 
     name = "triton"

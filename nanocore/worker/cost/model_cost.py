@@ -62,6 +62,7 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     none.
     weight_bytes: read by every step. expert_bytes: of routed experts, read as far as tokens choose
     them. lookup_bytes: of embeddings that are no head, and hardly read. attention: by window.
+    state_bytes: of a row's states, which a step reads.
     """
 
     num_params: int
@@ -74,6 +75,7 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
     expert_bytes: int = 0
     lookup_bytes: int = 0
     attention: list[AttentionCost]
+    state_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -177,7 +179,7 @@ def step_work(
     samples: and then the next one.
     """
     num_tokens = num_rows * count
-    num_bytes = cost.read_weight_bytes(num_tokens)
+    num_bytes = cost.read_weight_bytes(num_tokens) + num_rows * cost.state_bytes
     flops = num_tokens * cost.token_flops + 2 * num_rows * cost.head_params * samples
     for kind in cost.attention:
         num_bytes += num_rows * kind.seen(end, count) * kind.kv_bytes

@@ -7,7 +7,6 @@ quantization is seen. Every family is counted by its own layers; none is known h
 from __future__ import annotations
 
 import torch
-from msgspec.structs import replace
 
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import KVCacheFormat
@@ -17,7 +16,7 @@ from nanocore.worker.devices import dtype_name
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import POSITIONS, TensorEntry, unbuffered_bytes
-from nanocore.worker.memory.kv_memory import KVLayout
+from nanocore.worker.memory.kv_memory import KVLayout, KVSpec, StateSpec, in_full_group
 from nanocore.worker.rank_messages import WorkerConfig, WorkerInfo
 
 
@@ -34,11 +33,11 @@ def outlined_info(
     outline: its part of the model, on the meta device. device: the rank's. draft: the draft model,
     likewise, whose memory is counted; the cost is of the model alone.
     """
-    specs, size = outline.kv_specs, config.block_size
+    specs, size = outline.cache_specs, config.block_size
     own_bytes = activation_bytes = rotation_bytes = 0
     if draft is not None:
-        specs = [*specs, *(replace(spec, window=0) for spec in draft.kv_specs)]
-        layout = KVLayout(draft.kv_specs, kv_format, size)
+        specs = [*specs, *in_full_group(draft.cache_specs)]
+        layout = KVLayout(draft.cache_specs, kv_format, size)
         own_bytes = rank_cost(draft, layout, config, kernels).held_bytes
         activation_bytes = _activation_bytes(draft, config)
         rotation_bytes = _rotation_bytes(draft, config)
@@ -90,11 +89,17 @@ def rank_cost(
         lookup_bytes=lookup_bytes,
         attention=by_window(
             AttentionCost(
-                window=layer.attention.spec.window,
+                window=spec.window,
                 kv_bytes=layout.layer_bytes(i) / config.block_size,
-                pair_flops=layer.attention.pair_flops,
+                pair_flops=layer.mixer.pair_flops,
             )
-            for i, layer in enumerate(model.layers)
+            for i, (layer, spec) in enumerate(zip(model.layers, layout.specs, strict=True))
+            if isinstance(spec, KVSpec)
+        ),
+        state_bytes=sum(
+            layout.layer_bytes(i)
+            for i, spec in enumerate(layout.specs)
+            if isinstance(spec, StateSpec)
         ),
     )
 

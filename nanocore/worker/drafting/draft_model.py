@@ -30,6 +30,7 @@ from torch import Tensor
 from nanocore.kernels.attention import KVCache
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.sampling import TokenPlaces
+from nanocore.kernels.states import LayerCache
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.communication.communicator import Communicator, StageLinks
 from nanocore.worker.config.model_config import ModelConfig
@@ -40,6 +41,7 @@ from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.model_folder import resolve_model
 from nanocore.worker.loading.weights import Entries
+from nanocore.worker.memory.kv_memory import in_full_group
 from nanocore.worker.models import build_model
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
@@ -172,17 +174,18 @@ class DraftModel:
 
     def __init__(self, model: DecoderModel, kernels: Kernels, tp: Communicator) -> None:
         self.model = model
-        self.kv_specs = [replace(spec, window=0) for spec in model.kv_specs]
+        self.cache_specs = in_full_group(model.cache_specs)
         self._stage = ModelStage(model, kernels, StageLinks())
         self._tp = tp
         self._compute = self._stage.compute
 
     def allocate(
-        self, kv_caches: list[KVCache], batch: InputBatch, tables: RowTables, excess: Tensor
+        self, kv_caches: list[LayerCache], batch: InputBatch, tables: RowTables, excess: Tensor
     ) -> None:
         self._stage.kv_caches = kv_caches
         self._stage.rotary = self.model.rotary_tables(tables.max_model_len)
         self._batch, self._tables, self._excess = batch, tables.of_full_group(), excess
+        assert isinstance(kv_caches[0], KVCache)
         self._is_filled = np.zeros(len(kv_caches[0].k_NSKD), bool)
         """Whether this model's K and V of all tokens of a block are there."""
         self._num_held = np.zeros(batch.max_num_seqs, np.int64)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -28,6 +29,8 @@ from nanocore.worker.placement import Placement
 class Attention:
     """One layer's attention. make_norm: of the family's norm, by size. num_heads: on this rank."""
 
+    name: ClassVar[str] = "self_attn"
+
     def __init__(
         self,
         placement: Placement,
@@ -44,7 +47,7 @@ class Attention:
         q_rows = RowShard.share(placement, size, what)
         kv_rows = RowShard.kv_heads(placement, config.num_kv_heads, head_dim)
         window = config.window(layer)
-        self.kv_spec = KVSpec(kv_rows.size // head_dim, head_dim, window)
+        self.cache_spec = KVSpec(kv_rows.size // head_dim, head_dim, window)
         self.qkv_proj = ColumnParallelLinear(
             placement, hidden_size, [q_rows, kv_rows, kv_rows], bias=config.bias
         )

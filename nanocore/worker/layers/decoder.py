@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 from msgspec.structs import replace
 from torch import Tensor
 
-from nanocore.kernels.attention import KVCache, Rotary
+from nanocore.kernels.attention import Rotary
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.linear_weight import TokenEmbedding
+from nanocore.kernels.states import LayerCache
 from nanocore.kernels.step import BegunStep, StepRows
 from nanocore.worker.config.config_json import ConfigReader
 from nanocore.worker.config.json_settings import Settings
@@ -35,7 +36,7 @@ from nanocore.worker.loading.weights import (
     unbuffered_bytes,
     without_parts,
 )
-from nanocore.worker.memory.kv_memory import KVSpec
+from nanocore.worker.memory.kv_memory import CacheSpec
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_messages import Quantization
 
@@ -43,6 +44,7 @@ from nanocore.worker.rank_messages import Quantization
 class DecoderLayer:
     """Attention and MLP, each after a norm. The residual stream is apart, so that norms can add it.
 
+    mixer: attention, or what a family has in its place.
     norm_class: of its norms, and of the one after the last layer. norms: their attributes, with
     checkpoints' names. sparse_mlp: the class of MLPs where the configuration has experts.
     """
@@ -59,16 +61,19 @@ class DecoderLayer:
     mlp: GatedMLP | SparseMLP
 
     def __init__(self, placement: Placement, config: ModelConfig, layer: int) -> None:
-        self.attention = self.attention_class(
-            placement,
-            config.attention,
-            config.hidden_size,
-            layer,
-            partial(self.norm_class, placement, config),
-        )
+        self.mixer = self.make_mixer(placement, config, layer)
         self.mlp = self.make_mlp(placement, config, layer)
         for attribute in self.norms:
             setattr(self, attribute, self.norm_class(placement, config, config.hidden_size))
+
+    def make_mixer(self, placement: Placement, config: ModelConfig, layer: int) -> Any:
+        """What mixes the layer's tokens: attention, or a class like it, with its attributes name
+        (of its tensors), cache_spec (what it keeps) and pair_flops, and its public methods.
+        """
+        make_norm = partial(self.norm_class, placement, config)
+        return self.attention_class(
+            placement, config.attention, config.hidden_size, layer, make_norm
+        )
 
     def make_mlp(
         self, placement: Placement, config: ModelConfig, layer: int
@@ -80,14 +85,14 @@ class DecoderLayer:
     def entries(self, prefix: str) -> Entries:
         """Map the checkpoint's tensors with this prefix to this rank's parameters."""
         return {
-            **self.attention.entries(f"{prefix}self_attn."),
+            **self.mixer.entries(f"{prefix}{self.mixer.name}."),
             **self.mlp.entries(f"{prefix}mlp."),
             **self.norm_entries(prefix),
         }
 
     def pack(self, packer: WeightPacker) -> None:
         """Have the backend pack each weight as soon as it is filled; once."""
-        self.attention.pack(packer)
+        self.mixer.pack(packer)
         self.mlp.pack(packer)
 
     def norm_entries(self, prefix: str) -> Entries:
@@ -98,11 +103,11 @@ class DecoderLayer:
         return entries
 
     def __call__(
-        self, x_TE: Tensor, residual_TE: Tensor | None, cache: KVCache, context: StepContext
+        self, x_TE: Tensor, residual_TE: Tensor | None, cache: LayerCache, context: StepContext
     ) -> tuple[Tensor, Tensor]:
         """(what is to be added to the residual, the residual)."""
         x_TE, residual_TE = self.input_norm.add(x_TE, residual_TE, context.kernels)
-        x_TE = self.attention(x_TE, cache, context)
+        x_TE = self.mixer(x_TE, cache, context)
         x_TE, residual_TE = self.post_attention_norm.add(x_TE, residual_TE, context.kernels)
         return self.mlp(x_TE, context), residual_TE
 
@@ -169,8 +174,8 @@ class DecoderModel:
         return entries
 
     @property
-    def kv_specs(self) -> list[KVSpec]:
-        return [layer.attention.kv_spec for layer in self.layers]
+    def cache_specs(self) -> list[CacheSpec]:
+        return [layer.mixer.cache_spec for layer in self.layers]
 
     @classmethod
     def common_name(cls, stored: str) -> str | None:
@@ -227,7 +232,7 @@ class DecoderModel:
         return replace(begun, x_TE=kernels.all_reduce(begun.x_TE, tp))
 
     def forward(
-        self, x_TE: Tensor, caches: list[KVCache], context: StepContext, sample_index_R: Tensor
+        self, x_TE: Tensor, caches: list[LayerCache], context: StepContext, sample_index_R: Tensor
     ) -> Tensor:
         """Hidden states after this stage's layers, [T, E]; writes K and V.
 

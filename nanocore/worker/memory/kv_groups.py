@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -17,26 +17,38 @@ ALIGNMENT_BYTES: Final = 64
 """Alignment of a block and of each layer's K and V in it: a cache line, and what TMA needs."""
 
 
-class KVGroup(msgspec.Struct, frozen=True):
-    """Layers that keep the same tokens, over all ranks.
+class CacheKind(NamedTuple):
+    """What layers of a group keep; the smallest is the primary group's.
 
-    window: tokens that a token sees, itself included; 0: all. num_layers: of the model. per_slab:
-    blocks of a slab.
+    has_states: a state for all tokens before, instead of K and V of each. window: tokens that a
+    token sees, itself included; 0: all.
     """
 
-    window: int
-    num_layers: int
-    per_slab: int = 1
+    has_states: bool = False
+    window: int = 0
 
     @property
     def name(self) -> str:
+        if self.has_states:
+            return "state"
         return f"window({self.window})" if self.window else "full"
+
+
+class KVGroup(msgspec.Struct, frozen=True):
+    """Layers that keep the same tokens, over all ranks.
+
+    num_layers: of the model. per_slab: blocks of a slab.
+    """
+
+    kind: CacheKind
+    num_layers: int
+    per_slab: int = 1
 
 
 class LayerGroup(msgspec.Struct, frozen=True):
     """Layers of one rank that keep the same tokens. block_bytes: of a block of them."""
 
-    window: int
+    kind: CacheKind
     num_layers: int
     block_bytes: int
 
@@ -72,20 +84,20 @@ def slab_bytes(per_slab: Sequence[int], block_bytes: Sequence[int]) -> int:
 
 def rank_slab_bytes(own: Sequence[LayerGroup], groups: Sequence[KVGroup]) -> int:
     """Return the bytes of a slab on a rank with these layers."""
-    block_bytes = {group.window: group.block_bytes for group in own}
-    sizes = [block_bytes.get(group.window, 0) for group in groups]
+    block_bytes = {group.kind: group.block_bytes for group in own}
+    sizes = [block_bytes.get(group.kind, 0) for group in groups]
     return slab_bytes([group.per_slab for group in groups], sizes)
 
 
 def joined_groups(stages: Sequence[Sequence[LayerGroup]]) -> list[KVGroup]:
-    """Return the groups of a model from those of its stages, the one without a window first."""
+    """Return the groups of a model from those of its stages, the one that keeps all first."""
     every = [group for own in stages for group in own]
-    windows = sorted({group.window for group in every})
-    of = {window: [group for group in every if group.window == window] for window in windows}
-    per_slab = blocks_per_slab([sum(one.block_bytes for one in of[w]) for w in windows])
+    kinds = sorted({group.kind for group in every})
+    of = {kind: [group for group in every if group.kind == kind] for kind in kinds}
+    per_slab = blocks_per_slab([sum(one.block_bytes for one in of[kind]) for kind in kinds])
     return [
-        KVGroup(window, sum(one.num_layers for one in of[window]), number)
-        for window, number in zip(windows, per_slab, strict=True)
+        KVGroup(kind, sum(one.num_layers for one in of[kind]), number)
+        for kind, number in zip(kinds, per_slab, strict=True)
     ]
 
 

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from nanocore.kernels.attention import KVCache
 from nanocore.kernels.kv_quantization import KVCacheFormat
+from nanocore.kernels.states import LayerCache, StateCache
 from nanocore.worker.memory.kv_groups import (
     ALIGNMENT_BYTES,
+    CacheKind,
     KVGroup,
     LayerGroup,
     aligned,
@@ -48,9 +50,29 @@ class KVSpec(msgspec.Struct, frozen=True):
     head_dim: int
     window: int = 0
 
+    @property
+    def kind(self) -> CacheKind:
+        return CacheKind(window=self.window)
+
+
+class StateSpec(msgspec.Struct, frozen=True):
+    """What a layer keeps after a token for the next one. shape, dtype: of this rank's part."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    kind: CacheKind = CacheKind(has_states=True)
+
+
+CacheSpec = KVSpec | StateSpec
+
+
+def in_full_group(specs: Sequence[CacheSpec]) -> list[CacheSpec]:
+    """Declare layers as such that keep K and V of all tokens, whatever their windows."""
+    return [msgspec.structs.replace(one, window=0) for one in specs if isinstance(one, KVSpec)]
+
 
 class _Part(msgspec.Struct, frozen=True):
-    """Part of a block: [S, K, D] values of a layer's K or V, or their [S, K] scales."""
+    """Part of a block: [S, K, D] values of a layer's K or V, their [S, K] scales, or a state."""
 
     start_byte: int
     shape: tuple[int, ...]
@@ -77,33 +99,35 @@ class _Part(msgspec.Struct, frozen=True):
 
 
 class KVLayout:
-    """Layout of a rank's blocks. block_bytes: of a block of each group, by window, full first.
+    """Layout of a rank's blocks. block_bytes: of a block of each group, by kind, full first.
 
     Args:
         specs: of this rank's layers.
     """
 
-    def __init__(self, specs: Sequence[KVSpec], kv_format: KVCacheFormat, block_size: int) -> None:
-        self.specs = specs
+    def __init__(
+        self, specs: Sequence[CacheSpec], kv_format: KVCacheFormat, block_size: int
+    ) -> None:
+        self.specs, self.block_size = specs, block_size
         self.layers: list[list[_Part]] = []
-        self.block_bytes: dict[int, int] = {}
-        ends = dict.fromkeys(sorted({spec.window for spec in specs}), 0)
+        self.block_bytes: dict[CacheKind, int] = {}
+        ends = dict.fromkeys(sorted({spec.kind for spec in specs}), 0)
         for spec in specs:
-            self.layers.append(list(_parts(ends[spec.window], spec, kv_format, block_size)))
-            ends[spec.window] = self.layers[-1][-1].end_byte
-        for window, end_byte in ends.items():
-            head_dim = max(spec.head_dim for spec in specs if spec.window == window)
+            self.layers.append(list(_parts(ends[spec.kind], spec, kv_format, block_size)))
+            ends[spec.kind] = self.layers[-1][-1].end_byte
+        for kind, end_byte in ends.items():
+            dims = [one.head_dim for one in specs if isinstance(one, KVSpec) and one.kind == kind]
             num_bytes = aligned(end_byte, ALIGNMENT_BYTES)
-            head_bytes = block_size * head_dim * kv_format.dtype.itemsize
-            self.block_bytes[window] = num_bytes + _stagger_bytes(num_bytes, head_bytes)
+            head_bytes = block_size * max(dims, default=0) * kv_format.dtype.itemsize
+            self.block_bytes[kind] = num_bytes + _stagger_bytes(num_bytes, head_bytes)
 
     @property
     def groups(self) -> list[LayerGroup]:
-        windows = [spec.window for spec in self.specs]
-        return [LayerGroup(w, windows.count(w), size) for w, size in self.block_bytes.items()]
+        kinds = [spec.kind for spec in self.specs]
+        return [LayerGroup(one, kinds.count(one), size) for one, size in self.block_bytes.items()]
 
     def layer_bytes(self, index: int) -> int:
-        """Bytes of a layer's K and V in a block, without what lies between them."""
+        """Bytes of what a layer keeps in a block, without what lies between."""
         return sum(part.num_bytes for part in self.layers[index])
 
 
@@ -127,26 +151,32 @@ class KVMemory:
         groups: Sequence[KVGroup] = (),
     ) -> None:
         self._layout = layout
-        groups = groups or [KVGroup(window, len(layout.specs)) for window in layout.block_bytes]
-        self._windows = [group.window for group in groups]
+        groups = groups or [KVGroup(kind, len(layout.specs)) for kind in layout.block_bytes]
+        self._kinds = [group.kind for group in groups]
         self.slab_bytes = rank_slab_bytes(layout.groups, groups)
         memory = _zeros(num_slabs * self.slab_bytes, device)
         self.blocks = [memory.view(num_slabs * group.per_slab, -1) for group in groups]
 
-    def layer(self, index: int) -> KVCache:
-        group = self._windows.index(self._layout.specs[index].window)
-        k, v, *scales = (part.of(self.blocks[group]) for part in self._layout.layers[index])
+    def layer(self, index: int) -> LayerCache:
+        group = self._kinds.index(self._layout.specs[index].kind)
+        parts = [part.of(self.blocks[group]) for part in self._layout.layers[index]]
+        if self._kinds[group].has_states:
+            return StateCache(parts[0], self._layout.block_size, group)
+        k, v, *scales = parts
         k_scale, v_scale = scales or (None, None)
         return KVCache(k, v, k_scale, v_scale, group)
 
-    def layers(self) -> list[KVCache]:
+    def layers(self) -> list[LayerCache]:
         return [self.layer(index) for index in range(len(self._layout.layers))]
 
 
 def _parts(
-    start_byte: int, spec: KVSpec, kv_format: KVCacheFormat, block_size: int
+    start_byte: int, spec: CacheSpec, kv_format: KVCacheFormat, block_size: int
 ) -> Iterator[_Part]:
-    """A layer's K, V, and their scales if there are any: the fields of a `KVCache`."""
+    """A layer's K, V, and their scales if there are any, as in `KVCache`; or its state."""
+    if isinstance(spec, StateSpec):
+        yield _Part(aligned(start_byte, ALIGNMENT_BYTES), spec.shape, spec.dtype)
+        return
     shape: tuple[int, ...] = block_size, spec.num_kv_heads, spec.head_dim
     kinds = [(shape, kv_format.dtype, ALIGNMENT_BYTES)] * 2
     if kv_format.scale_dtype is not None:

@@ -35,6 +35,7 @@ ARCHITECTURES: Final = {
     "Gemma3ForConditionalGeneration": ("gemma.Gemma3ImageTextModel", "gemma3"),
     "GemmaForCausalLM": ("gemma.GemmaModel", "gemma"),
     "GraniteForCausalLM": ("granite.GraniteModel", "granite"),
+    "Lfm2ForCausalLM": ("lfm2.Lfm2Model", "lfm2"),
     "LlamaForCausalLM": ("llama.LlamaModel", "llama"),
     "Ministral3ForCausalLM": ("mistral.Ministral3Model", "ministral3"),
     "MinistralForCausalLM": ("mistral.MinistralModel", "ministral"),

@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from nanocore.kernels.attention import KVCache
+from nanocore.kernels.states import LayerCache
 from nanocore.worker.config.config_json import ConfigReader, Windows
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.config.model_config import AttentionConfig, ModelConfig
@@ -82,11 +82,11 @@ class Gemma2Layer(GemmaLayer):
     post_feedforward_norm: Norm
 
     def __call__(
-        self, x_TE: Tensor, residual_TE: Tensor | None, cache: KVCache, context: StepContext
+        self, x_TE: Tensor, residual_TE: Tensor | None, cache: LayerCache, context: StepContext
     ) -> tuple[Tensor, Tensor]:
         kernels = context.kernels
         x_TE, residual_TE = self.input_norm.add(x_TE, residual_TE, kernels)
-        x_TE = self.post_attention_norm(self.attention(x_TE, cache, context), kernels)
+        x_TE = self.post_attention_norm(self.mixer(x_TE, cache, context), kernels)
         x_TE, residual_TE = self.pre_feedforward_norm.add(x_TE, residual_TE, kernels)
         return self.post_feedforward_norm(self.mlp(x_TE, context), kernels), residual_TE
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 
 from torch import Tensor
 
-from nanocore.kernels.attention import KVCache
+from nanocore.kernels.states import LayerCache
 from nanocore.worker.config.config_json import ConfigReader
 from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.config.model_config import ModelConfig
@@ -48,8 +48,8 @@ class GPT2Layer(DecoderLayer):
 
     def entries(self, prefix: str) -> Entries:
         linear = {
-            **self.attention.qkv_proj.fused_entries(f"{prefix}attn.c_attn"),
-            **self.attention.o_proj.entries(f"{prefix}attn.c_proj"),
+            **self.mixer.qkv_proj.fused_entries(f"{prefix}attn.c_attn"),
+            **self.mixer.o_proj.entries(f"{prefix}attn.c_proj"),
             **self.mlp.in_proj.entries(f"{prefix}mlp.c_fc"),
             **self.mlp.down_proj.entries(f"{prefix}mlp.c_proj"),
         }
@@ -116,7 +116,7 @@ class GPT2Model(DecoderModel):
         return super().common_name(stored)
 
     def forward(
-        self, x_TE: Tensor, caches: list[KVCache], context: StepContext, sample_index_R: Tensor
+        self, x_TE: Tensor, caches: list[LayerCache], context: StepContext, sample_index_R: Tensor
     ) -> Tensor:
         if self.positions_LE is not None:
             x_TE = x_TE + self.positions_LE[context.metadata[0].positions_T]

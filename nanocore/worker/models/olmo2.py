@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nanocore.kernels.attention import KVCache
+from nanocore.kernels.states import LayerCache
 from nanocore.worker.config.config_json import ConfigReader
 from nanocore.worker.config.model_config import AttentionConfig, ModelConfig
 from nanocore.worker.layers.attention import Attention
@@ -81,12 +81,12 @@ class Olmo2Layer(DecoderLayer):
     post_feedforward_norm: Norm
 
     def __call__(
-        self, x_TE: Tensor, residual_TE: Tensor | None, cache: KVCache, context: StepContext
+        self, x_TE: Tensor, residual_TE: Tensor | None, cache: LayerCache, context: StepContext
     ) -> tuple[Tensor, Tensor]:
         kernels = context.kernels
         x_TE = x_TE if residual_TE is None else x_TE + residual_TE
         residual_TE = x_TE
-        x_TE = self.post_attention_norm(self.attention(x_TE, cache, context), kernels)
+        x_TE = self.post_attention_norm(self.mixer(x_TE, cache, context), kernels)
         residual_TE = residual_TE + x_TE
         return self.post_feedforward_norm(self.mlp(residual_TE, context), kernels), residual_TE
 

@@ -20,7 +20,7 @@ class Phi3Layer(DecoderLayer):
     mlp: GatedMLP
 
     def entries(self, prefix: str) -> Entries:
-        attention, mlp = self.attention, self.mlp
+        attention, mlp = self.mixer, self.mlp
         return {
             **attention.qkv_proj.fused_entries(f"{prefix}self_attn.qkv_proj"),
             **attention.o_proj.entries(f"{prefix}self_attn.o_proj"),

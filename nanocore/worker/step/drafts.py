@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanocore.kernels.attention import KVCache
 from nanocore.kernels.sampling import TokenPlaces
-from nanocore.worker.memory.kv_memory import KVSpec
+from nanocore.kernels.states import LayerCache
+from nanocore.worker.memory.kv_memory import CacheSpec
 from nanocore.worker.plan import NO_TOKEN, SchedulerOutput
 from nanocore.worker.step.batch_step import BatchStep, ints
 from nanocore.worker.step.input_batch import InputBatch
@@ -46,14 +46,14 @@ class Proposal(msgspec.Struct, frozen=True):
 class WorkerProposer(Protocol):
     """Guesses tokens where the model runs, for plans that leave that to it.
 
-    kv_specs: layers of its own, whose K and V lie in the blocks of the model's full group.
+    cache_specs: layers of its own, whose K and V lie in the blocks of the model's full group.
     """
 
     @property
-    def kv_specs(self) -> Sequence[KVSpec]: ...
+    def cache_specs(self) -> Sequence[CacheSpec]: ...
 
     def allocate(
-        self, kv_caches: list[KVCache], batch: InputBatch, tables: RowTables, excess: Tensor
+        self, kv_caches: list[LayerCache], batch: InputBatch, tables: RowTables, excess: Tensor
     ) -> None:
         """Begin anew. kv_caches: of its layers. tables, excess: where the model runs, see there."""
         ...

@@ -106,7 +106,8 @@ class ModelRunner:
         # Graphs hold the addresses of the old cache and tables.
         self._graphs = self._last = None
         self.release_kv_memory()  # what both took is needed for the new ones
-        specs = [*self.model.kv_specs, *(self.proposer.kv_specs if self.proposer else ())]
+        own_specs = self.proposer.cache_specs if self.proposer else ()
+        specs = [*self.model.cache_specs, *own_specs]
         layout = KVLayout(specs, kv_format, block_size)
         self.kv_memory = KVMemory(layout, num_slabs, self.device, groups)
         kv_caches = self.kv_memory.layers()

@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nanocore.kernels.attention import KVCache, Rotary
+from nanocore.kernels.attention import Rotary
 from nanocore.kernels.interface import Kernels
+from nanocore.kernels.states import LayerCache
 from nanocore.kernels.step import Replay, StepInputs
 from nanocore.worker.communication.communicator import StageLinks
 from nanocore.worker.layers.decoder import DecoderModel
@@ -33,7 +34,7 @@ class ModelStage:
         self.model = model
         self.kernels = kernels
         self.links = links
-        self.kv_caches: list[KVCache] = []
+        self.kv_caches: list[LayerCache] = []
         self.rotary: dict[str, Rotary] = {}
         self.sampler: TokenSampler | None = None
         if model.head is not None:
