@@ -23,9 +23,10 @@ from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.sampling import Noise, TokenPlaces
+from nanocore.kernels.states import ConvFilters, StateCache
 from nanocore.kernels.step import BegunStep, GraphSupport, StepRows
 from nanocore.kernels.torch.backend import TorchKernels
-from nanocore.kernels.triton import norm, sampling
+from nanocore.kernels.triton import norm, sampling, states
 from nanocore.kernels.triton.begin_step import begin_step
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.communication.communicator import Communicator, SingleRank
@@ -87,12 +88,18 @@ class DeviceKernels(TorchKernels):
 
 
 class TritonEnds(DeviceKernels):
-    """What is before a step's layers, and after, by Triton's kernels; the layers as before.
+    """What is before a step's layers, and after, by Triton's kernels; of layers, convolutions.
 
     For ranks that are threads: one at a time, which Triton's interpreter asks for.
     """
 
     _interpreter = threading.Lock()
+
+    def short_conv(
+        self, x: Tensor, filters: ConvFilters, cache: StateCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        with self._interpreter:
+            return states.short_conv(x, filters, cache, metadata)
 
     def begin_step(self, rows: StepRows, embedding: TokenEmbedding | None) -> BegunStep:
         with self._interpreter:
@@ -296,7 +303,7 @@ class MaskFinder:
 
     def ask(self, plan: SchedulerOutput) -> SchedulerOutput:
         for row in np.frombuffer(plan.removed_rows, "<i4").tolist():
-            del self._owners[row]
+            self._owners.pop(row, None)  # it may be of an earlier run
         self._owners |= {new.row: new.seed for new in plan.added}
         self._step = plan.step
         asks = any(self._wishes[owner].allowed for owner in self._owners.values())

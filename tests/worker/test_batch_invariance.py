@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from nanocore.engine_core.process.cache_size import cache_groups
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
 from nanocore.kernels.interface import Kernels
 from nanocore.kernels.kv_quantization import kv_cache_format
@@ -31,6 +32,8 @@ from nanocore.worker.communication.communicator import SingleRank
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.loader import load_weights
+from nanocore.worker.memory.kv_groups import joined_groups
+from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.plan import SchedulerOutput
@@ -110,17 +113,22 @@ class Engine:
         self.alone = cache(lambda: self.run(Setting(at_once=1, max_num_batched_tokens=1024)))
 
     def run(self, setting: Setting, requests: Sequence[int] = range(NUM_REQUESTS)) -> Outcome:
+        kv_format = kv_cache_format(self.kv_cache, self.dtype)
+        layout = KVLayout(self.runner.model.cache_specs, kv_format, setting.block_size)
+        groups = joined_groups([layout.groups])
         self.runner.allocate(
-            kv_cache_format(self.kv_cache, self.dtype),
+            kv_format,
             setting.num_blocks,
             setting.block_size,
             setting.max_num_seqs,
             MAX_MODEL_LEN,
+            groups,
         )
         if setting.is_replayed:
             self.runner.capture(setting.max_num_batched_tokens)
         scheduler, _ = make_scheduler(
             num_blocks=setting.num_blocks,
+            cache_groups=cache_groups(groups, setting.block_size),
             block_size=setting.block_size,
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.max_num_batched_tokens,
@@ -300,6 +308,29 @@ def test_families_whose_layers_call_torch_between_kernels(family: str, tmp_path:
     outcome = engine.run(Setting(max_num_batched_tokens=79), range(8, 24))
     assert not engine.runner.is_captured
     assert num_different(outcome, engine.run(Setting(at_once=1), range(8, 24))) == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_with_states(dtype: torch.dtype, tmp_path: Path) -> None:
+    """From whatever block a request goes on, and at whatever tokens its prompt is cut."""
+    if BEST is None:
+        pytest.skip("nanocore was installed without a C++ compiler")
+    kernels = CpuKernels(runnable_libraries()[BEST])
+    engine = Engine(BUILDERS["lfm2"](tmp_path), kernels, dtype, None)
+    alone = engine.run(Setting(at_once=1, max_num_batched_tokens=1024))
+    assert engine.runner.is_captured
+    for setting in (
+        Setting(),
+        Setting(max_num_batched_tokens=79),
+        Setting(max_num_batched_tokens=7, max_num_seqs=2),
+        Setting(is_replayed=False, has_prefix_caching=True),
+        Setting(num_blocks=13, has_prefix_caching=True),
+        Setting(at_once=5, block_size=32, has_prefix_caching=True),
+    ):
+        outcome = engine.run(setting)
+        assert num_different(outcome, alone) == 0
+        assert (outcome.num_cached_tokens > 200) == setting.has_prefix_caching
+        assert (outcome.num_preemptions > 0) == (setting.num_blocks == 13)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])

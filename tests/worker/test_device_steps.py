@@ -32,6 +32,7 @@ from nanocore.worker.step.step_memory import (
 )
 from tests.campaign import examples, in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
+from tests.fakes import Deliveries
 from tests.model_families import BUILDERS
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.device_engine import (
@@ -147,6 +148,32 @@ def test_learned_positions_are_those_of_the_step_that_a_graph_replays(tmp_path: 
     graph_capture = FakeGraphRecorder()
     check(Engine(model, 3, graph_capture).run(MIXED), expected(model, MIXED), MIXED)
     assert graph_capture.num_replays > 10
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        pytest.param(DeviceKernels(), id="torch"),
+        pytest.param(TritonEnds(), id="triton", marks=pytest.mark.campaign),
+    ],
+)
+@pytest.mark.parametrize("num_blocks", [200, 8])
+def test_states_are_those_of_the_steps_that_graphs_replay(
+    num_blocks: int, kernels: Kernels, tmp_path: Path
+) -> None:
+    """Steps ahead compute tokens behind a request's end, and that of one that is preempted."""
+    model = load_model(BUILDERS["lfm2"](tmp_path))
+    wishes = MIXED[:4] + [Wish(MIXED[3].prompt[:48] + [i] * 9, 15 + i) for i in range(3)]
+    (whole,) = expected(model, wishes[-1:]).values()
+    wishes[-1] = replace(wishes[-1], stop_token_ids=(whole[7],))
+    right = expected(model, wishes)
+    engine = Engine(model, 3, FakeGraphRecorder(), num_blocks=num_blocks, kernels=kernels)
+    check(engine.run(wishes), right, wishes)
+    # Again, from what the cache has of them.
+    engine.deliveries = Deliveries()
+    check(engine.run(wishes), right, wishes)
+    assert engine.scheduler.kv_cache.stats.hits > 60
+    assert (engine.scheduler.counters.num_preemptions > 0) == (num_blocks == 8)
 
 
 def test_a_stop_that_is_seen_a_step_late_ends_the_request_where_it_should(
