@@ -45,6 +45,8 @@ ARCHITECTURES: Final = {
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", has_pairs=True),
     "seed_oss": GgufArchitecture("SeedOssForCausalLM"),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM"),
+    "lfm2": GgufArchitecture("Lfm2ForCausalLM"),
+    "lfm2moe": GgufArchitecture("", "Lfm2MoeForCausalLM"),
 }
 
 
@@ -66,8 +68,9 @@ ROPE_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_fa
 
 _ENDS: Final = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "token_embd_norm": "model.norm",  # LFM2's, whose last norm checkpoints name after embeddings
 }  # fmt: skip
-_LAYER: Final = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
+_LAYER: Final = re.compile(r"blk\.(\d{1,9})\.([\w.]+)\.(weight|bias)")
 _IN_LAYER: Final = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj",
@@ -83,12 +86,19 @@ _NORMS_ON_BOTH_SIDES: Final = {
     "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
+_LFM2: Final = {
+    "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
+    "exp_probs_b": "feed_forward.expert_bias",
+}  # fmt: skip
 _OTHER_NAMES: Final = {
     "gemma2": _NORMS_ON_BOTH_SIDES,
     "gemma3": _NORMS_ON_BOTH_SIDES,
     "olmo2": _NORMS_ON_BOTH_SIDES,
     "phi3": {"ffn_up": "mlp.gate_up_proj"},
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2,
 }
 
 
@@ -123,6 +133,10 @@ def _named(info: TensorInfo, names: dict[str, str]) -> list[TensorInfo]:
         name = f"model.layers.{int(found[1])}.{names[found[2]]}"
         if name.endswith("shared_expert_gate"):  # a vector, in converters' own files one row
             shape = (1, shape[-1])
+        elif name.endswith("conv.conv"):  # [channels, taps], and in checkpoints one input of each
+            shape = (shape[0], 1, *shape[1:])
+        elif name.endswith("expert_bias"):  # which has no kind in checkpoints
+            return [replace(info, name=name)]
     else:
         return [info]
     if kind == "weight" and info.type.name not in FLOATS:

@@ -45,12 +45,12 @@ class Metadata(Settings):
         values = {key.removeprefix(prefix): value for key, value in items if key.startswith(prefix)}
         super().__init__(header.path, values, self.architecture)
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """An integer; where there is one for each layer, that of all. config.json's reader checks
-        its range."""
+    def integer(self, name: str, default: int | None = None, *, but: int | None = None) -> int:
+        """An integer; where there is one for each layer, that of all, or of all `but` those that
+        have this one. config.json's reader checks its range."""
         kind: Any = list[int] | int
         value = self.required(name, kind) if default is None else self.get(name, kind, default)
-        values = {value} if isinstance(value, int) else {*value}
+        values = {value} if isinstance(value, int) else {*value} - {but}
         if len(values) != 1:
             raise self.error(name, "is not one integer, and only models of equal layers are served")
         return values.pop()
@@ -193,13 +193,16 @@ def _sizes(metadata: Metadata, headers: list[Header]) -> dict[str, Any]:
         raise metadata.error("attention.value_length", f"is not attention.key_length, {head_dim}")
     rotary_dim = metadata.integer("rope.dimension_count", head_dim)
     partial = {"partial_rotary_factor": rotary_dim / head_dim} if head_dim != rotary_dim else {}
+    has_convolutions = "shortconv.l_cache" in metadata.values  # whose layers have no KV heads
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
         "intermediate_size": metadata.integer("feed_forward_length"),
         "num_hidden_layers": metadata.integer("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.integer("attention.head_count_kv", num_heads),
+        "num_key_value_heads": metadata.integer(
+            "attention.head_count_kv", num_heads, but=0 if has_convolutions else None
+        ),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.integer("context_length"),
         "rms_norm_eps": metadata.required("attention.layer_norm_rms_epsilon", float),
@@ -228,7 +231,8 @@ def _dtype(headers: list[Header]) -> str:
 
 
 def _experts(metadata: Metadata) -> dict[str, Any]:
-    metadata.expect("expert_gating_func", 1)  # softmax
+    is_lfm2 = metadata.architecture == "lfm2moe"
+    metadata.expect("expert_gating_func", 2 if is_lfm2 else 1)  # sigmoid, softmax
     metadata.expect("expert_weights_scale", 1.0)
     intermediate_size = metadata.integer("feed_forward_length")
     num_chosen = metadata.integer("expert_used_count")
@@ -239,7 +243,13 @@ def _experts(metadata: Metadata) -> dict[str, Any]:
         }
     is_shared = metadata.architecture == "qwen2moe"
     metadata.expect("expert_weights_norm", not is_shared)
-    shared_size = metadata.integer("expert_shared_feed_forward_length", intermediate_size)
+    own: dict[str, Any] = {}
+    if is_shared:
+        shared_size = metadata.integer("expert_shared_feed_forward_length", intermediate_size)
+        own["shared_expert_intermediate_size"] = shared_size
+    elif is_lfm2:
+        own["num_dense_layers"] = metadata.integer("leading_dense_block_count", 0)
+        own["use_expert_bias"] = True
     return {
         "num_experts": metadata.integer("expert_count"),
         "num_experts_per_tok": num_chosen,
@@ -247,7 +257,7 @@ def _experts(metadata: Metadata) -> dict[str, Any]:
         "moe_intermediate_size": metadata.integer(
             "expert_feed_forward_length", intermediate_size // max(1, num_chosen)
         ),
-        **({"shared_expert_intermediate_size": shared_size} if is_shared else {}),
+        **own,
     }
 
 
@@ -301,9 +311,21 @@ def _granite(metadata: Metadata, _values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _lfm2(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
+    num_kv_heads = metadata.required("attention.head_count_kv", list[int])
+    return {
+        "layer_types": ["full_attention" if number else "conv" for number in num_kv_heads],
+        "conv_L_cache": metadata.integer("shortconv.l_cache"),
+        "norm_eps": values["rms_norm_eps"],
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
 _READERS: Final[dict[str, Callable[[Metadata, dict[str, Any]], dict[str, Any]]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,
     "granite": _granite,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2,
 }

@@ -307,6 +307,7 @@ PRE_TOKENIZERS: Final = {
     "llama-bpe": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,
     "llama3": _LLAMA_BPE,
+    "lfm2": _LLAMA_BPE,
     "dbrx": PreTokenizer(_LLAMA_3),
     "smaug-bpe": PreTokenizer(_LLAMA_3),
     "qwen2": PreTokenizer(_QWEN_2, is_composed=True),
