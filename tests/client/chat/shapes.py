@@ -319,6 +319,45 @@ PYTHONIC_SHAPES = [
     ),
 ]
 
+LFM2_SHAPES = [
+    Shape(
+        "with text around",
+        "lfm2",
+        'I look. <|tool_call_start|>[get_weather(city="Paris", days=3), now()]<|tool_call_end|>'
+        "Looking.",
+        [
+            ("text", "I look."),
+            call("get_weather", '{"city": "Paris", "days": 3}'),
+            call("now", "{}"),
+            ("text", "Looking."),
+        ],
+    ),
+    Shape(
+        "after reasoning",
+        "lfm2",
+        "<think>\nHm [now()]\n</think>\n<|tool_call_start|>[now()]<|tool_call_end|>",
+        [("reasoning", "Hm [now()]"), call("now", "{}")],
+        "qwen3",
+    ),
+    Shape("without marks", "lfm2", "[search(query='a')]", [call("search", '{"query": "a"}')]),
+    Shape(
+        "JSON",
+        "lfm2",
+        f'<|tool_call_start|>[ {{"name": "search", "arguments": {TRICKY}}}, {{"name": "now", '
+        '"arguments": {}}]<|tool_call_end|>now()',
+        [call("search", TRICKY), call("now", "{}"), ("text", "now()")],
+    ),
+    Shape("truncated", "lfm2", "<|tool_call_start|>[search(query='ab", [call("search")]),
+    *(
+        Shape("text", "lfm2", text, [("text", text)])
+        for text in (
+            "<|tool_call_start|>[unknown(a=1)]<|tool_call_end|>",
+            "<|tool_call_start|>[{]<|tool_call_end|>",
+            '[{"name": "now", "arguments": {}}]',
+        )
+    ),
+]
+
 _HEAD = deepseek("tool calls begin") + deepseek("tool call begin")
 _TAIL = deepseek("tool call end") + deepseek("tool calls end")
 _NEXT = deepseek("tool call end") + "\n" + deepseek("tool call begin")
@@ -389,6 +428,6 @@ THINK_SHAPES = [
 ]  # fmt: skip
 
 SHAPES = [
-    *HERMES_SHAPES, *CODER_SHAPES, *LLAMA_SHAPES, *MISTRAL_SHAPES, *PYTHONIC_SHAPES,
+    *HERMES_SHAPES, *CODER_SHAPES, *LLAMA_SHAPES, *MISTRAL_SHAPES, *PYTHONIC_SHAPES, *LFM2_SHAPES,
     *DEEPSEEK_SHAPES, *HARMONY_SHAPES, *THINK_SHAPES,
 ]  # fmt: skip

@@ -174,6 +174,23 @@ async def test_reasoning_is_counted_up_to_the_token_that_ends_it(
         assert finished.usage.num_reasoning_tokens == len([begin, *"hm \n\n", end])
 
 
+async def test_calls_between_special_tokens_are_read(
+    endpoint: str, thinker: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(thinker, tmp_path / "model"))
+    marked = Backend.from_file(str(folder / "tokenizer.json"))
+    marked.add_special_tokens(["<|tool_call_start|>", "<|tool_call_end|>"])
+    marked.save(str(folder / "tokenizer.json"))
+
+    async with connected(endpoint, tokenizer=folder) as (engine, client):
+        text = "I add.<|tool_call_start|>[add(a=1)]<|tool_call_end|>"
+        _, events = await asked(engine, client, text, tools=TOOLS, tool_parser="lfm2")
+        _, said, begin, arguments, _ = joined(events)
+        assert said == Text("I add.")
+        assert isinstance(begin, ToolBegin)
+        assert (begin.name, arguments) == ("add", ToolArguments(0, '{"a": 1}'))
+
+
 R1 = """\
 {%- for m in messages %}{{- m.content.split('</think>')[-1] }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<\uff5cAssistant\uff5c>' + tail | default('') }}{% endif %}"""

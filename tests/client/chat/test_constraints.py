@@ -127,6 +127,7 @@ def test_calls_of_strict_tools_match_their_schemas_where_the_form_is_known() -> 
         ("deepseek_v3", ["<\uff5ctool\u2581calls\u2581begin\uff5c>"]),
         ("llama3_json", ["<|python_tag|>", '{"name": "f"', '{"name": "g"']),
         ("pythonic", ["<|python_start|>", "[f(", "[g("]),
+        ("lfm2", ["<|tool_call_start|>", "[f(", "[g("]),
     ],
 )
 @pytest.mark.parametrize("strict", [False, True])

@@ -151,6 +151,7 @@ HOSTILE = [
     ("pythonic", "[now(a=", "1"),
     ("pythonic", "[", "now(),"),
     ("pythonic", "[", "n"),
+    ("lfm2", "<|tool_call_start|>[", '{"name": "now"},'),
     ("harmony", "", "<|channel|>"),
     ("harmony", "", " "),
     ("harmony", "", "<|end|> x"),

@@ -1,7 +1,7 @@
 """Tool parsers of formats that write calls as JSON (Hermes, Llama 3, Mistral, DeepSeek) or Python.
 
-Llama 3.2 and 4 write a Python list, [get_weather(city='Paris'), other()]. Its literals are parsed
-by `ast` and read from its tree: nothing is run.
+Llama 3.2 and 4, and LFM2, write a Python list, [get_weather(city='Paris'), other()]. Its literals
+are parsed by `ast` and read from its tree: nothing is run.
 """
 
 from __future__ import annotations
@@ -216,11 +216,12 @@ class PythonicParser(ToolParser):
     """The list begins the text or follows <|python_start|>, and names only the request's tools.
 
     Nothing is evaluated: see `python_to_json`. An argument is emitted when it is complete. A
-    positional argument gets the name of the tool's parameter in its place.
+    positional argument gets the name of the tool's parameter in its place. After the mark the list
+    may be JSON: LFM2 writes that if the prompt asks for it.
     """
 
     marks: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")
-    openers: ClassVar[Marks] = Marks(("<|python_start|>",))
+    openers: ClassVar[Marks] = Marks(marks[:1])
     is_bare: ClassVar[bool] = True
 
     @classmethod
@@ -231,7 +232,11 @@ class PythonicParser(ToolParser):
         yield from self.space()
         if not (yield from self.accept("[")):
             return
-        while (yield from self._call()):
+        yield from self.space()
+        is_json = opener and (yield from self.sees("{"))
+        if is_json:
+            yield from self.call_array()
+        while not is_json and (yield from self._call()):
             yield from self.space()
             if not (yield from self.accept(",")):
                 break
@@ -242,7 +247,7 @@ class PythonicParser(ToolParser):
         if self._held is None:
             yield from self.accept("]")
             yield from self.space()
-            yield from self.accept("<|python_end|>")
+            yield from self.accept(self.marks[1])
 
     def _call(self) -> Steps[bool]:
         yield from self.space()
@@ -292,3 +297,10 @@ class PythonicParser(ToolParser):
                 return
             yield from self.fill(1)
             pieces.append(self.take(self._at + 1))
+
+
+class Lfm2Parser(PythonicParser):
+    """PythonicParser with LFM2's marks."""
+
+    marks: ClassVar[tuple[str, ...]] = ("<|tool_call_start|>", "<|tool_call_end|>")
+    openers: ClassVar[Marks] = Marks(marks[:1])

@@ -13,6 +13,7 @@ import msgspec
 from nanocore.client.chat.parsing.call_formats import (
     DeepseekV3Parser,
     HermesParser,
+    Lfm2Parser,
     Llama3JsonParser,
     MistralParser,
     PythonicParser,
@@ -37,6 +38,7 @@ TOOL_PARSERS: Final[dict[str, type[ToolParser]]] = {
     "deepseek_v31": DeepseekV3Parser,
     "harmony": HarmonyParser,
     "hermes": HermesParser,
+    "lfm2": Lfm2Parser,
     "llama3_json": Llama3JsonParser,
     "llama4_json": Llama3JsonParser,
     "llama4_pythonic": PythonicParser,
@@ -147,6 +149,8 @@ _TOOL_SIGNS: Final = (
     ("llama4_json", ("<|python_start|>", '"parameters"')),
     ("pythonic", ("<|python_start|>",)),
     ("pythonic", ("[func_name1(",)),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("lfm2", ("List of tools: ", "<|im_start|>")),
     ("llama3_json", ("<|python_tag|>",)),
     ("llama3_json", ('"name"', '"parameters"', "<|start_header_id|>")),
 )
