@@ -39,6 +39,7 @@ from nanocore.worker.devices import (
 )
 from nanocore.worker.layers.decoder import fill_and_pack
 from nanocore.worker.loading.checked_model import (
+    check_drafts,
     check_files,
     check_memory,
     read_model,
@@ -101,6 +102,7 @@ class Worker:
         check_batch_invariance(config, model_config, self._kernels)
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         outline = build_model(model_config, self._placement.on_meta())
+        check_drafts(config, outline)
         check_files(config, outline)
         files = None
         if config.max_drafts:

@@ -36,7 +36,12 @@ from nanocore.worker.communication.communicator import Communicator, StageLinks
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.devices import dtype_name
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
-from nanocore.worker.loading.checked_model import check_files, read_model, read_weight_format
+from nanocore.worker.loading.checked_model import (
+    check_drafts,
+    check_files,
+    read_model,
+    read_weight_format,
+)
 from nanocore.worker.loading.dummy_weights import fill_dummy_weights
 from nanocore.worker.loading.loader import load_weights
 from nanocore.worker.loading.model_folder import resolve_model
@@ -118,8 +123,14 @@ class DraftFiles(msgspec.Struct, frozen=True):
         return cls(own, model, Placement(dtype, device, weight_format=weight_format))
 
     def outline(self) -> DecoderModel:
-        """The model without memory. Raises ModelFileError: its weight files are of another."""
+        """The model without memory.
+
+        Raises:
+            ConfigError: see `check_drafts`.
+            ModelFileError: its weight files are of another.
+        """
         outline = build_model(self.model, self.placement.on_meta())
+        check_drafts(self.config, outline)
         check_files(self.config, outline)
         return outline
 

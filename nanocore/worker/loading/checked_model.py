@@ -18,7 +18,7 @@ from typing import Final
 import torch
 from msgspec.structs import replace
 
-from nanocore.protocol.errors import ConfigError, ModelFileError
+from nanocore.protocol.errors import ConfigError, ModelFileError, shorten
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.devices import dtype_name, select_device, select_dtype
 from nanocore.worker.layers.decoder import DecoderModel
@@ -106,6 +106,21 @@ def check_files(config: WorkerConfig, model: DecoderModel) -> None:
         weight_format.check_used(entries)
     if config.load_format != "dummy":
         check_weights(Path(config.folder), entries, model.entry_name)
+
+
+def check_drafts(config: WorkerConfig, model: DecoderModel) -> None:
+    """Check that drafts, if the configuration asks for them, are served with this model.
+
+    Raises ConfigError: layers keep states, which cannot be taken back to before a wrong draft.
+    """
+    specs = zip(model.layer_range, model.cache_specs, strict=True)
+    layers = [str(layer) for layer, spec in specs if spec.kind.has_states]
+    if layers and config.speculative is not None:
+        raise ConfigError(
+            f"--speculative-config: layers {shorten(', '.join(layers))} of {config.folder} keep "
+            "states, and drafts are not served with states yet: leave --speculative-config out, "
+            "or take a model whose layers all have attention"
+        )
 
 
 def check_memory(config: WorkerConfig, weight_bytes: dict[int, int]) -> None:

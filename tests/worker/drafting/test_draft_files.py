@@ -50,8 +50,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, draft: Path | None = None, **changes: Any) -> WorkerConfig:
     drafts = {"model": str(draft), "num_speculative_tokens": MAX_DRAFTS} if draft else {}
-    usual = {"load_format": "auto", "max_num_batched_tokens": 64, "attention_backend": "cpu"}
-    return make_worker_config(folder=str(folder), speculative_config=drafts, **{**usual, **changes})
+    usual: dict[str, Any] = {"load_format": "auto", "max_num_batched_tokens": 64}
+    usual |= {"attention_backend": "cpu", "speculative_config": drafts}
+    return make_worker_config(folder=str(folder), **{**usual, **changes})
 
 
 def run(execute: Step, max_drafts: int, num_groups: int = 1) -> tuple[list[list[int]], set[int]]:
@@ -210,6 +211,20 @@ def test_fewer_positions_are_refused(folder: Path, tmp_path: Path) -> None:
     rewrite_config(draft, lambda config: config.update(max_position_embeddings=63))
     match = r"draft has 63 positions, and requests 64: lower --max-model-len"
     refuse(config_of(folder, draft), ConfigError, match)
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_models_whose_layers_keep_states_neither_draft_nor_take_drafts(
+    folder: Path, tmp_path: Path, is_served: bool
+) -> None:
+    lfm2 = BUILDERS["lfm2_indexed"](tmp_path / "lfm2")
+    match = "^--speculative-config: layers 0, 2 of .*/lfm2 keep states, .* not served .* yet: leave"
+    if not is_served:
+        refuse(config_of(folder, lfm2), ConfigError, match)
+        return
+    dry_run(config_of(lfm2))
+    for drafts in ({"method": "ngram"}, {"method": "suffix"}, {"model": str(folder)}):
+        refuse(config_of(lfm2, speculative_config=drafts), ConfigError, match)
 
 
 def test_a_folder_that_is_not_there_is_said_to_be_the_draft_models(folder: Path) -> None:
