@@ -8,6 +8,8 @@ import pytest
 
 from nanocore.engine_core import cli
 from nanocore.engine_core.cli import main
+from nanocore.engine_core.process import check
+from nanocore.worker.cost.model_cost import MachineSpeed
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +17,11 @@ def _keep_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What main does to a process that ends, it must not do to that of the tests."""
     monkeypatch.setattr(logging, "disable", lambda: None)
     monkeypatch.setattr(cli, "join_threads", lambda _: True)  # other tests' grammars
+    speed = MachineSpeed(bytes_per_s=1e9, flops_per_s=1e11)  # to measure it takes most of a check
+    monkeypatch.setattr(check, "machine_speeds", lambda ranks, _: [speed] * len(ranks))
 
 
-def check(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def run_check(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """The exit code and what is on stderr, of an engine that would serve the demo model."""
     with pytest.raises(SystemExit) as ended:
         main(["--device", "cpu", "--check", *flags.split()])
@@ -57,7 +61,7 @@ def check(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 def test_a_size_that_no_machine_has_is_refused_in_a_line(
     flags: str, exit_code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, stderr = check(flags, capsys)
+    code, stderr = run_check(flags, capsys)
     assert (code, stderr.count("\n")) == (exit_code, 1), stderr
     assert stderr.startswith("nanocore-engine: ")
     if exit_code != 3:
@@ -81,7 +85,7 @@ def test_a_size_that_no_machine_has_is_refused_in_a_line(
 def test_one_odd_flag_contradicts_no_default(
     flags: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, stderr = check(flags, capsys)
+    code, stderr = run_check(flags, capsys)
     assert (code, stderr) == (0, "")
 
 
@@ -92,4 +96,4 @@ def test_an_interrupt_at_the_start_is_no_error(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_run", interrupt)
-    assert check("", capsys) == (130, "")
+    assert run_check("", capsys) == (130, "")

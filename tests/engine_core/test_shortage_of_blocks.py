@@ -22,6 +22,7 @@ from nanocore.engine_core.scheduling import preemption, running_set
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.scheduling.step_plan import StepPlan
 from nanocore.kv_cache import FULL, CacheGroup, Capacity
+from tests.campaign import examples
 from tests.engine_core.scheduler_checks import check_idle, check_plan
 from tests.fakes import (
     Deliveries,
@@ -42,7 +43,10 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "windows": (60, {"depth": 2, "cache_groups": WINDOWS}),
     "windows, two stages": (60, {"depth": 2, "num_groups": 2, "cache_groups": WINDOWS}),
 }
-"""Of engines: how many workloads each runs, and its limits. Some shortages are rare with stages."""
+"""Engines: the number of workloads that each runs, and its limits."""
+
+RARE = {"one group": [35], "two stages": [97], "priorities": [62], "windows": [27]}
+"""Seeds of workloads that reach what most do not, so that a few others are enough beside them."""
 
 MEASURED = (
     *(f"RunningSet.{name}" for name in ("compute", "_share_budget", "provide", "_idle_rows")),
@@ -184,7 +188,7 @@ def test_who_wants_more_blocks_than_there_are_is_served_in_every_way(tmp_path: P
     with measured.collect():
         for kind, (num_seeds, limits) in KINDS.items():
             depth, limits = limits["depth"], {k: v for k, v in limits.items() if k != "depth"}
-            for seed in range(num_seeds):
+            for seed in {*range(examples(num_seeds)), *RARE.get(kind, ())}:
                 situations += run(random_workload(seed, **limits), depth, kind)
     measured.json_report(outfile=str(tmp_path / "coverage.json"))
     functions: dict[str, Any] = {}

@@ -68,6 +68,13 @@ def reference_or_backend(name: str) -> Kernels:
     return TorchKernels() if name == "torch" else backend(name)
 
 
+def loaded_anew(path: str, folder: Path) -> library.Library:
+    """A copy of a library, which asks the environment anew for what the first has been told."""
+    copy = folder / f"{len(list(folder.iterdir()))}.so"
+    shutil.copy(path, copy)
+    return library.Library(str(copy), "a copy")
+
+
 def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
 

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Final
 
 import torch
+import xxhash
 from torch import Tensor
 
 from nanocore.kernels.grouped_weight import GroupedWeight
+from nanocore.kernels.interface import Kernels
 
 LEAST_ROW_GROUP = 32
 MAX_GROUP = 128
@@ -136,3 +138,19 @@ def expected(x_TI: Tensor, weight: GroupedWeight, *, keeps_activations: bool = F
         order = weight.permutation_I.long()
         x_TI, dequantized_OI = x_TI[:, order], dequantized_OI[:, order]
     return quantized_rows(x_TI, row_group(weight)) @ dequantized_OI.T
+
+
+def digest(kernels: Kernels) -> str:
+    """A digest of products with weights of every form."""
+    torch.manual_seed(0)
+    digest = xxhash.xxh3_128()
+    for form in FORMS.values():
+        packed = kernels.pack_linear(form(70, 600))
+        for num_rows in (1, 13):
+            x_TI = torch.randn(num_rows, 600) * 3
+            for dtype in (torch.float32, torch.bfloat16):
+                digest.update(kernels.logits(x_TI.to(dtype), packed).numpy().tobytes())
+    for quantization in ("int4", "int8"):
+        packed = kernels.pack_linear(torch.randn(70, 600), quantization)
+        digest.update(kernels.logits(torch.randn(13, 600), packed).numpy().tobytes())
+    return digest.hexdigest()

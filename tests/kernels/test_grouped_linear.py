@@ -5,9 +5,7 @@ The definition is `GroupedWeight.dequantize` and, for activations, `quantized_ro
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,6 @@ from nanocore.kernels.linear_weight import LinearWeight, TokenEmbedding
 from tests.kernels import cpu_case, grouped_case
 from tests.kernels.grouped_case import FORMS
 
-REPOSITORY = Path(__file__).parents[2]
 SIZES = [(1, 40, 200), (2, 64, 512), (3, 33, 96), (8, 130, 300), (30, 70, 264)]
 """Rows, outputs and inputs."""
 QUANTIZERS = {"int4": quantize_groups, "int8": quantize_eight_bits}
@@ -162,14 +159,18 @@ def unpacked(kernels: CpuKernels, packed: LinearWeight) -> Tensor:
     return kernels.embedding(torch.arange(packed.out_features), embedding)
 
 
-def fingerprint(instruction_set: str, vnni: str, *, keeps_activations: bool = False) -> str:
-    """A digest of results in a process of its own, since the instruction is chosen once in each."""
-    environment = {**os.environ, "NANOCORE_CPU_VNNI": vnni, "PYTHONPATH": str(REPOSITORY)}
-    script = str(Path(__file__).with_name("grouped_fingerprint.py"))
-    command = [sys.executable, script, instruction_set, str(int(keeps_activations))]
-    return subprocess.run(
-        command, check=True, capture_output=True, text=True, env=environment
-    ).stdout.strip()
+@pytest.fixture
+def fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A digest of an instruction set's results: fingerprint(name, vnni, keeps_activations=...)."""
+
+    def make(instruction_set: str, vnni: str, *, keeps_activations: bool = False) -> str:
+        path = cpu_case.runnable_libraries()[instruction_set].path
+        with monkeypatch.context() as patch:
+            patch.setenv("NANOCORE_CPU_VNNI", vnni)
+            library = cpu_case.loaded_anew(path, tmp_path)
+            return grouped_case.digest(CpuKernels(library, keeps_activations=keeps_activations))
+
+    return make
 
 
 def with_fma() -> list[str]:
@@ -177,14 +178,18 @@ def with_fma() -> list[str]:
     return [name for name in cpu_case.runnable_libraries() if name != "plain"]
 
 
-def test_results_have_the_same_bits_on_all_instruction_sets_with_fma() -> None:
+def test_results_have_the_same_bits_on_all_instruction_sets_with_fma(
+    fingerprint: Callable[..., str],
+) -> None:
     found = {(name, vnni): fingerprint(name, vnni) for name in with_fma() for vnni in ("0", "1")}
     if len(found) < 2:
         pytest.skip("one instruction set alone")
     assert len(set(found.values())) == 1, found
 
 
-def test_without_fma_or_with_float_activations_bits_differ() -> None:
+def test_without_fma_or_with_float_activations_bits_differ(
+    fingerprint: Callable[..., str],
+) -> None:
     runnable = cpu_case.runnable_libraries()
     if not {"avx2", "plain", "avx512_bf16"} <= runnable.keys():
         pytest.skip("not all instruction sets are here")
