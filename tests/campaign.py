@@ -5,9 +5,12 @@ So it is with most examples of a property: `make test` (`-m "not campaign"`) dra
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import pytest
+
+T = TypeVar("T")
 
 _SHARE = 5
 _MIN_EXAMPLES = 2
@@ -26,6 +29,11 @@ def in_campaign(*cases: Any) -> list[Any]:
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.campaign)
         for case in cases
     ]
+
+
+def some_of(cases: Iterable[T], step: int, first: int) -> list[T]:
+    """One case in `step`, from `first` on; all of them unless the campaign is out."""
+    return list(cases)[first % step :: step] if _deselects_campaign else list(cases)
 
 
 def examples(number: int) -> int:

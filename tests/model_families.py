@@ -287,6 +287,10 @@ BUILDERS: dict[str, Callable[[Path], Path]] = {name: partial(make_tiny, name) fo
 """By name: writes the model into a folder and returns it."""
 
 
+ONE_OF_EACH = sorted({architecture: name for name, (architecture, _) in SPECS.items()}.values())
+"""A model of each architecture, the last in SPECS: the others differ in settings."""
+
+
 def _weight(name: str, parameter: Tensor, architecture: str, config: Any) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     noise = torch.randn(parameter.shape, generator=generator)

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanocore.kernels.cpu import library
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS
@@ -23,10 +24,18 @@ from tests.kernels.cpu_case import (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Compiling has a limit of its own: on a busy machine it takes longer than a test may."""
+    """Compiling has a limit of its own: on a busy machine it takes longer than a test may.
+
+    Stand-ins are for bfloat16 and integers: float32 takes the code of the other libraries.
+    """
     for item in items:
         if "kernels" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(func_only=True))
+            case: dict[str, object] = getattr(item, "callspec").params  # noqa: B009
+            is_plain = not case.get("quantization") and not case.get("is_quantized")
+            is_emulated = case.get("kernels") in (EMULATED_DOT, EMULATED_AMX)
+            if is_emulated and is_plain and case.get("dtype") == torch.float32:
+                item.add_marker(pytest.mark.campaign)
 
 
 def emulated(name: str, folder: Path) -> CpuKernels:

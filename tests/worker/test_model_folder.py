@@ -22,6 +22,7 @@ import pytest
 from nanocore.protocol.errors import ConfigError, ModelFileError
 from nanocore.worker.loading.hub import choose_gguf, quantization_of
 from nanocore.worker.loading.model_folder import display_name, model_name, resolve_model
+from tests.campaign import in_campaign
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens
@@ -323,7 +324,7 @@ def test_a_file_that_was_complete_is_kept_when_a_download_fails(
     ("status", "code", "expected"),
     [
         (401, "GatedRepo", "--model org/name is gated: accept its terms at http"),
-        (403, "GatedRepo", "--model org/name is gated: accept its terms at http"),
+        *in_campaign((403, "GatedRepo", "--model org/name is gated: accept its terms at http")),
         (404, "RepoNotFound", "--model org/name does not exist on the hub, or is private"),
         (404, "RevisionNotFound", "--model org/name at revision v1 does not exist"),
         (500, "", "cannot be reached"),
@@ -356,9 +357,11 @@ GGUF = {
     ("name", "files"),
     [
         ("org/name", ["model-Q4_K_M.gguf"]),
-        ("org/name:q8_0", ["model-Q8_0.gguf"]),
-        ("org/name:model-Q8_0.gguf", ["model-Q8_0.gguf"]),
-        ("org/name:q5_0/model.gguf", ["q5_0/model.gguf"]),
+        *in_campaign(
+            ("org/name:q8_0", ["model-Q8_0.gguf"]),
+            ("org/name:model-Q8_0.gguf", ["model-Q8_0.gguf"]),
+            ("org/name:q5_0/model.gguf", ["q5_0/model.gguf"]),
+        ),
         ("org/name:BF16", [f"BF16/model-BF16-0000{i}-of-00002.gguf" for i in (1, 2)]),
     ],
 )

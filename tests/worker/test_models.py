@@ -28,7 +28,13 @@ from nanocore.worker.models import build_model, load_model_config
 from nanocore.worker.placement import Placement
 from nanocore.worker.rank_messages import Quantization
 from tests.campaign import in_campaign
-from tests.model_families import BUILDERS, Continuation, greedy_continuations, reference_model
+from tests.model_families import (
+    BUILDERS,
+    ONE_OF_EACH,
+    Continuation,
+    greedy_continuations,
+    reference_model,
+)
 from tests.worker.running import (
     BLOCK_SIZE,
     MAX_NUM_BATCHED_TOKENS,
@@ -133,9 +139,14 @@ def rms(x: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("backend", "tp_size"), [("cpu", 1), ("cpu", 2), *in_campaign(("torch", 1))]
+    ("name", "backend", "tp_size"),
+    [
+        *((name, "cpu", 1) for name in BUILDERS),
+        *((name, "cpu", 2) for name in ONE_OF_EACH),
+        *in_campaign(*((name, "cpu", 2) for name in BUILDERS if name not in ONE_OF_EACH)),
+        *in_campaign(*((name, "torch", 1) for name in BUILDERS)),
+    ],
 )
-@pytest.mark.parametrize("name", BUILDERS)
 def test_it_says_what_transformers_says(
     name: str, backend: str, tp_size: int, family: Families
 ) -> None:
