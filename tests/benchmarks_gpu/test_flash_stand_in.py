@@ -26,6 +26,7 @@ from nanocore.kernels.step import GraphSupport
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.kernels.triton import flash_backend
 from nanocore.kernels.triton.flash_backend import FlashKernels
+from tests.campaign import in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
 from tests.kernels.paged_case import HEAD_DIM, PLAIN, PagedCase
 from tests.tiny_models import make_tiny_qwen3
@@ -191,7 +192,7 @@ class FlashAttention(TorchKernels):
         return self._flash.paged_attention(q_THD, cache, metadata, spec)
 
 
-@pytest.mark.parametrize("has_graphs", [False, True])
+@pytest.mark.parametrize("has_graphs", [*in_campaign(False), True])
 def test_an_engine_gives_the_tokens_of_the_reference(
     library: FakeLibrary, tmp_path: Path, has_graphs: bool
 ) -> None:

@@ -60,6 +60,14 @@ def process() -> Iterator[CompileProcess]:
     process.close()
 
 
+@pytest.fixture(scope="module")
+def patient() -> Iterator[CompileProcess]:
+    """One whose trials end by what is done to them alone."""
+    limits = {"CPU_LIMIT_S": WAIT_S, "MEMORY_LIMIT_MIB": 2**20}
+    with pytest.MonkeyPatch.context() as patch, trials_within(patch, **limits) as process:
+        yield process
+
+
 def want(name: str) -> StructuredOutputs:
     return StructuredOutputs(choice=[name])
 
@@ -142,14 +150,12 @@ def test_a_trial_that_does_not_end_is_refused_and_the_next_is_served(
     ],
 )
 def test_a_trial_that_crashes_twice_is_refused_and_the_next_is_served(
-    monkeypatch: pytest.MonkeyPatch, number: int, text: str
+    patient: CompileProcess, number: int, text: str
 ) -> None:
-    limits = {"CPU_LIMIT_S": WAIT_S, "MEMORY_LIMIT_MIB": 2**20}
-    with trials_within(monkeypatch, **limits) as process:
-        told = ended_by(process, number, times=2)
-        assert told == f"InvalidRequestError: {too_complex(ENDLESS, number)}"
-        assert text in told
-        assert process.run(want("a"))
+    told = ended_by(patient, number, times=2)
+    assert told == f"InvalidRequestError: {too_complex(ENDLESS, number)}"
+    assert text in told
+    assert patient.run(want("a"))
 
 
 def test_a_trial_that_crashes_once_is_tried_again(process: CompileProcess) -> None:
@@ -158,14 +164,10 @@ def test_a_trial_that_crashes_once_is_tried_again(process: CompileProcess) -> No
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGALRM, signal.SIGILL, signal.SIGSTOP])
-def test_what_ends_a_trial_from_outside_is_no_refusal(
-    monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    limits = {"CPU_LIMIT_S": WAIT_S, "MEMORY_LIMIT_MIB": 2**20}
-    with trials_within(monkeypatch, **limits) as process:
-        told = ended_by(process, number)
-        assert "EngineOverloadedError: structured_outputs.grammar could not be compiled" in told
-        assert process.run(want("a"))
+def test_what_ends_a_trial_from_outside_is_no_refusal(patient: CompileProcess, number: int) -> None:
+    told = ended_by(patient, number)
+    assert "EngineOverloadedError: structured_outputs.grammar could not be compiled" in told
+    assert patient.run(want("a"))
 
 
 def test_a_model_whose_folder_is_gone_has_structured_outputs(tmp_path: Path) -> None:
