@@ -197,6 +197,9 @@ def _can_join(one: CheckpointWeight, other: CheckpointWeight) -> bool:
 
 def _joined(weights: list[Any]) -> CheckpointWeight:
     if isinstance(first := weights[0], Tensor):
+        if first.is_meta:  # torch.cat would import torch's compiler, which takes seconds
+            num_rows = sum(len(weight) for weight in weights)
+            return torch.empty((num_rows, *first.shape[1:]), dtype=first.dtype, device="meta")
         return torch.cat(weights)
     names = [name for name in _OF_OUTPUTS if getattr(first, name, None) is not None]
     return replace(

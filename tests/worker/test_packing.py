@@ -191,6 +191,13 @@ def test_what_is_stored_is_loaded_from_files(tmp_path: Path) -> None:
     torch.testing.assert_close(layer(x, step_of(TorchKernels())), expected)
 
 
+def test_outlines_are_joined_without_torch_s_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "cat", None)  # which imports it for meta tensors, in seconds
+    (joined,) = join_adjacent([torch.empty(rows, 8, device="meta") for rows in (4, 2)])
+    assert isinstance(joined, Tensor)
+    assert (joined.shape, joined.is_meta) == ((6, 8), True)
+
+
 def test_block_scales_are_joined_only_where_blocks_end() -> None:
     def weight(num_rows: int) -> Float8Weight:
         values = random_rows(num_rows, 256).to(FP8)
