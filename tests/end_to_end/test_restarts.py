@@ -74,7 +74,7 @@ async def kill_one_after_another(flags: list[str], num_kills: int, standby: bool
     ("flags", "num_kills", "standby"),
     [
         pytest.param([], 2, True, id="standby"),
-        pytest.param(RANKS, 1, False, id="ranks", marks=pytest.mark.campaign),
+        pytest.param(RANKS, 1, False, id="ranks"),
         pytest.param([], 20, False, id="20", marks=pytest.mark.campaign),
         pytest.param([], 20, True, id="20, standby", marks=pytest.mark.campaign),
         pytest.param(RANKS, 6, True, id="6, ranks, standby", marks=pytest.mark.campaign),
