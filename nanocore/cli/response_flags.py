@@ -83,7 +83,7 @@ def read_chat_template(given: str | None, found: Running | None = None) -> str |
         ConfigError: the file cannot be read, or its template cannot render a question.
     """
     from nanocore.client.chat.template import BUILT_IN_TEMPLATES, MAX_TEMPLATE_CHARS, ChatTemplate
-    from nanocore.client.tokenizer_files import STANDARD_NAMES
+    from nanocore.client.special_tokens import STANDARD_NAMES
 
     if given is None:
         return None if found is None else found.chat_template

@@ -1,7 +1,7 @@
 """Text to token ids and back, and chat messages to a prompt, from a model's own files.
 
 Uses the `tokenizers` library, and a separate process for the chat template: no other code of the
-model runs. torch is not imported; transformers only for models without tokenizer.json.
+model runs. torch and transformers are not imported.
 """
 
 from __future__ import annotations
@@ -26,12 +26,8 @@ from nanocore.client.chat.template import (
     ChatTemplates,
     TemplateOptions,
 )
+from nanocore.client.special_tokens import SpecialTokens
 from nanocore.client.token_texts import MAX_TOKEN_IDS, TokenText, TokenTexts
-from nanocore.client.tokenizer_files import (
-    VOCABULARY_FILES,
-    SpecialTokens,
-    make_tokenizer_json,
-)
 from nanocore.protocol.errors import ContextLengthError, InvalidRequestError, quoted
 from nanocore.protocol.messages import ModelFileName
 
@@ -51,7 +47,7 @@ TOKENIZER_FILES: Final[tuple[ModelFileName, ...]] = (
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
 )
-"""Files of a Tokenizer; only the first is required, or VOCABULARY_FILES in its place."""
+"""Files of a Tokenizer; only the first is required."""
 
 TEMPLATE_FILES: Final[dict[str, ModelFileName]] = {
     "default": "chat_template.jinja",
@@ -62,10 +58,7 @@ TEMPLATE_FILES: Final[dict[str, ModelFileName]] = {
 
 def needed_files(available: Container[str]) -> list[ModelFileName]:
     """Select the files that a Tokenizer uses."""
-    wanted = TOKENIZER_FILES
-    if "tokenizer.json" not in available:
-        wanted += VOCABULARY_FILES
-    return [name for name in wanted if name in available]
+    return [name for name in TOKENIZER_FILES if name in available]
 
 
 class Tokenizer:
@@ -81,7 +74,7 @@ class Tokenizer:
     ("eos_token"), from all files.
 
     Raises:
-        InvalidRequestError: tokenizer.json is missing and cannot be created, or a file is damaged.
+        InvalidRequestError: tokenizer.json is missing, or a file is damaged.
     """
 
     def __init__(self, files: Mapping[str, bytes], source: str) -> None:
@@ -91,11 +84,14 @@ class Tokenizer:
         }
         config = _parse_object(files, "tokenizer_config.json", source)
         older = _parse_object(files, "special_tokens_map.json", source)
-        content = files.get("tokenizer.json")
-        if content is None:
-            content = make_tokenizer_json(files, config, older, source)
+        if "tokenizer.json" not in files:
+            raise InvalidRequestError(
+                f"{source} has no tokenizer.json: make one with transformers (AutoTokenizer."
+                "from_pretrained(FOLDER).save_pretrained(FOLDER)), pass token ids instead of text, "
+                "with detokenize=False, or tokenizer=FOLDER with a folder that has one"
+            )
         try:
-            self.backend = tokenizers.Tokenizer.from_buffer(content)
+            self.backend = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
         except Exception as error:  # the library raises bare Exception
             raise InvalidRequestError(f"tokenizer.json of {source}: {error}") from None
         # Truncation, padding and dropout of training are not for prompts.
@@ -126,12 +122,9 @@ class Tokenizer:
         Raises:
             InvalidRequestError: as the constructor, or a file cannot be read.
         """
-        names = (*TOKENIZER_FILES, *VOCABULARY_FILES)
+        paths: dict[str, Path] = {name: folder / name for name in TOKENIZER_FILES}
         try:
-            there = {name: folder / name for name in names if (folder / name).is_file()}
-            files: dict[str, bytes] = {
-                name: there[name].read_bytes() for name in needed_files(there)
-            }
+            files = {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
         except OSError as error:
             raise InvalidRequestError(f"{error.filename}: {error.strerror}") from None
         return cls(files, str(folder))

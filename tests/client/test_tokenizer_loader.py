@@ -19,21 +19,18 @@ from nanocore.client import (
     ProtocolError,
     collect,
 )
-from nanocore.client import tokenizer as module
 from nanocore.client.connection.tokenizer_loader import (
     NUM_THREADS,
     TokenizerLoader,
     TokenizerPreload,
 )
 from nanocore.client.tokenizer import MAX_QUICK_CHARS, Tokenizer
-from nanocore.client.tokenizer_files import make_tokenizer_json
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.errors import StartFile
 from nanocore.protocol.messages import Abort, Control, Event, Reply, Submit
 from nanocore.system.cache_folder import FileCache, cache_entries
 from tests.client.fake_engine import NO_TEXT, FakeEngine, connected, file_entry, welcome_message
 from tests.client.running import PATIENCE_S, run
-from tests.client.vocabulary_folders import write_byte_level
 from tests.protocol.samples import MODEL_CARD
 
 NUM_FILES = 2  # of the byte tokenizer, each of one chunk
@@ -136,29 +133,6 @@ async def test_a_folder_with_more_tokens_than_the_model_is_told(
     await loader.close()
     message = f"{size} tokens, and {card.model} {size - 1}: is it of another model?"
     assert (message in caplog.text) == is_told
-
-
-async def test_the_vocabulary_of_a_model_without_a_tokenizer_comes_from_the_engine(
-    endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_byte_level(tmp_path, "GPT2Tokenizer")
-    vocabulary = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    assert vocabulary.keys() == {"vocab.json", "merges.txt", "tokenizer_config.json"}
-    threads: list[threading.Thread] = []
-
-    def recording(*args: Any) -> bytes:
-        threads.append(threading.current_thread())
-        return make_tokenizer_json(*args)
-
-    monkeypatch.setattr(module, "make_tokenizer_json", recording)
-    async with _serving(endpoint, vocabulary) as (engine, client):
-        requests = [asyncio.create_task(client.get_tokenizer()) for _ in range(3)]
-        await engine.serve_chunks(len(vocabulary), vocabulary)
-        tokenizer, *others = await asyncio.gather(*requests)
-        assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
-        assert others == [tokenizer] * 2
-        assert len(threads) == 1, "it is made once"
-        assert threads[0] is not threading.main_thread(), "and holds up nobody"
 
 
 async def test_the_vocabulary_of_a_model_with_a_tokenizer_is_not_fetched(

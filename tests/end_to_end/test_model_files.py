@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from nanocore.client import AsyncEngineClient, SamplingParams
-from nanocore.client.tokenizer import TOKENIZER_FILES, Tokenizer
+from nanocore.client.tokenizer import Tokenizer
 from nanocore.demo_model import demo_model_folder
-from tests.client.vocabulary_folders import write_byte_level
 from tests.end_to_end.forked import Engine, engine
 
 DEMO_FOLDER = demo_model_folder()
@@ -86,29 +85,6 @@ def test_the_tokenizer_and_every_offered_file_are_those_of_the_folder(elsewhere:
             await client.resume()
 
     asyncio.run(asyncio.wait_for(read(), 60))
-
-
-def test_a_model_without_a_tokenizer_makes_text_by_the_vocabulary_that_its_engine_serves(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_model, folder)
-    for name in TOKENIZER_FILES:
-        (folder / name).unlink(missing_ok=True)
-    write_byte_level(folder, "GPT2Tokenizer")
-
-    async def complete(endpoint: str) -> None:
-        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-        async with AsyncEngineClient.connect(endpoint, timeout_s=60) as client:
-            output = await client.complete("the cat", params)
-            expected = Tokenizer.from_folder(folder)
-            assert output.prompt_token_ids == expected.encode("the cat")
-            text = expected.decode(output.outputs[0].token_ids)
-            assert output.outputs[0].text in (text, text.removesuffix("\ufffd"))
-
-    with engine(folder) as running:
-        asyncio.run(asyncio.wait_for(complete(running.endpoint), 60))
 
 
 def test_a_large_file_arrives_while_requests_are_served(

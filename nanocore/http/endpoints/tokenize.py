@@ -7,8 +7,8 @@ from typing import Any, Final, Literal
 import msgspec
 
 from nanocore.client.chat.chat_request import ChatOptions
+from nanocore.client.special_tokens import STANDARD_NAMES
 from nanocore.client.tokenizer import MAX_QUICK_TOKENS, Tokenizer
-from nanocore.client.tokenizer_files import STANDARD_NAMES
 from nanocore.http.dialects.chat_options import (
     chat_token_ids,
     check_num_messages,
