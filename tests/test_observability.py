@@ -37,7 +37,7 @@ def printed() -> list[str]:
     folder = demo_model_folder()
     ranks = dry_run(config.worker_config(str(folder), 2048))
     size = CacheSize([KVGroup(CacheKind(), 4)], Capacity(32768, 16), 2048)
-    expected = forecast(config, str(folder), "Qwen3ForCausalLM", ranks, size, [SPEED])
+    expected = forecast(config, str(folder), "Qwen3ForCausalLM", ranks, size)
     return table(expected).splitlines()
 
 

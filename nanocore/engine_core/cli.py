@@ -64,7 +64,7 @@ def build_parser() -> FlagParser:
         "--check",
         action="store_true",
         default=False,
-        help="check flags, model files and memory, print the hardware limits, and exit",
+        help="check flags, model files and memory, print what takes memory, and exit",
     )
     parser.add_argument(
         "--json", action="store_true", default=False, help="with --check: print JSON on stdout"

@@ -152,10 +152,10 @@ def test_dummy_weights_are_the_same_model_at_any_number_of_ranks(tmp_path: Path)
     assert results[0] == results[1]
 
 
-def test_a_check_tells_what_an_engine_could_do_at_best(tiny_model: Path) -> None:
+def test_a_check_tells_what_takes_memory(tiny_model: Path) -> None:
     result = run_to_exit("--model", str(tiny_model), "--check", "--device", "cpu", "--tp", "2")
     assert result.returncode == 0
-    for words in ("memory, the most of 2 ranks", "GB/s from memory", "decode, alone"):
+    for words in ("memory, the most of 2 ranks", "room for "):
         assert words in result.stdout
 
 
@@ -164,7 +164,5 @@ def test_a_check_speaks_json_to_programs(tiny_model: Path) -> None:
     result = run_to_exit("--model", str(tiny_model), *flags, "--device", "cpu")
     found = msgspec.json.decode(result.stdout, type=Forecast)
     assert found.model == str(tiny_model)
-    assert found.max_model_len == found.contexts[-1].context_tokens == 1024
-    assert found.contexts[-1].num_requests == found.num_blocks * found.block_size // 1024 > 0
-    assert found.speed.bytes_per_s > 0 < found.speed.flops_per_s
-    assert 0 < found.contexts[-1].decode_s < found.contexts[-1].prefill_s
+    assert found.max_model_len == 1024
+    assert found.num_requests == found.num_blocks * found.block_size // 1024 > 0

@@ -108,9 +108,9 @@ def test_time_that_other_programs_take_does_not_count(
     assert speed.flops_per_s > 2 * 128 * 1024**2 / 100
 
 
-@pytest.mark.parametrize(("wall_s", "is_quiet", "num_stretches"), [(1.0, True, 3), (1.2, False, 9)])
-def test_a_busy_machine_is_measured_longer_and_said_to_be_busy(
-    wall_s: float, is_quiet: bool, num_stretches: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("wall_s", "num_stretches"), [(1.0, 3), (1.2, 9)])
+def test_a_busy_machine_is_measured_longer(
+    wall_s: float, num_stretches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[torch.dtype] = []
     linear = F.linear
@@ -123,6 +123,5 @@ def test_a_busy_machine_is_measured_longer_and_said_to_be_busy(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(time, "monotonic", count(step=wall_s).__next__)
     monkeypatch.setattr(time, "thread_time", count().__next__)
-    speed = measure_speed(CPU, torch.bfloat16, step_bytes=10**9, stretch_s=0)
-    assert speed.is_quiet == is_quiet
+    measure_speed(CPU, torch.bfloat16, step_bytes=10**9, stretch_s=0)
     assert calls == [torch.bfloat16] * num_stretches + [torch.float32] * num_stretches

@@ -15,7 +15,7 @@ from nanocore.demo_model import demo_model_folder
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch import linear as torch_linear
 from nanocore.kernels.torch.backend import TorchKernels
-from nanocore.worker.cost.model_cost import AttentionCost, MachineSpeed, ModelCost, step_work
+from nanocore.worker.cost.model_cost import AttentionCost, MachineSpeed, ModelCost
 from nanocore.worker.cost.rank_cost import rank_cost, table_bytes
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.memory.kv_memory import KVLayout
@@ -193,49 +193,31 @@ def test_columns_are_as_their_numbers() -> None:
         assert kind.pairs(ends, counts).tolist() == [kind.pairs(*pair) for pair in pairs]
 
 
-def test_a_decode_step_reads_weights_once_and_the_context_of_each_row() -> None:
-    work = step_work(dense(FULL, SLIDING), num_rows=3, end=20)
-    assert work.num_bytes == 2400 + 3 * (20 * 40 + 8 * 10)
-    assert work.flops == 3 * (2 * 1000 + 2 * 200 + 20 * 100 + 8 * 20)
-
-
-def test_a_prompts_head_is_computed_once_at_its_end() -> None:
-    cost = dense(FULL)
-    first, last = step_work(cost, 1, 6, 6, samples=False), step_work(cost, 1, 10, 4)
-    assert first.flops == 6 * 2000 + 21 * 100
-    assert last.flops == 4 * 2000 + (7 + 8 + 9 + 10) * 100 + 400
-    assert (first.num_bytes, last.num_bytes) == (2400 + 6 * 40, 2400 + 10 * 40)
-
-
 def test_of_experts_a_step_reads_as_many_as_its_tokens_choose() -> None:
     cost = replace(COST, attention=[])
     assert cost.active_params == 10_000 - 8000 * 6 // 8
     assert cost.read_weight_bytes(1) == 2400 + 16_000 * 2 / 8
     assert cost.read_weight_bytes(2) == 2400 + 16_000 * (1 - (6 / 8) ** 2)
     assert cost.read_weight_bytes(1000) == pytest.approx(2400 + 16_000)
-    assert step_work(cost, 2, 5).flops == 2 * (2 * (1000 + 2000) + 400)
+    assert cost.token_flops == 2 * (1000 + 2000)
 
 
 def test_ranks_together_read_and_compute_what_each_does() -> None:
     one, other = dense(FULL, SLIDING), dense(SLIDING)
     whole = ModelCost.joined([one, other])
     assert whole.num_params == 1300
+    assert whole.read_weight_bytes(4) == sum(cost.read_weight_bytes(4) for cost in (one, other))
+    assert whole.token_flops == one.token_flops + other.token_flops
     for context in (5, 50):
-        parts = [step_work(cost, 4, context) for cost in (one, other)]
-        joined = step_work(whole, 4, context)
-        assert joined.num_bytes == sum(part.num_bytes for part in parts)
-        assert joined.flops == sum(part.flops for part in parts)
-
-
-def test_a_step_takes_as_long_as_the_slower_of_reading_and_computing() -> None:
-    speed = MachineSpeed(bytes_per_s=100, flops_per_s=1000)
-    assert speed.least_s(num_bytes=200, flops=500) == 2
-    assert speed.least_s(num_bytes=200, flops=5000) == 5
+        read = [
+            sum(kind.seen(context) * kind.kv_bytes for kind in cost.attention)
+            for cost in (whole, one, other)
+        ]
+        assert read[0] == read[1] + read[2]
 
 
 def test_what_caches_hold_is_read_faster_and_the_rest_as_ever() -> None:
     speed = MachineSpeed(bytes_per_s=10, flops_per_s=1e9, near_bytes=50, near_bytes_per_s=100)
-    assert speed.least_s(40, 0) == 0.4
-    assert speed.least_s(70, 0) == 0.5 + 2
-    halves = [speed.shared(2)] * 2
-    assert MachineSpeed.joined(halves) == speed
+    assert speed.read_s(40) == 0.4
+    assert speed.read_s(70) == 0.5 + 2
+    assert MachineSpeed.joined([speed] * 2).read_s(140) == 0.5 + 2

@@ -1,7 +1,6 @@
 """`nanocore-engine --check`: would an engine start with these flags?
 
-Weights are not read, except to check that a tied head equals the embedding. The machine's speed is
-measured, in tens of milliseconds.
+Weights are not read, except to check that a tied head equals the embedding.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import msgspec
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.served_files import ServedFiles
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
-from nanocore.engine_core.process.forecast import forecast, machine_speeds, table
+from nanocore.engine_core.process.forecast import forecast, table
 from nanocore.engine_core.process.process import find_model, proposer_of
 from nanocore.engine_core.process.start_log import describe_workers
 from nanocore.worker.devices import select_device
@@ -25,8 +24,6 @@ from nanocore.worker.models import load_model_config
 
 logger = logging.getLogger(__name__)
 
-_MEASURE_S: Final = 0.03
-"""Per measurement of the machine; somebody waits for the result."""
 _FILES_TOKEN_BYTES: Final = 170
 """Size of the tokenizer's files for each token, which the engine serves; as measured."""
 _GRAMMAR_BYTES: Final = 66 * 10**6, 1660
@@ -72,7 +69,6 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
         model_config.architecture,
         ranks,
         size,
-        machine_speeds(ranks, _MEASURE_S),
         process_bytes + model_config.vocab_size * _FILES_TOKEN_BYTES,
         _GRAMMAR_BYTES[0] + model_config.vocab_size * _GRAMMAR_BYTES[1],
     )

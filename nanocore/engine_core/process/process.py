@@ -48,12 +48,9 @@ from nanocore.engine_core.mailbox import BeginDrain, Inbox, Outbox, Shutdown
 from nanocore.engine_core.process.cache_size import CacheSize, longest_request, size_cache
 from nanocore.engine_core.process.claimed_resources import claim_resources
 from nanocore.engine_core.process.forecast import (
-    forecast,
     joined_cost,
-    known_speeds,
-    machine_speeds,
-    memory_summary,
-    speed_summary,
+    measure_cpu,
+    speed_of_gpus,
 )
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.process.standby import stand_by
@@ -75,7 +72,6 @@ from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets.engine_socket import EngineSocket
 from nanocore.system.running import Running, registered
 from nanocore.worker.config.model_config import ModelConfig
-from nanocore.worker.cost.model_cost import MachineSpeed
 from nanocore.worker.devices import native_library, select_device
 from nanocore.worker.executors.executor import Executor, StepExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
@@ -146,12 +142,12 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
             claimed = claim_resources(config, claims, lock)
         ranks = _profile(executor, parts)
         size = _allocate(config, executor, ranks, max_model_len, parts)
-        utilisation, later = _machine_use(config, folder, model_config, ranks, size)
+        utilisation, later = _machine_use(ranks)
         vocabulary = _vocabulary_source(folder, files, model_config)
         grammars = stack.enter_context(closing(grammars_of(vocabulary)))
         if not isinstance(grammars, NoGrammars):
             later.append(grammars.prepare)
-        log_settings(config, model_config, ranks)
+        log_settings(config, model_config, ranks, size)
         return serve(
             config,
             claimed.socket,
@@ -171,28 +167,14 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
         )
 
 
-def _machine_use(
-    config: EngineConfig,
-    folder: Path,
-    model: ModelConfig,
-    ranks: list[WorkerInfo],
-    size: CacheSize,
-) -> tuple[Utilisation, list[Callable[[], None]]]:
-    """Log memory and the best speed; return what adds up steps, and what is left for later."""
-    logger.info("%s", memory_summary(config, ranks, size))
-    utilisation = Utilisation(joined_cost(ranks), None)
+def _machine_use(ranks: list[WorkerInfo]) -> tuple[Utilisation, list[Callable[[], None]]]:
+    """Return what adds up steps, and what is left for later."""
+    utilisation = Utilisation(joined_cost(ranks), speed_of_gpus(ranks))
 
-    def use(speeds: list[MachineSpeed]) -> None:
-        utilisation.speed = MachineSpeed.joined(speeds)
-        name = model.architecture
-        expected = forecast(config, str(folder), name, ranks, size, speeds)
-        logger.info("%s", speed_summary(expected))
+    def measure() -> None:
+        utilisation.speed = measure_cpu(ranks)
 
-    known = known_speeds(ranks)
-    if known is None:
-        return utilisation, [lambda: use(machine_speeds(ranks))]
-    use(known)
-    return utilisation, []
+    return utilisation, [] if utilisation.speed else [measure]
 
 
 def _vocabulary_source(folder: Path, files: ServedFiles, model: ModelConfig) -> VocabularySource:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from nanocore import __version__
 from nanocore.engine_core.config import EngineConfig
+from nanocore.engine_core.process.cache_size import CacheSize
+from nanocore.engine_core.process.forecast import memory_summary
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.rank_messages import WorkerInfo
 
@@ -30,8 +32,13 @@ def describe_workers(ranks: list[WorkerInfo]) -> str:
     return f"device {devices}, dtype {ranks[0].dtype}, kernels {ranks[0].kernels}{of_kernels}"
 
 
-def log_settings(config: EngineConfig, model: ModelConfig, ranks: list[WorkerInfo]) -> None:
-    """Log the defaults from generation_config.json, its ignored keys, and what drafts promise."""
+def log_settings(
+    config: EngineConfig, model: ModelConfig, ranks: list[WorkerInfo], size: CacheSize
+) -> None:
+    """Log memory, the defaults from generation_config.json, its ignored keys, and what drafts
+    promise.
+    """
+    logger.info("%s", memory_summary(config, ranks, size))
     defaults = model.generation
     if defaults.given:
         given = ", ".join(f"{name} {value}" for name, value in defaults.given.items())

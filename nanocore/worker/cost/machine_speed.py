@@ -4,7 +4,7 @@ Memory is read where no cache holds it; and on a CPU whose caches can hold what 
 reads, as much as that, too. A CPU's cores work each for itself, and what counts is the time that
 they are given: another program that holds one up says nothing of the machine. The best of some
 stretches of time counts. Programs that use the memory meanwhile do slow it down; so a measurement
-waits for quiet stretches a while, and says if there was none.
+waits for quiet stretches a while.
 """
 
 from __future__ import annotations
@@ -77,21 +77,17 @@ def measure_speed(
     clock = time.thread_time if is_cpu else time.perf_counter
     rate = partial(_rate, stretch_s=stretch_s, clock=clock)
 
-    def read_rate(num_bytes: int) -> _Rate:
+    def read_rate(num_bytes: int) -> float:
         return rate([_read(device, num_bytes // num_cores) for _ in range(num_cores)])
 
     # CPUs without instructions for the dtype are faster in float32, which our kernels then use.
     dtypes = dict.fromkeys((dtype, torch.float32) if is_cpu else (dtype,))
     try:
-        far = read_rate(far_bytes)
-        near = read_rate(near_bytes) if near_bytes else _Rate(0.0, True)
-        multiplied = max(rate([_multiply(device, one)] * num_cores) for one in dtypes)
         return MachineSpeed(
-            bytes_per_s=far.per_s,
-            flops_per_s=multiplied.per_s,
+            bytes_per_s=read_rate(far_bytes),
+            flops_per_s=max(rate([_multiply(device, one)] * num_cores) for one in dtypes),
             near_bytes=near_bytes,
-            near_bytes_per_s=near.per_s,
-            is_quiet=far.is_quiet and near.is_quiet and multiplied.is_quiet,
+            near_bytes_per_s=read_rate(near_bytes) if near_bytes else 0.0,
         )
     finally:
         if is_cpu:
@@ -127,13 +123,13 @@ def _multiply(device: torch.device, dtype: torch.dtype) -> _Work:
     return multiply
 
 
-def _rate(works: list[_Work], stretch_s: float, clock: Callable[[], float]) -> _Rate:
+def _rate(works: list[_Work], stretch_s: float, clock: Callable[[], float]) -> float:
     """Measure each work on its own core; the best stretch counts."""
     stretches: list[_Rate] = []
     with ThreadPoolExecutor(len(works), initializer=torch.set_num_threads, initargs=(1,)) as cores:
         while len(stretches) < _MAX_STRETCHES and _num_quiet(stretches) < _NUM_STRETCHES:
             stretches.append(_stretch(cores, works, stretch_s, clock))
-    return _Rate(max(stretches).per_s, _num_quiet(stretches) > 0)
+    return max(stretches).per_s
 
 
 def _num_quiet(stretches: list[_Rate]) -> int:

@@ -122,24 +122,13 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
     """Upper limits of a rank's device: bytes read and operations per second.
 
     bytes_per_s: of memory. near_bytes, near_bytes_per_s: work that reads no more than
-    near_bytes, again and again, has them from caches; 0 if those were not measured. is_quiet:
-    whether other programs left the machine alone meanwhile; if not, it has more to give.
+    near_bytes, again and again, has them from caches; 0 if those were not measured.
     """
 
     bytes_per_s: float
     flops_per_s: float
     near_bytes: int = 0
     near_bytes_per_s: float = 0.0
-    is_quiet: bool = True
-
-    def shared(self, num_ranks: int) -> MachineSpeed:
-        return MachineSpeed(
-            bytes_per_s=self.bytes_per_s / num_ranks,
-            flops_per_s=self.flops_per_s / num_ranks,
-            near_bytes=self.near_bytes // num_ranks,
-            near_bytes_per_s=self.near_bytes_per_s / num_ranks,
-            is_quiet=self.is_quiet,
-        )
 
     @classmethod
     def joined(cls, speeds: Sequence[MachineSpeed]) -> MachineSpeed:
@@ -148,7 +137,6 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
             flops_per_s=sum(speed.flops_per_s for speed in speeds),
             near_bytes=sum(speed.near_bytes for speed in speeds),
             near_bytes_per_s=sum(speed.near_bytes_per_s for speed in speeds),
-            is_quiet=all(speed.is_quiet for speed in speeds),
         )
 
     def read_s(self, num_bytes: float) -> float:
@@ -158,33 +146,6 @@ class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
         near_bytes = min(num_bytes, self.near_bytes)
         far_bytes = num_bytes - near_bytes
         return near_bytes / self.near_bytes_per_s + far_bytes / self.bytes_per_s
-
-    def least_s(self, num_bytes: float, flops: float) -> float:
-        """Seconds of a step at least: reading and computing overlap, and the slower counts."""
-        return max(self.read_s(num_bytes), flops / self.flops_per_s)
-
-
-class StepWork(msgspec.Struct, frozen=True):
-    """Bytes and operations of one step on a rank."""
-
-    num_bytes: float
-    flops: float
-
-
-def step_work(
-    cost: ModelCost, num_rows: int, end: int, count: int = 1, *, samples: bool = True
-) -> StepWork:
-    """A step in which every row computes the last `count` of its `end` tokens.
-
-    samples: and then the next one.
-    """
-    num_tokens = num_rows * count
-    num_bytes = cost.read_weight_bytes(num_tokens) + num_rows * cost.state_bytes
-    flops = num_tokens * cost.token_flops + 2 * num_rows * cost.head_params * samples
-    for kind in cost.attention:
-        num_bytes += num_rows * kind.seen(end, count) * kind.kv_bytes
-        flops += num_rows * kind.pairs(end, count) * kind.pair_flops
-    return StepWork(num_bytes, flops)
 
 
 def _least(one: Any, other: Any) -> Any:
