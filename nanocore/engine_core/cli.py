@@ -12,10 +12,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
@@ -27,6 +27,9 @@ from nanocore.system.flags import FlagParser, WholeFlagParser
 from nanocore.system.large_stack_threads import join_threads
 from nanocore.system.logs import complain, start_log
 from nanocore.worker.memory.host_memory import address_space_bytes, data_bytes
+
+if TYPE_CHECKING:
+    from nanocore.engine_core.io.served_files import ServedFiles
 
 _END_LIMIT_S: Final = 5.0
 """Time that threads of grammars have to end before the process ends without them."""
@@ -172,27 +175,26 @@ def _run(config: EngineConfig, flags: argparse.Namespace, parent: ParentLink | N
         return 0
     with _imports():
         import numpy  # noqa: F401 - what is missing is told before a model is looked for
-
-        from nanocore.engine_core.io.served_files import ServedFilesLoad
-
-    files = ServedFilesLoad(_known_folder(config), parent.report if parent else None)
+    files = _known_files(config, parent)
     with _imports():
         from nanocore.engine_core.process.process import run_engine
 
     return run_engine(config, parent, files)
 
 
-def _known_folder(config: EngineConfig) -> Path | None:
-    """The model's folder or file, if that is known before anything is downloaded."""
-    from nanocore.worker.loading.model_folder import locate_model  # imports much
+def _known_files(config: EngineConfig, parent: ParentLink | None) -> ServedFiles | None:
+    """Return the files of a model that needs no download, and report them.
 
-    if config.model is None:
-        return demo_model_folder()
-    try:
-        found = locate_model(config.model, config.revision)
-    except StartError:
-        return None  # reported in its place among a start's errors
-    return found if isinstance(found, Path) else None
+    torch is imported later: a client that launched the engine makes its tokenizer meanwhile.
+    """
+    from nanocore.engine_core.io.served_files import read_files  # imports much
+    from nanocore.worker.loading.model_folder import locate_model
+
+    with suppress(StartError):  # raised in its place among a start's errors
+        found = locate_model(config.model, config.revision) if config.model else demo_model_folder()
+        if isinstance(found, Path):
+            return read_files(found, parent)
+    return None
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:

@@ -49,7 +49,6 @@ def test_on_cuda_a_rank_is_joined_to_its_stage_and_its_neighbours(
     monkeypatch.setattr(
         process_group, "ProcessGroupChannel", lambda peer, _device: f"channel to {peer}"
     )
-    monkeypatch.setattr(process_group, "with_one_shot", lambda group: group)
     joined = connect(start_message(rank, tp_size=3, pp_size=3), torch.device("cuda", rank), 8)
     assert isinstance(joined.tp, FakeGroup)
     assert (joined.tp.path, joined.tp.world_rank, joined.tp.world_size) == (

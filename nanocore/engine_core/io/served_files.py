@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 from typing import get_args
 
-from nanocore.protocol.errors import ModelFileError, NanocoreError, StartFile, StartReport
+from nanocore.engine_core.process.parent import ParentLink
+from nanocore.protocol.errors import ModelFileError, StartFile, StartReport
 from nanocore.protocol.messages import (
     MAX_FILE_BYTES,
     MAX_FILE_CHUNK_BYTES,
@@ -36,18 +35,16 @@ class ServedFiles:
 
     Args:
         folder: the model's, or its first GGUF file.
-        in_process: see `gguf_model_files`.
 
     Raises:
         ModelFileError: one of them cannot be read.
     """
 
-    def __init__(self, folder: Path, in_process: bool = True) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path) -> None:
         self._contents: dict[str, bytes] = {}
         self.entries: list[ModelFile] = []
         if is_gguf(folder):
-            for name, content in gguf_model_files(folder, in_process).items():
+            for name, content in gguf_model_files(folder).items():
                 self._add(name, content)
             return
         for name in get_args(ModelFileName):
@@ -82,49 +79,19 @@ class ServedFiles:
     def content(self, name: ModelFileName) -> bytes | None:
         return self._contents.get(name)
 
-    def put_into_cache(self) -> list[StartFile]:
-        """Return the files, whose contents the user's cache has now, if it can be used."""
+    def report_to(self, parent: ParentLink) -> None:
+        """Tell the launching client which they are, after their contents are in the cache."""
         cache = FileCache()
         for entry in self.entries:
             if not cache.has(entry.sha256):
                 cache.write(entry.sha256, self._contents[entry.name])
-        return [StartFile(entry.name, entry.num_bytes, entry.sha256) for entry in self.entries]
+        entries = [StartFile(entry.name, entry.num_bytes, entry.sha256) for entry in self.entries]
+        parent.report(StartReport(files=entries))
 
 
-class ServedFilesLoad:
-    """Loads a model's files in a thread, and reports them to a launching client.
-
-    Args:
-        folder: None if it is not known yet. report: None if no client launched the engine.
-    """
-
-    def __init__(self, folder: Path | None, report: Callable[[StartReport], None] | None) -> None:
-        self._report = report
-        self._files: ServedFiles | None = None
-        self._thread = Thread(target=self._load, args=(folder,), name="files", daemon=True)
-        if folder is not None:
-            self._thread.start()
-
-    def wait(self, folder: Path) -> ServedFiles:
-        """Return the files of this folder, with which the engine has begun or not.
-
-        Raises:
-            ModelFileError: see `ServedFiles`.
-        """
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._files is None or self._files.folder != folder:
-            self._files = ServedFiles(folder)
-            self._tell(self._files)
-        return self._files
-
-    def _load(self, folder: Path) -> None:
-        try:
-            self._files = ServedFiles(folder, in_process=False)
-            self._tell(self._files)
-        except NanocoreError:
-            self._files = None  # `wait` raises it, in its place among a start's errors
-
-    def _tell(self, files: ServedFiles) -> None:
-        if self._report is not None:
-            self._report(StartReport(files=files.put_into_cache()))
+def read_files(folder: Path, parent: ParentLink | None) -> ServedFiles:
+    """Read the files of a model, and report them to a client that launched the engine."""
+    files = ServedFiles(folder)
+    if parent is not None:
+        files.report_to(parent)
+    return files

@@ -40,7 +40,7 @@ from nanocore.engine_core.io.handshake import welcome
 from nanocore.engine_core.io.io_thread import IoThread, StatsLog, Watchdog
 from nanocore.engine_core.io.limits import ClientLimit, QueueLimit, raise_descriptor_limit
 from nanocore.engine_core.io.message_handler import MessageHandler
-from nanocore.engine_core.io.served_files import ServedFiles, ServedFilesLoad
+from nanocore.engine_core.io.served_files import ServedFiles, read_files
 from nanocore.engine_core.log.metrics import EngineMetrics, completed, stats_of
 from nanocore.engine_core.log.trace import StepTrace
 from nanocore.engine_core.log.utilisation import Utilisation
@@ -105,8 +105,8 @@ GRACE_S: Final = 20.0
 _NO_GRAMMARS: Final = NoGrammars("structured_outputs: this engine has no vocabulary")
 
 
-def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: ServedFilesLoad) -> int:
-    """Serve until told to stop; return the exit code. files_load: may have begun.
+def run_engine(config: EngineConfig, parent: ParentLink | None, files: ServedFiles | None) -> int:
+    """Serve until told to stop; return the exit code. files: if they are known.
 
     Raises:
         StartError: the engine cannot serve.
@@ -124,7 +124,7 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files_load: Serv
         claimed = None if config.standby else claim_resources(config, claims)
         folder = find_model(config)
         with parts.part("files"):
-            files = files_load.wait(folder)
+            files = files or read_files(folder, parent)
             overrides = config.hf_overrides, config.override_generation_config
             model_config = load_model_config(folder, *overrides)
         max_model_len = longest_request(config, model_config)

@@ -48,7 +48,6 @@ def _connect_cuda(start: RankStart, device: torch.device) -> RankLinks:
     from nanocore.worker.communication.process_group import (
         ProcessGroupChannel,
         ProcessGroupCommunicator,
-        with_one_shot,
     )
 
     tp_size, pp_size = start.config.tensor_parallel_size, start.config.pipeline_parallel_size
@@ -60,5 +59,5 @@ def _connect_cuda(start: RankStart, device: torch.device) -> RankLinks:
     return RankLinks(
         receive=ProcessGroupChannel(rank - tp_size, device) if stage > 0 else None,
         send=ProcessGroupChannel(rank + tp_size, device) if stage < pp_size - 1 else None,
-        tp=with_one_shot(group) if tp_size > 1 else SingleRank(),
+        tp=group if tp_size > 1 else SingleRank(),
     )

@@ -1,4 +1,4 @@
-"""Converted vocabularies of GGUF files: merges, the cache folder, and a process of its own."""
+"""Converted vocabularies of GGUF files: merges, and the cache folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanocore.protocol.errors import ModelFileError
 from nanocore.system.cache_folder import cache_entries
 from nanocore.worker.loading.gguf import model_files as module
 from nanocore.worker.loading.gguf.gguf_vocabulary import GgufVocabulary, TokenType
@@ -40,12 +39,11 @@ def refuse_to_convert(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "convert_model_files", lambda _: pytest.fail("it was cached"))
 
 
-@pytest.mark.parametrize("in_process", [True, False])
 def test_a_vocabulary_is_converted_once_and_found_by_later_starts(
-    model: Path, in_process: bool, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = convert_model_files(model)
-    assert gguf_model_files(model, in_process) == expected
+    assert gguf_model_files(model) == expected
     refuse_to_convert(monkeypatch)
     assert gguf_model_files(model) == expected
     forget()
@@ -89,21 +87,8 @@ def test_without_a_cache_folder_it_is_converted_at_each_start(
     for kind in ("converted", "files"):
         (root / kind).mkdir()
         (root / kind).chmod(0o750)
-    assert gguf_model_files(model, in_process=False) == convert_model_files(model)
+    assert gguf_model_files(model) == convert_model_files(model)
     assert "vocabularies are converted at each start" in caplog.text
-    assert not cache_entries()
-
-
-def test_a_damaged_vocabulary_is_refused_here_if_its_process_finds_it_so(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: Path) -> dict[str, bytes]:
-        raise ModelFileError("the vocabulary is damaged")
-
-    monkeypatch.setattr(module, "convert_model_files", refuse)
-    monkeypatch.setattr(module, "_COMMAND", ("false",))
-    with pytest.raises(ModelFileError, match="the vocabulary is damaged"):
-        gguf_model_files(model, in_process=False)
     assert not cache_entries()
 
 

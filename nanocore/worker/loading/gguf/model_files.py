@@ -1,7 +1,6 @@
 """Tokenizer files of a GGUF model: from the cache folder, or converted and put there.
 
-Converting 262,144 tokens takes a second or two. A process of its own does that while the engine
-imports torch, which holds the interpreter's lock. What was made of a header by this code is found
+Converting 262,144 tokens takes a second or two. What was made of a header by this code is found
 again by a digest of both.
 """
 
@@ -9,10 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import signal
-import subprocess
-import sys
-import threading
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -21,40 +16,34 @@ import msgspec
 
 from nanocore.protocol.errors import ModelFileError, StartFile
 from nanocore.system.cache_folder import CacheFolder, FileCache
-from nanocore.system.child_process import module_command, signal_at_parent_death
 from nanocore.worker.config.json_settings import Settings
 from nanocore.worker.loading.gguf.gguf_files import read_headers
 from nanocore.worker.loading.gguf.tokenizer_files import convert_model_files, tokenizer_beside
 
 logger = logging.getLogger(__name__)
 
-_COMMAND: Final = module_command("nanocore.worker.loading.gguf.model_files")
 _MAX_INDEX_BYTES: Final = 4096
 
-_lock = threading.Lock()
 _known: dict[tuple[Any, ...], dict[str, bytes]] = {}
 """The last model's, by its path and the state of its files."""
 
 
-def gguf_model_files(first: Path, in_process: bool = True) -> dict[str, bytes]:
-    """Return the contents by name. A second thread waits for the first, and gets the same.
-
-    in_process: convert here, if nothing is cached, and not in a process of its own.
+def gguf_model_files(first: Path) -> dict[str, bytes]:
+    """Return the contents by name.
 
     Raises ModelFileError: see `convert_model_files`.
     """
     header = read_headers(first)[0]
     key = (first.absolute(), *map(_state, (first, tokenizer_beside(first))))
-    with _lock:
-        if key not in _known:
-            digest = _digest(first, header.num_bytes)
-            found = _cached(digest)
-            if found is None:
-                found = convert_model_files(first) if in_process else _converted_aside(first)
-                _keep(digest, found)
-            _known.clear()
-            _known[key] = found
-        return _known[key]
+    if key not in _known:
+        digest = _digest(first, header.num_bytes)
+        found = _cached(digest)
+        if found is None:
+            found = convert_model_files(first)
+            _keep(digest, found)
+        _known.clear()
+        _known[key] = found
+    return _known[key]
 
 
 def generation_settings(first: Path) -> Settings:
@@ -107,27 +96,3 @@ def _keep(digest: str, files: dict[str, bytes]) -> None:
         cache.write(sha256, content)
         entries.append(StartFile(name, len(content), sha256))
     _index().write(digest, msgspec.json.encode(entries))
-
-
-def _converted_aside(first: Path) -> dict[str, bytes]:
-    done = subprocess.run(
-        [*_COMMAND, str(first)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False
-    )
-    if done.returncode != 0:  # the error is to be found here
-        return convert_model_files(first)
-    return msgspec.msgpack.decode(done.stdout, type=dict[str, bytes])
-
-
-def main() -> None:
-    # It ends with the engine, and Ctrl-C is for the engine.
-    signal_at_parent_death(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        files: dict[str, Any] = convert_model_files(Path(sys.argv[1]))
-    except ModelFileError:
-        sys.exit(1)  # the engine finds the same, and says so
-    sys.stdout.buffer.write(msgspec.msgpack.encode(files))
-
-
-if __name__ == "__main__":
-    main()
