@@ -27,15 +27,13 @@ class StartReport(msgspec.Struct, frozen=True):
     """A line of JSON from a launched engine to its client: ready, or the error and exit code.
 
     standing_by: not ready yet: all is loaded, and it waits until nobody serves at its endpoint.
-    files: not ready yet: those of the model that the cache folder has. parts: seconds of the
-        start's.
+    files: not ready yet: those of the model that the cache folder has.
     """
 
     error: str | None = None
     exit_code: int = 0
     standing_by: bool = False
     files: list[StartFile] | None = None
-    parts: dict[str, float] = {}
 
 
 ErrorCode = Literal[

@@ -26,7 +26,6 @@ from nanocore.system.private_directory import make_private, open_regular, replac
 logger = logging.getLogger(__name__)
 
 LIMIT_NAME: Final = "NANOCORE_CACHE_BYTES"
-_DIGEST_BYTES: Final = hashlib.sha256().digest_size
 _DEFAULT_LIMIT_BYTES: Final = 2 * 10**9
 _MAX_UNFINISHED_S: Final = 3600.0
 """Age at which a file under another name was left behind by a process that was killed."""
@@ -87,7 +86,7 @@ def limit_bytes() -> int:
     return _DEFAULT_LIMIT_BYTES
 
 
-class _Folder:
+class CacheFolder:
     """Files of one kind, by names that the caller has checked.
 
     Args:
@@ -167,26 +166,7 @@ def _warn_once(text: str) -> None:
         logger.warning("%s", text)
 
 
-class CacheFolder(_Folder):
-    """Entries of one kind by name, each with the SHA-256 of its content before it."""
-
-    def read(self, name: str, max_bytes: int) -> bytes | None:
-        """Return an entry's content, or None if there is none, or it is damaged."""
-        stored = super().read(name, _DIGEST_BYTES + max_bytes)
-        if stored is None:
-            return None
-        content = stored[_DIGEST_BYTES:]
-        if hashlib.sha256(content).digest() != stored[:_DIGEST_BYTES]:
-            logger.warning("the cached entry %s is damaged: it is made again", name)
-            return None
-        return content
-
-    def write(self, name: str, content: bytes) -> None:
-        """Store an entry, if that is possible."""
-        super().write(name, hashlib.sha256(content).digest() + content)
-
-
-class FileCache(_Folder):
+class FileCache(CacheFolder):
     """Contents of files by their SHA-256: 64 lower-case hex digits, as checked by the caller.
 
     Args:

@@ -122,7 +122,7 @@ STARTING = """
 import socket, sys
 descriptor = int(sys.argv[1].removeprefix("--parent-fd="))
 link = socket.socket(fileno=descriptor)
-link.sendall(b'{"files": []}\\n{"parts": {"weights": 1.0}}\\n')
+link.sendall(b'{"files": []}\\n{}\\n')
 link.recv(4096), link.recv(1)
 """
 

@@ -12,7 +12,7 @@ import torch
 
 from nanocore.engine_core.mailbox import AddRequest
 from nanocore.engine_core.process.process import run_core
-from nanocore.engine_core.process.start_parts import StartParts
+from nanocore.engine_core.process.start_parts import start_part
 from nanocore.protocol.errors import CacheMemoryError, ConfigError
 from nanocore.worker.plan import SchedulerOutput
 from tests.engine_core.core_under_test import CoreUnderTest
@@ -29,7 +29,7 @@ NO_MEMORY = [
 
 @pytest.mark.parametrize("error", NO_MEMORY, ids=lambda error: type(error).__name__)
 def test_a_phase_without_memory_is_a_line_with_its_name_and_a_remedy(error: Exception) -> None:
-    with pytest.raises(CacheMemoryError) as caught, StartParts().part("load"):
+    with pytest.raises(CacheMemoryError) as caught, start_part("load"):
         raise error
     message = str(caught.value)
     assert message.startswith(f"load: out of memory ({type(error).__name__}: ")
@@ -40,14 +40,14 @@ def test_a_phase_without_memory_is_a_line_with_its_name_and_a_remedy(error: Exce
 def test_what_torch_says_of_memory_on_a_cpu_is_understood() -> None:
     with (
         pytest.raises(CacheMemoryError, match="kv cache: out of memory"),
-        StartParts().part("kv cache"),
+        start_part("kv cache"),
     ):
         torch.zeros(2**60, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ConfigError("out of memory")])
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, StartParts().part("load"):
+    with pytest.raises(type(error)) as caught, start_part("load"):
         raise error
     assert caught.value is error
 

@@ -12,7 +12,6 @@ from nanocore.system.cache_folder import (
     LIMIT_NAME,
     CacheFolder,
     FileCache,
-    _Folder,
     cache_entries,
     cache_root,
     limit_bytes,
@@ -40,7 +39,7 @@ def test_beyond_its_limit_what_was_used_longest_ago_is_deleted_whatever_its_kind
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LIMIT_NAME, "30")
-    old, new = _Folder("old", PURPOSE), _Folder("new", PURPOSE)
+    old, new = CacheFolder("old", PURPOSE), CacheFolder("new", PURPOSE)
     for number in range(3):
         old.write(f"{number}", bytes(10))
         age(root / "old" / f"{number}", 100 - number)
@@ -128,20 +127,6 @@ def test_symbolic_links_in_it_are_neither_listed_nor_followed_when_it_is_emptied
     assert names() == []
     FileCache().write("0" * 64, b"x")
     assert (tmp_path / "mine" / "a").exists()
-
-
-@pytest.mark.parametrize("damage", [b"", b"half", bytes(40)])
-def test_a_damaged_entry_is_told_and_is_none(
-    root: Path, damage: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    cache = CacheFolder("kind", PURPOSE)
-    cache.write("a", b"content")
-    (root / "kind" / "a").write_bytes(damage)
-    assert cache.read("a", 100) is None
-    assert "the cached entry a is damaged: it is made again" in caplog.text
-    cache.write("a", b"content")
-    assert cache.read("a", 100) == b"content"
-    assert cache.read("a", 5) is None, "it is larger than any entry of its kind"
 
 
 def test_a_pipe_in_an_entrys_place_is_no_entry_and_nobody_waits_for_its_writer(

@@ -55,7 +55,7 @@ from nanocore.engine_core.process.forecast import (
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.process.standby import stand_by
 from nanocore.engine_core.process.start_log import describe_workers, log_beginning, log_settings
-from nanocore.engine_core.process.start_parts import IdleWork, StartParts, process_age_s
+from nanocore.engine_core.process.start_parts import IdleWork, process_age_s, start_part
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.engine_core.step_clock import DeadMansSwitch, StepClock
 from nanocore.kv_cache import Capacity, KVCacheManager
@@ -112,7 +112,6 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files: ServedFil
         StartError: the engine cannot serve.
     """
     imports_s = process_age_s()
-    parts = StartParts(imports=imports_s)
     started_s = time.monotonic() - imports_s
     raise_descriptor_limit()
     config = config.for_device(select_device(config.device).type)
@@ -123,16 +122,16 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files: ServedFil
         claims = stack.enter_context(ExitStack())
         claimed = None if config.standby else claim_resources(config, claims)
         folder = find_model(config)
-        with parts.part("files"):
+        with start_part("files"):
             files = files or read_files(folder, parent)
             overrides = config.hf_overrides, config.override_generation_config
             model_config = load_model_config(folder, *overrides)
         max_model_len = longest_request(config, model_config)
         log_beginning(config, folder, model_config, imports_s)
-        with parts.part("executor", "kernels chosen, ranks started"):
+        with start_part("executor", "kernels chosen, ranks started"):
             executor = _executor(config, folder, model_config, max_model_len)
             stack.callback(executor.close)
-        with parts.part("load", "weights"):
+        with start_part("load", "weights"):
             executor.load_model()
         if claimed is None:
             lock = stand_by(config.endpoint, executor, parent)
@@ -140,8 +139,8 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files: ServedFil
                 return lock
             started_s = time.monotonic()
             claimed = claim_resources(config, claims, lock)
-        ranks = _profile(executor, parts)
-        size = _allocate(config, executor, ranks, max_model_len, parts)
+        ranks = _profile(executor)
+        size = _allocate(config, executor, ranks, max_model_len)
         utilisation, later = _machine_use(ranks)
         vocabulary = _vocabulary_source(folder, files, model_config)
         grammars = stack.enter_context(closing(grammars_of(vocabulary)))
@@ -156,7 +155,6 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files: ServedFil
             files,
             executor,
             started_s,
-            parts,
             publisher=claimed.publisher,
             parent=parent,
             trace=claimed.trace,
@@ -191,7 +189,6 @@ def serve(
     files: ServedFiles,
     executor: StepExecutor,
     started_s: float,
-    parts: StartParts | None = None,
     publisher: KVEventPublisher | None = None,
     parent: ParentLink | None = None,
     trace: StepTrace | None = None,
@@ -206,7 +203,7 @@ def serve(
         socket: bound to config's endpoint; closed at the end.
         files: the ones that card lists.
         executor: has loaded the model and allocated its KV cache.
-        started_s: monotonic time of the process's start, for the log. parts: of it, for a client.
+        started_s: monotonic time of the process's start, for the log.
         later: what is done in idle moments, see `IdleWork`.
         parent: link to the launching client. proposer: see `Scheduler`.
     """
@@ -232,7 +229,7 @@ def serve(
     with registered(running), IdleWork(lambda: not scheduler.num_requests, later):
         logger.info("ready in %.1f s", time.monotonic() - started_s)
         if parent is not None:
-            parent.report(StartReport(parts=parts or {}))
+            parent.report(StartReport())
         farewell, exit_code = run_core(core)
     core.clock.rest()
     if masks is not None:
@@ -268,8 +265,8 @@ def _running(config: EngineConfig, model: str, parent: ParentLink | None) -> Run
     )
 
 
-def _profile(executor: Executor, parts: StartParts) -> list[WorkerInfo]:
-    with parts.part("profile") as notes:
+def _profile(executor: Executor) -> list[WorkerInfo]:
+    with start_part("profile") as notes:
         ranks = executor.profile()
         num_bytes = sum(rank.weight_bytes for rank in ranks)
         notes.append(f"{num_bytes / 1e6:.1f} MB of weights, {describe_workers(ranks)}")
@@ -281,10 +278,9 @@ def _allocate(
     executor: Executor,
     ranks: list[WorkerInfo],
     max_model_len: int,
-    parts: StartParts,
 ) -> CacheSize:
     """Size and allocate the KV cache."""
-    with parts.part("kv cache") as notes:
+    with start_part("kv cache") as notes:
         size = size_cache(config, ranks, max_model_len)
         executor.allocate_kv_cache(size.capacity.num_slabs, size.max_model_len, size.kv_groups)
         num_bytes = sum(map(size.rank_bytes, ranks))

@@ -29,19 +29,15 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
 
 
-class StartParts(dict[str, float]):
-    """Seconds of a start's parts by name, in their order."""
-
-    @contextmanager
-    def part(self, name: str, *given: str) -> Iterator[list[str]]:
-        """Measure a part, and log it if there are notes on it: given ones, or its own."""
-        notes = list(given)
-        start_s = time.monotonic()
-        with memory_errors(f"{name}: "):
-            yield notes
-        self[name] = time.monotonic() - start_s
-        if notes:
-            logger.info("%s %.2f s: %s", name, self[name], ", ".join(notes))
+@contextmanager
+def start_part(name: str, *given: str) -> Iterator[list[str]]:
+    """Measure a part of a start, and log it if there are notes on it: given ones, or its own."""
+    notes = list(given)
+    start_s = time.monotonic()
+    with memory_errors(f"{name}: "):
+        yield notes
+    if notes:
+        logger.info("%s %.2f s: %s", name, time.monotonic() - start_s, ", ".join(notes))
 
 
 POLL_S: Final = 0.25

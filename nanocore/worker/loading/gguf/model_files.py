@@ -38,7 +38,7 @@ def gguf_model_files(first: Path) -> dict[str, bytes]:
     if key not in _known:
         digest = _digest(first, header.num_bytes)
         found = _cached(digest)
-        if found is None:
+        if not found:
             found = convert_model_files(first)
             _keep(digest, found)
         _known.clear()
@@ -83,10 +83,11 @@ def _index() -> CacheFolder:
 
 
 def _cached(digest: str) -> dict[str, bytes] | None:
-    index = _index().read(digest, _MAX_INDEX_BYTES)
-    if index is None:
+    index = _index().read(digest, _MAX_INDEX_BYTES) or b""
+    try:
+        return FileCache().read_all(msgspec.json.decode(index, type=list[StartFile]))
+    except msgspec.DecodeError:  # there is none, or it is damaged
         return None
-    return FileCache().read_all(msgspec.json.decode(index, type=list[StartFile]))
 
 
 def _keep(digest: str, files: dict[str, bytes]) -> None:
