@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.config import EngineConfig, SchedulerConfig
-from nanocore.engine_core.grammars.matcher import NoGrammars
+from nanocore.engine_core.grammars.grammar_compiler import NoGrammars
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.scheduling.scheduler import Scheduler

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.drafting.proposer import NUM_EVIDENCE, Proposals, Proposer
-from nanocore.engine_core.grammars.matcher import Compiled
+from nanocore.engine_core.grammars.token_matcher import Compiled
 from nanocore.engine_core.io.admission import longest
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.columns import LogprobColumns, TokenColumns
@@ -140,7 +140,7 @@ def expected_structured_tokens(
 
 
 class FakeMatcher:
-    """Implements `Matcher`; what it allows is a function of all tokens that it was told.
+    """Stands for a `TokenMatcher`; what it allows is a function of all tokens that it was told.
 
     fails_at: it fails at the mask after so many tokens. breaks_at: filling that raises.
     output: the tokens that it was told. num_fills: masks after each number of tokens.
@@ -197,7 +197,7 @@ class FakeMatcher:
 
 @dataclass
 class FakeGrammar:
-    """Implements `Grammar`. matchers: those that it made. output: what these were told."""
+    """Stands for a `CompiledGrammar`. matchers: that it made. output: what these were told."""
 
     not_held: Sequence[str] = ()
     matchers: list[FakeMatcher] = field(default_factory=list)
@@ -210,7 +210,7 @@ class FakeGrammar:
 
 
 class FakeGrammars:
-    """Implements `GrammarSource`: compiles when it is told to.
+    """Stands for a `GrammarCompiler`: compiles when it is told to.
 
     A regex that begins with "bad" cannot be compiled, and one with "busy" not now. waiting: what
     was begun, in order.

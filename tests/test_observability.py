@@ -11,7 +11,7 @@ from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.log.utilisation import Utilisation
 from nanocore.engine_core.process.cache_size import CacheSize
-from nanocore.engine_core.process.forecast import forecast, table
+from nanocore.engine_core.process.memory_table import memory_table
 from nanocore.engine_core.scheduling.step_plan import Chunk
 from nanocore.kv_cache import Capacity
 from nanocore.worker.cost.model_cost import MachineSpeed, ModelCost
@@ -37,8 +37,7 @@ def printed() -> list[str]:
     folder = demo_model_folder()
     ranks = dry_run(config.worker_config(str(folder), 2048))
     size = CacheSize([KVGroup(CacheKind(), 4)], Capacity(32768, 16), 2048)
-    expected = forecast(config, str(folder), "Qwen3ForCausalLM", ranks, size)
-    return table(expected).splitlines()
+    return list(memory_table(config, ranks, size))
 
 
 def example() -> list[str]:

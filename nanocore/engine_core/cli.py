@@ -69,9 +69,6 @@ def build_parser() -> FlagParser:
         default=False,
         help="check flags, model files and memory, print what takes memory, and exit",
     )
-    parser.add_argument(
-        "--json", action="store_true", default=False, help="with --check: print JSON on stdout"
-    )
     parser.add_argument("--parent-fd", help=argparse.SUPPRESS)
     add_flags(parser, EngineConfig)
     return parser
@@ -94,8 +91,6 @@ def _parse(arguments: list[str]) -> tuple[EngineConfig, argparse.Namespace, tupl
         parser.error(parser.unknown(unknown))
     known = {field.name for field in fields(EngineConfig)}
     config = EngineConfig(**{name: value for name, value in vars(parsed).items() if name in known})
-    if parsed.json and not parsed.check:
-        raise ConfigError("--json needs --check: give both, or neither")
     return config, parsed, parser.notices
 
 
@@ -171,7 +166,7 @@ def _run(config: EngineConfig, flags: argparse.Namespace, parent: ParentLink | N
         with _imports():
             from nanocore.engine_core.process.check import check_engine
 
-        check_engine(config, as_json=flags.json)
+        check_engine(config)
         return 0
     with _imports():
         import numpy  # noqa: F401 - what is missing is told before a model is looked for

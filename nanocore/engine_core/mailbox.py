@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from nanocore.engine_core.grammars.matcher import Compiled
+from nanocore.engine_core.grammars.token_matcher import Compiled
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.outputs import ClientOutput
 from nanocore.engine_core.waking_queue import WakingQueue

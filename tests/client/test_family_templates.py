@@ -146,7 +146,6 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "continued": {"continue_final_message": True},
     "continued with tools": {"continue_final_message": True, "tools": TOOLS},
-    "thoughts continued": {"continue_final_message": "reasoning_content"},
 }  # fmt: skip
 
 

@@ -7,11 +7,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from nanocore.client import LLM, SamplingParams
-from nanocore.engine_core.process.forecast import Forecast
 from nanocore.kernels.cpu.library import find_library
 from tests.campaign import in_campaign
 from tests.end_to_end import forked
@@ -157,12 +155,3 @@ def test_a_check_tells_what_takes_memory(tiny_model: Path) -> None:
     assert result.returncode == 0
     for words in ("memory, the most of 2 ranks", "room for "):
         assert words in result.stdout
-
-
-def test_a_check_speaks_json_to_programs(tiny_model: Path) -> None:
-    flags = ("--check", "--json", "--max-num-seqs", "2", "--kv-cache-memory-bytes", "2000000")
-    result = run_to_exit("--model", str(tiny_model), *flags, "--device", "cpu")
-    found = msgspec.json.decode(result.stdout, type=Forecast)
-    assert found.model == str(tiny_model)
-    assert found.max_model_len == 1024
-    assert found.num_requests == found.num_blocks * found.block_size // 1024 > 0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.grammars.matcher import GrammarSource, NoGrammars
+from nanocore.engine_core.grammars.grammar_compiler import GrammarSource, NoGrammars
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.log.event_log import SchedulerCounters

@@ -17,14 +17,12 @@ EVENTS = ["--kv-events-endpoint", "ipc:///x/events.sock"]
 def test_every_setting_has_a_flag_and_every_flag_a_setting() -> None:
     settings = {field.name for field in fields(EngineConfig)}
     flags = {action.dest for action in build_parser()._actions}
-    assert flags - settings == {"help", "version", "check", "json", "parent_fd"}
+    assert flags - settings == {"help", "version", "check", "parent_fd"}
     assert settings <= flags
 
 
 def test_json_is_how_a_check_is_printed() -> None:
-    assert parse_config(["--check", "--json"]) == EngineConfig()
-    with pytest.raises(ConfigError, match="--json needs --check"):
-        parse_config(["--json"])
+    assert parse_config(["--check"]) == EngineConfig()
 
 
 def test_check_is_a_command_and_no_setting() -> None:

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.grammars.matcher import NoGrammars
+from nanocore.engine_core.grammars.grammar_compiler import NoGrammars
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.io.io_thread import MAX_TURN_S, IoThread, ReceiveThrottle, StatsLog

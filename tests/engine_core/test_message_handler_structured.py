@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nanocore.engine_core.grammars.matcher import NoGrammars
+from nanocore.engine_core.grammars.grammar_compiler import NoGrammars
 from nanocore.engine_core.io.control_handler import ServedFiles
 from nanocore.engine_core.log.metrics import stats_of
 from nanocore.engine_core.mailbox import Shutdown

@@ -9,8 +9,7 @@ from queue import SimpleQueue
 import pytest
 
 from nanocore.engine_core.grammars import grammar_compiler as module
-from nanocore.engine_core.grammars.grammar_compiler import GrammarCompiler, grammars_of
-from nanocore.engine_core.grammars.matcher import NoGrammars
+from nanocore.engine_core.grammars.grammar_compiler import GrammarCompiler, NoGrammars, grammars_of
 from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.grammars.matcher import NoGrammars
+from nanocore.engine_core.grammars.grammar_compiler import NoGrammars
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.limits import QueueLimit
 from nanocore.engine_core.log.event_log import SchedulerCounters

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from nanocore.engine_core.grammars.matcher import Grammar
+from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
 from nanocore.protocol.errors import InvalidRequestError
 from tests.structured.walks import accepts, demo_tokens
 
@@ -47,7 +47,7 @@ def write(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def is_possible(grammar: Grammar, value: Any) -> bool:
+def is_possible(grammar: CompiledGrammar, value: Any) -> bool:
     """Whether masks let a spelling of the value through."""
     encode = demo_tokens().tokenizer.encode
     texts = itertools.islice(spellings(value), MAX_SPELLINGS)

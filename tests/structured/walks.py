@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.grammars.compilation import compile_grammar
-from nanocore.engine_core.grammars.matcher import Grammar, Matcher
+from nanocore.engine_core.grammars.token_matcher import CompiledGrammar, TokenMatcher
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.structured_outputs import StructuredOutputsParams
 from tests.engine_core.grammars.walks import load_table
@@ -45,7 +45,7 @@ class DemoTokens:
         ranks[EOS] = -1
         return ranks
 
-    def compile(self, **wanted: Any) -> Grammar:
+    def compile(self, **wanted: Any) -> CompiledGrammar:
         """wanted: as users write it."""
         return compile_grammar(self.vocabulary, StructuredOutputsParams(**wanted).for_engine())[1]
 
@@ -61,7 +61,7 @@ def demo_tokens() -> DemoTokens:
     )
 
 
-def allowed_tokens(matcher: Matcher) -> NDArray[np.int64]:
+def allowed_tokens(matcher: TokenMatcher) -> NDArray[np.int64]:
     """Those that the mask lets through now, in ascending order."""
     words_W = np.zeros((VOCAB_SIZE + 31) // 32, np.int32)
     is_masked = matcher.fill(words_W)
@@ -74,7 +74,7 @@ def allowed_tokens(matcher: Matcher) -> NDArray[np.int64]:
     return tokens
 
 
-def accepts(grammar: Grammar, token_ids: Iterable[int]) -> bool:
+def accepts(grammar: CompiledGrammar, token_ids: Iterable[int]) -> bool:
     """Whether these can be a whole output: each is in its mask, and EOS in the last one."""
     matcher = grammar.matcher()
     for token in [*token_ids, EOS]:
@@ -85,7 +85,7 @@ def accepts(grammar: Grammar, token_ids: Iterable[int]) -> bool:
 
 
 def walk(
-    grammar: Grammar, rng: random.Random, free_tokens: int = 40, max_tokens: int = 400
+    grammar: CompiledGrammar, rng: random.Random, free_tokens: int = 40, max_tokens: int = 400
 ) -> list[int] | None:
     """The tokens of a random output, without EOS; None if it did not end within max_tokens.
 

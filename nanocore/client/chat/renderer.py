@@ -30,7 +30,6 @@ MAX_OUTPUT_FACTOR: Final = 4
 MAX_OUTPUT_CHARS: Final = 1 << 20
 """A prompt has at most this many characters plus MAX_OUTPUT_FACTOR times the request's."""
 _MAX_REASON_CHARS: Final = 200
-_MAX_TRIES: Final = 3
 _ENDED: Final = "the process that renders chat templates was ended: its client is closed"
 _LENGTH: Final = struct.Struct("!I")
 _ENVIRONMENT: Final = ("TZ", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH")
@@ -39,15 +38,6 @@ _ENVIRONMENT: Final = ("TZ", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH")
 
 class RenderProcessError(NanocoreError):
     """The process that renders chat templates does not start; the request is not to blame."""
-
-
-class _ProcessKilledError(Exception):
-    """The process was killed from outside, not by a limit. failure: error to raise if it happens
-    again."""
-
-    def __init__(self, failure: NanocoreError) -> None:
-        super().__init__()
-        self.failure = failure
 
 
 class Renderer:
@@ -113,25 +103,16 @@ class Renderer:
         raise self._failure(text)
 
     def _rendered(self, request: bytes) -> tuple[str, str]:
-        """Return status and text; if the process was killed, try again with a new one."""
-        for num_left in reversed(range(_MAX_TRIES)):
-            process = self._process
-            try:
-                if process is None or process.poll() is not None or is_stopped(process.pid):
-                    self.close()
-                    self._start()
-                # `end` sets this before it looks for the process: either it kills the new one, or
-                # it came first and this sees the flag.
-                if self._is_ending:
-                    raise RenderProcessError(_ENDED)
-                return self._exchange(request)
-            except _ProcessKilledError as killed:
-                self.close()
-                if self._is_ending:
-                    raise RenderProcessError(_ENDED) from None
-                if not num_left:
-                    raise killed.failure from None
-        raise AssertionError("the last try returns or raises")
+        """Return status and text."""
+        process = self._process
+        if process is None or process.poll() is not None or is_stopped(process.pid):
+            self.close()
+            self._start()
+        # `end` sets this before it looks for the process: either it kills the new one, or it came
+        # first and this sees the flag.
+        if self._is_ending:
+            raise RenderProcessError(_ENDED)
+        return self._exchange(request)
 
     def end(self) -> None:
         """Kill the process, if there is one, even while it renders; any thread may call this."""
@@ -194,16 +175,14 @@ class Renderer:
             self._send(self._template, deadline)
         except (OSError, EOFError) as error:
             ours.close()
-            was_killed = not isinstance(error, TimeoutError) and self._status() == -signal.SIGKILL
             process.kill()
             assert process.stderr is not None
             words = process.stderr.read().decode("utf-8", "replace").strip()
-            failure = RenderProcessError(
+            raise RenderProcessError(
                 f"the process to render chat templates in ({sys.executable}) does not start: "
                 f"{words[-_MAX_REASON_CHARS:] or str(error) or 'it ended at once'}; is jinja2 "
                 "installed there?"
-            )
-            raise (_ProcessKilledError(failure) if was_killed else failure) from None
+            ) from None
         finally:
             assert process.stderr is not None
             process.stderr.close()
@@ -251,11 +230,11 @@ class Renderer:
         if status == -signal.SIGPROF:
             return self._failure(f"it takes more than {MAX_CPU_S:g} s of CPU time, the limit")
         if status == -signal.SIGKILL:
-            return _ProcessKilledError(
-                RenderProcessError(
-                    f"the process that renders the chat template of {self._source} was killed "
-                    "(SIGKILL): is the machine out of memory?"
-                )
+            return RenderProcessError(
+                _ENDED
+                if self._is_ending
+                else f"the process that renders the chat template of {self._source} was killed "
+                "(SIGKILL): is the machine out of memory?"
             )
         return self._failure(
             f"its process ended (status {status}): does it pass a limit of memory or depth?"

@@ -14,11 +14,11 @@ from typing import Any, Final, TypedDict
 
 import tokenizers
 
-from nanocore.client.chat.chat_messages import REASONING_KEYS, is_long, plain, template_message
+from nanocore.client.chat.chat_messages import is_long, plain, template_message
 from nanocore.client.chat.renderer import Renderer
 from nanocore.client.chat.special_token_guard import SpecialTokenGuard
 from nanocore.client.chat.template_dialect import TemplateDialect
-from nanocore.protocol.errors import InvalidRequestError, quoted, shorten
+from nanocore.protocol.errors import InvalidRequestError, quoted
 
 CHATML_END: Final = "<|im_end|>"
 BUILT_IN_TEMPLATES: Final = {
@@ -56,13 +56,13 @@ class TemplateOptions(TypedDict, total=False):
     tools: OpenAI's, as dicts. chat_template_kwargs: further names for the template, such as
     enable_thinking. allowed_template_kwargs: names that are allowed (default:
     DEFAULT_TEMPLATE_KWARGS). continue_final_message: the prompt ends with the last message's
-    content, or the value of the named key, which the model continues.
+    content, which the model continues.
     """
 
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
     allowed_template_kwargs: Collection[str]
-    continue_final_message: bool | str
+    continue_final_message: bool
 
 
 def read_template_kwargs(
@@ -156,7 +156,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         chat_template_kwargs: Mapping[str, object] | None = None,
         allowed_template_kwargs: Collection[str] = DEFAULT_TEMPLATE_KWARGS,
-        continue_final_message: bool | str = False,
+        continue_final_message: bool = False,
     ) -> list[str]:
         """Return the prompt of a conversation, in parts that no token may span. Thread-safe.
 
@@ -190,8 +190,7 @@ class ChatTemplate:
                 conversation, sentinel = self._guard.mark(conversation)
         except (TypeError, RecursionError) as error:
             raise InvalidRequestError(f"the messages of a chat: {error}") from None
-        key = "content" if continue_final_message is True else continue_final_message
-        end = _mark_end(conversation["messages"][-1], key, self.text) if key else ""
+        end = _mark_end(conversation["messages"][-1]) if continue_final_message else ""
         renderer = self._long_renderer if is_long(messages, tools) else self._renderer
         text = renderer.render(
             {
@@ -201,7 +200,7 @@ class ChatTemplate:
             },
             self._now(),
         )
-        if key:
+        if continue_final_message:
             text = _cut_end(text, end)
         return [text] if self._guard is None else self._guard.parts(text, sentinel)
 
@@ -211,10 +210,9 @@ def _check_end(add_generation_prompt: object, continue_final_message: object) ->
         raise InvalidRequestError(
             f"add_generation_prompt={quoted(add_generation_prompt)}: True, False or None"
         )
-    if not isinstance(continue_final_message, bool | str):
+    if not isinstance(continue_final_message, bool):
         raise InvalidRequestError(
-            f"continue_final_message={quoted(continue_final_message)}: True, False, or the name of "
-            "what the last message has"
+            f"continue_final_message={quoted(continue_final_message)}: True or False"
         )
     if continue_final_message and add_generation_prompt:
         raise InvalidRequestError(
@@ -223,29 +221,16 @@ def _check_end(add_generation_prompt: object, continue_final_message: object) ->
         )
 
 
-def _mark_end(message: dict[str, Any], key: str, template: str) -> str:
+def _mark_end(message: dict[str, Any]) -> str:
     """Put the mark at the end of the final message; return the message's text without it."""
-    final = message.get(key)
-    if final is None:
-        raise InvalidRequestError(
-            f"continue_final_message: the last message has no {shorten(key)!r}"
-        )
-    keys = [key]
-    if key in REASONING_KEYS:
-        keys = [name for name in REASONING_KEYS if message.get(name) == final]
-    if not any(name in template for name in keys):
-        raise InvalidRequestError(
-            f"continue_final_message: the chat template has no {shorten(key)!r}"
-        )
+    final, key = message.get("content"), "content"
     if isinstance(final, list):
         texts = [part for part in final if isinstance(part, dict) and "text" in part]
-        if not texts:
-            raise InvalidRequestError("continue_final_message: the last message has no text")
-        message, keys, final = texts[-1], ["text"], texts[-1]["text"]
+        message, key = texts[-1] if texts else {}, "text"
+        final = message.get(key)
     if not isinstance(final, str):
-        raise InvalidRequestError(f"continue_final_message: {key!r} of the last message is no text")
-    for name in keys:
-        message[name] = final + _CONTINUED
+        raise InvalidRequestError("continue_final_message: the last message has no text")
+    message[key] = final + _CONTINUED
     return final
 
 

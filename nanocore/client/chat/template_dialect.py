@@ -52,15 +52,13 @@ class TemplateDialect:
         system_text: text to add to the system message.
 
         Raises:
-            InvalidRequestError: a message is not a dict, a part of its content is not text, or the
-            template leaves out messages of its role.
+            InvalidRequestError: a message is not a dict, or a part of its content is not text.
         """
         if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
             raise InvalidRequestError(
                 f"a conversation is a list of messages, not {type(messages).__name__}"
             )
         turns = [self._adapted(i, message) for i, message in enumerate(messages)]
-        self._check_roles(turns)
         if any(turn["role"] == "tool" for turn in turns) and self._writes_calls_as_text:
             turns = _as_users(turns, "tool")
         if system_text and turns and turns[0]["role"] == "system":
@@ -121,25 +119,6 @@ class TemplateDialect:
             if content is not None or needs_content:
                 turn["content"] = "" if content is None else content
         return turn
-
-    def _check_roles(self, turns: Sequence[Mapping[str, Any]]) -> None:
-        """Raise InvalidRequestError for a role of the caller's own that the template leaves out.
-
-        Templates that write any role, and those that refuse others themselves, are left alone.
-        """
-        others = list({turn["role"]: None for turn in turns if turn["role"] not in ROLES})
-        if not others:
-            return
-        probes = [{"role": role, "content": f"probe {i}."} for i, role in enumerate(others)]
-        text = self._try([{"role": "user", "content": "hi"}, *probes])
-        missing = (one["role"] for one in probes if text is not None and one["content"] not in text)
-        if (role := next(missing, None)) is not None:
-            where = f"messages[{[turn['role'] for turn in turns].index(role)}].role"
-            raise InvalidRequestError(
-                f"{where} is {quoted(role)}, and the model's chat template leaves out messages of "
-                f"this role: give one of {', '.join(ROLES)}",
-                where,
-            )
 
     def _content(self, i: int, message: Mapping[str, Any]) -> Any:
         content = message.get("content")

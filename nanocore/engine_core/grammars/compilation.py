@@ -23,7 +23,6 @@ from nanocore.engine_core.grammars.schema import escaped, parse_schema
 from nanocore.engine_core.grammars.schema_checks import check_forms, check_schema
 from nanocore.engine_core.grammars.token_matcher import (
     CompiledGrammar,
-    TokenMatcher,
     why,
     write_mask,
 )
@@ -39,16 +38,9 @@ FOLLOW_S: Final = 5.0
 _TOKENS_PER_LOOK: Final = 256
 
 
-class FollowedGrammar(msgspec.Struct):
-    """Implements `Grammar` for one resumed sample, whose matcher has taken in earlier output."""
-
-    matcher: Callable[[], TokenMatcher]
-    not_held: Sequence[str]
-
-
 def followed(
     grammar: CompiledGrammar, output: Sequence[int]
-) -> FollowedGrammar | InvalidRequestError:
+) -> CompiledGrammar | InvalidRequestError:
     """Return a grammar whose matcher has consumed these output tokens, or why they do not match."""
     matcher = grammar.matcher()
     start_s = time.thread_time()
@@ -62,7 +54,7 @@ def followed(
             return _refusal(i, token, matcher.failure)
         if i % _TOKENS_PER_LOOK == 0 and time.thread_time() - start_s > FOLLOW_S:
             return _refusal(i, token, f"to get there takes more than {FOLLOW_S:g} s")
-    return FollowedGrammar(lambda: matcher, grammar.not_held)
+    return msgspec.structs.replace(grammar, resumed=matcher)
 
 
 def _refusal(i: int, token: int, reason: str) -> InvalidRequestError:

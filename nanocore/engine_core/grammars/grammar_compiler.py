@@ -21,14 +21,13 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 import msgspec
 
 from nanocore.engine_core.grammars.compilation import compile_text, followed
 from nanocore.engine_core.grammars.compile_process import NUM_WORKERS, CompileProcess, engine_error
-from nanocore.engine_core.grammars.matcher import Compiled, NoGrammars
-from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
+from nanocore.engine_core.grammars.token_matcher import Compiled, CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable, VocabularySource
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
@@ -160,7 +159,7 @@ _RETRY_AFTER_S: Final = 5.0
 
 
 class GrammarCompiler:
-    """Implements `GrammarSource` with threads of its own. Any thread may call it.
+    """Compiles and caches structured outputs outside the step loop. Any thread may call it.
 
     load: returns the vocabulary, or raises an InvalidRequestError for all who ask; called once.
     process: closed with it.
@@ -192,7 +191,10 @@ class GrammarCompiler:
             logger.info("%s", error)
 
     def find(self, wanted: StructuredOutputs, client: int = 0) -> Compiled | None:
-        """Return the known result, or an error if the client waits for too many others."""
+        """Return the known result, or an error if the client waits for too many others.
+
+        Never waits. client: who wants it.
+        """
         key = digest(wanted)
         with self._changed:
             known = self._cache.find(key)
@@ -211,7 +213,12 @@ class GrammarCompiler:
         client: int = 0,
         output: Sequence[int] = (),
     ) -> Callable[[], None]:
-        """Start a compilation, or join a pending one for the same structured output."""
+        """Start a compilation, or join a pending one for the same structured output.
+
+        done is called once, from another thread. output: of its one sample, tokens that an earlier
+        run has produced, which the grammar's one matcher is to have taken in. Returns what
+        withdraws it: done need not be called then.
+        """
         key, asker = digest(wanted), _Waiter(client, done, output)
         with self._changed:
             job = self._jobs.setdefault(key, _Job(key, wanted))
@@ -320,7 +327,33 @@ class GrammarCompiler:
             self._cache.put(key, InvalidRequestError(reason))
 
 
-def grammars_of(source: VocabularySource) -> GrammarCompiler | NoGrammars:
+class NoGrammars:
+    """Refuses every structured output, with this reason."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def find(self, wanted: StructuredOutputs, client: int = 0) -> InvalidRequestError:
+        return InvalidRequestError(self._reason)
+
+    def compile(
+        self,
+        wanted: StructuredOutputs,
+        done: Callable[[Compiled], None],
+        client: int = 0,
+        output: Sequence[int] = (),
+    ) -> Callable[[], None]:
+        done(self.find(wanted))
+        return lambda: None
+
+    def close(self) -> None:
+        pass
+
+
+GrammarSource: TypeAlias = GrammarCompiler | NoGrammars
+
+
+def grammars_of(source: VocabularySource) -> GrammarSource:
     """Return the compiler of structured outputs; without a vocabulary, what refuses them.
 
     The vocabulary is loaded when it is needed.

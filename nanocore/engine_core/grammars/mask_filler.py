@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from nanocore.engine_core.grammars.matcher import Matcher
+from nanocore.engine_core.grammars.token_matcher import TokenMatcher
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.scheduler import Scheduler
 from nanocore.protocol.codec import pack_int32
@@ -44,7 +44,7 @@ class MaskFiller:
     def __init__(self, vocab_size: int, max_num_masks: int, num_threads: int | None = None) -> None:
         # Pages are touched only as rows are filled.
         self._words_MW = np.zeros((max_num_masks, -(-vocab_size // 32)), np.int32)
-        self._matchers: Sequence[Matcher] = ()
+        self._matchers: Sequence[TokenMatcher] = ()
         self._drafts: Sequence[Sequence[int]] = ()
         self._starts: list[int] = []
         self._has_mask: list[bool] = []
@@ -58,7 +58,7 @@ class MaskFiller:
         self._threads = [start_thread(self._run, f"masks-{i}") for i in range(num_threads)]
 
     def begin(
-        self, matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]] | None = None
+        self, matchers: Sequence[TokenMatcher], drafts: Sequence[Sequence[int]] | None = None
     ) -> None:
         """Start filling masks for each matcher: one, and one behind each of its drafts, if any.
 

@@ -1,20 +1,22 @@
-"""A matcher on top of llguidance's: follows one sample's tokens and writes its masks.
+"""Structured outputs as the scheduler and the step loop see them: a matcher for each sample.
 
-It never raises for what a grammar does: it fails, once, with a text for the client.
+It follows the delivered tokens and nothing else. So it stays with its request through preemption,
+and a resumed sample has the same state after the same tokens. It never raises for what a grammar
+does: it fails, once, with a text for the client.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from nanocore.engine_core.grammars.token_table import TokenTable, tokens_of
-from nanocore.protocol.errors import shorten
+from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError, shorten
 
 if TYPE_CHECKING:
     import llguidance
@@ -26,10 +28,11 @@ MASK_CREDIT_MS: Final = 50.0
 
 
 class CompiledGrammar(msgspec.Struct, eq=False):
-    """Implements `Grammar`: the start of every sample of a request. Any thread may use it.
+    """A compiled structured output: the start of every sample of a request.
 
-    beginning: is only copied. num_bytes: about what it takes. not_held: see `Grammar`.
-    on_too_slow: called with the reason when a matcher of it took too long.
+    Any thread may use it. beginning: is only copied. num_bytes: about what it takes. not_held: JSON
+    pointers of what was left out of its lenient parts. on_too_slow: called with the reason when a
+    matcher of it took too long. resumed: matcher of its one sample, if that has earlier output.
     """
 
     vocabulary: TokenTable
@@ -38,15 +41,21 @@ class CompiledGrammar(msgspec.Struct, eq=False):
     num_bytes: int
     not_held: Sequence[str] = ()
     on_too_slow: Callable[[str], None] = lambda reason: None
+    resumed: TokenMatcher | None = None
 
     def matcher(self) -> TokenMatcher:
-        return TokenMatcher(self)
+        return self.resumed or TokenMatcher(self)
+
+
+Compiled: TypeAlias = CompiledGrammar | InvalidRequestError | EngineOverloadedError
 
 
 class TokenMatcher:
-    """Implements `Matcher` for one sample.
+    """One sample's state in its grammar, on top of llguidance's. One thread at a time uses it.
 
     llguidance's matcher is copied when the first token is there: the first mask is the grammar's.
+
+    failure: why it cannot go on, for whoever reads the ERROR; None while it can.
     """
 
     def __init__(self, grammar: CompiledGrammar) -> None:
@@ -59,10 +68,16 @@ class TokenMatcher:
         self._credit_ms = MASK_CREDIT_MS
 
     def append(self, token_ids: Iterable[int]) -> None:
+        """Note delivered output tokens, in order; takes almost no time."""
         self._noted.extend(token_ids)
 
     def fill(self, words_W: NDArray[np.int32]) -> bool:
-        """Fill the mask; after a failure it allows EOS alone."""
+        """Write the mask of tokens that may follow, in the layout of `TokenMask.words_MW`'s rows.
+
+        Returns False if every token may: what is written then means nothing. EOS may follow where
+        the output can end; where it must, and after a failure, nothing else may. May take
+        milliseconds.
+        """
         start = time.thread_time()
         if self.failure is None:
             self._fill(words_W)
@@ -72,7 +87,11 @@ class TokenMatcher:
         return words_W[0] != -1 or not np.array_equal(words_W, self._vocabulary.all_words)
 
     def fill_behind(self, words_DW: NDArray[np.int32], drafts: Sequence[int]) -> bool:
-        """Fill the masks behind drafts, of a copy that follows them."""
+        """Write the masks behind these drafts, one behind each; after a `fill` that did not fail.
+
+        They are masks of what may never be delivered, so nothing that goes wrong is a failure:
+        no token may follow then, as the failure would have it if the output came there.
+        """
         words_DW[:] = 0
         matcher = self.take_in().deep_copy()
         for words_W, token in zip(words_DW, drafts, strict=True):
@@ -82,7 +101,11 @@ class TokenMatcher:
         return not (words_DW == self._vocabulary.all_words).all()
 
     def draft(self, proposed: Sequence[int], most: int) -> Sequence[int]:
-        """Draft nothing if masks are slow: each draft costs one, and most are not delivered."""
+        """Return drafts, up to so many: of those proposed what may follow, then what must.
+
+        Takes microseconds a token.
+        """
+        # Nothing if masks are slow: each draft costs one, and most are not delivered.
         if self._credit_ms < MASK_CREDIT_MS / 2:
             return ()
         matcher = self.take_in()

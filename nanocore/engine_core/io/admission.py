@@ -17,7 +17,8 @@ import numpy as np
 from msgspec.structs import replace
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.grammars.matcher import Grammar, GrammarSource
+from nanocore.engine_core.grammars.grammar_compiler import GrammarSource
+from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
 from nanocore.engine_core.io.limits import QueueLimit, held_bytes
 from nanocore.engine_core.requests.readiness import GRAMMAR
 from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
@@ -234,7 +235,7 @@ class Admission:
                 f"and output_token_ids goes on after it; leave the rest out"
             )
 
-    def _find_grammar(self, sampling: EngineSamplingParams, client: int) -> Grammar | None:
+    def _find_grammar(self, sampling: EngineSamplingParams, client: int) -> CompiledGrammar | None:
         """Return the request's grammar; None if it has none, or it is not compiled yet."""
         if sampling.structured_outputs is None:
             return None

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from nanocore.engine_core.grammars.matcher import Compiled
+from nanocore.engine_core.grammars.token_matcher import Compiled
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.drain import Drain
 from nanocore.engine_core.io.session import Session, SessionTable

@@ -9,12 +9,10 @@ import logging
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.io.served_files import ServedFiles
 from nanocore.engine_core.process.cache_size import longest_request, size_cache
-from nanocore.engine_core.process.forecast import forecast, table
+from nanocore.engine_core.process.memory_table import memory_table
 from nanocore.engine_core.process.process import find_model, proposer_of
 from nanocore.engine_core.process.start_log import describe_workers
 from nanocore.worker.devices import select_device
@@ -30,8 +28,8 @@ _GRAMMAR_BYTES: Final = 66 * 10**6, 1660
 """Memory for structured outputs: of libraries and processes, and for each token; as measured."""
 
 
-def check_engine(config: EngineConfig, as_json: bool = False) -> None:
-    """Log the sizes that an engine would have, and print its `Forecast` to stdout.
+def check_engine(config: EngineConfig) -> None:
+    """Log the sizes that an engine would have, and print its memory to stdout.
 
     Raises:
         StartError: it would not start.
@@ -63,13 +61,6 @@ def check_engine(config: EngineConfig, as_json: bool = False) -> None:
         size.capacity.block_size,
         size.max_model_len,
     )
-    expected = forecast(
-        config,
-        str(folder),
-        model_config.architecture,
-        ranks,
-        size,
-        process_bytes + model_config.vocab_size * _FILES_TOKEN_BYTES,
-        _GRAMMAR_BYTES[0] + model_config.vocab_size * _GRAMMAR_BYTES[1],
-    )
-    print(msgspec.json.encode(expected).decode() if as_json else table(expected))
+    process_bytes += model_config.vocab_size * _FILES_TOKEN_BYTES
+    grammar_bytes = _GRAMMAR_BYTES[0] + model_config.vocab_size * _GRAMMAR_BYTES[1]
+    print("\n".join(memory_table(config, ranks, size, process_bytes, grammar_bytes)))

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from nanocore.demo_model import demo_model_folder
@@ -30,9 +31,8 @@ from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.core import EngineCore
 from nanocore.engine_core.drafting import make_proposer
 from nanocore.engine_core.drafting.proposer import Proposer
-from nanocore.engine_core.grammars.grammar_compiler import grammars_of
+from nanocore.engine_core.grammars.grammar_compiler import GrammarSource, NoGrammars, grammars_of
 from nanocore.engine_core.grammars.mask_filler import MaskFiller
-from nanocore.engine_core.grammars.matcher import GrammarSource, NoGrammars
 from nanocore.engine_core.grammars.token_table import VocabularySource
 from nanocore.engine_core.io.admission import Admission
 from nanocore.engine_core.io.control_handler import ControlHandler
@@ -47,11 +47,7 @@ from nanocore.engine_core.log.utilisation import Utilisation
 from nanocore.engine_core.mailbox import BeginDrain, Inbox, Outbox, Shutdown
 from nanocore.engine_core.process.cache_size import CacheSize, longest_request, size_cache
 from nanocore.engine_core.process.claimed_resources import claim_resources
-from nanocore.engine_core.process.forecast import (
-    joined_cost,
-    measure_cpu,
-    speed_of_gpus,
-)
+from nanocore.engine_core.process.memory_table import joined_cost
 from nanocore.engine_core.process.parent import ParentLink
 from nanocore.engine_core.process.standby import stand_by
 from nanocore.engine_core.process.start_log import describe_workers, log_beginning, log_settings
@@ -72,6 +68,8 @@ from nanocore.protocol.messages import ModelCard
 from nanocore.protocol.sockets.engine_socket import EngineSocket
 from nanocore.system.running import Running, registered
 from nanocore.worker.config.model_config import ModelConfig
+from nanocore.worker.cost.machine_speed import measure_speed
+from nanocore.worker.cost.model_cost import MachineSpeed
 from nanocore.worker.devices import native_library, select_device
 from nanocore.worker.executors.executor import Executor, StepExecutor
 from nanocore.worker.executors.process_executor import ProcessExecutor
@@ -102,6 +100,8 @@ def proposer_of(config: EngineConfig) -> Callable[[NDArray[np.int32]], Proposer]
 
 GRACE_S: Final = 20.0
 """Time for the io thread to find a step that hangs, and to tell all clients."""
+_MEASURED_SHARE: Final = 8
+"""A measurement takes 1/8 of a rank's memory: an engine that is short of it starts all the same."""
 _NO_GRAMMARS: Final = NoGrammars("structured_outputs: this engine has no vocabulary")
 
 
@@ -167,12 +167,20 @@ def run_engine(config: EngineConfig, parent: ParentLink | None, files: ServedFil
 
 def _machine_use(ranks: list[WorkerInfo]) -> tuple[Utilisation, list[Callable[[], None]]]:
     """Return what adds up steps, and what is left for later."""
-    utilisation = Utilisation(joined_cost(ranks), speed_of_gpus(ranks))
+    cost = joined_cost(ranks)
+    if gpus := [rank.speed for rank in ranks if rank.speed is not None]:
+        return Utilisation(cost, MachineSpeed.joined(gpus)), []
+    utilisation = Utilisation(cost, None)
 
     def measure() -> None:
-        utilisation.speed = measure_cpu(ranks)
+        """Measure the CPU, whose cores the ranks share: all at once."""
+        read_bytes = int(cost.read_weight_bytes(1))
+        max_bytes = min(rank.memory_bytes for rank in ranks) // _MEASURED_SHARE
+        dtype = getattr(torch, ranks[0].dtype)
+        cpu = torch.device("cpu")
+        utilisation.speed = measure_speed(cpu, dtype, read_bytes, room_bytes=max_bytes)
 
-    return utilisation, [] if utilisation.speed else [measure]
+    return utilisation, [measure]
 
 
 def _vocabulary_source(folder: Path, files: ServedFiles, model: ModelConfig) -> VocabularySource:

@@ -8,7 +8,7 @@ from pathlib import Path
 from nanocore import __version__
 from nanocore.engine_core.config import EngineConfig
 from nanocore.engine_core.process.cache_size import CacheSize
-from nanocore.engine_core.process.forecast import memory_summary
+from nanocore.engine_core.process.memory_table import memory_summary
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.rank_messages import WorkerInfo
 

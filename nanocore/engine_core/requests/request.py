@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from nanocore.engine_core.grammars.matcher import Grammar, Matcher
+from nanocore.engine_core.grammars.token_matcher import CompiledGrammar, TokenMatcher
 from nanocore.engine_core.requests.readiness import NOTHING, SIBLING, Prerequisite
 from nanocore.kv_cache import BlockKey, KeyChain
 from nanocore.protocol.fields import MAX_EXACT_INT
@@ -85,7 +85,7 @@ class Request:
     waits_for: frozenset[Prerequisite] = NOTHING
     waiting_siblings: Sequence[Request] = ()
     awaited_sibling: Request | None = None
-    matcher: Matcher | None = None
+    matcher: TokenMatcher | None = None
     not_held: Sequence[str] = ()
 
     def __post_init__(self) -> None:
@@ -201,7 +201,7 @@ class Request:
         is_behind = awaited is not None and awaited.waits_outside
         return is_behind or any(one.is_outside for one in self.waits_for)
 
-    def follow(self, grammar: Grammar, compiled_s: float | None = None) -> None:
+    def follow(self, grammar: CompiledGrammar, compiled_s: float | None = None) -> None:
         """Constrain the output of each sample by the grammar. compiled_s: if it waited for that."""
         self.not_held = grammar.not_held
         for sample in self.samples:

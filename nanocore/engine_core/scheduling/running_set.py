@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from nanocore.engine_core.config import SchedulerConfig
 from nanocore.engine_core.drafting.proposer import RowFollower
-from nanocore.engine_core.grammars.matcher import Matcher
+from nanocore.engine_core.grammars.token_matcher import TokenMatcher
 from nanocore.engine_core.policy.order import Precedence, PrecedenceKey
 from nanocore.engine_core.requests.ends import RepetitionDetector, StopIds
 from nanocore.engine_core.requests.request import TOKEN_DTYPE, Request
@@ -104,7 +104,7 @@ class RunningSet:
         self.logprob_rows: set[int] = set()
         self.prompt_logprob_rows: set[int] = set()
         self.pooled_rows: set[int] = set()
-        self.matchers: dict[int, Matcher] = {}
+        self.matchers: dict[int, TokenMatcher] = {}
         self.detectors: dict[int, RepetitionDetector] = {}
         self.follower: RowFollower | None = None
         self.requests: list[Request | None] = [None] * num_rows

@@ -286,19 +286,3 @@ def test_a_template_is_asked_once_and_only_for_what_is_there() -> None:
     for _ in range(3):
         dialect.adapt([{"role": "assistant", "tool_calls": [CALL]}])
     assert len(rendered) == 1
-
-
-def test_a_role_whose_messages_a_template_leaves_out_is_refused() -> None:
-    known = ("user", "assistant", "narrator")
-
-    def render(messages: list[dict[str, Any]]) -> str:
-        return python_template([turn for turn in messages if turn["role"] in known])
-
-    dialect = TemplateDialect(render)
-    messages = [said("user", "a"), said("narrator", "b")]
-    assert dialect.adapt(messages) == messages
-    with pytest.raises(InvalidRequestError, match=r"messages\[2\]\.role is 'wizard'") as caught:
-        dialect.adapt([*messages, said("wizard", "c")])
-    assert caught.value.param == "messages[2].role"
-    anything = TemplateDialect(python_template)
-    assert anything.adapt([said("wizard", "c")]) == [said("wizard", "c")]

@@ -20,8 +20,7 @@ from nanocore.engine_core.grammars import compile_process
 from nanocore.engine_core.grammars.compilation import compile_text
 from nanocore.engine_core.grammars.compile_process import NUM_WORKERS, CompileProcess, too_complex
 from nanocore.engine_core.grammars.grammar_compiler import GrammarCompiler
-from nanocore.engine_core.grammars.matcher import Compiled
-from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
+from nanocore.engine_core.grammars.token_matcher import Compiled, CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from nanocore.engine_core.grammars import compilation
-from nanocore.engine_core.grammars.compilation import FollowedGrammar, followed
-from nanocore.engine_core.grammars.matcher import Compiled
-from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
+from nanocore.engine_core.grammars.compilation import followed
+from nanocore.engine_core.grammars.token_matcher import Compiled, CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs
@@ -38,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def matcher_of(result: Compiled) -> Any:
-    assert isinstance(result, FollowedGrammar)
+    assert isinstance(result, CompiledGrammar)
     return result.matcher()
 
 

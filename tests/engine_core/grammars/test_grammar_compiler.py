@@ -19,8 +19,7 @@ from nanocore.engine_core.grammars.grammar_compiler import (
     GrammarCompiler,
     digest,
 )
-from nanocore.engine_core.grammars.matcher import Compiled
-from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
+from nanocore.engine_core.grammars.token_matcher import Compiled, CompiledGrammar
 from nanocore.engine_core.grammars.token_table import TokenTable
 from nanocore.protocol.errors import EngineOverloadedError, InvalidRequestError
 from nanocore.protocol.structured_outputs import StructuredOutputs

@@ -11,8 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from nanocore.demo_model import demo_model_folder
 from nanocore.engine_core.grammars.compilation import compile_grammar
-from nanocore.engine_core.grammars.matcher import Matcher
-from nanocore.engine_core.grammars.token_matcher import CompiledGrammar
+from nanocore.engine_core.grammars.token_matcher import CompiledGrammar, TokenMatcher
 from nanocore.engine_core.grammars.token_table import TokenTable, VocabularySource
 from nanocore.protocol.structured_outputs import StructuredOutputs
 
@@ -70,7 +69,7 @@ def compiled(vocabulary: TokenTable, **wanted: object) -> CompiledGrammar:
     return compile_grammar(vocabulary, StructuredOutputs(**wanted))[1]  # type: ignore[arg-type]
 
 
-def allowed(vocabulary: TokenTable, matcher: Matcher) -> list[int]:
+def allowed(vocabulary: TokenTable, matcher: TokenMatcher) -> list[int]:
     """The tokens of the next mask."""
     words_W = np.full(vocabulary.num_words, 0x55555555, dtype=np.int32)
     if not matcher.fill(words_W):
@@ -79,7 +78,7 @@ def allowed(vocabulary: TokenTable, matcher: Matcher) -> list[int]:
     return [int(token) for token in np.flatnonzero(bits)]
 
 
-def follow(vocabulary: TokenTable, matcher: Matcher, text: str) -> bool:
+def follow(vocabulary: TokenTable, matcher: TokenMatcher, text: str) -> bool:
     """Append tokens of this text as far as masks allow; whether it is there to its end."""
     rest = text.encode()
     while rest:

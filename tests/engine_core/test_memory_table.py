@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 import torch
 from msgspec.structs import replace
 
 from nanocore.engine_core.config import EngineConfig
-from nanocore.engine_core.drafting.suffix import DEFAULT_MAX_BYTES
-from nanocore.engine_core.process import forecast as forecast_module
+from nanocore.engine_core.process import process as process_module
 from nanocore.engine_core.process.cache_size import CacheSize, cache_groups
 from nanocore.engine_core.process.check import check_engine
-from nanocore.engine_core.process.forecast import (
-    Forecast,
-    forecast,
-    measure_cpu,
-    memory_summary,
-    speed_of_gpus,
-    table,
-)
+from nanocore.engine_core.process.memory_table import memory_summary, memory_table
 from nanocore.kv_cache import Capacity
 from nanocore.protocol.errors import ConfigError
 from nanocore.worker import devices
@@ -56,14 +47,12 @@ def test_groups_of_layers_are_shown_with_what_the_longest_request_holds_of_each(
     held = cache_groups(groups, 16)
     size = CacheSize(groups, Capacity(1000, 16, held, 128), 4096)
     config = EngineConfig(max_num_seqs=64)
-    found = forecast(config, "folder", "Model", [rank], size)
-    assert [msgspec.structs.astuple(one) for one in found.groups] == [
-        ("full", 2, 64_000, 256), ("window(33)", 10, 320_000, 11),
-    ]  # fmt: skip
-    assert found.ranks[0].kv_cache_bytes == 1000 * 320_000
+    lines = list(memory_table(config, [rank], size))
+    assert size.rank_bytes(rank) == 1000 * 320_000
+    assert "  KV cache          320.0 MB  24,000 bytes per token, if all layers keep it" in lines
     # 52 and 11 slabs of one; each of the others has 51.2 and 4 when its prompt is computed.
-    assert found.num_requests == 1 + int((1000 - 63) / 55.2)
-    lines = table(found).splitlines()
+    num_requests = 1 + int((1000 - 63) / 55.2)
+    assert lines[-1] == f"room for {num_requests} requests of 4,096 tokens at once"
     assert "   full              16.4 MB  2 layers, 256 blocks in the longest request" in lines
     assert "   window(33)         3.5 MB  10 layers, 11 blocks in the longest request" in lines
 
@@ -72,27 +61,26 @@ def sized(num_blocks: int, max_model_len: int) -> CacheSize:
     return CacheSize([KVGroup(CacheKind(), 1)], Capacity(num_blocks, 16), max_model_len)
 
 
-def make(ranks: int = 1, num_blocks: int = 1000, max_model_len: int = 5000) -> Forecast:
+def make(ranks: int = 1, num_blocks: int = 1000, max_model_len: int = 5000) -> list[str]:
     config = EngineConfig(max_num_seqs=64, max_num_batched_tokens=2048, tensor_parallel_size=ranks)
-    size = sized(num_blocks, max_model_len)
-    return forecast(config, "model", "Arch", [RANK] * ranks, size)
+    return list(memory_table(config, [RANK] * ranks, sized(num_blocks, max_model_len)))
 
 
 def test_memory_is_told_by_what_takes_it() -> None:
-    (memory,) = make().ranks
-    assert memory.kv_cache_bytes == 16_000_000
-    assert memory.left_bytes == 2_000_000_000 - 16_000_000 - 50_000_000 - 7_000_000
-    assert make().kv_token_bytes == 1000
-    assert make(ranks=2).kv_token_bytes == 2000
+    lines = make()
+    assert "  KV cache           16.0 MB  1,000 bytes per token, 1,000 blocks of 16 tokens" in lines
+    left = 2000 - 16 - 50 - 7
+    assert f"  left            {left:,}.0 MB  of available memory" in lines
+    assert any("2,000 bytes per token" in line for line in make(ranks=2))
 
 
 def test_as_many_run_at_once_as_there_are_blocks_and_rows_for() -> None:
-    assert make().num_requests == 1000 // 313
-    assert make(num_blocks=10**6).num_requests == 64
+    assert make()[-1] == f"room for {1000 // 313} requests of 5,000 tokens at once"
+    assert make(num_blocks=10**6)[-1] == "room for 64 requests of 5,000 tokens at once"
 
 
 def test_the_table_is_narrow_and_has_a_line_for_everything() -> None:
-    lines = table(make(ranks=2)).splitlines()
+    lines = make(ranks=2)
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if line != line.rstrip()] == []
     names = [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
@@ -114,13 +102,11 @@ def test_suffixes_take_memory_and_other_proposers_none() -> None:
     suffix, ngram = (
         EngineConfig(speculative_config={"method": method}) for method in ("suffix", "ngram")
     )
-    found = forecast(suffix, "model", "Arch", [RANK], size)
-    assert found.draft_bytes == DEFAULT_MAX_BYTES
-    (row,) = [line for line in table(found).splitlines() if line.startswith("  drafts ")]
+    lines = memory_table(suffix, [RANK], size)
+    (row,) = [line for line in lines if line.startswith("  drafts ")]
     assert row == "  drafts            268.4 MB  suffixes of texts, at most"
     assert "tables 7.0 MB, drafts at most 268.4 MB; " in memory_summary(suffix, [RANK], size)
-    other = forecast(ngram, "model", "Arch", [RANK], size)
-    assert (other.draft_bytes, "drafts" in table(other)) == (0, False)
+    assert not any("drafts" in line for line in memory_table(ngram, [RANK], size))
     assert "drafts" not in memory_summary(ngram, [RANK], size)
 
 
@@ -138,11 +124,15 @@ def test_all_cores_of_a_cpu_are_measured_at_once(monkeypatch: pytest.MonkeyPatch
         asked.append((*arguments, room_bytes))
         return SPEED
 
-    monkeypatch.setattr(forecast_module, "measure_speed", measure)
-    assert measure_cpu([RANK, RANK]) == SPEED
+    monkeypatch.setattr(process_module, "measure_speed", measure)
+    utilisation, [later] = process_module._machine_use([RANK, RANK])
+    assert utilisation.speed is None
+    later()
+    assert utilisation.speed == SPEED
     assert asked == [(torch.device("cpu"), torch.bfloat16, 2 * 4_000_000, 2 * 10**9 // 8)]
 
 
-def test_what_ranks_have_measured_is_known() -> None:
-    assert speed_of_gpus([RANK]) is None
-    assert speed_of_gpus([replace(RANK, speed=SPEED)] * 2) == MachineSpeed.joined([SPEED] * 2)
+def test_what_ranks_have_measured_is_not_measured_again() -> None:
+    utilisation, later = process_module._machine_use([replace(RANK, speed=SPEED)] * 2)
+    assert utilisation.speed == MachineSpeed.joined([SPEED] * 2)
+    assert later == []
