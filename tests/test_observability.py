@@ -23,9 +23,7 @@ from tests.engine_core.log.test_utilisation import entries
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = (ROOT / "docs" / "observability.md").read_text("utf-8")
-SPEED = MachineSpeed(
-    bytes_per_s=3e10, flops_per_s=4e11, near_bytes=4_829_952, near_bytes_per_s=1e11
-)
+SPEED = MachineSpeed(bytes_per_s=3e10, flops_per_s=4e11)
 
 COST = ModelCost(num_params=1, token_params=1, head_params=0, weight_bytes=1, attention=[])
 

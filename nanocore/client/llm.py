@@ -184,18 +184,12 @@ class LLM:
 
         An output has everything so far; the last one has `finished`. [] if all requests have
         finished. A failed request is raised by a separate step and then forgotten; the others
-        continue. After Ctrl-C the next step returns what this one would have.
+        continue.
 
         Raises:
             NanocoreError: of the request in its `request_id`.
         """
-        try:
-            outputs = self._run(self._requests.step())
-        except Exception:  # not after Ctrl-C, which may come before the step returns: see stepwise
-            self._requests.received()
-            raise
-        self._requests.received()
-        return outputs
+        return self._run(self._requests.step())
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to report yet."""

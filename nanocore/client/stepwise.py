@@ -1,8 +1,7 @@
 """Requests of `LLM.add_request` and `LLM.step`: each is a task that reads `generate`.
 
 A task offers one output and continues once a step has taken it; the stream merges what arrives
-meanwhile. The result of a step is kept until its caller confirms it (`received`): after Ctrl-C the
-next step returns it. Belongs to the event loop of the LLM's thread.
+meanwhile. Belongs to the event loop of the LLM's thread.
 """
 
 from __future__ import annotations
@@ -45,16 +44,11 @@ class StepwiseRequests:
         self._ids = itertools.count()
         self._news = asyncio.Event()
         self._in_flight: asyncio.Semaphore | None = None
-        self._unreceived: list[RequestOutput] | Exception | None = None
 
     @property
     def are_unfinished(self) -> bool:
         """Whether a step has anything to report yet."""
-        return bool(self._requests) or self._unreceived is not None
-
-    def received(self) -> None:
-        """Confirm that the caller got the result of the last step."""
-        self._unreceived = None
+        return bool(self._requests)
 
     async def add(self, prompt: Prompt, params: SamplingParams | None) -> str:
         """Begin a request; returns its id."""
@@ -67,18 +61,13 @@ class StepwiseRequests:
         return request_id
 
     async def step(self) -> list[RequestOutput]:
-        """Wait for news; return those of each request, in order. See `LLM.step`.
-
-        The caller must confirm them by `received`.
-        """
-        while self._unreceived is None and self._requests:
-            self._unreceived = self._take()
-            if self._unreceived is None:
-                self._news.clear()
-                await self._news.wait()
-        if isinstance(self._unreceived, Exception):
-            raise self._unreceived
-        return self._unreceived or []
+        """Wait for news; return those of each request, in order. See `LLM.step`."""
+        while self._requests:
+            if outputs := self._take():
+                return outputs
+            self._news.clear()
+            await self._news.wait()
+        return []
 
     async def abort(self, request_id: str) -> None:
         """End a request and forget it; unknown ids are ignored."""
@@ -92,8 +81,8 @@ class StepwiseRequests:
         requests, self._requests = self._requests, {}
         await _end([*requests.values()])
 
-    def _take(self) -> list[RequestOutput] | Exception | None:
-        """Return outputs, or one request's error if there are none, so that no output is lost."""
+    def _take(self) -> list[RequestOutput]:
+        """Return outputs, or raise one request's error if there are none: no output is lost."""
         outputs = []
         for request_id, request in [*self._requests.items()]:
             news = request.news
@@ -111,8 +100,8 @@ class StepwiseRequests:
                 error = request.news
                 if isinstance(error, NanocoreError):
                     error.request_id = request_id
-                return error
-        return None
+                raise error
+        return []
 
     async def _run(
         self,

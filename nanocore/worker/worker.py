@@ -189,9 +189,7 @@ class Worker:
                 kv_bytes = cuda_kv_bytes(device, share, self._run_largest_steps)
             else:
                 self._run_largest_steps()
-            assert self._info.cost is not None, "an outline has one"
-            step_bytes = int(self._info.cost.read_weight_bytes(1))
-            speed = measure_speed(device, self._placement.dtype, step_bytes)
+            speed = measure_speed(device, self._placement.dtype)
         else:  # ranks share a CPU: their engine measures it
             memory_bytes = cpu_memory_bytes(config.num_ranks)
             if kv_bytes is None:

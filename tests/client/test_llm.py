@@ -16,10 +16,9 @@ from nanocore.client import (
     InvalidRequestError,
     SamplingParams,
 )
-from nanocore.client.stepwise import StepwiseRequests
 from nanocore.protocol.codec import unpack_int32
 from nanocore.protocol.messages import Abort, Control, Error, Event, Reply, Submit
-from tests.client.fake_engine import MAX_NUM_SEQS, NO_TEXT, connected, served
+from tests.client.fake_engine import MAX_NUM_SEQS, NO_TEXT, served
 
 
 def _generate(llm: LLM, *args: Any) -> asyncio.Task[list[Any]]:
@@ -270,21 +269,6 @@ def test_the_loop_of_a_reader_of_small_engines_works_with_a_real_one() -> None:
         expected = [o.outputs[0].text for o in llm.generate(prompts, params, use_tqdm=False)]
     assert [done[request_id] for request_id in ids] == expected
     assert texts == done
-
-
-async def test_what_an_interrupted_step_took_is_what_the_next_one_returns(endpoint: str) -> None:
-    async with connected(endpoint) as (engine, client):
-        requests = StepwiseRequests(client)
-        name = await requests.add([1], NO_TEXT)
-        await engine.accept(1)
-        engine.output({1: [10]}, Event(handle=1, finish_reason="length"))
-        expected = [(name, [10], True)]
-        assert _brief(await requests.step()) == expected
-        assert requests.are_unfinished, "nobody has said that they came"
-        assert _brief(await requests.step()) == expected
-        requests.received()
-        assert not requests.are_unfinished
-        assert await requests.step() == []
 
 
 async def test_an_abort_ends_a_step_of_another_thread_that_waits_for_nothing_else(

@@ -42,7 +42,7 @@ MODEL = "a model"
 NUM_SCRAPES = 21
 INTERVAL_S = 15
 COST = ModelCost(num_params=9, token_params=9, head_params=1, weight_bytes=90, attention=[])
-SPEED = MachineSpeed(bytes_per_s=1e3, flops_per_s=1e3, near_bytes=0, near_bytes_per_s=1e3)
+SPEED = MachineSpeed(bytes_per_s=1e3, flops_per_s=1e3)
 
 
 def scrapes() -> Iterator[str]:

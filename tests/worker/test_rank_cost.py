@@ -15,7 +15,7 @@ from nanocore.demo_model import demo_model_folder
 from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch import linear as torch_linear
 from nanocore.kernels.torch.backend import TorchKernels
-from nanocore.worker.cost.model_cost import AttentionCost, MachineSpeed, ModelCost
+from nanocore.worker.cost.model_cost import AttentionCost, ModelCost
 from nanocore.worker.cost.rank_cost import rank_cost, table_bytes
 from nanocore.worker.dry_run import dry_run
 from nanocore.worker.memory.kv_memory import KVLayout
@@ -214,10 +214,3 @@ def test_ranks_together_read_and_compute_what_each_does() -> None:
             for cost in (whole, one, other)
         ]
         assert read[0] == read[1] + read[2]
-
-
-def test_what_caches_hold_is_read_faster_and_the_rest_as_ever() -> None:
-    speed = MachineSpeed(bytes_per_s=10, flops_per_s=1e9, near_bytes=50, near_bytes_per_s=100)
-    assert speed.read_s(40) == 0.4
-    assert speed.read_s(70) == 0.5 + 2
-    assert MachineSpeed.joined([speed] * 2).read_s(140) == 0.5 + 2

@@ -28,7 +28,7 @@ _FREE_LABELS = {
 }
 """Of these the values are not a closed set."""
 _COST = ModelCost(num_params=1, token_params=1, head_params=0, weight_bytes=1, attention=[])
-_SPEED = MachineSpeed(bytes_per_s=1, flops_per_s=1, near_bytes=1, near_bytes_per_s=1)
+_SPEED = MachineSpeed(bytes_per_s=1, flops_per_s=1)
 _EXCEPTIONS = "; ".join(f"`{name}` has no `{no}`" for name, (no,) in NOT_NAMING.items())
 _ABOUT = (
     "The metrics of `GET /metrics` of [nanocore serve](nanocore-serve.md), of [nanocore metrics]"

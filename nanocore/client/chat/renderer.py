@@ -55,9 +55,9 @@ class Renderer:
         self._template = template.encode("utf-8", "surrogatepass")
         self._source = source
         self._reset()
-        _renderers.add(self)
 
     def _reset(self) -> None:
+        self._owner = os.getpid()
         self._lock = threading.Lock()
         self._is_ending = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,6 +79,8 @@ class Renderer:
         request = (
             f'{{"now": "{now.isoformat()}", "max_chars": {max_chars}, "variables": {data}}}'
         ).encode()
+        if self._owner != os.getpid():  # after a fork: the process is the parent's
+            self._reset()
         with self._lock:
             try:
                 status, text = self._rendered(request)
@@ -132,14 +134,6 @@ class Renderer:
             self._finalizer()
         self._process = self._socket = self._finalizer = None
 
-    def forget(self) -> None:
-        """In a forked process, drop what belongs to the parent."""
-        if self._process is not None and self._socket is not None and self._finalizer is not None:
-            self._finalizer.detach()
-            self._socket.close()
-            self._process.returncode = 0  # so that it is not waited for
-        self._reset()
-
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         limits = [str(MAX_CPU_S), str(MAX_MEMORY)]
@@ -168,7 +162,7 @@ class Renderer:
             ours.close()
             raise RenderProcessError(f"cannot start the chat template process: {error}") from None
         self._process, self._socket = process, ours
-        self._finalizer = weakref.finalize(self, _end, process, ours)
+        self._finalizer = weakref.finalize(self, _end, process, ours, self._owner)
         deadline = time.monotonic() + MAX_WALL_S
         try:
             self._receive(_LENGTH.size, deadline)
@@ -244,18 +238,8 @@ class Renderer:
         return InvalidRequestError(f"the chat template of {self._source} failed: {shorten(reason)}")
 
 
-def _end(process: subprocess.Popen[bytes], ours: socket.socket) -> None:
+def _end(process: subprocess.Popen[bytes], ours: socket.socket, owner: int) -> None:
     ours.close()
-    process.kill()
-    process.wait()
-
-
-_renderers: weakref.WeakSet[Renderer] = weakref.WeakSet()
-
-
-def _forget_all() -> None:
-    for renderer in list(_renderers):
-        renderer.forget()
-
-
-os.register_at_fork(after_in_child=_forget_all)
+    if owner == os.getpid():
+        process.kill()
+        process.wait()

@@ -73,13 +73,13 @@ class StepTotals(msgspec.Struct):
         }
         if speed is None:
             return numbers
-        seconds, num_steps = self.seconds or 1.0, self.num_steps or 1
-        read_s = min(self.num_steps * speed.read_s(self.num_bytes / num_steps), seconds)
+        seconds = self.seconds or 1.0
+        bytes_per_s = max(speed.bytes_per_s, self.num_bytes / seconds)
         flops_per_s = max(speed.flops_per_s, self.flops / seconds)
         return numbers | {
-            "machine_bytes_per_second": self.num_bytes / read_s if read_s else speed.bytes_per_s,
+            "machine_bytes_per_second": bytes_per_s,
             "machine_flops_per_second": flops_per_s,
-            "mbu": read_s / seconds,
+            "mbu": self.num_bytes / bytes_per_s / seconds,
             "mfu": self.flops / flops_per_s / seconds,
         }
 

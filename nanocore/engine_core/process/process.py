@@ -174,11 +174,9 @@ def _machine_use(ranks: list[WorkerInfo]) -> tuple[Utilisation, list[Callable[[]
 
     def measure() -> None:
         """Measure the CPU, whose cores the ranks share: all at once."""
-        read_bytes = int(cost.read_weight_bytes(1))
         max_bytes = min(rank.memory_bytes for rank in ranks) // _MEASURED_SHARE
         dtype = getattr(torch, ranks[0].dtype)
-        cpu = torch.device("cpu")
-        utilisation.speed = measure_speed(cpu, dtype, read_bytes, room_bytes=max_bytes)
+        utilisation.speed = measure_speed(torch.device("cpu"), dtype, room_bytes=max_bytes)
 
     return utilisation, [measure]
 

@@ -1,10 +1,8 @@
 """What the machine gives: how fast memory is read and matrices are multiplied, measured briefly.
 
-Memory is read where no cache holds it; and on a CPU whose caches can hold what a step of few tokens
-reads, as much as that, too. A CPU's cores work each for itself, and what counts is the time that
-they are given: another program that holds one up says nothing of the machine. The best of some
-stretches of time counts. Programs that use the memory meanwhile do slow it down; so a measurement
-waits for quiet stretches a while.
+Memory is read where no cache holds it. A CPU's cores work each for itself, and what counts is the
+time that they are given: another program that holds one up says nothing of the machine. The best of
+some stretches of time counts, since programs that use the memory meanwhile do slow it down.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle
 from threading import Barrier
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +24,6 @@ STRETCH_S: Final = 0.004
 """Short enough for a start, which measures three figures in three stretches each."""
 
 _NUM_STRETCHES: Final = 3
-_MAX_STRETCHES: Final = 9
-"""The most that are tried on a machine that other programs use, too."""
-_QUIET_SHARE: Final = 0.9
-"""Share of a stretch's time that a quiet machine gives to each of our threads."""
 _MIN_READ_BYTES: Final = 1 << 20
 _PIECE_BYTES: Final = {"cpu": 2 << 20, "cuda": 1 << 30}
 """Read at once; on CUDA a launch is to take little beside it."""
@@ -44,24 +38,16 @@ _Work = Callable[[], int]
 """Does something, and says how much."""
 
 
-class _Rate(NamedTuple):
-    """Work per second of all threads together, and if the machine was quiet meanwhile."""
-
-    per_s: float
-    is_quiet: bool
-
-
 def measure_speed(
     device: torch.device,
     dtype: torch.dtype,
-    step_bytes: int,
     stretch_s: float = STRETCH_S,
     room_bytes: int | None = None,
 ) -> MachineSpeed:
     """Measure this device, or as many CPU cores as torch uses; takes some hundredths of a second.
 
     Args:
-        dtype: of what is multiplied. step_bytes: that a step of one token reads.
+        dtype: of what is multiplied.
         stretch_s: that something is done over and over for a figure.
         room_bytes: memory that it may take for the moment, at least a megabyte or two; None: as
         much as it needs.
@@ -69,25 +55,16 @@ def measure_speed(
     far_bytes = _FAR_BYTES[device.type]
     if room_bytes is not None:
         far_bytes = min(far_bytes, max(room_bytes, _MIN_READ_BYTES))
-    near_bytes = max(step_bytes, _MIN_READ_BYTES)
     is_cpu = device.type == "cpu"
-    if not is_cpu or near_bytes > min(_CPU_CACHE_BYTES // 2, far_bytes):
-        near_bytes = 0
     num_cores = torch.get_num_threads() if is_cpu else 1
     clock = time.thread_time if is_cpu else time.perf_counter
     rate = partial(_rate, stretch_s=stretch_s, clock=clock)
-
-    def read_rate(num_bytes: int) -> float:
-        return rate([_read(device, num_bytes // num_cores) for _ in range(num_cores)])
-
     # CPUs without instructions for the dtype are faster in float32, which our kernels then use.
     dtypes = dict.fromkeys((dtype, torch.float32) if is_cpu else (dtype,))
     try:
         return MachineSpeed(
-            bytes_per_s=read_rate(far_bytes),
+            bytes_per_s=rate([_read(device, far_bytes // num_cores) for _ in range(num_cores)]),
             flops_per_s=max(rate([_multiply(device, one)] * num_cores) for one in dtypes),
-            near_bytes=near_bytes,
-            near_bytes_per_s=read_rate(near_bytes) if near_bytes else 0.0,
         )
     finally:
         if is_cpu:
@@ -125,33 +102,25 @@ def _multiply(device: torch.device, dtype: torch.dtype) -> _Work:
 
 def _rate(works: list[_Work], stretch_s: float, clock: Callable[[], float]) -> float:
     """Measure each work on its own core; the best stretch counts."""
-    stretches: list[_Rate] = []
     with ThreadPoolExecutor(len(works), initializer=torch.set_num_threads, initargs=(1,)) as cores:
-        while len(stretches) < _MAX_STRETCHES and _num_quiet(stretches) < _NUM_STRETCHES:
-            stretches.append(_stretch(cores, works, stretch_s, clock))
-    return max(stretches).per_s
-
-
-def _num_quiet(stretches: list[_Rate]) -> int:
-    return sum(one.is_quiet for one in stretches)
+        return max(_stretch(cores, works, stretch_s, clock) for _ in range(_NUM_STRETCHES))
 
 
 def _stretch(
     cores: ThreadPoolExecutor, works: list[_Work], stretch_s: float, clock: Callable[[], float]
-) -> _Rate:
+) -> float:
+    """Return work per second of all threads together."""
     meet = Barrier(len(works))
 
-    def run(work: _Work) -> _Rate:
+    def run(work: _Work) -> float:
         meet.wait()
-        started_s, begun_s = time.monotonic(), clock()
+        begun_s = clock()
         done = work()
         while (now_s := clock()) - begun_s < stretch_s:
             done += work()
-        given_s, passed_s = now_s - begun_s, time.monotonic() - started_s
-        return _Rate(done / given_s, given_s >= _QUIET_SHARE * passed_s)
+        return done / (now_s - begun_s)
 
-    rates = list(cores.map(run, works))
-    return _Rate(sum(one.per_s for one in rates), all(one.is_quiet for one in rates))
+    return sum(cores.map(run, works))
 
 
 def _join(device: torch.device) -> None:

@@ -119,33 +119,17 @@ class ModelCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MachineSpeed(msgspec.Struct, frozen=True, kw_only=True):
-    """Upper limits of a rank's device: bytes read and operations per second.
-
-    bytes_per_s: of memory. near_bytes, near_bytes_per_s: work that reads no more than
-    near_bytes, again and again, has them from caches; 0 if those were not measured.
-    """
+    """Upper limits of a rank's device: bytes read from memory and operations per second."""
 
     bytes_per_s: float
     flops_per_s: float
-    near_bytes: int = 0
-    near_bytes_per_s: float = 0.0
 
     @classmethod
     def joined(cls, speeds: Sequence[MachineSpeed]) -> MachineSpeed:
         return cls(
             bytes_per_s=sum(speed.bytes_per_s for speed in speeds),
             flops_per_s=sum(speed.flops_per_s for speed in speeds),
-            near_bytes=sum(speed.near_bytes for speed in speeds),
-            near_bytes_per_s=sum(speed.near_bytes_per_s for speed in speeds),
         )
-
-    def read_s(self, num_bytes: float) -> float:
-        """Seconds that a step's reading takes at least; of it near_bytes may be from caches."""
-        if not self.near_bytes:
-            return num_bytes / self.bytes_per_s
-        near_bytes = min(num_bytes, self.near_bytes)
-        far_bytes = num_bytes - near_bytes
-        return near_bytes / self.near_bytes_per_s + far_bytes / self.bytes_per_s
 
 
 def _least(one: Any, other: Any) -> Any:
