@@ -326,7 +326,7 @@ FAMILIES: Final[dict[str, tuple[MetricType, str]]] = {
     "step_seconds": ("counter", "Seconds spent in steps."),
     "step_read_bytes": ("counter", "Bytes of weights and KV cache read by steps."),
     "step_flops": ("counter", "Floating point operations of matrix products in steps."),
-    "machine_bytes_per_second": ("gauge", "Measured bandwidth for steps of this size."),
+    "machine_bytes_per_second": ("gauge", "Measured bandwidth of memory."),
     "machine_flops_per_second": ("gauge", "Measured arithmetic throughput of the machine."),
 }  # fmt: skip
 """Gauges and counters: type and help by name."""
