@@ -48,7 +48,7 @@ class StepTotals(msgspec.Struct):
         self.num_steps += len(steps)
         self.num_tokens += num_tokens
         self.seconds += sum(seconds)
-        self.num_bytes += float(cost.read_weight_bytes(sizes).sum())
+        self.num_bytes += float(cost.read_weight_bytes(sizes).sum()) + len(ends) * cost.state_bytes
         self.flops += num_tokens * cost.token_flops + 2 * num_sampled * cost.head_params
         for kind in cost.attention:
             seen = pairs = kind.seen(ends)  # of one token a row
