@@ -93,7 +93,8 @@ def rank_cost(
                 kv_bytes=layout.layer_bytes(i) / config.block_size,
                 pair_flops=layer.mixer.pair_flops,
             )
-            for i, (layer, spec) in enumerate(zip(model.layers, layout.specs, strict=True))
+            # Without a draft model's layers, which the layout has behind the model's.
+            for i, (layer, spec) in enumerate(zip(model.layers, layout.specs, strict=False))
             if isinstance(spec, KVSpec)
         ),
         state_bytes=sum(
