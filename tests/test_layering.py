@@ -268,7 +268,7 @@ print(len(ours), slow, *packages)
     ("before", "module", "packages", "max_modules", "max_dataclasses"),
     [
         ("torch", "nanocore.engine_core.process.process",
-         "msgspec numpy safetensors xxhash", 215, 20),
+         "msgspec numpy safetensors xxhash", 217, 20),
         ("os", "nanocore.cli.serve.supervisor", "msgspec typing_extensions uvloop", 32, 0),
         ("nanocore.cli.serve.supervisor", "nanocore.http.server.service",
          "click h11 httptools tokenizers uvicorn zmq", 105, 5),

@@ -12,8 +12,11 @@ from typing import Protocol
 
 from nanocore.kv_cache.block_key import BlockKey
 from nanocore.kv_cache.block_pool import Block
-from nanocore.kv_cache.capacity import CacheGroup
-from nanocore.kv_cache.slab_pool import Need, SlabPool
+from nanocore.kv_cache.capacity import CacheGroup, Capacity
+from nanocore.kv_cache.events import GroupEvents
+from nanocore.kv_cache.slab_pool import Need, SlabArena, SlabPool
+from nanocore.kv_cache.state_group import StateGroup
+from nanocore.kv_cache.window_group import WindowGroup
 
 Left = tuple[SlabPool, list[Block], bool]
 """Blocks of a pool that a request has left, and whether nobody is likely to need them again."""
@@ -88,11 +91,24 @@ class Group(Protocol):
 class Groups:
     """All groups of a model beside the primary; there is one at least."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self._groups = groups
+    def __init__(
+        self,
+        groups: Sequence[tuple[CacheGroup, GroupEvents]],
+        capacity: Capacity,
+        arena: SlabArena,
+    ) -> None:
+        self._block_size = capacity.block_size
+        self._groups: list[Group] = [
+            (StateGroup if one.spacing else WindowGroup)(one, capacity, arena, events)
+            for one, events in groups
+        ]
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self._groups)
+
+    def begin_step(self) -> None:
+        for one in self._groups:
+            one.begin_step()
 
     def block_ids(self, handle: int, group: CacheGroup) -> list[int]:
         """Return the ids of a group's blocks that a request holds."""
@@ -123,9 +139,17 @@ class Groups:
         handle: int,
         boundary: int,
         seen: Sequence[list[Block]],
-        boundaries: Collection[int],
+        num_prompt_tokens: int,
+        parted: int,
     ) -> None:
-        """Let a request hold what it needs to go on at the end of its cached prefix."""
+        """Let a request hold what it needs to go on at the end of its cached prefix.
+
+        parted: blocks that its prompt has in common with others.
+        """
+        # Where others are likely to go on: there, and at the prompt's end, with and without what a
+        # chat template puts before the answer.
+        ends = num_prompt_tokens - 1, num_prompt_tokens - 1 - self._block_size // 2
+        boundaries = {parted, *(max(end, 0) // self._block_size for end in ends)}
         for number, one in enumerate(self._groups):
             one.admit(handle, boundary, seen[number] if seen else (), boundaries)
 

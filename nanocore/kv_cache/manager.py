@@ -25,9 +25,7 @@ from nanocore.kv_cache.events import EventLog, GroupEvents, KVEventSubscriber
 from nanocore.kv_cache.groups import Groups
 from nanocore.kv_cache.prefix_index import PrefixIndex
 from nanocore.kv_cache.slab_pool import Need, SlabArena, SlabPool
-from nanocore.kv_cache.state_group import StateGroup
 from nanocore.kv_cache.stats import PrefixCacheStats
-from nanocore.kv_cache.window_group import WindowGroup
 
 
 class Prefix(msgspec.Struct, frozen=True):
@@ -119,12 +117,7 @@ class KVCacheManager:
         if self._has_memory:
             self.pool = SlabPool(self._arena, groups[0].per_slab, self._forget)
         others = list(zip(groups, events, strict=True))[self._has_memory :]
-        self._others = Groups(
-            [
-                (StateGroup if one.spacing else WindowGroup)(one, capacity, self._arena, own)
-                for one, own in others
-            ]
-        )
+        self._others = Groups(others, capacity, self._arena)
 
     @property
     def has_windows(self) -> bool:
@@ -176,8 +169,8 @@ class KVCacheManager:
 
     def begin_step(self) -> None:
         """Let what earlier steps compute be found: a further one is being planned."""
-        for group in self._others or ():
-            group.begin_step()
+        if self._others is not None:
+            self._others.begin_step()
 
     def find_prefix(self, keys: Sequence[BlockKey], num_tokens: int) -> Prefix:
         """Return a request's longest cached prefix.
@@ -192,8 +185,9 @@ class KVCacheManager:
         found = [block.key for block in blocks if block.key is not None]
         boundary, lost_group = self._others.last_boundary(found)
         seen = self._others.seen(found, boundary)
-        num_lost = len(blocks) - boundary
-        soon = self._others.last_boundary(found, soon=True)[0] if num_lost else boundary
+        soon, num_lost = boundary, len(blocks) - boundary
+        if num_lost:
+            soon, _ = self._others.last_boundary(found, soon=True)
         return Prefix(blocks[:boundary], seen, num_lost, lost_group, soon - boundary)
 
     def is_findable(self, key: BlockKey) -> bool:
@@ -240,8 +234,7 @@ class KVCacheManager:
 
         prefix, num_prompt_tokens: for a request that holds nothing yet.
         Returns the ids of the added blocks, hits included, group after group; each has as many,
-        with 0 in place of blocks that no token sees any more, or `NO_STATE`. None: too few are
-        free.
+        with 0 or `NO_STATE` in place of blocks that it does not hold. None: too few are free.
         """
         holding, hits = self._holdings.get(handle), prefix.blocks
         if holding is not None and self._arena is None:  # a step's rows that cross: be quick
@@ -270,12 +263,8 @@ class KVCacheManager:
                 holding.num_registered = len(hits)
                 holding.last_key = hits[-1].key
             if self._others is not None:
-                # Where others are likely to go on: the prompt's end, with and without what the chat
-                # template puts before an answer; and where this one has parted from others.
-                ends = (num_prompt_tokens - 1, num_prompt_tokens - 1 - self.block_size // 2)
-                boundaries = {max(end, 0) // self.block_size for end in ends}
-                boundaries.add(len(hits) + prefix.num_lost)
-                self._others.admit(handle, len(hits), prefix.seen, boundaries)
+                parted = len(hits) + prefix.num_lost
+                self._others.admit(handle, len(hits), prefix.seen, num_prompt_tokens, parted)
             num_before = 0
         else:
             assert not hits, "a prefix is shared at admission only"
