@@ -112,6 +112,16 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm2_moe": (
+        "Lfm2MoeForCausalLM",
+        EXPERTS
+        | {
+            "layer_types": ["conv", FULL, "conv", FULL],
+            "num_hidden_layers": 4,
+            "num_dense_layers": 1,
+            "routed_scaling_factor": 1.3,
+        },
+    ),
     "llama": ("LlamaForCausalLM", {"head_dim": 24, "num_attention_heads": 8}),
     "llama_biased": (
         "LlamaForCausalLM",
@@ -261,8 +271,9 @@ def make_tiny(name: str, folder: Path) -> Path:
     config = model_class.config_class(**copy.deepcopy(sizes | settings))
     config.dtype = torch.float32
     model = model_class(config)
+    buffers = [named for named in model.named_buffers() if named[0].endswith("expert_bias")]
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
+        for parameter_name, parameter in (*model.named_parameters(), *buffers):
             text_config = config.get_text_config()
             parameter.copy_(_weight(parameter_name, parameter, architecture, text_config))
     model.save_pretrained(folder)
@@ -303,7 +314,7 @@ def _weight(name: str, parameter: Tensor, architecture: str, config: Any) -> Ten
             scale = 10.0  # the context outweighs the echo of the last token
         stored_less = 1.0 if is_gemma else 0.0
         return scale - stored_less + 0.1 * noise
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         return 0.5 * noise
     if "embed_tokens" in name or "wte" in name or "wpe" in name or "lm_head" in name:
         return 3.0 * noise / math.sqrt(config.hidden_size)
@@ -313,7 +324,7 @@ def _weight(name: str, parameter: Tensor, architecture: str, config: Any) -> Ten
         weight *= 3.0  # as above
     elif "c_attn" in name:
         weight[:, : 2 * config.hidden_size] *= 2.0
-    elif name.endswith(("q_proj.weight", "k_proj.weight", "mlp.gate.weight")):
+    elif name.endswith(("q_proj.weight", "k_proj.weight", ".gate.weight")):
         weight *= 2.0  # attention and routing that are decided
     elif "qkv_proj" in name:
         head_dim = config.hidden_size // config.num_attention_heads

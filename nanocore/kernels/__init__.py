@@ -12,3 +12,5 @@ from typing import Literal
 
 Activation = Literal["silu", "gelu"]
 """Activations that kernels know; gelu is its tanh approximation."""
+Score = Literal["softmax", "sigmoid"]
+"""What routers make of an expert's logit."""

@@ -8,22 +8,28 @@ import msgspec
 import torch
 from torch import Tensor
 
-from nanocore.kernels import Activation
+from nanocore.kernels import Activation, Score
 from nanocore.kernels.grouped_weight import CheckpointWeight, QuantizedForm
 from nanocore.kernels.linear_weight import Experts, ExpertWeights, LinearWeight, TokenEmbedding
 
 
 class Routing(msgspec.Struct, frozen=True):
-    """Choice of experts: a token's C most likely ones, by the softmax of logits_TX in float32.
+    """Choice of experts: a token's C with the greatest scores of its logits_TX, in float32.
 
-    Their probabilities, the greatest first, are their weights, rounded to x's dtype; is_normalized:
-    divided by their sum before. Of equally likely experts any may come first and be the last one
-    chosen (torch.topk, and so transformers, promises nothing); in our kernels the smaller number.
+    bias_X: float32, added to scores to choose by (Wang et al. 2024). Weights are the chosen ones'
+    scores without it, the first choice first; is_normalized: divided by their sum + epsilon. They
+    are multiplied by factor and rounded to x's dtype. Of equal experts any may come first and be
+    the last one chosen (torch.topk, and so transformers, promises nothing); in our kernels the
+    smaller number.
     """
 
     logits_TX: Tensor
     num_chosen: int
     is_normalized: bool
+    score: Score = "softmax"
+    bias_X: Tensor | None = None
+    epsilon: float = 0.0
+    factor: float = 1.0
 
 
 class SharedExpert(msgspec.Struct, frozen=True):

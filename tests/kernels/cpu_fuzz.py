@@ -23,7 +23,7 @@ from nanocore.kernels.logit_edits import TokenMask
 from nanocore.kernels.sampling import Filters, Noise
 from nanocore.kernels.step import SharedMemoryGroup
 from tests.kernels.cpu_case import PagedCase
-from tests.kernels.moe_case import MoeCase, pack_experts
+from tests.kernels.moe_case import ROUTERS, MoeCase, pack_experts
 from tests.logit_edits_reference import draw_row, edit
 
 
@@ -64,8 +64,8 @@ def experts(kernels: CpuKernels, rng: random.Random, dtype: torch.dtype) -> None
         hidden=rng.choice([64, rng.randint(1, 140)]),
         inner=rng.choice([64, rng.randint(1, 140)]),
         dtype=dtype,
-        is_normalized=rng.random() < 0.5,
         has_shared=rng.random() < 0.5,
+        router=rng.choice(ROUTERS),
     )
     bits, group_size = rng.choice([4, 8]), rng.choice([16, 32, 64, 128])
     stored = rng.choice([case.floats(), case.grouped(bits, group_size, has_zeros=True)])

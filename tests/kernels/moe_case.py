@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,8 +14,26 @@ from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import Experts, ExpertWeights, StackedExperts
 from nanocore.kernels.torch.backend import TorchKernels
 
+ROUTERS: list[dict[str, Any]] = [
+    {"is_normalized": False},
+    {"has_bias": True, "is_normalized": True, "epsilon": 0.1, "factor": 2.5},
+    {"score": "sigmoid", "is_normalized": True, "epsilon": 0.1, "factor": 2.5},
+    {"score": "sigmoid", "has_bias": True, "is_normalized": False, "factor": 2.5},
+    {"score": "sigmoid", "has_bias": True, "is_normalized": True},
+]
+"""Settings of `draw_routing` that have every pair of two settings' values between them."""
+
 Stored = list[tuple[CheckpointWeight, CheckpointWeight, CheckpointWeight]]
 """Gate, up and down of each expert."""
+
+
+def draw_routing(
+    logits_TX: Tensor, num_chosen: int, *, has_bias: bool = False, **settings: Any
+) -> Routing:
+    """Routing with a bias that is drawn, if it has one; it outweighs many logits."""
+    generator = torch.Generator().manual_seed(1)
+    bias_X = torch.randn(logits_TX.shape[1], generator=generator) if has_bias else None
+    return Routing(logits_TX, num_chosen, bias_X=bias_X, **settings)
 
 
 def pack_experts(kernels: Kernels, stored: Stored, quantization: str | None = None) -> Experts:
@@ -54,7 +72,7 @@ def grouped(
 
 @dataclass
 class MoeCase:
-    """Tokens of a layer. inputs: of `Kernels.moe` beside experts, for these tokens or some."""
+    """Tokens of a layer. router: of `ROUTERS`."""
 
     tokens: int
     experts: int = 8
@@ -65,6 +83,7 @@ class MoeCase:
     is_normalized: bool = True
     has_shared: bool = False
     seed: int = 0
+    router: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         draw = self._draw
@@ -91,8 +110,11 @@ class MoeCase:
 
     def run(self, kernels: Kernels, experts: Experts, rows: Any = slice(None)) -> Tensor:
         shared = SharedExpert(*(part[rows] for part in self.shared)) if self.has_shared else None
-        routing = Routing(self.logits[rows], self.chosen, self.is_normalized)
-        return kernels.moe(self.x[rows], experts, routing, shared)
+        return kernels.moe(self.x[rows], experts, self.routing(rows), shared)
+
+    def routing(self, rows: Any = slice(None)) -> Routing:
+        settings = {"is_normalized": self.is_normalized} | self.router
+        return draw_routing(self.logits[rows], self.chosen, **settings)
 
     def expected(self, stored: Stored) -> Tensor:
         gates, ups, downs = (
@@ -107,7 +129,7 @@ class MoeCase:
         return TorchKernels().moe(
             self.x.double(),
             StackedExperts(torch.cat((gates, ups), 1), downs),
-            Routing(self.logits, self.chosen, self.is_normalized),
+            self.routing(),
             shared,
         )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from msgspec.structs import replace
@@ -14,7 +16,7 @@ from nanocore.kernels.linear_weight import Experts, TokenEmbedding
 from nanocore.kernels.step import StepInputs
 from tests.campaign import in_campaign
 from tests.kernels.cpu_case import PagedCase, runnable_libraries
-from tests.kernels.moe_case import MoeCase, Stored, pack_experts, relative_error
+from tests.kernels.moe_case import ROUTERS, MoeCase, Stored, pack_experts, relative_error
 
 ERRORS = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 SHAPES = [(1, 8, 2), (3, 8, 8), (40, 16, 4), *in_campaign((200, 5, 1), (37, 3, 3))]
@@ -41,6 +43,17 @@ def test_floats_say_what_the_reference_says(
         out = case.run(kernels, pack_experts(kernels, stored))
         assert out.dtype == dtype
         assert relative_error(out, expected) < ERRORS[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_router_says_what_the_reference_says(
+    kernels: CpuKernels, router: dict[str, Any], dtype: torch.dtype
+) -> None:
+    case = MoeCase(40, 16, 4, dtype=dtype, seed=40, router=router)
+    stored = case.floats()
+    out = case.run(kernels, pack_experts(kernels, stored))
+    assert relative_error(out, case.expected(stored)) < ERRORS[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -143,7 +156,9 @@ def test_integers_have_equal_bits_in_every_instruction_set_with_fused_multiply_a
     assert all(torch.equal(out, said[0]) for out in said)
 
 
-def chosen_experts(kernels: CpuKernels, logits_TX: Tensor, num_chosen: int) -> list[set[int]]:
+def chosen_experts(
+    kernels: CpuKernels, logits_TX: Tensor, num_chosen: int, **settings: Any
+) -> list[set[int]]:
     num_experts = logits_TX.shape[1]
     ones = torch.ones(1, 1)
     stored: Stored = [
@@ -155,7 +170,8 @@ def chosen_experts(kernels: CpuKernels, logits_TX: Tensor, num_chosen: int) -> l
     wide[0, 0] = 1.0
     stored = [(wide.clone(), wide.clone(), down) for _, _, down in stored]
     x = torch.ones(len(logits_TX), num_experts)
-    out = kernels.moe(x, pack_experts(kernels, stored), Routing(logits_TX, num_chosen, True))
+    routing = Routing(logits_TX, num_chosen, True, **settings)
+    out = kernels.moe(x, pack_experts(kernels, stored), routing)
     return [set(row.nonzero().flatten().tolist()) for row in out]
 
 
@@ -164,8 +180,26 @@ def test_of_equally_likely_experts_the_smaller_number_is_taken(kernels: CpuKerne
         [[0.0] * 6, [1, 2, 2, 2, 0, 2], [-5, 3, -5, -5, -5, -5], [0, 0, 1, 0, 1, 1]]
     )
     assert chosen_experts(kernels, logits, 2) == [{0, 1}, {1, 2}, {0, 1}, {2, 4}]
+    bias = torch.tensor([-2.0, -1, -1, -3, -1, -3])
+    assert chosen_experts(kernels, logits[:1], 2, score="sigmoid", bias_X=bias) == [{1, 2}]
     minus = torch.tensor([[-torch.inf, -torch.inf, 0.0, -torch.inf]])
     assert chosen_experts(kernels, minus, 1) == [{2}]
+
+
+@pytest.mark.parametrize("place", [0, 5])
+@pytest.mark.parametrize("router", [ROUTERS[2], ROUTERS[4]])
+def test_a_token_without_scores_has_experts_that_there_are(
+    kernels: CpuKernels, router: dict[str, Any], place: int
+) -> None:
+    case = MoeCase(20, 6, 2, router=router)
+    experts = pack_experts(kernels, case.floats())
+    expected = case.run(kernels, experts)
+    case.logits[3, place] = torch.nan
+    case.logits[4] = torch.nan
+    out = case.run(kernels, experts)
+    assert out[3:5].isnan().all()
+    others = [i for i in range(20) if i not in (3, 4)]
+    assert torch.equal(out[others], expected[others])
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])

@@ -176,7 +176,13 @@ def test_stages_of_one_layer_say_the_same(family: Families) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", *in_campaign("torch")])
 @pytest.mark.parametrize(
-    "name", ["gemma3", "qwen2_moe", "gpt2", *in_campaign("gemma2", "qwen3", "granite", "olmo2")]
+    "name",
+    [
+        "gemma3",
+        "qwen2_moe",
+        "gpt2",
+        *in_campaign("lfm2_moe", "gemma2", "qwen3", "granite", "olmo2"),
+    ],
 )
 def test_bfloat16_rounds_no_worse_than_transformers_does(
     name: str, backend: str, family: Families

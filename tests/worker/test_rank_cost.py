@@ -57,7 +57,7 @@ def test_the_demo_model_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma2", "gpt2", "phi3"]
+    "name", ["qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "lfm2_moe", "gemma2", "gpt2", "phi3"]
 )
 def test_torch_counts_as_many_operations(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

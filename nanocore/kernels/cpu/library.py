@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 19
+ABI_VERSION: Final = 20
 
 
 class GroupFormatStruct(ctypes.Structure):
@@ -52,7 +52,8 @@ class ExpertOperandsStruct(ctypes.Structure):
 
     _fields_ = (
         ("logits", c_void_p), ("logits_stride", c_int64), ("num_chosen", c_int64),
-        ("is_normalized", ctypes.c_bool), ("shared_gate", c_void_p),
+        ("is_normalized", ctypes.c_bool), ("is_sigmoid", ctypes.c_bool), ("bias", c_void_p),
+        ("epsilon", c_float), ("factor", c_float), ("shared_gate", c_void_p),
         ("shared_gate_stride", c_int64), ("shared_out", c_void_p), ("shared_out_stride", c_int64),
     )  # fmt: skip
 

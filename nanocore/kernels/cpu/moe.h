@@ -287,9 +287,7 @@ struct MoeCall {
             T* to = out + row * size + column;
             F openness = {};
             if (shared.out) {
-                const F x = broadcast(to_float(shared.gate[row * shared.gate_stride]));
-                const F most = broadcast(88.0f);
-                openness = 1.0f / (exponential(-x > most ? most : -x) + 1.0f);
+                openness = sigmoid(broadcast(to_float(shared.gate[row * shared.gate_stride])));
             }
             for (int64_t i = 0; i < last; i += kLanes) {
                 const int some = static_cast<int>(std::min<int64_t>(kLanes, last - i));

@@ -79,7 +79,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 19; }
+NANOCORE_API int nanocore_abi_version() { return 20; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -212,7 +212,9 @@ NANOCORE_API void nanocore_linear(void* program, int64_t rows, int dtype, const 
 struct ExpertOperands {
     const void* logits;
     int64_t logits_stride, num_chosen;
-    bool is_normalized;
+    bool is_normalized, is_sigmoid;
+    const float* bias;
+    float epsilon, factor;
     const void* shared_gate;
     int64_t shared_gate_stride;
     const void* shared_out;
@@ -231,7 +233,8 @@ NANOCORE_API void nanocore_moe(void* program, int64_t rows, int dtype, const voi
         MoeCall<T> call{
             *experts,
             {at(operands->logits), operands->logits_stride, experts->num_experts,
-             operands->num_chosen, operands->is_normalized},
+             operands->num_chosen, operands->is_normalized, operands->is_sigmoid, operands->bias,
+             operands->epsilon, operands->factor},
             {at(operands->shared_gate), operands->shared_gate_stride, at(operands->shared_out),
              operands->shared_out_stride},
             static_cast<Gate>(gate), at(x), x_stride, static_cast<T*>(out), after, 0};

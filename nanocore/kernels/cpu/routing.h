@@ -1,9 +1,9 @@
 // Which experts each token takes, and the rows that each expert then has.
 //
-// A token takes the experts of its greatest logits, of equal ones the smaller number first; their
-// weights are the softmax in float32. A token whose probabilities are not numbers takes the first
-// experts, with weights that are not numbers either. All of it depends on the token's row alone, and
-// is the same in every instruction set with fused multiply-adds.
+// A token takes the experts of its greatest scores plus bias, of equal ones the smaller number first.
+// Scores are float32. NaN counts as the greatest, so a token whose scores are not numbers has weights
+// that are not numbers either. All of it depends on the token's row alone, and is the same in every
+// instruction set with fused multiply-adds.
 
 #pragma once
 
@@ -20,7 +20,10 @@ struct Routing {
     int64_t stride;
     int64_t num_experts;
     int64_t num_chosen;
-    bool is_normalized;  // whether the chosen ones' weights are divided by their sum
+    bool is_normalized;  // whether the chosen ones' weights are divided by their sum + epsilon
+    bool is_sigmoid;     // and not the softmax
+    const float* bias;   // of each expert; null: experts are chosen by their logits
+    float epsilon, factor;
 };
 
 // The sum of exp(x - largest), in an order that has nothing to do with how wide vectors are.
@@ -38,32 +41,55 @@ inline float sum_of_powers(const T* x, int64_t count, float largest) {
     return sum;
 }
 
-// One token's experts, the likeliest first, and their weights, rounded to T.
+// One token's scores of experts.
+template <typename T>
+struct Scores {
+    bool is_sigmoid;
+    float largest = 0.0f, sum = 0.0f;  // of the softmax
+
+    Scores(const T* logits, const Routing<T>& routing) : is_sigmoid(routing.is_sigmoid) {
+        if (is_sigmoid) return;
+        largest = to_float(logits[0]);
+        for (int64_t i = 1; i < routing.num_experts; ++i)
+            largest = std::max(largest, to_float(logits[i]));
+        sum = sum_of_powers(logits, routing.num_experts, largest);
+    }
+
+    float of(T logit) const {
+        const float x = to_float(logit);
+        return is_sigmoid ? sigmoid(broadcast(x))[0] : exponential(broadcast(x - largest))[0] / sum;
+    }
+};
+
+inline bool is_before(float a, float b) { return a > b || (a != a && b == b); }
+
+// One token's experts, the first choice first, and their weights, rounded to T.
 template <typename T>
 inline void route_row(const T* logits, const Routing<T>& routing, int32_t* experts, float* weights) {
     const int64_t num_chosen = routing.num_chosen;
+    const Scores<T> scores(logits, routing);
     int64_t num_found = 0;
     for (int64_t i = 0; i < routing.num_experts; ++i) {
-        const float logit = to_float(logits[i]);
-        if (num_found == num_chosen && !(logit > weights[num_chosen - 1])) continue;
+        const T logit = logits[i];
+        const float key = routing.bias ? scores.of(logit) + routing.bias[i] : to_float(logit);
+        if (num_found == num_chosen && !is_before(key, weights[num_chosen - 1])) continue;
         int64_t place = num_found < num_chosen ? num_found++ : num_chosen - 1;
-        for (; place > 0 && logit > weights[place - 1]; --place) {
+        for (; place > 0 && is_before(key, weights[place - 1]); --place) {
             experts[place] = experts[place - 1];
             weights[place] = weights[place - 1];
         }
         experts[place] = static_cast<int32_t>(i);
-        weights[place] = logit;
+        weights[place] = key;
     }
-    const float largest = weights[0], sum = sum_of_powers(logits, routing.num_experts, largest);
     float total = 0.0f;
     for (int64_t c = 0; c < num_chosen; ++c) {
-        if (sum != sum) experts[c] = static_cast<int32_t>(c);
-        weights[c] = exponential(broadcast(weights[c] - largest))[0] / sum;
+        weights[c] = scores.of(logits[experts[c]]);
         total += weights[c];
     }
+    const float divisor = routing.is_normalized ? total + routing.epsilon : 1.0f;
     for (int64_t c = 0; c < num_chosen; ++c) {
         T stored;
-        from_float(routing.is_normalized ? weights[c] / total : weights[c], &stored);
+        from_float(weights[c] / divisor * routing.factor, &stored);
         weights[c] = to_float(stored);
     }
 }

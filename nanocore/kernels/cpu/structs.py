@@ -180,6 +180,10 @@ def expert_operands_struct(routing: Routing, shared: SharedExpert | None) -> Exp
         logits_stride=logits_TX.stride(0),
         num_chosen=routing.num_chosen,
         is_normalized=routing.is_normalized,
+        is_sigmoid=routing.score == "sigmoid",
+        bias=_address(routing.bias_X),
+        epsilon=routing.epsilon,
+        factor=routing.factor,
     )
     if shared is not None:
         struct.shared_gate, struct.shared_out = shared.gate_T1.data_ptr(), shared.out_TE.data_ptr()

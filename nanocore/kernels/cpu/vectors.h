@@ -312,6 +312,11 @@ NANOCORE_INLINE F exponential(F x) {
     return x < least ? F{} : power;
 }
 
+NANOCORE_INLINE F sigmoid(F x) {
+    const F most = broadcast(88.0f);
+    return 1.0f / (exponential(-x > most ? most : -x) + 1.0f);
+}
+
 NANOCORE_INLINE F tanh_of(F x) {
     // Of |x|, where the exponential cannot overflow.
     F magnitude = x < 0.0f ? -x : x;

@@ -57,11 +57,16 @@ def moe(
 
 def route(routing: Routing) -> tuple[Tensor, Tensor]:
     """(expert ids, int64 [T, C]; their weights, float32 [T, C])."""
-    probs_TX = routing.logits_TX.softmax(-1, dtype=torch.float32)
-    weights_TC, expert_ids_TC = probs_TX.topk(routing.num_chosen)
+    if routing.score == "sigmoid":
+        scores_TX = routing.logits_TX.float().sigmoid()
+    else:
+        scores_TX = routing.logits_TX.softmax(-1, dtype=torch.float32)
+    keys_TX = scores_TX if routing.bias_X is None else scores_TX + routing.bias_X
+    expert_ids_TC = keys_TX.topk(routing.num_chosen).indices
+    weights_TC = scores_TX.gather(1, expert_ids_TC)
     if routing.is_normalized:
-        weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
-    return expert_ids_TC, weights_TC
+        weights_TC = weights_TC / (weights_TC.sum(-1, keepdim=True) + routing.epsilon)
+    return expert_ids_TC, weights_TC * routing.factor
 
 
 def add_shared(out_TE: Tensor, shared: SharedExpert | None) -> Tensor:

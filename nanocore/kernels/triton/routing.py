@@ -1,7 +1,7 @@
 """Routing: the experts of each token, and the tokens of each product over experts.
 
-Routing is one kernel, a program for each token: the softmax in float32, and the most likely experts
-one after the other. Of equally likely ones the smaller number comes first; a token whose logits are
+Routing is one kernel, a program for each token: the scores in float32, and the experts of the
+greatest one after the other. Of equal ones the smaller number comes first; a token whose logits are
 not numbers takes experts that there are, with weights that are not numbers.
 
 The plan lays out (token, choice) pairs by expert, each expert's in whole tiles and in the order of
@@ -25,36 +25,51 @@ from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 PLAN_WARPS: Final = 8
 MIN_SPAN: Final = 256
 MAX_SPANS: Final = 128
+NO_KEY: Final = tl.constexpr(-(2**63))  # of what is no expert, or is chosen
 
 
 @triton.jit
 def route_kernel(
-    logits, expert_ids, weights, stride, NUM_EXPERTS: tl.constexpr, NUM_CHOSEN: tl.constexpr,
-    IS_NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, CHOSEN_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits, bias, expert_ids, weights, stride, epsilon, factor, NUM_EXPERTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr, CHOSEN_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
+    """bias: None if there is none."""
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     experts = tl.arange(0, BLOCK)
     is_expert = experts < NUM_EXPERTS
     x = tl.load(logits + token * stride + experts, mask=is_expert, other=float("-inf"))
     x = x.to(tl.float32)
-    powers = tl.exp(x - tl.max(x, axis=0))
-    probs = tl.div_rn(powers, tl.sum(powers, axis=0))
-    # The bits of what is not negative are in its order; NaN, of one sign, comes first.
-    bits = tl.where(probs == probs, probs.to(tl.int32, bitcast=True), 0x7FC00000)
+    if IS_SIGMOID:
+        scores = tl.div_rn(tl.full([BLOCK], 1.0, tl.float32), 1.0 + tl.exp(-x))
+    else:
+        powers = tl.exp(x - tl.max(x, axis=0))
+        scores = tl.div_rn(powers, tl.sum(powers, axis=0))
+    ranked = scores
+    if bias is not None:
+        ranked = scores + tl.load(bias + experts, mask=is_expert, other=0.0)
+    # Bits are in the order of numbers once those of negative ones are reversed; NaN comes first.
+    bits = tl.where(ranked == ranked, ranked.to(tl.int32, bitcast=True), 0x7FC00000)
+    bits ^= (bits >> 31) & 0x7FFFFFFF
     keys = (bits.to(tl.int64) << 32) | (BLOCK - experts)
-    keys = tl.where(is_expert, keys, -1)
+    keys = tl.where(is_expert, keys, NO_KEY)
     choices = tl.arange(0, CHOSEN_BLOCK)
     chosen_ids = tl.zeros([CHOSEN_BLOCK], tl.int32)
     chosen = tl.zeros([CHOSEN_BLOCK], tl.float32)
     for choice in range(NUM_CHOSEN):
         best = tl.max(keys, axis=0)
-        prob = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-        chosen_ids = tl.where(choices == choice, BLOCK - best.to(tl.int32), chosen_ids)
-        chosen = tl.where(choices == choice, prob, chosen)
-        keys = tl.where(keys == best, -1, keys)
+        expert = BLOCK - best.to(tl.int32)
+        if bias is None:
+            score = (best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        else:
+            score = tl.sum(tl.where(experts == expert, scores, 0.0), axis=0)
+        chosen_ids = tl.where(choices == choice, expert, chosen_ids)
+        chosen = tl.where(choices == choice, score, chosen)
+        keys = tl.where(keys == best, NO_KEY, keys)
     if IS_NORMALIZED:
-        chosen = tl.div_rn(chosen, tl.sum(chosen, axis=0))
+        chosen = tl.div_rn(chosen, tl.sum(chosen, axis=0) + epsilon)
+    chosen *= factor
     to = token * NUM_CHOSEN + choices
     tl.store(expert_ids + to, chosen_ids, mask=choices < NUM_CHOSEN)
     tl.store(weights + to, chosen, mask=choices < NUM_CHOSEN)
@@ -157,10 +172,11 @@ def route(routing: Routing) -> tuple[Tensor, Tensor]:
     if num_tokens:
         block = triton.next_power_of_2(num_experts)
         route_kernel[(num_tokens,)](
-            logits_TX, expert_ids_TC, weights_TC, logits_TX.stride(0), NUM_EXPERTS=num_experts,
-            NUM_CHOSEN=num_chosen, IS_NORMALIZED=routing.is_normalized, BLOCK=block,
-            CHOSEN_BLOCK=triton.next_power_of_2(num_chosen), num_warps=route_warps(block),
-            **pdl(logits_TX.device),
+            logits_TX, routing.bias_X, expert_ids_TC, weights_TC, logits_TX.stride(0),
+            routing.epsilon, routing.factor, NUM_EXPERTS=num_experts, NUM_CHOSEN=num_chosen,
+            IS_SIGMOID=routing.score == "sigmoid", IS_NORMALIZED=routing.is_normalized,
+            BLOCK=block, CHOSEN_BLOCK=triton.next_power_of_2(num_chosen),
+            num_warps=route_warps(block), **pdl(logits_TX.device),
         )  # fmt: skip
     return expert_ids_TC, weights_TC
 

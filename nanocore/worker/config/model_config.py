@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from nanocore.kernels import Activation
+from nanocore.kernels import Activation, Score
 from nanocore.worker.config.generation_config import GenerationDefaults
 from nanocore.worker.config.rope_config import LayerType, Ropes
 
@@ -61,7 +61,8 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A mixture of experts in place of some layers' MLPs.
 
     inner_size: of one expert. norm_topk_prob: the chosen experts' weights are scaled to sum to 1.
-    sparse_layers: indices of the layers that have experts.
+    sparse_layers: indices of the layers that have experts. has_bias: experts are chosen by scores
+    plus a bias. score, epsilon, factor: see `Routing`.
     """
 
     num_experts: int
@@ -69,6 +70,10 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
     inner_size: int
     norm_topk_prob: bool
     sparse_layers: frozenset[int]
+    score: Score = "softmax"
+    has_bias: bool = False
+    epsilon: float = 0.0
+    factor: float = 1.0
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):

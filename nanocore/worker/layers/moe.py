@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from nanocore.kernels.linear import Routing, SharedExpert
@@ -22,7 +23,7 @@ from nanocore.worker.layers.linear import (
     StepContext,
 )
 from nanocore.worker.layers.packing import WeightPacker, Weights
-from nanocore.worker.loading.weights import Entries
+from nanocore.worker.loading.weights import Entries, whole
 from nanocore.worker.placement import Placement
 
 
@@ -39,10 +40,13 @@ class SparseMLP:
         self, placement: Placement, config: MoeConfig, mlp: MLPConfig, hidden_size: int
     ) -> None:
         self.tp = placement.tp
-        self.num_experts_per_tok = config.num_experts_per_tok
-        self.norm_topk_prob = config.norm_topk_prob
         self.activation = mlp.activation
         num_experts = config.num_experts
+        self.bias_X = placement.empty(num_experts, dtype=torch.float32) if config.has_bias else None
+        self._routing = partial(
+            Routing, num_chosen=config.num_experts_per_tok, is_normalized=config.norm_topk_prob,
+            score=config.score, bias_X=self.bias_X, epsilon=config.epsilon, factor=config.factor,
+        )  # fmt: skip
         inner_size, what = config.inner_size, "moe_intermediate_size"
         in_rows = [RowShard.share(placement, inner_size, what)]
         make_in = partial(ColumnParallelLinear, placement, hidden_size, in_rows)
@@ -60,6 +64,8 @@ class SparseMLP:
 
     def entries(self, prefix: str) -> Entries:
         entries = self.router.entries(f"{prefix}gate")
+        if self.bias_X is not None:
+            entries[f"{prefix}gate.e_score_correction_bias"] = whole(self.bias_X)
         for expert, (gate, up, down) in enumerate(self._projections):
             name = f"{prefix}experts.{expert}."
             entries |= gate.entries(f"{name}gate_proj") | up.entries(f"{name}up_proj")
@@ -77,7 +83,7 @@ class SparseMLP:
         partial_sum_TE = context.kernels.moe(
             x_TE,
             self.experts,
-            Routing(logits_TX, self.num_experts_per_tok, self.norm_topk_prob),
+            self._routing(logits_TX),
             self.shared(x_TE, context),
             self.activation,
         )

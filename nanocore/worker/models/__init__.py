@@ -36,6 +36,7 @@ ARCHITECTURES: Final = {
     "GemmaForCausalLM": ("gemma.GemmaModel", "gemma"),
     "GraniteForCausalLM": ("granite.GraniteModel", "granite"),
     "Lfm2ForCausalLM": ("lfm2.Lfm2Model", "lfm2"),
+    "Lfm2MoeForCausalLM": ("lfm2.Lfm2MoeModel", "lfm2_moe"),
     "LlamaForCausalLM": ("llama.LlamaModel", "llama"),
     "Ministral3ForCausalLM": ("mistral.Ministral3Model", "ministral3"),
     "MinistralForCausalLM": ("mistral.MinistralModel", "ministral"),

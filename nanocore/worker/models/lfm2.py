@@ -1,4 +1,6 @@
-"""LFM2 and LFM2.5 (Liquid AI, 2025): gated short convolutions, and a few layers of attention."""
+"""LFM2 and LFM2.5 (Liquid AI, 2025): gated short convolutions, a few layers of attention, and MLPs
+or, in later layers of LFM2-MoE, experts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from nanocore.kernels.states import MAX_TAPS, ConvFilters, StateCache
 from nanocore.protocol.errors import ModelFileError
-from nanocore.worker.config.config_json import ConfigReader
+from nanocore.worker.config.config_json import MAX_LAYERS, ConfigReader
 from nanocore.worker.config.json_settings import MAX_SIZE, Range, Settings
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.config.rope_config import read_rope
@@ -31,8 +33,8 @@ _CONV: Final = "conv"
 _NAMES: Final = {
     "model.embedding_norm.": "model.norm.", ".self_attn.out_proj.": ".self_attn.o_proj.",
     ".self_attn.q_layernorm.": ".self_attn.q_norm.", ".self_attn.k_layernorm.":
-    ".self_attn.k_norm.", ".feed_forward.w1.": ".mlp.gate_proj.", ".feed_forward.w2.":
-    ".mlp.down_proj.", ".feed_forward.w3.": ".mlp.up_proj.",
+    ".self_attn.k_norm.", ".feed_forward.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.", ".expert_bias": ".gate.e_score_correction_bias",
 }  # fmt: skip
 """Parts of tensors' names, and what other families call them."""
 
@@ -109,11 +111,16 @@ class Lfm2Model(DecoderModel):
         values = {
             **settings.values,
             "rms_norm_eps": settings.get("norm_eps", float, 1e-5),
-            "intermediate_size": _inner_size(settings),
+            **cls.mlp_settings(settings),
         }
         if settings.has("tie_embedding"):
             values["tie_word_embeddings"] = settings.get("tie_embedding", bool, True)
         return settings.with_values(values)
+
+    @classmethod
+    def mlp_settings(cls, settings: Settings) -> dict[str, Any]:
+        """Settings of MLPs under their common names."""
+        return {"intermediate_size": _inner_size(settings)}
 
     @classmethod
     def read(cls, reader: ConfigReader) -> ModelConfig:
@@ -144,6 +151,26 @@ class Lfm2Model(DecoderModel):
         for own, common in _NAMES.items():
             name = name and name.replace(own, common)
         return name
+
+
+class Lfm2MoeModel(Lfm2Model):
+    """LFM2-MoE: a router as DeepSeek-V3's, without groups of experts."""
+
+    @classmethod
+    def mlp_settings(cls, settings: Settings) -> dict[str, Any]:
+        num_dense = settings.get("num_dense_layers", int, 2)
+        settings.within("num_dense_layers", num_dense, Range(0, MAX_LAYERS))
+        return {
+            "mlp_only_layers": list(range(num_dense)),
+            "norm_topk_prob": settings.get("norm_topk_prob", bool, True),
+        }
+
+    @classmethod
+    def read(cls, reader: ConfigReader) -> ModelConfig:
+        limits, has_bias = Range(0, 1e3, exceeds_low=True), reader.flag("use_expert_bias", True)
+        factor = reader.settings.number("routed_scaling_factor", 1.0, limits)
+        moe = reader.moe(score="sigmoid", has_bias=has_bias, epsilon=1e-6, factor=factor)
+        return replace(super().read(reader), moe=moe)
 
 
 def _inner_size(settings: Settings) -> int:

@@ -1,6 +1,8 @@
-"""Routing as the backend launches it, for the compiler; of Qwen3-30B-A3B and Qwen1.5-MoE."""
+"""Routing as the backend launches it, for the compiler; of Qwen3-30B-A3B, Qwen1.5-MoE and LFM2."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from nanocore.kernels.triton.routing import (
     PLAN_WARPS,
@@ -18,6 +20,7 @@ def cases() -> list[Case]:
         _route_case("routing, 8 of 128", 128, 8, "*bf16", is_normalized=True),
         _route_case("routing, 4 of 60", 60, 4, "*bf16", is_normalized=False),
         _route_case("routing, 10 of 512, float32", 512, 10, "*fp32", is_normalized=True),
+        _route_case("routing, 4 of 32, LFM2", 32, 4, "*bf16", is_normalized=True, is_plain=False),
         _count_case(),
         _plan_case("experts' plan of decodes", block_t=16, has_counts=False),
         _plan_case("experts' plan of a chunk", block_t=64, has_counts=True),
@@ -27,21 +30,22 @@ def cases() -> list[Case]:
     ]
 
 
-def _route_case(name: str, experts: int, chosen: int, logits: str, is_normalized: bool) -> Case:
+def _route_case(
+    name: str, experts: int, chosen: int, logits: str, is_normalized: bool, is_plain: bool = True
+) -> Case:
+    """is_plain: by the softmax alone, and not by the sigmoid and a bias."""
     block = 1 << (experts - 1).bit_length()
-    return Case(
-        name=name,
-        kernel=route_kernel,
-        signature={"logits": logits, "expert_ids": "*i32", "weights": "*fp32", "stride": "i32"},
-        constexprs={
-            "NUM_EXPERTS": experts,
-            "NUM_CHOSEN": chosen,
-            "IS_NORMALIZED": is_normalized,
-            "BLOCK": block,
-            "CHOSEN_BLOCK": 1 << (chosen - 1).bit_length(),
-        },
-        num_warps=route_warps(block),
-    )
+    signature = {
+        "logits": logits, "expert_ids": "*i32", "weights": "*fp32", "stride": "i32",
+        "epsilon": "fp32", "factor": "fp32",
+    }  # fmt: skip
+    constexprs: dict[str, Any] = {
+        "NUM_EXPERTS": experts, "NUM_CHOSEN": chosen, "IS_SIGMOID": not is_plain,
+        "IS_NORMALIZED": is_normalized, "BLOCK": block,
+        "CHOSEN_BLOCK": 1 << (chosen - 1).bit_length(),
+    }  # fmt: skip
+    give_if(not is_plain, {"bias": "*fp32"}, signature, constexprs)
+    return Case(name, route_kernel, signature, constexprs, num_warps=route_warps(block))
 
 
 def _count_case() -> Case:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from nanocore.kernels.linear import Routing
 from nanocore.kernels.torch import linear as torch_linear
 from nanocore.kernels.triton import routing as module
 from nanocore.kernels.triton.routing import plan, route
+from tests.kernels.moe_case import ROUTERS, draw_routing
 
 # numpy, which interprets the kernels, warns of what a GPU does in silence.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -50,6 +52,42 @@ def test_tokens_choose_the_experts_that_transformers_chooses(
         torch.testing.assert_close(chosen_weights, weights.float())
 
 
+@pytest.mark.parametrize("is_normalized", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_tokens_choose_the_experts_that_lfm2_chooses(has_bias: bool, is_normalized: bool) -> None:
+    from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
+
+    config = SimpleNamespace(
+        num_experts_per_tok=4,
+        num_experts=32,
+        norm_topk_prob=is_normalized,
+        hidden_size=16,
+        routed_scaling_factor=1.3,
+        use_expert_bias=has_bias,
+    )
+    router = Lfm2MoeTopKRouter(config)
+    bias = draw(32) if has_bias else None
+    with torch.no_grad():
+        router.weight.copy_(draw(32, 16))
+        logits, weights, ids = router(draw(9, 16), bias)
+    routing = Routing(logits, 4, is_normalized, "sigmoid", bias, 1e-6, 1.3)
+    for chosen_ids, chosen_weights in (route(routing), torch_linear.route(routing)):
+        assert torch.equal(chosen_ids.long(), ids)
+        torch.testing.assert_close(chosen_weights, weights)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize(("experts", "chosen"), [(60, 4), (7, 7)])
+def test_every_router_chooses_what_the_reference_chooses(
+    router: dict[str, Any], experts: int, chosen: int
+) -> None:
+    routing = draw_routing(draw(9, experts), chosen, **router)
+    ids, weights = route(routing)
+    expected_ids, expected_weights = torch_linear.route(routing)
+    assert torch.equal(ids.long(), expected_ids)
+    torch.testing.assert_close(weights, expected_weights)
+
+
 @pytest.mark.parametrize("experts", [5, 8, 60])
 def test_of_equal_experts_the_smaller_numbers_come_first(experts: int) -> None:
     logits = torch.zeros(3, experts)
@@ -63,6 +101,13 @@ def test_of_equal_experts_the_smaller_numbers_come_first(experts: int) -> None:
     torch.testing.assert_close(weights, expected)  # whichever torch takes
 
 
+def test_of_experts_with_equal_biases_the_smaller_numbers_come_first() -> None:
+    bias = torch.tensor([-2.0, -1.0, -1.0, -3.0, -1.0])
+    ids, weights = route(Routing(torch.zeros(1, 5), 4, False, "sigmoid", bias))
+    assert ids.tolist() == [[1, 2, 4, 0]]
+    assert weights.tolist() == [[0.5] * 4]
+
+
 def test_experts_too_unlikely_for_float32_are_equal() -> None:
     logits = torch.tensor([[-500.0, 3.0, -300.0, -400.0]])
     ids, weights = route(Routing(logits, 3, is_normalized=True))
@@ -70,12 +115,20 @@ def test_experts_too_unlikely_for_float32_are_equal() -> None:
     assert weights.tolist() == [[1.0, 0.0, 0.0]]
 
 
-@pytest.mark.parametrize("garbage", [torch.nan, -torch.nan, torch.inf])
-def test_a_token_that_is_not_a_number_takes_experts_that_there_are(garbage: float) -> None:
+@pytest.mark.parametrize(
+    ("garbage", "router"),
+    [
+        *((x, {"is_normalized": True}) for x in (torch.nan, -torch.nan, torch.inf)),
+        *((torch.nan, router) for router in ROUTERS if router["is_normalized"]),
+    ],
+)
+def test_a_token_that_is_not_a_number_takes_experts_that_there_are(
+    garbage: float, router: dict[str, Any]
+) -> None:
     logits = draw(3, 6)
-    expected_ids, expected_weights = route(Routing(logits, 4, is_normalized=True))
+    expected_ids, expected_weights = route(draw_routing(logits, 4, **router))
     logits[1, 3] = garbage
-    ids, weights = route(Routing(logits, 4, is_normalized=True))
+    ids, weights = route(draw_routing(logits, 4, **router))
     assert torch.equal(ids[::2], expected_ids[::2])
     assert torch.equal(weights[::2], expected_weights[::2])
     assert sorted(ids[1].tolist()) == ids[1].unique().tolist()
