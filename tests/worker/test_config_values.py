@@ -67,6 +67,11 @@ OUT_OF_RANGE: list[tuple[str, str, list[Any]]] = [
     ("Qwen3Moe", "decoder_sparse_step", [0, -1]),
     ("Qwen3Moe", "mlp_only_layers", [3, ["x"], [1.5], {}]),
     ("Qwen3Moe", "norm_topk_prob", [1, "yes"]),
+    ("Lfm2Moe", "num_dense_layers", [-1, MAX_LAYERS + 1, HUGE, 1.5, "2"]),
+    ("Lfm2Moe", "routed_scaling_factor", [0, -1, 1e30, "2"]),
+    ("Lfm2Moe", "use_expert_bias", [1, "yes"]),
+    ("Lfm2Moe", "norm_topk_prob", [1, "yes"]),
+    ("Lfm2Moe", "num_experts_per_tok", [0, 9]),
     ("Llama", "is_causal", [False, 0]),
     ("Llama", "tie_word_embeddings", [1, "true"]),
     ("Llama", "architectures", ["LlamaForCausalLM", [1], {}]),
@@ -274,6 +279,10 @@ def first_of(module: Any, *names: str) -> Any:
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
+def rotary_of(decoder: Any) -> Any:
+    return getattr(decoder, "rotary_emb", getattr(decoder, "pos_emb", None))
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path) -> None:
     folder = BUILDERS[name](tmp_path)
@@ -284,28 +293,32 @@ def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path
     assert config.longest_model_len == MAX_MODEL_LEN
     assert config.eos_token_ids == (EOS,)
     for i, layer in enumerate(first_of(decoder, "layers", "h")):
-        attention, mlp = first_of(layer, "self_attn", "attn"), layer.mlp
+        mlp = first_of(layer, "mlp", "feed_forward")
+        is_sparse = hasattr(mlp, "experts")
+        assert is_sparse == (config.moe is not None and i in config.moe.sparse_layers)
+        if not is_sparse:
+            down_proj = first_of(mlp, "down_proj", "c_proj", "w2")
+            assert (down_proj.bias is not None) == config.mlp.bias
+            assert down_proj.weight.numel() == config.hidden_size * config.mlp.inner_size
+        assert hasattr(layer, "conv") == (i in getattr(config, "conv_layers", ()))
+        if hasattr(layer, "conv"):
+            continue
+        attention = first_of(layer, "self_attn", "attn")
         assert attention.head_dim == config.attention.head_dim
         assert attention.scaling == own.scale
         window = getattr(attention, "sliding_window", getattr(text_config, "sliding_window", 0))
         assert (window or 0) == own.window(i)
-        assert bool(getattr(attention, "use_rope", hasattr(decoder, "rotary_emb"))) == (
-            own.rotation(i) != "none"
-        )
+        rotates = getattr(attention, "use_rope", rotary_of(decoder) is not None)
+        assert bool(rotates) == (own.rotation(i) != "none")
         qkv = first_of(attention, "q_proj", "qkv_proj", "c_attn")
         assert (qkv.bias is not None) == own.bias
-        o_proj = first_of(attention, "o_proj", "c_proj")
+        o_proj = first_of(attention, "o_proj", "c_proj", "out_proj")
         assert (o_proj.bias is not None) == own.o_proj_bias
-        is_sparse = hasattr(mlp, "experts")
-        assert is_sparse == (config.moe is not None and i in config.moe.sparse_layers)
-        if not is_sparse:
-            down_proj = first_of(mlp, "down_proj", "c_proj")
-            assert (down_proj.bias is not None) == config.mlp.bias
     residual = getattr(text_config, "residual_multiplier", 1.0)  # divides the whole stream
     embedding = model.get_input_embeddings()
     scale = getattr(embedding, "scalar_embed_scale", 1.0)
     assert ours.embedding_factor == getattr(text_config, "embedding_multiplier", scale) / residual
-    eps = first_of(text_config, "rms_norm_eps", "layer_norm_epsilon")
+    eps = first_of(text_config, "rms_norm_eps", "layer_norm_epsilon", "norm_eps")
     assert config.norm_eps == eps / residual**2
     assert ours.hidden_factor == getattr(text_config, "logits_scaling", 1.0)
     assert config.tie_word_embeddings == (model.lm_head.weight is embedding.weight)
@@ -314,7 +327,7 @@ def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path
 @pytest.mark.parametrize("name", BUILDERS)
 def test_every_rotation_is_read_as_transformers_builds_it(name: str, tmp_path: Path) -> None:
     folder = BUILDERS[name](tmp_path)
-    config, rotary = read_folder(folder), getattr(text_model(load(folder)), "rotary_emb", None)
+    config, rotary = read_folder(folder), rotary_of(text_model(load(folder)))
     assert bool(config.attention.rope) == (rotary is not None)
     for layer_type, rope in config.attention.rope.items():
         theirs = getattr(rotary, f"{layer_type}_inv_freq", getattr(rotary, "inv_freq", None))

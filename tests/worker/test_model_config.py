@@ -95,11 +95,13 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     attention = config.attention
     assert attention.num_kv_heads == getattr(reference, "num_key_value_heads", 32)
     assert config.attention.head_dim == (getattr(reference, "head_dim", None) or 256 // 32)
-    eps = "rms_norm_eps" if hasattr(reference, "rms_norm_eps") else "layer_norm_epsilon"
-    assert config.norm_eps == getattr(reference, eps)
+    epsilons = ("rms_norm_eps", "layer_norm_epsilon", "norm_eps")
+    eps = next(getattr(reference, key) for key in epsilons if hasattr(reference, key))
+    assert config.norm_eps == eps
     assert config.tie_word_embeddings == whole.tie_word_embeddings
     settings = ("activation_function", "hidden_activation", "hidden_act")
-    activation = next(getattr(reference, key) for key in settings if hasattr(reference, key))
+    found = (getattr(reference, key) for key in settings if hasattr(reference, key))
+    activation = next(found, "silu")
     kinds = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
     assert config.mlp.activation == kinds[activation]
     eos = reference.eos_token_id
@@ -240,6 +242,21 @@ def test_mixtral_has_experts_in_every_layer_and_normalizes_their_weights() -> No
     left_out = parse("Mixtral", without="num_experts_per_tok").moe
     assert left_out is not None
     assert (left_out.num_experts, left_out.num_experts_per_tok) == (8, 2)
+
+
+def test_lfm2_moe_begins_with_dense_layers_whose_width_is_not_adjusted() -> None:
+    config = parse("Lfm2Moe", num_dense_layers=3, block_ff_dim=96, block_auto_adjust_ff_dim=True)
+    moe = config.moe
+    assert moe is not None
+    assert moe.sparse_layers == {3, 4, 5, 6, 7}
+    assert (config.mlp.inner_size, moe.inner_size) == (128, 32)
+    assert (moe.score, moe.has_bias, moe.epsilon, moe.factor) == ("sigmoid", True, 1e-6, 1.0)
+    assert moe.norm_topk_prob
+    plain = {"norm_topk_prob": False, "use_expert_bias": False, "routed_scaling_factor": 2}
+    other = parse("Lfm2Moe", **plain).moe
+    assert other is not None
+    assert other.sparse_layers == {2, 3, 4, 5, 6, 7}
+    assert (other.norm_topk_prob, other.has_bias, other.factor) == (False, False, 2.0)
 
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 256}
@@ -497,7 +514,7 @@ def test_an_unknown_architecture_names_the_one_spelled_most_alike(
     [
         "DeepseekV3ForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "GptOssForCausalLM",
         "MambaForCausalLM", "JambaForCausalLM", "ErnieForCausalLM", "MiniMaxForCausalLM",
-        "Lfm2ForCausalLM", "FalconForCausalLM", "T5ForConditionalGeneration", "", "X" * 10**6,
+        "XLNetLMHeadModel", "FalconForCausalLM", "T5ForConditionalGeneration", "", "X" * 10**6,
     ],
 )  # fmt: skip
 def test_an_unknown_architecture_that_nothing_is_like_names_none(tmp_path: Path, name: str) -> None:
