@@ -33,6 +33,8 @@ INSIDE = {
     "conv.conv": "shortconv.conv", "conv.in_proj": "shortconv.in_proj",
     "conv.out_proj": "shortconv.out_proj", "feed_forward.w1": "ffn_gate",
     "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up",
+    "feed_forward.gate": "ffn_gate_inp", "feed_forward.expert_bias": "exp_probs_b",
+    "feed_forward.experts.down_proj": "ffn_down_exps",
 }  # fmt: skip
 PROMPTS = [[3 + 7 * i % 300 for i in range(40)], [200 - i for i in range(9)]]
 
@@ -68,24 +70,39 @@ def end_file(writer: gguf.GGUFWriter) -> None:
 
 def write_lfm2(path: Path, model: Any, quantized: gguf.GGMLQuantizationType | None = None) -> None:
     """quantized: of matrices but the embedding; the model gets what they stand for."""
-    writer = begin_file(path, model.config)
-    for name, parameter in model.named_parameters():
+    config = model.config
+    is_sparse = config.model_type == "lfm2_moe"
+    writer = begin_file(path, config, "lfm2moe" if is_sparse else "lfm2")
+    if is_sparse:
+        add_experts(writer, config)
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         module = name.removesuffix(".weight")
-        theirs = ENDS.get(module)
-        if theirs is None:
-            layer, _, rest = module.removeprefix("model.layers.").partition(".")
-            theirs = f"blk.{layer}.{INSIDE[rest]}"
+        layer, _, rest = module.removeprefix("model.layers.").partition(".")
         values = parameter.detach().numpy()
-        is_taps = module.endswith("conv.conv")
-        if is_taps:
-            values = values.squeeze(1)
-        if quantized is None or values.ndim < 2 or is_taps or module in ENDS:
-            writer.add_tensor(f"{theirs}.weight", values)
-            continue
-        blocks = gguf.quants.quantize(values, quantized)
-        writer.add_tensor(f"{theirs}.weight", blocks, raw_dtype=quantized)
-        parameter.data.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, quantized)))
+        if rest == "feed_forward.experts.gate_up_proj":
+            for half, one in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                writer.add_tensor(f"blk.{layer}.ffn_{half}_exps.weight", one.copy())
+        elif module in ENDS or rest in INSIDE:
+            theirs = ENDS.get(module) or f"blk.{layer}.{INSIDE[rest]}"
+            is_taps, kind = rest == "conv.conv", "bias" if rest.endswith("_bias") else "weight"
+            values = values.squeeze(1) if is_taps else values
+            if quantized is None or values.ndim < 2 or is_taps or module in ENDS:
+                writer.add_tensor(f"{theirs}.{kind}", values)
+                continue
+            blocks = gguf.quants.quantize(values, quantized)
+            writer.add_tensor(f"{theirs}.{kind}", blocks, raw_dtype=quantized)
+            parameter.data.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, quantized)))
+        else:
+            assert "inv_freq" in name, name
     end_file(writer)
+
+
+def add_experts(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_leading_dense_block_count(config.num_dense_layers)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +121,11 @@ def test_a_file_says_what_the_model_says_in_transformers(
     backend: str,
     tp_size: int,
 ) -> None:
-    path, model = tmp_path / "model.gguf", exact_model(folder)
-    write_lfm2(path, model, quantized)
+    write_lfm2(path := tmp_path / "model.gguf", model := exact_model(folder), quantized)
+    compare(path, model, tp_size, backend)
+
+
+def compare(path: Path, model: Any, tp_size: int, backend: str) -> None:
     outputs = [greedy(model, prompt) for prompt in PROMPTS]
     script = write_script(PROMPTS, outputs, kv_groups=model_groups(path))
     for sample in run_script(path, script, tp_size, backend=backend):
@@ -144,11 +164,9 @@ def test_kv_heads_are_given_by_layer(folder: Path, tmp_path: Path) -> None:
 def test_names_and_settings_of_experts(folder: Path, tmp_path: Path) -> None:
     config = exact_model(folder).config
     writer = begin_file(path := tmp_path / "model.gguf", config, "lfm2moe")
-    writer.add_expert_count(4)
-    writer.add_expert_used_count(2)
-    writer.add_expert_feed_forward_length(32)
-    writer.add_leading_dense_block_count(1)
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    config.num_experts, config.num_experts_per_tok = 4, 2
+    config.moe_intermediate_size, config.num_dense_layers = 32, 1
+    add_experts(writer, config)
     writer.add_tensor("token_embd.weight", np.zeros((384, 64), np.float32))
     writer.add_tensor("blk.1.ffn_gate_inp.weight", np.zeros((4, 64), np.float32))
     writer.add_tensor("blk.1.exp_probs_b.bias", np.zeros(4, np.float32))
@@ -169,3 +187,13 @@ def test_names_and_settings_of_experts(folder: Path, tmp_path: Path) -> None:
         ("model.layers.1.feed_forward.expert_bias", (4,)),
         *((f"model.layers.1.mlp.experts.{i}.down_proj.weight", (64, 32)) for i in range(4)),
     ]
+
+
+@pytest.mark.parametrize(("backend", "tp_size"), [("torch", 1), ("cpu", 2)])
+def test_experts_say_what_they_say_in_transformers(
+    tmp_path: Path, backend: str, tp_size: int
+) -> None:
+    folder = BUILDERS["lfm2_moe"](tmp_path / "folder")
+    model = exact_model(folder, routed_scaling_factor=1.0)
+    write_lfm2(path := tmp_path / "model.gguf", model)
+    compare(path, model, tp_size, backend)
