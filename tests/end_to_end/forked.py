@@ -29,10 +29,8 @@ from nanocore.client import AsyncEngineClient, SamplingParams
 from nanocore.client.arguments import EngineArgument, engine_flags
 from nanocore.client.connection import engine_process
 from nanocore.engine_core.cli import main
-from nanocore.engine_core.process import check
 from nanocore.protocol.messages import ModelCard
 from nanocore.system.child_process import module_command
-from nanocore.worker.cost import machine_speed
 from tests.end_to_end.engine_process import EXIT_TIMEOUT_S
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
@@ -202,9 +200,6 @@ def _fork_children() -> None:
 
     Ranks are started anew: forked ones once answered with other tokens, and why is not known.
     """
-    # How fast the machine is takes longer to measure than all else of a start or a check.
-    machine_speed._MAX_STRETCHES = 1  # type: ignore[misc]
-    check._MEASURE_S = 0.001  # type: ignore[misc]
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     engine_process.subprocess = FORKS  # type: ignore[attr-defined]
 

@@ -8,8 +8,6 @@ import pytest
 
 from nanocore.engine_core import cli
 from nanocore.engine_core.cli import main
-from nanocore.engine_core.process import check
-from nanocore.worker.cost.model_cost import MachineSpeed
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +15,6 @@ def _keep_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What main does to a process that ends, it must not do to that of the tests."""
     monkeypatch.setattr(logging, "disable", lambda: None)
     monkeypatch.setattr(cli, "join_threads", lambda _: True)  # other tests' grammars
-    speed = MachineSpeed(bytes_per_s=1e9, flops_per_s=1e11)  # to measure it takes most of a check
-    monkeypatch.setattr(check, "machine_speeds", lambda ranks, _: [speed] * len(ranks))
 
 
 def run_check(flags: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

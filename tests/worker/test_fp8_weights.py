@@ -93,8 +93,8 @@ def test_a_model_says_what_its_rounded_weights_and_activations_say(folder: Path,
 def test_the_two_ends_routers_and_experts_stay_as_they_are(folder: Path) -> None:
     runner = make_runner(folder, PLACEMENT, kernels=TorchKernels(), quantization="fp8")
     layer = runner.model.layers[0]
-    assert layer.attention.qkv_proj.weight.packed.dtype == FP8
-    assert layer.attention.o_proj.weight.packed.dtype == FP8
+    assert layer.mixer.qkv_proj.weight.packed.dtype == FP8
+    assert layer.mixer.o_proj.weight.packed.dtype == FP8
     assert runner.model.head is not None
     assert runner.model.head.weight.packed.dtype == torch.float32
     assert runner.model.embedding is not None

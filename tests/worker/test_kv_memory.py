@@ -10,6 +10,7 @@ import torch
 
 from nanocore.kernels.kv_quantization import KVCacheFormat, kv_cache_format
 from nanocore.worker.dry_run import dry_run
+from nanocore.worker.memory.kv_groups import CacheKind
 from nanocore.worker.memory.kv_memory import ALIGNMENT_BYTES, KVLayout, KVMemory, KVSpec
 from nanocore.worker.worker import Worker
 from tests.kernels.layered_cache import parts
@@ -53,13 +54,13 @@ def test_a_single_block_has_the_strides_of_many(form: KVCacheFormat) -> None:
     layout = KVLayout([KVSpec(2, 16)] * 2, form, 16)
     (one, _), (many, _) = (KVMemory(layout, n, CPU).layers() for n in (1, 3))
     assert [x.stride() for x in parts(one)] == [x.stride() for x in parts(many)]
-    assert one.block_bytes == layout.block_bytes[0]
+    assert one.block_bytes == layout.block_bytes[CacheKind()]
 
 
 def test_without_need_of_alignment_a_block_is_what_its_layers_take() -> None:
     form = FORMATS["int8"]
     layout = KVLayout([KVSpec(1, 128)] * 3, form, 16)
-    assert layout.block_bytes[0] == 3 * 2 * 16 * form.bytes_per_head(128)
+    assert layout.block_bytes[CacheKind()] == 3 * 2 * 16 * form.bytes_per_head(128)
 
 
 @pytest.mark.parametrize(("num_layers", "spec"), [
@@ -71,8 +72,8 @@ def test_large_blocks_do_not_lie_at_multiples_of_a_power_of_two(
     layout = KVLayout([spec] * num_layers, FORMATS["bfloat16"], 16)
     least_bytes = num_layers * 2 * 16 * spec.num_kv_heads * spec.head_dim * 2
     assert least_bytes % 2**16 == 0
-    assert layout.block_bytes[0] % 2**11 != 0
-    assert least_bytes < layout.block_bytes[0] < 1.01 * least_bytes
+    assert layout.block_bytes[CacheKind()] % 2**11 != 0
+    assert least_bytes < layout.block_bytes[CacheKind()] < 1.01 * least_bytes
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
@@ -101,7 +102,7 @@ def test_what_is_allocated_is_what_was_told(tiny_model: Path, kv_cache_dtype: st
 def test_memory_on_a_cpu_is_taken_when_it_is_used() -> None:
     layout = KVLayout([KVSpec(8, 128)] * 4, FORMATS["bfloat16"], 16)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    memory = KVMemory(layout, (1 << 31) // layout.block_bytes[0], CPU)
+    memory = KVMemory(layout, (1 << 31) // layout.block_bytes[CacheKind()], CPU)
     for block_id in (0, 500, 1000):
         memory.blocks[0][block_id].fill_(1)
     taken = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

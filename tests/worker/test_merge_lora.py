@@ -91,7 +91,7 @@ def loaded(
     weights: list[LinearWeight] = []
     for layer in model.layers:
         assert isinstance(layer, DecoderLayer)
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp = layer.mixer, layer.mlp
         weights += [attention.qkv_proj.weight.packed, attention.o_proj.weight.packed]
         for name in ("gate_up_proj", "up_proj", "down_proj"):
             if hasattr(mlp, name):

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from nanocore.kernels.kv_quantization import KVCacheFormat
+from nanocore.worker.memory.kv_groups import CacheKind
 from nanocore.worker.memory.kv_memory import KVLayout, KVSpec
 
 _NUM_LAYERS: Final = 28
@@ -22,4 +23,4 @@ _FORMATS: Final = {
 def block_constants(cache: str, kv_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
     """cache: the type of its K and V, as a pointer."""
     layout = KVLayout([KVSpec(kv_heads, head_dim)] * _NUM_LAYERS, _FORMATS[cache], block_size)
-    return {"BLOCK_SIZE": block_size, "BLOCK_BYTES": layout.block_bytes[0]}
+    return {"BLOCK_SIZE": block_size, "BLOCK_BYTES": layout.block_bytes[CacheKind()]}
