@@ -102,7 +102,7 @@ class Launches(TorchDispatchMode):
         "view", "reshape", "slice", "select", "as_strided", "empty", "expand", "transpose", "t",
         "unsqueeze", "squeeze", "split", "detach", "alias", "unbind", "permute", "new_empty",
         "empty_like", "empty_strided", "_unsafe_view", "unflatten", "flatten", "lift_fresh",
-        "detach_",
+        "detach_", "chunk",
     )  # fmt: skip
 
     def __init__(self) -> None:
