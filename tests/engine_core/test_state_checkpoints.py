@@ -10,7 +10,6 @@ import random
 
 import pytest
 
-from nanocore.engine_core.requests.readiness import PREFIX
 from nanocore.kv_cache import CacheGroup
 from tests.fakes import Deliveries, make_request, make_scheduler
 
@@ -142,8 +141,7 @@ def test_who_waits_for_a_prefix_holds_up_nobody_and_may_be_aborted() -> None:
     follower, aborted, other = engine.add(prompt, 3), engine.add(prompt, 3), engine.add([1], 3)
     plan = engine.scheduler.schedule()
     assert [new.num_computed_tokens for new in plan.added] == [0, 0]
-    waiting = [engine.scheduler.find(one) for one in (follower, aborted)]
-    assert all(one is not None and one.waits_for == {PREFIX} for one in waiting)
+    assert [one.handle for one in engine.scheduler.waiting] == [follower, aborted]
     assert engine.scheduler.abort(aborted) is not None
     engine.deliveries.take(engine.scheduler, engine.executor.execute(plan))
     engine.run()

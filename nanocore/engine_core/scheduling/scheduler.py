@@ -96,7 +96,7 @@ class Scheduler:
         self._last_update_s = 0.0
         self._requests: dict[int, Request] = {}
         self._unready: dict[int, Request] = {}  # they wait for something outside of the step loop
-        self._followers: list[Request] = []  # they wait for the step that was planned last
+        self._followers: list[Request] = []  # of the step that is being planned
         self._ended: list[Request] = []  # outside a step's result, since the last update
         self._last_group = 0
         self._num_cache_groups = len(kv_cache.groups)
@@ -238,9 +238,6 @@ class Scheduler:
         counters.num_steps += 1
         self._begun_s.append(self.clock())
         self.kv_cache.begin_step()
-        followers, self._followers = self._followers, []
-        for follower in followers:
-            self.ready(follower.handle, PREFIX)
         self._last_group = group
         num_groups, num_cache_groups = self.config.num_groups, self._num_cache_groups
         plan = StepPlan(counters.num_steps, 0, group, num_groups, num_cache_groups)
@@ -273,7 +270,11 @@ class Scheduler:
             self._drafter.draft(plan, budget)
         is_full = self.num_waiting > 0 or running.is_short_of_blocks
         counters.count_rows(self.config.max_num_seqs - self.num_running, is_full)
-        return running.begin(plan)
+        message = running.begin(plan)
+        followers, self._followers = self._followers, []
+        for follower in followers:
+            self.ready(follower.handle, PREFIX)
+        return message
 
     def update(self, result: ModelRunnerOutput) -> list[ClientOutput]:
         """Take in the result of the oldest step in flight; returns the clients' outputs.
@@ -310,7 +311,7 @@ class Scheduler:
 
     def _can_admit(self, group: int) -> bool:
         head = self.waiting.head(self.room.may_be_partial)
-        may_fit = (head is not None and not self.is_still_blocked(head)) or bool(self._followers)
+        may_fit = head is not None and not self.is_still_blocked(head)
         return may_fit and not self.running.is_short_of_blocks and self.num_admissible(group) > 0
 
     def num_admissible(self, group: int) -> int:
