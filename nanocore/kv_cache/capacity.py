@@ -46,7 +46,7 @@ class CacheGroup(msgspec.Struct, frozen=True):
         return min(num_blocks, num_seen(self.window, block_size) + num_of_step)
 
 
-NUM_BOUNDARIES: Final = 3
+NUM_BOUNDARIES: Final = 4
 """Boundaries of a request that are its own: see `KVCacheManager.allocate`."""
 FULL: Final = (CacheGroup("full"),)
 """The group of models in which every layer keeps all tokens: a slab is a block."""

@@ -146,10 +146,10 @@ class Groups:
 
         parted: blocks that its prompt has in common with others.
         """
-        # Where others are likely to go on: there, and at the prompt's end, with and without what a
-        # chat template puts before the answer.
+        # Where others are likely to go on: here, where they have parted, and at the prompt's end,
+        # with and without what a chat template puts before the answer.
         ends = num_prompt_tokens - 1, num_prompt_tokens - 1 - self._block_size // 2
-        boundaries = {parted, *(max(end, 0) // self._block_size for end in ends)}
+        boundaries = {boundary, parted, *(max(end, 0) // self._block_size for end in ends)}
         for number, one in enumerate(self._groups):
             one.admit(handle, boundary, seen[number] if seen else (), boundaries)
 

@@ -356,6 +356,8 @@ class KVCacheManager:
         self._index.clear()
         for group in self._others or ():
             group.clear()
+        for pool in () if self._arena is None else self._arena.pools:
+            pool.clear()
         if self._log is not None:
             self._log.cleared()
         return True

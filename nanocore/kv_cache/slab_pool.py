@@ -9,6 +9,7 @@ alone, as if all of the memory had blocks of that one size (slabs: Bonwick 1994)
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
@@ -70,6 +71,14 @@ class SlabArena:
                 num_left += min(num_free - num_new, num_soon) // pool.per_slab
         return num_left
 
+    @property
+    def oldest_age(self) -> float:
+        """Age of the slab that `take` would take, in ticks; infinite if there is none."""
+        if self.free:
+            return _WORTHLESS
+        ages = [next(iter(pool.empty.values())) for pool in self.pools if pool.empty]
+        return min(ages, default=math.inf)
+
     def take(self) -> int:
         """Take a free slab, or else the empty one that was used longest ago, whose it ever was."""
         # Other pools' cached blocks are no better than one's own: only age decides.
@@ -98,10 +107,10 @@ class SlabPool:
         self._arena = arena
         self._on_evict = on_evict
         self._num_held = [0] * arena.num_slabs
-        # Free blocks of slabs in which somebody holds a block, by id: those to be reused at once,
-        # and those whose content may be needed, the oldest first.
-        self._unused: dict[int, Block] = {}
-        self._cached: dict[int, Block] = {}
+        # Free blocks of slabs in which somebody holds a block, and their ages, by id: those to be
+        # reused at once, and those whose content may be needed, the oldest first.
+        self._unused: dict[int, int] = {}
+        self._cached: dict[int, int] = {}
         arena.pools.append(self)
 
     @property
@@ -121,14 +130,18 @@ class SlabPool:
         """Take `count` blocks, with a reference count of 1 each."""
         taken: list[Block] = []
         while len(taken) < count:
-            # Memory that nobody uses goes before cached blocks, as long as no request needs it.
-            if not self._unused and self._arena.num_spare > 0 and self._arena.free:
-                self._arena.num_spare -= 1
-                self._adopt(self._arena.take())
+            # What was used longest ago goes first, be it a block of its own or a slab, as long as
+            # no request needs that slab.
+            if not self._unused and self._arena.num_spare > 0:
+                own_age = next(iter(self._cached.values()), math.inf)
+                if self._arena.oldest_age < own_age:
+                    self._arena.num_spare -= 1
+                    self._adopt(self._arena.take())
             if not (self._unused or self._cached):
                 self._adopt(self._arena.take())
             free = self._unused or self._cached
-            block = free.pop(next(iter(free)))
+            block = self.blocks[next(iter(free))]
+            del free[block.block_id]
             block.ref_count = 1
             self._num_held[self.slab(block)] += 1
             taken.append(block)
@@ -160,7 +173,7 @@ class SlabPool:
             slab = self.slab(block)
             self._num_held[slab] -= 1
             is_cached = block.key is not None and not is_last_use
-            (self._cached if is_cached else self._unused)[block.block_id] = block
+            (self._cached if is_cached else self._unused)[block.block_id] = self._arena.tick
             # Any pool may take it from now on, so it offers its blocks together.
             if self._num_held[slab] == 0:
                 is_any_cached = False
@@ -174,7 +187,7 @@ class SlabPool:
         slab = self.slab(block)
         if slab not in self.empty:
             self._cached.pop(block.block_id, None)
-            self._unused[block.block_id] = block
+            self._unused[block.block_id] = _WORTHLESS
         elif all(one.key is None for one in self._blocks_of(slab)):
             self._leave_empty(slab, is_cached=False)
 
@@ -184,9 +197,16 @@ class SlabPool:
         self._evict(self._blocks_of(slab))
         self._arena.free.append(slab)
 
+    def clear(self) -> None:
+        """Nothing that is cached is needed any more, and nobody holds a block."""
+        assert not self._unused
+        assert not self._cached
+        self.empty = OrderedDict.fromkeys(self.empty, _WORTHLESS)
+
     def _adopt(self, slab: int) -> None:
+        tick = self._arena.tick
         for block in self._blocks_of(slab):
-            (self._cached if block.key is not None else self._unused)[block.block_id] = block
+            (self._cached if block.key is not None else self._unused)[block.block_id] = tick
 
     def _leave_empty(self, slab: int, is_cached: bool) -> None:
         # The oldest is the first: those with nothing to lose are put before all others.

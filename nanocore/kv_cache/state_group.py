@@ -52,6 +52,7 @@ class StateGroup:
         self._most = group.most_blocks(2**31, capacity.block_size, capacity.max_step_tokens)
         self._events = events
         self._index: dict[bytes, Block] = {}
+        self._kept: set[int] = set()  # ids of findable blocks that are checkpoints
         self._unfinished: set[bytes] = set()  # what the step that is planned last computes
         self._held: dict[int, _Held] = {}
 
@@ -95,29 +96,35 @@ class StateGroup:
     def register(
         self, handle: int, start: int, parent: BlockKey | None, keys: Sequence[BlockKey]
     ) -> None:
-        own, index = self._held[handle].blocks, self._index
+        held, index = self._held[handle], self._index
         for number, key in enumerate(keys, start):
-            block, other = own.get(number), index.get(key[0])
-            if block is not None and block.key is None:
-                # The copy that somebody holds stays the findable one.
-                if other is None or other.key is not key or not other.ref_count:
-                    if other is not None:
-                        # Free, or of a prefix whose block in the primary group was evicted.
-                        other.key = None
-                        if other.ref_count == 0:
-                            self.pool.reuse_first(other)
-                    else:
-                        self._events.stored(parent, [key])
-                    index[key[0]], block.key = block, key
-                    self._unfinished.add(key[0])
-            parent = key
+            block, other = held.blocks.get(number), index.get(key[0])
+            before, parent = parent, key
+            if block is None or block.key is not None:
+                continue
+            is_kept = self._is_checkpoint(held, number)
+            if other is not None:
+                # Of copies one stays findable that is kept, and rather one that is held.
+                if other.key is key and (not is_kept or (other.ref_count and self._keeps(other))):
+                    continue
+                # Else it is of a prefix whose block in the primary group was evicted.
+                self._unname(other)
+                if other.ref_count == 0:
+                    self.pool.reuse_first(other)
+            else:
+                self._events.stored(before, [key])
+            index[key[0]], block.key = block, key
+            self._unfinished.add(key[0])
+            if is_kept:
+                self._kept.add(block.block_id)
 
     def leave(self, handle: int, num_computed: int) -> list[list[Block]]:
         held = self._held[handle]
         last = -(-num_computed // self._block_size) - 1  # has the state that is read next
         parts: list[list[Block]] = [[], []]
         for number in [n for n in held.blocks if n < last]:
-            parts[not self._is_checkpoint(held, number)].append(held.blocks.pop(number))
+            block = held.blocks.pop(number)
+            parts[not (self._keeps(block) or self._is_checkpoint(held, number))].append(block)
         return parts
 
     def pop(self, handle: int) -> list[Block]:
@@ -135,7 +142,15 @@ class StateGroup:
         for block in blocks:
             assert block.key is not None
             del self._index[block.key[0]]
-            block.key = None
+            self._unname(block)
+
+    def _unname(self, block: Block) -> None:
+        block.key = None
+        self._kept.discard(block.block_id)
+
+    def _keeps(self, block: Block) -> bool:
+        """Whether a findable block is a checkpoint of the request that computed it."""
+        return block.block_id in self._kept
 
     def _find(self, key: BlockKey, soon: bool = False) -> Block | None:
         block = self._index.get(key[0])

@@ -115,7 +115,7 @@ def test_a_trace_names_the_groups_and_its_explanation_what_was_lost(tmp_path: Pa
 def test_a_request_whose_blocks_lie_in_too_many_slabs_gets_on_alone(depth: int) -> None:
     """Memory is just enough for the longest request, if its blocks fill their slabs."""
     num_alone = 0
-    for seed in {*range(examples(70)), 58}:  # 58 is one that needs it, at any depth
+    for seed in {*range(examples(70)), 75}:  # 75 is one that needs it, at any depth
         draw = random.Random(seed)
         window, per_slab = draw.choice([5, 9, 13, 17]), draw.choice([3, 4, 5, 6])
         groups = [CacheGroup("full", 0, draw.choice([1, 2])), CacheGroup("w", window, per_slab)]

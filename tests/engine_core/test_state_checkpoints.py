@@ -23,9 +23,9 @@ GROUPS = pytest.mark.parametrize("groups", [SMALL, LARGE], ids=["small", "large"
 class Engine:
     """A scheduler with room for everything, over the fake worker without simulated memory."""
 
-    def __init__(self, groups: list[CacheGroup], num_slabs: int = 8000) -> None:
+    def __init__(self, groups: list[CacheGroup], num_slabs: int = 8000, budget: int = 2048) -> None:
         self.scheduler, self.executor = make_scheduler(
-            num_blocks=num_slabs, block_size=BLOCK, max_num_batched_tokens=2048,
+            num_blocks=num_slabs, block_size=BLOCK, max_num_batched_tokens=budget,
             max_model_len=20_000, cache_groups=groups, max_num_seqs=16,
         )  # fmt: skip
         self.executor.checks_kv = False
@@ -49,6 +49,11 @@ class Engine:
         handle = self.add(prompt, max_tokens)
         self.run()
         return self.deliveries.num_cached[handle]
+
+
+def whole_blocks(prompt: list[int]) -> int:
+    """Tokens of the longest hit that there can be."""
+    return (len(prompt) - 1) // BLOCK * BLOCK
 
 
 def text(seed: int, num_tokens: int) -> list[int]:
@@ -165,6 +170,52 @@ def test_without_prefix_caching_nobody_waits() -> None:
     engine.scheduler.kv_cache.enable_prefix_caching = False
     handles = [engine.add(text(8, 900), 2) for _ in range(2)]
     assert len(engine.scheduler.schedule().added) == len(handles)
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_slabs"),
+    [
+        ([CacheGroup("full", 0, 3), CacheGroup("state", 0, 7, spacing=1)], 80),
+        ([CacheGroup("full", 0, 23), CacheGroup("state", 0, 4, spacing=32)], 40),
+        ([CacheGroup("full", 0, 5), CacheGroup("window(40)", 40, 3)], 100),
+    ],
+    ids=["small", "large", "windows"],
+)
+def test_when_all_memory_was_used_once_the_oldest_goes_whoever_had_it(
+    groups: list[CacheGroup], num_slabs: int
+) -> None:
+    """Rounds of requests at once, whose memory is less than half of all; then each again."""
+    rng = random.Random(1)
+    engine = Engine(groups, num_slabs=num_slabs)
+    for number in range(20):
+        prompts = [text(100 * number + i, rng.randrange(20, 250)) for i in range(8)]
+        for prompt in prompts:
+            engine.add(prompt, 4)
+        engine.run()
+        assert [engine.hit(one) for one in prompts] == [
+            (len(one) - 1) // 16 * 16 for one in prompts
+        ]
+
+
+@pytest.mark.parametrize("budget", [19, 100, 2048])
+def test_who_computes_the_same_at_once_leaves_the_state_that_any_of_them_keeps(budget: int) -> None:
+    """Of copies one is findable; it may be of a request that passes on and does not keep it."""
+    for seed in range(12):
+        rng, shared = random.Random(seed), text(seed, 400)
+        # Several states in a slab, so that one of no use is reused at once.
+        groups = [CacheGroup("full", 0, 23), CacheGroup("state", 0, 4, spacing=32)]
+        engine = Engine(groups, num_slabs=3000, budget=budget)
+        engine.scheduler.worth_waiting_tokens = 64
+        cuts = [rng.choice([16, 17, 32, 47, 48, 64, 100, 160, 240, 400]) for _ in range(12)]
+        prompts = [shared[:cut] + text(i, rng.randrange(1, 40)) for i, cut in enumerate(cuts)]
+        waiting = list(prompts)
+        while waiting or engine.scheduler.num_requests:
+            for prompt in waiting[: rng.randrange(4)]:
+                engine.add(prompt, 20)
+                waiting.remove(prompt)
+            if engine.scheduler.num_requests:
+                engine.deliveries.step(engine.scheduler, engine.executor)
+        assert [engine.hit(one) for one in prompts] == list(map(whole_blocks, prompts))
 
 
 def test_where_memory_is_short_the_latest_prompts_are_still_hit() -> None:

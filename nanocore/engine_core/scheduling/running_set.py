@@ -334,9 +334,10 @@ class RunningSet:
         block_ids = self._kv_cache.allocate(request.handle, end, prefix, num_prompt)
         assert block_ids is not None, "the whole prompt fits, so its first chunk does"
         if not (resumed := request.was_admitted):
-            lost = prefix.num_lost * block_size, prefix.lost_group
+            # What the step computes for others was not let go of.
+            lost = (prefix.num_lost - prefix.num_soon) * block_size, prefix.lost_group
             self._kv_cache.stats.record(request.num_tokens, num_cached, *lost)
-            if prefix.num_lost:
+            if lost[0]:
                 plan.lost[request.request_id] = lost
         token_ids = request.give_tokens()
         row = self._own_row(request, token_ids, plan.group)

@@ -127,7 +127,8 @@ class Lfm2Model(DecoderModel):
         settings = reader.settings
         conv_layers = _conv_layers(settings, reader.num_layers)
         common = {name: value for name, value in settings.values.items() if name != "layer_types"}
-        num_taps = settings.size("conv_L_cache", 3, MAX_TAPS)
+        num_taps = settings.size("conv_L_cache", 3)
+        settings.within("conv_L_cache", num_taps, Range(2, MAX_TAPS))
         if len(conv_layers) == reader.num_layers:
             raise settings.error("layer_types", "must have a layer of full_attention")
         attention = replace(reader, settings=settings.with_values(common)).attention(
