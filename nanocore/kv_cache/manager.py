@@ -185,9 +185,8 @@ class KVCacheManager:
         found = [block.key for block in blocks if block.key is not None]
         boundary, lost_group = self._others.last_boundary(found)
         seen = self._others.seen(found, boundary)
-        soon, num_lost = boundary, len(blocks) - boundary
-        if num_lost:
-            soon, _ = self._others.last_boundary(found, soon=True)
+        num_lost = len(blocks) - boundary
+        soon = self._others.last_boundary(found, soon=True)[0] if num_lost else boundary
         return Prefix(blocks[:boundary], seen, num_lost, lost_group, soon - boundary)
 
     def is_findable(self, key: BlockKey) -> bool:
