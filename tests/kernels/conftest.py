@@ -31,7 +31,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "kernels" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(func_only=True))
-            case: dict[str, object] = getattr(item, "callspec").params  # noqa: B009
+            # Fixtures of this name elsewhere have no parameters.
+            case: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
             is_plain = not case.get("quantization") and not case.get("is_quantized")
             is_emulated = case.get("kernels") in (EMULATED_DOT, EMULATED_AMX)
             if is_emulated and is_plain and case.get("dtype") == torch.float32:
