@@ -11,7 +11,8 @@ import re
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from difflib import SequenceMatcher
+from typing import Any, Final, NamedTuple, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -33,17 +34,23 @@ _FIELDS: Final = {
     "Object missing required field": "the map lacks the required field",
     "Object contains unknown field": "the map has the unknown field",
 }
+_UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*?)`(?: - at `(.*)`)?", re.DOTALL)
+_MIN_NEARNESS: Final = 0.7
+_MAX_NAME_CHARS: Final = 64
 _MAP_HEADS: Final = frozenset((*range(0x80, 0x90), 0xDE, 0xDF))
 
 
-def explain(error: Exception) -> str:
-    """Explain a decoder's exception in PROTOCOL.md's words."""
+def explain(error: Exception, expected: Any = None) -> str:
+    """Explain a decoder's exception in PROTOCOL.md's words.
+
+    expected: the struct that the body was to be; an unknown field's nearest one is then named.
+    """
     match error:
         case msgspec.ValidationError():
             text = str(error)
             for theirs, ours in _FIELDS.items():
                 if text.startswith(theirs):
-                    return ours + text.removeprefix(theirs)
+                    return ours + text.removeprefix(theirs) + _nearest_field(text, expected)
             return _TYPES.sub(_in_our_words, text)
         case msgspec.DecodeError() if "UTF-8" not in str(error):
             return f"the body is not one whole msgpack value: {error}"
@@ -63,6 +70,41 @@ def why_no_map(body: bytes) -> str | None:
     if (start := body[:64].lstrip()[:1]) in (b"{", b"["):
         return f"the body begins with {start.decode()!r}: JSON? bodies are msgpack maps"
     return f"the body is no msgpack map: it begins with 0x{body[0]:02x}"
+
+
+def _nearest_field(text: str, expected: Any) -> str:
+    """Return a question that names the field that was meant, if one or several are near."""
+    unknown = _UNKNOWN.fullmatch(text)
+    if unknown is None:
+        return ""
+    name, path = unknown.groups()
+    struct = expected
+    for part in (path or "").split(".")[1:]:
+        hints = get_type_hints(struct) if _is_struct(struct) else {}
+        struct = _struct_in(hints.get(part.partition("[")[0]))
+    if not _is_struct(struct) or len(name) > _MAX_NAME_CHARS:
+        return ""
+    fields: tuple[str, ...] = struct.__struct_encode_fields__
+    for field, hint in get_type_hints(struct).items():
+        inner = _struct_in(hint)
+        if inner is not None and name in inner.__struct_encode_fields__:
+            return f" - it belongs into `{field}`"
+    nearness = {
+        field: field.startswith(f"{name}_") or SequenceMatcher(None, field, name).ratio()
+        for field in fields
+    }
+    most = max(nearness.values())
+    nearest = [f"`{field}`" for field in fields if nearness[field] == most >= _MIN_NEARNESS]
+    return f" - did you mean {' or '.join(nearest)}?" if nearest else ""
+
+
+def _struct_in(hint: Any) -> Any:
+    """Return the struct in a field's type, or None."""
+    return next(filter(_is_struct, (hint, *get_args(hint))), None)
+
+
+def _is_struct(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, msgspec.Struct)
 
 
 def _in_our_words(types: re.Match[str]) -> str:
@@ -148,7 +190,7 @@ class MessageDecoder:
         except InvalidSubmitError:
             raise
         except Exception as error:  # not only msgspec's own: see the module docstring
-            why = explain(error)
+            why = explain(error, decoder.type)
             raise ProtocolError(shorten(f"{Op(op).name}: {why}")) from None
 
     def _decode_body(
@@ -164,7 +206,7 @@ class MessageDecoder:
             if op != Op.SUBMIT:
                 raise
             request_id = _submit_id(body)
-            why = explain(error)
+            why = explain(error, decoder.type)
             raise InvalidSubmitError(shorten(f"SUBMIT: {why}"), request_id) from None
 
 

@@ -254,14 +254,30 @@ def test_the_largest_request_needs_half_of_what_a_submit_may_have_beside_its_pro
 @pytest.mark.parametrize(
     ("op", "body", "message"),
     [
-        (Op.SUBMIT, {"sampling": {"top_n": 1}}, "the unknown field `top_n` - at `$.sampling`"),
-        (Op.SUBMIT, {"n": 2}, "SUBMIT: the map has the unknown field `n`"),
+        (
+            Op.SUBMIT,
+            {"sampling": {"top_n": 1}},
+            "`top_n` - at `$.sampling` - did you mean `top_p` or `top_k`?",
+        ),
+        (Op.SUBMIT, {"sampling": {"max_token": 1}}, "did you mean `max_tokens`?"),
+        (Op.SUBMIT, {"sampling": {"logprob": 1}}, "did you mean `logprobs`?"),
+        (Op.SUBMIT, {"sampling": {"bad_words": []}}, "did you mean `bad_words_token_ids`?"),
+        (Op.SUBMIT, {"n": 2}, "the unknown field `n` - it belongs into `sampling`"),
+        (Op.SUBMIT, {"prompt_tokens_ids": b""}, "did you mean `prompt_token_ids`?"),
+        (Op.SUBMIT, {"Sampling": {}}, "`Sampling` - did you mean `sampling`?"),
+        (Op.SUBMIT, {"sampling": {"stop": []}}, "did you mean `stop_token_ids`?"),
+        (Op.SUBMIT, {"sampling": {"max_token" * 9: 1}}, "` - at `$.sampling`"),
+        (Op.SUBMIT, {"sampling": {"n\n`": 1}}, "` - at `$.sampling`"),
         (Op.CONTROL, {"caller": 1}, "CONTROL: the map has the unknown field `caller`"),
-        (Op.ABORT, {"handle": b""}, "ABORT: the map has the unknown field `handle`"),
-        (Op.HELLO, {"protocoll": [1, 5]}, "HELLO: the map has the unknown field `protocoll`"),
+        (Op.CONTROL, {"operations": 1}, "`operations` - did you mean `operation`?"),
+        (Op.ABORT, {"request_id": []}, "`request_id` - did you mean `request_ids`?"),
+        (Op.ABORT, {"handle": b""}, "`handle` - did you mean `handles`?"),
+        (Op.HELLO, {"protocoll": [1, 5]}, "`protocoll` - did you mean `protocol`?"),
     ],
 )
-def test_an_unknown_field_is_named(op: Op, body: dict[str, object], message: str) -> None:
+def test_an_unknown_fields_error_names_the_one_that_may_have_been_meant(
+    op: Op, body: dict[str, object], message: str
+) -> None:
     required: dict[Op, dict[str, object]] = {
         Op.SUBMIT: {"request_id": "r", "prompt_token_ids": b"\1\0\0\0"},
         Op.CONTROL: {"call_id": 1, "operation": "stats"},
@@ -271,6 +287,7 @@ def test_an_unknown_field_is_named(op: Op, body: dict[str, object], message: str
     with pytest.raises((InvalidSubmitError, ProtocolError)) as caught:
         engine_decoder().decode([bytes([op]), msgspec.msgpack.encode(required[op] | body)])
     assert str(caught.value).endswith(message)
+    assert ("did you mean" in str(caught.value)) == ("did you mean" in message)
 
 
 def test_a_submit_may_be_as_long_as_its_prompt() -> None:

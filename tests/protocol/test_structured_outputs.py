@@ -214,11 +214,32 @@ def test_surrogates_in_a_body_are_no_message() -> None:
         engine_decoder().decode([op, body.replace(b"xxx", b"\xed\xa0\x80")])
 
 
-def test_an_unknown_field_is_named() -> None:
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        ({"jsn": "{}"}, "`jsn` - at `$.sampling.structured_outputs` - did you mean `json`?"),
+        ({"choices": ["a"]}, "- did you mean `choice`?"),
+        ({"regexp": "a"}, "- did you mean `regex`?"),
+        ({"structural_tags": TAG}, "- did you mean `structural_tag`?"),
+        ({"structures": []}, "- it belongs into `structural_tag`"),
+        ({"backend": "auto"}, "the unknown field `backend` - at `$.sampling.structured_outputs`"),
+        ({"structural_tag": TAG | {"trigger": []}}, "- did you mean `triggers`?"),
+        (
+            {"structural_tag": TAG | {"structures": [STRUCTURE | {"schemas": ""}]}},
+            "structures[0]` - did you mean `schema`?",
+        ),
+    ],
+)
+def test_an_unknown_field_names_the_nearest(wanted: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidSubmitError) as caught:
-        decoded({"backend": "auto"})
-    where = "the unknown field `backend` - at `$.sampling.structured_outputs`"
-    assert str(caught.value).endswith(where)
+        decoded(wanted)
+    assert str(caught.value).endswith(said)
+
+
+def test_a_kind_beside_the_other_parameters_belongs_into_structured_outputs() -> None:
+    body = {"request_id": "r", "prompt_token_ids": b"", "sampling": {"regex": "a"}}
+    with pytest.raises(InvalidSubmitError, match="it belongs into `structured_outputs`"):
+        engine_decoder().decode([b"\x10", msgspec.msgpack.encode(body)])
 
 
 @pytest.mark.parametrize(
