@@ -14,6 +14,7 @@ from nanocore.kv_cache.block_key import BlockKey
 from nanocore.kv_cache.block_pool import Block
 from nanocore.kv_cache.capacity import CacheGroup, Capacity
 from nanocore.kv_cache.events import GroupEvents
+from nanocore.kv_cache.prefix_index import GroupIndex
 from nanocore.kv_cache.slab_pool import Need, SlabArena, SlabPool
 from nanocore.kv_cache.state_group import StateGroup
 from nanocore.kv_cache.window_group import WindowGroup
@@ -27,6 +28,7 @@ class Group(Protocol):
 
     group: CacheGroup
     pool: SlabPool
+    index: GroupIndex
 
     def begin_step(self) -> None:
         """A further step is being planned."""
@@ -80,12 +82,6 @@ class Group(Protocol):
 
     def pop(self, handle: int) -> list[Block]:
         """Take all blocks from a request, if it has any."""
-
-    def forget(self, blocks: Sequence[Block]) -> None:
-        """Remove cached blocks from the index."""
-
-    def clear(self) -> None:
-        """Remove all blocks from the index; nobody is told of each."""
 
 
 class Groups:

@@ -325,7 +325,7 @@ class KVCacheManager:
         if cached := [block for block in holding.blocks if block.key is not None]:
             self._forget(cached)
         for group in self._others or ():
-            group.forget([block for block in group.blocks(handle) if block.key is not None])
+            group.index.forget([block for block in group.blocks(handle) if block.key is not None])
 
     def free(self, handle: int, after_step: int = 0) -> None:
         """Release all blocks of a request; cached content stays findable until it is evicted.
@@ -354,7 +354,7 @@ class KVCacheManager:
             return False
         self._index.clear()
         for group in self._others or ():
-            group.clear()
+            group.index.clear()
         for pool in () if self._arena is None else self._arena.pools:
             pool.clear()
         if self._log is not None:

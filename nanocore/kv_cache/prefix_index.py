@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 from nanocore.kv_cache.block_key import BlockKey
 from nanocore.kv_cache.block_pool import Block
+from nanocore.kv_cache.events import GroupEvents
 
 
 class PrefixIndex:
@@ -74,3 +75,47 @@ class PrefixIndex:
 
     def clear(self) -> None:
         self.remove(list(self._blocks.values()))
+
+
+class GroupIndex:
+    """Findable blocks of a group beside the primary, one for each digest.
+
+    A block here bears the very key object of the primary group's block, so a hit is confirmed as
+    far back as it is there. events: are told what can be found no longer.
+    """
+
+    def __init__(self, events: GroupEvents) -> None:
+        self._blocks: dict[bytes, Block] = {}
+        self._events = events
+
+    def find(self, key: BlockKey) -> Block | None:
+        """Return the block with this content, if it is here."""
+        block = self.get(key)
+        return block if block is not None and block.key is key else None
+
+    def get(self, key: BlockKey) -> Block | None:
+        """Return the block with this key's digest, whatever its content."""
+        return self._blocks.get(key[0])
+
+    def put(self, key: BlockKey, block: Block) -> None:
+        """Make a block findable, in place of one with the same digest."""
+        if (other := self.get(key)) is not None:
+            other.key = None
+        self._blocks[key[0]], block.key = block, key
+
+    def forget(self, blocks: Sequence[Block]) -> None:
+        """Remove cached blocks, and tell that they can be found no longer."""
+        keys = [block.key for block in blocks if block.key is not None]
+        assert len(keys) == len(blocks)
+        self._events.removed(keys)
+        self._remove(blocks)
+
+    def clear(self) -> None:
+        """Remove all blocks; nobody is told of each."""
+        self._remove(list(self._blocks.values()))
+
+    def _remove(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            assert block.key is not None
+            del self._blocks[block.key[0]]
+            block.key = None

@@ -23,6 +23,7 @@ from nanocore.kv_cache.block_key import BlockKey
 from nanocore.kv_cache.block_pool import Block
 from nanocore.kv_cache.capacity import CacheGroup, Capacity
 from nanocore.kv_cache.events import GroupEvents
+from nanocore.kv_cache.prefix_index import GroupIndex
 from nanocore.kv_cache.slab_pool import SlabArena, SlabPool
 
 NO_STATE = -1
@@ -47,12 +48,12 @@ class StateGroup:
         self, group: CacheGroup, capacity: Capacity, arena: SlabArena, events: GroupEvents
     ) -> None:
         self.group = group
-        self.pool = SlabPool(arena, group.per_slab, self.forget)
+        self.index = GroupIndex(events)
+        self.pool = SlabPool(arena, group.per_slab, self.index.forget)
         self._block_size = capacity.block_size
         self._most = group.most_blocks(2**31, capacity.block_size, capacity.max_step_tokens)
         self._events = events
-        self._index: dict[bytes, Block] = {}
-        self._kept: set[int] = set()  # ids of findable blocks that are checkpoints
+        self._kept: set[int] = set()  # ids of findable blocks that are checkpoints; and old ones
         self._unfinished: set[bytes] = set()  # what the step that is planned last computes
         self._held: dict[int, _Held] = {}
 
@@ -96,27 +97,24 @@ class StateGroup:
     def register(
         self, handle: int, start: int, parent: BlockKey | None, keys: Sequence[BlockKey]
     ) -> None:
-        held, index = self._held[handle], self._index
+        held = self._held[handle]
         for number, key in enumerate(keys, start):
-            block, other = held.blocks.get(number), index.get(key[0])
+            block, other = held.blocks.get(number), self.index.get(key)
             before, parent = parent, key
             if block is None or block.key is not None:
                 continue
             is_kept = self._is_checkpoint(held, number)
-            if other is not None:
-                # Of copies one stays findable that is kept, and rather one that is held.
-                if other.key is key and (not is_kept or (other.ref_count and self._keeps(other))):
-                    continue
-                # Else it is of a prefix whose block in the primary group was evicted.
-                self._unname(other)
-                if other.ref_count == 0:
-                    self.pool.reuse_first(other)
-            else:
+            if other is None:
                 self._events.stored(before, [key])
-            index[key[0]], block.key = block, key
+            # Of copies one stays findable that is kept, and rather one that is held.
+            elif other.key is key and (not is_kept or (other.ref_count and self._keeps(other))):
+                continue
+            self.index.put(key, block)
+            # Else it is of a prefix whose block in the primary group was evicted.
+            if other is not None and other.ref_count == 0:
+                self.pool.reuse_first(other)
             self._unfinished.add(key[0])
-            if is_kept:
-                self._kept.add(block.block_id)
+            (self._kept.add if is_kept else self._kept.discard)(block.block_id)
 
     def leave(self, handle: int, num_computed: int) -> list[list[Block]]:
         held = self._held[handle]
@@ -131,31 +129,12 @@ class StateGroup:
         held = self._held.pop(handle, None)
         return list(held.blocks.values()) if held else []
 
-    def forget(self, blocks: Sequence[Block]) -> None:
-        self._events.removed([block.key for block in blocks if block.key is not None])
-        self._remove(blocks)
-
-    def clear(self) -> None:
-        self._remove(list(self._index.values()))
-
-    def _remove(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            assert block.key is not None
-            del self._index[block.key[0]]
-            self._unname(block)
-
-    def _unname(self, block: Block) -> None:
-        block.key = None
-        self._kept.discard(block.block_id)
-
     def _keeps(self, block: Block) -> bool:
-        """Whether a findable block is a checkpoint of the request that computed it."""
-        return block.block_id in self._kept
+        """Whether a block is findable, and a checkpoint of the request that computed it."""
+        return block.key is not None and block.block_id in self._kept
 
     def _find(self, key: BlockKey, soon: bool = False) -> Block | None:
-        block = self._index.get(key[0])
-        is_found = block is not None and block.key is key
-        return block if is_found and (soon or key[0] not in self._unfinished) else None
+        return None if key[0] in self._unfinished and not soon else self.index.find(key)
 
     def _written(self, held: _Held, num_blocks: int) -> list[int]:
         """Numbers of the blocks up to num_blocks that need memory, if a step ends in the last."""

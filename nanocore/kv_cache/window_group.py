@@ -19,6 +19,7 @@ from nanocore.kv_cache.block_key import BlockKey
 from nanocore.kv_cache.block_pool import Block
 from nanocore.kv_cache.capacity import CacheGroup, Capacity, num_seen
 from nanocore.kv_cache.events import GroupEvents
+from nanocore.kv_cache.prefix_index import GroupIndex
 from nanocore.kv_cache.slab_pool import SlabArena, SlabPool
 
 CHECKPOINTS_TOKENS: Final = (512, 1024)
@@ -56,14 +57,14 @@ class WindowGroup:
         block_size = capacity.block_size
         self.group = group
         self.num_seen = num_seen(group.window, block_size)
-        self.pool = SlabPool(arena, group.per_slab, self.forget)
+        self.index = GroupIndex(events)
+        self.pool = SlabPool(arena, group.per_slab, self.index.forget)
         self._block_size = block_size
         self._most = group.most_blocks(2**31, block_size, capacity.max_step_tokens)
         # Everybody's checkpoints, in blocks: by the position alone, so prompts agree on them.
         self._early = [num_tokens // block_size for num_tokens in CHECKPOINTS_TOKENS]
         self._stride = CHECKPOINT_STRIDE_TOKENS // block_size or 1
         self._events = events
-        self._index: dict[bytes, Block] = {}
         self._held: dict[int, _Held] = {}
 
     def begin_step(self) -> None:
@@ -77,13 +78,14 @@ class WindowGroup:
         # Backwards, because a missing block rules out all boundaries that see it at once.
         index = end - 1
         while index >= max(end - self.num_seen, 0):
-            if self._find(keys[index]) is None:
+            if self.index.find(keys[index]) is None:
                 end = index  # no boundary between would do without this block
             index -= 1
         return end
 
     def seen(self, keys: Sequence[BlockKey], boundary: int) -> list[Block]:
-        found = [self._find(key) for key in keys[max(boundary - self.num_seen, 0) : boundary]]
+        seen = keys[max(boundary - self.num_seen, 0) : boundary]
+        found = [self.index.find(key) for key in seen]
         return [block for block in found if block is not None]
 
     def num_needed(self, handle: int, num_blocks: int, boundary: int, num_hits: int) -> int:
@@ -110,7 +112,7 @@ class WindowGroup:
     def register(
         self, handle: int, start: int, parent: BlockKey | None, keys: Sequence[BlockKey]
     ) -> None:
-        held, index = self._held[handle], self._index
+        held = self._held[handle]
         added: list[BlockKey] = []  # consecutive ones that were not findable before
         before, previous = parent, parent
         for number, key in enumerate(keys, start):
@@ -118,7 +120,7 @@ class WindowGroup:
             if number < max(held.num_registered, held.first):
                 previous = key
                 continue
-            block, other = held.blocks[number - held.first], index.get(key[0])
+            block, other = held.blocks[number - held.first], self.index.get(key)
             if other is None:
                 before = before if added else previous
                 added.append(key)
@@ -126,15 +128,12 @@ class WindowGroup:
                 if added:
                     self._events.stored(before, added)
                     added = []
-                # The copy that somebody holds stays the findable one.
-                if other.key is not key or not other.ref_count:
-                    # Free, or of a prefix whose block in the primary group was evicted.
-                    other.key = None
-                    if other.ref_count == 0:
-                        self.pool.reuse_first(other)
-                    other = None
-            if other is None:
-                index[key[0]], block.key = block, key
+            # The copy that somebody holds stays the findable one.
+            if other is None or other.key is not key or not other.ref_count:
+                # The other is free, or of a prefix whose block in the primary group was evicted.
+                self.index.put(key, block)
+                if other is not None and other.ref_count == 0:
+                    self.pool.reuse_first(other)
             previous = key
         if added:
             self._events.stored(before, added)
@@ -156,25 +155,6 @@ class WindowGroup:
     def pop(self, handle: int) -> list[Block]:
         held = self._held.pop(handle, None)
         return held.blocks if held else []
-
-    def forget(self, blocks: Sequence[Block]) -> None:
-        keys = [block.key for block in blocks if block.key is not None]
-        assert len(keys) == len(blocks)
-        self._events.removed(keys)
-        self._remove(blocks)
-
-    def clear(self) -> None:
-        self._remove(list(self._index.values()))
-
-    def _remove(self, blocks: Sequence[Block]) -> None:
-        for block in blocks:
-            assert block.key is not None
-            del self._index[block.key[0]]
-            block.key = None
-
-    def _find(self, key: BlockKey) -> Block | None:
-        block = self._index.get(key[0])
-        return block if block is not None and block.key is key else None
 
     def _is_kept(self, number: int, boundaries: Collection[int]) -> bool:
         """Whether a block is in the window of some checkpoint behind it."""

@@ -37,8 +37,6 @@ GRAMMAR: Final = Prerequisite("grammar")
 """Its structured output is being compiled."""
 SIBLING: Final = Prerequisite("sibling", is_outside=False)
 """Another sample of its prompt (n > 1) is to compute the prompt first: see `Request.siblings`."""
-PREFIX: Final = Prerequisite("prefix", is_outside=False)
-"""The step that is being planned computes a state for another request, from which it can go on."""
 PARTIAL_PREFILLS: Final = Prerequisite("partial_prefills", is_outside=False, in_line=True)
 """Its prompt takes several chunks, and `max_num_partial_prefills` others are being computed."""
 

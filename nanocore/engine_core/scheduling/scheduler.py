@@ -33,7 +33,7 @@ from nanocore.engine_core.log.event_log import (
 from nanocore.engine_core.policy.order import precedence_key
 from nanocore.engine_core.policy.step_budget import StepBudget
 from nanocore.engine_core.policy.waiting_queue import WaitingQueue
-from nanocore.engine_core.requests.readiness import PREFIX, SIBLING, Prerequisite
+from nanocore.engine_core.requests.readiness import SIBLING, Prerequisite
 from nanocore.engine_core.requests.request import Request
 from nanocore.engine_core.scheduling.drafter import Drafter
 from nanocore.engine_core.scheduling.outputs import ClientOutput, split_by_client
@@ -273,7 +273,7 @@ class Scheduler:
         message = running.begin(plan)
         followers, self._followers = self._followers, []
         for follower in followers:
-            self.ready(follower.handle, PREFIX)
+            self.waiting.push(follower)
         return message
 
     def update(self, result: ModelRunnerOutput) -> list[ClientOutput]:
@@ -346,7 +346,6 @@ class Scheduler:
             if prefix.num_soon * self.kv_cache.block_size >= self.worth_waiting_tokens:
                 # Computing these tokens twice would cost more than the one step that it waits.
                 self.waiting.remove(request)
-                request.waits_for |= {PREFIX}
                 self._followers.append(request)
             elif count < num_uncached and not room.may_be_partial:
                 if num_uncached <= chunk_limit(self.config, requests, request, ()):
