@@ -189,7 +189,7 @@ class AsyncEngineClient(BaseClient):
             chat.new_parser,
             tokenizer,
             chat.reasoning_end,
-            chat.tool_prompt,
+            chat.omits_tools,
             chat.form_names,
         )
 

@@ -73,8 +73,8 @@ class Delivery:
         self._blocked: asyncio.Task[None] | None = None  # runs a `send` that waits for the client
         self._task: asyncio.Task[Any] | None = None
         self._bug: BaseException | None = None
-        for tool_prompt in filter(None, (stream.tool_prompt for stream in streams)):
-            exchange.reply_headers[b"nanocore-tool-prompt"] = tool_prompt.encode()
+        if any(stream.omits_tools for stream in streams):
+            exchange.reply_headers[b"nanocore-tool-prompt"] = b"none"
 
     async def run(self) -> None:
         """Deliver until the end, or until the client disconnects, which aborts its requests."""

@@ -21,7 +21,7 @@ Endpoint: TypeAlias = Callable[[Exchange], Awaitable[None]]
 class Route(msgspec.Struct, frozen=True):
     """One endpoint.
 
-    path: may have one {id}, which matches any text, slashes included. body: type of the request's
+    path: may end with {id}, which matches any text, slashes included. body: type of the request's
     JSON. is_open: needs no key. is_work: refused while the server shuts down. is_anthropic: errors
     have Anthropic's shape. operation: name of the request's span; None: no span. summary, query
     (URL parameters) and errors (statuses, apart from those of keys, bodies and work) are for the
@@ -88,20 +88,12 @@ ROUTES: Final[tuple[Route, ...]] = (
         body=response_request.ResponsesRequest, is_work=True, operation="chat"),
     Route("GET", "/v1/responses/{id}", response_request.get, "A stored response.", errors=(400,)),
     Route("DELETE", "/v1/responses/{id}", response_request.delete, "Delete a stored response."),
-    Route("GET", "/v1/responses/{id}/input_items", response_request.list_input_items,
-        "Input items of a stored response.", errors=(400,),
-        query="`order` (asc, desc; default: desc), `limit` (1 to 100; default: 20), `after` (an "
-        "item's id)"),
 )  # fmt: skip
 _BY_PATH: Final = {
     path: {route.method: route for route in ROUTES if route.path == path}
     for path in dict.fromkeys(route.path for route in ROUTES)
 }
-# The longest suffix first: in "/v1/responses/x/input_items" the id is not "x/input_items".
-_WITH_ID: Final = sorted(
-    (path.partition("{id}")[::2] for path in _BY_PATH if "{id}" in path),
-    key=lambda around: -len(around[1]),
-)
+_WITH_ID: Final = [path.removesuffix("{id}") for path in _BY_PATH if path.endswith("{id}")]
 
 
 def find_route(method: str, path: str) -> tuple[Route, str]:
@@ -144,8 +136,7 @@ def _hint(path: str) -> str:
 def _pattern(path: str) -> tuple[str, str]:
     """Return the table's path and the text in place of {id}; an unknown path unchanged."""
     if path not in _BY_PATH:
-        for start, end in _WITH_ID:
-            path_id = path[len(start) : len(path) - len(end)]
-            if path_id and path.startswith(start) and path.endswith(end):
-                return start + "{id}" + end, path_id
+        for start in _WITH_ID:
+            if path.startswith(start) and path != start:
+                return start + "{id}", path.removeprefix(start)
     return path, ""

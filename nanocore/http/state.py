@@ -119,12 +119,11 @@ class StoredResponse(msgspec.Struct, frozen=True):
     """A response of /v1/responses.
 
     body: the response object as JSON. items: the whole conversation, input and output, as input
-    items. input_items: those of this request.
+    items.
     """
 
     body: bytes
     items: list[Any]
-    input_items: list[Any]
 
 
 class ResponseStore:

@@ -198,7 +198,7 @@ def test_a_curl_without_a_header_is_told_which(app: App) -> None:
         ("/v1/models/", "did you mean /v1/models?"),
         ("/v1/v1/chat/completions", "did you mean /v1/chat/completions?"),
         ("/chat/completions/", "did you mean /v1/chat/completions?"),
-        ("/responses/x/input_items", "did you mean /v1/responses/x/input_items?"),
+        ("/responses/x", "did you mean /v1/responses/x?"),
         ("/v1/chat/completion", "did you mean /v1/chat/completions?"),
         ("/api/chat", "Ollama's API is not served here: use /v1/chat/completions"),
         ("/v1/audio/speech", "the main ones are /v1/chat/completions, "),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -48,23 +47,21 @@ async def answered(asked: Asked, path: str, body: Any, text: str) -> tuple[str, 
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_model_without_a_form_of_tools_is_told_of_them_and_calls(
-    short_path: Path, path: str, caplog: pytest.LogCaptureFixture
+async def test_a_template_without_tools_refuses_them_unless_a_call_is_forced(
+    short_path: Path, path: str
 ) -> None:
-    async def scenario() -> None:
-        async with asked_app(short_path, template=CHATML) as asked:
-            for _ in range(2):
-                prompt, reply = await answered(asked, path, BODIES[path], CALL)
-                assert prompt.startswith("<system># Tools\n")
-                assert '<tools>\n{"type": "function", "function": {"name": "add", ' in prompt
-                assert prompt.endswith("</tool_call>\n<user>hi\n<assistant>")
-                assert reply.headers["nanocore-tool-prompt"] == "generic"
-                assert "tool_call>" not in reply.body.decode()
-                assert json.dumps({"a": 1}) in str(reply.json()).replace("'", '"')
-
-    with caplog.at_level(logging.INFO):
-        run(scenario())
-    assert caplog.text.count("the chat template does not support tools") == 1
+    async with asked_app(short_path, template=CHATML) as asked:
+        refused = await asked.request("POST", path, BODIES[path])
+        assert refused.status == 400
+        assert "this model's chat template has no tools" in refused.json()["error"]["message"]
+        choice = {"type": "any"} if path == "/v1/messages" else "required"
+        body = {**BODIES[path], "tool_choice": choice}
+        calls = json.dumps([{"name": "add", "parameters": {"a": 1}}])
+        prompt, reply = await answered(asked, path, body, calls)
+        assert prompt == "<user>hi\n<assistant>"
+        assert reply.headers["nanocore-tool-prompt"] == "none"
+        assert reply.status == 200
+        assert json.dumps({"a": 1}) in str(reply.json()).replace("'", '"')
 
 
 @pytest.mark.parametrize(
@@ -72,8 +69,7 @@ def test_a_model_without_a_form_of_tools_is_told_of_them_and_calls(
     [
         (TEMPLATE, "tools: <tool_call> [", "auto", None),
         (KNOWING, "<user>hi\n<assistant>", "auto", "none"),
-        (CHATML, "</tools>\n<user>hi\n<assistant>", "pythonic", "generic"),
-        (CHATML, "</tools>\n<user>hi\n<assistant>", None, "generic"),
+        (CHATML, "<user>hi\n<assistant>", "pythonic", "none"),
     ],
 )
 async def test_the_prompt_is_no_more_than_the_template_lacks(
@@ -89,22 +85,6 @@ async def test_the_prompt_is_no_more_than_the_template_lacks(
         prompt, reply = await answered(asked, "/v1/chat/completions", plain, "hello")
         assert "add" not in prompt
         assert "nanocore-tool-prompt" not in reply.headers
-
-
-async def test_a_conversation_with_calls_is_counted_as_it_is_answered(short_path: Path) -> None:
-    call = {"type": "function", "id": "c", "function": {"name": "add", "arguments": "{}"}}
-    turns = [
-        USER,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": None},
-    ]
-    body = {"messages": turns, "tools": TOOLS}
-
-    async with asked_app(short_path, template=CHATML) as asked:
-        prompt, reply = await answered(asked, "/v1/chat/completions", body, "hello")
-        assert "<tool_response>\n\n</tool_response>" in prompt
-        counted = await asked.request("POST", "/tokenize", body)
-        assert counted.json()["count"] == reply.json()["usage"]["prompt_tokens"]
 
 
 async def test_the_demo_model_is_shown_no_tools_and_its_answers_say_so(demo_endpoint: str) -> None:

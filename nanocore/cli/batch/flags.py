@@ -36,7 +36,6 @@ class BatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     app: AppSettings
     engine: EngineChoice
     url: str | None
-    retry_errors: bool
     max_concurrency: int | None
 
 
@@ -88,8 +87,6 @@ def build_parser() -> FlagParser:
     add = parser.add_argument_group("files").add_argument
     add("-i", "--input-file", metavar="IN", help="- is standard input")
     add("-o", "--output-file", metavar="OUT", help="- is standard output")
-    add("--retry-errors", action="store_true",
-        help="remove errors from OUT, and retry their requests")  # fmt: skip
     engine = parser.add_argument_group("engine")
     add_engine_flags(engine)
     engine.add_argument("--url", type=server_url,

@@ -12,7 +12,6 @@ import stat
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Final
 
 import msgspec
@@ -109,24 +108,18 @@ _DECODER: Final = msgspec.json.Decoder(ResultHead)
 class Results:
     """The open file; its earlier results are added to the index.
 
-    path: "-" is standard output, which like a pipe has no earlier results. without_errors: remove
-    results that are errors first, so that their lines are retried.
+    path: "-" is standard output, which like a pipe has no earlier results.
 
     Raises:
         ConfigError: the file cannot be written, is in use by another run, or has other data.
     """
 
-    def __init__(self, path: str, index: ResultIndex, without_errors: bool = False) -> None:
+    def __init__(self, path: str, index: ResultIndex) -> None:
         self._path = path
         self._fd = _open(path)
         try:
             if stat.S_ISREG(os.fstat(self._fd).st_mode) and path != STANDARD:
                 _lock(path, self._fd)
-                if without_errors:
-                    try:
-                        self._fd = _rewritten(path, self._fd)
-                    except OSError as error:
-                        raise ConfigError(f"{path}: --retry-errors: {error.strerror}") from None
                 os.ftruncate(self._fd, _read(path, self._fd, index))
                 os.lseek(self._fd, 0, os.SEEK_END)
         except BaseException:
@@ -160,12 +153,11 @@ def _open(path: str) -> int:
 
 
 def _lock(path: str, fd: int) -> None:
-    """Raise ConfigError if another run has locked the file, or has just replaced it."""
-    with suppress(BlockingIOError, FileNotFoundError):
+    """Raise ConfigError if another run has locked the file."""
+    try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(fd), os.stat(path)):
-            return
-    raise ConfigError(f"{path}: another run is writing its results there")
+    except BlockingIOError:
+        raise ConfigError(f"{path}: another run is writing its results there") from None
 
 
 def _read(path: str, fd: int, index: ResultIndex) -> int:
@@ -183,28 +175,6 @@ def _read(path: str, fd: int, index: ResultIndex) -> int:
                 "another output file"
             )
     return num_bytes
-
-
-def _rewritten(path: str, fd: int) -> int:
-    """Replace the file, atomically, by one without errors; return the new descriptor."""
-    path = os.path.realpath(path)
-    part = f"{path}.part"
-    mode = stat.S_IMODE(os.fstat(fd).st_mode)
-    new_fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
-    try:
-        fcntl.flock(new_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with open(new_fd, "wb", closefd=False) as file:
-            for _, line, head in _whole_lines(path, fd):
-                if head.error is None:
-                    file.write(line)
-        os.fsync(new_fd)
-        os.rename(part, path)
-    except BaseException:
-        os.unlink(part)
-        os.close(new_fd)
-        raise
-    os.close(fd)
-    return new_fd
 
 
 def _whole_lines(path: str, fd: int) -> Iterator[tuple[int, bytes, ResultHead]]:

@@ -50,7 +50,7 @@ def answer_batch(options: BatchOptions) -> int:
     with (
         _opened(options.input) as source,
         closing(ResultIndex()) as index,
-        closing(Results(options.output, index, options.retry_errors)) as results,
+        closing(Results(options.output, index)) as results,
     ):
         if results.is_file(source.fileno()):
             raise ConfigError(f"{options.input}: input and output are the same file")
@@ -108,7 +108,7 @@ def summary(pending: PendingLines, runner: BatchRunner) -> list[str]:
     num_lines = counted(num_answered + num_failed, "line")
     said = [f"{num_lines}: {num_answered} succeeded, {num_failed} failed{earlier}"]
     if pending.num_failed:
-        said.append("errors of earlier runs are kept: --retry-errors tries them again")
+        said.append("errors of earlier runs are kept: remove their lines to try them again")
     return said
 
 

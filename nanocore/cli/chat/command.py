@@ -41,13 +41,10 @@ def _chat(options: ChatSettings) -> int:
 
 
 def _require_engine(options: ChatSettings) -> None:
-    """Check what is needed, and say what is launched that the user may not expect, or wait for."""
+    """Check what is needed, and say what is launched that the user may not expect."""
     engine = options.engine
     require_engine(engine)
     if engine.endpoints:
         return
     if engine.model is None:
         complain(f"no model named: the demo model answers ({DEMO_SKILLS})")
-    if not options.is_prompted:
-        name = engine.model or "the demo model"
-        complain(f"starting an engine for {name}: a few seconds to a minute")

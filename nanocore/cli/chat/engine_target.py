@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -27,13 +25,6 @@ from nanocore.protocol.errors import InvalidRequestError, NanocoreError
 from nanocore.protocol.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_LINE: Final = re.compile(r"\(engine pid=\d+\) ((\w*).*)")
-_NEXT_PHASE: Final = {
-    "imports": "loading the weights",
-    **dict.fromkeys(("load", "profile", "kv", "memory"), "preparing kernels and KV cache"),
-}
-"""What an engine does after a line of its log that begins like this."""
 
 
 class EngineChatTarget:
@@ -50,14 +41,12 @@ class EngineChatTarget:
         self._log = log
         self._chat_template = chat_template
         self._has_fallen_back = False
-        self._start_s = 0.0
         self._client: AsyncEngineClient | None = None
         self._supervisor: EngineSupervisor | None = None  # of the launched engine
 
     async def open(self) -> None:
         """Connect, and find out the model."""
         log = self._log
-        self._start_s = time.monotonic()
         client = engine_client(
             self._choice, None if log is None else lambda: self._new_supervisor(log.fd)
         )
@@ -110,16 +99,6 @@ class EngineChatTarget:
             "dtype": card.dtype,
             "chat template": template,
         }
-
-    def news(self) -> str:
-        """Return progress of a running `open` or `switch`, or ''."""
-        if self._log is None:
-            return ""
-        line = self._log.last_line()
-        if known := _LINE.match(line):
-            line = _NEXT_PHASE.get(known[2], known[1])
-        took_s = time.monotonic() - self._start_s
-        return f"starting the engine, {took_s:.0f} s: {line or 'importing libraries'}"
 
     async def ask(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]

@@ -9,12 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
 
 from nanocore.protocol.errors import ConfigError
 from nanocore.system.private_directory import make_private, open_regular
-
-_TAIL_BYTES: Final = 4096
 
 
 def state_directory(environment: Mapping[str, str] = os.environ) -> Path:
@@ -58,15 +55,6 @@ class EngineLog:
             self.fd = os.open(os.devnull, os.O_RDWR) if path is None else open_regular(path, how)
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}: cannot write the log") from None
-
-    def last_line(self) -> str:
-        """Return the engine's last line, or '' if there is none."""
-        try:
-            tail = os.pread(self.fd, _TAIL_BYTES, max(0, os.fstat(self.fd).st_size - _TAIL_BYTES))
-        except OSError:
-            return ""  # the line is only shown as progress
-        lines = tail.replace(b"\r", b"\n").decode(errors="replace").split("\n")
-        return next(filter(None, reversed(lines)), "")
 
     def close(self) -> None:
         """Idempotent."""

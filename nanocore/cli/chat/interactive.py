@@ -258,8 +258,11 @@ class ChatLoop:
                 self._load(Path(os.path.expanduser(argument)))
 
     async def _switch_model(self, name: str) -> None:
-        async with self._view.waiting(self._target.news):
+        self._view.begin_answer()
+        try:
             is_done = await self._interrupts.stoppable(self._target.switch(name))
+        finally:
+            self._view.end_answer()
         if is_done:
             self._stats = TurnStats()
         stopped = "" if is_done else "stopped; "

@@ -112,9 +112,6 @@ class OpenAIChatTarget:
         context = {} if length is None else {"context": f"{length:,} tokens"}
         return {**context, "server": self._url}
 
-    def news(self) -> str:
-        return ""
-
     async def models(self) -> list[str]:
         assert self._session is not None, "it is open"
         url = f"{self._url}/models"

@@ -117,7 +117,7 @@ def _write(text: str) -> None:
 
 @asynccontextmanager
 async def opened(options: ChatSettings, view: View | None) -> AsyncIterator[ChatTarget]:
-    """Open the target inside this block. view: shows the progress."""
+    """Open the target inside this block. view: shows notes."""
     with ExitStack() as closing_last:
         target: ChatTarget
         if options.url is not None:
@@ -127,15 +127,14 @@ async def opened(options: ChatSettings, view: View | None) -> AsyncIterator[Chat
         elif options.engine.endpoints:
             target = EngineChatTarget(options.engine, None, options.chat_template)
         else:
-            log = open_engine_log(standard_streams.complain if view is None else view.note)
+            tell = standard_streams.complain if view is None else view.note
+            log = open_engine_log(tell)
             closing_last.callback(log.close)
+            name = options.engine.model or "the demo model"
+            tell(f"starting an engine for {name}: a few seconds to a minute")
             target = EngineChatTarget(options.engine, log, options.chat_template)
         try:
-            if view is None:
-                await target.open()
-            else:
-                async with view.waiting(target.news):
-                    await target.open()
+            await target.open()
             yield target
         finally:
             await target.close()

@@ -23,7 +23,6 @@ from nanocore.client.chat.events import (
     Usage,
 )
 from nanocore.client.chat.parsing.stream_reader import OutputParser, ParsedEvent
-from nanocore.client.chat.tools import ToolPrompt
 from nanocore.client.requests.request_outputs import SampleLogprobs
 from nanocore.client.requests.request_stream import RequestStream
 from nanocore.client.requests.sample import Sample
@@ -39,7 +38,7 @@ class AnswerStream:
         new_parser: makes the parser of the sample with this index.
         tokenizer: the model's.
         reasoning_end: mark that ends the reasoning, for counting reasoning tokens.
-        tool_prompt: how the model sees the request's tools, if its template does not show them.
+        omits_tools: the model does not see the request's tools.
         form_names: the caller's names of the structured output, for errors and `not_held`.
     """
 
@@ -49,12 +48,12 @@ class AnswerStream:
         new_parser: Callable[[int], OutputParser],
         tokenizer: Tokenizer,
         reasoning_end: str | None = None,
-        tool_prompt: ToolPrompt | None = None,
+        omits_tools: bool = False,
         form_names: FormNames | None = None,
     ) -> None:
         self.request = request
         self.form_names = form_names or FormNames()
-        self.tool_prompt = tool_prompt
+        self.omits_tools = omits_tools
         self.tokenizer = tokenizer
         self.reasoning_end: int | None = None
         if reasoning_end is not None:

@@ -41,11 +41,8 @@ from nanocore.client.chat.parsing.stream_reader import (
 from nanocore.client.chat.parsing.tool_parser import NewId, ToolParser
 from nanocore.client.chat.template import CHATML_END, ChatTemplates, TemplateOptions
 from nanocore.client.chat.tools import (
-    GENERIC_FORMAT,
     Tool,
     ToolChoice,
-    ToolPrompt,
-    describe_tools,
     loosened,
     read_tool_choice,
     read_tools,
@@ -88,16 +85,15 @@ class ChatOptions(TypedDict, total=False):
 class PreparedChat(NamedTuple):
     """Prompt and parameters to send, and the response's parsers by sample index.
 
-    reasoning_end: mark that ends the model's reasoning, if there is one. tool_prompt: see
-    `TemplateDialect`; also None without tools. form_names: the caller's names of the structured
-    output.
+    reasoning_end: mark that ends the model's reasoning, if there is one. omits_tools: the
+    model does not see the request's tools. form_names: the caller's names of the structured output.
     """
 
     prompt_token_ids: array[int]
     params: SamplingParams
     new_parser: Callable[[int], OutputParser]
     reasoning_end: str | None
-    tool_prompt: ToolPrompt | None
+    omits_tools: bool
     form_names: FormNames
 
 
@@ -121,10 +117,16 @@ def prepare_chat(
     if choice.mode == "none":
         tools = []
     templates = tokenizer.templates(options.get("chat_template"))
-    tool_prompt = templates.dialect.tool_prompt if tools else None
-    formats = _formats(options, templates, tool_prompt)
-    described = describe_tools(tools, formats.tools) if tool_prompt == "generic" else ""
-    adapted = templates.dialect.adapt(messages, described)
+    omits_tools = bool(tools) and templates.dialect.omits_tools
+    formats = _formats(options, templates)
+    is_known = templates.dialect.mentions_tools or formats.tools is not None
+    if omits_tools and choice.mode == "auto" and not is_known:
+        raise InvalidRequestError(
+            "this model's chat template has no tools: leave them out, or force a call by "
+            "tool_choice",
+            "tools",
+        )
+    adapted = templates.dialect.adapt(messages)
     token_ids = _encode(adapted, tools, options, tokenizer, max_tokens)
     in_reasoning = formats.reasoning is not None and _ends_in_reasoning(
         token_ids, options, tokenizer, formats.reasoning
@@ -150,7 +152,7 @@ def prepare_chat(
         return SpecialTextFilter(parser, dropped) if dropped else parser
 
     end = formats.reasoning_end
-    return PreparedChat(array("i", token_ids), params, new_parser, end, tool_prompt, names)
+    return PreparedChat(array("i", token_ids), params, new_parser, end, omits_tools, names)
 
 
 def _ended_by(end: str, params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
@@ -242,15 +244,12 @@ def _encode(
     )
 
 
-def _formats(
-    options: ChatOptions, templates: ChatTemplates, tool_prompt: ToolPrompt | None
-) -> Formats:
+def _formats(options: ChatOptions, templates: ChatTemplates) -> Formats:
     found = detect_formats(templates.text)
     tools = options.get("tool_parser", "auto")
     reasoning = options.get("reasoning_parser", "auto")
-    generic = GENERIC_FORMAT if tool_prompt == "generic" else None
     return Formats(
-        (found.tools or generic) if tools == "auto" else tools,
+        found.tools if tools == "auto" else tools,
         found.reasoning if reasoning == "auto" else reasoning,
     )
 

@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any, Final
 
 from nanocore.client.chat.chat_messages import ROLES
-from nanocore.client.chat.tools import ToolPrompt, call_text, result_text
 from nanocore.protocol.errors import InvalidRequestError, quoted
 
 _PROBE: Final = "probe 'text'"
@@ -44,12 +43,8 @@ class TemplateDialect:
         self._render = render
         self._source = source
 
-    def adapt(
-        self, messages: Sequence[Mapping[str, Any]], system_text: str = ""
-    ) -> list[dict[str, Any]]:
+    def adapt(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the messages in a form that the template accepts; the caller's are not changed.
-
-        system_text: text to add to the system message.
 
         Raises:
             InvalidRequestError: a message is not a dict, or a part of its content is not text.
@@ -59,14 +54,6 @@ class TemplateDialect:
                 f"a conversation is a list of messages, not {type(messages).__name__}"
             )
         turns = [self._adapted(i, message) for i, message in enumerate(messages)]
-        if any(turn["role"] == "tool" for turn in turns) and self._writes_calls_as_text:
-            turns = _as_users(turns, "tool")
-        if system_text and turns and turns[0]["role"] == "system":
-            turns[0]["content"] = _joined(turns[0]["content"], system_text)
-        elif system_text and turns:
-            turns.insert(0, {"role": "system", "content": system_text})
-        if system_text and not self._takes_system:
-            return _as_users(turns)
         roles = [turn["role"] for turn in turns]
         first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
         if "system" in roles[first:] and not self._takes_late_system:
@@ -74,20 +61,18 @@ class TemplateDialect:
         return turns
 
     @cached_property
-    def tool_prompt(self) -> ToolPrompt | None:
-        """How tools are shown if the template does not show them; None if it shows them.
-
-        "generic": the system message describes them. "none": not at all, because the template
-        handles tools, and omits these.
-        """
+    def omits_tools(self) -> bool:
+        """Whether the template does not show tools to the model."""
         text = self._try([{"role": "user", "content": "hi"}], tools=[_PROBE_TOOL])
         if text is None or "probe_tool" in text:  # rendering fails with the template's own error
-            return None
-        if re.search(r"\btools\b", self._source):
-            logger.info("the chat template leaves tools out: the model does not see them")
-            return "none"
-        logger.info("the chat template does not support tools: the system message describes them")
-        return "generic"
+            return False
+        logger.info("the chat template leaves tools out: the model does not see them")
+        return True
+
+    @property
+    def mentions_tools(self) -> bool:
+        """Whether the template's source has the variable `tools`."""
+        return re.search(r"\btools\b", self._source) is not None
 
     def _adapted(self, i: int, message: object) -> dict[str, Any]:
         if not isinstance(message, Mapping):
@@ -108,11 +93,6 @@ class TemplateDialect:
         if not calls:  # clients send empty lists, which templates take for calls
             # Reasoning alone, a call without content: many templates concatenate content.
             turn["content"] = "" if content is None else content
-            if turn["role"] == "tool" and self._writes_calls_as_text:
-                turn["content"] = result_text(turn["content"])
-        elif self._writes_calls_as_text:
-            text = "\n".join(map(call_text, calls))
-            turn["content"] = _joined(content, text) if content else text
         else:
             as_objects, needs_content = self._calls_form or (True, True)
             turn["tool_calls"] = [_call(call, as_objects) for call in calls]
@@ -132,7 +112,7 @@ class TemplateDialect:
                 f"messages[{i}].content",
             )
         texts = [_text_of(i, k, part) for k, part in enumerate(content)]
-        if self._takes_parts and not (message["role"] == "tool" and self._writes_calls_as_text):
+        if self._takes_parts:
             return [{"type": "text", "text": text} for text in texts]
         return "\n".join(texts)
 
@@ -154,11 +134,6 @@ class TemplateDialect:
         return other is None or text.replace("developer", _PROBE_ROLE) != other
 
     @cached_property
-    def _takes_system(self) -> bool:
-        text = self._try([{"role": "system", "content": _PROBE}, {"role": "user", "content": "hi"}])
-        return text is not None and _PROBE in text
-
-    @cached_property
     def _takes_late_system(self) -> bool:
         text = self._try([{"role": "user", "content": "hi"}, {"role": "system", "content": _PROBE}])
         return text is not None and _PROBE in text
@@ -177,10 +152,6 @@ class TemplateDialect:
                     return as_objects, needs_content
         return None
 
-    @cached_property
-    def _writes_calls_as_text(self) -> bool:
-        return self._calls_form is None and self.tool_prompt == "generic"
-
     def _try(self, messages: list[dict[str, Any]], **more: Any) -> str | None:
         try:
             return self._render(messages, **more)
@@ -188,19 +159,19 @@ class TemplateDialect:
             return None
 
 
-def _as_users(turns: list[dict[str, Any]], role: str = "system") -> list[dict[str, Any]]:
-    """Turn messages of this role into the user's, joined with the user's turns around them."""
+def _as_users(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Turn system messages into the user's, joined with the user's turns around them."""
     said: list[dict[str, Any]] = []
-    was_other = False
+    was_system = False
     for turn in turns:
-        is_other = turn["role"] == role
-        user = {**turn, "role": "user"} if is_other else turn
+        is_system = turn["role"] == "system"
+        user = {**turn, "role": "user"} if is_system else turn
         last = said[-1] if said else {}
-        if (is_other or was_other) and last.get("role") == user["role"] == "user":
+        if (is_system or was_system) and last.get("role") == user["role"] == "user":
             said[-1] = {**last, "content": _joined(last.get("content"), user.get("content"))}
         else:
             said.append(user)
-        was_other = is_other
+        was_system = is_system
     return said
 
 

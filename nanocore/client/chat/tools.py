@@ -1,20 +1,14 @@
-"""Tools of a request: OpenAI's shape, `tool_choice`, their JSON Schemas, and tools as text.
-
-The text is for models whose chat templates do not support tools. It describes calls in Hermes's
-form, which many models were trained on.
-"""
+"""Tools of a request: OpenAI's shape, `tool_choice`, and their JSON Schemas."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec.structs import replace
 
-from nanocore.client.chat.chat_messages import plain
 from nanocore.protocol.errors import InvalidRequestError, quoted
 
 MAX_TOOLS: Final = 1024
@@ -211,54 +205,3 @@ def _moved(schema: Any, root: str, name: str | None = None) -> Any:
         else:
             moved[key] = value if key in _UNSCHEMATIC else _moved(value, root, name)
     return moved
-
-
-ToolPrompt: TypeAlias = Literal["generic", "none"]
-"""How tools are shown if the template does not show them: by the text below, or not at all."""
-GENERIC_FORMAT: Final = "hermes"
-"""Parser of calls in the form described here."""
-_TOOLS: Final = """\
-# Tools
-
-You may call these functions. Each line describes one:
-<tools>
-{tools}
-</tools>"""
-_CALLS: Final = """
-
-To call one, write its name and its arguments as JSON between these tags, and nothing else:
-<tool_call>
-{"name": "the function's name", "arguments": {"name of an argument": "its value"}}
-</tool_call>"""
-
-
-def describe_tools(tools: Sequence[Tool], tool_format: str | None) -> str:
-    """Return text for the system message. tool_format: of calls; only Hermes's is described.
-
-    Raises:
-        InvalidRequestError: a tool has values that JSON cannot represent.
-    """
-    try:
-        lines = [json.dumps(plain(tool.source), ensure_ascii=False) for tool in tools]
-    except (TypeError, RecursionError) as error:
-        raise InvalidRequestError(f"the tools of a chat: {error}") from None
-    text = _TOOLS.format(tools="\n".join(lines))
-    return text + _CALLS if tool_format == GENERIC_FORMAT else text
-
-
-def call_text(call: Mapping[str, Any]) -> str:
-    """Return an earlier call as the model was asked to write it; raises InvalidRequestError."""
-    function = call["function"]
-    arguments = function["arguments"]
-    try:
-        if not isinstance(arguments, str):
-            arguments = json.dumps(plain(arguments), ensure_ascii=False)
-        name = json.dumps(function["name"], ensure_ascii=False)
-    except (TypeError, RecursionError) as error:
-        raise InvalidRequestError(f"the messages of a chat: {error}") from None
-    return f'<tool_call>\n{{"name": {name}, "arguments": {arguments or "{}"}}}\n</tool_call>'
-
-
-def result_text(content: str) -> str:
-    """Return a call's result as text of the user's turn."""
-    return f"<tool_response>\n{content}\n</tool_response>"

@@ -165,9 +165,6 @@ def test_every_line_has_its_result_and_an_error_is_told_by_the_exit_code(
     before = out.read_bytes()
     assert batch("-i", requests, "-o", out, *flags, f"ipc://{tmp_path}/nobody") == 1
     assert out.read_bytes() == before
-    requests.write_text("\n".join(lines[:2]))  # the others are mended: they are left out
-    assert batch(requests, out, "--retry-errors", *flags, f"ipc://{tmp_path}/nobody") == 0
-    assert answers(out).keys() == {"r0", "r1"}
 
 
 def test_files_that_cannot_be_are_said_before_an_engine_is_asked(

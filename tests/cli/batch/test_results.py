@@ -172,40 +172,6 @@ def test_what_cannot_be_written_is_said(tmp_path: Path, ledger: ResultIndex) -> 
             full.append(b"{}\n")
 
 
-def test_errors_are_taken_out_to_be_asked_again(tmp_path: Path, ledger: ResultIndex) -> None:
-    path, link = tmp_path / "out", tmp_path / "link"
-    link.symlink_to(path)
-    kept = [response_line(asked(n, name), OK)[0] for n, name in ((1, "a"), (6, "f"))]
-    refused = response_line(asked(2, "b"), REFUSED)[0]
-    path.write_bytes(kept[0] + bad_line(bad(3))[0] + refused + kept[1] + refused[:40])
-    path.chmod(0o640)
-    with closing(Results(str(link), ledger, without_errors=True)) as results:
-        assert path.read_bytes() == b"".join(kept)
-        assert path.stat().st_mode & 0o777 == 0o640
-        with pytest.raises(ConfigError, match="another run is writing"):
-            Results(str(path), ledger)
-        results.append(refused)
-    assert path.read_bytes() == b"".join([*kept, refused])
-    assert sorted(tmp_path.iterdir()) == [link, path]
-    lines = [asked(1, "a"), asked(2, "b"), bad(3), asked(6, "f")]
-    with closing(ResultIndex()) as another:
-        to_do, plan = left(path, lines, another)
-    assert [line.line for line in to_do] == [3]
-    assert (plan.num_done, plan.num_failed) == (3, 1)
-
-
-def test_a_file_of_anything_else_is_left_as_it_is_by_who_retries_too(
-    tmp_path: Path, ledger: ResultIndex
-) -> None:
-    path = tmp_path / "out"
-    data = bad_line(bad(3))[0] + b'{"custom_id": "a"}\n'
-    path.write_bytes(data)
-    with pytest.raises(ConfigError, match="line 2 is not a batch result"):
-        Results(str(path), ledger, without_errors=True)
-    assert path.read_bytes() == data
-    assert list(tmp_path.iterdir()) == [path]
-
-
 LINES = [BatchRequest(n, f"r{n}", "/v1/completions", b'{"n": %d}' % n) for n in range(1, 7)]
 
 
@@ -331,7 +297,7 @@ def test_at_the_end_the_counts_are_said_and_how_to_try_again(
     again()
     assert again.summary == [
         "6 lines: 5 succeeded, 1 failed (2 lines in earlier runs)",
-        "errors of earlier runs are kept: --retry-errors tries them again",
+        "errors of earlier runs are kept: remove their lines to try them again",
     ]
 
 

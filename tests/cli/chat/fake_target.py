@@ -43,9 +43,6 @@ class FakeTarget:
     def facts(self) -> Mapping[str, str]:
         return {"context": "100 tokens"}
 
-    def news(self) -> str:
-        return ""
-
     async def ask(
         self, messages: Sequence[Message], sampling: Mapping[str, Any]
     ) -> AsyncGenerator[TargetEvent, None]:

@@ -208,7 +208,7 @@ def test_signals_end_the_chat_at_its_prompt(number: int, engine: forked.Engine) 
 
 def test_ctrl_c_ends_the_chat_while_its_engine_starts_and_the_engine_with_it() -> None:
     with chatting("--dtype", "float32") as terminal:
-        terminal.expect("starting the engine, ")
+        terminal.expect("starting an engine for the demo model")
         below = Descendants(terminal.pid)
         terminal.press(CTRL_C)
         assert terminal.exit() == 130

@@ -33,48 +33,6 @@ def test_no_control_character_of_a_model_reaches_the_terminal() -> None:
     assert "a\\x1b[2Jb" in shown.text
 
 
-def wrapped(num_columns: int, *deltas: str) -> str:
-    shown = Shown(num_columns=num_columns)
-    for delta in deltas:
-        shown.view.show(Text(delta))
-    shown.view.end_answer()
-    return shown.text
-
-
-@pytest.mark.parametrize(
-    ("text", "lines"),
-    [
-        ("one two three four", "one two\nthree four"),
-        ("one threes  \nfour", "one threes\nfour"),  # blanks would make an empty line
-        ("  * one two\n    three", "  * one\ntwo\n    three"),
-        ("exactly te n", "exactly te\nn"),
-        ("a **bo ld** `co de` x", "a **bo\nld** `co\nde` x"),
-        (f"at http://{'x' * 20} end", f"at http://{'x' * 20}\nend"),  # the terminal breaks it
-        (
-            "```\none two three four\n```\none two three",
-            "```\none two three four\n```\none two\nthree",
-        ),
-        ("x ``` one two three", "x ``` one\ntwo three"),
-        ("語語語語語語", "語語語語語\n語"),
-        ("don\u2019t \u201cstop\u201d now", "don\u2019t\n\u201cstop\u201d now"),
-    ],
-)
-def test_lines_are_broken_between_words_however_they_come(text: str, lines: str) -> None:
-    assert wrapped(10, text) == wrapped(10, *text) == f"{lines}\n"
-
-
-def test_a_word_is_shown_as_it_comes_unless_it_may_not_fit() -> None:
-    shown = Shown(num_columns=40)
-    shown.view.show(Text("so lo"))
-    assert shown.text == "so lo"
-    shown.view.show(Text("ng is this li"))
-    assert shown.text == "so long is this li"
-    shown.view.show(Text("ne near the e"))
-    assert shown.text == "so long is this line near the"
-    shown.view.show(Text("nd that"))
-    assert shown.text == "so long is this line near the end"
-
-
 def test_styles_are_for_terminals_with_colours_and_without_wrapping() -> None:
     coloured = Shown(force_terminal=True, color_system="standard", no_color=False)
     coloured.view.show(Reasoning("why " + "x" * 200))

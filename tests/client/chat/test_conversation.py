@@ -110,10 +110,8 @@ def test_arguments_that_are_missing_are_none() -> None:
 
     for lacking in ({}, {"arguments": None}):
         call = {"function": {"name": "f", **lacking}}
-        (turn,) = TemplateDialect(plain_template).adapt(
-            [{"role": "assistant", "tool_calls": [call]}]
-        )
-        assert turn["content"] == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+        turn = adapted({"role": "assistant", "tool_calls": [call]}, objects=True)
+        assert turn["tool_calls"][0]["function"]["arguments"] == {}
 
 
 def test_a_calling_turn_gets_content_only_where_it_must() -> None:
@@ -126,32 +124,6 @@ def plain_template(messages: list[dict[str, Any]], tools: Any = None) -> str:
     if not all(isinstance(message.get("content"), str) for message in messages):
         raise InvalidRequestError("content is added to a text")
     return "\n".join(f"{message['role']}: " + message["content"] for message in messages)
-
-
-def test_calls_and_results_are_text_where_a_template_knows_no_tools() -> None:
-    result = {"role": "tool", "tool_call_id": "call12345", "content": "5"}
-    conversation = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "I look.", "tool_calls": [CALL, CALL]},
-        result,
-        result | {"content": [{"type": "text", "text": "6"}]},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        result,
-        {"role": "user", "content": "and now?"},
-    ]
-    call = '<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>'
-    response = "<tool_response>\n{}\n</tool_response>"
-    dialect = TemplateDialect(plain_template)
-    assert [(turn["role"], turn["content"]) for turn in dialect.adapt(conversation)] == [
-        ("user", "hi"),
-        ("assistant", f"I look.\n\n{call}\n{call}"),
-        ("user", f"{response.format(5)}\n\n{response.format(6)}"),
-        ("assistant", call),
-        ("user", f"{response.format(5)}\n\nand now?"),
-    ]
-    as_object = CALL | {"function": {"name": "f", "arguments": {"a": "é"}}}
-    (turn,) = dialect.adapt([{"role": "assistant", "tool_calls": [as_object]}])
-    assert turn["content"] == call
 
 
 @pytest.mark.parametrize(
@@ -179,7 +151,8 @@ def test_what_is_no_call_is_refused_by_its_place(calls: Any, place: str, source:
 
 def test_a_template_that_leaves_tools_out_is_left_alone() -> None:
     dialect = TemplateDialect(plain_template, "{# no tools #}")
-    assert dialect.tool_prompt == "none"
+    assert dialect.omits_tools
+    assert dialect.mentions_tools
     (turn,) = dialect.adapt([{"role": "assistant", "tool_calls": [CALL]}])
     assert (turn["content"], len(turn["tool_calls"])) == ("", 1)
 
@@ -188,30 +161,6 @@ def test_a_template_that_leaves_tools_out_is_left_alone() -> None:
 def test_content_of_another_type_is_refused_by_place(content: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"messages\[0\]\.content is a text or a list"):
         adapted({"role": "user", "content": content})
-
-
-def no_system(messages: list[dict[str, Any]]) -> str:
-    if any(message["role"] == "system" for message in messages):
-        raise InvalidRequestError("no system")
-    return plain_template(messages)
-
-
-@pytest.mark.parametrize(
-    ("render", "given", "wanted"),
-    [
-        (plain_template, "u", [("system", "T"), ("user", "0")]),
-        (plain_template, "su", [("system", "0\n\nT"), ("user", "1")]),
-        (no_system, "ua", [("user", "T\n\n0"), ("assistant", "1")]),
-        (no_system, "su", [("user", "0\n\nT\n\n1")]),
-    ],
-)
-def test_the_systems_text_is_beside_its_message_or_the_users(
-    render: Any, given: str, wanted: list[tuple[str, str]]
-) -> None:
-    names = {"s": "system", "u": "user", "a": "assistant"}
-    messages = [{"role": names[role], "content": str(i)} for i, role in enumerate(given)]
-    turns = TemplateDialect(render).adapt(messages, "T")
-    assert [(turn["role"], turn["content"]) for turn in turns] == wanted
 
 
 def test_empty_lists_of_calls_are_left_out() -> None:

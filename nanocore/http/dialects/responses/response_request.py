@@ -1,6 +1,6 @@
 """Endpoints of /v1/responses: OpenAI's responses, with vLLM's additional sampling fields.
 
-Stored ones can be read and deleted, and their input items listed.
+Stored ones can be read and deleted.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ _REPEATED: Final = (
     "safety_identifier", "prompt_cache_key",
 )  # fmt: skip
 _SAMPLED: Final = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
-MAX_LISTED: Final = 100
-_DEFAULT_LISTED: Final = 20
 
 
 class ReasoningConfig(msgspec.Struct):
@@ -238,7 +236,7 @@ def _conversation_before(store: ResponseStore, response_id: str | None) -> list[
 def _keeper(store: ResponseStore, response_id: str, before: list[Item], items: list[Item]) -> Keep:
     def keep(body: bytes, output: list[Item]) -> None:
         whole = [*before, *items, *output]
-        store.put(response_id, StoredResponse(body, whole, items))
+        store.put(response_id, StoredResponse(body, whole))
 
     return keep
 
@@ -254,34 +252,6 @@ async def delete(exchange: Exchange) -> None:
     _stored(exchange)
     exchange.state.responses.remove(exchange.path_id)
     await exchange.reply_json({"id": exchange.path_id, "object": "response", "deleted": True})
-
-
-async def list_input_items(exchange: Exchange) -> None:
-    query = exchange.query()
-    items: list[dict[str, Any]] = [*_stored(exchange).input_items]
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise bad_request("order is asc or desc", "order")
-    if order == "desc":
-        items.reverse()
-    limit = query.get("limit", str(_DEFAULT_LISTED))
-    if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= MAX_LISTED:
-        raise bad_request(f"limit is 1 to {MAX_LISTED}", "limit")
-    if "after" in query:
-        ids = [item["id"] for item in items]
-        if query["after"] not in ids:
-            raise bad_request("after is the id of one of the items", "after")
-        items = items[ids.index(query["after"]) + 1 :]
-    page = items[: int(limit)]
-    await exchange.reply_json(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
-            "has_more": len(items) > len(page),
-        }
-    )
 
 
 def _stored(exchange: Exchange) -> StoredResponse:
