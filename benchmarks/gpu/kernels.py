@@ -1,4 +1,4 @@
-"""Attention and products of the backend: right or wrong, how fast, of what it could be.
+"""Attention, products and states of the backend: right or wrong, how fast, of what it could be.
 
 The least time is that of moving the operands and results once at the rate of a copy, or of the
 multiplications at that of a large product, whichever is longer. Right is what the reference backend
@@ -59,11 +59,13 @@ def measurements(results: Results, part: str) -> Measurements:
 
 
 def cases(session: Session, part: str) -> Iterator[KernelCase]:
-    """Of attention, or of products."""
+    """Of attention, of products, or of layers with states."""
     from benchmarks.gpu.attention_cases import attention_cases
     from benchmarks.gpu.product_cases import product_cases
+    from benchmarks.gpu.state_cases import state_cases
 
-    return attention_cases(session) if part == "attention" else product_cases(session)
+    found = {"attention": attention_cases, "products": product_cases, "states": state_cases}
+    return found[part](session)
 
 
 def measure_case(

@@ -49,6 +49,7 @@ PARTS: Final = (
     Part("nano-vllm", "peers", 130, 2, ("nano-vllm", "base"), needs_engine=True),
     Part("large", "engine_speed", 45, 2, needs_engine=True),
     Part("products", "kernels", 30, 2),
+    Part("states", "kernels", 25, 2),
     Part("variants", "engine_speed", 45, 2, needs_engine=True),
     Part("bench-large", "peers", 60, 0, needs_engine=True),
     Part("tiles", "tile_shapes", 90, 0),

@@ -31,6 +31,8 @@ class AttentionMetadata:
     what it was at capture, an upper bound: num_decodes sequences may be decodes, and any sequence
     may be a chunk if on the host the first of these, or all of them, have more tokens than decodes.
 
+    rows_B, num_right_B, num_drafts_B: see `StepRows`; for layers with states. None: no row drafts.
+
     scratch: what a backend worked out of all this for one layer, for it to find in the next. So an
     instance serves one step, or one capture of a graph.
     """
@@ -46,6 +48,9 @@ class AttentionMetadata:
     slot_mapping_T: Tensor
     table_rows_B: Tensor | None = None
     decode_tokens: int = 1
+    rows_B: Tensor | None = None
+    num_right_B: Tensor | None = None
+    num_drafts_B: Tensor | None = None
     scratch: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property

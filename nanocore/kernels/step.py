@@ -30,7 +30,9 @@ class StepRows(msgspec.Struct, frozen=True):
     token_table: int32 [rows, max_model_len + 1]. block_tables: int32 [G * rows, M], of blocks of
     block_size tokens: the rows of the first group of layers, then those of the next. rows_T,
     positions_T: int64, the place of each token in the token table. rows_B: int64, the row of each
-    sequence; seq_lens_B: see `AttentionMetadata`. block_rows_W, block_columns_W: int64, and
+    sequence; seq_lens_B: see `AttentionMetadata`. num_drafts_B: int32, the tokens at a sequence's
+    end that are drafts; num_right_B: int32, those that were right of the drafts that its row's last
+    step ended with. block_rows_W, block_columns_W: int64, and
     block_ids_W: int32, blocks that the tables do not know yet, of these rows or others; none where
     they are the persistent batch's own. Places that are there twice, as padding is, have equal ids.
 
@@ -48,6 +50,8 @@ class StepRows(msgspec.Struct, frozen=True):
     block_columns_W: Tensor = _NO_PLACES
     block_ids_W: Tensor = _NO_PLACES.int()
     num_groups: int = 1
+    num_right_B: Tensor = _NO_PLACES.int()
+    num_drafts_B: Tensor = _NO_PLACES.int()
 
     def append_blocks(self) -> None:
         """Write the appended blocks to the tables."""
@@ -115,6 +119,9 @@ class StepInputs(msgspec.Struct, frozen=True):
                 positions_T=self.rows.positions_T,
                 slot_mapping_T=slots_T,
                 decode_tokens=self.decode_tokens,
+                rows_B=self.rows.rows_B,
+                num_right_B=self.rows.num_right_B,
+                num_drafts_B=self.rows.num_drafts_B,
             )
             for block_table, slots_T in zip(
                 begun.block_tables, self.slots_GT.chunk(self.rows.num_groups), strict=True

@@ -102,7 +102,7 @@ class Worker:
         check_batch_invariance(config, model_config, self._kernels)
         self._kv_format = select_kv_format(config.kv_cache_dtype, self._placement.dtype, device)
         outline = build_model(model_config, self._placement.on_meta())
-        check_drafts(config, outline)
+        check_drafts(config, outline, self._kernels)
         check_files(config, outline)
         files = None
         if config.max_drafts:
@@ -292,7 +292,8 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     num_logprobs = vocab_size if config.max_logprobs == -1 else config.max_logprobs
     per_row = max(1, min(config.max_num_batched_tokens // num_rows, max_len - 1))
     sampling = msgspec.structs.replace(costliest_sampling(vocab_size), logprobs=num_logprobs)
-    rows = [_row(row, per_row, per_row, config.block_size, sampling) for row in range(num_rows)]
+    blocks = config.block_size, len(runner.batch.blocks.ids)
+    rows = [_row(row, per_row, per_row, blocks, sampling) for row in range(num_rows)]
     plan = _plan(rows, [], per_row, awaits_masks=True)
     pending = runner.begin(plan)
     if pending.awaits_masks:  # here the model ends
@@ -305,7 +306,7 @@ def run_largest_steps(runner: ModelRunner, kv_format: KVCacheFormat, config: Wor
     num_tokens = min(config.max_num_batched_tokens, max_len - 1)
     num_tokens = min(num_tokens, max(1, MAX_PROMPT_LOGPROBS // (1 + num_logprobs)))
     sampling = msgspec.structs.replace(sampling, prompt_logprobs=num_logprobs)
-    last = _row(0, max_len - 1, num_tokens, config.block_size, sampling)
+    last = _row(0, max_len - 1, num_tokens, blocks, sampling)
     runner.execute(_plan([last], list(range(num_rows)), num_tokens))
     runner.release_kv_memory()
 
@@ -336,15 +337,23 @@ def _sample(runner: ModelRunner, sampler: TokenSampler, width: int, rows: list[N
 
 
 def _row(
-    row: int, length: int, num_tokens: int, block_size: int, sampling: EngineSamplingParams
+    row: int,
+    length: int,
+    num_tokens: int,
+    blocks: tuple[int, int],
+    sampling: EngineSamplingParams,
 ) -> NewRow:
-    """A row of `length` tokens of which the last num_tokens are to be computed."""
+    """A row of `length` tokens of which the last num_tokens are to be computed.
+
+    blocks: tokens of a block, and groups of blocks.
+    """
+    block_size, num_groups = blocks
     return NewRow(
         row=row,
         token_ids=np.zeros(length, "<i4").tobytes(),
         num_prompt_tokens=length,
         num_computed_tokens=length - num_tokens,
-        block_ids=np.zeros(-(-length // block_size), "<i4").tobytes(),
+        block_ids=np.zeros(num_groups * -(-length // block_size), "<i4").tobytes(),
         sampling=sampling,
         seed=0,
         stop_token_ids=[0] * MAX_STOP_TOKEN_IDS,

@@ -70,7 +70,7 @@ def names_on_a_gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, l
     others = ("bench", "bench-large", "nano-vllm", "transformers", "vllm-inductor", "vllm")
     found |= {part: peers.measurements(results, part) for part in others}
     names = {part: list(measurements) for part, measurements in found.items()}
-    for part in ("attention", "products"):
+    for part in ("attention", "products", "states"):
         names[part] = [case.name for case in kernels.cases(session, part)]
     names["tiles"] = [case.name for case in tile_shapes.cases(session)]
     return names
@@ -124,10 +124,12 @@ def test_kernels_are_right_and_timed(run_part: Run) -> None:
     only = "attention/decode/g2/b1/ctx16,attention/mixed"
     run_part("attention", "--only", only, interpret="1")
     products = "products/gated_linear/tiny/,products/linear/tiny/,products/logits/tiny/3"
-    found = run_part("products", "--only", products, interpret="1")
+    run_part("products", "--only", products, interpret="1")
+    found = run_part("states", interpret="1")
     assert found.errors == {}
     assert {name.split("/")[1] for name in found.figures} == {
-        "decode", "mixed", "gated_linear", "linear", "logits",
+        "decode", "mixed", "gated_linear", "linear", "logits", "delta_rule", "silu_conv",
+        "gated_norm", "sigmoid_gate",
     }  # fmt: skip
     for figures in found.figures.values():
         assert figures["kernels"] == "triton"

@@ -1,4 +1,6 @@
-"""Short convolutions: the reference against torch's, and native ones against the reference."""
+"""Layers with states: the reference against torch's and transformers' functions, and native ones
+against the reference.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +9,60 @@ import torch
 import torch.nn.functional as F
 
 from nanocore.kernels.cpu.cpu_backend import CpuKernels
+from nanocore.kernels.states import StateKernels
 from nanocore.kernels.torch.backend import TorchKernels
-from tests.kernels.state_case import ConvCase
+from tests.kernels.state_case import StateCase, conv_case, delta_case
 
 SEEDS = range(25)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
+@pytest.mark.parametrize("kind", ["short_conv", "silu_conv"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_reference_is_torchs_convolution_however_it_is_cut(seed: int) -> None:
-    case = ConvCase.draw(seed, torch.float32)
-    taps_LC, bias_C = case.filters.taps_LC, case.filters.bias_C
-    num_taps, channels = taps_LC.shape
+def test_the_reference_is_torchs_convolution_however_it_is_cut(seed: int, kind: str) -> None:
+    case = conv_case(seed, torch.float32, kind)
+    filters = case.filters
+    assert filters is not None
+    num_taps, channels = filters.taps_LC.shape
     for x, out in zip(case.x, case.run(TorchKernels(), case.cuts(), num_padding=3), strict=True):
-        b, c, u = x.chunk(3, 1)
-        weight = taps_LC.t().unsqueeze(1)
-        inputs = F.pad((b * u).t(), (num_taps - 1, 0))
-        expected = c * F.conv1d(inputs, weight, bias_C, groups=channels).t()
+        b, c, u = x.chunk(3, 1) if kind == "short_conv" else (x, None, None)
+        inputs = F.pad((b if u is None else b * u).t(), (num_taps - 1, 0))
+        y = F.conv1d(inputs, filters.taps_LC.t().unsqueeze(1), filters.bias_C, groups=channels).t()
+        expected = F.silu(y) if c is None else c * y
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@DTYPES
+@pytest.mark.parametrize("kind", ["short_conv", "silu_conv"])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_native_convolutions_are_the_references_and_have_the_same_bits_however_cut(
+    seed: int, kind: str, dtype: torch.dtype, kernels: CpuKernels
+) -> None:
+    check(conv_case(seed, dtype, kind), kernels, 1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@DTYPES
+@pytest.mark.parametrize("seed", SEEDS)
+def test_native_delta_rules_are_the_references_and_have_the_same_bits_however_cut(
     seed: int, dtype: torch.dtype, kernels: CpuKernels
 ) -> None:
-    case = ConvCase.draw(seed, dtype)
-    whole, cut = case.run(kernels, case.whole), case.run(kernels, case.cuts(), num_padding=2)
-    for one, other in zip(whole, cut, strict=True):
-        assert torch.equal(one, other)
-    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    for one, other in zip(whole, case.run(TorchKernels(), case.whole), strict=True):
-        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+    check(delta_case(seed, dtype), kernels, 1e-4 if dtype == torch.float32 else 3e-2)
+
+
+def check(
+    case: StateCase, kernels: StateKernels, tolerance: float, num_padding_seqs: int = 0
+) -> None:
+    """A backend's results are the reference's, and have the same bits when sequences are cut."""
+    whole = case.run(kernels, case.whole)
+    others = [case.run(kernels, case.cuts(), 2, num_padding_seqs)]
+    for max_drafts in (1, 4) if kernels.takes_drafts else ():
+        rows = {"max_drafts": max_drafts, "has_table_rows": True}
+        others.append(case.run(kernels, case.cuts(), 1, **rows))
+    for one, *same in zip(whole, *others, strict=True):
+        assert all(torch.equal(one, other) for other in same)
+    case.states.clear()
+    for cuts, max_drafts in ((case.whole, 0), (case.cuts(), 4)):
+        reference = case.run(TorchKernels(), cuts, max_drafts=max_drafts)
+        for one, other in zip(whole, reference, strict=True):
+            torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+        case.states.clear()

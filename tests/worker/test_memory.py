@@ -25,6 +25,7 @@ from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.step.model_runner import ModelRunner
 from nanocore.worker.worker import NUM_PROFILED_GRAPHS, Worker, run_largest_steps
 from tests.fake_device import FakeGraphRecorder, FakeStream
+from tests.model_families import BUILDERS
 from tests.worker.configs import make_worker_config
 from tests.worker.device_engine import DeviceKernels, load_model
 from tests.worker.filling import fill_with
@@ -298,3 +299,14 @@ def test_a_process_knows_what_its_own_limits_leave(limit: str) -> None:
 
 def test_this_machine_says_how_much_it_has() -> None:
     assert 0 < host_bytes() < 2**50
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen35_square"])
+def test_the_largest_steps_have_blocks_of_every_group(name: str, tmp_path: Path) -> None:
+    """Layers that keep all tokens, a window of them, or a state."""
+    runner = ModelRunner(load_model(BUILDERS[name](tmp_path)), DeviceKernels())
+    config = make_worker_config(
+        folder=str(tmp_path), max_model_len=100, max_num_seqs=3, max_num_batched_tokens=60
+    )
+    run_largest_steps(runner, kv_cache_format("auto", torch.float32), config)
+    assert runner.stage.kv_caches == []

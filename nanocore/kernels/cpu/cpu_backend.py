@@ -30,6 +30,7 @@ from nanocore.kernels.cpu.program import (
 from nanocore.kernels.cpu.structs import (
     DTYPES,
     cache_struct,
+    delta_struct,
     edits_struct,
     group_struct,
     mask_struct,
@@ -40,7 +41,7 @@ from nanocore.kernels.linear import LinearKernels
 from nanocore.kernels.linear_weight import TokenEmbedding
 from nanocore.kernels.logit_edits import LogitEdits, TokenMask
 from nanocore.kernels.sampling import Filters, LogprobTensors, Noise, TokenPlaces
-from nanocore.kernels.states import ConvFilters, StateCache
+from nanocore.kernels.states import ConvFilters, DeltaRule, StateCache
 from nanocore.kernels.step import (
     BegunStep,
     GraphSupport,
@@ -50,11 +51,15 @@ from nanocore.kernels.step import (
     StepRows,
 )
 from nanocore.kernels.torch import attention as torch_attention
+from nanocore.kernels.torch import states as torch_states
 from nanocore.kernels.torch import step as torch_step
 
 logger = logging.getLogger(__name__)
 
 NATIVE_MULTIPLE = 16
+_PRODUCTS, _SILU = 0, 1
+"""Kinds of convolutions in states.h."""
+_DELTA_COLUMNS, _MAX_KEY_DIM = 32, 256
 
 
 class CpuAttention(NativeKernels):
@@ -107,14 +112,68 @@ class CpuAttention(NativeKernels):
 class CpuStates(NativeKernels):
     """Implements `StateKernels`."""
 
+    takes_drafts = True
+
     def short_conv(
         self, x: Tensor, filters: ConvFilters, cache: StateCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        return self._conv(_PRODUCTS, x, filters, cache, metadata)
+
+    def silu_conv(
+        self, x: Tensor, filters: ConvFilters, cache: StateCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        return self._conv(_SILU, x, filters, cache, metadata)
+
+    def _conv(
+        self,
+        kind: int,
+        x: Tensor,
+        filters: ConvFilters,
+        cache: StateCache,
+        metadata: AttentionMetadata,
     ) -> Tensor:
         num_taps, channels = filters.taps_LC.shape
         out = self.empty(x, channels, x.dtype)
         self.run(
-            "short_conv", x, x, x.stride(0), channels, num_taps, filters.taps_LC, filters.bias_C,
-            state_struct(cache), out, step=self.step(metadata),
+            "short_conv", x, kind, x, x.stride(0), channels, num_taps, filters.taps_LC,
+            filters.bias_C, state_struct(cache.conv_NLC, cache), out, step=self.step(metadata),
+        )  # fmt: skip
+        return out
+
+    def delta_rule(
+        self,
+        qkv: Tensor,
+        gates_T2P: Tensor,
+        rule: DeltaRule,
+        cache: StateCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        assert cache.delta_N is not None
+        if rule.value_dim % _DELTA_COLUMNS or not _is_native_key_dim(rule.key_dim):
+            self.refuse_capture("heads of this size")
+            return torch_states.delta_rule(qkv, gates_T2P, rule, cache, metadata)
+        out = self.empty(qkv, len(rule.decay_P) * rule.value_dim, qkv.dtype)
+        self.run(
+            "delta_rule", qkv, qkv, qkv.stride(0), gates_T2P, gates_T2P.stride(0),
+            delta_struct(rule), state_struct(cache.delta_N, cache, qkv.shape[1]), out,
+            step=self.step(metadata),
+        )  # fmt: skip
+        return out
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        out = self.empty(x, x.shape[1], x.dtype)
+        self.run("sigmoid_gate", x, x, gate, gate.stride(0), x.shape[1], out)
+        return out
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        head_dim = len(weight)
+        if head_dim % NATIVE_MULTIPLE:
+            self.refuse_capture("heads of this size")
+            return torch_states.gated_norm(x, gate, weight, eps)
+        out = self.empty(x, x.shape[1], x.dtype)
+        self.run(
+            "gated_norm", x, x, gate, gate.stride(0), norm_struct(weight, eps),
+            x.shape[1] // head_dim, head_dim, out,
         )  # fmt: skip
         return out
 
@@ -273,6 +332,10 @@ class CpuKernels(CpuLinear, CpuAttention, CpuStates, CpuSampling, CpuStep):
         super().__init__(library, cores, keeps_activations=keeps_activations)
         amx = " and AMX" if library.call("uses_amx") else ""
         self.variant = f"{library.instruction_set}{amx}, compiled as {library.digest}"
+
+
+def _is_native_key_dim(key_dim: int) -> bool:
+    return key_dim % NATIVE_MULTIPLE == 0 and key_dim <= _MAX_KEY_DIM
 
 
 def _is_native(cache: KVCache, dtype: torch.dtype) -> bool:

@@ -19,7 +19,7 @@ import xxhash
 
 from nanocore.kernels.cpu.build import INSTRUCTION_SETS, library_name
 
-ABI_VERSION: Final = 20
+ABI_VERSION: Final = 21
 
 
 class GroupFormatStruct(ctypes.Structure):
@@ -88,6 +88,17 @@ class StateLayoutStruct(ctypes.Structure):
 
     _fields_ = (
         ("states", c_void_p), ("block_size", c_int64), ("block_bytes", c_int64), ("group", c_int64),
+        ("drafts", c_void_p), ("row_bytes", c_int64), ("draft_bytes", c_int64),
+    )  # fmt: skip
+
+
+class DeltaHeadsStruct(ctypes.Structure):
+    """`DeltaHeads` of program.cpp."""
+
+    _fields_ = (
+        ("key_heads", c_int64), ("value_heads", c_int64), ("key_dim", c_int64),
+        ("value_dim", c_int64), ("is_tiled", ctypes.c_bool), ("decay", c_void_p),
+        ("time_bias", c_void_p),
     )  # fmt: skip
 
 
@@ -135,7 +146,8 @@ class StepStruct(ctypes.Structure):
         ("rows_T", c_void_p), ("positions_T", c_void_p), ("slots_GT", c_void_p),
         ("group_slots", c_int64), ("query_start_A", c_void_p), ("seq_lens_B", c_void_p),
         ("block_tables", c_void_p), ("group_block_ids", c_int64), ("block_table_stride", c_int64),
-        ("rows_B", c_void_p), ("sample_index_R", c_void_p),
+        ("rows_B", c_void_p), ("sample_index_R", c_void_p), ("num_right_B", c_void_p),
+        ("num_drafts_B", c_void_p),
     )  # fmt: skip
 
 
@@ -173,7 +185,12 @@ _KERNELS: Final = {
              POINTER(NormWeightStruct), c_void_p, c_void_p, c_int64),
     "attention": (c_void_p, c_int64, c_int64, POINTER(CacheLayoutStruct), c_float, c_int64, c_float,
                   c_void_p),
-    "short_conv": (c_void_p, *[c_int64] * 3, c_void_p, c_void_p, POINTER(StateLayoutStruct),
+    "short_conv": (c_int, c_void_p, *[c_int64] * 3, c_void_p, c_void_p,
+                   POINTER(StateLayoutStruct), c_void_p),
+    "delta_rule": (c_void_p, c_int64, c_void_p, c_int64, POINTER(DeltaHeadsStruct),
+                   POINTER(StateLayoutStruct), c_void_p),
+    "sigmoid_gate": (c_void_p, c_void_p, c_int64, c_int64, c_void_p),
+    "gated_norm": (c_void_p, c_void_p, c_int64, POINTER(NormWeightStruct), c_int64, c_int64,
                    c_void_p),
     "select": (c_void_p, c_int64, c_void_p),
 }  # fmt: skip

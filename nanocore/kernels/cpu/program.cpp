@@ -41,6 +41,7 @@ struct Step {
     int64_t block_table_stride;
     const int64_t* rows_B;  // or null: the sequences are the table's first rows
     const int64_t* sample_index_R;
+    const int32_t *num_right_B, *num_drafts_B;  // or null: there are no drafts
 };
 
 // How many rows a kernel works on: the step's tokens, its samples, or a number of its own.
@@ -79,7 +80,7 @@ void with_type(int dtype, const Body& body) {
 using namespace nanocore;
 
 // Raised whenever a signature below changes; the caller compares.
-NANOCORE_API int nanocore_abi_version() { return 20; }
+NANOCORE_API int nanocore_abi_version() { return 21; }
 
 // Whether this machine has the instructions that this library was compiled to.
 NANOCORE_API int nanocore_is_supported() {
@@ -327,26 +328,74 @@ NANOCORE_API void nanocore_attention(void* program, int64_t rows, int dtype, con
 struct StateLayout {
     void* states;
     int64_t block_size, block_bytes, group;
+    void* drafts;
+    int64_t row_bytes, draft_bytes;
 
     SequenceStates of(const Step& step) const {
-        return {static_cast<char*>(states), block_size, block_bytes, step.num_seqs,
-                step.query_start_A, step.seq_lens_B,
+        return {static_cast<char*>(states), block_size, block_bytes, static_cast<char*>(drafts),
+                row_bytes, draft_bytes, step.num_seqs, step.query_start_A, step.seq_lens_B,
                 step.block_tables + group * step.group_block_ids, step.block_table_stride,
-                step.rows_B};
+                step.rows_B, step.num_right_B, step.num_drafts_B};
     }
 };
 
-NANOCORE_API void nanocore_short_conv(void* program, int64_t rows, int dtype, const void* x,
-                                      int64_t x_stride, int64_t channels, int64_t taps,
-                                      const float* weight, const float* bias,
+NANOCORE_API void nanocore_short_conv(void* program, int64_t rows, int dtype, int kind,
+                                      const void* x, int64_t x_stride, int64_t channels,
+                                      int64_t taps, const float* weight, const float* bias,
                                       const StateLayout* states, void* out) {
     with_type(dtype, [&](auto type) {
         using T = decltype(type);
-        ShortConvCall<T> call{static_cast<const T*>(x), x_stride, channels, taps, weight, bias, {},
+        ShortConvCall<T> call{static_cast<ConvKind>(kind), static_cast<const T*>(x), x_stride,
+                              channels, taps, weight, bias, {}, static_cast<T*>(out), 0};
+        append(program, rows, call, [layout = *states](auto& c, const Step& step) {
+            c.states = layout.of(step);
+        });
+    });
+}
+
+// Heads of a delta rule; see DeltaRule.
+struct DeltaHeads {
+    int64_t key_heads, value_heads, key_dim, value_dim;
+    bool is_tiled;
+    const float *decay, *time_bias;
+};
+
+NANOCORE_API void nanocore_delta_rule(void* program, int64_t rows, int dtype, const void* qkv,
+                                      int64_t qkv_stride, const void* gates, int64_t gate_stride,
+                                      const DeltaHeads* heads, const StateLayout* states,
+                                      void* out) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        DeltaRuleCall<T> call{static_cast<const T*>(qkv), qkv_stride,
+                              static_cast<const T*>(gates), gate_stride, heads->key_heads, heads->value_heads, heads->key_dim,
+                              heads->value_dim, heads->is_tiled, heads->decay, heads->time_bias, {},
                               static_cast<T*>(out), 0};
         append(program, rows, call, [layout = *states](auto& c, const Step& step) {
             c.states = layout.of(step);
         });
+    });
+}
+
+NANOCORE_API void nanocore_sigmoid_gate(void* program, int64_t rows, int dtype, const void* x,
+                                        const void* gate, int64_t gate_stride, int64_t size,
+                                        void* out) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        SigmoidGateCall<T> call{static_cast<const T*>(x), static_cast<const T*>(gate), gate_stride,
+                                size, static_cast<T*>(out), 0};
+        append(program, rows, call, kNothing);
+    });
+}
+
+NANOCORE_API void nanocore_gated_norm(void* program, int64_t rows, int dtype, const void* x,
+                                      const void* gate, int64_t gate_stride,
+                                      const NormWeight* weight, int64_t heads, int64_t head_dim,
+                                      void* out) {
+    with_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        GatedNormCall<T> call{static_cast<const T*>(x), static_cast<const T*>(gate), gate_stride,
+                              *weight, heads, head_dim, static_cast<T*>(out), 0};
+        append(program, rows, call, kNothing);
     });
 }
 

@@ -216,6 +216,8 @@ class Captured:
             block_table_stride=table_stride,
             rows_B=rows.rows_B.data_ptr(),
             sample_index_R=sample_index_R.data_ptr(),
+            num_right_B=rows.num_right_B.data_ptr(),
+            num_drafts_B=rows.num_drafts_B.data_ptr(),
         )
         if self._takes_token_ids:
             step.token_table = rows.token_table.data_ptr()

@@ -15,6 +15,7 @@ from nanocore.kernels.attention import AttentionMetadata, KVCache
 from nanocore.kernels.cpu.grouped_weight import CpuGroupedWeight
 from nanocore.kernels.cpu.library import (
     CacheLayoutStruct,
+    DeltaHeadsStruct,
     EditLogitsStruct,
     ExpertOperandsStruct,
     ExpertWeightsStruct,
@@ -29,7 +30,7 @@ from nanocore.kernels.cpu.library import (
 from nanocore.kernels.linear import Routing, SharedExpert
 from nanocore.kernels.linear_weight import ExpertWeights, LinearWeight
 from nanocore.kernels.logit_edits import LogitEdits, TokenMask
-from nanocore.kernels.states import StateCache
+from nanocore.kernels.states import DeltaRule, StateCache
 from nanocore.kernels.step import SharedMemoryGroup
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
@@ -79,10 +80,23 @@ def cache_struct(cache: KVCache) -> CacheLayoutStruct:
     )
 
 
-def state_struct(cache: StateCache) -> StateLayoutStruct:
+def state_struct(states_N: Tensor, cache: StateCache, start: int = 0) -> StateLayoutStruct:
+    """Addresses of one kind of a layer's states. start: of its inputs among those of drafts."""
+    drafts, strides = cache.drafts_RKI, (0, 0)
+    if drafts is not None:
+        strides = drafts.stride(0) * drafts.itemsize, drafts.stride(1) * drafts.itemsize
+        drafts = drafts[..., start:]
     return StateLayoutStruct(
-        cache.states_N.data_ptr(), cache.block_size, cache.block_bytes, cache.group
-    )
+        states_N.data_ptr(), cache.block_size, states_N.stride(0) * states_N.itemsize, cache.group,
+        _address(drafts), *strides,
+    )  # fmt: skip
+
+
+def delta_struct(rule: DeltaRule) -> DeltaHeadsStruct:
+    return DeltaHeadsStruct(
+        rule.num_key_heads, len(rule.decay_P), rule.key_dim, rule.value_dim, rule.is_tiled,
+        rule.decay_P.data_ptr(), rule.time_bias_P.data_ptr(),
+    )  # fmt: skip
 
 
 def group_struct(group: SharedMemoryGroup) -> RankGroupStruct:
@@ -109,6 +123,8 @@ def step_struct(metadata: AttentionMetadata) -> StepStruct:
         block_tables=table.data_ptr(),
         block_table_stride=table.stride(0),
         rows_B=_address(table_rows_B),
+        num_right_B=_address(metadata.num_right_B),
+        num_drafts_B=_address(metadata.num_drafts_B),
     )
 
 

@@ -1,113 +1,343 @@
 """Layers that carry a state from token to token: a program for some channels of a sequence.
 
-It runs over the sequence's tokens in tiles, and then writes the states that the step leaves behind,
-the last one first: the state that it began with lies in the first of their blocks, or in none.
+A convolution runs over the sequence's tokens in tiles, and then writes the states that the step
+leaves behind, the last one first: the state that it began with lies in the first of their blocks,
+or in none. A delta rule keeps its matrix in registers, and writes it as it goes.
+
+A token's result has the same bits however its sequence is cut into steps: nothing is summed over
+tokens, and sums over keys have one order.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanocore.kernels.attention import AttentionMetadata
-from nanocore.kernels.states import ConvFilters, StateCache
+from nanocore.kernels.states import ConvFilters, DeltaRule, StateCache
 from nanocore.kernels.triton.launch import pdl, wait_for_inputs
 
-_TILE_TOKENS: Final = 16
-_TILE_CHANNELS: Final = 64
+CONV_TILES: Final = (1, 512), (16, 64)
+"""(tokens, channels) at a time, where each sequence has one token, and elsewhere."""
+DELTA_WARPS: Final = 1
+"""Then sums over keys need no barrier."""
+DELTA_REGISTERS: Final = 255
+"""Limit for each thread. Of itself ptxas sets a lower one, and then q and k are loaded in turns."""
+_MATRIX_PART: Final = 2048
+"""Numbers of a matrix that a program holds: 64 registers of each thread."""
+_BLOCK: Final = 1024
+_SIZES: Final = ["num_seqs", "num_tokens", "table_stride"]
+_STEP: Final = ["block_table", "query_start", "seq_lens"]
+"""Views of a step's metadata begin anywhere, and a new alignment would be compiled anew."""
+EPS: Final = tl.constexpr(1e-6)
+"""Added to the squared length of q and of k."""
 
 
 @triton.jit
-def _conv_input(x_rows, position, first, before, channels, mask, CHANNELS, TAPS) -> tl.tensor:
-    """b * u of a token of the step, or what the state before it has of an earlier one.
+def _load_seq(query_start, seq_lens, seq, num_seqs, num_tokens) -> tuple:
+    """(its first token in the step, its tokens in the step, those before, and all).
+
+    The tokens behind the last sequence are those of one that has length 0, as padding has.
+    """
+    is_seq, start = seq < num_seqs, tl.load(query_start + seq)
+    count = tl.load(query_start + seq + 1, mask=is_seq, other=num_tokens) - start
+    last = tl.load(seq_lens + seq, mask=is_seq, other=0)
+    return start.to(tl.int64), count, last - count, last
+
+
+@triton.jit
+def _find_state(states, table, num_tokens, block_stride, BLOCK_SIZE: tl.constexpr) -> tuple:
+    """(the state after so many tokens, its block's id)."""
+    block_id = tl.load(table + tl.maximum(num_tokens - 1, 0) // BLOCK_SIZE)
+    return states + tl.maximum(block_id, 0).to(tl.int64) * block_stride, block_id
+
+
+@triton.jit
+def _conv_input(
+    x_rows, position, first, before, channels, mask, CHANNELS, TAPS, HAS_PRODUCTS: tl.constexpr
+) -> tl.tensor:
+    """The filter's input of a token of the step, or what the state before it has of an earlier one.
 
     x_rows: the token's row in x, from which b's channels and u's lead on.
     """
     is_own = position >= first
-    b = tl.load(x_rows + channels, mask=mask & is_own, other=0.0)
-    u = tl.load(x_rows + 2 * CHANNELS + channels, mask=mask & is_own, other=0.0)
-    product = (b.to(tl.float32) * u.to(tl.float32)).to(b.dtype)
+    product = tl.load(x_rows + channels, mask=mask & is_own, other=0.0)
+    if HAS_PRODUCTS:
+        u = tl.load(x_rows + 2 * CHANNELS + channels, mask=mask & is_own, other=0.0)
+        product = (product.to(tl.float32) * u.to(tl.float32)).to(product.dtype)
     column = position - first + TAPS - 1
-    has_state = (first > 0) & (position < first) & (column >= 0)
-    kept = tl.load(before + column * CHANNELS + channels, mask=mask & has_state, other=0.0)
-    return tl.where(is_own, product, kept.to(b.dtype))
+    mask &= (position < first) & (position >= 0)
+    kept = tl.load(before + column * CHANNELS + channels, mask=mask, other=0.0)
+    return tl.where(is_own, product, kept.to(product.dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_STEP)
 def short_conv_kernel(
-    x, weight, bias, states, block_table, query_start, seq_lens, out, x_stride, table_stride,
-    block_stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    x, weight, bias, states, block_table, query_start, seq_lens, num_seqs, num_tokens, out,
+    x_stride, table_stride, block_stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+    TAPS_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, HAS_PRODUCTS: tl.constexpr,
     TILE_T: tl.constexpr, TILE_C: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Some channels of a sequence. Grid: (tiles of channels, sequences, and one for padding)."""
     wait_for_inputs(PDL)
-    seq = tl.program_id(0).to(tl.int64)
-    start, stop = tl.load(query_start + seq), tl.load(query_start + seq + 1)
-    last = tl.load(seq_lens + seq)
-    if last == 0:  # padding
-        return
-    first = last - (stop - start)
-    table = block_table + seq * table_stride
-    channels = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    seq = tl.program_id(1).to(tl.int64)
+    start, count, first, last = _load_seq(query_start, seq_lens, seq, num_seqs, num_tokens)
+    channels = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)[None, :]
     is_channel = channels < CHANNELS
-    before_id = tl.load(table + tl.maximum(first - 1, 0) // BLOCK_SIZE).to(tl.int64)
-    before = states + tl.maximum(before_id, 0) * block_stride
-    for tile in range(0, stop - start, TILE_T):
+    if (last == 0) | (count == 0):
+        for i in range(count):
+            tl.store(out + (start + i) * CHANNELS + channels, 0.0, mask=is_channel)
+        return
+    table = block_table + seq * table_stride
+    before, _ = _find_state(states, table, first, block_stride, BLOCK_SIZE)
+    for tile in range(0, count, TILE_T):
         offsets = tile + tl.arange(0, TILE_T)[:, None]
-        mask = is_channel[None, :] & (offsets < stop - start)
-        rows = (start + offsets).to(tl.int64)
+        mask = is_channel & (offsets < count)
+        rows = start + offsets
         total = tl.zeros((TILE_T, TILE_C), tl.float32)
         if bias is not None:
-            total += tl.load(bias + channels, mask=is_channel, other=0.0)[None, :]
+            total += tl.load(bias + channels, mask=is_channel, other=0.0)
         for tap in tl.static_range(TAPS):
             back = TAPS - 1 - tap
             value = _conv_input(
-                x + (rows - back) * x_stride, first + offsets - back, first, before,
-                channels[None, :], mask, CHANNELS, TAPS,
+                x + (rows - back) * x_stride, first + offsets - back, first, before, channels, mask,
+                CHANNELS, TAPS, HAS_PRODUCTS,
             )  # fmt: skip
             of_tap = tl.load(weight + tap * CHANNELS + channels, mask=is_channel, other=0.0)
-            total += value.to(tl.float32) * of_tap[None, :]
-        c = tl.load(x + rows * x_stride + CHANNELS + channels[None, :], mask=mask, other=0.0)
-        result = total.to(c.dtype).to(tl.float32) * c.to(tl.float32)
-        to = out + rows * CHANNELS + channels[None, :]
-        tl.store(to, result.to(out.dtype.element_ty), mask=mask)
-    tl.debug_barrier()  # the state before is overwritten, by other threads than read it
-    num_blocks, block = tl.cdiv(last, BLOCK_SIZE), first // BLOCK_SIZE
-    for i in range(num_blocks - block):
-        number = num_blocks - 1 - i
-        end = tl.minimum((number + 1) * BLOCK_SIZE, last)
-        block_id = tl.load(table + number).to(tl.int64)
-        to = states + tl.maximum(block_id, 0) * block_stride + channels
-        is_kept = is_channel & (block_id >= 0)
-        for column in tl.static_range(TAPS - 1):
-            position = end - (TAPS - 1) + column
-            row = (start + position - first).to(tl.int64)
-            value = _conv_input(
-                x + row * x_stride, position, first, before, channels, is_channel, CHANNELS, TAPS
-            )
-            tl.store(to + column * CHANNELS, value.to(states.dtype.element_ty), mask=is_kept)
+            total += value.to(tl.float32) * of_tap
+        result = total.to(x.dtype.element_ty).to(tl.float32)
+        if HAS_PRODUCTS:
+            c = tl.load(x + rows * x_stride + CHANNELS + channels, mask=mask, other=0.0)
+            result *= c.to(tl.float32)
+        else:
+            result *= tl.sigmoid(result)
+        tl.store(out + rows * CHANNELS + channels, result.to(out.dtype.element_ty), mask=mask)
+    num_blocks, columns = tl.cdiv(last, BLOCK_SIZE), tl.arange(0, TAPS_PAD)[:, None]
+    for i in range(num_blocks - first // BLOCK_SIZE):
+        end = tl.minimum((num_blocks - i) * BLOCK_SIZE, last)
+        to, block_id = _find_state(states, table, end, block_stride, BLOCK_SIZE)
+        mask = tl.where(is_channel & (columns < TAPS - 1), block_id, -1) >= 0
+        position = end - (TAPS - 1) + columns
+        value = _conv_input(
+            x + (start + position - first) * x_stride, position, first, before, channels, mask,
+            CHANNELS, TAPS, HAS_PRODUCTS,
+        )  # fmt: skip
+        tl.debug_barrier()  # the state before may be overwritten, by other threads than read it
+        tl.store(to + columns * CHANNELS + channels, value.to(states.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_token(
+    row, gates, key_head, head, keys, values, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+) -> tuple:  # fmt: skip
+    """q, k, v, b and a of a token's value head, as they are stored. row, gates: the token's."""
+    is_key, of_keys = keys < KEY_DIM, row + key_head * KEY_DIM + keys
+    q = tl.load(of_keys, mask=is_key, other=0.0)
+    k = tl.load(of_keys + KEY_HEADS * KEY_DIM, mask=is_key, other=0.0)
+    of_values = row + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + values
+    v = tl.load(of_values, mask=values < VALUE_DIM, other=0.0)
+    return q, k, v, tl.load(gates + head), tl.load(gates + VALUE_HEADS + head)
+
+
+@triton.jit
+def _gates(b, a, head_decay, head_bias) -> tuple:
+    """What of a change is made, and what of the state is kept."""
+    beta = tl.sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
+    x = a.to(tl.float32) + head_bias
+    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    return beta, tl.exp(head_decay * softplus)
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_STEP)
+def delta_rule_kernel(
+    qkv, gates, decay, time_bias, states, block_table, query_start, seq_lens, num_seqs, num_tokens,
+    out, qkv_stride, gate_stride, table_stride, block_stride, KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    IS_TILED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_K: tl.constexpr, TILE_V: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Some columns of a value head's matrix, which stay in registers from token to token.
+
+    A token is loaded while the one before is computed. Grid: (tiles of columns, heads, sequences,
+    and one for padding).
+    """
+    wait_for_inputs(PDL)
+    head, seq = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    start, count, first, last = _load_seq(query_start, seq_lens, seq, num_seqs, num_tokens)
+    keys, values = tl.arange(0, TILE_K), tl.program_id(0) * TILE_V + tl.arange(0, TILE_V)
+    results = out + (start * VALUE_HEADS + head) * VALUE_DIM + values
+    if (last == 0) | (count == 0):
+        for _ in range(count):
+            tl.store(results, 0.0, mask=values < VALUE_DIM)
+            results += VALUE_HEADS * VALUE_DIM
+        return
+    table = block_table + seq * table_stride
+    key_head = head % KEY_HEADS if IS_TILED else head // (VALUE_HEADS // KEY_HEADS)
+    places = (head * KEY_DIM + keys[:, None]) * VALUE_DIM + values[None, :]
+    is_place = (keys < KEY_DIM)[:, None] & (values < VALUE_DIM)[None, :]
+    before, _ = _find_state(states, table, first, block_stride, BLOCK_SIZE)
+    # Not is_place & (first > 0): Triton 3.9's interpreter makes int32 of such a scalar.
+    state = tl.load(before + places, mask=tl.where(is_place, first, 0) > 0, other=0.0)
+    tl.debug_barrier()  # it may be overwritten, by other threads than read it
+    head_decay, head_bias = tl.load(decay + head), tl.load(time_bias + head)
+    token = _load_token(
+        qkv + start * qkv_stride, gates + start * gate_stride, key_head, head, keys, values,
+        KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+    )  # fmt: skip
+    for i in range(count):
+        q, k, v, b, a = token
+        following = start + tl.minimum(i + 1, count - 1)
+        token = _load_token(
+            qkv + following * qkv_stride, gates + following * gate_stride, key_head, head, keys,
+            values, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM,
+        )  # fmt: skip
+        q, k = q.to(tl.float32), k.to(tl.float32)
+        q_scale = tl.rsqrt(tl.sum(q * q) + EPS) * KEY_DIM**-0.5
+        k_scale = tl.rsqrt(tl.sum(k * k) + EPS)
+        beta, kept = _gates(b, a, head_decay, head_bias)
+        # All sums are of the state before this token: none waits for another one.
+        of_k = kept * k_scale * tl.sum(state * k[:, None], axis=0)
+        of_q = kept * tl.sum(state * q[:, None], axis=0)
+        change = k_scale * beta * (v.to(tl.float32) - of_k)
+        result = q_scale * (of_q + tl.sum(q * k) * change)
+        state = kept * state + k[:, None] * change[None, :]
+        tl.store(results, result.to(out.dtype.element_ty), mask=values < VALUE_DIM)
+        results += VALUE_HEADS * VALUE_DIM
+        end = first + i + 1
+        if (end == last) | (end % BLOCK_SIZE == 0):
+            to, block_id = _find_state(states, table, end, block_stride, BLOCK_SIZE)
+            tl.store(to + places, state, mask=tl.where(is_place, block_id, -1) >= 0)
+
+
+@triton.jit
+def gated_norm_kernel(
+    x, gate, weight, out, eps, gate_stride, HEADS: tl.constexpr, DIM: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    wait_for_inputs(PDL)
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, TILE)
+    mask = columns < DIM
+    values = tl.load(x + (row * HEADS + head) * DIM + columns, mask=mask, other=0.0)
+    wide = values.to(tl.float32)
+    normed = (wide * tl.rsqrt(tl.sum(wide * wide) / DIM + eps)).to(values.dtype).to(tl.float32)
+    normed *= tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    by = tl.load(gate + row * gate_stride + head * DIM + columns, mask=mask, other=0.0)
+    by = by.to(tl.float32)
+    result = normed.to(values.dtype).to(tl.float32) * (by * tl.sigmoid(by))
+    to = out + (row * HEADS + head) * DIM + columns
+    tl.store(to, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def sigmoid_gate_kernel(
+    x, gate, out, size, gate_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
+) -> None:
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    by = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0)
+    values = tl.load(x + row * size + columns, mask=mask, other=0.0)
+    factor = tl.sigmoid(by.to(tl.float32)).to(by.dtype).to(tl.float32)
+    result = (factor * values.to(tl.float32)).to(x.dtype.element_ty)
+    tl.store(out + row * size + columns, result, mask=mask)
 
 
 def short_conv(
     x: Tensor, filters: ConvFilters, cache: StateCache, metadata: AttentionMetadata
 ) -> Tensor:
-    """See `StateKernels`."""
-    num_taps, num_channels = filters.taps_LC.shape
-    table = metadata.block_table_BM
-    out = x.new_zeros(len(x), num_channels)  # of padding tokens
-    num_seqs = len(metadata.seq_lens)
-    short_conv_kernel[num_seqs, triton.cdiv(num_channels, _TILE_CHANNELS)](
-        x, filters.taps_LC, filters.bias_C, cache.states_N, table, metadata.query_start_A,
-        metadata.seq_lens_B, out, x.stride(0), table.stride(0), cache.states_N.stride(0),
-        CHANNELS=num_channels, TAPS=num_taps, BLOCK_SIZE=cache.block_size, TILE_T=_TILE_TOKENS,
-        TILE_C=_TILE_CHANNELS, **pdl(x.device),
+    return _conv(x, filters, cache, metadata, has_products=True)
+
+
+def silu_conv(
+    x: Tensor, filters: ConvFilters, cache: StateCache, metadata: AttentionMetadata
+) -> Tensor:
+    return _conv(x, filters, cache, metadata, has_products=False)
+
+
+def _conv(
+    x: Tensor,
+    filters: ConvFilters,
+    cache: StateCache,
+    metadata: AttentionMetadata,
+    has_products: bool,
+) -> Tensor:
+    (num_taps, num_channels), table = filters.taps_LC.shape, metadata.block_table_BM
+    num_seqs, out = len(metadata.seq_lens), x.new_empty(len(x), num_channels)
+    tile_t, tile_c = CONV_TILES[len(x) > num_seqs]
+    short_conv_kernel[triton.cdiv(num_channels, tile_c), num_seqs + 1](
+        x, filters.taps_LC, filters.bias_C, cache.conv_NLC, table, metadata.query_start_A,
+        metadata.seq_lens_B, num_seqs, len(x), out, x.stride(0), table.stride(0),
+        cache.conv_NLC.stride(0), CHANNELS=num_channels, TAPS=num_taps,
+        TAPS_PAD=triton.next_power_of_2(num_taps), BLOCK_SIZE=cache.block_size,
+        HAS_PRODUCTS=has_products, TILE_T=tile_t, TILE_C=tile_c, **pdl(x.device),
     )  # fmt: skip
+    return out
+
+
+def delta_rule(
+    qkv: Tensor,
+    gates_T2P: Tensor,
+    rule: DeltaRule,
+    cache: StateCache,
+    metadata: AttentionMetadata,
+) -> Tensor:
+    assert cache.delta_N is not None
+    num_heads, table, num_seqs = len(rule.decay_P), metadata.block_table_BM, len(metadata.seq_lens)
+    out = qkv.new_empty(len(qkv), num_heads * rule.value_dim)
+    tile_k, tile_v = delta_tile(rule.key_dim, rule.value_dim)
+    delta_rule_kernel[triton.cdiv(rule.value_dim, tile_v), num_heads, num_seqs + 1](
+        qkv, gates_T2P, rule.decay_P, rule.time_bias_P, cache.delta_N, table,
+        metadata.query_start_A, metadata.seq_lens_B, num_seqs, len(qkv), out, qkv.stride(0),
+        gates_T2P.stride(0), table.stride(0), cache.delta_N.stride(0),
+        KEY_HEADS=rule.num_key_heads, VALUE_HEADS=num_heads, KEY_DIM=rule.key_dim,
+        VALUE_DIM=rule.value_dim, IS_TILED=rule.is_tiled, BLOCK_SIZE=cache.block_size,
+        TILE_K=tile_k, TILE_V=tile_v, num_warps=DELTA_WARPS, maxnreg=DELTA_REGISTERS,
+        **pdl(qkv.device),
+    )  # fmt: skip
+    return out
+
+
+def delta_tile(key_dim: int, value_dim: int) -> tuple[int, int]:
+    """(keys, values) of a program's part of a matrix, both padded to powers of two."""
+    keys = triton.next_power_of_2(key_dim)
+    return keys, min(triton.next_power_of_2(value_dim), max(1, _MATRIX_PART // keys))
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    num_rows, size = x.shape
+    out = torch.empty_like(x)
+    if num_rows:
+        sigmoid_gate_kernel[num_rows, triton.cdiv(size, _BLOCK)](
+            x, gate, out, size, gate.stride(0), BLOCK=_BLOCK, **pdl(x.device)
+        )
+    return out
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    (num_rows, size), dim = x.shape, len(weight)
+    out = torch.empty_like(x)
+    if num_rows:
+        gated_norm_kernel[num_rows, size // dim](
+            x, gate, weight, out, eps, gate.stride(0), HEADS=size // dim, DIM=dim,
+            TILE=triton.next_power_of_2(dim), num_warps=1, **pdl(x.device),
+        )  # fmt: skip
     return out
 
 
 class TritonStates:
     """Implements `StateKernels`."""
 
+    takes_drafts = False
+
     short_conv = staticmethod(short_conv)
+    silu_conv = staticmethod(silu_conv)
+    delta_rule = staticmethod(delta_rule)
+    sigmoid_gate = staticmethod(sigmoid_gate)
+    gated_norm = staticmethod(gated_norm)

@@ -56,10 +56,16 @@ class KVSpec(msgspec.Struct, frozen=True):
 
 
 class StateSpec(msgspec.Struct, frozen=True):
-    """What a layer keeps after a token for the next one. shape, dtype: of this rank's part."""
+    """What a layer keeps after a token for the next one, this rank's part; see `StateCache`.
 
-    shape: tuple[int, ...]
+    conv_shape: of dtype. delta_shape: of float32; None: there is none. num_inputs: numbers of dtype
+    that a draft's inputs are.
+    """
+
+    conv_shape: tuple[int, int]
     dtype: torch.dtype
+    num_inputs: int
+    delta_shape: tuple[int, int, int] | None = None
     kind: CacheKind = CacheKind(has_states=True)
 
 
@@ -161,26 +167,48 @@ class KVMemory:
         group = self._kinds.index(self._layout.specs[index].kind)
         parts = [part.of(self.blocks[group]) for part in self._layout.layers[index]]
         if self._kinds[group].has_states:
-            return StateCache(parts[0], self._layout.block_size, group)
+            conv_NLC, *delta = parts
+            return StateCache(conv_NLC, (*delta, None)[0], self._layout.block_size, group)
         k, v, *scales = parts
         k_scale, v_scale = scales or (None, None)
         return KVCache(k, v, k_scale, v_scale, group)
 
-    def layers(self) -> list[LayerCache]:
-        return [self.layer(index) for index in range(len(self._layout.layers))]
+    def layers(self, draft_shape: tuple[int, int] = (0, 0)) -> list[LayerCache]:
+        """Return every layer's. draft_shape: rows, and most drafts of one."""
+        return [
+            _with_drafts(self.layer(i), spec, draft_shape)
+            for i, spec in enumerate(self._layout.specs)
+        ]
+
+
+def draft_bytes(specs: Sequence[CacheSpec], num_rows: int, max_drafts: int) -> int:
+    """Return the bytes of `StateCache.drafts_RKI` of all layers."""
+    states = [spec for spec in specs if isinstance(spec, StateSpec)]
+    return num_rows * max_drafts * sum(one.num_inputs * one.dtype.itemsize for one in states)
+
+
+def _with_drafts(cache: LayerCache, spec: CacheSpec, draft_shape: tuple[int, int]) -> LayerCache:
+    num_bytes = draft_bytes([spec], *draft_shape)
+    if not num_bytes or not isinstance(cache, StateCache) or not isinstance(spec, StateSpec):
+        return cache
+    memory = _zeros(num_bytes, cache.conv_NLC.device).view(spec.dtype)
+    return msgspec.structs.replace(cache, drafts_RKI=memory.view(*draft_shape, spec.num_inputs))
 
 
 def _parts(
     start_byte: int, spec: CacheSpec, kv_format: KVCacheFormat, block_size: int
 ) -> Iterator[_Part]:
     """A layer's K, V, and their scales if there are any, as in `KVCache`; or its state."""
+    shape: tuple[int, ...]
     if isinstance(spec, StateSpec):
-        yield _Part(aligned(start_byte, ALIGNMENT_BYTES), spec.shape, spec.dtype)
-        return
-    shape: tuple[int, ...] = block_size, spec.num_kv_heads, spec.head_dim
-    kinds = [(shape, kv_format.dtype, ALIGNMENT_BYTES)] * 2
-    if kv_format.scale_dtype is not None:
-        kinds += [(shape[:2], kv_format.scale_dtype, _SCALE_ALIGNMENT_BYTES)] * 2
+        kinds = [(tuple[int, ...](spec.conv_shape), spec.dtype, ALIGNMENT_BYTES)]
+        if spec.delta_shape is not None:
+            kinds.append((spec.delta_shape, torch.float32, ALIGNMENT_BYTES))
+    else:
+        shape = block_size, spec.num_kv_heads, spec.head_dim
+        kinds = [(shape, kv_format.dtype, ALIGNMENT_BYTES)] * 2
+        if kv_format.scale_dtype is not None:
+            kinds += [(shape[:2], kv_format.scale_dtype, _SCALE_ALIGNMENT_BYTES)] * 2
     for shape, dtype, alignment in kinds:
         part = _Part(aligned(start_byte, alignment), shape, dtype)
         yield part

@@ -46,10 +46,10 @@ class Case:
     constexprs; an argument that is None at run time is a constexpr. aligned: arguments that are
     multiples of 16, and None is all pointers: what the launcher finds out by itself about arguments
     that are not `do_not_specialize`. instructions: by capability, what PTX must have.
-    max_spill_bytes: of registers, for each thread; ptxas may put away a few for the sake of another
-    warp. capabilities: that it is for. max_shared_bytes: that its tile is chosen by; all there is.
-    num_early_loads: into registers, in a loop of products, for the next time round: they are waited
-    for by nothing but what comes after this time's products.
+    max_registers: of each thread, as the launch says. max_spill_bytes: of these; ptxas may put away
+    a few for the sake of another warp. capabilities: that it is for. max_shared_bytes: that its
+    tile is chosen by; all there is. num_early_loads: into registers, in a loop of products, for the
+    next time round: they are waited for by nothing but what comes after this time's products.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Case:
     constexprs: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
     aligned: tuple[str, ...] | None = None
     instructions: Mapping[int, str] = field(default_factory=dict)
     max_spill_bytes: int = 16
@@ -124,7 +125,8 @@ def compile_case(case: Case, capability: int) -> Usage:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    names, constexprs, options = case.kernel.arg_names, dict(case.constexprs), {}
+    names, constexprs = case.kernel.arg_names, dict(case.constexprs)
+    options = {} if case.max_registers is None else {"maxnreg": case.max_registers}
     if "PDL" in names:  # as `launch.pdl` says
         constexprs["PDL"] = options["launch_pdl"] = capability >= 90
     missing = set(names) ^ {*case.signature, *constexprs}

@@ -34,7 +34,14 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.gpu import attention_cases, engine_checks, kernels, product_cases, tile_shapes
+from benchmarks.gpu import (
+    attention_cases,
+    engine_checks,
+    kernels,
+    product_cases,
+    state_cases,
+    tile_shapes,
+)
 from benchmarks.gpu.results import Session, UnavailableError
 from benchmarks.gpu.shapes import MODELS
 from benchmarks.models import SHAPES, ModelShape
@@ -182,15 +189,16 @@ def run_engine(config: WorkerConfig, launches: Launches) -> list[str]:
     runner.allocate(kv_format, _NUM_BLOCKS, *sizes)
     runner.capture(config.max_num_batched_tokens)
     num_compiled, num_rows = len(launches.compiled), 0
+    num_groups = len(runner.batch.blocks.ids)
     for step, rows in enumerate(_STEPS):
         rows = rows[: config.max_num_seqs]
-        runner.execute(_plan(step, rows, num_rows, config.block_size))
+        runner.execute(_plan(step, rows, num_rows, config.block_size, num_groups))
         num_rows = len(rows)
     return launches.compiled[num_compiled:]
 
 
 def _plan(
-    step: int, rows: Sequence[tuple[int, int]], num_rows: int, block_size: int
+    step: int, rows: Sequence[tuple[int, int]], num_rows: int, block_size: int, num_groups: int
 ) -> SchedulerOutput:
     """Return a step of these rows alone; num_rows: those of the step before."""
     added = [
@@ -199,7 +207,7 @@ def _plan(
             [0] * length,
             EngineSamplingParams(temperature=float(row % 2), max_tokens=2),
             num_computed=length - count,
-            blocks=[0] * -(-length // block_size),
+            blocks=[0] * (-(-length // block_size) * num_groups),
             seed=row,
         )
         for row, (length, count) in enumerate(rows)
@@ -301,7 +309,7 @@ def _drawn_on_meta() -> Iterator[_MetaSession]:
         return torch.empty(*shape, dtype=torch.bfloat16, device=META)
 
     with ExitStack() as patches:
-        for module in (attention_cases, product_cases, tile_shapes):
+        for module in (attention_cases, product_cases, state_cases, tile_shapes):
             patches.enter_context(mock.patch.object(module, "draw", draw))
         yield _MetaSession(folders=(), device=META)
 
@@ -371,6 +379,13 @@ def _published_moe(name: str) -> dict[str, Any]:
     }
 
 
+_HYBRID: Final[dict[str, Any]] = {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"], "head_dim": 256,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+"""Of Qwen3.5's config.json."""
 _DAY: Final[dict[str, Any]] = {"max_num_seqs": 256, "max_num_batched_tokens": 16384}
 _TINY: Final[dict[str, Any]] = {
     "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 256
@@ -413,9 +428,11 @@ def sets() -> dict[str, Callable[[Launches], list[str]]]:
             ],
         ),
         "invariant": partial(engines, small, [_DAY | _INVARIANT]),
+        "hybrid": partial(engines, small | _HYBRID, [_DAY, _DAY | _EAGER]),
         "moe": partial(engines, _published_moe("Qwen3-30B-A3B"), [_DAY, _DAY | _INVARIANT]),
         "attention": partial(kernel_cases, "attention"),
         "products": partial(kernel_cases, "products"),
+        "states": partial(kernel_cases, "states"),
         "tiles": tile_cases,
     }
     for kind in ("prefill", "int8", "int4", "decode"):
@@ -428,7 +445,7 @@ def sets() -> dict[str, Callable[[Launches], list[str]]]:
 
 
 DAY: Final = (
-    "smoke", "speed", "8b", "check", "attention", "products",
+    "smoke", "speed", "8b", "check", "attention", "products", "states",
     *(f"{MODELS[0].name}/{name}" for name in _VARIANTS),
 )  # fmt: skip
 """Sets of what a day of benchmarks/gpu launches, but for `tiles` and tests/gpu."""

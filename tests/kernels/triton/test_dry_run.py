@@ -23,6 +23,7 @@ SETS: Final = (
     "smoke",
     "speed",
     "invariant",
+    "hybrid",
     "moe",
     "qwen3-0.6b/weights-int8",
     "qwen3-0.6b/weights-int4",

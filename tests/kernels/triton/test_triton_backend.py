@@ -64,7 +64,9 @@ def test_a_model_says_with_it_what_it_says_with_torch(
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("name", ["gpt2", "granite", "mixtral", "olmo2", "smollm3"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "granite", "lfm2", "mixtral", "olmo2", "qwen35_square", "smollm3"]
+)
 def test_families_with_parts_of_their_own_say_it_too(name: str, tmp_path: Path) -> None:
     model = load_model(BUILDERS[name](tmp_path))
     model.layers = model.layers[:2]  # for time
