@@ -292,6 +292,10 @@ class _Row:
     """What the step computes after the known tokens."""
     first: int = 0
     """Computed tokens before the step."""
+    stated: int = 0
+    """Tokens that the row's states have; and `began`, had when the step began. Drafts that were
+    right are computed again, behind them."""
+    began: int = 0
 
 
 @dataclass
@@ -407,6 +411,7 @@ class FakeExecutor:
                 new.num_computed_tokens,
                 self._by_group(_ints(new.block_ids)),
                 num_known=len(_ints(new.token_ids)),
+                stated=new.num_computed_tokens,
                 new=new,
                 num_prompt_logprobs=new.num_prompt_logprobs,
             )
@@ -439,12 +444,15 @@ class FakeExecutor:
         if self.num_groups > 1:
             assert end - num_drafts <= row.num_known, "the first stage does not know it"
         context = row.token_ids + row.drafts
-        for position in range(row.num_computed, row.num_computed + count * self.checks_kv):
-            for group, kind in enumerate(self.cache_groups):
+        for group, kind in enumerate(self.cache_groups):
+            start, stop = row.num_computed, end
+            if kind.spacing:
+                start, stop = row.stated, end - num_drafts
+            for position in range(start, stop) if self.checks_kv else ():
                 block_id, slab = self._block_of(row, group, position)
                 # A state is stored at a step's end, and at the ends of blocks that have memory.
                 ends_block = (position + 1) % self.block_size == 0
-                is_stored = position == end - 1 or (ends_block and block_id != NO_STATE)
+                is_stored = position == stop - 1 or (ends_block and block_id != NO_STATE)
                 if kind.spacing and not is_stored:
                     continue
                 assert block_id != NO_STATE, "a state without a place"
@@ -455,6 +463,7 @@ class FakeExecutor:
                 writer = self.written.setdefault((group, block_id), row)
                 assert writer is row, "two rows write to one block"
         row.first, row.num_computed = row.num_computed, end
+        row.began, row.stated = row.stated, end - num_drafts
 
     def _prompt_logprobs(self, row: _Row) -> list[LogprobEntry]:
         """Of prompt tokens after those that are computed now, which are not known yet."""
@@ -477,7 +486,7 @@ class FakeExecutor:
             first = max(row.first - kind.window + 1, 0) if kind.window else 0
             seen = range(first, row.num_computed * self.checks_kv)
             if kind.spacing:  # what it began with, and has come to
-                seen = [one for one in (row.first - 1, row.num_computed - 1) if one in seen]
+                seen = [one - 1 for one in (row.began, row.stated) if one and self.checks_kv]
             for position in seen:
                 block_id, slab = self._block_of(row, group, position)
                 writer, held = self.slabs.get(slab, (group, {}))
@@ -503,7 +512,8 @@ class FakeExecutor:
             if token == NO_TOKEN or [token] != drafts[len(tokens) - 1 : len(tokens)]:
                 break
         if drafts:
-            tokens = tokens[: max(len(tokens) - self.withhold(row.token_ids, step), 0)]
+            least = int(any(kind.spacing for kind in self.cache_groups))
+            tokens = tokens[: max(len(tokens) - self.withhold(row.token_ids, step), least)]
         row.token_ids += tokens
         if drafts:
             row.num_computed = len(row.token_ids) - 1

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.campaign import in_campaign
 from tests.end_to_end.forked import Engine, engine, run_to_exit
 from tests.end_to_end.raw_requests import Answer, ask
 from tests.end_to_end.test_resumed_outputs import CASES, QUESTION, check_rest, submit_of
+from tests.model_families import BUILDERS
 
 DEMO_MODEL = demo_model_folder()
 FEW_BLOCKS = [
@@ -37,9 +39,9 @@ COPIED = " apple fig plum pear" * 3
 
 
 @contextmanager
-def drafting(config: dict[str, Any], *flags: str) -> Iterator[Engine]:
+def drafting(config: dict[str, Any], *flags: str, model: Path = DEMO_MODEL) -> Iterator[Engine]:
     given = json.dumps({"adaptive": False, **config})  # no step's time decides what is tested
-    with engine(DEMO_MODEL, "--speculative-config", given, *flags) as running:
+    with engine(model, "--speculative-config", given, *flags) as running:
         yield running
 
 
@@ -102,6 +104,33 @@ def test_every_answer_is_that_of_an_engine_without_drafts(
     by_place = stats.spec_decode_num_accepted_tokens_per_pos
     assert sum(by_place) == stats.spec_decode_num_accepted_tokens
     assert by_place == sorted(by_place, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "num_bytes"),
+    [("qwen35", 2_500_000), *in_campaign(("lfm2", 300_000), ("qwen3_next", 2_500_000))],
+)
+def test_with_states_every_answer_is_that_of_an_engine_without_drafts(
+    family: str, num_bytes: int, tmp_path: Path
+) -> None:
+    model, prompt = BUILDERS[family](tmp_path), [i * i % 250 for i in range(70)]
+    flags = ["--dtype", "float32", "--max-num-seqs", "12", "--max-num-batched-tokens", "48"]
+    with engine(model, *flags) as running:
+        plain = answers(running.endpoint, prompt, rounds=2)
+    # A few states and blocks: requests are preempted, and begin again from a state that was kept.
+    few = "--kv-cache-memory-bytes", f"{num_bytes}", "--max-model-len", "200"
+    with drafting(METHODS["suffix"], *flags, *few, model=model) as running:
+        drafted, stats = answers(running.endpoint, prompt, rounds=2), stats_of(running.endpoint)
+    served = {name for name, one in plain.items() if one.refused is None}
+    assert len(served) > 40  # others are of another vocabulary
+    for name in served:
+        own, expected = drafted[name], plain[name]
+        assert own.refused is None
+        assert (own.tokens, own.logprobs, own.why) == (
+            expected.tokens, expected.logprobs, expected.why
+        ), name  # fmt: skip
+    assert stats.num_preemptions > 0
+    assert 0 < stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens
 
 
 @pytest.mark.parametrize("name", ["all at once", "greedy, no end", "letters, no end"])

@@ -80,8 +80,6 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
     max_num_seqs = draw(st.integers(1, 5))
     num_drafts = draw(st.sampled_from([0, 0, 1, 3]))
     groups = draw(st.just(FULL) | st.sampled_from(GROUPS))
-    if any(group.spacing for group in groups):
-        num_drafts = 0  # a state cannot be taken back
     max_num_batched_tokens = draw(st.integers(max_num_seqs, 40))
     memory = Capacity(1, BLOCK_SIZE, groups, max_num_batched_tokens)
     longest = memory.slabs_of(MAX_MODEL_LEN)

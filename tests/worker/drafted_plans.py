@@ -189,7 +189,7 @@ class Driver:
         plan = make_plan(
             added, counts, removed=removed, step=self.step, num_tokens=total,
             block_rows=int32(row for row, _ in blocks),
-            block_ids=int32(1 + row * BLOCKS_OF_A_ROW + block for row, block in blocks),
+            block_ids=self.block_ids([1 + row * BLOCKS_OF_A_ROW + n for row, n in blocks]),
             awaits_masks=any(self.wishes[row.request].allowed for row in self.rows.values()),
         )  # fmt: skip
         # With steps in flight it is not known which places a row's drafts have.
@@ -205,11 +205,19 @@ class Driver:
         held = 1 + int(self.rng.integers(0, -(-length // BLOCK_SIZE)))
         self.rows[number] = Row(request, length, 0, held)
         first = 1 + number * BLOCKS_OF_A_ROW
-        return make_row(
+        row = make_row(
             number, wish.prompt, wish.sampling, output=heard.tokens,
-            blocks=range(first, first + held), seed=request,
-            num_prompt_logprobs=len(heard.prompt_logprobs),
+            seed=request, num_prompt_logprobs=len(heard.prompt_logprobs),
         )  # fmt: skip
+        block_ids = self.block_ids(range(first, first + held))
+        return msgspec.structs.replace(row, block_ids=block_ids)
+
+    def block_ids(self, blocks: Sequence[int]) -> bytes:
+        """Of each group of layers as many, in slabs of its own."""
+        assert self.runner.kv_memory is not None
+        pools = self.runner.kv_memory.blocks
+        starts = [number * len(pool) // len(pools) for number, pool in enumerate(pools)]
+        return int32(start + block for start in starts for block in blocks)
 
     def draw_count(self, row: Row) -> tuple[int, int]:
         """Tokens that a row computes, and how many of them are drafts."""

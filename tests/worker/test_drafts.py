@@ -19,12 +19,15 @@ from nanocore.kernels.kv_quantization import kv_cache_format
 from nanocore.kernels.torch.backend import TorchKernels
 from nanocore.protocol.sampling import EngineSamplingParams
 from nanocore.worker.layers.decoder import DecoderModel
+from nanocore.worker.memory.kv_groups import joined_groups
+from nanocore.worker.memory.kv_memory import KVLayout
 from nanocore.worker.step import step_graphs
 from nanocore.worker.step.drafts import verify
 from nanocore.worker.step.model_runner import ModelRunner
 from nanocore.worker.step.stream import Stream
-from tests.campaign import examples
+from tests.campaign import examples, in_campaign
 from tests.fake_device import FakeGraphRecorder, FakeStream
+from tests.model_families import BUILDERS
 from tests.tiny_models import make_tiny_qwen3
 from tests.worker.device_engine import DeviceKernels, load_model
 from tests.worker.drafted_plans import (
@@ -66,9 +69,12 @@ def make_wishes() -> list[Wish]:
 WISHES = make_wishes()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
-    return load_model(make_tiny_qwen3(tmp_path_factory.mktemp("model"), head_dim=16))
+@pytest.fixture(scope="module", params=["qwen3", "qwen35", *in_campaign("lfm2")])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DecoderModel:
+    folder = tmp_path_factory.mktemp("model")
+    if request.param == "qwen3":
+        return load_model(make_tiny_qwen3(folder, head_dim=16))
+    return load_model(BUILDERS[request.param](folder))
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +97,11 @@ def make_runner(
     runner = ModelRunner(
         model, kernels or TorchKernels(), stream=stream, max_drafts=max_drafts, proposer=proposer
     )
-    num_blocks = 1 + NUM_ROWS * BLOCKS_OF_A_ROW
     kv_format = kv_cache_format("auto", torch.float32)
-    runner.allocate(kv_format, num_blocks, BLOCK_SIZE, NUM_ROWS, BLOCKS_OF_A_ROW * BLOCK_SIZE)
+    groups = joined_groups([KVLayout(model.cache_specs, kv_format, BLOCK_SIZE).groups])
+    num_slabs = (1 + NUM_ROWS * BLOCKS_OF_A_ROW) * len(groups)
+    sizes = BLOCK_SIZE, NUM_ROWS, BLOCKS_OF_A_ROW * BLOCK_SIZE
+    runner.allocate(kv_format, num_slabs, *sizes, groups=groups)
     runner.capture(120)
     return runner
 

@@ -9,7 +9,7 @@ A row is in one of three states: *prefilling* while known tokens of it are left 
 while each step takes one token, and *finishing* when its last step is planned and the result is not
 in. A step goes through
 
-    compute (running rows) → admit (new rows) → begin (in flight) → take_oldest, append, rewind
+    compute (running rows) → admit (new rows) → begin (in flight) → take_oldest, append
 
 The scheduler decides who runs, `preemption` who stops when blocks run out; `step_result` reads the
 results.
@@ -59,7 +59,9 @@ class RunningSet:
     num_tokens: tokens whose ids are known.
     num_computed: tokens whose KV is computed or planned; with steps in flight it may exceed
         num_tokens. max_computed: its limit, all tokens but the last.
-    num_cached: tokens found in the prefix cache. held_tokens: tokens that fit the row's blocks.
+    lag: of the computed tokens, drafts at the end that were right: states are before them until the
+        row's next step. num_cached: tokens found in the prefix cache.
+    held_tokens: tokens that fit the row's blocks.
     quiet_until: while num_computed is at most this, a decode needs no block and does not reach its
         length, so no Python runs for the row.
     requests: by row, or None. client, handle: of the row's request. clients: rows per client.
@@ -75,10 +77,10 @@ class RunningSet:
     __slots__ = (
         "_config", "_free_rows", "_kv_cache", "_num_rows", "_precedence", "_removed_rows",
         "_stalled", "client", "clients", "decoding", "detectors", "finishing", "follower", "handle",
-        "held_tokens", "in_flight", "logprob_rows", "matchers", "max_computed", "may_overlap",
-        "num_cached", "num_computed", "num_groups", "num_tokens", "pooled_rows", "prefilling",
-        "prompt_logprob_rows", "quiet_until", "requests", "sampled", "stop_ids", "times",
-        "token_ids",
+        "held_tokens", "in_flight", "lag", "logprob_rows", "matchers", "max_computed",
+        "may_overlap", "num_cached", "num_computed", "num_groups", "num_tokens", "pooled_rows",
+        "prefilling", "prompt_logprob_rows", "quiet_until", "requests", "sampled", "stop_ids",
+        "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -99,7 +101,7 @@ class RunningSet:
         self.token_ids = np.zeros((num_rows, config.max_model_len + 1), TOKEN_DTYPE)
         self.num_tokens, self.num_computed, self.max_computed = column(), column(), column()
         self.num_cached, self.held_tokens, self.quiet_until = column(), column(), column()
-        self.client = column()
+        self.client, self.lag = column(), column()
         self.handle: NDArray[np.uint32] = np.zeros(num_rows, np.uint32)
         self.logprob_rows: set[int] = set()
         self.prompt_logprob_rows: set[int] = set()
@@ -264,11 +266,12 @@ class RunningSet:
         num_computed: its computed tokens before the step.
         """
         request, held_tokens = self.request(row), int(self.held_tokens[row])
+        num_settled = num_computed - int(self.lag[row])
         # Decodes register full blocks here and in `leave` only: once a block, not in every step.
         if num_tokens > held_tokens:
-            self._register(request, num_computed)
+            self._register(request, num_settled)
         if self._kv_cache.has_windows:
-            self._kv_cache.leave_window(request.handle, num_computed, self._last_step)
+            self._kv_cache.leave_window(request.handle, num_settled, self._last_step)
             self._hold(request, held_tokens)
         if num_tokens <= held_tokens:
             return True
@@ -342,6 +345,7 @@ class RunningSet:
         token_ids = request.give_tokens()
         row = self._own_row(request, token_ids, plan.group)
         self.num_computed[row] = self.num_cached[row] = num_cached
+        self.lag[row] = 0
         self._hold(request, len(block_ids) // plan.num_cache_groups * block_size)
         plan.added.append(new_row(request, token_ids, num_cached, block_ids))
         if resumed:
@@ -429,13 +433,6 @@ class RunningSet:
             for i in np.isin(owners, list(self.matchers)).nonzero()[0].tolist():
                 self.matchers[int(owners[i])].append((int(sampled.token_ids[i]),))
 
-    def rewind(self, rows: IntArray) -> None:
-        """Take back draft tokens: the last known token of each row is computed next.
-
-        Blocks stay held. What they got is overwritten, and only known tokens can be found.
-        """
-        self.num_computed[rows] = self.num_tokens[rows] - 1
-
     def preempt(self, request: Request) -> None:
         """Take a request's row and blocks; its tokens go back to it, to be recomputed later.
 
@@ -458,7 +455,7 @@ class RunningSet:
         """
         row, handle = request.row, request.handle
         if keeps_blocks:
-            self._register(request, int(self.num_computed[row]))
+            self._register(request, int(self.num_computed[row] - self.lag[row]))
         else:
             self._kv_cache.forget(handle)
         if self.follower is not None:

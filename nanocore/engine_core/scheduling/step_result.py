@@ -53,10 +53,8 @@ class StepResults:
             outcome.num_sampled = of_rows[plan.decoding]
         sampled, ends = self._ends_by_token(sampled, pooled)
         running.append(sampled, now_s)
-        if plan.decode_counts is not None:
-            # Dead rows, too: with drafts a group has one step in flight, so no other request can
-            # have got them before this result.
-            running.rewind(plan.decoding)
+        if not running.may_overlap:
+            self._rewind(plan)
         if running.num_groups > 1:
             running.sampled.append(sampled)
         clients = running.clients
@@ -126,6 +124,19 @@ class StepResults:
             for i in np.isin(owners, list(detectors)).nonzero()[0].tolist()
             if detectors[int(owners[i])].append(int(sampled.token_ids[i]))
         }
+
+    def _rewind(self, plan: StepPlan) -> None:
+        """Take back a step's wrong drafts: the last known token of each row is computed next.
+
+        Blocks stay held. What they got is overwritten, and only known tokens can be found.
+        """
+        running, rows, ends = self._running, plan.decoding, plan.decode_ends
+        if plan.decode_counts is not None:
+            # Dead rows, too: with drafts a group has one step in flight, so no other request can
+            # have got them before this result.
+            running.num_computed[rows] = running.num_tokens[rows] - 1
+            ends = ends - plan.decode_counts + 1
+        running.lag[rows] = np.maximum(running.num_computed[rows] - ends, 0)
 
     def _read(self, outcome: StepOutcome, result: ModelRunnerOutput) -> TokenColumns:
         """Return the sampled tokens by row, without dead rows and rows that got none.

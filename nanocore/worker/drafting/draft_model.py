@@ -37,7 +37,7 @@ from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.devices import dtype_name
 from nanocore.worker.layers.decoder import DecoderModel, fill_and_pack
 from nanocore.worker.loading.checked_model import (
-    check_drafts,
+    check_draft_model,
     check_files,
     read_model,
     read_weight_format,
@@ -126,11 +126,11 @@ class DraftFiles(msgspec.Struct, frozen=True):
         """The model without memory.
 
         Raises:
-            ConfigError: see `check_drafts`.
+            ConfigError: see `check_draft_model`.
             ModelFileError: its weight files are of another.
         """
         outline = build_model(self.model, self.placement.on_meta())
-        check_drafts(self.config, outline)
+        check_draft_model(self.config, outline)
         check_files(self.config, outline)
         return outline
 
@@ -322,6 +322,8 @@ class DraftModel:
                 "slots_GT": torch.zeros_like(positions_T),
                 "rows_B": rows_N,
                 "seq_lens_B": seq_lens_B.int(),
+                "num_right_B": nothing.int(),
+                "num_drafts_B": nothing.int(),
                 "query_start_A": query_start_A,
                 "num_decodes_1": rows_C.new_full((1,), bounds.num_decodes, dtype=torch.int32),
                 "sample_index_R": query_start_A[1:].long() - 1,

@@ -18,6 +18,7 @@ from typing import Final
 import torch
 from msgspec.structs import replace
 
+from nanocore.kernels.interface import Kernels
 from nanocore.protocol.errors import ConfigError, ModelFileError, shorten
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.devices import dtype_name, select_device, select_dtype
@@ -108,18 +109,38 @@ def check_files(config: WorkerConfig, model: DecoderModel) -> None:
         check_weights(Path(config.folder), entries, model.entry_name)
 
 
-def check_drafts(config: WorkerConfig, model: DecoderModel) -> None:
-    """Check that drafts, if the configuration asks for them, are served with this model.
+def check_drafts(config: WorkerConfig, model: DecoderModel, kernels: Kernels) -> None:
+    """Check that drafts, if there may be any, are served with this model.
 
-    Raises ConfigError: layers keep states, which cannot be taken back to before a wrong draft.
+    Raises ConfigError: layers keep states, and the backend knows no drafts of them, or a row's in a
+    step may fill a block before they are verified.
+    """
+    if not config.max_drafts or not any(spec.kind.has_states for spec in model.cache_specs):
+        return
+    if not kernels.takes_drafts:
+        raise ConfigError(
+            f"--speculative-config: layers of {config.folder} keep states, and the backend "
+            f"{kernels.name} serves no drafts of such models yet: leave --speculative-config out"
+        )
+    if config.max_drafts > config.block_size:
+        raise ConfigError(
+            f"--speculative-config: num_speculative_tokens is {config.max_drafts}, and with layers "
+            f"that keep states at most --block-size, {config.block_size}, are served: lower "
+            "num_speculative_tokens or raise --block-size"
+        )
+
+
+def check_draft_model(config: WorkerConfig, model: DecoderModel) -> None:
+    """Check that a model can draft.
+
+    Raises ConfigError: layers keep states, which guesses would change.
     """
     specs = zip(model.layer_range, model.cache_specs, strict=True)
-    layers = [str(layer) for layer, spec in specs if spec.kind.has_states]
-    if layers and config.speculative is not None:
+    if layers := [str(layer) for layer, spec in specs if spec.kind.has_states]:
         raise ConfigError(
-            f"--speculative-config: layers {shorten(', '.join(layers))} of {config.folder} keep "
-            "states, and drafts are not served with states yet: leave --speculative-config out, "
-            "or take a model whose layers all have attention"
+            f"--speculative-config: layers {shorten(', '.join(layers))} of the draft model "
+            f"{config.folder} keep states, which is not served: take a draft model whose layers "
+            "all have attention"
         )
 
 

@@ -5,6 +5,8 @@ Shape suffixes: see `nanocore.kernels.interface`; further, S sample slots, M mas
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +78,7 @@ class BatchStep(msgspec.Struct, frozen=True):
     sampling_rows: rows that sample, each once; slot_counts: how many sample slots each has, one
     more than it has drafts. Of each slot, a row's in their order: sample_index, which of the T
     tokens it is sampled behind; sample_rows, its row; sample_positions, the position that the
-    sampled token takes. lanes: see there.
+    sampled token takes. lanes: see there. num_drafts_B: tokens at a row's end that are drafts.
     """
 
     group: int
@@ -90,6 +92,7 @@ class BatchStep(msgspec.Struct, frozen=True):
     sample_index: NDArray[np.int64]
     sample_rows: NDArray[np.int64]
     sample_positions: NDArray[np.int64]
+    num_drafts_B: NDArray[np.int64]
     lanes: dict[str, NDArray] = {}
 
     @property
@@ -137,6 +140,12 @@ def ints(column: bytes) -> NDArray[np.int32]:
     """A plan's column of int32, as an array of its own."""
     # A copy, because torch warns of numpy arrays that it could not write to.
     return np.frombuffer(column, "<i4").copy()
+
+
+@lru_cache(maxsize=512)
+def zeros(length: int) -> NDArray[np.int64]:
+    """Zeros in the same array for all that want so many: not to be written to."""
+    return np.zeros(length, np.int64)
 
 
 def running_counts(rows: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -145,6 +145,7 @@ class DraftTracker:
         proposer: of drafts that plans do not have. device: where the model runs.
 
     excess: int64, of each row, how many of the tokens that the host gave it there are not.
+    _right: likewise how many of the drafts that its last step ended with were right.
     """
 
     def __init__(
@@ -155,6 +156,7 @@ class DraftTracker:
         self._num_unverified = 0
         self._corrections: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self.excess = torch.zeros(batch.max_num_seqs + 1, dtype=torch.int64, device=device)
+        self._right = torch.zeros_like(self.excess)
 
     @property
     def is_certain(self) -> bool:
@@ -207,7 +209,10 @@ class DraftTracker:
         rows, counts = fields["corrections_X"].view(2, -1)
         self.excess.index_add_(0, rows, -counts)
         for row, *_ in new.rows:
-            self.excess[row] = 0
+            self.excess[row] = self._right[row] = 0
+        rows_B = fields["rows_B"]
+        fields["num_right_B"].copy_(self._right[rows_B])
+        self._right[rows_B] = 0
         if not is_certain:
             fields["positions_T"].sub_(self.excess[fields["rows_T"]])
             fields["seq_lens_B"].sub_(self.excess[fields["rows_B"]])
@@ -229,5 +234,6 @@ class DraftTracker:
 
     def learn(self, fields: Mapping[str, Tensor], counts_C: Tensor) -> None:
         """On the device, behind a step: its rows got these tokens of those that the host gave."""
-        excess_C = fields["slot_counts_C"] - counts_C
-        self.excess.index_add_(0, fields["sampling_rows_C"], excess_C)
+        rows_C = fields["sampling_rows_C"]
+        self.excess.index_add_(0, rows_C, fields["slot_counts_C"] - counts_C)
+        self._right[rows_C] = counts_C - 1

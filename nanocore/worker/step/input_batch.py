@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from nanocore.worker.plan import NewRow, SchedulerOutput
 from nanocore.worker.sampling.columns import RowColumns, SampledRows
 from nanocore.worker.sampling.slot_outputs import OutputRows, SlotOutputs
-from nanocore.worker.step.batch_step import BatchStep, StepOrder, ints, running_counts
+from nanocore.worker.step.batch_step import BatchStep, StepOrder, ints, running_counts, zeros
 from nanocore.worker.step.lanes import RowLanes
 from nanocore.worker.step.step_memory import NO_BLOCKS, AppendedBlocks, BlockTable
 
@@ -96,10 +96,12 @@ class InputBatch:
         all_sample = not np.count_nonzero(slots_B != 1)  # faster than `all` for few rows
         sampling_rows, slot_counts = rows_B, slots_B
         index_S, rows_S, positions_S = order.last_token_B, rows_B, seq_lens_B
+        num_drafts_B = zeros(len(rows_B))
         if not all_sample:
             most = int(slots_B.max())
             assert most <= 1 + self.max_drafts, f"step {plan.step}: {most - 1} drafts in a row"
             slots_B = slots_B.clip(min=0)
+            num_drafts_B = (slots_B - 1).clip(min=0)
             sampling = slots_B.nonzero()[0]
             sampling_rows, slot_counts = rows_B[sampling], slots_B[sampling]
             source_S = sampling.repeat(slot_counts)
@@ -119,6 +121,7 @@ class InputBatch:
             sample_index=index_S,
             sample_rows=rows_S,
             sample_positions=positions_S,
+            num_drafts_B=num_drafts_B,
             lanes=self._lanes.of_tokens(order.rows_T),
         )
 

@@ -110,7 +110,8 @@ class ModelRunner:
         specs = [*self.model.cache_specs, *own_specs]
         layout = KVLayout(specs, kv_format, block_size)
         self.kv_memory = KVMemory(layout, num_slabs, self.device, groups)
-        kv_caches = self.kv_memory.layers()
+        # A further row: of padding.
+        kv_caches = self.kv_memory.layers((max_num_seqs + 1, self.max_drafts))
         self.stage.kv_caches = kv_caches[: len(self.model.layers)]
         self.stage.rotary = self.model.rotary_tables(max_model_len)
         self.batch = InputBatch(

@@ -26,7 +26,7 @@ from nanocore.kernels.sampling import TokenPlaces
 from nanocore.kernels.step import StepInputs, StepRows
 from nanocore.worker.plan import SchedulerOutput
 from nanocore.worker.sampling.columns import ColumnKinds
-from nanocore.worker.step.batch_step import BatchStep, ints, running_counts
+from nanocore.worker.step.batch_step import BatchStep, ints, running_counts, zeros
 from nanocore.worker.step.lanes import LANES
 
 
@@ -132,6 +132,8 @@ STEP_FIELDS: Final = (
     Field("query_start_A", _INT, "A"),
     Field("num_decodes_1", _INT, "1"),
     Field("sample_index_R", _LONG, "R"),
+    Field("num_right_B", _INT, "B"),
+    Field("num_drafts_B", _INT, "B"),
     Field("block_rows_W", _LONG, "W", None),
     Field("block_columns_W", _LONG, "W"),
     Field("block_ids_W", _INT, "W"),
@@ -222,6 +224,8 @@ def step_columns(
         # In a shape of decodes alone, padding counts as decodes too.
         "num_decodes_1": _number(shape.num_seqs if shape.is_uniform else order.num_decodes),
         "sample_index_R": slot_index,
+        "num_right_B": zeros(len(order.rows_B)),  # the device knows it: see `DraftTracker`
+        "num_drafts_B": step.num_drafts_B,
         "block_rows_W": appended.rows,
         "block_columns_W": appended.columns,
         "block_ids_W": appended.block_ids,
@@ -387,8 +391,8 @@ class RowTables:
 
 
 _ROW_FIELDS: Final = (
-    "rows_T", "positions_T", "rows_B", "seq_lens_B", "block_rows_W", "block_columns_W",
-    "block_ids_W",
+    "rows_T", "positions_T", "rows_B", "seq_lens_B", "num_right_B", "num_drafts_B", "block_rows_W",
+    "block_columns_W", "block_ids_W",
 )  # fmt: skip
 
 

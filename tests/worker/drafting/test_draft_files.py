@@ -213,17 +213,16 @@ def test_fewer_positions_are_refused(folder: Path, tmp_path: Path) -> None:
     refuse(config_of(folder, draft), ConfigError, match)
 
 
-@pytest.mark.parametrize("is_served", [True, False])
-def test_models_whose_layers_keep_states_neither_draft_nor_take_drafts(
-    folder: Path, tmp_path: Path, is_served: bool
+def test_models_whose_layers_keep_states_take_drafts_of_a_block_and_make_none(
+    folder: Path, tmp_path: Path
 ) -> None:
     lfm2 = BUILDERS["lfm2_indexed"](tmp_path / "lfm2")
-    match = "^--speculative-config: layers 0, 2 of .*/lfm2 keep states, .* not served .* yet: leave"
-    if not is_served:
-        refuse(config_of(folder, lfm2), ConfigError, match)
-        return
-    dry_run(config_of(lfm2))
+    match = "^--speculative-config: layers 0, 2 of the draft model .*/lfm2 keep states, .*: take"
+    refuse(config_of(folder, lfm2), ConfigError, match)
     for drafts in ({"method": "ngram"}, {"method": "suffix"}, {"model": str(folder)}):
+        dry_run(config_of(lfm2, speculative_config={**drafts, "num_speculative_tokens": 16}))
+        match = "num_speculative_tokens is 17, .* at most --block-size, 16, are served: lower num"
+        drafts["num_speculative_tokens"] = 17
         refuse(config_of(lfm2, speculative_config=drafts), ConfigError, match)
 
 
