@@ -38,6 +38,14 @@ SIZES: dict[str, Any] = {
     "eos_token_id": EOS,
     "pad_token_id": None,
 }
+LINEAR = "linear_attention"
+DELTA: dict[str, Any] = {
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 GEMMA: dict[str, Any] = {
     "head_dim": 24,
@@ -49,6 +57,7 @@ GEMMA: dict[str, Any] = {
 VISION: dict[str, dict[str, Any]] = {
     "siglip_vision_model": {"image_size": 28, "patch_size": 14},
     "pixtral": {"image_size": 32, "patch_size": 16, "head_dim": 8},
+    "qwen3_5_vision": {"depth": 1, "num_heads": 2, "out_hidden_size": 64},
 }
 """The part that sees, by its kind; as small as it gets."""
 
@@ -145,6 +154,29 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {"max_position_embeddings": MAX_MODEL_LEN // 8} | rope("dynamic", factor=8.0),
     ),
+    "qwen35": (
+        "Qwen3_5ForCausalLM",
+        DELTA | {"num_hidden_layers": 5, "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL]},
+    ),
+    "qwen35_square": (
+        "Qwen3_5ForCausalLM",
+        DELTA
+        | {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}
+        | {"num_hidden_layers": 4, "full_attention_interval": 2},
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        DELTA
+        | EXPERTS
+        | {"shared_expert_intermediate_size": 96, "mlp_only_layers": [1], "num_hidden_layers": 5}
+        | {"layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL]},
+    ),
+    "qwen35_moe": (
+        "Qwen3_5MoeForCausalLM",
+        DELTA
+        | EXPERTS
+        | {"shared_expert_intermediate_size": 96, "layer_types": [LINEAR, FULL, LINEAR]},
+    ),
     "mistral": ("MistralForCausalLM", {"head_dim": 24, "sliding_window": 32}),
     "mistral_full": ("MistralForCausalLM", {"sliding_window": None}),
     "mixtral": (
@@ -180,6 +212,15 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
             "gemma3_text",
             GEMMA | {"sliding_window": 32, "layer_types": [SLIDING, FULL, SLIDING]},
             mm_tokens_per_image=4,
+        ),
+    ),
+    "qwen35_image_text": (
+        "Qwen3_5ForConditionalGeneration",
+        image_text(
+            "qwen3_5_vision",
+            "qwen3_5_text",
+            DELTA | {"layer_types": [LINEAR, FULL, FULL]},
+            tie_word_embeddings=True,
         ),
     ),
     "ministral": (
@@ -261,14 +302,14 @@ SPECS: dict[str, tuple[str, dict[str, Any]]] = {
 """Architecture and settings by name; what is not said is in SIZES."""
 
 
-def make_tiny(name: str, folder: Path) -> Path:
-    """Write the model of this name and return its folder. fp32, one file."""
+def make_tiny(name: str, folder: Path, **changes: Any) -> Path:
+    """Write the model of this name and return its folder. fp32, one file. changes: of settings."""
     import transformers
 
     architecture, settings = SPECS[name]
     model_class = getattr(transformers, architecture)
     sizes = {} if "text_config" in settings else SIZES
-    config = model_class.config_class(**copy.deepcopy(sizes | settings))
+    config = model_class.config_class(**copy.deepcopy(sizes | settings | changes))
     config.dtype = torch.float32
     model = model_class(config)
     buffers = [named for named in model.named_buffers() if named[0].endswith("expert_bias")]

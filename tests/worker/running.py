@@ -98,11 +98,13 @@ def write_script(
     samplings: Sequence[EngineSamplingParams] | None = None,
     kv_groups: Sequence[KVGroup] = (),
     num_slabs: int = NUM_BLOCKS,
+    first: int = 0,
 ) -> Script:
     """The plans by which each prompt gets its output. num_groups: pipeline stages.
 
     samplings: of each request, whose number is its seed; without them all are greedy. kv_groups: of
-    the model's layers; without them all keep every token.
+    the model's layers; without them all keep every token. first: the request that comes first, and
+    those after it; the ones before it come last.
     """
     groups = cache_groups(kv_groups, BLOCK_SIZE) or FULL
     scheduler, executor = make_scheduler(
@@ -127,7 +129,8 @@ def write_script(
         return outputs[request][index]
 
     executor.sample = sample
-    for request, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+    for request in (*range(first, len(prompts)), *range(first)):
+        prompt, output = prompts[request], outputs[request]
         sizes = {"block_size": BLOCK_SIZE, "max_model_len": MAX_MODEL_LEN}
         added = make_request(request, prompt, len(output), **sizes)
         own = EngineSamplingParams(temperature=0.0) if samplings is None else samplings[request]

@@ -311,12 +311,13 @@ def test_families_whose_layers_call_torch_between_kernels(family: str, tmp_path:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_with_states(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "few"), [("qwen35", 10), *in_campaign(("lfm2", 13))])
+def test_with_states(family: str, few: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """From whatever block a request goes on, and at whatever tokens its prompt is cut."""
     if BEST is None:
         pytest.skip("nanocore was installed without a C++ compiler")
     kernels = CpuKernels(runnable_libraries()[BEST])
-    engine = Engine(BUILDERS["lfm2"](tmp_path), kernels, dtype, None)
+    engine = Engine(BUILDERS[family](tmp_path), kernels, dtype, None)
     alone = engine.run(Setting(at_once=1, max_num_batched_tokens=1024))
     assert engine.runner.is_captured
     for setting in (
@@ -324,13 +325,13 @@ def test_with_states(dtype: torch.dtype, tmp_path: Path) -> None:
         Setting(max_num_batched_tokens=79),
         Setting(max_num_batched_tokens=7, max_num_seqs=2),
         Setting(is_replayed=False, has_prefix_caching=True),
-        Setting(num_blocks=13, has_prefix_caching=True),
+        Setting(num_blocks=few, has_prefix_caching=True),
         Setting(at_once=5, block_size=32, has_prefix_caching=True),
     ):
         outcome = engine.run(setting)
         assert num_different(outcome, alone) == 0
         assert (outcome.num_cached_tokens > 200) == setting.has_prefix_caching
-        assert (outcome.num_preemptions > 0) == (setting.num_blocks == 13)
+        assert (outcome.num_preemptions > 0) == (setting.num_blocks == few)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])

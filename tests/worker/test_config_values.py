@@ -300,8 +300,9 @@ def test_every_layer_is_read_as_transformers_builds_it(name: str, tmp_path: Path
             down_proj = first_of(mlp, "down_proj", "c_proj", "w2")
             assert (down_proj.bias is not None) == config.mlp.bias
             assert down_proj.weight.numel() == config.hidden_size * config.mlp.inner_size
-        assert hasattr(layer, "conv") == (i in getattr(config, "conv_layers", ()))
-        if hasattr(layer, "conv"):
+        with_states = getattr(config, "conv_layers", getattr(config, "linear_layers", ()))
+        if i in with_states:
+            assert hasattr(layer, "conv") or hasattr(layer, "linear_attn")
             continue
         attention = first_of(layer, "self_attn", "attn")
         assert attention.head_dim == config.attention.head_dim

@@ -55,7 +55,7 @@ def write(folder: Path, generation: dict | None = None, **changes: Any) -> Path:
 
 
 def has_experts(name: str) -> bool:
-    return "Moe" in name or "Mixtral" in name
+    return any(one in name for one in ("Moe", "Mixtral", "Qwen3Next"))
 
 
 def parse(family: str, without: str = "", **changes: Any) -> ModelConfig:
@@ -116,7 +116,9 @@ def test_what_a_file_leaves_out_is_transformers_default(name: str) -> None:
     window = getattr(reference, "sliding_window", None)
     is_listed = bool(getattr(reference, "layer_types", None))
     types = reference.layer_types if is_listed else [SLIDING if window else FULL] * 30
-    assert list(attention.layer_types) == types
+    linear = {i for i, kind in enumerate(types) if kind == "linear_attention"}
+    assert getattr(config, "linear_layers", set()) == linear
+    assert list(attention.layer_types) == [FULL if i in linear else types[i] for i in range(30)]
     assert attention.sliding_window == (window if SLIDING in types else 0)
     assert attention.softcap == (getattr(reference, "attn_logit_softcapping", None) or 0.0)
     cap = getattr(reference, "final_logit_softcapping", None) or 0.0
@@ -483,9 +485,9 @@ def test_an_unknown_architecture_lists_the_known_ones(
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("Qwen3NextForCausalLM", "Qwen3ForCausalLM"),
-        ("Qwen3VLMoeForConditionalGeneration", "Qwen3MoeForCausalLM"),
-        ("Qwen2_5_VLForConditionalGeneration", "Qwen2ForCausalLM"),
+        ("Qwen4NextForCausalLM", "Qwen3NextForCausalLM"),
+        ("Qwen3VLMoeForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration"),
+        ("Qwen2_5_VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration"),
         ("Gemma3nForConditionalGeneration", "Gemma3ForConditionalGeneration"),
         ("Gemma2ForCausalLn", "Gemma2ForCausalLM"),
         ("Phi3SmallForCausalLM", "Phi3ForCausalLM"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,11 @@ from tests.worker.running import (
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 6
-LENGTHS = [1, 2, 16, 17, 40, 63, 130, 200, 31, 100]
+LENGTHS = [1, 2, 16, 17, 40, 63, 127, 191, 31, 95]
 MAX_DIFFERENCE = 3e-4
 """Of float32 logits with a standard deviation of 3; ten times what is seen."""
+MAX_OF_RECURRENCES = 1e-3
+"""Likewise; transformers computes them in chunks of 64 tokens, and this alone differs by 1.3e-4."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -81,13 +84,15 @@ class Family:
     folder: Path
     expected: list[Continuation]
     kv_groups: Sequence[KVGroup] = ()
+    most: float = MAX_DIFFERENCE
 
     def script(self, num_groups: int = 1) -> Script:
         outputs = [said.token_ids for said in self.expected]
-        # So many blocks that somebody is preempted; windows need few.
-        for num_slabs in (NUM_BLOCKS, *range(num_needed(self.kv_groups), NUM_BLOCKS)):
+        # So many blocks, and who comes first, that somebody is preempted; windows need few blocks.
+        counts = NUM_BLOCKS, *range(num_needed(self.kv_groups), NUM_BLOCKS)
+        for first, num_slabs in product(range(len(PROMPTS)), counts):
             script = write_script(
-                PROMPTS, outputs, num_groups, kv_groups=self.kv_groups, num_slabs=num_slabs
+                PROMPTS, outputs, num_groups, None, self.kv_groups, num_slabs, first
             )
             if script.num_preemptions:
                 break
@@ -113,12 +118,17 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Families:
     def make(name: str) -> Family:
         folder = BUILDERS[name](tmp_path_factory.mktemp(name))
         expected = greedy_continuations(folder, PROMPTS, NUM_TOKENS)
-        return Family(folder, expected, model_groups(folder))
+        most = MAX_OF_RECURRENCES if name.startswith(("qwen35", "qwen3_next")) else MAX_DIFFERENCE
+        for said in expected:
+            best = said.logits_TV.topk(2).values
+            assert (best[:, 0] - best[:, 1]).min() > most, "the token is decided"
+        return Family(folder, expected, model_groups(folder), most)
 
     return make
 
 
-def check(samples: list[Sample], expected: list[Continuation]) -> None:
+def check(samples: list[Sample], family: Family) -> None:
+    expected = family.expected
     said = {(sample.request, sample.index) for sample in samples}
     assert said == {(i, t) for i in range(len(expected)) for t in range(NUM_TOKENS)}
     for sample in samples:
@@ -126,7 +136,7 @@ def check(samples: list[Sample], expected: list[Continuation]) -> None:
         where = f"request {sample.request}, token {sample.index}"
         assert sample.token_id == reference.token_ids[sample.index], where
         difference = (sample.logits_V - reference.logits_TV[sample.index]).abs().max()
-        assert difference < MAX_DIFFERENCE, where
+        assert difference < family.most, where
 
 
 def first_logits(samples: list[Sample]) -> Tensor:
@@ -136,6 +146,10 @@ def first_logits(samples: list[Sample]) -> Tensor:
 
 def rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt())
+
+
+def median_rms(x_RV: Tensor) -> float:
+    return float(x_RV.square().mean(1).sqrt().median())
 
 
 @pytest.mark.parametrize(
@@ -151,7 +165,7 @@ def test_it_says_what_transformers_says(
     name: str, backend: str, tp_size: int, family: Families
 ) -> None:
     model = family(name)
-    check(run_script(model.folder, model.script(), tp_size, backend=backend), model.expected)
+    check(run_script(model.folder, model.script(), tp_size, backend=backend), model)
 
 
 @pytest.mark.parametrize(
@@ -159,19 +173,19 @@ def test_it_says_what_transformers_says(
 )
 def test_four_ranks_share_two_kv_heads(name: str, family: Families) -> None:
     model = family(name)
-    check(run_script(model.folder, model.script(), 4), model.expected)
+    check(run_script(model.folder, model.script(), 4), model)
 
 
 @pytest.mark.parametrize("tp_size", [*in_campaign(1), 2])
 @pytest.mark.parametrize("name", ["qwen2_moe", "gpt2", *in_campaign("qwen2", "mistral", "gemma3")])
 def test_two_stages_say_the_same(name: str, tp_size: int, family: Families) -> None:
     model = family(name)
-    check(run_script(model.folder, model.script(num_groups=2), tp_size), model.expected)
+    check(run_script(model.folder, model.script(num_groups=2), tp_size), model)
 
 
 def test_stages_of_one_layer_say_the_same(family: Families) -> None:
     model = family("gemma2")
-    check(run_script(model.folder, model.script(num_groups=3)), model.expected)
+    check(run_script(model.folder, model.script(num_groups=3)), model)
 
 
 @pytest.mark.parametrize("backend", ["cpu", *in_campaign("torch")])
@@ -181,7 +195,7 @@ def test_stages_of_one_layer_say_the_same(family: Families) -> None:
         "gemma3",
         "qwen2_moe",
         "gpt2",
-        *in_campaign("lfm2_moe", "gemma2", "qwen3", "granite", "olmo2"),
+        *in_campaign("lfm2_moe", "qwen35", "gemma2", "qwen3", "granite", "olmo2"),
     ],
 )
 def test_bfloat16_rounds_no_worse_than_transformers_does(
@@ -194,9 +208,10 @@ def test_bfloat16_rounds_no_worse_than_transformers_does(
     ours = first_logits(run_script(folder, script, dtype=torch.bfloat16, backend=backend))
     exact_RV = torch.stack([said.logits_TV[0] for said in exact])
     rounded_RV = torch.stack([said.logits_TV[0] for said in rounded])
-    rounding = rms(rounded_RV - exact_RV)
-    assert 0 < rms(ours - exact_RV) < 1.25 * rounding
-    assert 0 < rms(ours - rounded_RV) < 1.25 * rounding
+    # Medians of prompts: a router that is undecided may round to other experts, in either.
+    rounding = median_rms(rounded_RV - exact_RV)
+    assert 0 < median_rms(ours - exact_RV) < 1.4 * rounding
+    assert 0 < median_rms(ours - rounded_RV) < 1.4 * rounding
 
 
 @pytest.mark.parametrize("tp_size", [*in_campaign(1), 2])
@@ -308,7 +323,7 @@ def test_weights_may_be_loaded_and_run_in_inference_mode(name: str, family: Fami
     model = build_model(load_model_config(saved.folder), placement)
     with torch.inference_mode():
         runner = make_runner(saved.folder, placement, model=model, kv_groups=saved.kv_groups)
-        check(run_runner(runner, saved.script()), saved.expected)
+        check(run_runner(runner, saved.script()), saved)
 
 
 @pytest.mark.parametrize("name", ["gemma3_image_text", "mistral3"])
@@ -322,7 +337,7 @@ def test_the_text_parts_tensors_may_have_their_new_names(
     assert not renamed.keys() & tensors.keys()
     save_file(renamed, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((saved.folder / "config.json").read_text())
-    check(run_script(tmp_path, saved.script()), saved.expected)
+    check(run_script(tmp_path, saved.script()), saved)
 
 
 def new_name(stored: str) -> str:
@@ -339,7 +354,7 @@ def test_up_to_its_original_length_longrope_says_what_transformers_says(family: 
     said = [text.token_ids for text in short.expected]
     assert said != [text.token_ids for text in family("phi3_longrope").expected]
     runner = make_runner(folder, Placement(torch.float32, CPU), max_model_len=original)
-    check(run_runner(runner, short.script()), short.expected)
+    check(run_runner(runner, short.script()), short)
 
 
 def test_static_ntk_by_an_override_says_what_transformers_says_at_its_frequencies(
@@ -356,7 +371,7 @@ def test_static_ntk_by_an_override_says_what_transformers_says_at_its_frequencie
     assert stretched.expected[7].token_ids != plain.expected[7].token_ids
     placement = Placement(torch.float32, CPU)
     runner = make_runner(plain.folder, placement, model=build_model(config, placement))
-    check(run_runner(runner, stretched.script()), stretched.expected)
+    check(run_runner(runner, stretched.script()), stretched)
 
 
 def test_a_files_own_rotation_table_is_ignored(family: Families, tmp_path: Path) -> None:
@@ -365,7 +380,7 @@ def test_a_files_own_rotation_table_is_ignored(family: Families, tmp_path: Path)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.2.self_attn.rotary_emb.inv_freq"] = torch.ones(12)
     save_file(tensors, tmp_path / "model.safetensors")
-    check(run_script(tmp_path, family("llama").script()), family("llama").expected)
+    check(run_script(tmp_path, family("llama").script()), family("llama"))
 
 
 def test_gpt2s_files_of_2019_have_no_prefix_and_hold_causal_masks(
@@ -379,7 +394,7 @@ def test_gpt2s_files_of_2019_have_no_prefix_and_hold_causal_masks(
     tensors["h.1.attn.bias"] = torch.ones(1, 1, 8, 8)
     tensors["h.1.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(tensors, tmp_path / "model.safetensors")
-    check(run_script(tmp_path, family("gpt2").script()), family("gpt2").expected)
+    check(run_script(tmp_path, family("gpt2").script()), family("gpt2"))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
@@ -393,7 +408,7 @@ def test_a_model_saved_without_its_head_has_the_embedding_for_one(
     whole.save_pretrained(tmp_path / "tied")
     expected = greedy_continuations(tmp_path / "tied", PROMPTS, NUM_TOKENS)
     tied = Family(tmp_path / "tied", expected)
-    check(run_script(tmp_path / "base", tied.script()), tied.expected)
+    check(run_script(tmp_path / "base", tied.script()), tied)
     assert "ForCausalLM without its head: the embedding is used for one" in caplog.text
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from nanocore.kernels import Activation
 from nanocore.protocol.errors import ModelFileError
@@ -132,6 +133,33 @@ class ConfigReader(msgspec.Struct, frozen=True):
             rope=ropes,
             **own,
         )
+
+    def mixed_layers(
+        self, other: str, is_other: Callable[[int], bool]
+    ) -> tuple[frozenset[int], ConfigReader]:
+        """Layers of a kind that is no attention, and a reader for `attention` of the others.
+
+        Args:
+            other: the kind's name in `layer_types`. is_other: of a layer, where there is no such
+                list.
+        """
+        settings, num_layers = self.settings, self.num_layers
+        types = settings.get("layer_types", list[str], [])
+        if not settings.has("layer_types"):
+            types = [other if is_other(i) else LAYER_TYPES[0] for i in range(num_layers)]
+        if len(types) != num_layers:
+            raise settings.error("layer_types", f"must have {num_layers} entries, one per layer")
+        for layer, kind in enumerate(types):
+            if kind not in (other, LAYER_TYPES[0]):
+                raise ModelFileError(
+                    f"{settings.source}: layer {layer} is {kind!r:.80} in layer_types, which is "
+                    f"not implemented; known: {other}, {LAYER_TYPES[0]}"
+                )
+        if LAYER_TYPES[0] not in types:
+            raise settings.error("layer_types", f"must have a layer of {LAYER_TYPES[0]}")
+        values = {name: value for name, value in settings.values.items() if name != "layer_types"}
+        layers = frozenset(i for i, kind in enumerate(types) if kind == other)
+        return layers, replace(self, settings=settings.with_values(values))
 
     def mlp(
         self, name: str = "hidden_act", activation: str = "silu", bias: bool = False

@@ -94,4 +94,8 @@ class Attention:
             metadata,
         )
         out_THD = kernels.paged_attention(q_THD, cache, metadata, self.spec)
-        return self.o_proj(out_THD.flatten(1), context)
+        return self.output(out_THD.flatten(1), x_TE, context)
+
+    def output(self, out_TI: Tensor, x_TE: Tensor, context: StepContext) -> Tensor:
+        """What is made of the heads' results, [T, H D]. x_TE: the layer's input."""
+        return self.o_proj(out_TI, context)

@@ -63,6 +63,16 @@ class RowShard(msgspec.Struct, frozen=True):
         return cls(num_heads * head_dim, rank * num_kept * head_dim, num_kept * head_dim)
 
 
+def stacked(parts: list[RowShard]) -> list[RowShard]:
+    """The same rows of one projection that stacks them whole, one after the other."""
+    total = sum(rows.total for rows in parts)
+    starts = accumulate((rows.total for rows in parts), initial=0)
+    return [
+        RowShard(total, start + rows.start, rows.size)
+        for start, rows in zip(starts, parts, strict=False)
+    ]
+
+
 class ColumnParallelLinear:
     """y = x W^T + b, where W stacks this rank's rows of several projections.
 
@@ -79,19 +89,14 @@ class ColumnParallelLinear:
 
     def entries(self, *names: str) -> Entries:
         """One projection of the checkpoint for each of `parts`, in their order."""
-        return self._entries(names, self.parts)
+        return self.slices(names, self.parts)
 
     def fused_entries(self, name: str) -> Entries:
         """One projection of the checkpoint that stacks them whole, one after the other."""
-        total = sum(rows.total for rows in self.parts)
-        starts = accumulate((rows.total for rows in self.parts), initial=0)
-        stacked = [
-            RowShard(total, start + rows.start, rows.size)
-            for start, rows in zip(starts, self.parts, strict=False)
-        ]
-        return self._entries([name] * len(stacked), stacked)
+        return self.slices([name] * len(self.parts), stacked(self.parts))
 
-    def _entries(self, names: Sequence[str], parts: list[RowShard]) -> Entries:
+    def slices(self, names: Sequence[str], parts: list[RowShard]) -> Entries:
+        """Slices of the checkpoint's projections, which are this rank's rows from the first on."""
         size = self.weight.in_features
         projections = [
             Projection(name, (rows.total, size), rows.kept, slice(0, size))
@@ -99,7 +104,8 @@ class ColumnParallelLinear:
         ]
         entries = self.weight.entries(*projections)
         if self.bias is not None:
-            for name, rows, target in zip(names, parts, self.bias.split(self.sizes), strict=True):
+            targets = self.bias.split([rows.size for rows in parts])
+            for name, rows, target in zip(names, parts, targets, strict=True):
                 bias = entries.setdefault(f"{name}.bias", TensorEntry((rows.total,)))
                 bias.parts.append(LoadedSlice(target, (rows.kept,)))
         return entries
@@ -114,7 +120,8 @@ class ColumnParallelLinear:
 class RowParallelLinear:
     """y = sum over ranks of x W^T, plus b: each rank has the columns for its share of x.
 
-    what: names the input features in the error that they cannot be shared evenly.
+    what: names the input features in the error that they cannot be shared evenly. num_tiles: of the
+    inputs, of each of which a rank has a share.
     """
 
     def __init__(
@@ -125,18 +132,20 @@ class RowParallelLinear:
         what: str,
         *,
         bias: bool = False,
+        num_tiles: int = 1,
     ) -> None:
         self.tp = placement.tp
-        self.columns = RowShard.share(placement, in_features, what)
-        self.weight = Weight(placement, out_features, self.columns.size)
+        self.num_tiles = num_tiles
+        self.columns = RowShard.share(placement, in_features // num_tiles, what)
+        self.weight = Weight(placement, out_features, self.columns.size * num_tiles)
         self.bias = placement.empty(out_features) if bias else None
 
     def entries(self, name: str) -> Entries:
         """The checkpoint's weight, and bias if there is one."""
         num_rows = self.weight.out_features
-        shape = num_rows, self.columns.total
+        shape, rows = (num_rows, self.columns.total * self.num_tiles), slice(0, num_rows)
         entries = self.weight.entries(
-            Projection(name, shape, slice(0, num_rows), self.columns.kept)
+            Projection(name, shape, rows, self.columns.kept, self.num_tiles)
         )
         if self.bias is not None:
             entries[f"{name}.bias"] = whole(self.bias)

@@ -138,7 +138,7 @@ class Weight:
         buffer = self._buffer((sum(sizes), self.in_features), self._placement.dtype)
         self._runs.append(_Run((sum(sizes), self.in_features), {"weight": buffer}))
         for projection, target in zip(projections, buffer.outline.split(sizes), strict=True):
-            part = LoadedSlice(target, (projection.rows, projection.columns), buffer)
+            part = LoadedSlice(target, projection.index, buffer)
             yield f"{projection.name}.weight", TensorEntry(projection.shape, [part])
 
     def _slots(

@@ -25,6 +25,8 @@ SINGLE_FILE = "model.safetensors"
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".gguf")
 _MODEL_FILE = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 """What transformers calls the files that it reads; others in the folder may be anything."""
+_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Tensors of all of a layer's experts, and the projections in each one's part (Qwen3.5)."""
 _HEADER_START = 8  # bytes: the header's length, little-endian
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
@@ -97,7 +99,7 @@ def stored_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[Che
             if weight_map is not None and name not in weight_map:
                 raise ModelFileError(f"{path}: tensor {quoted(name)} is not in {INDEX_FILE}")
             seen[name] = path
-            yield tensor
+            yield from _unstacked(tensor)
     for name, file in (weight_map or {}).items():
         if is_read(name) and (name not in seen or seen[name].name != file):
             where = f"it is in {seen[name].name}" if name in seen else "it is in no file"
@@ -105,6 +107,27 @@ def stored_tensors(folder: Path, is_read: Callable[[str], bool]) -> Iterator[Che
                 f"{folder / INDEX_FILE}: tensor {quoted(name)} should be in {file}, but {where}: "
                 "index and files are not of the same model; download both again"
             )
+
+
+def _unstacked(tensor: CheckpointTensor) -> Iterator[CheckpointTensor]:
+    """The tensor; or of all experts' in one ([X, 2 I, E] of gate and up, [X, E, I]) each one's."""
+    prefix, _, name = tensor.name.rpartition(".")
+    if len(tensor.shape) != 3 or not prefix.endswith(".experts") or name not in _STACKED:
+        yield tensor
+        return
+    projections, (num_experts, num_rows, num_columns) = _STACKED[name], tensor.shape
+    shape = num_rows // len(projections), num_columns
+    num_parts = num_experts * len(projections)
+    if not num_parts or num_rows % len(projections):
+        raise ModelFileError(
+            f"{tensor.path}: tensor {quoted(tensor.name)} is {list(tensor.shape)}: not one of "
+            f"{' and '.join(projections)} for each expert"
+        )
+    num_bytes = tensor.num_bytes // num_parts
+    for i in range(num_parts):
+        expert, part = divmod(i, len(projections))
+        own, offset = f"{prefix}.{expert}.{projections[part]}.weight", tensor.offset + i * num_bytes
+        yield CheckpointTensor(tensor.path, own, tensor.dtype, shape, offset, num_bytes)
 
 
 def read_header(path: Path) -> list[CheckpointTensor]:

@@ -346,7 +346,8 @@ class MergedFormat:
         module = self.adapter.modules.get(kept.name)
         if module is None:
             return stored
-        if stored is not None:
+        # GGUF files may have other orders of value heads.
+        if stored is not None or (self.name == "gguf" and ".linear_attn." in kept.name):
             raise ModelFileError(
                 f"--merge-lora: {module.where} is stored as {self.name}, and what is merged would "
                 "have to be rounded again: merge into the model's unquantized checkpoint, and "

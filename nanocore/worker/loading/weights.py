@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -186,13 +186,14 @@ class Projection(msgspec.Struct, frozen=True):
     """Slice that a rank keeps of a projection of the checkpoint.
 
     name: "model.layers.0.self_attn.q_proj"; floats are in `{name}.weight`. shape: of the whole
-    weight, [O, I]. rows, columns: which are kept.
+    weight, [O, I]. rows, columns: which are kept; of columns, in each of so many equal tiles.
     """
 
     name: str
     shape: tuple[int, int]
     rows: slice
     columns: slice
+    num_tiles: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -200,7 +201,16 @@ class Projection(msgspec.Struct, frozen=True):
 
     @property
     def num_columns(self) -> int:
-        return self.columns.stop - self.columns.start
+        return self.num_tiles * (self.columns.stop - self.columns.start)
+
+    @property
+    def index(self) -> Index:
+        return self.rows, in_tiles(self.columns, self.shape[1], self.num_tiles)
+
+
+def in_tiles(kept: slice, size: int, num_tiles: int) -> Any:
+    """Index of what is kept of each of num_tiles equal tiles, which have `size` together."""
+    return kept if num_tiles == 1 else torch.arange(size).view(num_tiles, -1)[:, kept].flatten()
 
 
 class Slot(msgspec.Struct, frozen=True):

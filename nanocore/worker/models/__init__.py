@@ -49,6 +49,11 @@ ARCHITECTURES: Final = {
     "Qwen2MoeForCausalLM": ("qwen.Qwen2MoeModel", "qwen2_moe"),
     "Qwen3ForCausalLM": ("qwen.Qwen3Model", "qwen3"),
     "Qwen3MoeForCausalLM": ("qwen.Qwen3MoeModel", "qwen3_moe"),
+    "Qwen3NextForCausalLM": ("qwen_hybrid.Qwen3NextModel", "qwen3_next"),
+    "Qwen3_5ForCausalLM": ("qwen_hybrid.Qwen35Model", "qwen3_5_text"),
+    "Qwen3_5ForConditionalGeneration": ("qwen_hybrid.Qwen35Model", "qwen3_5"),
+    "Qwen3_5MoeForCausalLM": ("qwen_hybrid.Qwen35MoeModel", "qwen3_5_moe_text"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen_hybrid.Qwen35MoeModel", "qwen3_5_moe"),
     "SeedOssForCausalLM": ("llama.SeedOssModel", "seed_oss"),
     "SmolLM3ForCausalLM": ("smollm3.SmolLM3Model", "smollm3"),
 }

@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from nanocore.kernels.states import MAX_TAPS, ConvFilters, StateCache
-from nanocore.protocol.errors import ModelFileError
 from nanocore.worker.config.config_json import MAX_LAYERS, ConfigReader
-from nanocore.worker.config.json_settings import MAX_SIZE, Range, Settings
+from nanocore.worker.config.json_settings import Range, Settings
 from nanocore.worker.config.model_config import ModelConfig
 from nanocore.worker.config.rope_config import read_rope
 from nanocore.worker.layers.decoder import DecoderLayer, DecoderModel
@@ -61,7 +60,8 @@ class ShortConv:
         self.out_proj = RowParallelLinear(placement, size, size, what, bias=bias)
         self.taps_LC = placement.empty(config.num_taps, self.rows.size, dtype=torch.float32)
         self.bias_C = placement.empty(self.rows.size, dtype=torch.float32) if bias else None
-        self.cache_spec = StateSpec((config.num_taps - 1, self.rows.size), placement.dtype)
+        channels = self.rows.size
+        self.cache_spec = StateSpec((config.num_taps - 1, channels), placement.dtype, 3 * channels)
 
     def entries(self, prefix: str) -> Entries:
         num_taps, kept = len(self.taps_LC), (self.rows.kept,)
@@ -124,14 +124,14 @@ class Lfm2Model(DecoderModel):
 
     @classmethod
     def read(cls, reader: ConfigReader) -> ModelConfig:
-        settings = reader.settings
-        conv_layers = _conv_layers(settings, reader.num_layers)
-        common = {name: value for name, value in settings.values.items() if name != "layer_types"}
+        settings, every = reader.settings, range(reader.num_layers)
+        with_attention = settings.get("full_attn_idxs", list[int], list(every))
+        for layer in with_attention:
+            settings.within("full_attn_idxs", layer, Range(0, len(every) - 1))
+        conv_layers, others = reader.mixed_layers(_CONV, lambda i: i not in with_attention)
         num_taps = settings.size("conv_L_cache", 3)
         settings.within("conv_L_cache", num_taps, Range(2, MAX_TAPS))
-        if len(conv_layers) == reader.num_layers:
-            raise settings.error("layer_types", "must have a layer of full_attention")
-        attention = replace(reader, settings=settings.with_values(common)).attention(
+        attention = others.attention(
             num_kv_heads=8, qk_norm=True, rope=partial(read_rope, theta=1_000_000.0)
         )
         return reader.model(
@@ -185,22 +185,3 @@ def _inner_size(settings: Settings) -> int:
         return size
     multiple = settings.size("block_multiple_of", 256)
     return -(-int(factor * size) // multiple) * multiple
-
-
-def _conv_layers(settings: Settings, num_layers: int) -> frozenset[int]:
-    """Indices of layers with a convolution: by `layer_types`, or those that have no attention."""
-    if settings.has("layer_types"):
-        types = settings.get("layer_types", list[str], [])
-        if len(types) != num_layers:
-            raise settings.error("layer_types", f"must have {num_layers} entries, one per layer")
-        for layer, kind in enumerate(types):
-            if kind not in (_CONV, "full_attention"):
-                raise ModelFileError(
-                    f"{settings.source}: layer_types of layer {layer} is {kind!r:.80}, which is "
-                    f"not implemented; known: {_CONV}, full_attention"
-                )
-        return frozenset(i for i, kind in enumerate(types) if kind == _CONV)
-    with_attention = settings.get("full_attn_idxs", list[int], list(range(num_layers)))
-    for layer in with_attention:
-        settings.within("full_attn_idxs", layer, Range(0, min(num_layers - 1, MAX_SIZE)))
-    return frozenset(range(num_layers)) - frozenset(with_attention)

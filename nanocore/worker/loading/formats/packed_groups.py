@@ -57,7 +57,7 @@ def check_slice_bounds(kept: Projection, multiple: int, what: str) -> None:
     if all(end % multiple == 0 or end == in_features for end in ends):
         return
     size = in_features // kept.num_columns
-    num_groups = in_features // multiple
+    num_groups = max(1, in_features // kept.num_tiles // multiple)
     fit = [str(n) for n in range(1, min(num_groups, 1024) + 1) if num_groups % n == 0]
     raise ConfigError(
         f"--tensor-parallel-size {size}: the {in_features} inputs of {kept.name} are stored in "

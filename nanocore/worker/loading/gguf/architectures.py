@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from nanocore.protocol.errors import ModelFileError, shorten
+from nanocore.worker.config.json_settings import MAX_SIZE, Settings
 from nanocore.worker.loading.gguf.gguf_files import read_headers
 from nanocore.worker.loading.gguf.header import FLOATS, Header, TensorInfo
 
@@ -47,6 +48,9 @@ ARCHITECTURES: Final = {
     "olmo2": GgufArchitecture("Olmo2ForCausalLM"),
     "lfm2": GgufArchitecture("Lfm2ForCausalLM"),
     "lfm2moe": GgufArchitecture("", "Lfm2MoeForCausalLM"),
+    "qwen3next": GgufArchitecture("", "Qwen3NextForCausalLM"),
+    "qwen35": GgufArchitecture("Qwen3_5ForCausalLM"),
+    "qwen35moe": GgufArchitecture("", "Qwen3_5MoeForCausalLM"),
 }
 
 
@@ -70,7 +74,7 @@ _ENDS: Final = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "token_embd_norm": "model.norm",  # LFM2's, whose last norm checkpoints name after embeddings
 }  # fmt: skip
-_LAYER: Final = re.compile(r"blk\.(\d{1,9})\.([\w.]+)\.(weight|bias)")
+_LAYER: Final = re.compile(r"blk\.(\d{1,9})\.([\w.]+?)(?:\.(?:weight|bias))?")
 _IN_LAYER: Final = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj",
@@ -91,6 +95,14 @@ _LFM2: Final = {
     "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
     "exp_probs_b": "feed_forward.expert_bias",
 }  # fmt: skip
+_DELTA_NET: Final = {
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_ba": "linear_attn.in_proj_ba", "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias", "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+    "post_attention_norm": "post_attention_layernorm",
+}  # fmt: skip
 _OTHER_NAMES: Final = {
     "gemma2": _NORMS_ON_BOTH_SIDES,
     "gemma3": _NORMS_ON_BOTH_SIDES,
@@ -99,23 +111,31 @@ _OTHER_NAMES: Final = {
     "seed_oss": {"post_attention_norm": "post_attention_layernorm"},
     "lfm2": _LFM2,
     "lfm2moe": _LFM2,
+    "qwen3next": _DELTA_NET,
+    "qwen35": _DELTA_NET,
+    "qwen35moe": _DELTA_NET,
 }
 
 
 def gguf_tensors(first: Path) -> list[TensorInfo]:
     """All of a model, file by file, each in file order. Their names are those that checkpoints have
     for their projections, and "weight", "bias" or `BLOCKS`; what has no such name keeps its own.
+    Layers after the model's, which guess further tokens, are left out.
 
     Raises ModelFileError: see `read_headers`; or the architecture is not served.
     """
     headers = read_headers(first)
-    names = _IN_LAYER | _OTHER_NAMES.get(architecture_name(headers[0]), {})
+    architecture = architecture_name(headers[0])
+    names = _IN_LAYER | _OTHER_NAMES.get(architecture, {})
+    settings = Settings(first, headers[0].metadata)
+    num_layers = settings.get(f"{architecture}.block_count", int, MAX_SIZE)
+    num_layers -= settings.get(f"{architecture}.nextn_predict_layers", int, 0)
     return [
         tensor
         for header in headers
         for info in sorted(header.tensors, key=lambda info: info.offset)
         if info.name not in ROPE_FACTORS
-        for tensor in _named(info, names)
+        for tensor in _named(info, names, num_layers)
     ]
 
 
@@ -124,18 +144,21 @@ def find_tensor(headers: list[Header], name: str) -> TensorInfo | None:
     return next(infos, None)
 
 
-def _named(info: TensorInfo, names: dict[str, str]) -> list[TensorInfo]:
+def _named(info: TensorInfo, names: dict[str, str], num_layers: int) -> list[TensorInfo]:
     end, _, kind = info.name.rpartition(".")
-    shape = info.shape
+    shape, found = info.shape, _LAYER.fullmatch(info.name)
+    if found and int(found[1]) >= num_layers:
+        return []
     if end in _ENDS and kind in ("weight", "bias"):
         name = _ENDS[end]
-    elif (found := _LAYER.fullmatch(info.name)) and found[2] in names:
+    elif found and found[2] in names:
         name = f"model.layers.{int(found[1])}.{names[found[2]]}"
         if name.endswith("shared_expert_gate"):  # a vector, in converters' own files one row
             shape = (1, shape[-1])
-        elif name.endswith("conv.conv"):  # [channels, taps], and in checkpoints one input of each
+        elif name.endswith(("conv.conv", "conv1d")):
+            # [channels, taps], and in checkpoints one input of each.
             shape = (shape[0], 1, *shape[1:])
-        elif name.endswith("expert_bias"):  # which has no kind in checkpoints
+        elif name.endswith(("_bias", "A_log")):  # which have no kind in checkpoints
             return [replace(info, name=name)]
     else:
         return [info]

@@ -30,7 +30,7 @@ from nanocore.worker.loading.gguf.header import FLOATS, Header
 _NO_MATTER: Final = frozenset(
     {
         "vocab_size", "tensor_data_layout", "pooling_type", "attention.layer_norm_epsilon",
-        "rope.scaling.finetuned",
+        "rope.scaling.finetuned", "rope.dimension_sections",
     }
 )  # fmt: skip
 """Said elsewhere too, or of uses other than generating."""
@@ -153,16 +153,16 @@ def config_settings(first: Path) -> Settings:
     class_name = family.sparse_class if is_sparse else family.class_name
     if not class_name:
         raise metadata.error("expert_count", "is not served for this architecture")
+    sizes = _sizes(metadata, headers)
     values: dict[str, Any] = {
         "architectures": [class_name],
-        **_sizes(metadata, headers),
+        **sizes,
         **rope_settings(metadata, headers),
-        **(_experts(metadata) if is_sparse else {}),
+        **(_experts(metadata, sizes["intermediate_size"]) if is_sparse else {}),
     }
     if (read := _READERS.get(metadata.architecture)) is not None:
         values |= read(metadata, values)
     metadata.expect("attention.causal", True)
-    metadata.expect("nextn_predict_layers", 0)
     metadata.expect("expert_used_count", 0, unless=is_sparse)
     metadata.check_all_read()
     return Settings(f"{first} (settings as config.json has them)", values)
@@ -193,15 +193,17 @@ def _sizes(metadata: Metadata, headers: list[Header]) -> dict[str, Any]:
         raise metadata.error("attention.value_length", f"is not attention.key_length, {head_dim}")
     rotary_dim = metadata.integer("rope.dimension_count", head_dim)
     partial = {"partial_rotary_factor": rotary_dim / head_dim} if head_dim != rotary_dim else {}
-    has_convolutions = "shortconv.l_cache" in metadata.values  # whose layers have no KV heads
+    has_states = {"shortconv.l_cache", "ssm.conv_kernel"} & metadata.values.keys()  # no KV heads
+    expert_size = metadata.get("expert_feed_forward_length", int, None)
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.integer("feed_forward_length"),
-        "num_hidden_layers": metadata.integer("block_count"),
+        "intermediate_size": metadata.integer("feed_forward_length", expert_size),
+        "num_hidden_layers": metadata.integer("block_count")
+        - metadata.integer("nextn_predict_layers", 0),
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.integer(
-            "attention.head_count_kv", num_heads, but=0 if has_convolutions else None
+            "attention.head_count_kv", num_heads, but=0 if has_states else None
         ),
         "head_dim": head_dim,
         "max_position_embeddings": metadata.integer("context_length"),
@@ -230,21 +232,20 @@ def _dtype(headers: list[Header]) -> str:
     return _DTYPES[max(num_bytes, key=lambda name: num_bytes[name], default="F32")]
 
 
-def _experts(metadata: Metadata) -> dict[str, Any]:
+def _experts(metadata: Metadata, intermediate_size: int) -> dict[str, Any]:
     is_lfm2 = metadata.architecture == "lfm2moe"
     metadata.expect("expert_gating_func", 2 if is_lfm2 else 1)  # sigmoid, softmax
     metadata.expect("expert_weights_scale", 1.0)
-    intermediate_size = metadata.integer("feed_forward_length")
     num_chosen = metadata.integer("expert_used_count")
     if metadata.architecture == "llama":
         return {
             "num_local_experts": metadata.integer("expert_count"),
             "num_experts_per_tok": num_chosen,
         }
-    is_shared = metadata.architecture == "qwen2moe"
-    metadata.expect("expert_weights_norm", not is_shared)
+    is_normalized = metadata.architecture != "qwen2moe"
+    metadata.expect("expert_weights_norm", is_normalized)
     own: dict[str, Any] = {}
-    if is_shared:
+    if metadata.architecture in ("qwen2moe", "qwen3next", "qwen35moe"):
         shared_size = metadata.integer("expert_shared_feed_forward_length", intermediate_size)
         own["shared_expert_intermediate_size"] = shared_size
     elif is_lfm2:
@@ -253,7 +254,7 @@ def _experts(metadata: Metadata) -> dict[str, Any]:
     return {
         "num_experts": metadata.integer("expert_count"),
         "num_experts_per_tok": num_chosen,
-        "norm_topk_prob": not is_shared,
+        "norm_topk_prob": is_normalized,
         "moe_intermediate_size": metadata.integer(
             "expert_feed_forward_length", intermediate_size // max(1, num_chosen)
         ),
@@ -321,6 +322,23 @@ def _lfm2(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _delta_net(metadata: Metadata, values: dict[str, Any]) -> dict[str, Any]:
+    num_values = metadata.integer("ssm.time_step_rank")
+    settings: dict[str, Any] = {
+        "linear_num_key_heads": metadata.integer("ssm.group_count"),
+        "linear_num_value_heads": num_values,
+        "linear_key_head_dim": metadata.integer("ssm.state_size"),
+        "linear_value_head_dim": metadata.integer("ssm.inner_size") // max(1, num_values),
+        "linear_conv_kernel_dim": metadata.integer("ssm.conv_kernel"),
+        "full_attention_interval": metadata.integer("full_attention_interval", 4),
+        "partial_rotary_factor": values.get("partial_rotary_factor", 1.0),
+    }
+    if flags := metadata.get("attention.recurrent_layers", list[bool], []):
+        names = ("full_attention", "linear_attention")
+        settings["layer_types"] = [names[flag] for flag in flags[: values["num_hidden_layers"]]]
+    return settings
+
+
 _READERS: Final[dict[str, Callable[[Metadata, dict[str, Any]], dict[str, Any]]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
@@ -328,4 +346,7 @@ _READERS: Final[dict[str, Callable[[Metadata, dict[str, Any]], dict[str, Any]]]]
     "granite": _granite,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2,
+    "qwen3next": _delta_net,
+    "qwen35": _delta_net,
+    "qwen35moe": _delta_net,
 }

@@ -33,6 +33,7 @@ from nanocore.worker.loading.weights import (
     Entries,
     Projection,
     Slot,
+    in_tiles,
     is_finite,
 )
 
@@ -84,8 +85,10 @@ class GgufFormat:
                 f"{where} is {kind.name} and has {shape[1]} inputs by the file's settings, which "
                 f"is not a multiple of {kind.block_numel}: they are not of one model"
             )
-        index = (kept.rows, _bytes_of(kept, kind))
-        row_bytes = shape[1] // kind.block_numel * kind.block_bytes
+        row_bytes, kept_bytes = (
+            size // kind.block_numel * kind.block_bytes for size in (shape[1], kept.num_columns)
+        )
+        index = (kept.rows, in_tiles(_bytes_of(kept, kind), row_bytes, kept.num_tiles))
 
         def unpack(slots: Mapping[str, Tensor]) -> CheckpointWeight:
             blocks = slots[BLOCKS]
@@ -98,11 +101,9 @@ class GgufFormat:
 
         slot = Slot((shape[0], row_bytes), torch.uint8, index)
         # Numbers of five and six bits become bytes, and some scales wider.
-        one_row = unpack_blocks(
-            kind, torch.zeros(1, index[1].stop - index[1].start, dtype=torch.uint8)
-        )
-        kept_bytes = kept.num_rows * one_row.nbytes
-        return CheckpointProjection({BLOCKS: slot}, unpack, kept_bytes=kept_bytes)
+        one_row = unpack_blocks(kind, torch.zeros(1, kept_bytes, dtype=torch.uint8))
+        num_bytes = kept.num_rows * one_row.nbytes
+        return CheckpointProjection({BLOCKS: slot}, unpack, kept_bytes=num_bytes)
 
 
 def _in_halves(rows: Tensor, head_dim: int) -> Tensor:

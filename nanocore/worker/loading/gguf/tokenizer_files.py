@@ -267,6 +267,7 @@ _CASED_REST: Final = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 _LLAMA_3: Final = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _QWEN_2: Final = rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}"
+_QWEN_35: Final = _QWEN_2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
 _SEED: Final = (
     rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -311,6 +312,7 @@ PRE_TOKENIZERS: Final = {
     "dbrx": PreTokenizer(_LLAMA_3),
     "smaug-bpe": PreTokenizer(_LLAMA_3),
     "qwen2": PreTokenizer(_QWEN_2, is_composed=True),
+    "qwen35": PreTokenizer(_QWEN_35, is_composed=True),
     "deepseek-r1-qwen": PreTokenizer(_QWEN_2),
     "gpt-2": PreTokenizer(None),
     "smollm": _WITH_DIGITS,
