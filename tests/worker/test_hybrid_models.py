@@ -106,6 +106,8 @@ def test_stacked_experts_of_an_odd_shape_are_refused(
         ({"linear_num_value_heads": 3}, "linear_num_value_heads = 3 is no multiple of linear_num"),
         ({"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim = 9 .*at most 8"),
         ({"linear_num_key_heads": 0}, "linear_num_key_heads"),
+        ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = .* is not implemented .* known: silu"),
+        ({"attn_output_gate": False}, "attn_output_gate = false is not implemented"),
     ],
 )  # fmt: skip
 def test_what_is_not_implemented_is_refused_by_name(

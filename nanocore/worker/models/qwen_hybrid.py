@@ -332,11 +332,16 @@ def _read(reader: ConfigReader, num_kv_heads: int, moe: MoeConfig | None = None)
         raise settings.error(
             "linear_num_value_heads", f"is no multiple of linear_num_key_heads, {num_key_heads}"
         )
+    mlp = reader.mlp()
+    if mlp.activation != "silu":  # convolutions have it, too, and gates of their results do not
+        raise settings.error("hidden_act", "is not implemented for this architecture; known: silu")
+    if not reader.flag("attn_output_gate", True):
+        raise settings.error("attn_output_gate", "is not implemented: attention has a gate")
     num_taps = settings.size("linear_conv_kernel_dim", 4)
     settings.within("linear_conv_kernel_dim", num_taps, Range(2, MAX_TAPS))
     return reader.model(
         attention,
-        reader.mlp(),
+        mlp,
         HybridConfig,
         moe=moe,
         linear_layers=linear_layers,
