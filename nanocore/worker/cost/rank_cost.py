@@ -16,7 +16,7 @@ from nanocore.worker.devices import dtype_name
 from nanocore.worker.layers.decoder import DecoderModel
 from nanocore.worker.layers.packing import WeightPacker
 from nanocore.worker.loading.weights import POSITIONS, TensorEntry, unbuffered_bytes
-from nanocore.worker.memory.kv_memory import KVLayout, KVSpec, StateSpec, in_full_group
+from nanocore.worker.memory.kv_memory import KVLayout, KVSpec, StateSpec, draft_bytes, in_full_group
 from nanocore.worker.rank_messages import WorkerConfig, WorkerInfo
 
 
@@ -53,7 +53,9 @@ def outlined_info(
         available_kv_bytes=0,
         memory_bytes=0,
         activation_bytes=_activation_bytes(outline, config) + activation_bytes,
-        table_bytes=table_bytes(outline, config) + rotation_bytes,
+        table_bytes=table_bytes(outline, config)
+        + rotation_bytes
+        + draft_bytes(specs, config.max_num_seqs + 1, config.max_drafts),
         cost=cost,
     )
 
